@@ -1,0 +1,7 @@
+"""Exact, fast gradient accumulation for PyTorch: ``opt = fusedaccum.AccumulatingOptimizer(opt, accum_steps=8)``."""
+
+from . import ops
+from .optimizer import AccumulatingOptimizer
+from .window import LastWindow
+
+__all__ = ["AccumulatingOptimizer", "LastWindow", "ops"]

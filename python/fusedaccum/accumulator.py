@@ -1,0 +1,221 @@
+"""Gathering a window's gradient: every arrival is scaled and added to its parameter's buffer, which ``p.grad`` is."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from . import ops
+from .amp import LossScale
+from .buffers import Block, Buffers, Slot
+from .intake import Arrival
+from .norms import SquaredNorms
+from .window import MicroBatch, Scalar, Window, identity
+
+DRAWS_APART = 1 << 44  # random numbers set aside for one add of all parameters, when rounding stochastically
+
+
+class Accumulator:
+    """The buffers of one optimizer and the sums in them.
+
+    Args:
+        buffer_dtype, reduction, backend: as :class:`~fusedaccum.AccumulatingOptimizer` has them.
+        seed: of the stochastic rounding of 16-bit buffers; None rounds to nearest.
+    """
+
+    def __init__(self, buffer_dtype: torch.dtype | None, reduction: str, backend: str, seed: int | None):
+        self.buffers = Buffers(buffer_dtype)
+        self.norms = SquaredNorms()
+        self.loss_scale = LossScale()
+        self.seed = seed
+        self._reduction = reduction
+        self._backend = backend
+        self._warned_dropped = False
+        self._first_draw: dict[Slot, int] = {}
+
+    def take(self, parameters: Iterable[tuple[str, Parameter]]) -> list[Slot]:
+        """Make room for these parameters."""
+        slots = self.buffers.add(parameters)
+        end = sum(slot.param.numel() for slot in self._first_draw)
+        for slot in slots:
+            self._first_draw[slot] = end
+            end += slot.param.numel()
+        return slots
+
+    # -- adding ------------------------------------------------------------------------------------------------
+
+    def add(self, arrivals: Sequence[Arrival], window: Window, micro: MicroBatch, measure: bool) -> None:
+        """``buffer += c * g`` for a bucket: one call a device and kind of add; the first touch of a parameter overwrites.
+
+        ``measure``: take the buffers' squared norm, and count what is not finite, on the way.
+        """
+        self.buffers.allocate([slot for slot in self.buffers.slots if slot.param.requires_grad])
+        self.buffers.allocate([slot for slot, _ in arrivals])
+        if micro.divisor is None:
+            micro.divisor = running_divisor(self._reduction, window, micro)
+        calls: dict[tuple, list[Arrival]] = {}
+        for slot, grad in arrivals:
+            self.adopt(slot)
+            first = slot.param.grad is None
+            key = (slot.param.device, first, slot.narrow, None if first else identity(slot.divisor))
+            calls.setdefault(key, []).append((slot, grad))
+        scale = self._contribution(window, micro)
+        for (device, first, narrow, _), batch in calls.items():
+            slots = [slot for slot, _ in batch]
+            divisor = micro.divisor if narrow else 1.0
+            stats = ops.Stats.empty(device) if measure else None
+            ops.accumulate_(
+                [slot.buffer for slot in slots],
+                [grad for _, grad in batch],
+                scale / divisor if narrow else scale,
+                overwrite=first,
+                decay=1.0 if first else slots[0].divisor / divisor,
+                rounding=self._rounding(slots) if narrow else None,
+                stats=stats,
+                backend=self._backend,
+            )
+            self._written(slots, divisor)
+            if stats is not None:
+                self.norms.record(stats, slots, divisor)
+                micro.nonfinite = micro.nonfinite + stats.nonfinite
+        micro.adds += 1
+
+    def _contribution(self, window: Window, micro: MicroBatch) -> Scalar:
+        """The factor of this micro-batch's gradients: its weight, in the window's unit; 0 where nothing more shall be added."""
+        if window.overflowed:
+            return 0.0
+        scale = micro.value() if self._reduction == "mean" else 1.0
+        if window.unit is not None:
+            scale = scale * window.unit
+            if self.loss_scale.live is not None:
+                scale = scale / self.loss_scale.live
+        return scale
+
+    def _rounding(self, slots: Sequence[Slot]) -> ops.StochasticRounding | None:
+        if self.seed is None:
+            return None
+        counters = [(slot.draws * DRAWS_APART + self._first_draw[slot]) % (1 << 64) for slot in slots]
+        for slot in slots:
+            slot.draws += 1
+        return ops.StochasticRounding(self.seed, counters)
+
+    def _written(self, slots: Sequence[Slot], divisor: Scalar) -> None:
+        """``slots`` now hold a sum of ours, over ``divisor``, and show it."""
+        self.norms.forget(slots)
+        for slot in slots:
+            slot.divisor = divisor
+            slot.block.written()
+            slot.show(slot.buffer)
+
+    def adopt(self, slot: Slot) -> None:
+        """Take over what somebody else has put into ``p.grad``, as part of the running sum; notice what he took away."""
+        if slot.block is not None and not slot.block.untouched_by_user:
+            self.norms.forget(slot.block.slots)
+            slot.block.written()
+        grad, shown = slot.param.grad, slot.shown
+        if grad is shown:
+            return
+        if grad is None:
+            slot.shown = None
+            self._warn_dropped(slot)
+            return
+        if grad.layout is not torch.strided:
+            raise RuntimeError(f"{slot.name}.grad is {grad.layout}; only dense gradients can be accumulated")
+        self.buffers.allocate([slot])
+        if grad.untyped_storage().data_ptr() == slot.block.flat.untyped_storage().data_ptr():
+            grad = grad.clone()
+        ops.cast_([slot.buffer], [grad.detach()], backend=self._backend)
+        self._written([slot], slot.divisor if shown is not None else 1.0)
+
+    def _warn_dropped(self, slot: Slot) -> None:
+        if not self._warned_dropped:
+            self._warned_dropped = True
+            warnings.warn(
+                f"{slot.name}.grad was set to None inside an open window (by model.zero_grad()?): what the window had gathered for such "
+                "parameters is dropped. opt.zero_grad() keeps it; opt.reset() drops the whole window. Said once.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    # -- the window's ends -------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Start from nothing: the gradients of the window before, still shown, go; the user's own stay, to be adopted."""
+        for slot in self.buffers.slots:
+            if slot.shown is not None and slot.param.grad is slot.shown:
+                slot.param.grad = None
+            slot.shown, slot.divisor = None, 1.0
+        self.norms = SquaredNorms()
+
+    def gathered(self) -> list[Slot]:
+        """The slots that hold a gradient now, each in its buffer."""
+        for slot in self.buffers.slots:
+            self.adopt(slot)
+        return self.buffers.gathered()
+
+    def restore(self, slot: Slot, saved: Tensor, divisor: Scalar) -> None:
+        """Put a saved sum back."""
+        self.buffers.allocate([slot])
+        slot.buffer.copy_(saved)
+        self._written([slot], divisor)
+
+    def zero_(self, slots: Sequence[Slot]) -> None:
+        """Make the sums of ``slots`` zero."""
+        self.buffers.allocate(slots)
+        torch._foreach_zero_([slot.buffer for slot in slots])
+        self._written(slots, 1.0)
+
+    def sq_norm(self, slots: Sequence[Slot]) -> Tensor:
+        """Sum of squares of the sums of ``slots``; free where the last adds have measured it."""
+        return self.norms.total(slots, self._backend)
+
+    def count_nonfinite(self, grads: Iterable[Tensor]) -> int:
+        """How many elements are NaN or infinite; waits for the device."""
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for grad in grads:
+            by_device.setdefault(grad.device, []).append(grad)
+        return sum(int(ops.stats(batch, backend=self._backend).nonfinite) for batch in by_device.values())
+
+    def divide_(self, slots: Sequence[Slot], divisor: Scalar, coef: Scalar = 1.0) -> None:
+        """Make each buffer ``coef * sum / divisor``: one pass, and none where that changes nothing."""
+        calls: dict[tuple, list[Slot]] = {}
+        for slot in slots:
+            calls.setdefault((slot.param.device, identity(slot.divisor)), []).append(slot)
+        for members in calls.values():
+            scale = coef * members[0].divisor / divisor
+            if isinstance(scale, Tensor) or scale != 1.0:
+                ops.scale_([slot.buffer for slot in members], scale, backend=self._backend)
+            self._written(members, divisor)
+
+    def finish_(self, slots: Sequence[Slot], divisor: Scalar, coef: Scalar, masters: Mapping[Parameter, Parameter]) -> None:
+        """Make ``p.grad`` the gradient ``coef * sum / divisor`` that the inner optimizer takes, in the dtype of what it steps.
+
+        A dtype narrower than the buffer's goes into the buffer's own storage; the scaling is part of that cast.
+        """
+        same: list[Slot] = []
+        cast: dict[Block, list[Slot]] = {}
+        for slot in slots:
+            if slot.dtype == masters.get(slot.param, slot.param).dtype:
+                same.append(slot)
+            else:
+                cast.setdefault(slot.block, []).append(slot)
+        self.divide_(same, divisor, coef)
+        for block, members in cast.items():
+            if len({identity(slot.divisor) for slot in members}) > 1:
+                self.divide_(members, divisor)
+            stepped = masters.get(members[0].param, members[0].param)
+            block.narrow_(stepped.dtype, coef * members[0].divisor / divisor, members, self._backend)
+
+
+def running_divisor(reduction: str, window: Window, micro: MicroBatch) -> Scalar:
+    """What 16-bit buffers are divided by after this micro-batch, so that they hold a mean that cannot overflow where the window's fits."""
+    if reduction == "none":
+        return 1.0
+    if reduction == "sum":
+        return window.micro_batches + 1.0
+    total = window.weight + micro.value()
+    return torch.where(total > 0, total, 1.0) if isinstance(total, Tensor) else total or 1.0

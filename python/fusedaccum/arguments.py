@@ -1,0 +1,209 @@
+"""Are the arguments of an op what it can work on? If not: an error that names the argument, the value and the fix.
+
+``csrc/predicate.h`` holds the same test in C++, which is what runs where the native module is built: thousands of tensors
+are looked at in microseconds. These functions run without it, and whenever it says no, to say why.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from enum import IntEnum
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class Layout(IntEnum):
+    """What the predicate says of two lists."""
+
+    FLAT = 0  # every pair is one stretch of memory, in one order: a kernel can run
+    STRIDED = 1  # fine, once the others have been copied into that form
+    REFUSED = 2  # not acceptable
+
+
+def check_lists(outs_name: str, outs: Any, ins_name: str | None = None, ins: Any = None, written: bool = True) -> Layout:
+    """Raise for lists that no kernel may be given; else say whether all pairs are flat.
+
+    Args:
+        outs_name, outs: the op's first argument; ``written`` says whether it is its output.
+        ins_name, ins: the argument that is read beside it, or None.
+    """
+    _check_is_list(outs_name, outs)
+    if ins_name is not None:
+        _check_is_list(ins_name, ins)
+        if len(outs) != len(ins):
+            raise ValueError(
+                f"{outs_name} and {ins_name} must have one length, but have {len(outs)} and {len(ins)} tensors; "
+                f"give every tensor of {outs_name} its partner in {ins_name}"
+            )
+    everything = [(outs_name, k, x) for k, x in enumerate(outs)] + [(ins_name or "", k, x) for k, x in enumerate(ins or ())]
+    for name, k, x in everything:
+        _check_tensor(f"{name}[{k}]", x)
+    for name, k, x in everything:
+        if x.device != outs[0].device:
+            raise ValueError(
+                f"{name}[{k}] is on {x.device} but {outs_name}[0] is on {outs[0].device}; "
+                "all tensors of a call must be on one device: move them, or make one call a device"
+            )
+    for k, x in enumerate(ins or ()):
+        if x.shape != outs[k].shape:
+            raise ValueError(
+                f"{ins_name}[{k}] has shape {tuple(x.shape)} but {outs_name}[{k}] has {tuple(outs[k].shape)}; shapes must be equal (no broadcasting)"
+            )
+    if written:
+        for k, x in enumerate(outs):
+            _check_written(f"{outs_name}[{k}]", x)
+        _check_overlaps(outs_name, outs, ins_name, ins or ())
+    pairs = zip(outs, ins, strict=True) if ins is not None else zip(outs, outs, strict=True)
+    return Layout.FLAT if all(is_flat_pair(out, x) for out, x in pairs) else Layout.STRIDED
+
+
+def _check_is_list(name: str, value: Any) -> None:
+    if not isinstance(value, (list, tuple)):
+        fix = f"; write [{name}]" if isinstance(value, Tensor) else ""
+        raise TypeError(f"{name} must be a list or tuple of tensors, not {type(value).__name__}{fix}")
+
+
+def _check_tensor(where: str, x: Any) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{where} must be a tensor, not {type(x).__name__} ({x!r}); leave out what has no gradient")
+    if not is_plain(x):
+        raise TypeError(f"{where} is a {type(x).__name__}, which has no memory of its own; pass the plain tensors inside it (x.to_local(), say)")
+    if x.layout is not torch.strided:
+        raise TypeError(f"{where} has layout {x.layout}; only dense tensors can be used: call .to_dense() on it")
+    if x.dtype not in DTYPES:
+        raise TypeError(f"{where} has dtype {x.dtype}; supported are {', '.join(map(str, DTYPES))}: convert it first")
+    if x.device.type == "meta" or missing_storage(x):
+        raise ValueError(f"{where} has no memory behind it (meta tensor, or storage freed); materialize it first")
+
+
+def _check_written(where: str, x: Tensor) -> None:
+    if overlaps_itself(x):
+        raise ValueError(f"{where} overlaps itself (shape {tuple(x.shape)}, strides {x.stride()}), as an expanded tensor does; pass x.contiguous()")
+    if x.is_inference() and not torch.is_inference_mode_enabled():
+        raise RuntimeError(f"{where} is an inference tensor, which must not be written outside of torch.inference_mode(); pass a clone() of it")
+
+
+def is_plain(x: Tensor) -> bool:
+    """Has the tensor memory that a kernel can read, and no Python object that acts for it?"""
+    return type(x).__torch_dispatch__ is Tensor.__torch_dispatch__ and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
+def missing_storage(x: Tensor) -> bool:
+    if x.numel() == 0 or x._is_zerotensor():
+        return False
+    return x.untyped_storage().nbytes() < (x.storage_offset() + span(x)) * x.element_size()
+
+
+def span(x: Tensor) -> int:
+    """Elements from the first to just after the last in memory; 0 for an empty tensor."""
+    return 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+
+
+def overlaps_itself(x: Tensor) -> bool:
+    """May two elements share memory? Exact for every layout that views and permutations make; else it errs towards yes."""
+    if x.numel() < 2:
+        return False
+    reach = 0  # of the faster dimensions
+    for stride, n in sorted((s, n) for n, s in zip(x.shape, x.stride(), strict=True) if n != 1):
+        if stride <= reach:
+            return True
+        reach += stride * (n - 1)
+    return False
+
+
+def is_flat(x: Tensor) -> bool:
+    """Do the elements fill one stretch of memory, as they are?"""
+    return not (x.is_neg() or x._is_zerotensor()) and (x.numel() == 0 or (span(x) == x.numel() and not overlaps_itself(x)))
+
+
+def is_flat_pair(out: Tensor, x: Tensor) -> bool:
+    """Are both flat, with their elements in one order?"""
+    if not (is_flat(out) and is_flat(x)):
+        return False
+    return out.numel() < 2 or all(n == 1 or a == b for n, a, b in zip(out.shape, out.stride(), x.stride(), strict=True))
+
+
+def _check_overlaps(outs_name: str, outs: Sequence[Tensor], ins_name: str | None, ins: Sequence[Tensor]) -> None:
+    """What is written must not be anything else that is given."""
+    places = [(x.data_ptr(), True, k, x) for k, x in enumerate(outs) if x.numel()]
+    places += [(x.data_ptr(), False, k, x) for k, x in enumerate(ins) if x.numel()]
+    reaching: list[tuple[int, bool, int, Tensor]] = []  # what begins before a place and ends within or behind it
+    for place in sorted(places, key=lambda place: place[0]):
+        begin, written, k, x = place
+        reaching = [other for other in reaching if begin < other[0] + span(other[3]) * other[3].element_size()]
+        for other in reaching:
+            if (written or other[1]) and share_memory(x, other[3]):
+                (_, _, i, _), (_, both, j, _) = sorted((place, other), key=lambda p: (not p[1], p[2]))
+                where = f"{outs_name if both else ins_name}[{j}]"
+                fix = "list every tensor once, with memory of its own" if both else f"pass a clone() as {where}"
+                raise ValueError(f"{outs_name}[{i}] and {where} share memory, and {outs_name}[{i}] is written; {fix}")
+        reaching.append(place)
+
+
+def share_memory(a: Tensor, b: Tensor) -> bool:
+    """Do two tensors whose stretches of memory overlap have an element in common? Interleaved views have none."""
+    if is_flat(a) and is_flat(b):
+        return True
+    first = min(a.data_ptr(), b.data_ptr())
+    unit = math.gcd(a.element_size(), b.element_size(), a.data_ptr() - first, b.data_ptr() - first)  # bytes
+    end = max(x.data_ptr() - first + span(x) * x.element_size() for x in (a, b))
+    touched = torch.zeros(end // unit, dtype=torch.bool)
+
+    def elements(x: Tensor) -> Tensor:
+        units = x.element_size() // unit
+        return touched.as_strided((*x.shape, units), (*(s * units for s in x.stride()), 1), (x.data_ptr() - first) // unit)
+
+    elements(a).fill_(True)
+    return bool(elements(b).any())
+
+
+# -- the other arguments ---------------------------------------------------------------------------------------
+
+
+def check_scalar(name: str, value: Any, device: torch.device | None) -> float | Tensor:
+    """A Python (or numpy) number as a float, or a 0-d tensor as it is."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"{name} must be a number or a tensor of one element, but has shape {tuple(value.shape)}; one call has one {name}")
+        if value.is_complex():
+            raise TypeError(f"{name} must be real, but is a {value.dtype} tensor; pass its real part")
+        if device is not None and value.device.type != "cpu" and value.device != device:
+            raise ValueError(f"{name} is on {value.device} but the tensors are on {device}; move it there, or pass a number")
+        value = value.detach().reshape(())
+        return value.item() if value.device.type == "cpu" else value
+    if not isinstance(value, Real):  # numpy's scalars are registered as such
+        raise TypeError(f"{name} must be a real number or a 0-d tensor, not {type(value).__name__} ({value!r})")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} is beyond every floating-point number; pass one that a float can hold") from None
+
+
+def check_stats(stats: Any, device: torch.device | None) -> None:
+    for name, dtype in (("sq_norm", torch.float64), ("nonfinite", torch.int64)):
+        x = getattr(stats, name, None)
+        if not isinstance(x, Tensor):
+            raise TypeError(f"stats must be a fusedaccum.ops.Stats, not {type(stats).__name__} ({stats!r}); make one with Stats.empty(device)")
+        if x.dtype != dtype or x.dim() != 0:
+            raise TypeError(f"stats.{name} must be a 0-d {dtype} tensor, not {x.dim()}-d {x.dtype}; make one with Stats.empty(device)")
+        if device is not None and x.device != device:
+            raise ValueError(f"stats.{name} is on {x.device} but the tensors are on {device}; make it with Stats.empty({str(device)!r})")
+
+
+def check_rounding(rounding: Any, count: int) -> None:
+    seed, counters = getattr(rounding, "seed", None), getattr(rounding, "counters", None)
+    if seed is None or counters is None:
+        raise TypeError(f"rounding must be None (nearest) or a fusedaccum.ops.StochasticRounding(seed, counters), not {rounding!r}")
+    if len(counters) != count:
+        raise ValueError(f"rounding.counters has {len(counters)} entries for {count} buffers; give one a buffer")
+    for name, value in (("seed", seed), *((f"counters[{k}]", c) for k, c in enumerate(counters))):
+        if not isinstance(value, int):
+            raise TypeError(f"rounding.{name} must be an int, not {type(value).__name__} ({value!r})")
+        if not 0 <= value < 1 << 64:
+            raise ValueError(f"rounding.{name} is {value}, outside of 64 bits; take it modulo 2**64")

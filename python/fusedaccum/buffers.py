@@ -1,0 +1,151 @@
+"""Flat, aligned storage for the accumulated gradients, one a device and dtype, and the views that ``p.grad`` becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from . import ops
+from .window import Scalar
+
+ALIGNMENT = 64  # elements: a cache line or more in every dtype, also after narrow_() has halved their size
+NARROW_HEAD = 1 << 16  # elements that narrow_() moves through a temporary before it can work in place
+
+
+def buffer_dtype(parameter: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+    """The dtype gradients of a ``parameter`` gather in: as ``asked``, but never narrower than the gradient itself."""
+    return parameter if asked is None else torch.promote_types(parameter, asked)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Do the elements fill one stretch of memory, in some order of the dimensions?"""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+@dataclass(eq=False)
+class Slot:
+    """One parameter's place: its buffer, and what the window has done to it so far."""
+
+    param: Parameter
+    name: str
+    index: int  # position among the optimizer's parameters, as in its state_dict
+    dtype: torch.dtype  # of the buffer
+    block: Block | None = None
+    buffer: Tensor | None = None
+    shown: Tensor | None = None  # what we last put into p.grad; anything else there is the user's
+    divisor: Scalar = 1.0  # 16-bit buffers hold the sum divided by this (a running mean); wider ones the sum
+    draws: int = 0  # adds so far, each of which draws its own random numbers when rounding stochastically
+
+    def __post_init__(self) -> None:
+        # Of the parameter as it was wrapped: what check_unchanged() compares with.
+        self.made_for = (self.param.dtype, self.param.device, self.param.shape)
+
+    @property
+    def narrow(self) -> bool:
+        return self.dtype.itemsize < 4
+
+    def show(self, grad: Tensor | None) -> None:
+        """Make ``p.grad`` this tensor of ours."""
+        self.param.grad = self.shown = grad
+
+    def check_unchanged(self) -> None:
+        """Raises RuntimeError when the parameter is no longer of the dtype, device or shape it was wrapped with."""
+        p = self.param
+        if (p.dtype, p.device, p.shape) != self.made_for:
+            was, now = (f"{d} {tuple(s)} on {v}" for d, v, s in (self.made_for, (p.dtype, p.device, p.shape)))
+            raise RuntimeError(
+                f"parameter {self.name} was {was} when it was wrapped and is {now} now; "
+                "move, cast or resize the model first and build the optimizer and its wrapper afterwards"
+            )
+
+
+@dataclass(eq=False)
+class Block:
+    """A flat stretch of storage shared by slots of one device, buffer dtype and parameter dtype."""
+
+    flat: Tensor
+    slots: list[Slot] = field(default_factory=list)
+    version: int = 0  # flat._version when we last wrote: another value means that the user has written since
+
+    def written(self) -> None:
+        self.version = self.flat._version
+
+    @property
+    def untouched_by_user(self) -> bool:
+        return self.flat._version == self.version
+
+    def view(self, flat: Tensor, slot: Slot, offset: int) -> Tensor:
+        """The part of ``flat`` that is ``slot``'s, in its parameter's shape (and memory format, when that is dense)."""
+        p = slot.param
+        strides = p.stride() if is_dense(p) else torch.empty(p.shape, device="meta").stride()
+        return flat.as_strided(p.shape, strides, offset)
+
+    def narrow_(self, dtype: torch.dtype, scale: Scalar, shown: Iterable[Slot], backend: str) -> None:
+        """Cast ``flat * scale`` to a narrower dtype, into the first part of its own storage, and show it in ``shown``.
+
+        The first elements go through a small temporary. From there on each wave casts elements [a, 2a), whose new,
+        at most half as large, home lies within what the wave before has already moved: reads and writes of a wave never overlap,
+        so each is one ordinary, parallel call.
+        """
+        narrow = self.flat.view(dtype)
+        total = self.flat.numel()
+        done = min(NARROW_HEAD, total)
+        head = torch.empty(done, dtype=dtype, device=self.flat.device)
+        ops.cast_([head], [self.flat[:done]], scale, backend=backend)
+        narrow[:done].copy_(head)
+        while done < total:
+            end = min(2 * done, total)
+            ops.cast_([narrow[done:end]], [self.flat[done:end]], scale, backend=backend)
+            done = end
+        for slot in shown:
+            slot.show(self.view(narrow, slot, slot.buffer.storage_offset()))
+
+
+class Buffers:
+    """The slots of an optimizer's parameters. Storage comes with the first gradients, not before."""
+
+    def __init__(self, asked: torch.dtype | None):
+        self._asked = asked
+        self.slots: list[Slot] = []
+        self.of: dict[Parameter, Slot] = {}
+        self.blocks: list[Block] = []
+
+    def add(self, parameters: Iterable[tuple[str, Parameter]]) -> list[Slot]:
+        """Make slots for parameters that have none yet."""
+        fresh = []
+        for name, p in parameters:
+            slot = Slot(p, name, len(self.slots), buffer_dtype(p.dtype, self._asked))
+            self.slots.append(slot)
+            self.of[p] = slot
+            fresh.append(slot)
+        return fresh
+
+    def allocate(self, slots: Sequence[Slot]) -> None:
+        """Give storage to those of ``slots`` that have none."""
+        groups: dict[tuple, list[Slot]] = {}
+        for slot in slots:
+            if slot.buffer is None:
+                groups.setdefault((slot.param.device, slot.dtype, slot.param.dtype), []).append(slot)
+        for (device, dtype, _), members in groups.items():
+            offsets, end = [], 0
+            for slot in members:
+                offsets.append(end)
+                end += -(-slot.param.numel() // ALIGNMENT) * ALIGNMENT
+            block = Block(torch.empty(end, dtype=dtype, device=device), members)
+            self.blocks.append(block)
+            for slot, offset in zip(members, offsets, strict=True):
+                slot.block, slot.buffer = block, block.view(block.flat, slot, offset)
+
+    def gathered(self) -> list[Slot]:
+        """Slots whose parameter holds a gradient now."""
+        return [slot for slot in self.slots if slot.param.grad is not None]

@@ -1,0 +1,198 @@
+"""Micro-batches from their first gradient to their place in the window: opened, added or rejected, counted."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from .accumulator import Accumulator
+from .buffers import Slot
+from .intake import Arrival, Intake
+from .ledger import Ledger
+from .settings import Settings
+from .window import MicroBatch, Scalar
+
+
+class Gathering:
+    """Joins intake (where gradients come from), ledger (what they count for) and sums (where they go). The intake's Owner.
+
+    Args:
+        settings: as the wrapper was asked to work.
+        seed: of stochastic rounding, None for rounding to nearest.
+    """
+
+    def __init__(self, settings: Settings, seed: int | None):
+        self.ledger = Ledger(settings.schedule, settings.reduction)
+        self.sums = Accumulator(settings.buffer_dtype, settings.reduction, settings.backend, seed)
+        self.inside = False  # within micro_batch()
+        self._settings = settings
+        self._intake = Intake(self, hold=settings.drops_micro_batches)
+        self._rejected = Rejected()
+
+    def take(self, parameters: Iterable[tuple[str, Parameter]]) -> None:
+        """Gather the gradients of these parameters from now on."""
+        for slot in self.sums.take(parameters):
+            self._intake.hook(slot)
+
+    def settle(self) -> None:
+        """Nobody is inside backward now: a pass that seems open still is over, or was broken off."""
+        self._intake.settle()
+
+    # -- a micro-batch -----------------------------------------------------------------------------------------
+
+    def open(self, weight: Scalar | None) -> None:
+        """The micro-batch that gathers from now on; joins the one that is open already. Raises as Ledger.weigh does."""
+        ledger = self.ledger
+        if ledger.window is None:
+            self.begin_window()
+        if ledger.micro is None:
+            self._rejected.withdraw()
+            ledger.micro = MicroBatch(weight)
+        elif weight is not None:
+            ledger.weigh(weight)
+
+    @contextmanager
+    def grouped(self, weight: Scalar | None) -> Iterator[None]:
+        """All passes within are one micro-batch; an exception drops it."""
+        self.settle()
+        self.open(weight)
+        adds_before = self.ledger.micro.adds
+        self.inside = True
+        try:
+            yield
+            self.settle()
+        except BaseException:
+            self.settle()
+            self._intake.drop()
+            if self.ledger.micro is not None:
+                self.pass_failed(self.ledger.micro.adds > adds_before)
+            raise
+        finally:
+            self.inside = False
+        self.pass_ends()
+
+    def end_micro_batch(self, weight: Scalar | None) -> None:
+        """What ``step()`` and ``flush()`` do before they look whether the window is complete: count, or refuse."""
+        ledger, caller_owned = self.ledger, self._settings.schedule.caller_owned
+        if ledger.window is None:
+            self.begin_window()
+        self._rejected.withdraw()
+        if ledger.micro is None and (not caller_owned or (ledger.window.empty and self.sums.gathered())):
+            # One without gradients; or, where passes are counted, with gradients that somebody put into p.grad by hand.
+            ledger.micro = MicroBatch()
+        if ledger.micro is not None:
+            ledger.commit(None if caller_owned else weight)
+        rejected, self._rejected = self._rejected, Rejected()
+        if rejected.names and self._settings.nonfinite == "raise":
+            raise FloatingPointError(
+                f"the gradient of {rejected} holds NaN or infinity; the micro-batch was dropped, and training can go on"
+            )
+        if caller_owned:
+            ledger.weigh_the_rest(weight)
+
+    @property
+    def has_rejected(self) -> bool:
+        """Was a micro-batch rejected since the last ``step()``?"""
+        return bool(self._rejected.names)
+
+    # -- the window's ends -------------------------------------------------------------------------------------
+
+    def begin_window(self) -> None:
+        live = self.sums.loss_scale.live
+        self.ledger.begin_window(unit=None if live is None else live.detach().clone())
+        self.sums.begin()
+
+    def reset(self) -> None:
+        """Drop what the open window has gathered."""
+        self.settle()
+        self._rejected.withdraw()
+        self._rejected = Rejected()
+        self.ledger.drop_window()
+        self.sums.begin()
+
+    # -- what the intake tells (its Owner) ---------------------------------------------------------------------
+
+    def pass_begins(self) -> None:
+        if not self.inside:
+            self.open(None)
+        if self.ledger.micro.judged:
+            raise RuntimeError(
+                f"nonfinite={self._settings.nonfinite!r} must see a micro-batch whole before it adds any of it, and this backward "
+                "continues one that is added already; group its backward passes: `with opt.micro_batch(): ...`"
+            )
+        if self.ledger.window.unit_lost:
+            raise RuntimeError(
+                "scaler.unscale_(opt) inside a window, before the first plain scaler.step(opt), hid the loss scale from the "
+                "wrapper; unscale only complete windows, or clip with max_grad_norm="
+            )
+
+    @torch.no_grad()
+    def add(self, arrivals: Sequence[Arrival]) -> None:
+        measure = self._settings.nonfinite == "skip_window" or (self._settings.wants_norm and self.ledger.may_be_last())
+        self.sums.add(arrivals, self.ledger.window, self.ledger.micro, measure)
+
+    def pass_ends(self) -> None:
+        if self.inside or self.ledger.micro is None:
+            return
+        if self._settings.drops_micro_batches:
+            self._judge()
+        if self._settings.schedule.caller_owned:
+            self.ledger.commit(None)
+
+    def pass_failed(self, added: bool) -> None:
+        if added:
+            self.reset()
+            warnings.warn(
+                "backward was broken off by an exception after part of its gradients had been added, so the open window was "
+                "dropped; nonfinite='skip_micro_batch' adds a micro-batch only when it is complete, and loses nothing",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        elif self.ledger.micro is not None and self.ledger.micro.adds == 0:
+            self.ledger.micro = None
+
+    @torch.no_grad()
+    def _judge(self) -> None:
+        """Let the held gradients in, or reject the micro-batch (waits for the device)."""
+        micro, held = self.ledger.micro, self._intake.held
+        micro.judged = bool(held)
+        if not self.sums.count_nonfinite(grad for _, grad in held) or float(micro.value()) == 0:
+            self._intake.release()
+            return
+        micro.bad = True
+        self._intake.drop()
+        self._rejected.reject({slot: grad for slot, grad in held if not torch.isfinite(grad).all()})
+
+
+@dataclass
+class Rejected:
+    """Micro-batches that ``nonfinite`` has rejected since the last ``step()``.
+
+    Until then one gradient that is not finite stands in its ``p.grad``, instead of the buffer: so a GradScaler, which looks
+    there, learns of the overflow, although no buffer holds a trace of it.
+    """
+
+    names: list[str] = field(default_factory=list)
+    _slot: Slot | None = None
+    _before: Tensor | None = None
+
+    def reject(self, bad: dict[Slot, Tensor]) -> None:
+        """These gradients are not finite."""
+        self.names += [slot.name for slot in bad]
+        self._slot, grad = next(iter(bad.items()))
+        self._before, self._slot.param.grad = self._slot.param.grad, grad
+
+    def withdraw(self) -> None:
+        """Put back what ``p.grad`` was."""
+        if self._slot is not None:
+            self._slot.param.grad, self._slot, self._before = self._before, None, None
+
+    def __str__(self) -> str:
+        more = len(self.names) - 5
+        return ", ".join(self.names[:5]) + (f" and {more} more parameters" if more > 0 else "")

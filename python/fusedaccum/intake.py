@@ -1,0 +1,236 @@
+"""How fresh gradients get from autograd into the buffers: hooks, buckets, and where a backward pass begins and ends.
+
+A pre-hook on a parameter's AccumulateGrad node is handed the fresh gradient. Returning ``(None,)`` makes autograd leave
+``p.grad`` alone, so the gradient is only queued; a full bucket, and what is left at the end of the pass, goes to the
+owner in one call and is freed. (Checked with PyTorch 2.10 to 2.14; the node and the callback are the ones FSDP uses.)
+
+Everything the owner needs comes through :class:`Owner`, the seam where an intake in C++ takes this one's place.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+from types import FrameType
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import _engine_run_backward, get_gradient_edge
+
+from .buffers import Slot
+
+BUCKET_BYTES = 32 << 20  # fresh gradients held at once; a larger single gradient is a bucket of its own
+
+Arrival = tuple[Slot, Tensor]
+
+
+class Owner(Protocol):
+    """What the intake tells the wrapper. Called from whichever thread autograd runs hooks in, one at a time."""
+
+    def pass_begins(self) -> None:
+        """An outermost backward pass brings its first gradient. May raise, which refuses the pass."""
+
+    def add(self, arrivals: Sequence[Arrival]) -> None:
+        """Add these gradients to the buffers; no slot occurs twice."""
+
+    def pass_ends(self) -> None:
+        """The outermost pass is over and its gradients have been handed over (or are held)."""
+
+    def pass_failed(self, added: bool) -> None:
+        """A pass broke off, and what it had queued is dropped; ``added``: part of it had been added before that."""
+
+
+class Intake:
+    """The hooks on a set of slots, and the queue between them and an :class:`Owner`.
+
+    Args:
+        owner: told of gradients and passes; held weakly, so that dropping the wrapper unhooks the parameters.
+        hold: keep a pass's gradients until :meth:`release`, instead of handing them over bucket by bucket.
+    """
+
+    def __init__(self, owner: Owner, hold: bool):
+        self._owner = weakref.ref(owner)
+        self._hold = hold
+        self._hooks: list[tuple] = []
+        self._lock = threading.RLock()  # hooks of several devices run in several threads
+        self._queue: list[Arrival] = []
+        self._bytes = 0
+        self._tasks: set[int] = set()  # graph tasks (outermost and re-entrant passes) that have begun and not ended
+        self._root: weakref.ref | None = None  # of the open outermost pass: the tensor backward() was called on
+        self._added = False  # has the open pass handed over gradients?
+
+    def hook(self, slot: Slot) -> None:
+        """Take this parameter's gradients from now on."""
+        p = slot.param
+        frozen = not p.requires_grad
+        node = get_gradient_edge(p.requires_grad_(True)).node  # a frozen one may be thawed later
+        p.requires_grad_(not frozen)
+        intake = weakref.ref(self)
+
+        def arrived(grads: tuple[Tensor | None, ...]) -> tuple[None] | None:
+            alive = intake()
+            return None if alive is None or grads[0] is None else alive._arrived(slot, grads[0])
+
+        # The node is kept alive by us: autograd itself holds it only as long as some graph does.
+        self._hooks.append((node, node.register_prehook(arrived)))
+        if slot.dtype != slot.param.dtype:
+            slot.param.grad_dtype = None  # lets p.grad be of the buffer's dtype
+
+    def _arrived(self, slot: Slot, grad: Tensor) -> tuple[None]:
+        with self._lock:
+            refuse_unfit(slot, grad)
+            task = torch._C._current_graph_task_id()
+            if task not in self._tasks:
+                self._enter(task)
+            self._queue.append((slot, grad))
+            self._bytes += grad.nbytes
+            if self._bytes >= BUCKET_BYTES and not self._hold:
+                self.release()
+        return (None,)
+
+    def _enter(self, task: int) -> None:
+        """The first gradient of a graph task, which is a pass of its own or a re-entrant part of one."""
+        root, _ = outermost_backward()
+        if self._root is not None and self._root() is not root:
+            self.settle()
+        if self._root is None:
+            self._owner().pass_begins()
+            self._root, self._added = weakref.ref(root), False
+        self._tasks.add(task)
+        intake = weakref.ref(self)
+
+        def task_ended() -> None:
+            alive = intake()
+            if alive is not None:
+                alive._leave(task)
+
+        torch.autograd.Variable._execution_engine.queue_callback(task_ended)
+
+    def _leave(self, task: int) -> None:
+        with self._lock:
+            if task not in self._tasks:
+                return
+            if not self._hold:
+                self.release()
+            self._tasks.discard(task)
+            if not outermost_backward()[1]:
+                self._end_pass()
+
+    def _end_pass(self) -> None:
+        self._root = None
+        self._owner().pass_ends()
+
+    def settle(self) -> None:
+        """End the pass that is still open, if any: nobody is inside backward now.
+
+        One is left open when every parameter sits in a re-entrant checkpoint (the outermost pass then brings no gradient of its
+        own and nothing tells its end), and when an exception broke it off.
+        """
+        with self._lock:
+            if self._root is None:
+                return
+            if not self._tasks:
+                self._end_pass()
+                return
+            self._root = None
+            self._tasks.clear()
+            self.drop()
+            self._owner().pass_failed(self._added)
+
+    def release(self) -> None:
+        """Hand over what is queued, in calls in which no slot occurs twice."""
+        with self._lock:
+            queue = self.drop()
+            while queue:
+                now: dict[Slot, Tensor] = {}
+                later: list[Arrival] = []
+                for slot, grad in queue:
+                    if slot in now:
+                        later.append((slot, grad))
+                    else:
+                        now[slot] = grad
+                self._added = True
+                self._owner().add(list(now.items()))
+                queue = later
+
+    def drop(self) -> list[Arrival]:
+        """Empty the queue and return what was in it."""
+        queue, self._queue, self._bytes = self._queue, [], 0
+        return queue
+
+    @property
+    def held(self) -> list[Arrival]:
+        """What is queued."""
+        return list(self._queue)
+
+
+def refuse_unfit(slot: Slot, grad: Tensor) -> None:
+    """Raises RuntimeError for a gradient that cannot be gathered, before it is queued."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"backward(create_graph=True) reached parameter {slot.name}: a gradient that is itself part of a graph cannot be "
+            "accumulated into a buffer. Take it with torch.autograd.grad(loss, params, create_graph=True), build the second "
+            "loss from it and call backward() on that"
+        )
+    if grad.layout is not torch.strided:
+        raise RuntimeError(
+            f"parameter {slot.name} got a {grad.layout} gradient, which has no place in a dense buffer; "
+            "make the layer with sparse=False"
+        )
+    if not grad.is_floating_point():
+        raise RuntimeError(
+            f"parameter {slot.name} got a {grad.dtype} gradient; only real floating-point gradients can be gathered "
+            "(store a complex parameter as two real ones, torch.view_as_real)"
+        )
+    if grad.shape != slot.made_for[2]:
+        slot.check_unchanged()
+        raise RuntimeError(
+            f"parameter {slot.name} of shape {tuple(slot.made_for[2])} got a gradient of shape {tuple(grad.shape)}"
+        )
+
+
+def outermost_backward() -> tuple[object, bool]:
+    """Root tensor of the outermost backward pass under way, and whether the one running here is nested in another.
+
+    Autograd gives no name to the pass around a re-entrant one (activation checkpointing with ``use_reentrant=True``), so
+    this reads it off the Python stack: every pass is a call of ``_engine_run_backward``. For parameters on a GPU the hooks
+    run in a thread of the engine's, whose stack begins inside the engine; there the outermost call is on another thread's.
+    """
+    frames, begins_inside = _backward_frames(sys._getframe())
+    nested = len(frames) > 1 or (begins_inside and bool(frames))
+    if begins_inside or not frames:
+        here = threading.get_ident()
+        for thread, frame in sys._current_frames().items():
+            others, inside = _backward_frames(frame) if thread != here else ([], False)
+            if others and not inside:
+                frames = others
+                break
+    if not frames:  # called from C++
+        return _NO_ROOT, nested
+    root = frames[-1].f_locals["t_outputs"][0]
+    return root if isinstance(root, Tensor) else _NO_ROOT, nested
+
+
+def _backward_frames(frame: FrameType | None) -> tuple[list[FrameType], bool]:
+    """A stack's backward calls, innermost first, and whether the last lies within a node that the engine runs."""
+    found: list[FrameType] = []
+    inside = False
+    while frame is not None:
+        if frame.f_code is _engine_run_backward.__code__:
+            found.append(frame)
+            inside = False
+        elif frame.f_code is BackwardCFunction.apply.__code__:
+            inside = True
+        frame = frame.f_back
+    return found, inside
+
+
+class _NoRoot:
+    """Stands for a root that cannot be seen."""
+
+
+_NO_ROOT = _NoRoot()

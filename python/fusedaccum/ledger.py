@@ -1,0 +1,140 @@
+"""The ledger of windows: which one is open, what its micro-batches weigh, when it is complete, what divides its sum.
+
+Counts and weights only; the sums themselves are the accumulator's.
+"""
+
+from __future__ import annotations
+
+from .window import MicroBatch, Scalar, Schedule, Window, checked_weight
+
+MISSING_WEIGHT = (
+    "reduction='sum' divides by the sum of the weights, and this micro-batch was given none; "
+    "pass the number of items: opt.backward(loss, weight=n) or opt.step(weight=n)"
+)
+
+
+class Ledger:
+    """Windows in a row.
+
+    Attributes:
+        index: of the window that is open, or else of the next.
+        window: the open one; None when the last is closed (its gradient still readable) and no micro-batch has come since.
+        micro: the micro-batch being gathered; None between two.
+    """
+
+    def __init__(self, schedule: Schedule, reduction: str):
+        self.schedule = schedule
+        self.reduction = reduction
+        self.index = 0
+        self.window: Window | None = None
+        self.micro: MicroBatch | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Has the window gathered, or begun to gather, anything?"""
+        return self.micro is not None or (self.window is not None and not self.window.empty)
+
+    def begin_window(self, unit: Scalar | None) -> None:
+        self.window = Window(self.index, self.schedule.length(self.index), unit=unit)
+
+    def drop_window(self) -> None:
+        self.window = self.micro = None
+
+    def close_window(self) -> None:
+        self.window, self.index = None, self.index + 1
+
+    def weigh(self, weight: Scalar) -> None:
+        """A weight given to the micro-batch that is open already.
+
+        Raises:
+            ValueError: it differs from the one given before, or comes after gradients were scaled without it.
+        """
+        micro = self.micro
+        if micro.weight is weight:
+            return
+        if micro.weight is None and (micro.adds == 0 or self.reduction != "mean"):
+            micro.weight = weight
+        elif micro.weight is None:
+            raise ValueError(
+                f"weight {float(weight):g} comes too late: part of this micro-batch was added with weight 1 already; "
+                "give it with the first backward of the micro-batch"
+            )
+        elif float(micro.weight) != float(weight):
+            raise ValueError(
+                f"weight {float(weight):g} differs from {float(micro.weight):g}, which this micro-batch was given before; "
+                "several backward() before one step() are parts of one micro-batch and share its weight"
+            )
+
+    def late_weight(self, weight: Scalar | None) -> Scalar | None:
+        """``step(weight=)``, checked. Raises ValueError where it comes too late."""
+        if weight is not None and self.reduction == "mean":
+            raise ValueError(
+                "step(weight=) comes too late under reduction='mean': the weight scales the gradient as it is added; "
+                "use opt.backward(loss, weight=...) or `with opt.micro_batch(weight=...)`"
+            )
+        return None if weight is None else checked_weight(weight)
+
+    def commit(self, late: Scalar | None) -> None:
+        """The micro-batch is over: count it, with the weight it was given, now or before. One that was rejected counts for nothing."""
+        window, micro = self.window, self.micro
+        if micro.bad:
+            window.nonfinite = window.nonfinite + 1
+        else:
+            window.commit(micro, self._weight_of(micro, late))
+        self.micro = None
+
+    def _weight_of(self, micro: MicroBatch, late: Scalar | None) -> Scalar | None:
+        """A micro-batch's weight at its end; None where a caller-owned window may still be told it."""
+        if micro.weight is not None and late is not None and float(micro.weight) != float(late):
+            raise ValueError(f"step(weight={float(late):g}) differs from {float(micro.weight):g}, given with backward()")
+        weight = late if micro.weight is None else micro.weight
+        if weight is not None:
+            return weight
+        if self.reduction != "sum":
+            return 1.0
+        if self.schedule.caller_owned:
+            return None
+        raise ValueError(MISSING_WEIGHT)
+
+    def weigh_the_rest(self, late: Scalar | None) -> None:
+        """Before a window closes: ``late`` is the weight of all its micro-batches that were given none. Raises ValueError without it."""
+        window = self.window
+        if window.unweighed and late is None:
+            raise ValueError(MISSING_WEIGHT)
+        if window.unweighed:
+            window.weight, window.unweighed = window.weight + late, 0
+
+    def complete(self) -> bool:
+        """Is the window full, or does every call close it? (Reads a tensor weight, when the sum of weights decides.)"""
+        return self.schedule.complete(self.window.length, self.window.micro_batches, self.window.weight)
+
+    def may_be_last(self) -> bool:
+        """May the micro-batch being gathered complete the window? Does not wait for a device, and says True in doubt."""
+        window = self.window
+        return self.schedule.may_complete(window.length, window.micro_batches + 1, window.weight + self.micro.value())
+
+    def divisor(self, weight: Scalar) -> Scalar:
+        """What the sum is divided by in a window of this weight."""
+        return 1.0 if self.reduction == "none" else weight
+
+    def divisor_at_end(self) -> Scalar:
+        """The divisor of the window that ends with the micro-batch being gathered, or has ended before it.
+
+        Raises:
+            RuntimeError: nothing gathered, or the window is not complete by then. ValueError: a weight is missing.
+        """
+        window = self.window
+        if not self.is_open:
+            raise RuntimeError("normalize_() found no gradient; call it after the window's last backward and before step()")
+        count, weight = window.micro_batches, window.weight
+        last = 0.0 if self.micro is None else self._weight_of(self.micro, None)
+        if window.unweighed or last is None:
+            raise ValueError(MISSING_WEIGHT)
+        if self.micro is not None:
+            count, weight = count + 1, weight + last
+        if not self.schedule.complete(window.length, count, weight):
+            raise RuntimeError(
+                f"normalize_() is for a window's end, and this one is not complete: it holds {count} micro-batches of weight "
+                f"{float(weight):g}, and closes at {window.length or self.schedule.window_weight}"
+            )
+        return self.divisor(weight)

@@ -1,0 +1,59 @@
+"""Squared norms that came free with the adds: which of them are still true, and what is left to be measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import ops
+from .buffers import Slot
+from .window import Scalar, identity
+
+
+@dataclass(eq=False)
+class _Reading:
+    sq_norm: Tensor
+    divisor: Scalar  # of the slots it covers: they hold the sum divided by this
+    covers: set[Slot]
+
+
+class SquaredNorms:
+    """The sums of squares that :func:`ops.accumulate_` took of the buffers it had just written."""
+
+    def __init__(self) -> None:
+        self._readings: dict[Slot, _Reading] = {}
+
+    def record(self, stats: ops.Stats, slots: Iterable[Slot], divisor: Scalar) -> None:
+        """``stats`` were taken over the buffers of ``slots``, after the call."""
+        reading = _Reading(stats.sq_norm, divisor, set(slots))
+        for slot in reading.covers:
+            self._readings[slot] = reading
+
+    def forget(self, slots: Iterable[Slot]) -> None:
+        """The buffers of ``slots`` have changed: what was read of them is not true any more."""
+        for slot in slots:
+            self._readings.pop(slot, None)
+
+    def total(self, slots: Iterable[Slot], backend: str) -> Tensor:
+        """Sum of squares of the gathered gradients of ``slots``, as a 0-d float64 tensor; reads only what no add has measured."""
+        slots = list(slots)
+        wanted = set(slots)
+        readings: list[_Reading] = []
+        missing: dict[tuple, list[Slot]] = {}
+        for slot in slots:
+            reading = self._readings.get(slot)
+            # One that covers more than is asked for, or a buffer written since by somebody else, does not count.
+            whole = reading is not None and all(self._readings.get(s) is reading and s in wanted for s in reading.covers)
+            if not whole or not slot.block.untouched_by_user:
+                missing.setdefault((slot.param.device, identity(slot.divisor)), []).append(slot)
+            elif reading not in readings:
+                readings.append(reading)
+        for unread in missing.values():
+            sq_norm = ops.stats([slot.buffer for slot in unread], backend=backend).sq_norm
+            readings.append(_Reading(sq_norm, unread[0].divisor, set()))
+        device = slots[0].param.device if slots else "cpu"
+        parts = [reading.sq_norm.to(device) * reading.divisor**2 for reading in readings]
+        return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)

@@ -1,0 +1,436 @@
+"""The optimizer wrapper: ``opt = AccumulatingOptimizer(opt, accum_steps=8)``, and the training loop stays as it is."""
+
+from __future__ import annotations
+
+import math
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import LBFGS
+from torch.optim.optimizer import Optimizer, _global_optimizer_pre_hooks
+from torch.utils.weak import WeakIdKeyDictionary
+
+from . import checkpoint
+from .amp import LossScale
+from .buffers import Slot
+from .gathering import Gathering
+from .masters import MasterWeights
+from .settings import Settings, check_optimizer, check_parameter
+from .window import LastWindow, Scalar, Schedule, checked_weight, identity
+
+# Which wrapper takes a parameter's gradients. (Keyed by identity: tensors compare by element.)
+_wrapped = WeakIdKeyDictionary()
+
+
+class AccumulatingOptimizer(Optimizer):
+    """Any torch optimizer, stepped once a window of micro-batches, with the gradient of the whole window.
+
+    The window's gradient is ``sum(w_i * g_i) / sum(w_i)`` for ``reduction="mean"`` (w_i = 1 unless given),
+    ``sum(g_i) / sum(w_i)`` for ``"sum"``, ``sum(g_i)`` for ``"none"``. Gradients are gathered in buffers of
+    ``buffer_dtype`` by one fused call a bucket, during backward; ``p.grad`` is the buffer and, within a window, the running
+    sum (in 16-bit buffers the running mean, which cannot overflow where the window's gradient fits).
+
+    Args:
+        optimizer: any ``torch.optim.Optimizer``; kept as ``.optimizer``. ``param_groups`` and ``state`` are its own.
+        accum_steps: micro-batches a window, an int or a callable(window_index) -> int.
+        window_weight: instead of ``accum_steps``: a window closes once its weights add up to this (samples, tokens). With
+            neither, the caller owns the boundary: every ``step()`` closes the window, every backward pass is a micro-batch.
+        reduction: what a micro-batch's loss is: a ``"mean"`` over its items, a ``"sum"`` over them, or ``"none"``:
+            normalised by the caller.
+        buffer_dtype: dtype of the buffers, or None for the parameter's own; never narrower than the gradient.
+        rounding: ``"nearest"``, or ``"stochastic"`` for 16-bit buffers; seeded from PyTorch's default generator.
+        master_weights: keep FP32 copies of 16-bit parameters and step those.
+        max_grad_norm: clip the window's gradient to this 2-norm (``math.inf`` only measures it).
+        nonfinite: ``"propagate"``; ``"skip_window"`` does not apply a window that holds a NaN or an infinity;
+            ``"skip_micro_batch"`` leaves the bad micro-batch out without a trace, for which its gradients are held until its
+            backward is over; ``"raise"`` does so too, and raises FloatingPointError at ``step()``.
+        backend: ``"auto"``, ``"cuda"``, ``"triton"``, ``"cpu"`` or ``"reference"``; for ``"auto"`` the environment's
+            FUSEDACCUM_BACKEND decides where it is set.
+
+    Raises:
+        TypeError, ValueError: an argument, an optimizer or a parameter that cannot be meant, named with the fix.
+        RuntimeError: a backend that is not available.
+
+    Waits for the device only where a decision needs it: ``nonfinite`` (once a window for ``"skip_window"``, once a
+    micro-batch for the two that drop one), weights that are device tensors (once a window), a GradScaler (once a micro-batch).
+    """
+
+    # GradScaler.step() then calls our step() after an overflow too, so that the window keeps its boundary.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        accum_steps: int | Callable[[int], int] | None = None,
+        window_weight: float | None = None,
+        reduction: str = "mean",
+        buffer_dtype: torch.dtype | None = torch.float32,
+        rounding: str = "nearest",
+        master_weights: bool = False,
+        max_grad_norm: float | None = None,
+        nonfinite: str = "propagate",
+        backend: str = "auto",
+    ):
+        schedule = Schedule.checked(accum_steps, window_weight)
+        settings = Settings(
+            schedule, reduction, buffer_dtype, rounding, master_weights, max_grad_norm, nonfinite, backend
+        )
+        check_optimizer(optimizer, settings, AccumulatingOptimizer)
+        self._build(optimizer, settings)
+
+    def _build(self, optimizer: Optimizer, settings: Settings) -> None:
+        # Optimizer.__init__ is not run: groups, state, defaults and hooks are the inner optimizer's (see __getattr__).
+        self.optimizer = optimizer
+        self.settings = settings
+        self.last_window: LastWindow | None = None
+        self._updated: bool | Tensor = False
+        seed = int(torch.randint(2**62, ())) if settings.rounding == "stochastic" else None
+        self._gathering = Gathering(settings, seed)
+        self._ledger, self._sums = self._gathering.ledger, self._gathering.sums
+        self._masters = MasterWeights()
+        self._take(range(len(self.param_groups)))
+
+    def _take(self, groups: Sequence[int]) -> None:
+        """Gather the gradients of these groups; all their parameters are checked before the first is touched."""
+        named: list[tuple[str, Parameter]] = []
+        for g in groups:
+            group = self.param_groups[g]
+            names = group.get("param_names") or [f"param_groups[{g}]['params'][{i}]" for i in range(len(group["params"]))]
+            named += zip(names, group["params"], strict=True)
+        for name, p in named:
+            check_parameter(name, p)
+            if _wrapped.get(p, lambda: None)() is not None:
+                raise ValueError(
+                    f"parameter {name} belongs to another AccumulatingOptimizer already, which would take its gradients; "
+                    "delete that wrapper first (del opt; its scheduler holds it too)"
+                )
+        self._gathering.take(named)
+        for _, p in named:
+            _wrapped[p] = weakref.ref(self)
+        if self.settings.master_weights:
+            self._masters.add(p for _, p in named)
+
+    def __getattr__(self, name: str) -> Any:
+        """Whatever is not ours is the inner optimizer's, looked up anew: ``param_groups``, ``state``, ``defaults``, hooks."""
+        if name == "optimizer":  # not built yet
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.optimizer!r}, {self.settings!r})"
+
+    # -- what a training loop calls ----------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor, *, weight: Scalar | None = None, **kwargs: Any) -> None:
+        """``loss.backward(**kwargs)`` for a micro-batch of this weight; several before one ``step()`` are parts of one micro-batch.
+
+        Args:
+            weight: number or 0-d tensor (samples, tokens), finite, >= 0; 1 when left out. A micro-batch of weight 0 adds
+                nothing.
+
+        Raises:
+            ValueError: a weight that cannot be meant, or that differs from the one given before for this micro-batch.
+        """
+        with self.micro_batch(weight=weight):
+            loss.backward(**kwargs)
+
+    @contextmanager
+    def micro_batch(self, *, weight: Scalar | None = None) -> Iterator[None]:
+        """All backward passes within are one micro-batch of this weight; raises as :meth:`backward` does.
+
+        When an exception leaves the block, the micro-batch counts for nothing; if part of it had been added by then, the
+        open window is dropped, with a warning.
+        """
+        self._not_inside("micro_batch() and backward()")
+        with self._gathering.grouped(None if weight is None else checked_weight(weight)):
+            yield
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, *, weight: Scalar | None = None) -> Any:
+        """End the micro-batch, and with it the window if it is complete: then normalise, clip and step the inner optimizer.
+
+        Args:
+            closure: evaluates the micro-batch (forward and backward) and returns its loss; called once, with gradients on.
+                (LBFGS calls it as often as it likes: run the whole window in it.)
+            weight: the micro-batch's weight, where it does not scale the gradient and so may come late
+                (``reduction="sum"`` or ``"none"``). With caller-owned windows: of all micro-batches not weighed yet.
+
+        Returns:
+            what the closure returned.
+
+        Raises:
+            ValueError: ``weight`` where it comes too late, or missing under ``reduction="sum"``; nothing is counted then.
+            FloatingPointError: ``nonfinite="raise"``; the micro-batch is dropped, and one can go on.
+            RuntimeError: a parameter has changed its dtype, device or shape since it was wrapped.
+        """
+        self._not_inside("step()")
+        given = self._ledger.late_weight(weight)
+        try:
+            if isinstance(self.optimizer, LBFGS):
+                return self._step_lbfgs(closure)
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self._gathering.settle()
+            for slot in self._sums.buffers.slots:
+                slot.check_unchanged()
+            self._updated = False
+            overflow = self._overflow()
+            self._gathering.end_micro_batch(given)
+            if self._ledger.complete():
+                self._close(overflow)
+            elif bool(overflow):
+                window = self._ledger.window
+                window.overflowed = True
+                window.nonfinite = window.nonfinite + (self.settings.nonfinite != "skip_window")
+                self._sums.zero_(self._sums.gathered())
+            return loss
+        finally:
+            self._sums.loss_scale.forget_step()
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Apply a partial window, divided by what it really holds. A backward pass not yet followed by ``step()`` is part of it.
+
+        Nothing gathered, nothing done. Raises as :meth:`step` does.
+        """
+        self._not_inside("flush()")
+        self._gathering.settle()
+        self._updated = False
+        if self._ledger.micro is not None or self._gathering.has_rejected:
+            self._gathering.end_micro_batch(None)
+        if self._ledger.is_open:
+            self._ledger.weigh_the_rest(None)
+            self._close(False)
+
+    def reset(self) -> None:
+        """Drop a partial window; the next micro-batch begins it anew, under the same index."""
+        self._not_inside("reset()")
+        self._gathering.reset()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Inside a counted or weighed window: nothing, what was gathered stays. Otherwise as in plain PyTorch."""
+        self._gathering.settle()
+        if self._ledger.is_open and not self.settings.schedule.caller_owned:
+            return
+        self._not_inside("zero_grad()")
+        zeroed = [] if set_to_none else self._sums.buffers.gathered()
+        self._gathering.reset()
+        self.optimizer.zero_grad()
+        if zeroed:
+            # Zeros are a gradient, unlike None: the inner optimizer decays weights and moves its momentum with them.
+            self._gathering.begin_window()
+            self._sums.zero_(zeroed)
+
+    @torch.no_grad()
+    def normalize_(self) -> None:
+        """At a window's end, between its last backward and ``step()``: make ``p.grad`` the window's gradient, to clip or inspect.
+
+        In the buffer's dtype, before ``max_grad_norm``, and still times the loss scale where a GradScaler is used (unscale
+        it as in plain PyTorch, before or after). One pass; does not wait for the device.
+
+        Raises:
+            RuntimeError: the window is not complete. ValueError: a weight is still missing (``reduction="sum"``).
+        """
+        self._gathering.settle()
+        divisor = self._ledger.divisor_at_end()
+        self._sums.divide_(self._sums.gathered(), divisor)
+
+    @property
+    def updated(self) -> bool:
+        """Did the last ``step()`` or ``flush()`` change the parameters? (``if opt.updated: scheduler.step()``.)
+
+        Waits for the device only where the decision was left to a fused optimizer there.
+        """
+        return bool(self._updated)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the inner optimizer, and accumulate its parameters too; raises as the constructor does."""
+        self.optimizer.add_param_group(param_group)
+        try:
+            self._take([len(self.param_groups) - 1])
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's, plus one key, ``"fusedaccum"``: the open window with its buffers, and master weights.
+
+        Tensors and plain values only (``torch.load(weights_only=True)`` reads it); buffers are copies. A plain optimizer loads
+        it too, and ignores the key.
+        """
+        self._not_inside("state_dict()")
+        self._gathering.settle()
+        return {**self.optimizer.state_dict(), checkpoint.KEY: checkpoint.save(self)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned, an open window included, or a plain optimizer's state (an empty window).
+
+        Raises:
+            ValueError: saved from other parameters, or with an open window and other window settings; nothing is loaded then.
+        """
+        own = state_dict.get(checkpoint.KEY)
+        if own is not None:
+            checkpoint.check(self, own)
+        self._gathering.reset()
+        with self._masters.at_work(self.optimizer):
+            self.optimizer.load_state_dict({k: v for k, v in state_dict.items() if k != checkpoint.KEY})
+        if own is not None:
+            checkpoint.load(self, own)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"optimizer": self.optimizer, "settings": self.settings, "own": checkpoint.save(self)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._build(state["optimizer"], state["settings"])
+        checkpoint.load(self, state["own"])
+
+    def _not_inside(self, call: str) -> None:
+        if self._gathering.inside:
+            raise RuntimeError(f"{call} was called inside micro_batch(), which holds one whole micro-batch; call it after the block")
+
+    # -- GradScaler.step() sets and deletes grad_scale and found_inf around our step() ---------------------------
+
+    @property
+    def grad_scale(self) -> LossScale:
+        return self._sums.loss_scale
+
+    @grad_scale.setter
+    def grad_scale(self, value: object) -> None:
+        self._sums.loss_scale.told(value)
+
+    @grad_scale.deleter
+    def grad_scale(self) -> None:
+        pass
+
+    def _overflow(self) -> bool | Tensor:
+        """Brings the window's loss scale up to date; did a scaler find an overflow that no policy has dealt with yet?"""
+        scale, window = self._sums.loss_scale, self._ledger.window
+        if not scale.through_scaler:
+            if scale.live is not None:  # no scaler any more: these gradients carry no loss scale
+                scale.live = None
+                if window is not None:
+                    window.unit = 1.0
+            return False
+        if window is None or window.overflowed or self._gathering.has_rejected:
+            return False
+        if scale.unscaled and scale.live is None:
+            window.unit, window.unit_lost = 1.0, True
+        elif scale.unscaled:
+            window.unit = (scale.live if window.unit is None else window.unit) / scale.live
+        elif window.unit is None:
+            window.unit = scale.live.detach().clone()
+        return torch.as_tensor(self.__dict__["found_inf"]) != 0
+
+    # -- the window's end --------------------------------------------------------------------------------------
+
+    def _close(self, overflow: bool | Tensor) -> None:
+        """The window is over: step the inner optimizer with its gradient, unless something forbids it."""
+        slots, divisor, norm, skip = self._conclude(overflow)
+        applied = self._apply(slots, divisor, self._clip_coef(norm), skip)
+        self._report(slots, norm, overflow, applied)
+
+    def _conclude(self, overflow: bool | Tensor) -> tuple[list[Slot], Scalar, Tensor | None, bool | Tensor]:
+        """The gathered slots, what to divide them by, the norm of that, and whether it must not be applied."""
+        window, settings = self._ledger.window, self.settings
+        slots = self._sums.gathered()
+        divisor = 1.0 if window.empty else self._ledger.divisor(window.weight)
+        weightless = not window.empty and float(divisor) == 0
+        if weightless:
+            warnings.warn(f"window {window.index} has weight 0 (no tokens?): nothing is applied", RuntimeWarning, stacklevel=4)
+            divisor = 1.0
+        if window.unit is not None:
+            divisor = divisor * window.unit
+        skip, norm = overflow, None
+        if settings.wants_norm:
+            sq_norm = self._sums.sq_norm(slots)
+            norm = sq_norm.sqrt() / divisor
+            if settings.nonfinite == "skip_window":
+                skip = ~torch.isfinite(sq_norm) | (torch.as_tensor(window.nonfinite) > 0) | skip
+        return slots, divisor, norm, True if weightless or window.overflowed else skip
+
+    def _clip_coef(self, norm: Tensor | None) -> Scalar:
+        """``min(1, max_grad_norm / (norm + 1e-6))``, as torch.nn.utils.clip_grad_norm_ has it."""
+        limit = self.settings.max_grad_norm
+        return 1.0 if limit is None or math.isinf(limit) else (limit / (norm + 1e-6)).clamp(max=1.0)
+
+    def _apply(self, slots: list[Slot], divisor: Scalar, coef: Scalar, skip: bool | Tensor) -> bool | Tensor:
+        """Step the inner optimizer with ``coef * sum / divisor``, unless ``skip``. Returns whether it was applied."""
+        inner, masters = self.optimizer, self._masters
+        fused = self._inner_scales(slots)
+        if not (fused and isinstance(skip, Tensor)):
+            if bool(skip):
+                return False
+            skip = False
+        masters.follow_model()
+        if fused:
+            # It divides by grad_scale, and heeds found_inf, in its own pass over the gradients.
+            device = slots[0].param.device
+            inner.grad_scale = torch.as_tensor(divisor / (coef * slots[0].divisor), dtype=torch.float32, device=device)
+            inner.found_inf = torch.as_tensor(skip, dtype=torch.float32, device=device) if skip is not False else None
+        else:
+            self._sums.finish_(slots, divisor, coef, masters.of)
+        try:
+            with masters.at_work(inner, slots) if masters.of else nullcontext():
+                inner.step()
+        finally:
+            if fused:
+                del inner.grad_scale, inner.found_inf
+        masters.write_back(slot.param for slot in slots)
+        return True if skip is False else ~skip
+
+    def _inner_scales(self, slots: list[Slot]) -> bool:
+        """Can the inner optimizer scale the gradients itself? Not where a step pre-hook would see them before that."""
+        inner = self.optimizer
+        return (
+            getattr(inner, "_step_supports_amp_scaling", False)
+            and not (inner._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
+            and len({(identity(slot.divisor), slot.param.device) for slot in slots}) == 1
+            and all(slot.dtype == self._masters.of.get(slot.param, slot.param).dtype for slot in slots)
+            and all(slot.dtype.itemsize <= 4 for slot in slots)  # grad_scale is FP32: too coarse for FP64
+        )
+
+    def _report(self, slots: list[Slot], norm: Tensor | None, overflow: bool | Tensor, applied: bool | Tensor) -> None:
+        """Closes the books: ``last_window``, ``updated``, the next window's index."""
+        window = self._ledger.window
+        nonfinite = torch.as_tensor(window.nonfinite)
+        if self.settings.nonfinite != "skip_window":  # which has counted an overflow with the adds
+            nonfinite = nonfinite + torch.as_tensor(overflow)
+        looked = self.settings.nonfinite != "propagate" or window.overflowed or overflow is not False
+        self.last_window = LastWindow(
+            window.micro_batches,
+            torch.as_tensor(window.weight, dtype=torch.float64),
+            norm,
+            nonfinite if looked else None,
+            torch.as_tensor(applied),
+        )
+        self._updated = applied if slots else False
+        self._ledger.close_window()
+
+    def _step_lbfgs(self, closure: Callable[[], Any] | None) -> Any:
+        """LBFGS evaluates the closure as often as it likes; each time it runs a whole window."""
+        if closure is None:
+            raise TypeError("step() with LBFGS needs a closure that runs the window's micro-batches and returns the loss")
+        concluded: list = []
+
+        def evaluate() -> Any:
+            self._gathering.reset()
+            loss = closure()
+            self._gathering.settle()
+            with torch.no_grad():
+                self._gathering.end_micro_batch(None)
+                concluded[:] = slots, divisor, norm, _ = self._conclude(False)
+                self._sums.finish_(slots, divisor, self._clip_coef(norm), {})
+            return loss
+
+        loss = self.optimizer.step(evaluate)
+        slots, _, norm, _ = concluded
+        self._report(slots, norm, False, True)
+        return loss

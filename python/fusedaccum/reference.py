@@ -1,0 +1,173 @@
+"""The definition: every op in plain PyTorch, one readable tensor expression a formula, on any device.
+
+Other backends must give the same bits (a NaN may have any payload). All functions here, as in every backend, get checked arguments:
+lists of equal length whose pairs are dense and of one layout, and ``scale`` and ``decay`` as floats or 0-d tensors.
+Source of the generator: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011), Philox4x32-10.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .ops import Stats, StochasticRounding
+
+_SUM_ROW = 4096  # values added up at a time, so that the order of a sum never depends on the number of threads
+_MASK32 = 0xFFFFFFFF
+
+
+@torch.no_grad()
+def accumulate_(
+    buffers: list[Tensor],
+    grads: list[Tensor],
+    scale: float | Tensor,
+    overwrite: bool,
+    decay: float | Tensor,
+    rounding: StochasticRounding | None,
+    stats: Stats | None,
+) -> None:
+    """``t = 0 if scale == 0 else grad * scale; buffer = round(t if overwrite else buffer * decay + t)``."""
+    bad = []
+    for k, (buffer, grad) in enumerate(zip(buffers, grads, strict=True)):
+        compute = compute_dtype(buffer, grad)
+        t = _contribution(grad.detach().to(compute), scale)
+        new = t if overwrite else buffer.to(compute) * _scalar(decay, t) + t
+        if rounding is not None and buffer.dtype.itemsize == 2:
+            _store_stochastic(buffer, new, rounding.seed, rounding.counters[k])
+        else:
+            buffer.copy_(_narrowed(new, buffer.dtype))
+        if stats is not None:
+            bad.append((~t.isfinite()).sum())
+    if stats is not None:
+        _fill(stats, buffers, bad)
+
+
+@torch.no_grad()
+def scale_(tensors: list[Tensor], scale: float | Tensor, stats: Stats | None) -> None:
+    """``x = x * scale``."""
+    cast_(tensors, tensors, scale, stats)
+
+
+@torch.no_grad()
+def cast_(outs: list[Tensor], ins: list[Tensor], scale: float | Tensor, stats: Stats | None) -> None:
+    """``out = cast(in * scale)``, rounded to nearest even."""
+    for out, x in zip(outs, ins, strict=True):
+        wide = x.detach().to(compute_dtype(out, x))
+        out.copy_(_narrowed(wide * _scalar(scale, wide), out.dtype))
+    if stats is not None:
+        _measure(stats, outs)
+
+
+@torch.no_grad()
+def stats(tensors: list[Tensor], into: Stats) -> None:
+    """``sq_norm = sum(x * x)`` in FP64 and the number of elements that are not finite."""
+    _measure(into, tensors)
+
+
+def compute_dtype(out: Tensor, x: Tensor) -> torch.dtype:
+    """FP64 when either side is, else FP32."""
+    return torch.float64 if torch.float64 in (out.dtype, x.dtype) else torch.float32
+
+
+def _scalar(value: float | Tensor, like: Tensor) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.detach().to(like.device, like.dtype)
+    return torch.tensor(value, dtype=torch.float64, device=like.device).to(like.dtype)
+
+
+def _contribution(grad: Tensor, scale: float | Tensor) -> Tensor:
+    if isinstance(scale, Tensor):
+        return torch.where(scale.detach().to(grad.device) == 0, 0.0, grad * _scalar(scale, grad))
+    return torch.zeros_like(grad) if scale == 0 else grad * _scalar(scale, grad)
+
+
+def _narrowed(wide: Tensor, dtype: torch.dtype) -> Tensor:
+    """FP64 becomes 16 bits by way of FP32, as PyTorch's own ``.to`` has it."""
+    return wide.float() if dtype.itemsize == 2 else wide
+
+
+def _measure(into: Stats, outs: list[Tensor]) -> None:
+    _fill(into, outs, [(~x.isfinite()).sum() for x in outs])
+
+
+def _fill(into: Stats, outs: list[Tensor], bad: list[Tensor]) -> None:
+    into.sq_norm.copy_(ordered_sum(torch.stack([_sq_norm(x) for x in outs])) if outs else torch.zeros(()))
+    into.nonfinite.copy_(torch.stack(bad).sum() if bad else torch.zeros(()))
+
+
+def _sq_norm(x: Tensor) -> Tensor:
+    flat = x.detach().as_strided((x.numel(),), (1,))  # memory order: x is dense
+    return ordered_sum(flat.double().square())
+
+
+def ordered_sum(values: Tensor) -> Tensor:
+    """The sum of a 1-d tensor, in an order that depends on its length alone."""
+    while values.numel() > _SUM_ROW:
+        rows = -(-values.numel() // _SUM_ROW)
+        values = torch.nn.functional.pad(values, (0, rows * _SUM_ROW - values.numel())).view(rows, _SUM_ROW).sum(1)
+    return values.sum()
+
+
+# -- stochastic rounding ---------------------------------------------------------------------------------------
+
+
+def _store_stochastic(buffer: Tensor, new: Tensor, seed: int, counter: int) -> None:
+    n = buffer.numel()
+    flat = torch.empty_like(buffer, dtype=torch.float32).copy_(new).as_strided((n,), (1,))
+    r = random16(seed, counter, n, buffer.device)
+    rounded = (_bf16_stochastic if buffer.dtype == torch.bfloat16 else _fp16_stochastic)(flat, r)
+    out = buffer.as_strided((n,), (1,), buffer.storage_offset())
+    out.copy_(rounded)
+
+
+def _bf16_stochastic(x: Tensor, r: Tensor) -> Tensor:
+    """Add ``r`` below the 16 bits that stay, and drop what is below."""
+    bits = (x.view(torch.int32) + r.int()) & ~0xFFFF
+    return torch.where(x.isfinite(), bits.view(torch.float32), x).bfloat16()
+
+
+def _fp16_stochastic(x: Tensor, r: Tensor) -> Tensor:
+    """In the normal range as BF16, with the 13 bits that fall away; below it on the subnormals' fixed grid of 2**-24."""
+    bits = (x.view(torch.int32) + (r >> 3).int()) & ~0x1FFF
+    y = x.abs() * 2.0**24
+    up = r < (y - y.floor()) * 65536.0
+    subnormal = torch.copysign((y.floor() + up) * 2.0**-24, x)
+    normal = torch.where(x.isfinite(), bits.view(torch.float32), x)
+    return torch.where(x.abs() < 2.0**-14, subnormal, normal).half()
+
+
+def random16(seed: int, counter: int, count: int, device: torch.device | str = "cpu") -> Tensor:
+    """The 16-bit random numbers with index ``counter`` to ``counter + count - 1`` (mod 2**64), as int64.
+
+    Number n: Philox4x32-10 of the counter words ``(lo32(n >> 3), hi32(n >> 3), 0, 0)`` and the key words
+    ``(lo32(seed), hi32(seed))`` gives 4 words; word ``(n & 7) >> 1`` holds it, in its low half when n is even.
+    """
+    signed = counter - (1 << 64) if counter >= 1 << 63 else counter
+    n = torch.arange(count, dtype=torch.int64, device=device) + signed  # wraps
+    block = (n >> 3) & ((1 << 61) - 1)
+    zero = torch.zeros_like(block)
+    words = torch.stack(philox4x32((block & _MASK32, block >> 32, zero, zero), seed))
+    word = words.gather(0, ((n & 7) >> 1).unsqueeze(0))[0]
+    return torch.where(n & 1 == 0, word, word >> 16) & 0xFFFF
+
+
+def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Ten rounds of Philox4x32 on 32-bit words kept in int64 tensors; ``key`` is both key words, low one first."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key & _MASK32, key >> 32
+    for _ in range(10):
+        hi0, lo0 = _multiply32(c0, 0xD2511F53)
+        hi1, lo1 = _multiply32(c2, 0xCD9E8D57)
+        c0, c1, c2, c3 = hi1 ^ c1 ^ k0, lo1, hi0 ^ c3 ^ k1, lo0
+        k0, k1 = (k0 + 0x9E3779B9) & _MASK32, (k1 + 0xBB67AE85) & _MASK32
+    return c0, c1, c2, c3
+
+
+def _multiply32(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
+    """High and low word of a 32 x 32 bit product, without ever passing 2**63."""
+    low = a * (b & 0xFFFF)
+    high = a * (b >> 16) + (low >> 16)
+    return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)

@@ -1,0 +1,110 @@
+"""The wrapper's arguments, checked before anything is touched."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer, SparseAdam
+
+from . import backends
+from .window import Schedule
+
+REDUCTIONS = ("mean", "sum", "none")
+ROUNDINGS = ("nearest", "stochastic")
+NONFINITE = ("propagate", "skip_window", "skip_micro_batch", "raise")
+BUFFER_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How an :class:`~fusedaccum.AccumulatingOptimizer` was asked to work; its docstring says what each means."""
+
+    schedule: Schedule
+    reduction: str
+    buffer_dtype: torch.dtype | None
+    rounding: str
+    master_weights: bool
+    max_grad_norm: float | None
+    nonfinite: str
+    backend: str
+
+    def __post_init__(self) -> None:
+        one_of("reduction", self.reduction, REDUCTIONS)
+        one_of("buffer_dtype", self.buffer_dtype, BUFFER_DTYPES)
+        one_of("rounding", self.rounding, ROUNDINGS)
+        one_of("nonfinite", self.nonfinite, NONFINITE)
+        one_of("master_weights", self.master_weights, (True, False))
+        if self.rounding == "stochastic" and self.buffer_dtype is not None and self.buffer_dtype.itemsize > 2:
+            raise ValueError(
+                f"rounding='stochastic' is for 16-bit buffers, but buffer_dtype is {self.buffer_dtype}; "
+                "use buffer_dtype=torch.bfloat16, or rounding='nearest'"
+            )
+        if self.master_weights and self.buffer_dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"master_weights=True steps FP32 parameters and needs FP32 gradients, but buffer_dtype is {self.buffer_dtype}; "
+                "use buffer_dtype=torch.float32"
+            )
+        if self.max_grad_norm is not None:
+            norm = self.max_grad_norm
+            if isinstance(norm, bool) or not isinstance(norm, (int, float)):
+                raise TypeError(f"max_grad_norm must be a number or None, got {norm!r}")
+            if math.isnan(norm) or norm <= 0:
+                raise ValueError(f"max_grad_norm must be greater than 0, got {norm}; None does not clip, math.inf only measures")
+        backends.check(self.backend)
+
+    @property
+    def drops_micro_batches(self) -> bool:
+        """Must a micro-batch be known to be finite before any of it is added?"""
+        return self.nonfinite in ("skip_micro_batch", "raise")
+
+    @property
+    def wants_norm(self) -> bool:
+        return self.max_grad_norm is not None or self.nonfinite == "skip_window"
+
+
+def one_of(name: str, value: Any, allowed: tuple) -> None:
+    """Raises ValueError unless ``value`` is one of ``allowed``."""
+    if not any(value is a or value == a for a in allowed):
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def check_optimizer(optimizer: Any, settings: Settings, wrapper: type) -> None:
+    """Raises TypeError or ValueError for an optimizer that cannot be wrapped, or not with these settings."""
+    if isinstance(optimizer, wrapper):
+        raise TypeError("optimizer is wrapped already; wrap the torch optimizer inside it (optimizer.optimizer) instead")
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if isinstance(optimizer, SparseAdam):
+        raise TypeError(
+            "optimizer is SparseAdam, which needs sparse gradients, and accumulation buffers are dense; "
+            "use torch.optim.Adam and make the embedding with sparse=False"
+        )
+    if isinstance(optimizer, LBFGS):
+        if not settings.schedule.caller_owned:
+            raise ValueError(
+                "optimizer is LBFGS, which evaluates its closure several times a step, so one step() cannot be one micro-batch; "
+                "leave out accum_steps and window_weight and run the window's micro-batches inside the closure"
+            )
+        if settings.master_weights:
+            raise ValueError("master_weights=True does not work with LBFGS, which keeps its own list of parameters; keep the model in FP32")
+
+
+def check_parameter(name: str, parameter: Tensor) -> None:
+    """Raises ValueError for a parameter whose gradients cannot be gathered."""
+    if not parameter.is_floating_point():
+        raise ValueError(
+            f"parameter {name} is {parameter.dtype}; only real floating-point parameters can be accumulated "
+            "(store a complex one as two real ones, torch.view_as_real)"
+        )
+    if parameter.dtype.itemsize < 2:
+        raise ValueError(f"parameter {name} is {parameter.dtype}; FP64, FP32, bf16 and fp16 parameters can be accumulated")
+    if parameter.layout is not torch.strided:
+        raise ValueError(f"parameter {name} is {parameter.layout}; only dense parameters can be accumulated")
+    if parameter.grad is not None:
+        raise ValueError(
+            f"parameter {name} has a gradient already, which would be in no window; call optimizer.zero_grad() before wrapping it"
+        )

@@ -1,0 +1,180 @@
+"""Counting: which micro-batches a window holds, what they weigh, when it closes and what its sum is divided by.
+
+Knows numbers and 0-d tensors only: no hooks, no buffers, no optimizers. Weights that are tensors stay on their device,
+so nothing here waits for one, except a window closed by the sum of tensor weights (somebody has to read that sum).
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Scalar = float | Tensor
+
+
+def identity(scalar: Scalar) -> float | int:
+    """A key under which equal numbers, and one and the same tensor, meet (a tensor's value stays unread)."""
+    return id(scalar) if isinstance(scalar, Tensor) else scalar
+
+
+
+def checked_weight(weight: Any, name: str = "weight") -> Scalar:
+    """A micro-batch's weight as a float or a 0-d float64 tensor of its own (the caller may overwrite his).
+
+    Raises:
+        TypeError: not a number or a tensor. ValueError: more than one element, negative, NaN or infinite
+            (a tensor's value is looked at only on the CPU, where that costs no synchronisation).
+    """
+    if isinstance(weight, Tensor):
+        if weight.numel() != 1 or weight.is_complex() or weight.dtype is torch.bool:
+            raise ValueError(
+                f"{name} must hold one real number, got a {weight.dtype} tensor of shape {tuple(weight.shape)}; "
+                "sum it over the micro-batch first"
+            )
+        number = weight.item() if weight.device.type == "cpu" else 0.0
+        result: Scalar = weight.detach().reshape(()).to(torch.float64, copy=True)
+    elif isinstance(weight, bool) or not hasattr(weight, "__float__"):
+        raise TypeError(f"{name} must be a number or a 0-d tensor (samples, tokens), got {weight!r}")
+    else:
+        result = number = float(weight)
+    if not (math.isfinite(number) and number >= 0):
+        raise ValueError(f"{name} must be finite and not negative, got {number}; it counts samples or tokens")
+    return result
+
+
+def checked_steps(steps: Any, name: str = "accum_steps") -> int:
+    """``accum_steps`` as an int.
+
+    Raises:
+        TypeError: not a number. ValueError: a float (``desired / tolerable`` is one) or a value below 1.
+    """
+    if isinstance(steps, float):
+        hint = f"write {int(steps)}" if steps.is_integer() else "round it to the whole number you mean"
+        raise ValueError(
+            f"{name} must be an int, got the float {steps!r}; {hint} "
+            "(desired_batch // micro_batch_size divides without leaving int; flush() applies what is left over)"
+        )
+    try:
+        count = operator.index(steps)
+    except TypeError:
+        count = None
+    if count is None or isinstance(steps, bool):
+        raise TypeError(f"{name} must be an int or a callable(window_index) -> int, got {steps!r}")
+    if count < 1:
+        raise ValueError(f"{name} must be at least 1, got {count}; 1 steps the optimizer on every micro-batch")
+    return count
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When a window closes: after ``accum_steps`` micro-batches, at a sum of weights, or when the caller says so."""
+
+    accum_steps: int | Callable[[int], int] | None = None
+    window_weight: float | None = None
+
+    @classmethod
+    def checked(cls, accum_steps: Any, window_weight: Any) -> Schedule:
+        """Build from the user's arguments; raises as :func:`checked_steps` and :func:`checked_weight` do."""
+        if accum_steps is not None and window_weight is not None:
+            raise ValueError(
+                f"accum_steps={accum_steps!r} and window_weight={window_weight!r} both say when a window closes; give one of them"
+            )
+        if accum_steps is not None and not callable(accum_steps):
+            accum_steps = checked_steps(accum_steps)
+        if window_weight is not None:
+            window_weight = float(checked_weight(window_weight, "window_weight"))
+            if window_weight == 0:
+                raise ValueError("window_weight must be greater than 0, got 0.0")
+        return cls(accum_steps, window_weight)
+
+    @property
+    def caller_owned(self) -> bool:
+        """Does every ``step()`` close the window?"""
+        return self.accum_steps is None and self.window_weight is None
+
+    def length(self, index: int) -> int | None:
+        """Micro-batches in window ``index``, or None where something else closes it."""
+        if callable(self.accum_steps):
+            return checked_steps(self.accum_steps(index), f"accum_steps({index})")
+        return self.accum_steps
+
+    def complete(self, length: int | None, micro_batches: int, weight: Scalar) -> bool:
+        """Is a window of these contents full? (Reads a tensor weight, when the sum of weights decides.)"""
+        if length is not None:
+            return micro_batches >= length
+        return self.window_weight is None or bool(weight >= self.window_weight)
+
+    def may_complete(self, length: int | None, micro_batches: int, weight: Scalar) -> bool:
+        """As :meth:`complete`, but says True rather than wait for a device."""
+        if self.window_weight is not None and isinstance(weight, Tensor):
+            return True
+        return self.complete(length, micro_batches, weight)
+
+
+@dataclass
+class MicroBatch:
+    """The micro-batch being gathered: all that lies between two commits."""
+
+    weight: Scalar | None = None  # None: nobody has said
+    adds: int = 0  # buckets of it that were added: then a weight comes too late
+    judged: bool = False  # have its gradients been looked at and let in, or dropped? Then no more may follow
+    divisor: Scalar | None = None  # of 16-bit buffers, once it is in them
+    nonfinite: Scalar = 0  # elements that were not finite, as far as anybody counted
+    bad: bool = False  # dropped, because a gradient was not finite
+
+    def value(self) -> Scalar:
+        """The weight, 1 where nobody gave one."""
+        return 1.0 if self.weight is None else self.weight
+
+
+@dataclass
+class Window:
+    """The open window. Its buffers hold ``unit * sum(c_i * g_i)``, with c_i = w_i for "mean" and 1 otherwise."""
+
+    index: int
+    length: int | None
+    micro_batches: int = 0
+    weight: Scalar = 0.0
+    unweighed: int = 0  # micro-batches whose weight is still to come (reduction="sum")
+    nonfinite: Scalar = 0  # micro-batches that held a value that was not finite
+    unit: Scalar | None = None  # the loss scale the sums carry; None: as far as we know there is none
+    unit_lost: bool = False  # were they unscaled by a scaler that we have not met, so that later scales are unknown?
+    overflowed: bool = False  # has a GradScaler found an overflow? Then the rest of the window adds nothing
+
+    @property
+    def empty(self) -> bool:
+        return self.micro_batches == 0
+
+    def commit(self, micro: MicroBatch, weight: Scalar | None) -> None:
+        """Count a finished micro-batch. ``weight`` None leaves it to be weighed later."""
+        self.micro_batches += 1
+        self.nonfinite = self.nonfinite + (micro.nonfinite > 0)
+        if weight is None:
+            self.unweighed += 1
+        else:
+            self.weight = self.weight + weight
+
+
+@dataclass(frozen=True)
+class LastWindow:
+    """What the last closed window was. Reading a tensor's value waits for its device; nothing else here does.
+
+    Attributes:
+        micro_batches: how many were gathered (a dropped one counts for nothing).
+        weight: 0-d tensor, the sum of their weights.
+        grad_norm: 0-d tensor, 2-norm of the window's gradient before clipping, or None where nothing asked for it.
+        nonfinite: 0-d tensor, micro-batches in which a value was not finite, dropped ones included; None where nobody looked.
+        applied: 0-d bool tensor: did the inner optimizer apply it?
+    """
+
+    micro_batches: int
+    weight: Tensor
+    grad_norm: Tensor | None
+    nonfinite: Tensor | None
+    applied: Tensor

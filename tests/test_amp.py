@@ -1,0 +1,200 @@
+"""GradScaler: the plain script's loop, with scales that change inside a window and overflows anywhere in it."""
+
+import pytest
+import torch
+from torch import nn
+
+from training import assert_same_parameters, big_batch_step, data, mean_loss, model, parts, sgd, twin, wrapped
+
+
+def scaler_loop(opt, net, scaler, batches, overflow=(), clip=None, steps=None):
+    """scale, backward, step, update on every micro-batch."""
+    for i, (xs, ys) in enumerate(batches):
+        loss = mean_loss(net, xs, ys)
+        scaled = scaler.scale(loss)
+        if i in overflow:
+            scaled = scaled * float("inf")
+        opt.backward(scaled, weight=len(xs))
+        if clip is not None and (i + 1) % steps == 0:
+            scaler.unscale_(opt)
+            opt.normalize_()
+            nn.utils.clip_grad_norm_(net.parameters(), clip)
+        scaler.step(opt)
+        scaler.update()
+
+
+def adam(fused):
+    return lambda ps: torch.optim.Adam(ps, lr=1e-2, eps=1e-3, fused=fused)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("interval", [1, 2, 3, 1000], ids=lambda n: f"grows every {n}")
+def test_window_equals_big_batch_whatever_the_scale_does(interval, fused):
+    net, (x, y) = model(torch.float32), data(dtype=torch.float32)
+    big = twin(net)
+    opt, plain = wrapped(net, 4, make=adam(fused)), adam(False)(big.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=interval)
+    for _ in range(3):
+        scaler_loop(opt, net, scaler, parts(x, y, (1, 11, 4, 8)))
+        assert opt.updated
+        big_batch_step(big, plain, x, y)
+    assert_same_parameters(net, big, 1e-6)
+    if interval < 12:
+        assert scaler.get_scale() > 1024
+
+
+@pytest.mark.parametrize("interval", [1, 1000])
+def test_unscale_and_clip_by_hand_at_the_boundary(interval):
+    net, (x, y) = model(torch.float32), data(dtype=torch.float32)
+    big = twin(net)
+    opt, plain = wrapped(net, 3), sgd(big.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=interval)
+    for _ in range(3):
+        scaler_loop(opt, net, scaler, parts(x, y, (4, 8, 12)), clip=0.05 if interval == 1000 else 1e9, steps=3)
+        plain.zero_grad()
+        mean_loss(big, x, y).backward()
+        if interval == 1000:
+            nn.utils.clip_grad_norm_(big.parameters(), 0.05)
+        plain.step()
+    assert_same_parameters(net, big, 2e-6)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("bad", [0, 1, 2, 3])
+def test_one_overflow_skips_the_window_and_backs_off_once(bad, fused):
+    net, (x, y) = model(torch.float32), data(dtype=torch.float32)
+    big = twin(net)
+    opt, plain = wrapped(net, 4, make=adam(fused)), adam(False)(big.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+    batches = parts(x, y, (1, 11, 4, 8))
+    for window in range(4):
+        scaler_loop(opt, net, scaler, batches, overflow=[bad] if window == 1 else [])
+        if window == 1:
+            assert not opt.updated and not opt.last_window.applied
+            assert opt.last_window.nonfinite == 1 and opt.last_window.micro_batches == 4
+            assert scaler.get_scale() == 512
+        else:
+            assert opt.updated and opt.last_window.applied
+            big_batch_step(big, plain, x, y)
+        assert_same_parameters(net, big, 2e-6)
+    assert scaler.get_scale() == 512
+
+
+@pytest.mark.parametrize("bad", [0, 2])
+def test_overflow_in_the_very_first_window(bad):
+    net, (x, y) = model(torch.float32), data(dtype=torch.float32)
+    big = twin(net)
+    opt, plain = wrapped(net, 4), sgd(big.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+    scaler_loop(opt, net, scaler, parts(x, y, (1, 11, 4, 8)), overflow=[bad])
+    assert not opt.updated
+    scaler_loop(opt, net, scaler, parts(x, y, (1, 11, 4, 8)))
+    big_batch_step(big, plain, x, y)
+    assert_same_parameters(net, big, 1e-6)
+
+
+@pytest.mark.parametrize("policy", ["skip_micro_batch", "raise"])
+@pytest.mark.parametrize("bad", [0, 2, 4])
+def test_dropping_one_micro_batch_wins_and_the_scale_still_backs_off(bad, policy):
+    net, (x, y) = model(torch.float32), data(30, dtype=torch.float32)
+    clean = twin(net)
+    batches = parts(x, y, (4, 8, 2, 6, 10))
+    opt = wrapped(net, 4, nonfinite=policy)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+    if policy == "raise":
+        scaler_loop(opt, net, scaler, batches[:bad])
+        with pytest.raises(FloatingPointError):
+            scaler_loop(opt, net, scaler, batches[bad : bad + 1], overflow=[0])
+        scaler.update()
+        scaler_loop(opt, net, scaler, batches[bad + 1 :])
+    else:
+        scaler_loop(opt, net, scaler, batches, overflow=[bad])
+    good = [batch for i, batch in enumerate(batches) if i != bad]
+    assert opt.last_window.micro_batches == 4 and opt.last_window.applied
+    big_batch_step(clean, sgd(clean.parameters()), *(torch.cat(parts) for parts in zip(*good, strict=True)))
+    assert_same_parameters(net, clean, 1e-6)
+    assert scaler.get_scale() == 512
+
+
+def test_flush_knows_the_loss_scale():
+    net, (x, y) = model(torch.float32), data(dtype=torch.float32)
+    big = twin(net)
+    opt, plain = wrapped(net, 8), sgd(big.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    scaler_loop(opt, net, scaler, parts(x, y, (1, 11, 4, 8)))
+    opt.flush()
+    big_batch_step(big, plain, x, y)
+    assert_same_parameters(net, big, 1e-6)
+
+
+def test_max_grad_norm_is_of_the_unscaled_window():
+    net, (x, y) = model(torch.float32), data(dtype=torch.float32)
+    big = twin(net)
+    opt, plain = wrapped(net, 3, max_grad_norm=0.05), sgd(big.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    for _ in range(2):
+        scaler_loop(opt, net, scaler, parts(x, y, (4, 8, 12)))
+        plain.zero_grad()
+        mean_loss(big, x, y).backward()
+        norm = nn.utils.clip_grad_norm_(big.parameters(), 0.05)
+        plain.step()
+        torch.testing.assert_close(opt.last_window.grad_norm.float(), norm, rtol=1e-5, atol=0)
+    assert_same_parameters(net, big, 2e-6)
+
+
+def test_disabled_scaler_and_a_loop_that_drops_its_scaler():
+    net, (x, y) = model(torch.float32), data(dtype=torch.float32)
+    big = twin(net)
+    opt, plain = wrapped(net, 3), sgd(big.parameters())
+    for scaler in (
+        torch.amp.GradScaler("cpu", enabled=False),
+        torch.amp.GradScaler("cpu", init_scale=64.0),
+        torch.amp.GradScaler("cpu", enabled=False),
+        torch.amp.GradScaler("cpu", init_scale=16.0),
+    ):
+        scaler_loop(opt, net, scaler, parts(x, y, (4, 8, 12)))
+        big_batch_step(big, plain, x, y)
+        assert_same_parameters(net, big, 1e-6)
+
+
+def test_caller_owned_window_with_a_scaler():
+    net, (x, y) = model(torch.float32), data(dtype=torch.float32)
+    big = twin(net)
+    opt, plain = wrapped(net), sgd(big.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+    for _ in range(3):
+        for xs, ys in parts(x, y, (8, 8, 8)):
+            scaler.scale(mean_loss(net, xs, ys)).backward()
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+        big_batch_step(big, plain, x, y)
+    assert_same_parameters(net, big, 1e-6)
+
+
+def test_unscale_that_would_hide_the_scale_is_refused():
+    net, (x, y) = model(torch.float32), data(dtype=torch.float32)
+    opt = wrapped(net, 3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(mean_loss(net, x, y)).backward()
+    scaler.unscale_(opt)
+    scaler.step(opt)
+    scaler.update()
+    with pytest.raises(RuntimeError, match="hid the loss scale"):
+        scaler.scale(mean_loss(net, x, y)).backward()
+
+
+def test_unscale_on_every_micro_batch_once_the_scale_is_known():
+    net, (x, y) = model(torch.float32), data(dtype=torch.float32)
+    big = twin(net)
+    opt, plain = wrapped(net, 3), sgd(big.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    for window in range(3):
+        for xs, ys in parts(x, y, (8, 8, 8)):
+            scaler.scale(mean_loss(net, xs, ys)).backward()
+            if window > 0:
+                scaler.unscale_(opt)
+            scaler.step(opt)
+            scaler.update()
+        big_batch_step(big, plain, x, y)
+    assert_same_parameters(net, big, 1e-6)

@@ -1,0 +1,205 @@
+"""Wrong arguments: the error names the argument, the value and the fix, and nothing has happened."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import fusedaccum as fa
+from training import data, grads, mean_loss, model, sgd, wrapped
+
+
+@pytest.mark.parametrize(
+    "kwargs, error, message",
+    [
+        ({"accum_steps": 0}, ValueError, "accum_steps must be at least 1, got 0"),
+        ({"accum_steps": -3}, ValueError, "accum_steps must be at least 1, got -3"),
+        ({"accum_steps": 2.0}, ValueError, "accum_steps must be an int, got the float 2.0; write 2"),
+        ({"accum_steps": 100 / 48}, ValueError, "round it"),
+        ({"accum_steps": "8"}, TypeError, "accum_steps must be an int.*'8'"),
+        ({"accum_steps": True}, TypeError, "accum_steps must be an int.*True"),
+        ({"accum_steps": 4, "window_weight": 100}, ValueError, "accum_steps=4 and window_weight=100"),
+        ({"window_weight": 0}, ValueError, "window_weight must be greater than 0"),
+        ({"window_weight": -1}, ValueError, "window_weight must be finite and not negative, got -1"),
+        ({"window_weight": math.nan}, ValueError, "window_weight must be finite"),
+        ({"window_weight": "many"}, TypeError, "window_weight must be a number.*'many'"),
+        ({"reduction": "avg"}, ValueError, "reduction must be one of 'mean', 'sum', 'none', got 'avg'"),
+        ({"buffer_dtype": torch.int32}, ValueError, "buffer_dtype must be one of .*torch.int32"),
+        ({"buffer_dtype": "fp32"}, ValueError, "buffer_dtype must be one of .*'fp32'"),
+        ({"rounding": "up"}, ValueError, "rounding must be one of .*'up'"),
+        ({"rounding": "stochastic"}, ValueError, "rounding='stochastic' is for 16-bit buffers"),
+        ({"master_weights": "yes"}, ValueError, "master_weights must be one of True, False, got 'yes'"),
+        ({"master_weights": True, "buffer_dtype": torch.bfloat16}, ValueError, "use buffer_dtype=torch.float32"),
+        ({"max_grad_norm": 0}, ValueError, "max_grad_norm must be greater than 0, got 0"),
+        ({"max_grad_norm": math.nan}, ValueError, "max_grad_norm must be greater than 0, got nan"),
+        ({"max_grad_norm": "1"}, TypeError, "max_grad_norm must be a number or None, got '1'"),
+        ({"nonfinite": "ignore"}, ValueError, "nonfinite must be one of .*'ignore'"),
+        ({"backend": "tpu"}, ValueError, "backend.*'tpu'"),
+        ({"backend": "triton"}, RuntimeError, "triton.*not available"),
+    ],
+    ids=lambda v: str(v)[:40] if isinstance(v, dict) else "",
+)
+def test_constructor_arguments(kwargs, error, message):
+    if kwargs.get("backend") == "triton" and torch.cuda.is_available():
+        pytest.skip("a GPU is here, so triton may be available")
+    net, (x, y) = model(), data()
+    with pytest.raises(error, match=message):
+        wrapped(net, **kwargs)
+    mean_loss(net, x, y).backward()  # and the model is not hooked
+    assert all(p.grad is not None for p in net.parameters())
+
+
+def test_environment_names_a_backend_that_is_not_there(monkeypatch):
+    monkeypatch.setenv("FUSEDACCUM_BACKEND", "tpu")
+    with pytest.raises(ValueError, match="FUSEDACCUM_BACKEND.*'tpu'"):
+        wrapped(model())
+
+
+def test_callable_length_is_checked_by_name():
+    net, (x, y) = model(), data()
+    for length, error in ((0, ValueError), (2.0, ValueError), (None, TypeError)):
+        opt = wrapped(model(), lambda index, length=length: length)
+        with pytest.raises(error, match=r"accum_steps\(0\)"):
+            opt.step()
+    del net, x, y
+
+
+def test_what_can_be_wrapped():
+    net = model()
+    with pytest.raises(TypeError, match="must be a torch.optim.Optimizer, got Sequential"):
+        fa.AccumulatingOptimizer(net)
+    with pytest.raises(TypeError, match="sparse=False"):
+        fa.AccumulatingOptimizer(torch.optim.SparseAdam(list(net.parameters())))
+    with pytest.raises(ValueError, match="LBFGS.*leave out accum_steps"):
+        fa.AccumulatingOptimizer(torch.optim.LBFGS(net.parameters()), 4)
+    with pytest.raises(ValueError, match="LBFGS"):
+        fa.AccumulatingOptimizer(torch.optim.LBFGS(net.parameters()), master_weights=True)
+    opt = wrapped(net)
+    with pytest.raises(TypeError, match="wrapped already"):
+        fa.AccumulatingOptimizer(opt)
+    with pytest.raises(ValueError, match=r"param_groups\[0\]\['params'\]\[0\] belongs to another"):
+        wrapped(net)
+    with pytest.raises(ValueError, match="complex64"):
+        fa.AccumulatingOptimizer(sgd([nn.Parameter(torch.zeros(2, dtype=torch.complex64))]))
+    p = nn.Parameter(torch.zeros(2))
+    p.grad = torch.ones(2)
+    with pytest.raises(ValueError, match="has a gradient already.*zero_grad"):
+        fa.AccumulatingOptimizer(sgd([p]))
+
+
+def test_parameters_are_named_as_the_model_names_them():
+    net = model()
+    net[2].weight.grad = torch.zeros_like(net[2].weight)
+    with pytest.raises(ValueError, match=r"parameter 2\.weight"):
+        fa.AccumulatingOptimizer(torch.optim.SGD(net.named_parameters(), lr=0.1))
+
+
+def test_refused_group_is_not_left_behind():
+    net = model()
+    opt = wrapped(net)
+    with pytest.raises(ValueError, match="complex64"):
+        opt.add_param_group({"params": [nn.Parameter(torch.zeros(2, dtype=torch.complex64))]})
+    assert len(opt.param_groups) == 1
+
+
+@pytest.mark.parametrize(
+    "weight, error, message",
+    [
+        (-1, ValueError, "weight must be finite and not negative, got -1"),
+        (math.nan, ValueError, "weight must be finite"),
+        (math.inf, ValueError, "weight must be finite"),
+        ("7", TypeError, "weight must be a number or a 0-d tensor.*'7'"),
+        (True, TypeError, "weight must be a number"),
+        (torch.tensor(-1.0), ValueError, "weight must be finite and not negative, got -1"),
+        (torch.tensor(math.nan), ValueError, "weight must be finite"),
+        (torch.ones(2), ValueError, r"one real number.*\(2,\)"),
+        (torch.tensor(1j), ValueError, "one real number"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("where", ["backward", "micro_batch", "step"])
+def test_weights(weight, error, message, where):
+    net, (x, y) = model(), data()
+    opt = wrapped(net, 2, reduction="sum")
+    loss = mean_loss(net, x, y)
+    if where == "step":
+        loss.backward()
+    held = grads(net)
+    with pytest.raises(error, match=message):
+        if where == "backward":
+            opt.backward(loss, weight=weight)
+        elif where == "micro_batch":
+            with opt.micro_batch(weight=weight):
+                loss.backward()
+        else:
+            opt.step(weight=weight)
+    assert all((g is None) == (p.grad is None) for g, p in zip(held, net.parameters(), strict=True))
+    if where == "step":
+        opt.step(weight=2)
+    else:
+        opt.backward(loss, weight=2)
+        opt.step()
+    opt.flush()
+    assert opt.last_window.weight == 2 and opt.last_window.micro_batches == 1
+
+
+def test_weight_at_step_comes_too_late_for_a_mean():
+    net, (x, y) = model(), data()
+    opt = wrapped(net, 2)
+    mean_loss(net, x, y).backward()
+    with pytest.raises(ValueError, match=r"step\(weight=\) comes too late.*opt\.backward\(loss, weight=\.\.\.\)"):
+        opt.step(weight=4)
+    opt.step()
+    opt.flush()
+    assert opt.last_window.micro_batches == 1
+
+
+def test_missing_weight_under_sum():
+    net, (x, y) = model(), data()
+    counted, owned = wrapped(net, 2, reduction="sum"), wrapped(model(), reduction="sum")
+    mean_loss(net, x, y).backward()
+    for opt, n in ((counted, net),):
+        with pytest.raises(ValueError, match=r"reduction='sum'.*opt\.step\(weight=n\)"):
+            opt.step()
+        assert n[0].weight.grad is not None
+        opt.step(weight=4)
+        mean_loss(n, x, y).backward()
+        with pytest.raises(ValueError, match="reduction='sum'"):
+            opt.flush()
+    other = owned.param_groups[0]["params"][0]
+    other.sum().backward()
+    with pytest.raises(ValueError, match="reduction='sum'"):
+        owned.step()
+    owned.step(weight=3)
+    assert owned.updated and owned.last_window.weight == 3
+
+
+def test_weights_that_differ_within_one_micro_batch():
+    net, (x, y) = model(), data()
+    opt = wrapped(net, 2)
+    opt.backward(mean_loss(net, x, y), weight=4)
+    opt.backward(mean_loss(net, x, y), weight=4)
+    with pytest.raises(ValueError, match="weight 5 differs from 4"):
+        opt.backward(mean_loss(net, x, y), weight=5)
+    opt.step()
+    mean_loss(net, x, y).backward()
+    with pytest.raises(ValueError, match="weight 5 comes too late"):
+        opt.backward(mean_loss(net, x, y), weight=5)
+    opt.step()
+    assert opt.last_window.weight == 5
+
+
+@pytest.mark.parametrize("call", ["step", "flush", "state_dict", "backward", "micro_batch"])
+def test_calls_that_do_not_belong_inside_micro_batch(call):
+    net, (x, y) = model(), data()
+    opt = wrapped(net, 2)
+    loss = mean_loss(net, x, y)
+    with pytest.raises(RuntimeError, match=r"micro_batch\(\)"), opt.micro_batch():
+        if call == "backward":
+            opt.backward(loss)
+        elif call == "micro_batch":
+            with opt.micro_batch():
+                pass
+        else:
+            getattr(opt, call)()

@@ -1,0 +1,163 @@
+"""Any order of calls, against a model of the contract that fits on one page: lists of numbers and one division."""
+
+import copy
+import io
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch.nn import Parameter
+
+import fusedaccum as fa
+
+LR = 0.5
+VALUES = st.lists(st.integers(-8, 8).map(lambda n: n / 4), min_size=2, max_size=2)
+# Which parameters a backward reaches, and with what gradients.
+GRADIENTS = st.fixed_dictionaries({}, optional={"p": VALUES, "q": VALUES}).filter(bool)
+
+
+class CallOrders(RuleBasedStateMachine):
+    """``real`` is the wrapper round SGD; ``self.window`` and ``self.values`` are what it should hold."""
+
+    @initialize(
+        mode=st.sampled_from(["counted", "weighed", "caller-owned"]),
+        reduction=st.sampled_from(["mean", "sum", "none"]),
+        steps=st.integers(1, 4),
+    )
+    def build(self, mode, reduction, steps):
+        self.mode, self.reduction = mode, reduction
+        self.limit = steps if mode == "counted" else 3.0 * steps
+        self.kwargs = {"counted": {"accum_steps": steps}, "weighed": {"window_weight": self.limit}}.get(mode, {})
+        self.values = {"p": [1.0, 2.0], "q": [3.0, 4.0]}
+        self.params = {k: Parameter(torch.tensor(v, dtype=torch.float64)) for k, v in self.values.items()}
+        self.real = self.wrap(self.params)
+        self.window = []  # (weight, {name: sum of the gradients}) of the micro-batches committed
+        self.micro = None  # (weight, {name: ...}) of the one under way
+        self.updated = False
+
+    def wrap(self, params):
+        sgd = torch.optim.SGD(list(params.values()), lr=LR)
+        return fa.AccumulatingOptimizer(sgd, reduction=self.reduction, **self.kwargs)
+
+    # -- the model of the contract
+
+    def gathered(self):
+        """Running sum a parameter, None where nothing came."""
+        sums = {}
+        for weight, gradients in self.window + ([self.micro] if self.micro else []):
+            for name, g in gradients.items():
+                c = weight if self.reduction == "mean" else 1.0
+                sums[name] = [s + c * x for s, x in zip(sums.get(name, [0.0, 0.0]), g, strict=True)]
+        return sums
+
+    def commit(self, empty_counts):
+        if self.micro is None and empty_counts:
+            self.micro = (1.0, {})
+        if self.micro is not None:
+            self.window.append(self.micro)
+            self.micro = None
+
+    def close(self):
+        sums, total = self.gathered(), sum(w for w, _ in self.window)
+        divisor = 1.0 if self.reduction == "none" else total
+        for name, s in sums.items():
+            self.values[name] = [v - LR * x / divisor for v, x in zip(self.values[name], s, strict=True)]
+        self.updated = bool(sums)
+        self.window = []
+
+    # -- the calls
+
+    @rule(gradients=GRADIENTS, weight=st.sampled_from([1, 2, 3]), again=st.booleans())
+    def backward(self, gradients, weight, again):
+        if self.micro is not None and self.mode != "caller-owned":
+            weight = self.micro[0]  # parts of one micro-batch share its weight
+        loss = sum((self.params[k] * torch.tensor(g, dtype=torch.float64)).sum() for k, g in gradients.items())
+        passes = 2 if again else 1
+        with self.real.micro_batch(weight=weight):
+            for _ in range(passes):
+                loss.backward(retain_graph=True)
+        old = self.micro[1] if self.micro else {}
+        new = {k: [passes * x for x in g] for k, g in gradients.items()}
+        merged = {
+            k: [a + b for a, b in zip(old.get(k, [0.0] * 2), new.get(k, [0.0] * 2), strict=True)] for k in {**old, **new}
+        }
+        self.micro = (float(weight), merged)
+        if self.mode == "caller-owned":
+            self.commit(False)
+
+    @rule()
+    def step(self):
+        late = {} if self.reduction != "sum" or self.micro or self.mode == "caller-owned" else {"weight": 1}
+        self.real.step(**late)
+        self.updated = False
+        self.commit(self.mode != "caller-owned")
+        full = {
+            "counted": len(self.window) >= self.limit,
+            "weighed": sum(w for w, _ in self.window) >= self.limit,
+            "caller-owned": True,
+        }
+        if full[self.mode]:
+            self.close()
+        assert self.real.updated == self.updated
+
+    @rule()
+    def flush(self):
+        self.real.flush()
+        self.updated = False
+        self.commit(False)
+        if self.window:
+            self.close()
+        assert self.real.updated == self.updated
+
+    @rule()
+    def zero_grad(self):
+        self.real.zero_grad()
+        if self.mode == "caller-owned":
+            self.window, self.micro = [], None
+
+    @rule()
+    def reset(self):
+        self.real.reset()
+        self.window, self.micro = [], None
+
+    @rule()
+    def through_a_checkpoint(self):
+        file = io.BytesIO()
+        torch.save(self.real.state_dict(), file)
+        file.seek(0)
+        self.params = {k: Parameter(p.detach().clone()) for k, p in self.params.items()}
+        self.real = self.wrap(self.params)
+        self.real.load_state_dict(torch.load(file, weights_only=True))
+
+    @rule()
+    def deepcopy(self):
+        self.params, self.real = copy.deepcopy((self.params, self.real))
+
+    @precondition(lambda self: self.mode == "caller-owned" and self.window)
+    @rule()
+    def normalize(self):
+        self.real.normalize_()
+        total = sum(w for w, _ in self.window)
+        divisor = 1.0 if self.reduction == "none" else total
+        for name, s in self.gathered().items():
+            torch.testing.assert_close(self.params[name].grad.tolist(), [x / divisor for x in s])
+        self.real.step()
+        self.close()
+
+    @invariant()
+    def same(self):
+        if not hasattr(self, "real"):
+            return
+        for name, p in self.params.items():
+            torch.testing.assert_close(p.tolist(), self.values[name])
+        if self.window or self.micro:
+            sums = self.gathered()
+            for name, p in self.params.items():
+                assert (p.grad is None) == (name not in sums), name
+                if p.grad is not None:
+                    torch.testing.assert_close(p.grad.tolist(), sums[name])
+
+
+TestCallOrders = CallOrders.TestCase
+TestCallOrders.settings = settings(max_examples=150, stateful_step_count=25, deadline=None)

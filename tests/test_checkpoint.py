@@ -1,0 +1,241 @@
+"""state_dict: PyTorch's layout plus one key, the open window inside, resumed bit for bit."""
+
+import io
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from training import assert_same_parameters, data, grads, mean_loss, model, parts, wrapped
+
+
+def through_a_file(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def adamw(ps):
+    return torch.optim.AdamW(ps, lr=1e-2, eps=1e-3)
+
+
+def train(net, opt, batches, scaler=None):
+    for xs, ys in batches:
+        loss = mean_loss(net, xs, ys)
+        opt.backward(loss if scaler is None else scaler.scale(loss), weight=len(xs))
+        if scaler is None:
+            opt.step()
+        else:
+            scaler.step(opt)
+            scaler.update()
+        opt.zero_grad()
+
+
+SETUPS = {
+    "fp32": (torch.float32, {}),
+    "fp64 clipped": (torch.float64, {"max_grad_norm": 0.05}),
+    "bf16": (torch.bfloat16, {}),
+    "bf16 masters": (torch.bfloat16, {"master_weights": True}),
+    "bf16 buffers": (torch.bfloat16, {"buffer_dtype": None}),
+    "bf16 stochastic": (torch.bfloat16, {"buffer_dtype": torch.bfloat16, "rounding": "stochastic"}),
+    "skip_window": (torch.float32, {"nonfinite": "skip_window"}),
+    "skip_micro_batch": (torch.float32, {"nonfinite": "skip_micro_batch"}),
+    "weighed": (torch.float32, {"accum_steps": None, "window_weight": 20}),
+    "callable": (torch.float32, {"accum_steps": lambda index: 3 + index}),
+}
+
+
+@pytest.mark.parametrize("optimizer_first", [True, False], ids=["optimizer first", "model first"])
+@pytest.mark.parametrize("at", [2, 3, 4, 5])
+@pytest.mark.parametrize("setup", SETUPS)
+def test_resuming_inside_a_window_is_bit_identical(setup, at, optimizer_first):
+    dtype, kwargs = SETUPS[setup]
+    kwargs = {"accum_steps": 4, "make": adamw, **kwargs}
+    x, y = data(48, dtype=dtype)
+    batches = parts(x, y, (1, 11, 4, 8, 6, 6, 10, 2))
+    torch.manual_seed(5)
+    net = model(dtype)
+    opt = wrapped(net, **kwargs)
+    train(net, opt, batches[:at])
+    saved = through_a_file({"model": net.state_dict(), "opt": opt.state_dict()})
+    train(net, opt, batches[at:])
+
+    torch.manual_seed(6)
+    net2 = model(dtype, seed=9)
+    opt2 = wrapped(net2, **kwargs)
+    loads = [lambda: opt2.load_state_dict(saved["opt"]), lambda: net2.load_state_dict(saved["model"])]
+    for load in loads if optimizer_first else reversed(loads):
+        load()
+    train(net2, opt2, batches[at:])
+    assert opt2.updated == opt.updated
+    assert_same_parameters(net2, net, 0)
+    for a, b in zip(grads(net), grads(net2), strict=True):
+        assert (a is None and b is None) or torch.equal(a, b)
+
+
+def test_resuming_between_backward_and_step():
+    x, y = data()
+    batches = parts(x, y, (4, 8, 12))
+    net, net2 = model(), model()
+    opt, opt2 = wrapped(net, 3), wrapped(net2, 3)
+    opt.backward(mean_loss(net, *batches[0]), weight=4)
+    opt2.load_state_dict(through_a_file(opt.state_dict()))
+    for n, o in ((net, opt), (net2, opt2)):
+        o.step()
+        train(n, o, batches[1:])
+        assert o.updated
+    assert_same_parameters(net2, net, 0)
+
+
+def test_resuming_with_a_scaler_whose_scale_has_changed_in_the_window():
+    x, y = data(48, dtype=torch.float32)
+    batches = parts(x, y, (1, 11, 4, 8, 6, 6, 10, 2))
+    net, net2 = model(torch.float32), model(torch.float32, seed=9)
+    opt, opt2 = wrapped(net, 4), wrapped(net2, 4)
+    scaler, scaler2 = (torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2) for _ in range(2))
+    train(net, opt, batches[:3], scaler)
+    net2.load_state_dict(net.state_dict())
+    opt2.load_state_dict(through_a_file(opt.state_dict()))
+    scaler2.load_state_dict(through_a_file(scaler.state_dict()))
+    for n, o, s in ((net, opt, scaler), (net2, opt2, scaler2)):
+        train(n, o, batches[3:], s)
+    assert_same_parameters(net2, net, 0)
+
+
+def test_layout_is_pytorchs_plus_one_key_of_tensors_and_plain_values():
+    net, (x, y) = model(), data()
+    opt = wrapped(net, 3, make=adamw)
+    train(net, opt, parts(x, y, (4, 4, 4, 12)))
+    state = opt.state_dict()
+    plain = opt.optimizer.state_dict()
+    assert set(state) == {"state", "param_groups", "fusedaccum"}
+    assert state["param_groups"] == plain["param_groups"] and state["state"].keys() == plain["state"].keys()
+
+    def check(value):
+        if isinstance(value, dict):
+            for v in value.values():
+                check(v)
+        elif isinstance(value, (list, tuple)):
+            for v in value:
+                check(v)
+        else:
+            assert value is None or isinstance(value, (torch.Tensor, int, float, str, bool)), type(value)
+
+    check(state["fusedaccum"])
+
+
+def test_plain_state_loads_into_the_wrapper_and_the_wrappers_into_a_plain_optimizer():
+    x, y = data()
+    net, net2 = model(), model()
+    plain, opt = adamw(net.parameters()), wrapped(net2, 2, make=adamw)
+    mean_loss(net, x, y).backward()
+    plain.step()
+    net2.load_state_dict(net.state_dict())
+    mean_loss(net2, x, y).backward()
+    opt.step()
+    opt.load_state_dict(through_a_file(plain.state_dict()))  # torch would share the tensors
+    train(net2, opt, parts(x, y, (12, 12)))
+    plain.zero_grad()
+    mean_loss(net, x, y).backward()
+    plain.step()
+    assert_same_parameters(net2, net, 1e-12)
+    plain.load_state_dict(through_a_file(opt.state_dict()))
+    assert {int(s["step"]) for s in plain.state.values()} == {2}
+
+
+def test_saved_state_is_a_copy_of_the_window():
+    net, (x, y) = model(), data()
+    opt = wrapped(net, 3)
+    train(net, opt, [(x, y)])
+    state = opt.state_dict()
+    before = {k: v["sum"].clone() for k, v in state["fusedaccum"]["buffers"].items()}
+    train(net, opt, [(x, y)])
+    assert all(torch.equal(v["sum"], before[k]) for k, v in state["fusedaccum"]["buffers"].items())
+    opt.load_state_dict(state)  # back in time
+    for p, k in zip(net.parameters(), before, strict=True):
+        assert torch.equal(p.grad, before[k])
+
+
+@pytest.mark.parametrize(
+    "saved, loaded, named",
+    [
+        ({"accum_steps": 3}, {"accum_steps": 4}, "accum_steps=3"),
+        ({"accum_steps": 3}, {"window_weight": 100}, "accum_steps=3"),
+        ({"accum_steps": 3}, {"accum_steps": 3, "reduction": "sum"}, "reduction=mean"),
+        ({"accum_steps": 3}, {"accum_steps": 3, "buffer_dtype": None}, "buffer_dtype=torch.float32"),
+    ],
+    ids=["length", "kind", "reduction", "buffer_dtype"],
+)
+def test_open_window_of_other_settings_is_refused_and_nothing_is_loaded(saved, loaded, named):
+    net, net2, (x, y) = model(), model(), data()
+    opt, other = wrapped(net, make=adamw, **saved), wrapped(net2, make=adamw, **loaded)
+    train(net, opt, [(x, y)])
+    mean_loss(net2, x, y).backward()
+    held = grads(net2)
+    with pytest.raises(ValueError, match=named):
+        other.load_state_dict(opt.state_dict())
+    for p, g in zip(net2.parameters(), held, strict=True):
+        assert torch.equal(p.grad, g)
+
+
+def test_accum_steps_may_differ_when_the_window_is_empty():
+    net, net2, (x, y) = model(), model(), data()
+    opt, other = wrapped(net, 2, make=adamw), wrapped(net2, 3, make=adamw)
+    train(net, opt, parts(x, y, (12, 12)))
+    other.load_state_dict(opt.state_dict())
+    assert {int(s["step"]) for s in other.state.values()} == {1}
+
+
+def test_checkpoint_of_another_model_is_refused_by_name():
+    net = model()
+    other = torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.Tanh(), torch.nn.Linear(10, 5)).double()
+    longer = torch.nn.Linear(6, 7).double()
+    opt = wrapped(net, 2)
+    with pytest.raises(ValueError, match="4 parameters and the optimizer has 6"):
+        opt.load_state_dict(wrapped(other, 2).state_dict())
+    wrong = wrapped(longer, 2).state_dict()
+    with pytest.raises(ValueError, match=r"shape \(7, 6\) for parameter .*\[0\].* \(10, 6\)"):
+        wrapped(torch.nn.Linear(6, 10).double(), 2).load_state_dict(wrong)
+
+
+RUN = """
+import os, signal, sys, torch
+sys.path.insert(0, {tests!r})
+from training import data, mean_loss, model, parts, wrapped
+path, kill_at, out = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+x, y = data(240, dtype=torch.bfloat16)
+batches = parts(x, y, [8] * 30)
+net = model(torch.bfloat16)
+opt = wrapped(net, 4, make=lambda ps: torch.optim.AdamW(ps, lr=1e-2), master_weights=True, max_grad_norm=0.5)
+start = 0
+if os.path.exists(path):
+    saved = torch.load(path, weights_only=True)
+    net.load_state_dict(saved["model"]); opt.load_state_dict(saved["opt"]); start = saved["at"]
+for i in range(start, len(batches)):
+    mean_loss(net, *batches[i]).backward()
+    opt.step(); opt.zero_grad()
+    if i + 1 == kill_at:
+        torch.save({{"model": net.state_dict(), "opt": opt.state_dict(), "at": i + 1}}, path)
+        os.kill(os.getpid(), signal.SIGKILL)
+opt.flush()
+torch.save(net.state_dict(), out)
+"""
+
+
+def test_run_killed_inside_a_window_and_resumed_ends_bit_identical(tmp_path):
+    script = tmp_path / "run.py"
+    script.write_text(textwrap.dedent(RUN.format(tests=os.path.dirname(__file__))))
+
+    def run(checkpoint, kill_at, out):
+        command = [sys.executable, str(script), str(tmp_path / checkpoint), str(kill_at), str(tmp_path / out)]
+        return subprocess.run(command, check=False).returncode
+
+    assert run("none", 0, "whole.pt") == 0
+    assert run("checkpoint", 18, "killed.pt") == -9
+    assert run("checkpoint", 0, "resumed.pt") == 0
+    whole, resumed = (torch.load(tmp_path / name, weights_only=True) for name in ("whole.pt", "resumed.pt"))
+    assert all(torch.equal(whole[k], resumed[k]) for k in whole)

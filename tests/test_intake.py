@@ -1,0 +1,368 @@
+"""How gradients arrive: kinds of graphs, broken passes, memory, threads, and what cannot be gathered."""
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fusedaccum as fa
+from training import assert_same_parameters, big_batch_step, data, grads, mean_loss, model, parts, sgd, twin, wrapped
+
+
+class Checkpointed(nn.Module):
+    """Every parameter, or all but the last layer's, inside activation checkpoints."""
+
+    def __init__(self, reentrant, all_inside):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)]).double()
+        self.reentrant, self.all_inside = reentrant, all_inside
+
+    def forward(self, x):
+        x = x.clone().requires_grad_()
+        for i, layer in enumerate(self.layers):
+            if i < 2 or self.all_inside:
+                x = checkpoint(lambda v, f=layer: torch.tanh(f(v)), x, use_reentrant=self.reentrant)
+            else:
+                x = torch.tanh(layer(x))
+        return x
+
+
+@pytest.mark.parametrize("owned", [False, True], ids=["counted", "caller-owned"])
+@pytest.mark.parametrize("all_inside", [False, True], ids=["some", "all"])
+@pytest.mark.parametrize("reentrant", [False, True], ids=["plain", "reentrant"])
+def test_activation_checkpointing(reentrant, all_inside, owned):
+    net, (x, y) = Checkpointed(reentrant, all_inside), data()
+    big = twin(net)
+    opt, plain = wrapped(net, None if owned else 3), sgd(big.parameters())
+    for _ in range(2):
+        for xs, ys in parts(x, y, (8, 8, 8)):
+            mean_loss(net, xs, ys).backward()
+            if not owned:
+                opt.step()
+        if owned:
+            opt.step()
+        assert opt.updated and opt.last_window.micro_batches == 3
+        big_batch_step(big, plain, x, y)
+    assert_same_parameters(net, big, 1e-12)
+
+
+def test_p_grad_is_complete_when_a_reentrant_backward_returns():
+    net, (x, y) = Checkpointed(True, True), data()
+    plain = Checkpointed(False, True)
+    plain.load_state_dict(net.state_dict())
+    expected = torch.autograd.grad(mean_loss(plain, x, y), list(plain.parameters()))
+    opt = wrapped(net, 2)
+    mean_loss(net, x, y).backward()
+    for p, g in zip(net.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, g)
+    del opt
+
+
+def test_tied_weights_arrive_once():
+    torch.manual_seed(0)
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(11, 5), nn.Linear(5, 11, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, x):
+            return self.head(self.embed(x))
+
+    net = Tied().double()
+    big = twin(net)
+    tokens = torch.randint(0, 11, (12, 7))
+    opt, plain = wrapped(net, 3), sgd(big.parameters())
+
+    def loss(n, t):
+        return nn.functional.cross_entropy(n(t).flatten(0, 1), t.flatten())
+
+    for t in tokens.split(4):
+        loss(net, t).backward()
+        opt.step()
+    loss(big, tokens).backward()
+    plain.step()
+    assert_same_parameters(net, big, 1e-12)
+
+
+@pytest.mark.parametrize("bucket", [1, 200, 1 << 30])
+def test_bucket_size_does_not_change_a_bit(bucket, monkeypatch):
+    monkeypatch.setattr("fusedaccum.intake.BUCKET_BYTES", bucket)
+    x, y = data(dtype=torch.float32)
+    net, ref = model(torch.float32), model(torch.float32)
+    opt = wrapped(net, 3, max_grad_norm=0.05)
+    for batch in parts(x, y, (8, 8, 8)):
+        mean_loss(net, *batch).backward()
+        opt.step()
+    monkeypatch.undo()
+    opt2 = wrapped(ref, 3, max_grad_norm=0.05)
+    for batch in parts(x, y, (8, 8, 8)):
+        mean_loss(ref, *batch).backward()
+        opt2.step()
+    torch.testing.assert_close(opt.last_window.grad_norm, opt2.last_window.grad_norm, rtol=1e-12, atol=0)
+    assert_same_parameters(net, ref, 1e-7)  # the clip coefficient's norm may be summed in another order
+
+
+def test_fresh_gradients_are_freed_as_soon_as_added(monkeypatch):
+    """While backward runs, no more fresh gradients live than a bucket and the one being made."""
+    monkeypatch.setattr("fusedaccum.intake.BUCKET_BYTES", 100_000)
+    net = nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(20)])  # 64 KiB a gradient
+    opt = wrapped(net, 2)
+    alive, most = [], 0
+
+    def watch(grad):
+        nonlocal most
+        alive.append(weakref.ref(grad.untyped_storage()))
+        most = max(most, sum(ref() is not None for ref in alive))
+
+    for p in net.parameters():
+        p.register_hook(watch)
+    net(torch.randn(4, 128)).sum().backward()
+    assert len(alive) == 20
+    assert most <= 3
+    opt.step()
+
+
+def test_p_grad_never_aliases_a_gradient_that_somebody_else_keeps():
+    """A static gradient buffer (a CUDA graph's, say) is read, never stolen: nothing is doubled."""
+    p = nn.Parameter(torch.zeros(5))
+    static = torch.ones(5)
+
+    class Static(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, w):
+            return w.sum()
+
+        @staticmethod
+        def backward(ctx, g):
+            return static
+
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 3)
+    for _ in range(3):
+        Static.apply(p).backward()
+        opt.step()
+        assert static.tolist() == [1.0] * 5
+    assert p.tolist() == [-1.0] * 5
+
+
+def test_expanded_and_transposed_gradients():
+    torch.manual_seed(0)
+    p = nn.Parameter(torch.randn(4, 6, dtype=torch.float64))
+    q = nn.Parameter(torch.randn(6, 4, dtype=torch.float64).t())  # a parameter that is itself transposed
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p, q], lr=1.0), 2)
+    for _ in range(2):
+        (p.sum() + p.t().matmul(q).sum() + q.sum()).backward()
+        opt.step()
+    for param in (p, q):
+        assert param.grad.stride() == param.stride()
+    before_p, before_q = p.detach() + p.grad, q.detach() + q.grad
+    torch.testing.assert_close(p.grad, 1 + before_q.sum(1, keepdim=True).expand(4, 6))
+    torch.testing.assert_close(q.grad, 1 + before_p.sum(1, keepdim=True).expand(4, 6))
+
+
+def test_channels_last_parameters_keep_their_layout():
+    net = nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)
+    opt = wrapped(net, 2)
+    x = torch.randn(2, 4, 9, 9).to(memory_format=torch.channels_last)
+    net(x).square().sum().backward()
+    assert net.weight.grad.stride() == net.weight.stride()
+    expected = torch.autograd.grad(net(x).square().sum(), net.weight)[0]
+    torch.testing.assert_close(net.weight.grad, expected)
+    opt.step()
+
+
+def test_frozen_and_thawed_parameters():
+    net, (x, y) = model(), data()
+    net[0].weight.requires_grad_(False)
+    opt = wrapped(net, 1)
+    frozen = net[0].weight.clone()
+    mean_loss(net, x, y).backward()
+    opt.step()
+    assert net[0].weight.grad is None and torch.equal(net[0].weight, frozen) and not net[0].weight.requires_grad
+    net[0].weight.requires_grad_(True)
+    big = twin(net)
+    expected = torch.autograd.grad(mean_loss(big, x, y), big[0].weight)[0]
+    opt.backward(mean_loss(net, x, y), weight=24)
+    opt.step()
+    torch.testing.assert_close(net[0].weight.grad, expected)
+
+
+def test_autograd_grad_does_not_accumulate():
+    net, (x, y) = model(), data()
+    opt = wrapped(net, 2)
+    torch.autograd.grad(mean_loss(net, x, y), list(net.parameters()))
+    assert grads(net) == [None] * 6
+    penalty = sum(g.square().sum() for g in torch.autograd.grad(mean_loss(net, x, y), list(net.parameters()), create_graph=True))
+    penalty.backward()
+    assert net[0].weight.grad is not None
+    opt.step()
+
+
+def test_backward_on_some_inputs():
+    net, (x, y) = model(), data()
+    opt = wrapped(net, 1)
+    mean_loss(net, x, y).backward(inputs=[net[0].weight])
+    assert net[0].weight.grad is not None and net[2].weight.grad is None
+    opt.step()
+
+
+def test_data_parallel_replicas_in_threads():
+    """Backward called from several threads, one after the other."""
+    net, (x, y) = model(), data()
+    big = twin(net)
+    opt, plain = wrapped(net, 3), sgd(big.parameters())
+    for batch in parts(x, y, (8, 8, 8)):
+        loss = mean_loss(net, *batch)
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+        opt.step()
+    big_batch_step(big, plain, x, y)
+    assert_same_parameters(net, big, 1e-12)
+
+
+class Boom(torch.autograd.Function):
+    """Raises in backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        raise MemoryError("boom")
+
+
+def broken_loss(net, x, y):
+    hidden = Boom.apply(net[:2](x))
+    return nn.functional.mse_loss(net[2:](hidden), y)
+
+
+@pytest.mark.parametrize("through", ["opt.backward", "loss.backward"])
+@pytest.mark.parametrize("owned", [False, True], ids=["counted", "caller-owned"])
+def test_exception_in_backward_leaves_the_window_as_it_was(through, owned):
+    """Nothing of the pass had been added yet: its gradients were queued, and are dropped."""
+    net, (x, y) = model(), data()
+    big = twin(net)
+    opt, plain = wrapped(net, None if owned else 2), sgd(big.parameters())
+    batches = parts(x, y, (12, 12))
+    for i, batch in enumerate(batches):
+        mean_loss(net, *batch).backward()
+        if not owned:
+            opt.step()
+        if i == 0:
+            held = grads(net)
+            with pytest.raises(MemoryError):
+                loss = broken_loss(net, x, y)
+                opt.backward(loss) if through == "opt.backward" else loss.backward()
+            del loss
+            for p, g in zip(net.parameters(), held, strict=True):
+                assert torch.equal(p.grad, g)
+    if owned:
+        opt.step()
+    assert opt.updated and opt.last_window.micro_batches == 2
+    big_batch_step(big, plain, x, y)
+    assert_same_parameters(net, big, 1e-12)
+
+
+def test_exception_after_part_was_added_drops_the_window_and_says_so(monkeypatch):
+    monkeypatch.setattr("fusedaccum.intake.BUCKET_BYTES", 1)
+    net, (x, y) = model(), data()
+    big = twin(net)
+    opt, plain = wrapped(net, 2), sgd(big.parameters())
+    mean_loss(net, x, y).backward()
+    opt.step()
+    with pytest.warns(RuntimeWarning, match="window was dropped"), pytest.raises(MemoryError):
+        opt.backward(broken_loss(net, x, y))
+    assert grads(net) == [None] * 6
+    for batch in parts(x, y, (12, 12)):
+        mean_loss(net, *batch).backward()
+        opt.step()
+    big_batch_step(big, plain, x, y)
+    assert_same_parameters(net, big, 1e-12)
+
+
+def test_exception_inside_micro_batch_outside_backward():
+    net, (x, y) = model(), data()
+    opt = wrapped(net, 2)
+    mean_loss(net, x, y).backward()
+    opt.step()
+    held = grads(net)
+    with pytest.raises(ZeroDivisionError), opt.micro_batch(weight=3):
+        1 / 0
+    for p, g in zip(net.parameters(), held, strict=True):
+        assert torch.equal(p.grad, g)
+    mean_loss(net, x, y).backward()
+    opt.step()
+    assert opt.updated and opt.last_window.weight == 2
+
+
+def test_create_graph_is_refused_before_anything_is_added():
+    net, (x, y) = model(), data()
+    opt = wrapped(net, 2)
+    mean_loss(net, x, y).backward()
+    opt.step()
+    held = grads(net)
+    with pytest.raises(RuntimeError, match="torch.autograd.grad"):
+        mean_loss(net, x, y).backward(create_graph=True)
+    for p, g in zip(net.parameters(), held, strict=True):
+        assert torch.equal(p.grad, g)
+    mean_loss(net, x, y).backward()
+    opt.step()
+    assert opt.updated and opt.last_window.micro_batches == 2
+
+
+def test_sparse_gradients_are_refused_with_the_fix():
+    net = nn.Embedding(10, 4, sparse=True)
+    opt = wrapped(net, 2, make=lambda ps: torch.optim.SGD(ps, lr=0.1))
+    with pytest.raises(RuntimeError, match="sparse=False"):
+        net(torch.tensor([1, 2])).sum().backward()
+    opt.reset()
+
+
+@pytest.mark.parametrize("change", ["dtype", "shape"])
+def test_parameter_changed_under_the_wrapper_is_an_error_that_names_it(change):
+    net, (x, y) = model(torch.float32), data(dtype=torch.float32)
+    opt = wrapped(net, 2)
+    mean_loss(net, x, y).backward()
+    opt.step()
+    if change == "dtype":
+        net.double()
+        x, y = x.double(), y.double()
+    else:
+        net[4].weight.data = net[4].weight.data[:2]
+        net[4].bias.data = net[4].bias.data[:2]
+    if change == "dtype":
+        mean_loss(net, x, y).backward()
+    with pytest.raises(RuntimeError, match=r"parameter param_groups\[0\]\['params'\]\[\d\] was .* when it was wrapped"):
+        opt.step()
+
+
+def test_hooks_do_not_keep_model_or_wrapper_alive():
+    net, (x, y) = model(), data()
+    opt = wrapped(net, 2)
+    mean_loss(net, x, y).backward()
+    opt.step()
+    watch = [weakref.ref(opt), weakref.ref(net[0].weight), weakref.ref(opt._gathering._intake)]
+    del opt, net
+    gc.collect()
+    assert [ref() for ref in watch] == [None] * 3
+
+
+def test_model_in_torch_compile_graph_of_autograd_functions():
+    """A module whose backward is one compiled function hands over all its gradients together."""
+    net, (x, y) = model(), data()
+    big = twin(net)
+    opt, plain = wrapped(net, 2), sgd(big.parameters())
+    compiled = torch.compile(net, backend="aot_eager")
+    for xs, ys in parts(x, y, (12, 12)):
+        nn.functional.mse_loss(compiled(xs), ys).backward()
+        opt.step()
+    big_batch_step(big, plain, x, y)
+    assert_same_parameters(net, big, 1e-12)

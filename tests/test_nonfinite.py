@@ -1,0 +1,159 @@
+"""The four policies for NaN and infinity, and what a skipped micro-batch leaves behind: nothing."""
+
+import pytest
+import torch
+from torch import nn
+
+import fusedaccum as fa
+from training import assert_same_parameters, big_batch_step, data, grads, mean_loss, model, parts, sgd, twin, wrapped
+
+BAD = [float("nan"), float("inf"), float("-inf")]
+
+
+def run(opt, net, batches, bad=(), value=float("nan"), raises=()):
+    """Micro-batches in a row; those numbered in ``bad`` have one parameter's gradient spoilt in one element."""
+    for i, (xs, ys) in enumerate(batches):
+        loss = mean_loss(net, xs, ys)
+        if i in bad:
+            spoil = torch.zeros_like(net[2].weight)
+            spoil[1, 3] = value
+            loss = loss + (net[2].weight * spoil).sum()
+        opt.backward(loss, weight=len(xs))
+        if i in raises:
+            with pytest.raises(FloatingPointError, match=r"param_groups\[0\]\['params'\]\[2\].*dropped"):
+                opt.step()
+        else:
+            opt.step()
+
+
+def test_propagate_propagates():
+    net, (x, y) = model(), data()
+    opt = wrapped(net, 3, nonfinite="propagate")
+    run(opt, net, parts(x, y, (8, 8, 8)), bad=[1])
+    assert opt.updated
+    assert net[2].weight.isnan().sum() == 1 and net[0].weight.isfinite().all()
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("bad", [0, 1, 2])
+@pytest.mark.parametrize("value", BAD)
+def test_skip_window_applies_nothing_of_it_and_goes_on(value, bad, fused):
+    net, (x, y) = model(torch.float32), data(dtype=torch.float32)
+    big = twin(net)
+
+    def make(ps):
+        return torch.optim.Adam(ps, lr=1e-2, eps=1e-3, fused=fused)
+
+    opt, plain = wrapped(net, 3, make=make, nonfinite="skip_window"), make(big.parameters())
+    run(opt, net, parts(x, y, (8, 8, 8)), bad=[bad], value=value)
+    assert not opt.updated
+    assert not opt.last_window.applied and opt.last_window.nonfinite == 1 and opt.last_window.micro_batches == 3
+    assert_same_parameters(net, big, 0)
+    run(opt, net, parts(x, y, (8, 8, 8)))
+    assert opt.updated and opt.last_window.applied and opt.last_window.nonfinite == 0
+    big_batch_step(big, plain, x, y)
+    assert_same_parameters(net, big, 1e-6)
+
+
+def test_skip_window_sees_a_sum_that_overflows():
+    p = nn.Parameter(torch.zeros(3))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 2, nonfinite="skip_window")
+    for _ in range(2):
+        (p * 3e38).sum().backward()
+        opt.step()
+    assert not opt.updated and not opt.last_window.applied
+
+
+@pytest.mark.parametrize("policy", ["skip_micro_batch", "raise"])
+@pytest.mark.parametrize("value", BAD)
+@pytest.mark.parametrize("bad", [[0], [2], [4], [0, 1, 3]], ids=str)
+def test_dropped_micro_batch_leaves_no_trace(policy, value, bad):
+    """Bit for bit what a run without that micro-batch gives: buffers, counts, weights, parameters."""
+    x, y = data(30)
+    batches = parts(x, y, (4, 8, 2, 6, 10))
+    good = [batch for i, batch in enumerate(batches) if i not in bad]
+    net, clean = model(), model()
+    opt, ref = (wrapped(n, len(good), nonfinite=policy) for n in (net, clean))
+    run(opt, net, batches, bad=bad, value=value, raises=bad if policy == "raise" else ())
+    run(ref, clean, good)
+    assert ref.updated and opt.last_window.weight == ref.last_window.weight
+    assert opt.last_window.micro_batches == ref.last_window.micro_batches == len(good)
+    last_good = max(set(range(5)) - set(bad))
+    assert opt.last_window.nonfinite == sum(i < last_good for i in bad)  # one after that is the next window's
+    assert_same_parameters(net, clean, 0)
+
+
+@pytest.mark.parametrize("policy", ["skip_micro_batch", "raise"])
+def test_dropped_first_micro_batch_leaves_p_grad_none(policy):
+    """A parameter that only the bad micro-batch reached has no gradient: it is not decayed, its momentum does not move."""
+    net, (x, y) = model(), data()
+    opt = wrapped(net, 2, nonfinite=policy)
+    run(opt, net, [(x, y)], bad=[0], raises=[0] if policy == "raise" else ())
+    assert grads(net) == [None] * 6
+    assert not opt.updated
+
+
+def test_bad_gradient_is_shown_until_step():
+    """So that a GradScaler, or whoever checks p.grad, learns of it."""
+    net, (x, y) = model(), data()
+    opt = wrapped(net, 3, nonfinite="skip_micro_batch")
+    run(opt, net, [(x, y)])
+    held = grads(net)
+    opt.backward(mean_loss(net, x * float("nan"), y))
+    assert any(not p.grad.isfinite().all() for p in net.parameters())
+    opt.step()
+    for p, g in zip(net.parameters(), held, strict=True):
+        assert torch.equal(p.grad, g)
+
+
+@pytest.mark.parametrize("policy", ["skip_micro_batch", "raise"])
+def test_caller_owned_windows_drop_single_passes(policy):
+    net, (x, y) = model(), data()
+    big = twin(net)
+    opt, plain = wrapped(net, nonfinite=policy), sgd(big.parameters())
+    first, second = parts(x, y, (12, 12))
+    mean_loss(net, *first).backward()
+    mean_loss(net, x * float("nan"), y).backward()
+    mean_loss(net, *second).backward()
+    if policy == "raise":
+        with pytest.raises(FloatingPointError):
+            opt.step()
+    opt.step()
+    assert opt.updated and opt.last_window.micro_batches == 2 and opt.last_window.nonfinite == 1
+    big_batch_step(big, plain, x, y)
+    assert_same_parameters(net, big, 1e-12)
+
+
+def test_grouped_passes_are_dropped_together():
+    net, (x, y) = model(), data()
+    clean = model()
+    opt, ref = wrapped(net, 2, nonfinite="skip_micro_batch"), wrapped(clean, 2)
+    for i, (xs, ys) in enumerate(parts(x, y, (4, 8, 12))):
+        with opt.micro_batch(weight=len(xs)):
+            mean_loss(net, xs, ys).backward()
+            mean_loss(net, xs * (float("nan") if i == 1 else 1), ys).backward()
+        opt.step()
+        if i != 1:
+            with ref.micro_batch(weight=len(xs)):
+                mean_loss(clean, xs, ys).backward()
+                mean_loss(clean, xs, ys).backward()
+            ref.step()
+    assert opt.updated and opt.last_window.micro_batches == 2
+    assert_same_parameters(net, clean, 0)
+
+
+def test_ungrouped_second_pass_is_refused_because_it_could_not_be_skipped_without_a_trace():
+    net, (x, y) = model(), data()
+    opt = wrapped(net, 2, nonfinite="skip_micro_batch")
+    mean_loss(net, x, y).backward()
+    held = grads(net)
+    with pytest.raises(RuntimeError, match=r"opt\.micro_batch\(\)"):
+        mean_loss(net, x, y).backward()
+    for p, g in zip(net.parameters(), held, strict=True):
+        assert torch.equal(p.grad, g)
+    opt.step()
+
+
+def test_skip_micro_batch_holds_more_than_a_bucket(monkeypatch):
+    monkeypatch.setattr("fusedaccum.intake.BUCKET_BYTES", 64)
+    test_dropped_micro_batch_leaves_no_trace("skip_micro_batch", float("nan"), [2])

@@ -1,0 +1,238 @@
+"""Dtypes of parameters and buffers: what is kept, what would be lost without, and what 16-bit buffers do."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+import fusedaccum as fa
+from training import assert_same_parameters, data, mean_loss, model, parts, twin, wrapped
+
+
+def one(value, dtype, n=1):
+    return Parameter(torch.full((n,), value, dtype=dtype))
+
+
+def gather(p, opt, values):
+    """One micro-batch for each value, whose gradient it is."""
+    for value in values:
+        opt.backward((p * torch.as_tensor(value, dtype=p.dtype)).sum())
+        opt.step()
+
+
+def test_bf16_gradients_256_then_1_gather_to_257():
+    p = one(0.0, torch.bfloat16)
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 3, reduction="none")
+    gather(p, opt, [256.0, 1.0])
+    assert p.grad.dtype is torch.float32 and p.grad.item() == 257
+    q = one(0.0, torch.bfloat16)
+    narrow = fa.AccumulatingOptimizer(torch.optim.SGD([q], lr=1.0), 3, reduction="none", buffer_dtype=None)
+    gather(q, narrow, [256.0, 1.0])
+    assert q.grad.dtype is torch.bfloat16 and q.grad.item() == 256
+
+
+def test_a_thousand_small_bf16_gradients_do_not_drift():
+    torch.manual_seed(0)
+    gradients = (1e-3 * (1 + torch.rand(1000, 64))).bfloat16()
+    exact = gradients.double().mean(0)
+    p, plain = one(0.0, torch.bfloat16, 64), one(0.0, torch.bfloat16, 64)
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 1001)
+    for g in gradients:
+        (p * g).sum().backward()
+        opt.step()
+        (plain * g).sum().backward()
+    drift = ((p.grad.double() / 1000 - exact) / exact).abs().max()
+    plain_drift = ((plain.grad.double() / 1000 - exact) / exact).abs().max()
+    assert drift < 1e-6
+    assert plain_drift > 0.05
+
+
+@pytest.mark.parametrize("asked", [torch.float32, torch.bfloat16, torch.float16, None])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_buffer_is_never_narrower_than_the_gradient(dtype, asked):
+    p = one(1.0, dtype, 3)
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 2, buffer_dtype=asked)
+    gather(p, opt, [0.5])
+    expected = dtype if asked is None else torch.promote_types(dtype, asked)
+    assert p.grad.dtype is expected
+    gather(p, opt, [0.25])
+    assert p.grad.dtype is dtype  # the finished gradient, as the inner optimizer took it
+    assert p.grad.tolist() == [0.375] * 3
+    assert p.tolist() == [0.625] * 3
+
+
+def test_finished_gradient_of_bf16_parameters_is_the_fp32_sum_rounded_once():
+    """Also when several waves of narrowing share the buffer's storage: more elements than one wave moves."""
+    torch.manual_seed(0)
+    net = nn.ModuleList([nn.Linear(300, 700), nn.Linear(33, 5), nn.Linear(700, 300)]).bfloat16()
+    opt = wrapped(net, 3)
+    exact = {name: torch.zeros(p.shape) for name, p in net.named_parameters()}
+    for _ in range(3):
+        for name, p in net.named_parameters():
+            g = torch.randn(p.shape).bfloat16()
+            exact[name] += g.float()
+            (p * g).sum().backward()
+        opt.step()
+    for name, p in net.named_parameters():
+        assert p.grad.dtype is torch.bfloat16
+        assert torch.equal(p.grad, (exact[name] * (1 / 3)).bfloat16()), name
+
+
+def test_narrowing_takes_no_memory_of_its_own():
+    net = nn.Linear(64, 64).bfloat16()
+    opt = wrapped(net, 1)
+    net(torch.ones(2, 64).bfloat16()).sum().backward()
+    storage = net.weight.grad.untyped_storage().data_ptr()
+    opt.step()
+    assert net.weight.grad.dtype is torch.bfloat16
+    assert net.weight.grad.untyped_storage().data_ptr() == storage
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("weighed", [False, True], ids=["mean", "tokens"])
+def test_running_sum_in_16_bit_buffers_does_not_overflow_where_the_mean_fits(dtype, weighed):
+    big = torch.finfo(dtype).max * 0.75
+    p = one(0.0, dtype, 4)
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=0.0), 4, buffer_dtype=None)
+    for i in range(4):
+        opt.backward((p * big).sum(), weight=512 * (i + 1) if weighed else None)
+        opt.step()
+    assert torch.isfinite(p.grad).all()
+    torch.testing.assert_close(p.grad, torch.full_like(p, big), rtol=2e-2, atol=0)
+
+
+def test_running_mean_counts_micro_batches_that_did_not_touch_a_parameter():
+    p, q = one(0.0, torch.bfloat16), one(0.0, torch.bfloat16)
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p, q], lr=0.0), 4, buffer_dtype=None, max_grad_norm=1e9)
+    for both in (True, False, False, True):
+        loss = p.sum() * 8
+        opt.backward(loss + q.sum() * 8 if both else loss)
+        opt.step()
+    assert p.grad.item() == 8 and q.grad.item() == 4
+    assert opt.last_window.grad_norm.item() == pytest.approx((64 + 16) ** 0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sum_reduction_in_16_bit_buffers_with_weights_that_come_late(dtype):
+    big = torch.finfo(dtype).max * 0.75
+    p = one(0.0, dtype, 4)
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=0.0), 4, buffer_dtype=None, reduction="sum")
+    for _ in range(4):
+        (p * big).sum().backward()
+        opt.step(weight=1)
+    torch.testing.assert_close(p.grad, torch.full_like(p, big), rtol=2e-2, atol=0)
+
+
+def test_stochastic_rounding_keeps_what_nearest_loses():
+    torch.manual_seed(3)
+    values = [1.0] + [0.001] * 200
+    results = {}
+    for rounding in ("nearest", "stochastic"):
+        p = one(0.0, torch.bfloat16, 4096)
+        opt = fa.AccumulatingOptimizer(
+            torch.optim.SGD([p], lr=0.0), 202, reduction="none", buffer_dtype=torch.bfloat16, rounding=rounding
+        )
+        gather(p, opt, values)
+        results[rounding] = p.grad.double().mean().item()
+    exact = 1 + 200 * torch.tensor(0.001).bfloat16().item()
+    assert results["nearest"] == 1.0
+    assert results["stochastic"] == pytest.approx(exact, rel=2e-3)
+
+
+def test_stochastic_rounding_is_seeded_by_pytorch_and_does_not_depend_on_the_backend():
+    grads = []
+    for seed, backend in ((1, "auto"), (1, "reference"), (2, "auto")):
+        torch.manual_seed(seed)
+        p = one(0.0, torch.bfloat16, 999)
+        opt = fa.AccumulatingOptimizer(
+            torch.optim.SGD([p], lr=0.0), 9, buffer_dtype=torch.bfloat16, rounding="stochastic", backend=backend
+        )
+        gather(p, opt, [0.1, 0.7, 0.3])
+        grads.append(p.grad.clone())
+    assert torch.equal(grads[0], grads[1])
+    assert not torch.equal(grads[0], grads[2])
+
+
+def test_stochastic_rounding_draws_anew_for_every_add_and_parameter():
+    torch.manual_seed(0)
+    p, q = one(0.0, torch.bfloat16, 512), one(0.0, torch.bfloat16, 512)
+    opt = fa.AccumulatingOptimizer(
+        torch.optim.SGD([p, q], lr=0.0), 2, reduction="none", buffer_dtype=torch.bfloat16, rounding="stochastic"
+    )
+    patterns = []
+    for _ in range(2):
+        for value in (1.0, 0.003):
+            (p.sum() * value + q.sum() * value).backward()
+            opt.step()
+        patterns += [tuple((param.grad > 1).tolist()) for param in (p, q)]
+    assert all(0 < sum(pattern) < 512 for pattern in patterns)
+    assert len(set(patterns)) == 4
+
+
+@pytest.mark.parametrize("steps_fused", [False, True], ids=["plain", "fused"])
+def test_master_weights_train_as_an_fp32_model_fed_the_same_gradients(steps_fused):
+    """The masters follow FP32 training on the bf16 model's gradients; the model is always their rounding."""
+    net, (x, y) = model(torch.bfloat16), data(dtype=torch.bfloat16)
+
+    def make(ps):
+        return torch.optim.AdamW(ps, lr=1e-3, fused=steps_fused)
+
+    masters = [Parameter(p.detach().float()) for p in net.parameters()]
+    plain = make(masters)
+    opt = wrapped(net, 3, make=make, master_weights=True)
+    for _ in range(5):
+        sums = [torch.zeros_like(m) for m in masters]
+        for xs, ys in parts(x, y, (8, 8, 8)):
+            for total, g in zip(sums, torch.autograd.grad(mean_loss(net, xs, ys), list(net.parameters())), strict=True):
+                total += g.float()
+            mean_loss(net, xs, ys).backward()
+            opt.step()
+        for m, total in zip(masters, sums, strict=True):
+            m.grad = total / 3
+        plain.step()
+        for p, m in zip(net.parameters(), masters, strict=True):
+            torch.testing.assert_close(p.detach(), m.detach().bfloat16(), rtol=0, atol=2**-9)
+    for p, m in zip(net.parameters(), masters, strict=True):
+        torch.testing.assert_close(opt._masters.of[p].detach(), m.detach(), rtol=1e-5, atol=1e-7)
+
+
+def test_master_weights_keep_updates_that_bf16_would_lose():
+    p, q = one(1.0, torch.bfloat16), one(1.0, torch.bfloat16)
+    with_masters = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1e-3), 1, master_weights=True)
+    without = fa.AccumulatingOptimizer(torch.optim.SGD([q], lr=1e-3), 1)
+    for _ in range(100):
+        p.sum().backward()
+        with_masters.step()
+        q.sum().backward()
+        without.step()
+    assert q.item() == 1.0
+    assert p.item() == pytest.approx(0.9, abs=2**-8)
+
+
+def test_master_weights_are_not_seen_outside():
+    net, (x, y) = model(torch.bfloat16), data(dtype=torch.bfloat16)
+    opt = wrapped(net, 1, make=lambda ps: torch.optim.AdamW(ps, lr=1e-3), master_weights=True)
+    ids = [id(p) for p in net.parameters()]
+    groups = []
+    opt.register_step_pre_hook(lambda inner, *_: groups.append([p.dtype for p in inner.param_groups[0]["params"]]))
+    mean_loss(net, x, y).backward()
+    opt.step()
+    assert [id(p) for p in opt.param_groups[0]["params"]] == ids
+    assert {id(p) for p in opt.state} == set(ids)
+    assert groups == [[torch.float32] * len(ids)]
+    assert all(s["exp_avg"].dtype is torch.float32 for s in opt.state.values())
+    opt.load_state_dict(opt.state_dict())
+    assert all(s["exp_avg"].dtype is torch.float32 for s in opt.state.values())
+
+
+def test_master_weights_take_over_weights_loaded_into_the_model():
+    net, (x, y) = model(torch.bfloat16), data(dtype=torch.bfloat16)
+    opt = wrapped(net, 1, make=lambda ps: torch.optim.SGD(ps, lr=1e-5), master_weights=True)
+    mean_loss(net, x, y).backward()
+    opt.step()
+    other = model(torch.bfloat16, seed=7)
+    net.load_state_dict(other.state_dict())
+    mean_loss(net, x, y).backward()
+    opt.step()
+    assert_same_parameters(net, other, 1e-2)  # and not back where it was
+    assert_same_parameters(twin(net), net, 0)

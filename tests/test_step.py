@@ -1,0 +1,436 @@
+"""What a training loop sees: p.grad, zero_grad, reset, normalize_, closures, hooks, schedulers, groups."""
+
+import copy
+import gc
+import math
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import fusedaccum as fa
+from training import assert_same_parameters, big_batch_step, data, grads, mean_loss, model, parts, sgd, twin, wrapped
+
+
+def gradient(net, x, y):
+    """Plain PyTorch's."""
+    return torch.autograd.grad(mean_loss(net, x, y), list(net.parameters()))
+
+
+def assert_grads(net, expected, rtol=1e-12):
+    for p, e in zip(net.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad.double(), e.double(), rtol=rtol, atol=rtol)
+
+
+def test_p_grad_is_the_running_sum_then_the_windows_gradient():
+    net, (x, y) = model(), data()
+    batches = parts(x, y, (4, 8, 12))
+    each = [gradient(net, *batch) for batch in batches]
+    big = gradient(net, x, y)
+    opt = wrapped(net, 3)
+    total = [torch.zeros_like(p) for p in net.parameters()]
+    for i, batch in enumerate(batches):
+        n = len(batch[0])
+        opt.backward(mean_loss(net, *batch), weight=n)
+        total = [t + n * g for t, g in zip(total, each[i], strict=True)]
+        assert_grads(net, total)
+        opt.step()
+        if i < 2:
+            opt.zero_grad()  # must not drop anything
+            assert_grads(net, total)
+    assert_grads(net, big)  # stays readable until the next micro-batch
+    opt.zero_grad()
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_window_starts_anew_without_zero_grad():
+    net, (x, y) = model(), data()
+    big = twin(net)
+    opt, plain = wrapped(net, 2), sgd(big.parameters())
+    for _ in range(3):
+        for xs, ys in parts(x, y, (12, 12)):
+            mean_loss(net, xs, ys).backward()
+            opt.step()
+        big_batch_step(big, plain, x, y)
+    assert_same_parameters(net, big, 1e-12)
+
+
+def test_normalize_makes_p_grad_the_windows_gradient_to_clip_by_hand():
+    net, (x, y) = model(), data()
+    big = twin(net)
+    opt, plain = wrapped(net, 3), sgd(big.parameters())
+    for i, (xs, ys) in enumerate(parts(x, y, (4, 8, 12))):
+        opt.backward(mean_loss(net, xs, ys), weight=len(xs))
+        if i == 2:
+            opt.normalize_()
+            assert_grads(net, gradient(big, x, y))
+            norm = nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+        opt.step()
+    plain.zero_grad()
+    mean_loss(big, x, y).backward()
+    torch.testing.assert_close(nn.utils.clip_grad_norm_(big.parameters(), 0.05), norm)
+    plain.step()
+    assert_same_parameters(net, big, 1e-12)
+
+
+def test_backward_after_normalize_still_counts_right():
+    net, (x, y) = model(), data()
+    big = twin(net)
+    opt, plain = wrapped(net), sgd(big.parameters())
+    first, second = parts(x, y, (12, 12))
+    mean_loss(net, *first).backward()
+    opt.normalize_()
+    mean_loss(net, *second).backward()
+    opt.step()
+    big_batch_step(big, plain, x, y)
+    assert_same_parameters(net, big, 1e-12)
+
+
+def test_normalize_before_the_end_is_refused():
+    net, (x, y) = model(), data()
+    opt = wrapped(net, 3)
+    with pytest.raises(RuntimeError, match="found no gradient"):
+        opt.normalize_()
+    mean_loss(net, x, y).backward()
+    before = grads(net)
+    with pytest.raises(RuntimeError, match="1 micro-batches.*closes at 3"):
+        opt.normalize_()
+    assert_grads(net, before, 0)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("limit", [0.05, 1e6], ids=["clips", "does not clip"])
+@pytest.mark.parametrize("owned", [False, True], ids=["counted", "caller-owned"])
+def test_max_grad_norm_clips_the_finished_window_once(fused, limit, owned):
+    net, (x, y) = model(torch.float32), data(dtype=torch.float32)
+    big = twin(net)
+
+    def make(ps):
+        return torch.optim.SGD(ps, lr=0.1, fused=fused)
+
+    opt, plain = wrapped(net, None if owned else 3, make=make, max_grad_norm=limit), make(big.parameters())
+    for _ in range(2):
+        for xs, ys in parts(x, y, (4, 8, 12)):
+            opt.backward(mean_loss(net, xs, ys), weight=len(xs))
+            if not owned:
+                opt.step()
+        if owned:
+            opt.step()
+        plain.zero_grad()
+        mean_loss(big, x, y).backward()
+        norm = nn.utils.clip_grad_norm_(big.parameters(), limit)
+        plain.step()
+        torch.testing.assert_close(opt.last_window.grad_norm.float(), norm, rtol=1e-5, atol=0)
+    assert_same_parameters(net, big, 2e-6)
+
+
+def test_grad_norm_covers_parameters_the_last_micro_batch_did_not_touch():
+    net = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)]).double()
+    x, y = data()
+    opt = wrapped(net, 2, max_grad_norm=math.inf)
+    opt.backward(mean_loss(net[0], x, y) + mean_loss(net[1], x, y))
+    opt.step()
+    opt.backward(mean_loss(net[1], x, y))
+    opt.step()
+    norm = torch.cat([p.grad.flatten() for p in net.parameters()]).norm()
+    torch.testing.assert_close(opt.last_window.grad_norm, norm)
+
+
+def test_grad_norm_sees_gradients_changed_by_hand():
+    """A norm taken with the adds is not believed after somebody has written into p.grad."""
+    net, (x, y) = model(), data()
+    opt = wrapped(net, max_grad_norm=math.inf)
+    mean_loss(net, x, y).backward()
+    net[0].weight.grad.mul_(3)
+    mean_loss(net[2:], torch.ones(2, 10).double(), torch.ones(2, 3).double()).backward()  # writes the same storage again
+    norm = torch.cat([p.grad.flatten() for p in net.parameters()]).norm() / 2
+    opt.step()
+    torch.testing.assert_close(opt.last_window.grad_norm, norm)
+
+
+def test_reset_drops_a_partial_window():
+    net, (x, y) = model(), data()
+    big = twin(net)
+    opt, plain = wrapped(net, 2), sgd(big.parameters())
+    mean_loss(net, 5 * x, y).backward()
+    opt.step()
+    opt.reset()
+    assert all(p.grad is None for p in net.parameters())
+    for xs, ys in parts(x, y, (12, 12)):
+        mean_loss(net, xs, ys).backward()
+        opt.step()
+    assert opt.updated
+    big_batch_step(big, plain, x, y)
+    assert_same_parameters(net, big, 1e-12)
+
+
+def test_zero_grad_in_a_caller_owned_window_drops_as_plain_pytorch_does():
+    net, (x, y) = model(), data()
+    big = twin(net)
+    opt, plain = wrapped(net), sgd(big.parameters())
+    mean_loss(net, 5 * x, y).backward()
+    opt.zero_grad()
+    assert all(p.grad is None for p in net.parameters())
+    mean_loss(net, x, y).backward()
+    opt.step()
+    assert opt.last_window.micro_batches == 1
+    big_batch_step(big, plain, x, y)
+    assert_same_parameters(net, big, 1e-12)
+
+
+@pytest.mark.parametrize("owned", [False, True], ids=["counted", "caller-owned"])
+def test_zero_grad_to_zeros_leaves_a_gradient_of_zeros(owned):
+    """set_to_none=False: unused parameters go on being decayed, as in the plain loop."""
+    net, (x, y) = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)]).double(), data()
+    big = twin(net)
+
+    def make(ps):
+        return torch.optim.SGD(ps, lr=0.1, weight_decay=0.5)
+
+    opt, plain = wrapped(net, None if owned else 1, make=make), make(big.parameters())
+    for o, n in ((opt, net), (plain, big)):
+        (mean_loss(n[0], x, y) + mean_loss(n[1], x, y)).backward()
+        o.step()
+        o.zero_grad(set_to_none=False)
+        assert all(p.grad.count_nonzero() == 0 for p in n.parameters())
+        mean_loss(n[0], x, y).backward()
+        o.step()
+    assert_same_parameters(net, big, 1e-12)
+
+
+@pytest.mark.parametrize("clear", ["model", "by hand"])
+def test_clearing_p_grad_inside_a_window_drops_it_with_one_warning(clear):
+    net, (x, y) = model(), data()
+    opt = wrapped(net, 3)
+    for i in range(3):
+        mean_loss(net, x, y).backward()
+        if i < 2:
+            opt.step()
+            if clear == "model":
+                net.zero_grad()
+            else:
+                net[0].weight.grad = None
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                mean_loss(net, x, y).backward()
+            assert len(caught) == (i == 0)
+    expected = gradient(net, x, y)
+    held = net[0].weight.grad.clone()
+    opt.step()
+    # backward passes since the last clearing: 2 of the 5
+    torch.testing.assert_close(held, 2 * expected[0])
+
+
+def test_gradients_put_in_by_hand_are_accumulated_onto():
+    net, (x, y) = model(), data()
+    opt = wrapped(net)
+    g = gradient(net, x, y)
+    for p, value in zip(net.parameters(), g, strict=True):
+        p.grad = value.clone()
+    mean_loss(net, x, y).backward()
+    assert_grads(net, [2 * value for value in g])
+    for p in net.parameters():
+        p.grad = p.grad * 3  # replaced, not changed in place
+    mean_loss(net, x, y).backward()
+    assert_grads(net, [7 * value for value in g])
+
+
+def test_step_with_gradients_put_in_by_hand_alone():
+    net, (x, y) = model(), data()
+    big = twin(net)
+    opt, plain = wrapped(net), sgd(big.parameters())
+    for n, o in ((net, opt), (big, plain)):
+        for p, value in zip(n.parameters(), gradient(n, x, y), strict=True):
+            p.grad = value
+        o.step()
+    assert_same_parameters(net, big, 1e-12)
+    assert opt.updated
+
+
+def test_step_without_gradients_does_what_the_inner_optimizer_does():
+    net, before = model(), model()
+    opt = wrapped(net)
+    opt.step()
+    assert not opt.updated
+    assert_same_parameters(net, before, 0)
+
+
+def test_step_without_backward_counts_as_a_micro_batch_without_gradients():
+    net, (x, y) = model(), data()
+    opt = wrapped(net, 2)
+    mean_loss(net, x, y).backward()
+    opt.step()
+    expected = [g / 2 for g in gradient(net, x, y)]
+    opt.step()
+    assert opt.updated and opt.last_window.micro_batches == 2
+    assert_grads(net, expected)
+
+
+@pytest.mark.parametrize("owned", [False, True], ids=["counted", "caller-owned"])
+def test_step_takes_a_closure(owned):
+    net, (x, y) = model(), data()
+    big = twin(net)
+    opt, plain = wrapped(net, None if owned else 2), sgd(big.parameters())
+    losses = []
+    for xs, ys in [(x, y)] if owned else parts(x, y, (12, 12)):
+
+        def closure(xs=xs, ys=ys):
+            opt.zero_grad()
+            loss = mean_loss(net, xs, ys)
+            loss.backward()
+            return loss
+
+        losses.append(opt.step(closure))
+    assert opt.updated
+    torch.testing.assert_close(sum(losses) / len(losses), mean_loss(big, x, y))
+    big_batch_step(big, plain, x, y)
+    assert_same_parameters(net, big, 1e-12)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("through", ["inner", "wrapper"])
+def test_step_hooks_run_once_a_window_and_see_the_finished_gradient(fused, through):
+    net, (x, y) = model(torch.float32), data(dtype=torch.float32)
+    seen, after = [], []
+    opt = wrapped(net, 2, make=lambda ps: torch.optim.SGD(ps, lr=0.1, fused=fused))
+    target = opt.optimizer if through == "inner" else opt
+    target.register_step_pre_hook(lambda *_: seen.append(grads(net)))
+    target.register_step_post_hook(lambda *_: after.append(True))
+    expected = gradient(net, x, y)
+    for xs, ys in parts(x, y, (4, 20)):
+        opt.backward(mean_loss(net, xs, ys), weight=len(xs))
+        opt.step()
+    assert len(seen) == len(after) == 1
+    for got, want in zip(seen[0], expected, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_post_accumulate_grad_hooks_and_tensor_hooks_still_run():
+    net, (x, y) = model(), data()
+    opt = wrapped(net, 2)
+    calls = []
+    net[0].weight.register_hook(lambda g: calls.append("tensor") or 2 * g)
+    net[0].weight.register_post_accumulate_grad_hook(lambda p: calls.append("post"))
+    expected = gradient(net, x, y)[0]  # torch.autograd.grad runs the tensor hook as well
+    calls.clear()
+    mean_loss(net, x, y).backward()
+    assert calls == ["tensor", "post"]
+    torch.testing.assert_close(net[0].weight.grad, expected)
+    opt.step()
+
+
+def test_scheduler_on_the_wrapper_moves_once_a_window():
+    net, (x, y) = model(), data()
+    big = twin(net)
+    opt, plain = wrapped(net, 2), sgd(big.parameters())
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
+    reference = torch.optim.lr_scheduler.ExponentialLR(plain, 0.5)
+    for _ in range(3):
+        for xs, ys in parts(x, y, (12, 12)):
+            mean_loss(net, xs, ys).backward()
+            opt.step()
+            if opt.updated:
+                scheduler.step()
+        big_batch_step(big, plain, x, y)
+        reference.step()
+    assert opt.optimizer.param_groups[0]["lr"] == pytest.approx(plain.param_groups[0]["lr"])
+    assert_same_parameters(net, big, 1e-12)
+
+
+def test_groups_state_and_defaults_are_the_inner_optimizers():
+    net, (x, y) = model(), data()
+    opt = wrapped(net, 1)
+    assert opt.param_groups is opt.optimizer.param_groups
+    assert opt.state is opt.optimizer.state
+    assert opt.defaults is opt.optimizer.defaults
+    opt.param_groups[0]["lr"] = 0.0
+    before = twin(net)
+    mean_loss(net, x, y).backward()
+    opt.step()
+    assert_same_parameters(net, before, 0)
+    opt.load_state_dict(opt.state_dict())  # the inner optimizer makes new groups and a new state
+    assert opt.param_groups is opt.optimizer.param_groups and opt.state is opt.optimizer.state
+
+
+def test_add_param_group_accumulates_the_new_parameters():
+    net, (x, y) = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)]).double(), data()
+    big = twin(net)
+    opt = fa.AccumulatingOptimizer(sgd(net[0].parameters()), 2)
+    plain = sgd(big[0].parameters())
+    for o, n in ((opt, net), (plain, big)):
+        o.add_param_group({"params": list(n[1].parameters()), "lr": 0.2})
+    for xs, ys in parts(x, y, (4, 20)):
+        opt.backward(mean_loss(net[0], xs, ys) + mean_loss(net[1], xs, ys), weight=len(xs))
+        opt.step()
+    plain.zero_grad()
+    (mean_loss(big[0], x, y) + mean_loss(big[1], x, y)).backward()
+    plain.step()
+    assert_same_parameters(net, big, 1e-12)
+
+
+def test_weight_decay_and_step_count_do_not_move_inside_a_window():
+    net, (x, y) = model(), data()
+    opt = wrapped(net, 4, make=lambda ps: torch.optim.AdamW(ps, lr=0.1, weight_decay=0.5))
+    before = twin(net)
+    for _ in range(3):
+        mean_loss(net, x, y).backward()
+        opt.step()
+        assert not opt.state
+        assert_same_parameters(net, before, 0)
+    mean_loss(net, x, y).backward()
+    opt.step()
+    assert {int(s["step"]) for s in opt.state.values()} == {1}
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_copies_go_on_alike_and_apart(how):
+    net, (x, y) = model(), data()
+    opt = wrapped(net, 3, max_grad_norm=0.1)
+    batches = parts(x, y, (4, 8, 12))
+    mean_loss(net, *batches[0]).backward()
+    opt.step()
+    net2, opt2 = copy.deepcopy((net, opt)) if how == "deepcopy" else pickle.loads(pickle.dumps((net, opt)))
+    assert opt2.param_groups[0]["params"][0] is net2[0].weight
+    for n, o in ((net, opt), (net2, opt2)):
+        for batch in batches[1:]:
+            mean_loss(n, *batch).backward()
+            o.step()
+        assert o.updated
+    assert_same_parameters(net2, net, 0)
+    assert net2[0].weight is not net[0].weight
+
+
+def test_dropping_the_wrapper_gives_the_parameters_back():
+    net, (x, y) = model(torch.bfloat16), data(dtype=torch.bfloat16)
+    opt = wrapped(net, 4)
+    mean_loss(net, x, y).backward()
+    assert net[0].weight.grad.dtype is torch.float32
+    del opt
+    gc.collect()
+    net.zero_grad()
+    mean_loss(net, x, y).backward()
+    assert all(p.grad.dtype is torch.bfloat16 for p in net.parameters())
+    again = wrapped_again(net)
+    mean_loss(net, x, y).backward()
+    again.step()
+    assert again.updated
+
+
+def wrapped_again(net):
+    net.zero_grad()
+    return wrapped(net, 1)
+
+
+def test_last_window_is_none_before_the_first():
+    net, (x, y) = model(), data()
+    opt = wrapped(net, 2)
+    assert opt.last_window is None
+    mean_loss(net, x, y).backward()
+    opt.step()
+    assert opt.last_window is None
+    mean_loss(net, x, y).backward()
+    opt.step()
+    last = opt.last_window
+    assert (last.micro_batches, last.weight, last.grad_norm, last.nonfinite, last.applied) == (2, 2, None, None, True)
