@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import nn
-
 from training import assert_same_parameters, big_batch_step, data, mean_loss, model, parts, sgd, twin, wrapped
 
 

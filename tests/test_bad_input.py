@@ -2,11 +2,10 @@
 
 import math
 
+import fusedaccum as fa
 import pytest
 import torch
 from torch import nn
-
-import fusedaccum as fa
 from training import data, grads, mean_loss, model, sgd, wrapped
 
 
@@ -52,7 +51,7 @@ def test_constructor_arguments(kwargs, error, message):
 
 def test_environment_names_a_backend_that_is_not_there(monkeypatch):
     monkeypatch.setenv("FUSEDACCUM_BACKEND", "tpu")
-    with pytest.raises(ValueError, match="FUSEDACCUM_BACKEND.*'tpu'"):
+    with pytest.raises(ValueError, match=r"FUSEDACCUM_BACKEND.*'tpu'"):
         wrapped(model())
 
 
@@ -67,11 +66,11 @@ def test_callable_length_is_checked_by_name():
 
 def test_what_can_be_wrapped():
     net = model()
-    with pytest.raises(TypeError, match="must be a torch.optim.Optimizer, got Sequential"):
+    with pytest.raises(TypeError, match=r"must be a torch\.optim\.Optimizer, got Sequential"):
         fa.AccumulatingOptimizer(net)
     with pytest.raises(TypeError, match="sparse=False"):
         fa.AccumulatingOptimizer(torch.optim.SparseAdam(list(net.parameters())))
-    with pytest.raises(ValueError, match="LBFGS.*leave out accum_steps"):
+    with pytest.raises(ValueError, match=r"LBFGS.*leave out accum_steps"):
         fa.AccumulatingOptimizer(torch.optim.LBFGS(net.parameters()), 4)
     with pytest.raises(ValueError, match="LBFGS"):
         fa.AccumulatingOptimizer(torch.optim.LBFGS(net.parameters()), master_weights=True)
@@ -84,7 +83,7 @@ def test_what_can_be_wrapped():
         fa.AccumulatingOptimizer(sgd([nn.Parameter(torch.zeros(2, dtype=torch.complex64))]))
     p = nn.Parameter(torch.zeros(2))
     p.grad = torch.ones(2)
-    with pytest.raises(ValueError, match="has a gradient already.*zero_grad"):
+    with pytest.raises(ValueError, match=r"has a gradient already.*zero_grad"):
         fa.AccumulatingOptimizer(sgd([p]))
 
 

@@ -3,13 +3,12 @@
 import copy
 import io
 
+import fusedaccum as fa
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch.nn import Parameter
-
-import fusedaccum as fa
 
 LR = 0.5
 VALUES = st.lists(st.integers(-8, 8).map(lambda n: n / 4), min_size=2, max_size=2)
@@ -80,7 +79,8 @@ class CallOrders(RuleBasedStateMachine):
         old = self.micro[1] if self.micro else {}
         new = {k: [passes * x for x in g] for k, g in gradients.items()}
         merged = {
-            k: [a + b for a, b in zip(old.get(k, [0.0] * 2), new.get(k, [0.0] * 2), strict=True)] for k in {**old, **new}
+            k: [a + b for a, b in zip(old.get(k, [0.0] * 2), new.get(k, [0.0] * 2), strict=True)]
+            for k in {**old, **new}
         }
         self.micro = (float(weight), merged)
         if self.mode == "caller-owned":

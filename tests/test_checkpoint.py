@@ -8,7 +8,6 @@ import textwrap
 
 import pytest
 import torch
-
 from training import assert_same_parameters, data, grads, mean_loss, model, parts, wrapped
 
 

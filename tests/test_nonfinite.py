@@ -1,10 +1,9 @@
 """The four policies for NaN and infinity, and what a skipped micro-batch leaves behind: nothing."""
 
+import fusedaccum as fa
 import pytest
 import torch
 from torch import nn
-
-import fusedaccum as fa
 from training import assert_same_parameters, big_batch_step, data, grads, mean_loss, model, parts, sgd, twin, wrapped
 
 BAD = [float("nan"), float("inf"), float("-inf")]

@@ -1,11 +1,10 @@
 """Dtypes of parameters and buffers: what is kept, what would be lost without, and what 16-bit buffers do."""
 
+import fusedaccum as fa
 import pytest
 import torch
 from torch import nn
 from torch.nn import Parameter
-
-import fusedaccum as fa
 from training import assert_same_parameters, data, mean_loss, model, parts, twin, wrapped
 
 

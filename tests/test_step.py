@@ -6,11 +6,10 @@ import math
 import pickle
 import warnings
 
+import fusedaccum as fa
 import pytest
 import torch
 from torch import nn
-
-import fusedaccum as fa
 from training import assert_same_parameters, big_batch_step, data, grads, mean_loss, model, parts, sgd, twin, wrapped
 
 
@@ -95,7 +94,7 @@ def test_normalize_before_the_end_is_refused():
         opt.normalize_()
     mean_loss(net, x, y).backward()
     before = grads(net)
-    with pytest.raises(RuntimeError, match="1 micro-batches.*closes at 3"):
+    with pytest.raises(RuntimeError, match=r"1 micro-batches.*closes at 3"):
         opt.normalize_()
     assert_grads(net, before, 0)
 
@@ -144,7 +143,9 @@ def test_grad_norm_sees_gradients_changed_by_hand():
     opt = wrapped(net, max_grad_norm=math.inf)
     mean_loss(net, x, y).backward()
     net[0].weight.grad.mul_(3)
-    mean_loss(net[2:], torch.ones(2, 10).double(), torch.ones(2, 3).double()).backward()  # writes the same storage again
+    mean_loss(
+        net[2:], torch.ones(2, 10).double(), torch.ones(2, 3).double()
+    ).backward()  # writes the same storage again
     norm = torch.cat([p.grad.flatten() for p in net.parameters()]).norm() / 2
     opt.step()
     torch.testing.assert_close(opt.last_window.grad_norm, norm)
@@ -235,6 +236,8 @@ def test_gradients_put_in_by_hand_are_accumulated_onto():
         p.grad = p.grad * 3  # replaced, not changed in place
     mean_loss(net, x, y).backward()
     assert_grads(net, [7 * value for value in g])
+    opt.step()
+    assert opt.last_window.micro_batches == 2
 
 
 def test_step_with_gradients_put_in_by_hand_alone():

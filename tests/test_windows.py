@@ -5,7 +5,6 @@ import inspect
 import pytest
 import torch
 from torch import nn
-
 from training import assert_same_parameters, big_batch_step, data, mean_loss, model, parts, sgd, sum_loss, twin, wrapped
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}

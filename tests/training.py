@@ -2,10 +2,9 @@
 
 import copy
 
+import fusedaccum as fa
 import torch
 from torch import nn
-
-import fusedaccum as fa
 
 
 def model(dtype=torch.float64, seed=0):

@@ -113,7 +113,7 @@ class Accumulator:
 
     def adopt(self, slot: Slot) -> None:
         """Take over what somebody else has put into ``p.grad``, as part of the running sum; notice what he took away."""
-        if slot.block is not None and not slot.block.untouched_by_user:
+        if slot.placed and not slot.block.untouched_by_user:
             self.norms.forget(slot.block.slots)
             slot.block.written()
         grad, shown = slot.param.grad, slot.shown
@@ -191,7 +191,9 @@ class Accumulator:
                 ops.scale_([slot.buffer for slot in members], scale, backend=self._backend)
             self._written(members, divisor)
 
-    def finish_(self, slots: Sequence[Slot], divisor: Scalar, coef: Scalar, masters: Mapping[Parameter, Parameter]) -> None:
+    def finish_(
+        self, slots: Sequence[Slot], divisor: Scalar, coef: Scalar, masters: Mapping[Parameter, Parameter]
+    ) -> None:
         """Make ``p.grad`` the gradient ``coef * sum / divisor`` that the inner optimizer takes, in the dtype of what it steps.
 
         A dtype narrower than the buffer's goes into the buffer's own storage; the scaling is part of that cast.

@@ -26,7 +26,9 @@ class Layout(IntEnum):
     REFUSED = 2  # not acceptable
 
 
-def check_lists(outs_name: str, outs: Any, ins_name: str | None = None, ins: Any = None, written: bool = True) -> Layout:
+def check_lists(
+    outs_name: str, outs: Any, ins_name: str | None = None, ins: Any = None, written: bool = True
+) -> Layout:
     """Raise for lists that no kernel may be given; else say whether all pairs are flat.
 
     Args:
@@ -41,7 +43,9 @@ def check_lists(outs_name: str, outs: Any, ins_name: str | None = None, ins: Any
                 f"{outs_name} and {ins_name} must have one length, but have {len(outs)} and {len(ins)} tensors; "
                 f"give every tensor of {outs_name} its partner in {ins_name}"
             )
-    everything = [(outs_name, k, x) for k, x in enumerate(outs)] + [(ins_name or "", k, x) for k, x in enumerate(ins or ())]
+    everything = [(outs_name, k, x) for k, x in enumerate(outs)] + [
+        (ins_name or "", k, x) for k, x in enumerate(ins or ())
+    ]
     for name, k, x in everything:
         _check_tensor(f"{name}[{k}]", x)
     for name, k, x in everything:
@@ -73,7 +77,9 @@ def _check_tensor(where: str, x: Any) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{where} must be a tensor, not {type(x).__name__} ({x!r}); leave out what has no gradient")
     if not is_plain(x):
-        raise TypeError(f"{where} is a {type(x).__name__}, which has no memory of its own; pass the plain tensors inside it (x.to_local(), say)")
+        raise TypeError(
+            f"{where} is a {type(x).__name__}, which has no memory of its own; pass the plain tensors inside it (x.to_local(), say)"
+        )
     if x.layout is not torch.strided:
         raise TypeError(f"{where} has layout {x.layout}; only dense tensors can be used: call .to_dense() on it")
     if x.dtype not in DTYPES:
@@ -84,14 +90,20 @@ def _check_tensor(where: str, x: Any) -> None:
 
 def _check_written(where: str, x: Tensor) -> None:
     if overlaps_itself(x):
-        raise ValueError(f"{where} overlaps itself (shape {tuple(x.shape)}, strides {x.stride()}), as an expanded tensor does; pass x.contiguous()")
+        raise ValueError(
+            f"{where} overlaps itself (shape {tuple(x.shape)}, strides {x.stride()}), as an expanded tensor does; pass x.contiguous()"
+        )
     if x.is_inference() and not torch.is_inference_mode_enabled():
-        raise RuntimeError(f"{where} is an inference tensor, which must not be written outside of torch.inference_mode(); pass a clone() of it")
+        raise RuntimeError(
+            f"{where} is an inference tensor, which must not be written outside of torch.inference_mode(); pass a clone() of it"
+        )
 
 
 def is_plain(x: Tensor) -> bool:
     """Has the tensor memory that a kernel can read, and no Python object that acts for it?"""
-    return type(x).__torch_dispatch__ is Tensor.__torch_dispatch__ and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return type(
+        x
+    ).__torch_dispatch__ is Tensor.__torch_dispatch__ and not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 def missing_storage(x: Tensor) -> bool:
@@ -119,7 +131,9 @@ def overlaps_itself(x: Tensor) -> bool:
 
 def is_flat(x: Tensor) -> bool:
     """Do the elements fill one stretch of memory, as they are?"""
-    return not (x.is_neg() or x._is_zerotensor()) and (x.numel() == 0 or (span(x) == x.numel() and not overlaps_itself(x)))
+    return not (x.is_neg() or x._is_zerotensor()) and (
+        x.numel() == 0 or (span(x) == x.numel() and not overlaps_itself(x))
+    )
 
 
 def is_flat_pair(out: Tensor, x: Tensor) -> bool:
@@ -157,7 +171,9 @@ def share_memory(a: Tensor, b: Tensor) -> bool:
 
     def elements(x: Tensor) -> Tensor:
         units = x.element_size() // unit
-        return touched.as_strided((*x.shape, units), (*(s * units for s in x.stride()), 1), (x.data_ptr() - first) // unit)
+        return touched.as_strided(
+            (*x.shape, units), (*(s * units for s in x.stride()), 1), (x.data_ptr() - first) // unit
+        )
 
     elements(a).fill_(True)
     return bool(elements(b).any())
@@ -170,11 +186,15 @@ def check_scalar(name: str, value: Any, device: torch.device | None) -> float | 
     """A Python (or numpy) number as a float, or a 0-d tensor as it is."""
     if isinstance(value, Tensor):
         if value.numel() != 1:
-            raise ValueError(f"{name} must be a number or a tensor of one element, but has shape {tuple(value.shape)}; one call has one {name}")
+            raise ValueError(
+                f"{name} must be a number or a tensor of one element, but has shape {tuple(value.shape)}; one call has one {name}"
+            )
         if value.is_complex():
             raise TypeError(f"{name} must be real, but is a {value.dtype} tensor; pass its real part")
         if device is not None and value.device.type != "cpu" and value.device != device:
-            raise ValueError(f"{name} is on {value.device} but the tensors are on {device}; move it there, or pass a number")
+            raise ValueError(
+                f"{name} is on {value.device} but the tensors are on {device}; move it there, or pass a number"
+            )
         value = value.detach().reshape(())
         return value.item() if value.device.type == "cpu" else value
     if not isinstance(value, Real):  # numpy's scalars are registered as such
@@ -189,17 +209,25 @@ def check_stats(stats: Any, device: torch.device | None) -> None:
     for name, dtype in (("sq_norm", torch.float64), ("nonfinite", torch.int64)):
         x = getattr(stats, name, None)
         if not isinstance(x, Tensor):
-            raise TypeError(f"stats must be a fusedaccum.ops.Stats, not {type(stats).__name__} ({stats!r}); make one with Stats.empty(device)")
+            raise TypeError(
+                f"stats must be a fusedaccum.ops.Stats, not {type(stats).__name__} ({stats!r}); make one with Stats.empty(device)"
+            )
         if x.dtype != dtype or x.dim() != 0:
-            raise TypeError(f"stats.{name} must be a 0-d {dtype} tensor, not {x.dim()}-d {x.dtype}; make one with Stats.empty(device)")
+            raise TypeError(
+                f"stats.{name} must be a 0-d {dtype} tensor, not {x.dim()}-d {x.dtype}; make one with Stats.empty(device)"
+            )
         if device is not None and x.device != device:
-            raise ValueError(f"stats.{name} is on {x.device} but the tensors are on {device}; make it with Stats.empty({str(device)!r})")
+            raise ValueError(
+                f"stats.{name} is on {x.device} but the tensors are on {device}; make it with Stats.empty({str(device)!r})"
+            )
 
 
 def check_rounding(rounding: Any, count: int) -> None:
     seed, counters = getattr(rounding, "seed", None), getattr(rounding, "counters", None)
     if seed is None or counters is None:
-        raise TypeError(f"rounding must be None (nearest) or a fusedaccum.ops.StochasticRounding(seed, counters), not {rounding!r}")
+        raise TypeError(
+            f"rounding must be None (nearest) or a fusedaccum.ops.StochasticRounding(seed, counters), not {rounding!r}"
+        )
     if len(counters) != count:
         raise ValueError(f"rounding.counters has {len(counters)} entries for {count} buffers; give one a buffer")
     for name, value in (("seed", seed), *((f"counters[{k}]", c) for k, c in enumerate(counters))):

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from . import native
+
 OPS = ("accumulate_", "scale_", "cast_", "stats")
 
 
@@ -31,22 +33,10 @@ class Backend:
     automatic: bool = True  # may "auto" choose it?
 
 
-def _native_missing(extension: str, needs: str) -> Callable[[], str | None]:
-    def why_missing() -> str | None:
-        if not _has(f"fusedaccum.{extension}"):
-            return f"the extension fusedaccum.{extension} was not built: install from source where {needs} there (pip install --no-build-isolation .)"
-        try:
-            importlib.import_module(f"fusedaccum.{extension}")
-        except ImportError as error:
-            return f"the extension fusedaccum.{extension} cannot be loaded ({error}); build it again for this torch"
-        return None
-
-    return why_missing
-
-
 def _cuda_missing() -> str | None:
-    reason = _native_missing("_cuda", "nvcc and a CUDA build of torch are")()
-    return reason or (None if torch.cuda.is_available() else "torch finds no CUDA device on this machine")
+    return native.why_missing("_cuda") or (
+        None if torch.cuda.is_available() else "torch finds no CUDA device on this machine"
+    )
 
 
 def _triton_missing() -> str | None:
@@ -68,7 +58,7 @@ def _has(module: str) -> bool:
 TABLE = (
     Backend("cuda", "fusedaccum._cuda", ("cuda",), _cuda_missing, automatic=False),
     Backend("triton", "fusedaccum.triton_kernels.backend", ("cuda", "xpu"), _triton_missing, automatic=False),
-    Backend("cpu", "fusedaccum._cpu", ("cpu",), _native_missing("_cpu", "a C++ compiler and torch are")),
+    Backend("cpu", "fusedaccum._cpu", ("cpu",), lambda: native.why_missing("_cpu")),
     Backend("reference", "fusedaccum.reference", (), lambda: None),
 )
 
@@ -101,7 +91,9 @@ def check(name: Any, argument: str = "backend") -> str:
         name = os.environ.get("FUSEDACCUM_BACKEND") or "auto"
         argument = "the environment's FUSEDACCUM_BACKEND" if name != "auto" else argument
     if not isinstance(name, str):
-        raise TypeError(f"{argument} must be one of {', '.join(map(repr, names()))}, not {type(name).__name__} ({name!r})")
+        raise TypeError(
+            f"{argument} must be one of {', '.join(map(repr, names()))}, not {type(name).__name__} ({name!r})"
+        )
     if name not in names():
         raise ValueError(f"{argument} is {name!r}; it must be one of {', '.join(map(repr, names()))}")
     if name != "auto" and (reason := why_missing(name)) is not None:
@@ -127,7 +119,9 @@ def select(name: str | None, device: torch.device | None, op: str) -> ModuleType
         return _automatic(device.type, op)
     row = _row(name)
     if row.devices and device.type not in row.devices:
-        raise RuntimeError(f"backend={name!r} works on {', '.join(row.devices)} tensors, but these are on {device}; move them, or use 'auto'")
+        raise RuntimeError(
+            f"backend={name!r} works on {', '.join(row.devices)} tensors, but these are on {device}; move them, or use 'auto'"
+        )
     module = importlib.import_module(row.module)
     if not hasattr(module, op):
         raise RuntimeError(f"backend={name!r} has no {op} yet; use 'auto' or 'reference'")

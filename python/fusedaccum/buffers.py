@@ -40,8 +40,9 @@ class Slot:
     name: str
     index: int  # position among the optimizer's parameters, as in its state_dict
     dtype: torch.dtype  # of the buffer
-    block: Block | None = None
-    buffer: Tensor | None = None
+    block: Block = field(init=False)
+    buffer: Tensor = field(init=False)
+    placed: bool = False  # has it got block and buffer?
     shown: Tensor | None = None  # what we last put into p.grad; anything else there is the user's
     divisor: Scalar = 1.0  # 16-bit buffers hold the sum divided by this (a running mean); wider ones the sum
     draws: int = 0  # adds so far, each of which draws its own random numbers when rounding stochastically
@@ -108,7 +109,7 @@ class Block:
             ops.cast_([narrow[done:end]], [self.flat[done:end]], scale, backend=backend)
             done = end
         for slot in shown:
-            slot.show(self.view(narrow, slot, slot.buffer.storage_offset()))
+            slot.show(self.view(narrow, slot, int(slot.buffer.storage_offset())))
 
 
 class Buffers:
@@ -134,7 +135,7 @@ class Buffers:
         """Give storage to those of ``slots`` that have none."""
         groups: dict[tuple, list[Slot]] = {}
         for slot in slots:
-            if slot.buffer is None:
+            if not slot.placed:
                 groups.setdefault((slot.param.device, slot.dtype, slot.param.dtype), []).append(slot)
         for (device, dtype, _), members in groups.items():
             offsets, end = [], 0
@@ -144,7 +145,7 @@ class Buffers:
             block = Block(torch.empty(end, dtype=dtype, device=device), members)
             self.blocks.append(block)
             for slot, offset in zip(members, offsets, strict=True):
-                slot.block, slot.buffer = block, block.view(block.flat, slot, offset)
+                slot.block, slot.buffer, slot.placed = block, block.view(block.flat, slot, offset), True
 
     def gathered(self) -> list[Slot]:
         """Slots whose parameter holds a gradient now."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .buffers import Slot
 from .window import MicroBatch, Window
 
 if TYPE_CHECKING:
@@ -19,7 +20,8 @@ FORMAT = 1
 def save(opt: AccumulatingOptimizer) -> dict[str, Any]:
     """Everything needed to go on bit-identically, as tensors and plain values; parameters by their position."""
     sums, settings, ledger = opt._sums, opt.settings, opt._ledger
-    window, micro = ledger.window, ledger.micro
+    window = _plain(ledger.window) if ledger.has_window else None
+    micro = _plain(ledger.micro) if ledger.has_micro else None
     steps = settings.schedule.accum_steps
     live = sums.loss_scale.live
     return {
@@ -32,10 +34,14 @@ def save(opt: AccumulatingOptimizer) -> dict[str, Any]:
             "buffer_dtype": str(settings.buffer_dtype),
         },
         "index": ledger.index,
-        "window": None if window is None else _plain(window),
-        "micro_batch": None if micro is None else _plain(micro),
+        "window": window,
+        "micro_batch": micro,
         "buffers": {} if window is None else {slot.index: _saved(slot) for slot in sums.gathered()},
-        "masters": {slot.index: opt._masters.of[slot.param].detach() for slot in sums.buffers.slots if slot.param in opt._masters.of},
+        "masters": {
+            slot.index: opt._masters.of[slot.param].detach()
+            for slot in sums.buffers.slots
+            if slot.param in opt._masters.of
+        },
         "seed": sums.seed,
         "draws": [slot.draws for slot in sums.buffers.slots],
         "loss_scale": None if live is None else live.clone(),
@@ -46,21 +52,25 @@ def _plain(record: Window | MicroBatch) -> dict[str, Any]:
     return {k: v.clone() if isinstance(v, Tensor) else v for k, v in vars(record).items()}
 
 
-def _saved(slot) -> dict[str, Any]:
+def _saved(slot: Slot) -> dict[str, Any]:
     return {"sum": slot.buffer.clone(), "divisor": slot.divisor}
 
 
 def check(opt: AccumulatingOptimizer, own: dict[str, Any]) -> None:
     """Raises ValueError when ``own`` was saved by a wrapper whose window this one cannot go on with."""
     if own.get("format") != FORMAT:
-        raise ValueError(f"the checkpoint's {KEY!r} part is of format {own.get('format')!r}, this version reads {FORMAT}; upgrade fusedaccum")
+        raise ValueError(
+            f"the checkpoint's {KEY!r} part is of format {own.get('format')!r}, this version reads {FORMAT}; upgrade fusedaccum"
+        )
     slots = opt._sums.buffers.slots
     if len(own["shapes"]) != len(slots):
-        raise ValueError(f"the checkpoint is of {len(own['shapes'])} parameters and the optimizer has {len(slots)}; it is another model's")
+        raise ValueError(
+            f"the checkpoint is of {len(own['shapes'])} parameters and the optimizer has {len(slots)}; another model's?"
+        )
     for slot, shape in zip(slots, own["shapes"], strict=True):
         if tuple(shape) != tuple(slot.param.shape):
             raise ValueError(
-                f"the checkpoint has shape {tuple(shape)} for parameter {slot.name}, which is {tuple(slot.param.shape)}; it is another model's"
+                f"the checkpoint has shape {tuple(shape)} for parameter {slot.name}, which is {tuple(slot.param.shape)}; another model's?"
             )
     if not own["buffers"] and own["window"] is None:
         return
@@ -77,12 +87,17 @@ def check(opt: AccumulatingOptimizer, own: dict[str, Any]) -> None:
 def load(opt: AccumulatingOptimizer, own: dict[str, Any]) -> None:
     """Put a checked checkpoint in; the window must be empty."""
     sums, slots = opt._sums, opt._sums.buffers.slots
-    opt._ledger.index = own["index"]
-    opt._ledger.window = None if own["window"] is None else Window(**own["window"])
-    opt._ledger.micro = None if own["micro_batch"] is None else MicroBatch(**own["micro_batch"])
+    window, micro = own["window"], own["micro_batch"]
+    opt._ledger.restore(
+        own["index"],
+        None if window is None else Window(**window),
+        None if micro is None else MicroBatch(**micro),
+    )
     for index, saved in own["buffers"].items():
         sums.restore(slots[index], saved["sum"], saved["divisor"])
-    opt._masters.load({slots[i].param: saved for i, saved in own["masters"].items() if slots[i].param in opt._masters.of})
+    opt._masters.load(
+        {slots[i].param: saved for i, saved in own["masters"].items() if slots[i].param in opt._masters.of}
+    )
     sums.seed = own["seed"] if sums.seed is not None else None
     for slot, draws in zip(slots, own["draws"], strict=True):
         slot.draws = draws

@@ -16,7 +16,7 @@ from .buffers import Slot
 from .intake import Arrival, Intake
 from .ledger import Ledger
 from .settings import Settings
-from .window import MicroBatch, Scalar
+from .window import Scalar
 
 
 class Gathering:
@@ -49,11 +49,11 @@ class Gathering:
     def open(self, weight: Scalar | None) -> None:
         """The micro-batch that gathers from now on; joins the one that is open already. Raises as Ledger.weigh does."""
         ledger = self.ledger
-        if ledger.window is None:
+        if not ledger.has_window:
             self.begin_window()
-        if ledger.micro is None:
+        if not ledger.has_micro:
             self._rejected.withdraw()
-            ledger.micro = MicroBatch(weight)
+            ledger.begin_micro_batch(weight)
         elif weight is not None:
             ledger.weigh(weight)
 
@@ -70,7 +70,7 @@ class Gathering:
         except BaseException:
             self.settle()
             self._intake.drop()
-            if self.ledger.micro is not None:
+            if self.ledger.has_micro:
                 self.pass_failed(self.ledger.micro.adds > adds_before)
             raise
         finally:
@@ -80,13 +80,13 @@ class Gathering:
     def end_micro_batch(self, weight: Scalar | None) -> None:
         """What ``step()`` and ``flush()`` do before they look whether the window is complete: count, or refuse."""
         ledger, caller_owned = self.ledger, self._settings.schedule.caller_owned
-        if ledger.window is None:
+        if not ledger.has_window:
             self.begin_window()
         self._rejected.withdraw()
-        if ledger.micro is None and (not caller_owned or (ledger.window.empty and self.sums.gathered())):
+        if not ledger.has_micro and (not caller_owned or (ledger.window.empty and self.sums.gathered())):
             # One without gradients; or, where passes are counted, with gradients that somebody put into p.grad by hand.
-            ledger.micro = MicroBatch()
-        if ledger.micro is not None:
+            ledger.begin_micro_batch()
+        if ledger.has_micro:
             ledger.commit(None if caller_owned else weight)
         rejected, self._rejected = self._rejected, Rejected()
         if rejected.names and self._settings.nonfinite == "raise":
@@ -138,7 +138,7 @@ class Gathering:
         self.sums.add(arrivals, self.ledger.window, self.ledger.micro, measure)
 
     def pass_ends(self) -> None:
-        if self.inside or self.ledger.micro is None:
+        if self.inside or not self.ledger.has_micro:
             return
         if self._settings.drops_micro_batches:
             self._judge()
@@ -154,8 +154,8 @@ class Gathering:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        elif self.ledger.micro is not None and self.ledger.micro.adds == 0:
-            self.ledger.micro = None
+        elif self.ledger.has_micro and self.ledger.micro.adds == 0:
+            self.ledger.drop_micro_batch()
 
     @torch.no_grad()
     def _judge(self) -> None:

@@ -80,6 +80,11 @@ class Intake:
         if slot.dtype != slot.param.dtype:
             slot.param.grad_dtype = None  # lets p.grad be of the buffer's dtype
 
+    def _owner_now(self) -> Owner:
+        owner = self._owner()
+        assert owner is not None  # it owns us
+        return owner
+
     def _arrived(self, slot: Slot, grad: Tensor) -> tuple[None]:
         with self._lock:
             refuse_unfit(slot, grad)
@@ -98,7 +103,7 @@ class Intake:
         if self._root is not None and self._root() is not root:
             self.settle()
         if self._root is None:
-            self._owner().pass_begins()
+            self._owner_now().pass_begins()
             self._root, self._added = weakref.ref(root), False
         self._tasks.add(task)
         intake = weakref.ref(self)
@@ -122,7 +127,7 @@ class Intake:
 
     def _end_pass(self) -> None:
         self._root = None
-        self._owner().pass_ends()
+        self._owner_now().pass_ends()
 
     def settle(self) -> None:
         """End the pass that is still open, if any: nobody is inside backward now.
@@ -139,7 +144,7 @@ class Intake:
             self._root = None
             self._tasks.clear()
             self.drop()
-            self._owner().pass_failed(self._added)
+            self._owner_now().pass_failed(self._added)
 
     def release(self) -> None:
         """Hand over what is queued, in calls in which no slot occurs twice."""
@@ -154,7 +159,7 @@ class Intake:
                     else:
                         now[slot] = grad
                 self._added = True
-                self._owner().add(list(now.items()))
+                self._owner_now().add(list(now.items()))
                 queue = later
 
     def drop(self) -> list[Arrival]:

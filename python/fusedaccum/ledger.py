@@ -18,30 +18,60 @@ class Ledger:
 
     Attributes:
         index: of the window that is open, or else of the next.
-        window: the open one; None when the last is closed (its gradient still readable) and no micro-batch has come since.
-        micro: the micro-batch being gathered; None between two.
+        has_window: False when the last window is closed (its gradient still readable) and no micro-batch has come since.
+        has_micro: is a micro-batch being gathered? False between two.
     """
 
     def __init__(self, schedule: Schedule, reduction: str):
         self.schedule = schedule
         self.reduction = reduction
         self.index = 0
-        self.window: Window | None = None
-        self.micro: MicroBatch | None = None
+        self._window: Window | None = None
+        self._micro: MicroBatch | None = None
+
+    @property
+    def has_window(self) -> bool:
+        return self._window is not None
+
+    @property
+    def window(self) -> Window:
+        """The open window."""
+        assert self._window is not None
+        return self._window
+
+    @property
+    def has_micro(self) -> bool:
+        return self._micro is not None
+
+    @property
+    def micro(self) -> MicroBatch:
+        """The micro-batch being gathered."""
+        assert self._micro is not None
+        return self._micro
 
     @property
     def is_open(self) -> bool:
         """Has the window gathered, or begun to gather, anything?"""
-        return self.micro is not None or (self.window is not None and not self.window.empty)
+        return self.has_micro or (self.has_window and not self.window.empty)
 
     def begin_window(self, unit: Scalar | None) -> None:
-        self.window = Window(self.index, self.schedule.length(self.index), unit=unit)
+        self._window = Window(self.index, self.schedule.length(self.index), unit=unit)
+
+    def begin_micro_batch(self, weight: Scalar | None = None) -> None:
+        self._micro = MicroBatch(weight)
+
+    def drop_micro_batch(self) -> None:
+        self._micro = None
 
     def drop_window(self) -> None:
-        self.window = self.micro = None
+        self._window = self._micro = None
 
     def close_window(self) -> None:
-        self.window, self.index = None, self.index + 1
+        self._window, self.index = None, self.index + 1
+
+    def restore(self, index: int, window: Window | None, micro: MicroBatch | None) -> None:
+        """Go on where a checkpoint was taken."""
+        self.index, self._window, self._micro = index, window, micro
 
     def weigh(self, weight: Scalar) -> None:
         """A weight given to the micro-batch that is open already.
@@ -81,12 +111,14 @@ class Ledger:
             window.nonfinite = window.nonfinite + 1
         else:
             window.commit(micro, self._weight_of(micro, late))
-        self.micro = None
+        self._micro = None
 
     def _weight_of(self, micro: MicroBatch, late: Scalar | None) -> Scalar | None:
         """A micro-batch's weight at its end; None where a caller-owned window may still be told it."""
         if micro.weight is not None and late is not None and float(micro.weight) != float(late):
-            raise ValueError(f"step(weight={float(late):g}) differs from {float(micro.weight):g}, given with backward()")
+            raise ValueError(
+                f"step(weight={float(late):g}) differs from {float(micro.weight):g}, given with backward()"
+            )
         weight = late if micro.weight is None else micro.weight
         if weight is not None:
             return weight
@@ -99,10 +131,11 @@ class Ledger:
     def weigh_the_rest(self, late: Scalar | None) -> None:
         """Before a window closes: ``late`` is the weight of all its micro-batches that were given none. Raises ValueError without it."""
         window = self.window
-        if window.unweighed and late is None:
+        if not window.unweighed:
+            return
+        if late is None:
             raise ValueError(MISSING_WEIGHT)
-        if window.unweighed:
-            window.weight, window.unweighed = window.weight + late, 0
+        window.weight, window.unweighed = window.weight + late, 0
 
     def complete(self) -> bool:
         """Is the window full, or does every call close it? (Reads a tensor weight, when the sum of weights decides.)"""
@@ -123,14 +156,16 @@ class Ledger:
         Raises:
             RuntimeError: nothing gathered, or the window is not complete by then. ValueError: a weight is missing.
         """
-        window = self.window
         if not self.is_open:
-            raise RuntimeError("normalize_() found no gradient; call it after the window's last backward and before step()")
+            raise RuntimeError(
+                "normalize_() found no gradient; call it after the window's last backward and before step()"
+            )
+        window = self.window
         count, weight = window.micro_batches, window.weight
-        last = 0.0 if self.micro is None else self._weight_of(self.micro, None)
+        last = self._weight_of(self.micro, None) if self.has_micro else 0.0
         if window.unweighed or last is None:
             raise ValueError(MISSING_WEIGHT)
-        if self.micro is not None:
+        if self.has_micro:
             count, weight = count + 1, weight + last
         if not self.schedule.complete(window.length, count, weight):
             raise RuntimeError(

@@ -6,8 +6,9 @@ Everybody outside (schedulers, checkpoints, logging) finds the model's own param
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,10 +75,10 @@ class MasterWeights:
                 self.of[p].copy_(saved)
 
 
-def _exchange(inner: Optimizer, table: dict[Parameter, Parameter]) -> None:
+def _exchange(inner: Optimizer, table: Mapping[Any, Any]) -> None:
     for group in inner.param_groups:
         group["params"][:] = [table.get(p, p) for p in group["params"]]
     entries = list(inner.state.items())
     inner.state.clear()
     for key, value in entries:
-        inner.state[table.get(key, key) if isinstance(key, Tensor) else key] = value
+        inner.state[table.get(key, key)] = value

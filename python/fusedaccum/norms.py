@@ -40,20 +40,22 @@ class SquaredNorms:
     def total(self, slots: Iterable[Slot], backend: str) -> Tensor:
         """Sum of squares of the gathered gradients of ``slots``, as a 0-d float64 tensor; reads only what no add has measured."""
         slots = list(slots)
-        wanted = set(slots)
-        readings: list[_Reading] = []
+        known = dict.fromkeys(self._readings[slot] for slot in slots if slot in self._readings)
+        # One that covers more than is asked for, or a buffer written since by somebody else, does not count.
+        readings = [reading for reading in known if self._still_true(reading, set(slots))]
+        covered = set().union(*(reading.covers for reading in readings))
         missing: dict[tuple, list[Slot]] = {}
         for slot in slots:
-            reading = self._readings.get(slot)
-            # One that covers more than is asked for, or a buffer written since by somebody else, does not count.
-            whole = reading is not None and all(self._readings.get(s) is reading and s in wanted for s in reading.covers)
-            if not whole or not slot.block.untouched_by_user:
+            if slot not in covered:
                 missing.setdefault((slot.param.device, identity(slot.divisor)), []).append(slot)
-            elif reading not in readings:
-                readings.append(reading)
         for unread in missing.values():
             sq_norm = ops.stats([slot.buffer for slot in unread], backend=backend).sq_norm
             readings.append(_Reading(sq_norm, unread[0].divisor, set()))
         device = slots[0].param.device if slots else "cpu"
         parts = [reading.sq_norm.to(device) * reading.divisor**2 for reading in readings]
         return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)
+
+    def _still_true(self, reading: _Reading, wanted: set[Slot]) -> bool:
+        return reading.covers <= wanted and all(
+            self._readings.get(slot) is reading and slot.block.untouched_by_user for slot in reading.covers
+        )

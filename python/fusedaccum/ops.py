@@ -36,7 +36,9 @@ class Stats:
     @staticmethod
     def empty(device: torch.device | str | None = None) -> Stats:
         """Fresh ones for ``stats=``, both zero."""
-        return Stats(torch.zeros((), dtype=torch.float64, device=device), torch.zeros((), dtype=torch.int64, device=device))
+        return Stats(
+            torch.zeros((), dtype=torch.float64, device=device), torch.zeros((), dtype=torch.int64, device=device)
+        )
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,12 @@ def scale_(tensors: Sequence[Tensor], scale: Scalar, *, stats: Stats | None = No
 
 
 def cast_(
-    outs: Sequence[Tensor], ins: Sequence[Tensor], scale: Scalar = 1.0, *, stats: Stats | None = None, backend: str | None = None
+    outs: Sequence[Tensor],
+    ins: Sequence[Tensor],
+    scale: Scalar = 1.0,
+    *,
+    stats: Stats | None = None,
+    backend: str | None = None,
 ) -> None:
     """``out = cast(in * scale)`` for every pair, rounded to nearest even, literally: infinity times 0 is NaN.
 

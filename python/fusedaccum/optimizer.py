@@ -101,7 +101,9 @@ class AccumulatingOptimizer(Optimizer):
         named: list[tuple[str, Parameter]] = []
         for g in groups:
             group = self.param_groups[g]
-            names = group.get("param_names") or [f"param_groups[{g}]['params'][{i}]" for i in range(len(group["params"]))]
+            names = group.get("param_names") or [
+                f"param_groups[{g}]['params'][{i}]" for i in range(len(group["params"]))
+            ]
             named += zip(names, group["params"], strict=True)
         for name, p in named:
             check_parameter(name, p)
@@ -204,7 +206,7 @@ class AccumulatingOptimizer(Optimizer):
         self._not_inside("flush()")
         self._gathering.settle()
         self._updated = False
-        if self._ledger.micro is not None or self._gathering.has_rejected:
+        if self._ledger.has_micro or self._gathering.has_rejected:
             self._gathering.end_micro_batch(None)
         if self._ledger.is_open:
             self._ledger.weigh_the_rest(None)
@@ -294,7 +296,9 @@ class AccumulatingOptimizer(Optimizer):
 
     def _not_inside(self, call: str) -> None:
         if self._gathering.inside:
-            raise RuntimeError(f"{call} was called inside micro_batch(), which holds one whole micro-batch; call it after the block")
+            raise RuntimeError(
+                f"{call} was called inside micro_batch(), which holds one whole micro-batch; call it after the block"
+            )
 
     # -- GradScaler.step() sets and deletes grad_scale and found_inf around our step() ---------------------------
 
@@ -312,7 +316,8 @@ class AccumulatingOptimizer(Optimizer):
 
     def _overflow(self) -> bool | Tensor:
         """Brings the window's loss scale up to date; did a scaler find an overflow that no policy has dealt with yet?"""
-        scale, window = self._sums.loss_scale, self._ledger.window
+        scale = self._sums.loss_scale
+        window = self._ledger.window if self._ledger.has_window else None
         if not scale.through_scaler:
             if scale.live is not None:  # no scaler any more: these gradients carry no loss scale
                 scale.live = None
@@ -321,7 +326,7 @@ class AccumulatingOptimizer(Optimizer):
             return False
         if window is None or window.overflowed or self._gathering.has_rejected:
             return False
-        if scale.unscaled and scale.live is None:
+        if scale.live is None:  # unscaled before we ever met the scaler
             window.unit, window.unit_lost = 1.0, True
         elif scale.unscaled:
             window.unit = (scale.live if window.unit is None else window.unit) / scale.live
@@ -344,7 +349,9 @@ class AccumulatingOptimizer(Optimizer):
         divisor = 1.0 if window.empty else self._ledger.divisor(window.weight)
         weightless = not window.empty and float(divisor) == 0
         if weightless:
-            warnings.warn(f"window {window.index} has weight 0 (no tokens?): nothing is applied", RuntimeWarning, stacklevel=4)
+            warnings.warn(
+                f"window {window.index} has weight 0 (no tokens?): nothing is applied", RuntimeWarning, stacklevel=4
+            )
             divisor = 1.0
         if window.unit is not None:
             divisor = divisor * window.unit
@@ -359,11 +366,14 @@ class AccumulatingOptimizer(Optimizer):
     def _clip_coef(self, norm: Tensor | None) -> Scalar:
         """``min(1, max_grad_norm / (norm + 1e-6))``, as torch.nn.utils.clip_grad_norm_ has it."""
         limit = self.settings.max_grad_norm
-        return 1.0 if limit is None or math.isinf(limit) else (limit / (norm + 1e-6)).clamp(max=1.0)
+        if limit is None or norm is None or math.isinf(limit):
+            return 1.0
+        return (limit / (norm + 1e-6)).clamp(max=1.0)
 
     def _apply(self, slots: list[Slot], divisor: Scalar, coef: Scalar, skip: bool | Tensor) -> bool | Tensor:
         """Step the inner optimizer with ``coef * sum / divisor``, unless ``skip``. Returns whether it was applied."""
-        inner, masters = self.optimizer, self._masters
+        inner: Any = self.optimizer
+        masters = self._masters
         fused = self._inner_scales(slots)
         if not (fused and isinstance(skip, Tensor)):
             if bool(skip):
@@ -384,7 +394,7 @@ class AccumulatingOptimizer(Optimizer):
             if fused:
                 del inner.grad_scale, inner.found_inf
         masters.write_back(slot.param for slot in slots)
-        return True if skip is False else ~skip
+        return ~skip if isinstance(skip, Tensor) else True
 
     def _inner_scales(self, slots: list[Slot]) -> bool:
         """Can the inner optimizer scale the gradients itself? Not where a step pre-hook would see them before that."""
@@ -417,7 +427,9 @@ class AccumulatingOptimizer(Optimizer):
     def _step_lbfgs(self, closure: Callable[[], Any] | None) -> Any:
         """LBFGS evaluates the closure as often as it likes; each time it runs a whole window."""
         if closure is None:
-            raise TypeError("step() with LBFGS needs a closure that runs the window's micro-batches and returns the loss")
+            raise TypeError(
+                "step() with LBFGS needs a closure that runs the window's micro-batches and returns the loss"
+            )
         concluded: list = []
 
         def evaluate() -> Any:

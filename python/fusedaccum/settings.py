@@ -53,7 +53,9 @@ class Settings:
             if isinstance(norm, bool) or not isinstance(norm, (int, float)):
                 raise TypeError(f"max_grad_norm must be a number or None, got {norm!r}")
             if math.isnan(norm) or norm <= 0:
-                raise ValueError(f"max_grad_norm must be greater than 0, got {norm}; None does not clip, math.inf only measures")
+                raise ValueError(
+                    f"max_grad_norm must be greater than 0, got {norm}; None does not clip, math.inf only measures"
+                )
         backends.check(self.backend)
 
     @property
@@ -75,7 +77,9 @@ def one_of(name: str, value: Any, allowed: tuple) -> None:
 def check_optimizer(optimizer: Any, settings: Settings, wrapper: type) -> None:
     """Raises TypeError or ValueError for an optimizer that cannot be wrapped, or not with these settings."""
     if isinstance(optimizer, wrapper):
-        raise TypeError("optimizer is wrapped already; wrap the torch optimizer inside it (optimizer.optimizer) instead")
+        raise TypeError(
+            "optimizer is wrapped already; wrap the torch optimizer inside it (optimizer.optimizer) instead"
+        )
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if isinstance(optimizer, SparseAdam):
@@ -90,7 +94,9 @@ def check_optimizer(optimizer: Any, settings: Settings, wrapper: type) -> None:
                 "leave out accum_steps and window_weight and run the window's micro-batches inside the closure"
             )
         if settings.master_weights:
-            raise ValueError("master_weights=True does not work with LBFGS, which keeps its own list of parameters; keep the model in FP32")
+            raise ValueError(
+                "master_weights=True does not work with LBFGS, which keeps its own list of parameters; keep the model in FP32"
+            )
 
 
 def check_parameter(name: str, parameter: Tensor) -> None:
@@ -101,7 +107,9 @@ def check_parameter(name: str, parameter: Tensor) -> None:
             "(store a complex one as two real ones, torch.view_as_real)"
         )
     if parameter.dtype.itemsize < 2:
-        raise ValueError(f"parameter {name} is {parameter.dtype}; FP64, FP32, bf16 and fp16 parameters can be accumulated")
+        raise ValueError(
+            f"parameter {name} is {parameter.dtype}; FP64, FP32, bf16 and fp16 parameters can be accumulated"
+        )
     if parameter.layout is not torch.strided:
         raise ValueError(f"parameter {name} is {parameter.layout}; only dense parameters can be accumulated")
     if parameter.grad is not None:

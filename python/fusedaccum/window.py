@@ -23,7 +23,6 @@ def identity(scalar: Scalar) -> float | int:
     return id(scalar) if isinstance(scalar, Tensor) else scalar
 
 
-
 def checked_weight(weight: Any, name: str = "weight") -> Scalar:
     """A micro-batch's weight as a float or a 0-d float64 tensor of its own (the caller may overwrite his).
 

@@ -1,0 +1,59 @@
+"""``python -m fusedaccum``: what was built, what is available, and why anything is missing."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+from . import backends, native
+from ._version import __version__
+
+
+def report() -> str:
+    """The report, one fact a line."""
+    record = native.build()
+    lines = [
+        f"fusedaccum {__version__} in {Path(__file__).parent}",
+        f"Python {platform.python_version()}, torch {torch.__version__}, {platform.system()} {platform.machine()}",
+        "",
+        f"Extensions, built against torch {record.torch}:" if record.torch else "Extensions:",
+        *(f"  {name:<10} {how}" for name, how in record.built.items()),
+        *(f"  {name:<10} not built: {why}" for name, why in record.missing.items()),
+        "",
+        'Backends, in the order in which "auto" looks at them:',
+        *(f"  {name:<10} {'ready' if ready else 'missing: ' + why}" for name, ready, why in backends.report()),
+        "",
+        f"CPU kernels in use: {_cpu_capability()}",
+        f"CUDA devices: {_cuda_devices()}",
+    ]
+    lines += [
+        f"{name}={os.environ[name]}"
+        for name in ("FUSEDACCUM_BACKEND", "FUSEDACCUM_CPU_CAPABILITY")
+        if name in os.environ
+    ]
+    return "\n".join(lines)
+
+
+def _cpu_capability() -> str:
+    if native.why_missing("_cpu") is not None:
+        return "none; plain PyTorch is used"
+    cpu = importlib.import_module("fusedaccum._cpu")
+    return f"{cpu.capability()} (this machine runs: {', '.join(cpu.capabilities())})"
+
+
+def _cuda_devices() -> str:
+    if not torch.cuda.is_available():
+        return "none that torch can use"
+    names = [
+        f"{torch.cuda.get_device_name(i)} (compute capability {'.'.join(map(str, torch.cuda.get_device_capability(i)))})"
+        for i in range(torch.cuda.device_count())
+    ]
+    return ", ".join(names)
+
+
+if __name__ == "__main__":
+    print(report())

@@ -1,0 +1,58 @@
+"""The native extensions of this installation: what its build left behind, and whether that fits the torch that is here."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+ADVICE = "build it again: pip install --no-build-isolation --no-deps --force-reinstall <fusedaccum's source folder>"
+
+
+@dataclass(frozen=True)
+class Build:
+    """The record that setup.py leaves in the package.
+
+    Attributes:
+        torch: version that the extensions were built against; None if there was none.
+        built: extension -> how it was built, for people.
+        missing: extension -> why it was not built, and what to do about it.
+    """
+
+    torch: str | None = None
+    built: dict[str, str] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+
+
+def build() -> Build:
+    """The record; an empty one in a source tree that was never installed."""
+    path = Path(__file__).with_name("_build.json")
+    return Build(**json.loads(path.read_text())) if path.exists() else Build()
+
+
+def why_missing(extension: str) -> str | None:
+    """None if ``fusedaccum.<extension>`` can be imported, else the reason and the remedy.
+
+    PyTorch keeps its C++ interface stable within a minor version only. An extension of another one may load and then crash, so it is
+    not even tried.
+    """
+    record = build()
+    if extension in record.missing:
+        return record.missing[extension]
+    if importlib.util.find_spec(f"fusedaccum.{extension}") is None:
+        return f"fusedaccum.{extension} was not built for this Python; {ADVICE}"
+    if record.torch is not None and _minor(record.torch) != _minor(torch.__version__):
+        return f"it was built against torch {record.torch}, but this is torch {torch.__version__}; {ADVICE}"
+    try:
+        importlib.import_module(f"fusedaccum.{extension}")
+    except ImportError as error:
+        return f"fusedaccum.{extension} cannot be loaded ({error}); {ADVICE}"
+    return None
+
+
+def _minor(version: str) -> list[str]:
+    return version.split(".")[:2]
