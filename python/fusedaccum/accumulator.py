@@ -53,8 +53,10 @@ class Accumulator:
 
         ``measure``: take the buffers' squared norm, and count what is not finite, on the way.
         """
-        self.buffers.allocate([slot for slot in self.buffers.slots if slot.param.requires_grad])
-        self.buffers.allocate([slot for slot, _ in arrivals])
+        if not all(slot.placed for slot, _ in arrivals):
+            # All trainable ones at once, so that they share their storage.
+            self.buffers.allocate([slot for slot in self.buffers.slots if slot.param.requires_grad])
+            self.buffers.allocate([slot for slot, _ in arrivals])
         if micro.divisor is None:
             micro.divisor = running_divisor(self._reduction, window, micro)
         calls: dict[tuple, list[Arrival]] = {}

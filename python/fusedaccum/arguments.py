@@ -149,7 +149,7 @@ def _check_overlaps(outs_name: str, outs: Sequence[Tensor], ins_name: str | None
     places += [(x.data_ptr(), False, k, x) for k, x in enumerate(ins) if x.numel()]
     reaching: list[tuple[int, bool, int, Tensor]] = []  # what begins before a place and ends within or behind it
     for place in sorted(places, key=lambda place: place[0]):
-        begin, written, k, x = place
+        begin, written, _, x = place
         reaching = [other for other in reaching if begin < other[0] + span(other[3]) * other[3].element_size()]
         for other in reaching:
             if (written or other[1]) and share_memory(x, other[3]):

@@ -1,0 +1,83 @@
+# Every target sets up what it needs in .venv, once; `make help` lists them.
+PYTHON ?= python3
+TORCH ?= 2.14.1
+# The suite runs once more against this version of torch; `make test SECOND_TORCH=` leaves that out.
+SECOND_TORCH ?= 2.13.0
+# auto, 0 or 1: see setup.py
+FUSEDACCUM_CUDA ?= auto
+export FUSEDACCUM_CUDA
+
+VENV := .venv
+BIN := $(VENV)/bin
+SECOND_VENV := .venv-torch-$(SECOND_TORCH)
+SECOND_BIN := $(SECOND_VENV)/bin
+TOOLS := setuptools wheel ninja
+NATIVE := setup.py pyproject.toml $(shell find csrc -type f)
+PACKAGE := $(shell find python triton_kernels -name '*.py')
+CPP := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+SAY = @printf '\n== %s\n'
+
+.PHONY: help demo test bench lint format build clean
+.DEFAULT_GOAL := help
+
+help:  ## what can be made
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 14
+
+demo: $(VENV)/built  ## train two small models with big batches and with accumulated micro-batches, and compare them
+	$(SAY) "Demo: big batch, fusedaccum, and PyTorch's own accumulation"
+	$(BIN)/python -m demo
+
+test: lint $(VENV)/built $(if $(SECOND_TORCH),$(SECOND_VENV)/built)  ## lint, build, and run all tests, against two versions of torch
+	$(SAY) "Tests against torch $(TORCH)"
+	$(BIN)/python -m pytest -q
+	$(if $(SECOND_TORCH),$(SAY) "Tests against torch $(SECOND_TORCH)")
+	$(if $(SECOND_TORCH),$(SECOND_BIN)/python -m pytest -q -m "not slow")
+
+bench: $(VENV)/built  ## measure against plain PyTorch; writes benchmarks/results
+	$(SAY) "Benchmarks"
+	$(BIN)/python -m benchmarks
+
+lint: $(VENV)/built  ## ruff, clang-format and mypy
+	$(SAY) "Lint: ruff, clang-format, mypy"
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
+	$(BIN)/clang-format --dry-run --Werror $(CPP)
+	$(BIN)/mypy
+
+format: $(VENV)/built  ## put the sources into shape
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CPP)
+
+build: $(VENV)/built  ## the package with its extensions, editable, in .venv
+	$(SAY) "Built; $(BIN)/python -m fusedaccum says what"
+
+clean:  ## remove what was built and set up
+	rm -rf build dist .venv .venv-torch-* *.egg-info python/*.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -f python/fusedaccum/*.so python/fusedaccum/_build.json
+
+# Stamps: an empty file in the environment that it speaks for. A change of TORCH needs `make clean`.
+
+$(VENV)/ready:
+	$(SAY) "Setting up $(VENV): torch $(TORCH) and build tools (the first time takes minutes)"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet $(TOOLS) torch==$(TORCH)
+	@touch $@
+
+$(VENV)/built: $(VENV)/ready $(NATIVE)
+	$(SAY) "Building fusedaccum in $(VENV)"
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install --quiet --no-build-isolation --editable '.[test,lint,bench,demo]'
+	@$(BIN)/python -m fusedaccum
+	@touch $@
+
+$(SECOND_VENV)/ready:
+	$(SAY) "Setting up $(SECOND_VENV): torch $(SECOND_TORCH)"
+	$(PYTHON) -m venv $(SECOND_VENV)
+	$(SECOND_BIN)/pip install --quiet $(TOOLS) torch==$(SECOND_TORCH)
+	@touch $@
+
+$(SECOND_VENV)/built: $(SECOND_VENV)/ready $(NATIVE) $(PACKAGE)
+	$(SAY) "Installing fusedaccum in $(SECOND_VENV)"
+	@PATH="$(CURDIR)/$(SECOND_BIN):$$PATH" $(SECOND_BIN)/pip install --quiet --no-build-isolation '.[test]'
+	@cd tests && ../$(SECOND_BIN)/python -m fusedaccum
+	@touch $@

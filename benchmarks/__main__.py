@@ -1,0 +1,42 @@
+"""``python -m benchmarks``: run them all, or those named; print the tables, write results and plots."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from . import bench_accumulate, bench_memory, bench_overhead, bench_window, report
+from .harness import Options
+from .shapes import SETS
+
+BENCHMARKS = {b.NAME: b for b in (bench_accumulate, bench_window, bench_overhead, bench_memory)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="name", help=f"of {', '.join(BENCHMARKS)}; all when left out")
+    parser.add_argument("--quick", action="store_true", help="small shapes, few rounds: checks the harness, measures nothing")
+    parser.add_argument("--sets", nargs="+", choices=list(SETS), help="shape sets, all when left out")
+    parser.add_argument("--rounds", type=int, help="interleaved rounds a case (9)")
+    parser.add_argument("--threads", type=int, help="PyTorch's threads (its own default)")
+    parser.add_argument("--no-compile", action="store_true", help="leave the torch.compile peer out")
+    parser.add_argument("--out", type=Path, help="where results and plots go (benchmarks/results; with --quick its quick/)")
+    arguments = parser.parse_args()
+    unknown = [n for n in arguments.names if n not in BENCHMARKS]
+    if unknown:
+        parser.error(f"no benchmark called {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    options = Options.parse(arguments)
+    for name in arguments.names or BENCHMARKS:
+        rows = BENCHMARKS[name].run(options)
+        print(report.printed(name, rows), flush=True)
+    for path in report.draw_all(options.out):
+        print(f"plot: {path}")
+    print(f"results: {options.out}/*.jsonl")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""What does the wrapper cost the host? Microseconds a parameter and micro-batch, with tensors too small to matter.
+
+Autograd is started on the parameters themselves, so that its engine and the accumulation are all that runs. A "tensor" is 16
+elements of bf16; the sums are FP32, but for PyTorch's own, which stay in bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+import fusedaccum as fa
+
+from . import peers
+from .bench_window import Hold
+from .harness import OURS, Contestant, Options, Row, Sink, filled, race, rows_of
+
+NAME = "overhead"
+COUNTS = (1, 10, 100, 1000)
+SHAPE = (16,)
+WINDOW = 8
+
+
+def run(options: Options) -> list[Row]:
+    """Race wrappers and functional calls over some numbers of parameters; the rows."""
+    with Sink(NAME, options, 2 * len(COUNTS)) as sink:
+        for count in COUNTS:
+            for level, contestants in (("micro-batch", _micro_batches(count)), ("call", _calls(count))):
+                sink.case(f"{level} {count} tensors")
+                timings = race(contestants, 5 * options.rounds)
+                case: Row = {"level": level, "tensors": count, "elements": count * SHAPE[0]}
+                rows = rows_of(case, contestants, timings, count * SHAPE[0] * 10)
+                for row in rows:
+                    row["us_per_tensor"] = 1e3 * row["median_ms"] / count
+                sink.add(rows)
+    return sink.rows
+
+
+def _gradients(count: int) -> list[Tensor]:
+    return filled(count * [SHAPE], torch.bfloat16, seed=1)
+
+
+def _parameters(count: int) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(p) for p in filled(count * [SHAPE], torch.bfloat16)]
+
+
+def _micro_batches(count: int) -> list[Contestant]:
+    """A micro-batch inside a window: backward, ``step()`` and ``zero_grad()``, the last of 8 closing it."""
+    return [
+        Contestant(OURS, _wrapped(count), kind="ours"),
+        Contestant("PyTorch's own p.grad, bf16", _plain(count)),
+        Contestant("a hook a parameter, FP32 main_grad", _main_grad(count)),
+    ]
+
+
+def _wrapped(count: int) -> Callable[[int], object]:
+    params, grads = _parameters(count), _gradients(count)
+    opt = fa.AccumulatingOptimizer(Hold(params), accum_steps=WINDOW)
+
+    def micro_batch(_: int) -> None:
+        torch.autograd.backward(params, grads)
+        opt.step()
+        opt.zero_grad()
+
+    return micro_batch
+
+
+def _plain(count: int) -> Callable[[int], object]:
+    params, grads = _parameters(count), _gradients(count)
+    opt = Hold(params)
+
+    def micro_batch(i: int) -> None:
+        torch.autograd.backward(params, grads)
+        if i % WINDOW == WINDOW - 1:
+            opt.step()
+            opt.zero_grad()
+
+    return micro_batch
+
+
+def _main_grad(count: int) -> Callable[[int], object]:
+    """What Megatron-LM and others do: after a parameter's backward, ``main_grad.add_(p.grad)`` and ``p.grad = None``."""
+    params, grads = _parameters(count), _gradients(count)
+    main_grads = [torch.zeros(SHAPE) for _ in params]
+    opt = Hold(params)
+
+    def hook_of(main_grad: Tensor) -> Callable[[Tensor], None]:
+        def hook(p: Tensor) -> None:
+            main_grad.add_(p.grad)
+            p.grad = None
+
+        return hook
+
+    for p, main_grad in zip(params, main_grads):
+        p.register_post_accumulate_grad_hook(hook_of(main_grad))
+
+    def micro_batch(i: int) -> None:
+        torch.autograd.backward(params, grads)
+        if i % WINDOW == WINDOW - 1:
+            opt.step()
+            torch._foreach_zero_(main_grads)
+
+    return micro_batch
+
+
+def _calls(count: int) -> list[Contestant]:
+    """One functional call on lists of tensors."""
+    buffers, grads = [torch.zeros(SHAPE) for _ in range(count)], _gradients(count)
+    return [
+        Contestant(OURS, lambda _: fa.ops.accumulate_(buffers, grads, 0.125), kind="ours"),
+        Contestant("add_ a tensor", lambda _: peers.add_each(buffers, grads, 0.125)),
+        Contestant("torch._foreach_add_", lambda _: peers.add_foreach(buffers, grads, 0.125)),
+        Contestant("cast then add", lambda _: peers.cast_then_add(buffers, grads, 0.125)),
+    ]

@@ -1,0 +1,201 @@
+"""The one harness: contestants race in interleaved rounds, and every result is a row of a JSON lines file.
+
+Rules that every benchmark here keeps:
+
+- All contestants of a case run in the same process, one after the other in every round, each round beginning with another
+  one, so that a neighbour's noise or a change of clock speed falls on all of them. A ratio is the median over the rounds of
+  the ratio within a round.
+- Inputs rotate: a call never finds in the cache what the call before it left there.
+- GB/s counts the bytes the *operation* has to move, for every contestant alike; a way that moves more shows as slower.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from . import environment
+
+RESULTS = Path(__file__).resolve().parent / "results"
+OURS = "fusedaccum"
+Row = dict[str, object]
+
+
+@dataclass
+class Options:
+    """What the command line asked for; ``--quick`` shrinks the sets, to check the harness and not to measure."""
+
+    quick: bool = False
+    rounds: int = 9
+    sets: tuple[str, ...] = ()
+    out: Path = RESULTS
+    compile: bool = True
+
+    @classmethod
+    def parse(cls, arguments: argparse.Namespace) -> Options:
+        out = arguments.out or (RESULTS / "quick" if arguments.quick else RESULTS)
+        rounds = arguments.rounds or (3 if arguments.quick else 9)
+        return cls(arguments.quick, rounds, tuple(arguments.sets or ()), out, not (arguments.no_compile or arguments.quick))
+
+
+@dataclass
+class Contestant:
+    """One way to do a case's work: ``run(i)`` does it once, on the i-th rotation of the inputs.
+
+    ``kind`` is "ours", "peer" or "bandwidth"; ``skipped`` says why it could not run; ``scale`` multiplies its seconds
+    (a stream moves a whole number of arrays, not exactly the case's bytes).
+    """
+
+    name: str
+    run: Callable[[int], object] | None = None
+    kind: str = "peer"
+    skipped: str = ""
+    scale: float = 1.0
+
+
+@dataclass
+class Timing:
+    """Seconds a call, one number a round."""
+
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    def percentile(self, percent: float) -> float:
+        return percentile(self.seconds, percent)
+
+
+def percentile(values: Iterable[float], percent: float) -> float:
+    """Linear interpolation between the closest ranks."""
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * percent / 100
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def race(contestants: list[Contestant], rounds: int, at_least: float = 3e-3) -> dict[str, Timing]:
+    """Time all contestants in interleaved rounds; a measurement repeats a short call until it lasts ``at_least`` seconds."""
+    running = [c for c in contestants if c.run is not None]
+    calls = dict.fromkeys((c.name for c in running), 0)
+    repeats = {}
+
+    def measure(contestant: Contestant, times: int) -> float:
+        first = calls[contestant.name]
+        calls[contestant.name] += times
+        start = time.perf_counter()
+        for i in range(first, first + times):
+            contestant.run(i)
+        return contestant.scale * (time.perf_counter() - start) / times
+
+    for c in running:
+        measure(c, 1)  # page faults, compilation, thread pools
+        repeats[c.name] = max(1, round(at_least / measure(c, 1)))
+    timings = {c.name: Timing() for c in running}
+    for r in range(rounds):
+        order = running[r % len(running) :] + running[: r % len(running)]
+        for c in order:
+            timings[c.name].seconds.append(measure(c, repeats[c.name]))
+    return timings
+
+
+def ratio(other: Timing, ours: Timing) -> tuple[float, float, float]:
+    """Median, p10 and p90 over the rounds of other / ours: how many times faster ours was in the same round."""
+    ratios = [a / b for a, b in zip(other.seconds, ours.seconds, strict=True)]
+    return statistics.median(ratios), percentile(ratios, 10), percentile(ratios, 90)
+
+
+def rows_of(case: Row, contestants: list[Contestant], timings: dict[str, Timing], moved: int) -> list[Row]:
+    """One row a contestant. ``moved`` is the bytes the operation has to move; it gives GB/s and the share of bandwidth."""
+    streams = [c.name for c in contestants if c.kind == "bandwidth" and c.name in timings]
+    # A stream's seconds are those of `moved` bytes of its own traffic (bandwidth.py): the fastest is the ceiling.
+    ceiling = min(streams, key=lambda name: timings[name].median) if streams else None
+    ours = timings.get(OURS)
+    peers = [c.name for c in contestants if c.kind == "peer" and c.name in timings]
+    best = min(peers, key=lambda name: timings[name].median) if peers else None
+    rows = []
+    for c in contestants:
+        row: Row = {**case, "contestant": c.name, "kind": c.kind}
+        if c.run is None:
+            rows.append({**row, "skipped": c.skipped})
+            continue
+        t = timings[c.name]
+        row |= {"median_ms": 1e3 * t.median, "p10_ms": 1e3 * t.percentile(10), "p90_ms": 1e3 * t.percentile(90)}
+        row |= {"rounds": len(t.seconds), "bytes": moved, "gb_per_s": moved / t.median / 1e9}
+        if ceiling and c.kind != "bandwidth":
+            row["bandwidth_gb_per_s"] = moved / timings[ceiling].median / 1e9
+            row["bandwidth_pattern"] = ceiling
+            row["share_of_bandwidth"] = ratio(timings[ceiling], t)[0]
+        if ours is not None and c.kind == "peer":
+            middle, low, high = ratio(t, ours)
+            row |= {"ours_is_faster": middle, "ours_is_faster_p10": low, "ours_is_faster_p90": high}
+        if c.name == OURS and best:
+            middle, low, high = ratio(timings[best], t)
+            row |= {"best_peer": best, "speedup": middle, "speedup_p10": low, "speedup_p90": high}
+        rows.append(row)
+    return rows
+
+
+class Sink:
+    """Rows of one benchmark, written to ``<out>/<name>.jsonl`` as they come, the environment in each."""
+
+    def __init__(self, name: str, options: Options, cases: int):
+        options.out.mkdir(parents=True, exist_ok=True)
+        self.path = options.out / f"{name}.jsonl"
+        self.environment = environment.describe()
+        self.rows: list[Row] = []
+        self.bar = tqdm(total=cases, desc=name, unit="case", dynamic_ncols=True)
+        self._file = self.path.open("w", encoding="utf-8")
+        self._name = name
+
+    def __enter__(self) -> Sink:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.close()
+        self._file.close()
+
+    def case(self, label: str) -> None:
+        self.bar.set_postfix_str(label)
+
+    def add(self, rows: list[Row]) -> None:
+        """Write the rows of one finished case."""
+        for row in rows:
+            rounded = {k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in row.items()}
+            full = {"benchmark": self._name, **rounded, **self.environment}
+            self.rows.append(full)
+            self._file.write(json.dumps(full) + "\n")
+        self._file.flush()
+        self.bar.update()
+
+
+def filled(shapes: Iterable[tuple[int, ...]], dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
+    """Tensors of ordinary gradient size, each its own allocation as autograd makes them."""
+    generator = torch.Generator().manual_seed(seed)
+    tile = (torch.randn(2**16, generator=generator) * 1e-2).to(dtype)
+    tensors = []
+    for shape in shapes:
+        flat = torch.empty(shape, dtype=dtype).view(-1)
+        whole = flat.numel() // tile.numel() * tile.numel()
+        flat[:whole].view(-1, tile.numel()).copy_(tile)
+        flat[whole:].copy_(tile[: flat.numel() - whole])
+        tensors.append(flat.view(shape))
+    return tensors
+
+
+def rotations(bytes_each: int) -> int:
+    """How many copies of the inputs keep a call from finding the last one's in the cache."""
+    return max(1, min(12, -(-ROTATED_BYTES // bytes_each)))
+
+
+ROTATED_BYTES = 512 * 2**20  # several times the last-level cache, those of large servers too

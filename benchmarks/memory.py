@@ -1,0 +1,69 @@
+"""Memory as PyTorch's allocator sees it: every allocation and release on the CPU, from the profiler's memory events.
+
+Exact for tensors, temporaries inside ops included. Not seen: what a library allocates by itself (oneDNN's scratch pads) and
+Python objects. Build whatever is to be counted inside the block.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch.profiler import ProfilerActivity, profile, record_function
+
+_MARK = "memory: "
+
+
+@dataclass
+class Timeline:
+    """Bytes allocated after every event, and the stretches that were marked, in seconds from the first event."""
+
+    seconds: list[float] = field(default_factory=list)
+    allocated: list[int] = field(default_factory=list)
+    marks: list[tuple[str, float, float]] = field(default_factory=list)
+
+    @property
+    def peak(self) -> int:
+        return max(self.allocated, default=0)
+
+    def within(self, start: float, end: float) -> list[int]:
+        """What was allocated between two moments, with what stood at the first of them."""
+        before = [b for s, b in zip(self.seconds, self.allocated) if s <= start]
+        return before[-1:] + [b for s, b in zip(self.seconds, self.allocated) if start < s <= end]
+
+    def peak_of(self, *names: str) -> int:
+        """The peak over the stretches of these names."""
+        stretches = [m for m in self.marks if m[0] in names]
+        return max(max(self.within(start, end), default=0) for _, start, end in stretches)
+
+
+@contextmanager
+def recorded() -> Iterator[Timeline]:
+    """Record a block; the timeline that it yields is filled when the block is left."""
+    timeline = Timeline()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        yield timeline
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        trace = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    events = sorted(((e["ts"], e["args"]["Bytes"]) for e in trace if e.get("name") == "[memory]"), key=lambda e: e[0])
+    marks = [e for e in trace if str(e.get("name", "")).startswith(_MARK) and e.get("ph") == "X"]
+    origin = min([e[0] for e in events[:1]] + [e["ts"] for e in marks], default=0.0)
+    total = 0
+    for moment, size in events:
+        total += size
+        timeline.seconds.append((moment - origin) / 1e6)
+        timeline.allocated.append(total)
+    for e in sorted(marks, key=lambda e: e["ts"]):
+        start = (e["ts"] - origin) / 1e6
+        timeline.marks.append((e["name"].removeprefix(_MARK), start, start + e["dur"] / 1e6))
+
+
+def mark(name: str) -> record_function:
+    """Name a stretch of the recording: ``with mark("backward"): ...``."""
+    return record_function(_MARK + name)

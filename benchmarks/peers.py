@@ -1,0 +1,86 @@
+"""Plain PyTorch's ways to do the same, written as well as one can without a kernel of one's own.
+
+A way is a function ``(buffers, grads, scale)``. None of them gives the same bits as another in 16-bit buffers (some round
+twice); all of them are what people use.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+Way = Callable[[Sequence[Tensor], Sequence[Tensor], float], object]
+COMPILED_TENSORS_AT_MOST = 400
+
+
+def add_each(buffers: Sequence[Tensor], grads: Sequence[Tensor], scale: float) -> None:
+    """``add_`` a tensor, as in Megatron-LM's and DeepSpeed's hooks; PyTorch converts within the op."""
+    for buffer, grad in zip(buffers, grads):
+        buffer.add_(grad, alpha=scale)
+
+
+def add_foreach(buffers: Sequence[Tensor], grads: Sequence[Tensor], scale: float) -> None:
+    """One ``_foreach_add_`` for the list."""
+    torch._foreach_add_(buffers, grads, alpha=scale)
+
+
+def cast_then_add(buffers: Sequence[Tensor], grads: Sequence[Tensor], scale: float) -> None:
+    """Convert a gradient, then add it, tensor by tensor: the copy of a small one is still in the cache."""
+    for buffer, grad in zip(buffers, grads):
+        buffer.add_(grad.to(buffer.dtype), alpha=scale)
+
+
+def copy_each(buffers: Sequence[Tensor], grads: Sequence[Tensor], scale: float) -> None:
+    """``copy_`` a tensor, and a ``mul_`` of all where there is a scale: the plain way to overwrite."""
+    for buffer, grad in zip(buffers, grads):
+        buffer.copy_(grad)
+    if scale != 1:
+        torch._foreach_mul_(buffers, scale)
+
+
+def copy_foreach(buffers: Sequence[Tensor], grads: Sequence[Tensor], scale: float) -> None:
+    """One ``_foreach_copy_`` for the list, and a ``_foreach_mul_`` where there is a scale."""
+    torch._foreach_copy_(buffers, grads)
+    if scale != 1:
+        torch._foreach_mul_(buffers, scale)
+
+
+@functools.lru_cache(maxsize=1)
+def why_no_compile() -> str:
+    """Empty when ``torch.compile`` works here, else why not."""
+    try:
+        torch.compile(lambda x: x + 1)(torch.ones(8))
+    except Exception as error:  # whatever stops it, the reason is what the row must say
+        return f"torch.compile does not work here: {type(error).__name__}: {str(error).strip().splitlines()[0][:120]}"
+    finally:
+        torch._dynamo.reset()
+    return ""
+
+
+def why_not_compile(tensors: int, wanted: bool) -> str:
+    """Empty when compiling a list of so many tensors is feasible, else the reason for the row."""
+    if not wanted:
+        return "torch.compile was left out on the command line"
+    if tensors > COMPILED_TENSORS_AT_MOST:
+        return f"{tensors} tensors: the graph takes many minutes to compile"
+    return why_no_compile()
+
+
+def compiled_adds() -> Way:
+    """``torch.compile`` of the whole list: one graph, one generated kernel a tensor."""
+    torch._dynamo.reset()
+
+    def adds(buffers: Sequence[Tensor], grads: Sequence[Tensor], scale: float) -> None:
+        for buffer, grad in zip(buffers, grads):
+            buffer.add_(grad, alpha=scale)
+
+    return torch.compile(adds, fullgraph=True, dynamic=False)
+
+
+def norm_and_finite(buffers: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Norm of the list by ``_foreach_norm``, and whether it is finite: what PyTorch's own clipping does."""
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(buffers)))
+    return norm, torch.isfinite(norm)

@@ -1,0 +1,129 @@
+"""Tables of a benchmark's rows, for the terminal and as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from .harness import OURS, Row
+
+Table = tuple[list[str], list[list[str]]]
+
+
+def text(table: Table) -> str:
+    """Columns padded with blanks; the first left-aligned, the others right-aligned."""
+    header, lines = table
+    widths = [max(len(line[i]) for line in [header, *lines]) for i in range(len(header))]
+
+    def padded(line: Sequence[str]) -> str:
+        cells = [line[0].ljust(widths[0])] + [c.rjust(w) for c, w in zip(line[1:], widths[1:])]
+        return "  ".join(cells).rstrip()
+
+    return "\n".join([padded(header), "  ".join("-" * w for w in widths), *map(padded, lines)])
+
+
+def markdown(table: Table) -> str:
+    """A GitHub table, aligned as :func:`text` is."""
+    header, lines = table
+    rule = ["---"] + ["---:"] * (len(header) - 1)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, rule, *lines])
+
+
+def accumulate(rows: Sequence[Row]) -> Table:
+    """One line a case: our time, bandwidth and share of it, and how many times slower each peer was."""
+    cases = grouped(rows, ("set", "grads", "buffers", "mode", "stats"))
+    peers = _names(rows, "peer")
+    header = ["case", "ms (p10–p90)", "GB/s", "of bandwidth", "vs best", *(f"vs {p}" for p in peers)]
+    lines = []
+    for (name, grads, buffers, mode, stats), of_case in cases.items():
+        ours = of_case[OURS]
+        label = f"{name} {grads}→{buffers} {mode}{' + stats' if stats else ''}"
+        lines.append([label, *_measured(ours), f"{ours['speedup']:.2f}×", *(_against(of_case.get(p)) for p in peers)])
+    return header, lines
+
+
+def stats_cost(rows: Sequence[Row]) -> Table:
+    """What the norm and the finite check add to an accumulation, and what they cost a peer."""
+    lines = []
+    for (name, grads, buffers, _, stats), of_case in grouped(rows, ("set", "grads", "buffers", "mode", "stats")).items():
+        if stats:
+            ours, bare = of_case[OURS], of_case["fusedaccum without stats"]
+            cost = ours["median_ms"] / bare["median_ms"] - 1
+            lines.append([f"{name} {grads}→{buffers}", f"{cost:+.1%}", f"{ours['speedup']:.2f}×", str(ours["best_peer"])])
+    return ["set and dtypes", "norm and finite check cost", "vs best way with a norm", "which is"], lines
+
+
+def window(rows: Sequence[Row]) -> Table:
+    """One line a set and pair: whole windows of every contestant."""
+    cases = grouped(rows, ("set", "grads", "buffers"))
+    others = _names(rows, "variant") + _names(rows, "peer")
+    header = ["window of 8", "fusedaccum ms (p10–p90)", "GB/s", "of bandwidth", "vs best", *others]
+    lines = []
+    for (name, grads, buffers), of_case in cases.items():
+        ours = of_case[OURS]
+        times = [_milliseconds(of_case.get(o)) for o in others]
+        lines.append([f"{name} {grads}→{buffers}", *_measured(ours), f"{ours['speedup']:.2f}×", *times])
+    return header, lines
+
+
+def overhead(rows: Sequence[Row]) -> Table:
+    """Microseconds a tensor of every contestant, by number of tensors."""
+    contestants = list(dict.fromkeys(str(r["contestant"]) for r in rows))
+    lines = []
+    for (level, tensors), of_case in grouped(rows, ("level", "tensors")).items():
+        times = [f"{of_case[c]['us_per_tensor']:.2f}" if c in of_case else "–" for c in contestants]
+        lines.append([f"{level}, {tensors:,} tensor{'s' if tensors > 1 else ''}", *times])
+    return ["µs a tensor", *contestants], lines
+
+
+def memory(rows: Sequence[Row]) -> Table:
+    """Peaks in MiB and what they are made of."""
+    lines = []
+    for r in rows:
+        columns = ("parameter_bytes", "sum_bytes", "excess_bytes", "peak_bytes")
+        lines.append([str(r["contestant"]), *(f"{r[c] / 2**20:.1f}" for c in columns)])
+    return ["way", "parameters MiB", "FP32 sums MiB", "gradients and the rest MiB", "peak MiB"], lines
+
+
+def summary(accumulated: Sequence[Row], windows: Sequence[Row]) -> Table:
+    """The short table of the README: how many times faster than the best plain-PyTorch way."""
+    pairs = [("bf16", "fp32"), ("fp16", "fp32"), ("bf16", "bf16"), ("fp32", "fp32")]
+    lines = []
+    found = grouped(accumulated, ("set", "grads", "buffers", "mode", "stats"))
+    for name in dict.fromkeys(str(r["set"]) for r in accumulated):
+        cells = [_speedup(found.get((name, *pair, "add", False))) for pair in pairs]
+        ours = found.get((name, "bf16", "fp32", "add", False), {}).get(OURS)
+        whole = grouped(windows, ("set", "grads", "buffers")).get((name, "bf16", "fp32"))
+        share = f"{ours['share_of_bandwidth']:.0%}" if ours and "share_of_bandwidth" in ours else "–"
+        lines.append([name, *cells, share, _speedup(whole)])
+    header = ["parameters of", *(f"{g}→{b}" for g, b in pairs), "of bandwidth (bf16→fp32)", "window of 8 (bf16→fp32)"]
+    return header, lines
+
+
+def grouped(rows: Iterable[Row], keys: Sequence[str]) -> dict[tuple, dict[str, Row]]:
+    """Rows by the values of ``keys``, then by contestant; those of streams are left out."""
+    groups: dict[tuple, dict[str, Row]] = {}
+    for r in rows:
+        if r["kind"] != "bandwidth":
+            groups.setdefault(tuple(r[k] for k in keys), {})[str(r["contestant"])] = r
+    return groups
+
+
+def _names(rows: Iterable[Row], kind: str) -> list[str]:
+    return list(dict.fromkeys(str(r["contestant"]) for r in rows if r["kind"] == kind))
+
+
+def _measured(row: Row) -> list[str]:
+    share = f"{row['share_of_bandwidth']:.0%}" if "share_of_bandwidth" in row else "–"
+    return [f"{row['median_ms']:.2f} ({row['p10_ms']:.2f}–{row['p90_ms']:.2f})", f"{row['gb_per_s']:.1f}", share]
+
+
+def _milliseconds(row: Row | None) -> str:
+    return f"{row['median_ms']:.1f}" if row and "median_ms" in row else "–"
+
+
+def _against(row: Row | None) -> str:
+    return f"{row['ours_is_faster']:.2f}×" if row and "ours_is_faster" in row else "–"
+
+
+def _speedup(of_case: dict[str, Row] | None) -> str:
+    return f"{of_case[OURS]['speedup']:.2f}×" if of_case and OURS in of_case else "–"

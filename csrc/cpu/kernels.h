@@ -1,0 +1,53 @@
+// What the launcher knows of a kernel: its table by dtypes and mode, one table an instruction set. No torch.
+#pragma once
+
+#include <cstdint>
+
+namespace fusedaccum {
+namespace cpu {
+
+enum DType : int { kF64, kF32, kBF16, kFP16, kDTypes };
+constexpr int64_t kItemSize[kDTypes] = {8, 4, 2, 2};
+
+// Bits of a kernel's mode.
+enum Mode : int {
+  kOverwrite = 1,    // the output is not read
+  kStats = 2,        // sum squares of the output, count non-finite contributions
+  kCountOutput = 4,  // with kOverwrite | kStats: count non-finite outputs instead
+  kStream = 8,       // with kOverwrite: store past the caches; the output must be aligned to 64 bytes
+  kStochastic = 16,  // 16-bit outputs only: round stochastically
+  kModes = 32,
+};
+
+struct Parameters {
+  double scale;
+  double decay;
+  uint64_t seed;
+  uint64_t counter;  // index of the random number of the first element
+};
+
+struct Partial {
+  double sq_norm;
+  int64_t nonfinite;
+};
+
+// out[0..n) from in[0..n). Pointers need no alignment beyond their dtype's; nothing outside of [0, n) is touched.
+// `partial` is written by kStats modes only.
+using Kernel = void (*)(void* out, const void* in, int64_t n, const Parameters& parameters, Partial* partial);
+// The squares and the non-finite count of in[0..n).
+using StatsKernel = void (*)(const void* in, int64_t n, Partial* partial);
+
+struct KernelTable {
+  const char* name;
+  Kernel kernel[kModes][kDTypes][kDTypes];  // [mode][out][in], null where the mode makes no sense
+  StatsKernel stats[kDTypes];
+};
+
+extern const KernelTable kernels_default;
+#if defined(__x86_64__)
+extern const KernelTable kernels_avx2;
+extern const KernelTable kernels_avx512;
+#endif
+
+}  // namespace cpu
+}  // namespace fusedaccum

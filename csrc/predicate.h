@@ -1,0 +1,125 @@
+// May a kernel be given these lists of tensors? The C++ half of python/fusedaccum/arguments.py, over thousands of tensors in microseconds.
+//
+// It says no more than yes, yes after copying, or no. The Python half words the error, and has the last say: where stretches of memory
+// overlap, it also looks for interleaved views, which share nothing.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
+
+#include <algorithm>
+#include <vector>
+
+namespace fusedaccum {
+
+enum Verdict : int { kFlat = 0, kStrided = 1, kRefused = 2 };
+
+using Tensors = std::vector<const at::Tensor*>;
+
+inline bool supported(at::ScalarType type) {
+  return type == at::kDouble || type == at::kFloat || type == at::kBFloat16 || type == at::kHalf;
+}
+
+// Dispatch keys of plain, dense tensors; anything else (subclasses, functorch's wrappers, sparse …) is not read through its pointer.
+inline bool plain(const at::Tensor& x) {
+  constexpr c10::DispatchKeySet fine = c10::DispatchKeySet({c10::DispatchKey::Dense, c10::DispatchKey::ADInplaceOrView,
+                                                            c10::DispatchKey::AutogradFunctionality, c10::DispatchKey::Negative,
+                                                            c10::DispatchKey::ZeroTensor}) |
+      c10::autocast_dispatch_keyset | c10::DispatchKeySet(c10::DispatchKeySet::RAW, c10::full_backend_mask);
+  return (x.key_set() | fine) == fine && x.layout() == at::kStrided && !x.is_meta() && x.has_storage();
+}
+
+// Elements from the first to just after the last in memory.
+inline int64_t span(const at::Tensor& x) {
+  if (x.numel() == 0) return 0;
+  if (x.is_contiguous()) return x.numel();
+  int64_t last = 0;
+  for (int64_t d = 0; d < x.dim(); ++d) last += (x.size(d) - 1) * x.stride(d);
+  return last + 1;
+}
+
+inline bool backed(const at::Tensor& x) {
+  if (x.numel() == 0 || x._is_zerotensor()) return true;
+  return x.storage().nbytes() >= static_cast<std::size_t>(x.storage_offset() + span(x)) * x.element_size();
+}
+
+inline bool dense(const at::Tensor& x) { return x.numel() == 0 || x.is_contiguous() || x.is_non_overlapping_and_dense(); }
+
+inline bool overlaps_itself(const at::Tensor& x) {
+  if (x.numel() < 2 || dense(x)) return false;
+  std::vector<std::pair<int64_t, int64_t>> dims;
+  for (int64_t d = 0; d < x.dim(); ++d) {
+    if (x.size(d) != 1) dims.emplace_back(x.stride(d), x.size(d));
+  }
+  std::sort(dims.begin(), dims.end());
+  int64_t reach = 0;
+  for (const auto& [stride, size] : dims) {
+    if (stride <= reach) return true;
+    reach += stride * (size - 1);
+  }
+  return false;
+}
+
+inline bool flat(const at::Tensor& x) { return !x.is_neg() && !x._is_zerotensor() && dense(x); }
+
+inline bool flat_pair(const at::Tensor& out, const at::Tensor& in) {
+  if (!flat(out) || !flat(in)) return false;
+  if (out.numel() < 2 || (out.is_contiguous() && in.is_contiguous())) return true;
+  for (int64_t d = 0; d < out.dim(); ++d) {
+    if (out.size(d) != 1 && out.stride(d) != in.stride(d)) return false;
+  }
+  return true;
+}
+
+struct Stretch {
+  const char* begin;
+  const char* end;
+};
+
+inline Stretch memory(const at::Tensor& x) {
+  const char* begin = static_cast<const char*>(x.const_data_ptr());
+  return {begin, begin + span(x) * static_cast<int64_t>(x.element_size())};
+}
+
+// Does an output's stretch of memory overlap another output's, or an input's?
+inline bool share_memory(const Tensors& outs, const Tensors& ins) {
+  const auto by_begin = [](const Stretch& a, const Stretch& b) { return a.begin < b.begin; };
+  std::vector<Stretch> written;
+  written.reserve(outs.size());
+  for (const at::Tensor* x : outs) {
+    if (x->numel() != 0) written.push_back(memory(*x));
+  }
+  if (written.empty()) return false;
+  if (!std::is_sorted(written.begin(), written.end(), by_begin)) std::sort(written.begin(), written.end(), by_begin);
+  for (std::size_t i = 1; i < written.size(); ++i) {
+    if (written[i].begin < written[i - 1].end) return true;
+  }
+  for (const at::Tensor* x : ins) {
+    if (x->numel() == 0) continue;
+    const Stretch read = memory(*x);
+    if (read.end <= written.front().begin || read.begin >= written.back().end) continue;
+    const auto next = std::upper_bound(written.begin(), written.end(), read, by_begin);
+    if ((next != written.end() && next->begin < read.end) || (next != written.begin() && (next - 1)->end > read.begin)) return true;
+  }
+  return false;
+}
+
+// `ins` is empty for ops of one list.
+inline Verdict judge(const Tensors& outs, const Tensors& ins, bool written) {
+  Verdict verdict = kFlat;
+  const bool pairs = !ins.empty();
+  for (std::size_t k = 0; k < outs.size(); ++k) {
+    const at::Tensor& out = *outs[k];
+    const at::Tensor& in = pairs ? *ins[k] : out;
+    for (const at::Tensor* x : {&out, &in}) {
+      if (!plain(*x) || !supported(x->scalar_type()) || x->device() != outs[0]->device() || !backed(*x)) return kRefused;
+    }
+    if (pairs && out.sizes() != in.sizes()) return kRefused;
+    if (written && (overlaps_itself(out) || out._is_zerotensor())) return kRefused;
+    if (written && out.is_inference() && !c10::InferenceMode::is_enabled()) return kRefused;
+    if (!flat_pair(out, in)) verdict = kStrided;
+  }
+  return written && share_memory(outs, ins) ? kRefused : verdict;
+}
+
+}  // namespace fusedaccum

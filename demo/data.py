@@ -1,0 +1,31 @@
+"""Data that is on the machine already: scikit-learn's handwritten digits, and the Python standard library's own sources."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+# Modules that every Python has, in this order; the text is cut to the same length on all of them.
+SOURCES = ("argparse.py", "ast.py", "calendar.py", "datetime.py", "decimal.py", "difflib.py", "inspect.py", "statistics.py")
+
+
+def digits() -> tuple[Tensor, Tensor]:
+    """1,797 images of 8 x 8 in [-1, 1], float32, shape (n, 1, 8, 8), and their labels."""
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    return torch.tensor(found.images, dtype=torch.float32).unsqueeze(1) / 8 - 1, torch.tensor(found.target)
+
+
+def text(sequences: int, context: int) -> tuple[Tensor, Tensor]:
+    """Stretches of ``context`` bytes from the standard library's sources, shape (sequences, context), and the next bytes."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    content = b"".join((folder / name).read_bytes() for name in SOURCES if (folder / name).exists())
+    needed = sequences * context + 1
+    if len(content) < needed:
+        raise RuntimeError(f"the standard library in {folder} has {len(content)} bytes of the modules read, {needed} are needed")
+    stream = torch.frombuffer(bytearray(content[:needed]), dtype=torch.uint8).long()
+    return stream[:-1].view(sequences, context), stream[1:].view(sequences, context)

@@ -1,0 +1,52 @@
+"""The demo's two tasks, and the same two made tiny for the tests."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from . import data
+from .models import DigitsCNN, SmallGPT
+from .ways import Task
+
+
+def digits(tiny: bool = False) -> Task:
+    """A CNN in FP32. 1,797 images make 7 windows of 8 x 32 and one of 5, the last micro-batch of it 5 images."""
+    images, labels = data.digits()
+    kept = 300 if tiny else len(images)
+    return Task(
+        name="digits",
+        title="CNN, FP32, handwritten digits",
+        make_model=lambda: DigitsCNN(8 if tiny else 32),
+        make_optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+        loss=lambda model, x, y: F.cross_entropy(model(x), y),
+        data=(images[:kept], labels[:kept]),
+        micro_batch=8 if tiny else 32,
+        accum_steps=8,
+        epochs=1 if tiny else 6,
+        dtype=torch.float32,
+    )
+
+
+def gpt(tiny: bool = False) -> Task:
+    """A small GPT in bf16 with FP32 master weights, so that the gradient alone makes the difference between the ways."""
+    context, width, layers = (16, 32, 1) if tiny else (64, 128, 2)
+    sequences = 200 if tiny else 1000
+    return Task(
+        name="gpt",
+        title="GPT, bf16, the Python library's sources",
+        make_model=lambda: SmallGPT(width, layers, 4, context).to(torch.bfloat16),
+        make_optimizer=lambda params: torch.optim.SGD(params, lr=0.3, momentum=0.9),
+        loss=_next_byte,
+        data=data.text(sequences, context),
+        micro_batch=2 if tiny else 4,
+        accum_steps=32,
+        epochs=1 if tiny else 3,
+        dtype=torch.bfloat16,
+    )
+
+
+def _next_byte(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    # The loss itself in FP32, as everybody takes it: a mean of thousands of numbers.
+    return F.cross_entropy(model(x).float().flatten(0, 1), y.flatten())

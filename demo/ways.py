@@ -1,0 +1,182 @@
+"""The ways to train that the demo compares: the same model, data, order and optimizer, and only the gradient made otherwise."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import fusedaccum as fa
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained: a model with its data and optimizer, and how a big batch falls into micro-batches.
+
+    ``make_model`` is called after seeding and gives a model of ``dtype``; ``loss`` is a mean over a (micro-)batch's samples.
+    """
+
+    name: str
+    title: str
+    make_model: Callable[[], nn.Module]
+    make_optimizer: Callable[[list[Tensor]], torch.optim.Optimizer]
+    loss: Callable[[nn.Module, Tensor, Tensor], Tensor]
+    data: tuple[Tensor, Tensor]
+    micro_batch: int
+    accum_steps: int
+    epochs: int
+    dtype: torch.dtype
+
+    @property
+    def master_weights(self) -> bool:
+        """Models of less than FP32 are trained with FP32 master weights, in every way alike."""
+        return self.dtype.itemsize < 4
+
+    def windows(self, epoch: int) -> Iterator[Tensor]:
+        """The epoch's shuffled samples, cut into big batches; the last one holds what is left."""
+        order = torch.randperm(len(self.data[0]), generator=torch.Generator().manual_seed(epoch))
+        return iter(order.split(self.micro_batch * self.accum_steps))
+
+    @property
+    def steps(self) -> int:
+        return self.epochs * -(-len(self.data[0]) // (self.micro_batch * self.accum_steps))
+
+
+@dataclass
+class Run:
+    """What one way of training gave: a loss a step, the parameters after every step, and what it cost."""
+
+    losses: list[float] = field(default_factory=list)
+    parameters: list[Tensor] = field(default_factory=list)
+    seconds: float = 0.0
+    peak_bytes: int = 0
+
+
+class PlainMasters:
+    """FP32 master weights the plain way, for the runs without fusedaccum: step FP32 copies, then round them into the model."""
+
+    def __init__(self, model: nn.Module, task: Task):
+        self.params = list(model.parameters())
+        self.dtype = task.dtype
+        self.masters = [p.detach().clone().float() for p in self.params] if task.master_weights else self.params
+        self.optimizer = task.make_optimizer(self.masters)
+
+    def step(self) -> None:
+        """One optimizer step with the gradients that the parameters hold, which are then dropped."""
+        if self.masters is not self.params:
+            for master, p in zip(self.masters, self.params):
+                master.grad, p.grad = p.grad.float(), None
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.masters is not self.params:
+            with torch.no_grad():
+                for master, p in zip(self.masters, self.params):
+                    p.copy_(master.to(self.dtype))
+
+
+# A way takes (task, model) and gives two functions: step(window) -> mean loss, and the weights as the optimizer has them.
+Way = Callable[[Task, nn.Module], tuple[Callable[[Tensor], float], Callable[[], list[Tensor]]]]
+
+
+def big_batch(task: Task, model: nn.Module) -> tuple:
+    """(a) The batch that micro-batches stand for, in one forward and backward, in FP32 arithmetic.
+
+    A bf16 model's weights are rounded to bf16 as in all the other ways; only the arithmetic on them is not.
+    """
+    return big_batch_as_is(task, model.float())
+
+
+def big_batch_as_is(task: Task, model: nn.Module) -> tuple:
+    """(e) The big batch in the model's own arithmetic: what (a) would be, were there no reason to mistrust it."""
+    plain = PlainMasters(model, task)
+    inputs, targets = task.data
+
+    def step(window: Tensor) -> float:
+        loss = task.loss(model, inputs[window], targets[window])
+        loss.backward()
+        plain.step()
+        return loss.item()
+
+    return step, lambda: plain.masters
+
+
+def fused(task: Task, model: nn.Module) -> tuple:
+    """(b) fusedaccum: the loop of plain PyTorch, with one line more. The partial window at an epoch's end is flushed."""
+    inner = task.make_optimizer(list(model.parameters()))
+    opt = fa.AccumulatingOptimizer(inner, accum_steps=task.accum_steps, master_weights=task.master_weights)
+    inputs, targets = task.data
+
+    def step(window: Tensor) -> float:
+        total = 0.0
+        for part in window.split(task.micro_batch):
+            loss = task.loss(model, inputs[part], targets[part])
+            opt.backward(loss, weight=len(part))
+            opt.step()
+            opt.zero_grad()
+            total += loss.item() * len(part)
+        if not opt.updated:
+            opt.flush()
+        return total / len(window)
+
+    def weights() -> list[Tensor]:
+        masters = opt.state_dict()["fusedaccum"]["masters"]  # by the parameter's place, none for FP32 models
+        return [masters.get(i, p) for i, p in enumerate(model.parameters())]
+
+    return step, weights
+
+
+def plain_accumulation(task: Task, model: nn.Module, corrected: bool = False) -> tuple:
+    """(c) What most loops do: ``(loss / accum_steps).backward()`` into the parameters' own ``.grad``.
+
+    ``corrected`` divides a micro-batch's loss by its share of the window it is really in, as careful loops do.
+    """
+    plain = PlainMasters(model, task)
+    inputs, targets = task.data
+
+    def step(window: Tensor) -> float:
+        total = 0.0
+        for part in window.split(task.micro_batch):
+            loss = task.loss(model, inputs[part], targets[part])
+            share = len(part) / len(window) if corrected else 1 / task.accum_steps
+            (loss * share).backward()
+            total += loss.item() * len(part)
+        plain.step()
+        return total / len(window)
+
+    return step, lambda: plain.masters
+
+
+def plain_corrected(task: Task, model: nn.Module) -> tuple:
+    """(d) As (c), with every micro-batch weighed by hand as its window needs it."""
+    return plain_accumulation(task, model, corrected=True)
+
+
+WAYS: dict[str, tuple[str, Way]] = {
+    "a": ("big batch", big_batch),
+    "b": ("fusedaccum", fused),
+    "c": ("plain, loss / N", plain_accumulation),
+    "d": ("plain, weighed by hand", plain_corrected),
+    "e": ("big batch in bf16", big_batch_as_is),
+}
+
+
+def train(task: Task, way: Way, label: str) -> Run:
+    """Train from the same seed, over the same windows in the same order."""
+    torch.manual_seed(0)
+    model = task.make_model()
+    step, weights = way(task, model)
+    run = Run()
+    with tqdm(total=task.steps, desc=f"{task.title}: {label}", unit="step", dynamic_ncols=True) as bar:
+        for epoch in range(task.epochs):
+            for window in task.windows(epoch):
+                started = time.perf_counter()
+                run.losses.append(step(window))
+                run.seconds += time.perf_counter() - started
+                run.parameters.append(torch.cat([w.detach().float().flatten() for w in weights()]))
+                bar.update()
+            bar.set_postfix(loss=f"{run.losses[-1]:.4f}")
+    return run

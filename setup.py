@@ -1,0 +1,153 @@
+"""Builds the native extensions where there is a torch to build them against; all else stands in pyproject.toml.
+
+FUSEDACCUM_CUDA=auto|0|1: build the CUDA extension where it can be built, never, or else fail.
+TORCH_CUDA_ARCH_LIST: the GPUs to compile for, as in PyTorch. CUDA_HOME: the toolkit, where it is not that of the nvcc on PATH.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from platform import machine
+from sysconfig import get_config_var
+
+from setuptools import setup
+from setuptools.command.build_py import build_py
+
+try:
+    import torch
+except ImportError:  # an isolated build: the package works without its extensions, and says how to get them
+    torch = None
+
+CXX_FLAGS = [
+    "-O3",
+    "-g0",
+    "-ffp-contract=off",
+    "-fvisibility=hidden",
+]  # no fast-math, no -march: the same bits everywhere
+OPENMP = ["-fopenmp"] if sys.platform == "linux" else []  # to compile, not to link: PyTorch's own thread pool is used
+NVCC_FLAGS = ["-O3", "-fmad=false", "--threads=2"]
+CPU_ISA_FLAGS = {  # csrc/cpu/kernels_<isa>.cpp; the machine that runs it chooses
+    "default": [],
+    "avx2": ["-mavx2", "-mf16c"],
+    "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mf16c"],
+}
+CUDA_ARCHS = (
+    "7.0",
+    "7.5",
+    "8.0",
+    "9.0",
+    "10.0",
+    "12.0",
+)  # those of them that nvcc knows, and PTX of the last for what comes
+NO_TORCH = "no torch to build against: pip install torch, then pip install --no-build-isolation ."
+
+
+def cuda_root() -> Path | None:
+    """The toolkit's root. The nvcc on PATH may be a wrapper script that lies elsewhere, so nvcc itself is asked."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    nvcc = f"{home}/bin/nvcc" if home else shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    if not os.access(nvcc, os.X_OK):
+        return None
+    dryrun = subprocess.run([nvcc, "-v", "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True).stderr
+    top = re.search(r"\bTOP=(\S+)", dryrun)
+    return Path(top[1]).resolve() if top else None
+
+
+def why_no_cuda(root: Path | None) -> str | None:
+    """None where the CUDA extension can be built. Whether a GPU is here does not matter: build machines have none."""
+    if torch is None:
+        return NO_TORCH
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA: install a CUDA build of torch"
+    if root is None:
+        return "no nvcc found: install the CUDA toolkit, then put nvcc on PATH or set CUDA_HOME"
+    release = re.search(r"release ([\d.]+)", subprocess.check_output([root / "bin/nvcc", "--version"], text=True))[1]
+    if release.split(".")[0] != torch.version.cuda.split(".")[0]:
+        return f"nvcc has CUDA {release}, torch has {torch.version.cuda}: the major versions must match"
+    return None
+
+
+def decide(root: Path | None) -> str | None:
+    """Why the CUDA extension is not built, or None; or the end, where FUSEDACCUM_CUDA=1 insists on it."""
+    wanted = os.environ.get("FUSEDACCUM_CUDA", "auto")
+    if wanted not in ("auto", "0", "1"):
+        sys.exit(f"FUSEDACCUM_CUDA is {wanted!r}; it must be auto, 0 or 1")
+    reason = "FUSEDACCUM_CUDA=0" if wanted == "0" else why_no_cuda(root)
+    if wanted == "1" and reason:
+        sys.exit(f"FUSEDACCUM_CUDA=1, but {reason}")
+    return reason
+
+
+def arch_list(root: Path) -> str:
+    known = subprocess.check_output([root / "bin/nvcc", "--list-gpu-arch"], text=True).split()
+    chosen = [arch for arch in CUDA_ARCHS if f"compute_{arch.replace('.', '')}" in known]
+    return os.environ.get("TORCH_CUDA_ARCH_LIST") or ";".join(chosen) + "+PTX"
+
+
+def native(with_cuda: bool) -> tuple[list, type]:
+    """The extensions, and the command that builds them."""
+    from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
+
+    class BuildNative(BuildExtension):
+        def initialize_options(self):
+            super().initialize_options()
+            # Kept, so that ninja rebuilds what changed; setuptools would even keep an extension of another torch.
+            self.build_temp = f"build/{sys.implementation.cache_tag}-torch-{torch.__version__}"
+            self.force = True
+
+        def build_extension(self, ext):
+            if ext.name == "fusedaccum._cpu":
+                with ThreadPoolExecutor() as pool:
+                    ext.extra_objects = list(pool.map(self.compile_kernels, CPU_ISA_FLAGS))
+            super().build_extension(ext)
+
+        def compile_kernels(self, isa):
+            flags = CXX_FLAGS + (CPU_ISA_FLAGS[isa] if machine() in ("x86_64", "AMD64") else [])
+            source, folder = f"csrc/cpu/kernels_{isa}.cpp", f"{self.build_temp}/{isa}"
+            return self.compiler.compile([source], folder, extra_postargs={"cxx": flags})[0]
+
+    launchers = [str(path) for path in sorted(Path("csrc/cpu").glob("*.cpp")) if not path.name.startswith("kernels_")]
+    flags = {"cxx": CXX_FLAGS + OPENMP, "nvcc": NVCC_FLAGS}
+    modules = [CppExtension("fusedaccum._cpu", ["csrc/bindings_cpu.cpp", *launchers], extra_compile_args=flags)]
+    if with_cuda:
+        sources = ["csrc/bindings_cuda.cpp", "csrc/cuda/accumulate.cu"]
+        modules.append(CUDAExtension("fusedaccum._cuda", sources, extra_compile_args=flags))
+    return modules, BuildNative
+
+
+def plan() -> tuple[list, dict, dict]:
+    """The extensions to build, the command for it, and the record of it that ``python -m fusedaccum`` shows."""
+    root = cuda_root()
+    why_not = decide(root)
+    if torch is None:
+        return [], {}, {"torch": None, "built": {}, "missing": {"_cpu": NO_TORCH, "_cuda": why_not}}
+    built = {"_cpu": f"{' '.join(CXX_FLAGS)}; {', '.join(CPU_ISA_FLAGS)}"}
+    if not why_not:
+        os.environ |= {"CUDA_HOME": str(root), "TORCH_CUDA_ARCH_LIST": arch_list(root)}  # for torch.utils.cpp_extension
+        built["_cuda"] = f"{' '.join(NVCC_FLAGS)}; CUDA {torch.version.cuda}; {os.environ['TORCH_CUDA_ARCH_LIST']}"
+    modules, command = native(with_cuda=not why_not)
+    record = {"torch": torch.__version__, "built": built, "missing": {"_cuda": why_not} if why_not else {}}
+    return modules, {"build_ext": command}, record
+
+
+class BuildPackage(build_py):
+    def run(self):
+        if not self.editable_mode:  # what an earlier build left there would be installed again
+            shutil.rmtree(self.build_lib, ignore_errors=True)
+        super().run()
+        folder = Path("python" if self.editable_mode else self.build_lib, "fusedaccum")
+        for name in RECORD["missing"]:
+            (folder / f"{name}{get_config_var('EXT_SUFFIX')}").unlink(missing_ok=True)
+        (folder / "_build.json").write_text(json.dumps(RECORD, indent=1) + "\n")
+        reasons = "".join(f"; no {name}: {reason}" for name, reason in RECORD["missing"].items())
+        print(f"fusedaccum: built {' and '.join(RECORD['built']) or 'pure Python'}{reasons}")
+
+
+if __name__ == "__main__":
+    MODULES, COMMANDS, RECORD = plan()
+    setup(ext_modules=MODULES, cmdclass={"build_py": BuildPackage, **COMMANDS})

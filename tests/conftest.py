@@ -1,0 +1,31 @@
+"""Fixtures that every test may use."""
+
+import importlib
+import importlib.util
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def same_numbers_every_time():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def cpu():
+    """The native CPU extension, put back to the instruction set it found after the test."""
+    if importlib.util.find_spec("fusedaccum._cpu") is None:
+        pytest.skip("the extension fusedaccum._cpu was not built")
+    module = importlib.import_module("fusedaccum._cpu")
+    before = module.capability()
+    yield module
+    module.set_capability(before)
+
+
+@pytest.fixture
+def threads():
+    """``threads(n)`` sets PyTorch's number of threads for the test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)

@@ -1,0 +1,113 @@
+"""What the tests of the ops share: dtypes, sizes round every boundary, values that hurt, and equality of bits."""
+
+import contextlib
+import importlib
+import importlib.util
+import os
+
+import torch
+
+DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+PAIRS = [(buffer, grad) for buffer in DTYPES for grad in DTYPES]
+PAIR_IDS = [f"buffer={buffer}-grad={grad}" for buffer, grad in PAIRS]
+
+# A step of the CPU kernels is 32 elements, a round of random numbers 256, a chunk 16,384, a block of zeros 4,096.
+RAGGED = [0, 1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 255, 256, 257, 1000, 4095, 4096, 4097]
+LONG = [16383, 16384, 16385, 32767, 32769, 50001]
+SCALES = [1.0, 0.37, -2.5, 0.0, -0.0, 1e-30, float("inf"), float("nan")]
+
+
+def capabilities():
+    """The instruction sets of the ``cpu`` backend on this machine; none where it was not built."""
+    if importlib.util.find_spec("fusedaccum._cpu") is None:
+        return []
+    return importlib.import_module("fusedaccum._cpu").capabilities()
+
+
+# Every backend that can run CPU tensors here; the CPU backend once an instruction set.
+BACKENDS = ["reference", *(f"cpu-{name}" for name in capabilities())]
+NATIVE = BACKENDS[1:]
+
+
+@contextlib.contextmanager
+def running(backend):
+    """The name to give as ``backend=``; within, the CPU backend runs the instruction set asked for."""
+    name, _, capability = backend.partition("-")
+    if not capability:
+        yield name
+        return
+    cpu = importlib.import_module("fusedaccum._cpu")
+    before = cpu.capability()
+    cpu.set_capability(capability)
+    try:
+        yield name
+    finally:
+        cpu.set_capability(before)
+
+
+def values(n, dtype, seed=0):
+    """Numbers of all magnitudes: normal, subnormal, zeros of both signs, and at the edges of FP16; all finite in FP64."""
+    g = torch.Generator().manual_seed(seed + n)
+    x = torch.randn(n, generator=g, dtype=torch.float64)
+    x *= torch.pow(10.0, torch.randint(-9, 6, (n,), generator=g, dtype=torch.float64))
+    edges = [
+        -0.0,
+        0.0,
+        65504.0,
+        65519.99,
+        65520.0,
+        2.0**-14,
+        2.0**-15,
+        2.0**-24,
+        2.0**-25,
+        1.5 * 2.0**-25,
+        3e-40,
+        1.00390625,
+        1.01171875,
+    ]
+    for k, edge in enumerate(edges):
+        if n > 2 * k:
+            x[(k * 7 + 2) % n] = edge
+    return x.to(dtype)
+
+
+def with_nonfinite(x):
+    """``x`` with infinities and NaNs put in, some of them into its last elements."""
+    for at, value in (
+        (1, float("nan")),
+        (5, float("inf")),
+        (x.numel() - 1, float("-inf")),
+        (x.numel() // 2, float("nan")),
+    ):
+        if 0 <= at < x.numel():
+            x[at] = value
+    return x
+
+
+def bits(x):
+    return x.contiguous().view({8: torch.int64, 4: torch.int32, 2: torch.int16}[x.element_size()])
+
+
+def assert_same_bits(got, expected, what=""):
+    """Equal bits, where not both are NaN: a NaN's payload is nobody's promise."""
+    assert got.dtype == expected.dtype
+    assert got.shape == expected.shape
+    wrong = (bits(got) != bits(expected)) & ~(got.isnan() & expected.isnan()).contiguous()
+    assert not wrong.any(), (
+        f"{what}: {int(wrong.sum())} of {wrong.numel()} differ, first at {wrong.flatten().nonzero()[0].item()}: "
+        f"{got[wrong][:4].tolist()} instead of {expected[wrong][:4].tolist()}"
+    )
+
+
+def assert_same_stats(got, expected):
+    assert got.nonfinite.item() == expected.nonfinite.item()
+    torch.testing.assert_close(got.sq_norm, expected.sq_norm, rtol=1e-13, atol=0, equal_nan=True)
+
+
+def copies(tensors):
+    return [x.clone() for x in tensors]
+
+
+def child_environment(**variables):
+    """The environment of this process, with the given variables and without ours."""
+    return {k: v for k, v in os.environ.items() if not k.startswith("FUSEDACCUM_")} | variables

@@ -1,0 +1,169 @@
+"""Every op on every backend gives the bits of the reference: dtypes x ragged sizes x scales x overwrite x decay."""
+
+import itertools
+
+import pytest
+import torch
+from fusedaccum import ops
+from ops_cases import (
+    DTYPES,
+    LONG,
+    NATIVE,
+    PAIR_IDS,
+    PAIRS,
+    RAGGED,
+    SCALES,
+    assert_same_bits,
+    assert_same_stats,
+    copies,
+    running,
+    values,
+    with_nonfinite,
+)
+
+pytestmark = pytest.mark.skipif(not NATIVE, reason="the extension fusedaccum._cpu was not built")
+
+
+@pytest.fixture(autouse=True)
+def one_thread(threads):
+    """Threads are test_ops_threads.py's subject; here they would only wait for each other."""
+    threads(1)
+
+
+def compare(call, outs, backends=NATIVE):
+    """``call(outs, stats, backend)`` on the reference and on every native backend: same bits in ``outs``, same stats."""
+    expected, expected_stats = copies(outs), ops.Stats.empty()
+    call(expected, expected_stats, "reference")
+    for backend in backends:
+        for stats in (ops.Stats.empty(), None):
+            got = copies(outs)
+            with running(backend) as name:
+                call(got, stats, name)
+            for k, (a, b) in enumerate(zip(got, expected, strict=True)):
+                assert_same_bits(a, b, f"{backend}, tensor {k} of {b.numel()}")
+            if stats is not None:
+                assert_same_stats(stats, expected_stats)
+
+
+def lists(buffer, grad, sizes, nonfinite=False):
+    outs = [values(n, DTYPES[buffer], seed=1) for n in sizes]
+    ins = [values(n, DTYPES[grad], seed=2) for n in sizes]
+    return outs, [with_nonfinite(x) for x in ins] if nonfinite else ins
+
+
+@pytest.mark.parametrize(("buffer", "grad"), PAIRS, ids=PAIR_IDS)
+def test_accumulate_equals_reference(buffer, grad):
+    outs, ins = lists(buffer, grad, RAGGED)
+    for scale, overwrite, decay in itertools.product(SCALES, (False, True), (1.0, 0.75)):
+        compare(
+            lambda out, stats, backend, s=scale, o=overwrite, d=decay: ops.accumulate_(
+                out, ins, s, overwrite=o, decay=d, stats=stats, backend=backend
+            ),
+            outs,
+        )
+
+
+@pytest.mark.parametrize(("buffer", "grad"), PAIRS, ids=PAIR_IDS)
+def test_accumulate_equals_reference_over_chunks_and_nonfinite_values(buffer, grad):
+    outs, ins = lists(buffer, grad, [*LONG, 17], nonfinite=True)
+    with_nonfinite(outs[2])
+    for scale, overwrite in itertools.product((0.37, 0.0), (False, True)):
+        compare(
+            lambda out, stats, backend, s=scale, o=overwrite: ops.accumulate_(
+                out, ins, s, overwrite=o, stats=stats, backend=backend
+            ),
+            outs,
+        )
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.0, torch.tensor(0.0)], ids=["0", "-0", "tensor"])
+def test_accumulate_zero_scale_adds_nothing_whatever_the_gradient_holds(scale):
+    for backend in ("reference", *NATIVE):
+        buffer, before = values(5000, torch.float32), values(5000, torch.float32)
+        poison = torch.full((5000,), float("nan"))
+        with running(backend) as name:
+            ops.accumulate_([buffer], [poison], scale, stats=(stats := ops.Stats.empty()), backend=name)
+            torch.testing.assert_close(buffer, before, rtol=0, atol=0)
+            assert stats.nonfinite == 0
+            ops.accumulate_([buffer], [poison], scale, overwrite=True, backend=name)
+        assert not buffer.any()
+
+
+@pytest.mark.parametrize(("out", "in_"), PAIRS, ids=[f"out={out}-in={in_}" for out, in_ in PAIRS])
+def test_cast_equals_reference(out, in_):
+    outs, ins = lists(out, in_, RAGGED + LONG[:3], nonfinite=True)
+    for scale in SCALES:
+        compare(lambda o, stats, backend, s=scale: ops.cast_(o, ins, s, stats=stats, backend=backend), outs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scale_and_stats_equal_reference(dtype):
+    tensors = [with_nonfinite(values(n, DTYPES[dtype])) for n in RAGGED + LONG]
+    for scale in SCALES:
+        compare(lambda x, stats, backend, s=scale: ops.scale_(x, s, stats=stats, backend=backend), tensors)
+    for finite in (True, False):
+        measured = [values(n, DTYPES[dtype]) for n in RAGGED] if finite else tensors
+        for backend in NATIVE:
+            with running(backend) as name:
+                assert_same_stats(ops.stats(measured, backend=name), ops.stats(measured, backend="reference"))
+
+
+def test_accumulate_mixes_dtypes_in_one_call():
+    outs = [values(n, DTYPES[buffer]) for n, (buffer, _) in enumerate(PAIRS, start=100)]
+    ins = [values(n, DTYPES[grad], seed=5) for n, (_, grad) in enumerate(PAIRS, start=100)]
+    compare(lambda o, stats, backend: ops.accumulate_(o, ins, 0.3, stats=stats, backend=backend), outs)
+
+
+@pytest.mark.parametrize("overwrite", [False, True], ids=["add", "overwrite"])
+@pytest.mark.parametrize("buffer", ["bf16", "f16"])
+@pytest.mark.parametrize("grad", DTYPES)
+def test_accumulate_stochastic_equals_reference(buffer, grad, overwrite):
+    sizes = [0, 1, 31, 32, 33, 255, 257, 300, 1000, 4097, 16385]
+    outs, ins = lists(buffer, grad, sizes, nonfinite=True)
+    counters = [0, 1, 5, 7, 8, 2**35 - 3, 2**63, 2**64 - 40, 12345, 3, 999]
+    rounding = ops.StochasticRounding(2**63 + 987654321, counters)
+    for scale, decay in ((1.0, 1.0), (1e-3, 0.5), (0.0, 0.9)):
+        compare(
+            lambda out, stats, backend, s=scale, d=decay: ops.accumulate_(
+                out, ins, s, overwrite=overwrite, decay=d, rounding=rounding, stats=stats, backend=backend
+            ),
+            outs,
+        )
+
+
+@pytest.mark.parametrize(("buffer", "grad"), [("f32", "bf16"), ("bf16", "f32"), ("f64", "f32")])
+@pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "misaligned"])
+def test_accumulate_streamed_overwrite_equals_reference(buffer, grad, offset):
+    """Large overwrites go past the caches, where the output is aligned."""
+    n = (2 << 20) + 13
+    memory, x = torch.full((n + 64,), 7.0, dtype=DTYPES[buffer]), values(n, DTYPES[grad])
+    expected = [torch.empty(n, dtype=DTYPES[buffer])]
+    ops.accumulate_(
+        expected, [x], 0.3, overwrite=True, stats=(expected_stats := ops.Stats.empty()), backend="reference"
+    )
+    for backend in NATIVE:
+        for stats in (ops.Stats.empty(), None):
+            memory.fill_(7.0)
+            with running(backend) as name:
+                ops.accumulate_([memory[offset : offset + n]], [x], 0.3, overwrite=True, stats=stats, backend=name)
+            assert_same_bits(memory[offset : offset + n], expected[0], backend)
+            assert (memory[:offset] == 7).all()
+            assert (memory[offset + n :] == 7).all()
+            if stats is not None:
+                assert_same_stats(stats, expected_stats)
+
+
+@pytest.mark.slow
+def test_accumulate_reaches_past_two_to_the_31_elements():
+    with open("/proc/meminfo") as file:
+        available = next(int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
+    if available < 12 << 20:
+        pytest.skip("needs 12 GB of free memory")
+    n = 2**31 + 37
+    buffer, grad = torch.zeros(n, dtype=torch.bfloat16), torch.ones(n, dtype=torch.bfloat16)
+    grad[-1] = 3
+    ops.accumulate_([buffer], [grad], 2.0, stats=(stats := ops.Stats.empty()), backend="cpu")
+    assert buffer[0] == 2
+    assert buffer[2**31] == 2
+    assert buffer[-1] == 6
+    assert stats.sq_norm == 4.0 * (n - 1) + 36

@@ -1,0 +1,202 @@
+"""Only the elements given are read and written: misaligned views, strides, poison, neighbours that must keep their value."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from fusedaccum import ops
+from ops_cases import BACKENDS, DTYPES, PAIR_IDS, PAIRS, assert_same_bits, running, values
+
+every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=[f"backend={name}" for name in BACKENDS])
+SENTINEL = 7.0
+
+
+def guarded(x, offset):
+    """A view equal to ``x`` that begins ``offset`` elements into memory full of sentinels, and that memory."""
+    memory = torch.full((x.numel() + offset + 70,), SENTINEL, dtype=x.dtype)
+    view = memory[offset : offset + x.numel()]
+    view.copy_(x)
+    return view, memory
+
+
+@every_backend
+@pytest.mark.parametrize(("buffer", "grad"), PAIRS, ids=PAIR_IDS)
+def test_accumulate_misaligned_views_leave_their_neighbours(backend, buffer, grad):
+    sizes = [1, 15, 31, 33, 63, 65, 300]
+    for offset in (0, 1, 3, 8, 33):
+        b, g = [values(n, DTYPES[buffer]) for n in sizes], [values(n, DTYPES[grad], seed=9) for n in sizes]
+        expected = [x.clone() for x in b]
+        ops.accumulate_(expected, g, 0.3, backend="reference")
+        outs, ins = zip(*(guarded(x, offset) for x in b), strict=True), [guarded(x, offset + 1)[0] for x in g]
+        views, memories = outs
+        with running(backend) as name:
+            ops.accumulate_(list(views), ins, 0.3, backend=name)
+        for n, view, memory, want in zip(sizes, views, memories, expected, strict=True):
+            assert_same_bits(view, want)
+            assert (memory[:offset] == SENTINEL).all()
+            assert (memory[offset + n :] == SENTINEL).all()
+
+
+@every_backend
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_overwrite_and_cast_do_not_read_their_outputs(backend, dtype):
+    x = [torch.ones(n) for n in (1, 31, 33, 5000)]
+    with running(backend) as name:
+        for op in ("accumulate_", "cast_"):
+            poisoned = [torch.full((y.numel(),), float("nan"), dtype=DTYPES[dtype]) for y in x]
+            extra = {"overwrite": True} if op == "accumulate_" else {}
+            getattr(ops, op)(poisoned, x, 2.0, stats=(stats := ops.Stats.empty()), backend=name, **extra)
+            assert all((y == 2).all() for y in poisoned)
+            assert (stats.sq_norm, stats.nonfinite) == (4 * sum(y.numel() for y in x), 0)
+
+
+LAYOUTS = {
+    "transposed": lambda: torch.randn(40, 30).t(),
+    "channels-last": lambda: torch.randn(2, 30, 5, 4).contiguous(memory_format=torch.channels_last),
+    "permuted": lambda: torch.randn(5, 6, 40).permute(2, 0, 1),
+    "every-other": lambda: torch.randn(30, 80)[:, ::2],
+    "column": lambda: torch.randn(1200, 2)[:, 1],
+    "gap-between-rows": lambda: torch.randn(30, 50)[:, :40],
+    "size-one-dims": lambda: torch.randn(30, 1, 40).as_strided((30, 1, 40), (40, 999, 1)),
+    "scalar": lambda: torch.randn(()),
+    "empty": lambda: torch.randn(0, 3),
+}
+ONLY_READ = {
+    "expanded": lambda: torch.randn(1, 40).expand(30, 40),
+    "expanded-scalar": lambda: torch.randn(()).expand(30, 40),
+    "overlapping-windows": lambda: torch.randn(100).unfold(0, 10, 1),
+    "negated-view": lambda: torch.randn(30, 40, dtype=torch.complex64).conj().imag,
+    "zero-tensor": lambda: torch._efficientzerotensor(30, 40),
+    "requires-grad": lambda: torch.randn(30, 40, requires_grad=True) * 2,
+}
+
+
+@every_backend
+@pytest.mark.parametrize("buffer_layout", LAYOUTS)
+def test_accumulate_any_strides(backend, buffer_layout):
+    for layout in (*LAYOUTS, *ONLY_READ):
+        torch.manual_seed(1)
+        buffer, grad = LAYOUTS[buffer_layout](), (LAYOUTS | ONLY_READ)[layout]()
+        if buffer.numel() == 1200 and grad.numel() == 1200:
+            grad = grad.reshape(buffer.shape) if layout not in LAYOUTS and grad.dim() != buffer.dim() else grad
+        if buffer.shape != grad.shape:
+            buffer = (
+                buffer.reshape(-1)[:0].new_empty(grad.shape) if layout == buffer_layout else torch.randn(grad.shape)
+            )
+            buffer.normal_()
+        expected = buffer * 0.5 + grad.detach() * 0.25
+        with running(backend) as name:
+            ops.accumulate_([buffer], [grad], 0.25, decay=0.5, stats=(stats := ops.Stats.empty()), backend=name)
+        assert_same_bits(buffer, expected)
+        torch.testing.assert_close(stats.sq_norm, expected.double().square().sum(), rtol=1e-12, atol=0)
+        assert not buffer.requires_grad
+
+
+@every_backend
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_cast_scale_and_stats_any_strides(backend, layout):
+    x = LAYOUTS[layout]()
+    dense = x.clone(memory_format=torch.contiguous_format)
+    with running(backend) as name:
+        ops.cast_([out := torch.zeros_like(dense, dtype=torch.float16)], [x], 3.0, backend=name)
+        assert_same_bits(out, (dense * 3).half())
+        assert torch.isclose(ops.stats([x], backend=name).sq_norm, dense.double().square().sum(), rtol=1e-12)
+        ops.cast_([x], [out], 2.0, backend=name)
+        assert_same_bits(x, out.float() * 2)
+        ops.scale_([x], 0.5, backend=name)
+        assert_same_bits(x, out.float())
+
+
+@every_backend
+@pytest.mark.parametrize("layout", ONLY_READ)
+def test_stats_of_what_is_only_read(backend, layout):
+    x = ONLY_READ[layout]()
+    with running(backend) as name:
+        got = ops.stats([x, x], backend=name).sq_norm
+    torch.testing.assert_close(got, 2 * x.detach().double().square().sum(), rtol=1e-12, atol=0)
+
+
+@every_backend
+def test_strided_outputs_leave_the_elements_between(backend):
+    memory = torch.full((30, 80), SENTINEL)
+    with running(backend) as name:
+        ops.accumulate_([memory[:, ::2]], [torch.ones(30, 40)], 2.0, backend=name)
+        ops.scale_([memory[:, ::2]], 0.5, backend=name)
+    assert (memory[:, ::2] == (SENTINEL + 2) / 2).all()
+    assert (memory[:, 1::2] == SENTINEL).all()
+
+
+@every_backend
+def test_interleaved_views_of_one_tensor_are_separate_buffers(backend):
+    memory = torch.zeros(10, 3, 4)
+    parts, grads = list(memory.unbind(1)), [torch.full((10, 4), float(k + 1)) for k in range(3)]
+    with running(backend) as name:
+        ops.accumulate_(parts, grads, 1.0, backend=name)
+        ops.accumulate_([memory[:, 0]], [memory[:, 1]], 1.0, backend=name)  # reads between the lines of what it writes
+    assert [memory[:, k].unique().tolist() for k in range(3)] == [[3.0], [2.0], [3.0]]
+
+
+@every_backend
+def test_neighbouring_views_are_no_overlap(backend):
+    flat, halves = torch.zeros(1000), torch.ones(1000)
+    with running(backend) as name:
+        ops.accumulate_([flat[500:], flat[:500]], [halves[:500], halves[500:]], 1.0, backend=name)
+        ops.cast_([flat[:300]], [flat[300:600]], 2.0, backend=name)
+    assert flat.sum() == 300 * 2 + 700
+
+
+@every_backend
+def test_written_tensors_get_a_new_version_and_read_ones_do_not(backend):
+    buffer, grad, stats = torch.zeros(8), torch.ones(8), ops.Stats.empty()
+    weight = torch.ones(8, requires_grad=True)
+    loss = (weight * buffer).sum()
+    with running(backend) as name:
+        ops.accumulate_([buffer], [grad], 1.0, stats=stats, backend=name)
+    assert buffer._version > 0
+    assert stats.sq_norm._version > 0
+    assert grad._version == 0
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@every_backend
+def test_leaves_that_require_grad_can_be_written(backend):
+    parameter = torch.nn.Parameter(torch.ones(5))
+    with running(backend) as name:
+        ops.cast_([parameter], [torch.full((5,), 2.0, dtype=torch.float64)], backend=name)
+        ops.accumulate_([parameter], [parameter.detach().clone()], 1.0, backend=name)
+    assert (parameter == 4).all()
+    assert parameter.is_leaf
+    assert parameter.requires_grad
+
+
+@every_backend
+def test_inference_tensors_within_inference_mode(backend):
+    with torch.inference_mode(), running(backend) as name:
+        x = torch.ones(5)
+        ops.scale_([x], 2.0, stats=(stats := ops.Stats.empty()), backend=name)
+        assert stats.sq_norm == 20
+
+
+@every_backend
+def test_nothing_is_kept_alive(backend):
+    buffer, grad = torch.zeros(100), torch.ones(100)
+    gone = [weakref.ref(buffer), weakref.ref(grad)]
+    with running(backend) as name:
+        ops.accumulate_([buffer], [grad], 1.0, backend=name)
+    del buffer, grad
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
+
+
+@every_backend
+def test_empty_lists_and_empty_tensors(backend):
+    stats = ops.Stats(torch.tensor(3.0, dtype=torch.float64), torch.tensor(3))
+    with running(backend) as name:
+        ops.accumulate_([], [], 1.0, stats=stats, backend=name)
+        assert (stats.sq_norm, stats.nonfinite) == (0, 0)
+        ops.accumulate_([torch.zeros(0)], [torch.zeros(0).half()], 1.0, stats=stats, backend=name)
+        ops.scale_((), 2.0, backend=name)
+        ops.cast_((torch.zeros(0, 4),), (torch.zeros(0, 4),), backend=name)
+        assert ops.stats([], backend=name).sq_norm == 0

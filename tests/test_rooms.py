@@ -1,0 +1,87 @@
+"""Which part of the tree may know which: docs/decisions.md, "Rooms". Read from the imports, so nothing has to be installed."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "python/fusedaccum"
+
+# The functional layer, and whom of the package each of its modules may import. All other modules are the wrapper.
+FUNCTIONAL = {
+    "_version": set(),
+    "arguments": set(),
+    "native": set(),
+    "backends": {"native"},
+    "ops": {"arguments", "backends"},
+    "reference": {"ops"},
+    "__main__": {"_version", "backends", "native"},
+}
+WRAPPER = sorted({path.stem for path in PACKAGE.glob("*.py")} - set(FUNCTIONAL))
+MAY_CHECK_A_BACKENDS_NAME = {"settings"}
+
+PLAIN_CPP = sorted(
+    path.relative_to(ROOT).as_posix()
+    for folder, pattern in (("csrc", "formulas.h"), ("csrc", "chunks.h"), ("csrc/cpu", "*"), ("csrc/cuda", "*"))
+    for path in (ROOT / folder).glob(pattern)
+)
+
+
+def imports(path, package="fusedaccum"):
+    """Full names of all modules that a file imports, wherever in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            module = ".".join(filter(None, [package if node.level else "", node.module]))
+            found |= {module} | {f"{module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def siblings(module):
+    names = {path.stem for path in PACKAGE.glob("*.py")}
+    return {name.split(".")[1] for name in imports(PACKAGE / f"{module}.py") if name.startswith("fusedaccum.")} & names
+
+
+@pytest.mark.parametrize("module", FUNCTIONAL)
+def test_functional_layer_knows_nothing_of_optimizers(module):
+    assert siblings(module) <= FUNCTIONAL[module]
+    assert not {name for name in imports(PACKAGE / f"{module}.py") if name.startswith(("torch.optim", "torch.nn"))}
+
+
+@pytest.mark.parametrize("module", WRAPPER)
+def test_wrapper_reaches_kernels_through_ops_only(module):
+    allowed = {"ops", "_version"} | ({"backends"} if module in MAY_CHECK_A_BACKENDS_NAME else set())
+    assert siblings(module) & set(FUNCTIONAL) <= allowed
+    assert not {
+        name for name in imports(PACKAGE / f"{module}.py") if "_cpu" in name or "_cuda" in name or "triton" in name
+    }
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "demo"])
+def test_users_of_the_package_use_its_public_api(folder):
+    public = {
+        "fusedaccum",
+        "fusedaccum.ops",
+        "fusedaccum.__version__",
+        "fusedaccum.AccumulatingOptimizer",
+        "fusedaccum.LastWindow",
+    }
+    for path in (ROOT / folder).rglob("*.py"):
+        ours = {name for name in imports(path, package=folder) if name.split(".")[0] == "fusedaccum"}
+        assert ours - public <= {name for name in ours if name.startswith("fusedaccum.ops.")}, path
+
+
+@pytest.mark.parametrize("path", PLAIN_CPP)
+def test_formulas_launchers_and_kernels_include_no_torch(path):
+    included = re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)', (ROOT / path).read_text(), re.MULTILINE)
+    assert not [name for name in included if re.match(r"(torch|ATen|c10|pybind11|Python\.h)", name)]
+
+
+def test_formulas_know_no_dtype_dispatch_and_no_header_of_ours():
+    source = (ROOT / "csrc/formulas.h").read_text()
+    assert not re.findall(r'#include "', source)
+    assert not re.findall(r"\b(switch|DType|ScalarType)\b", source)
