@@ -44,7 +44,7 @@ CUDA_ARCHS = (
     "10.0",
     "12.0",
 )  # those of them that nvcc knows, and PTX of the last for what comes
-NO_TORCH = "no torch to build against: pip install torch, then pip install --no-build-isolation ."
+NO_TORCH = "no torch to build against; with torch installed: pip install --no-build-isolation ."
 
 
 def cuda_root() -> Path | None:

@@ -17,12 +17,16 @@ BENCHMARKS = {b.NAME: b for b in (bench_accumulate, bench_window, bench_overhead
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="name", help=f"of {', '.join(BENCHMARKS)}; all when left out")
-    parser.add_argument("--quick", action="store_true", help="small shapes, few rounds: checks the harness, measures nothing")
+    parser.add_argument(
+        "--quick", action="store_true", help="small shapes, few rounds: checks the harness, measures nothing"
+    )
     parser.add_argument("--sets", nargs="+", choices=list(SETS), help="shape sets, all when left out")
     parser.add_argument("--rounds", type=int, help="interleaved rounds a case (9)")
     parser.add_argument("--threads", type=int, help="PyTorch's threads (its own default)")
     parser.add_argument("--no-compile", action="store_true", help="leave the torch.compile peer out")
-    parser.add_argument("--out", type=Path, help="where results and plots go (benchmarks/results; with --quick its quick/)")
+    parser.add_argument(
+        "--out", type=Path, help="where results and plots go (benchmarks/results; with --quick its quick/)"
+    )
     arguments = parser.parse_args()
     unknown = [n for n in arguments.names if n not in BENCHMARKS]
     if unknown:

@@ -50,7 +50,9 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(torch.get_num_threads())
 
 
-def streams(source_bytes: int, destination_bytes: int, overwrite: bool, moved: int, quick: bool = False) -> list[Contestant]:
+def streams(
+    source_bytes: int, destination_bytes: int, overwrite: bool, moved: int, quick: bool = False
+) -> list[Contestant]:
     """Patterns with the mix of an accumulation, each timed as if it moved ``moved`` bytes.
 
     Args:
@@ -108,7 +110,7 @@ def _torch_patterns(overwrite: bool, size: int) -> list[Pattern]:
     ]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _array(role: str) -> torch.Tensor:
     """One array a role for the whole run, as large as any pattern needs it."""
     return torch.ones(_STREAM_BYTES // 4)

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import fusedaccum as fa
 import torch
 from torch import Tensor, nn
-
-import fusedaccum as fa
 
 from .harness import OURS, Options, Row, Sink
 from .memory import Timeline, mark, recorded

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import fusedaccum as fa
 import torch
 from torch import Tensor
-
-import fusedaccum as fa
 
 from . import peers
 from .bench_window import Hold

@@ -14,10 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import fusedaccum as fa
 import torch
 from torch import Tensor
-
-import fusedaccum as fa
 
 from . import peers
 from .bandwidth import streams
@@ -45,7 +44,12 @@ class Hold(torch.optim.Optimizer):
 
 def run(options: Options) -> list[Row]:
     """Race the windows; the rows."""
-    todo = [(s, *pair) for s in SET_NAMES if not options.sets or s in options.sets for pair in (PAIRS[:1] if options.quick else PAIRS)]
+    todo = [
+        (s, *pair)
+        for s in SET_NAMES
+        if not options.sets or s in options.sets
+        for pair in (PAIRS[:1] if options.quick else PAIRS)
+    ]
     with Sink(NAME, options, len(todo)) as sink:
         for name, grads, buffers in todo:
             sink.case(f"{name} {grads}→{buffers}")
@@ -56,7 +60,9 @@ def run(options: Options) -> list[Row]:
             case |= {"micro_batches": MICRO_BATCHES, "tensors": len(shapes.shapes), "elements": shapes.elements}
             case["bytes_per_element"] = per_element
             moved = shapes.elements * per_element
-            contestants = _contestants(shapes, grads, buffers, options) + streams(grad, buffer, False, moved, options.quick)
+            contestants = _contestants(shapes, grads, buffers, options) + streams(
+                grad, buffer, False, moved, options.quick
+            )
             sink.add(rows_of(case, contestants, race(contestants, options.rounds), moved))
     return sink.rows
 
@@ -66,7 +72,9 @@ def _contestants(shapes: ShapeSet, grads: str, buffers: str, options: Options) -
     sums = filled(shapes.shapes, DTYPES[buffers])
     entries = [
         Contestant(OURS, lambda _: fused(sums, micro_batches), kind="ours"),
-        Contestant("fusedaccum, coefficient handed on", lambda _: fused(sums, micro_batches, rescale=False), kind="variant"),
+        Contestant(
+            "fusedaccum, coefficient handed on", lambda _: fused(sums, micro_batches, rescale=False), kind="variant"
+        ),
         Contestant("fusedaccum, the wrapper", _wrapper(shapes, grads, buffers, micro_batches), kind="variant"),
         Contestant("add_ a tensor", lambda _: as_usual(sums, micro_batches, peers.add_each)),
         Contestant("torch._foreach_add_", lambda _: as_usual(sums, micro_batches, peers.add_foreach)),

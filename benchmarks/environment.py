@@ -9,9 +9,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import torch
-
 import fusedaccum
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 

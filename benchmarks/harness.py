@@ -43,7 +43,9 @@ class Options:
     def parse(cls, arguments: argparse.Namespace) -> Options:
         out = arguments.out or (RESULTS / "quick" if arguments.quick else RESULTS)
         rounds = arguments.rounds or (3 if arguments.quick else 9)
-        return cls(arguments.quick, rounds, tuple(arguments.sets or ()), out, not (arguments.no_compile or arguments.quick))
+        return cls(
+            arguments.quick, rounds, tuple(arguments.sets or ()), out, not (arguments.no_compile or arguments.quick)
+        )
 
 
 @dataclass

@@ -7,6 +7,7 @@ Python objects. Build whatever is to be counted inside the block.
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,7 +46,8 @@ class Timeline:
 def recorded() -> Iterator[Timeline]:
     """Record a block; the timeline that it yields is filled when the block is left."""
     timeline = Timeline()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own log lines would tear the progress bar
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         yield timeline
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"

@@ -18,7 +18,15 @@ from . import tables
 from .harness import OURS, Row
 
 # Okabe and Ito's palette: ours in the strong colour, everybody else in the others.
-BLUE, ORANGE, GREEN, YELLOW, SKY, PURPLE, GREY = "#0072B2", "#E69F00", "#009E73", "#F0E442", "#56B4E9", "#CC79A7", "#8C8C8C"
+BLUE, ORANGE, GREEN, YELLOW, SKY, PURPLE, GREY = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#F0E442",
+    "#56B4E9",
+    "#CC79A7",
+    "#8C8C8C",
+)
 COLOURS = {
     OURS: BLUE,
     "add_ a tensor": ORANGE,
@@ -56,7 +64,9 @@ def accumulate(rows: Sequence[Row]) -> Figure:
     cases = tables.grouped(rows, ("set", "grads", "buffers", "mode", "stats"))
     sets = list(dict.fromkeys(str(r["set"]) for r in rows))
     ways = [OURS, *dict.fromkeys(str(r["contestant"]) for r in rows if r["kind"] == "peer" and r["mode"] == "add")]
-    figure, panels = plt.subplots(1, len(sets), figsize=(3.3 * len(sets) + 0.6, 4.1), squeeze=False, sharey=True, layout="constrained")
+    figure, panels = plt.subplots(
+        1, len(sets), figsize=(3.3 * len(sets) + 0.6, 4.1), squeeze=False, sharey=True, layout="constrained"
+    )
     for axes, name in zip(panels[0], sets):
         pairs = [p for p in HEADLINES if (name, *p, "add", False) in cases]
         for at, pair in enumerate(pairs):
@@ -64,7 +74,14 @@ def accumulate(rows: Sequence[Row]) -> Figure:
             _bars(axes, at, [(COLOURS[w], of_case[w]["gb_per_s"]) for w in ways if "gb_per_s" in of_case.get(w, {})])
             ceiling = of_case[OURS]["bandwidth_gb_per_s"]
             axes.hlines(ceiling, at - 0.44, at + 0.44, color="black", lw=1.4, ls=(0, (4, 2)))
-            axes.text(at - 0.4, of_case[OURS]["gb_per_s"], f" {of_case[OURS]['speedup']:.1f}×", va="bottom", ha="left", color=BLUE)
+            axes.text(
+                at - 0.4,
+                of_case[OURS]["gb_per_s"],
+                f" {of_case[OURS]['speedup']:.1f}×",
+                va="bottom",
+                ha="left",
+                color=BLUE,
+            )
         axes.set_xticks(range(len(pairs)), [f"{g}\n→ {b}" for g, b in pairs])
         axes.set_title(name)
     panels[0][0].set_ylabel("useful bytes moved, GB/s")
@@ -88,14 +105,24 @@ def pairs(rows: Sequence[Row]) -> Figure:
     dtypes = ("fp64", "fp32", "bf16", "fp16")
     columns = [(g, b) for g in dtypes for b in dtypes if any(k[2:4] == (g, b) for k in cases)]
     lines = list(dict.fromkeys(k[:2] for k in cases))
-    values = [[cases.get((*line, *c, False), {}).get(OURS, {}).get("speedup", float("nan")) for c in columns] for line in lines]
+    values = [
+        [cases.get((*line, *c, False), {}).get(OURS, {}).get("speedup", float("nan")) for c in columns]
+        for line in lines
+    ]
     figure, axes = plt.subplots(figsize=(0.62 * len(columns) + 3, 0.42 * len(lines) + 1.9), layout="constrained")
     axes.imshow(values, cmap="cividis", norm=LogNorm(0.8, 8), aspect="auto")
     for y, line in enumerate(values):
         for x, value in enumerate(line):
             if value == value:
-                axes.text(x, y, f"{value:.1f}" if value >= 1.05 else f"{value:.2f}", ha="center", va="center",
-                          color="black" if value > 2.3 else "white", fontsize=8.5)
+                axes.text(
+                    x,
+                    y,
+                    f"{value:.1f}" if value >= 1.05 else f"{value:.2f}",
+                    ha="center",
+                    va="center",
+                    color="black" if value > 2.3 else "white",
+                    fontsize=8.5,
+                )
     axes.set_xticks(range(len(columns)), [f"{g}\n→ {b}" for g, b in columns], fontsize=8)
     axes.set_yticks(range(len(lines)), [f"{name}, {mode}" for name, mode in lines])
     axes.grid(False)
@@ -108,7 +135,9 @@ def window(rows: Sequence[Row]) -> Figure:
     """Milliseconds of a whole window, a panel a set."""
     cases = tables.grouped(rows, ("set", "grads", "buffers"))
     shown = [k for k in cases if k[1:] == ("bf16", "fp32")]
-    figure, panels = plt.subplots(1, len(shown), figsize=(4.3 * len(shown) + 1, 3.6), squeeze=False, layout="constrained")
+    figure, panels = plt.subplots(
+        1, len(shown), figsize=(4.3 * len(shown) + 1, 3.6), squeeze=False, layout="constrained"
+    )
     for axes, key in zip(panels[0], shown):
         measured = {name: r for name, r in cases[key].items() if "median_ms" in r}
         ordered = sorted(measured, key=lambda n: -measured[n]["median_ms"])
@@ -124,7 +153,9 @@ def window(rows: Sequence[Row]) -> Figure:
         axes.margins(x=0.12)
         axes.set_title(f"{key[0]}: {measured[OURS]['speedup']:.1f}× the best")
     best = cases[shown[0]][OURS]
-    figure.suptitle(f"A window of 8 bf16 micro-batches, clipped: {best['speedup']:.1f}× faster than plain PyTorch's best on {shown[0][0]}")
+    figure.suptitle(
+        f"A window of 8 bf16 micro-batches, clipped: {best['speedup']:.1f}× faster than plain PyTorch's best on {shown[0][0]}"
+    )
     return figure
 
 
@@ -137,7 +168,9 @@ def memory(rows: Sequence[Row]) -> Figure:
         points = [((s - start) / (end - start), b / 2**20) for s, b in r["timeline"] if start <= s <= end]
         name = str(r["contestant"])
         label = f"{name}: peak {r['peak_bytes'] / 2**20:.0f} MiB"
-        axes.plot(*zip(*points), drawstyle="steps-post", color=COLOURS[name], lw=2 if name == OURS else 1.2, label=label)
+        axes.plot(
+            *zip(*points), drawstyle="steps-post", color=COLOURS[name], lw=2 if name == OURS else 1.2, label=label
+        )
     ours = next(r for r in rows if r["contestant"] == OURS)
     floor = ours["parameter_bytes"] / 2**20
     total = floor + ours["sum_bytes"] / 2**20
@@ -150,7 +183,9 @@ def memory(rows: Sequence[Row]) -> Figure:
     axes.set_xlabel("two micro-batches (forward and backward), then the step; every run from its start to its end")
     axes.set_ylabel("allocated, MiB")
     axes.legend(loc="lower right", frameon=True, framealpha=0.95)
-    figure.suptitle(f"Beside parameters and sums: {ours['excess_bytes'] / 2**20:.0f} MiB, a bucket of gradients and not all of them")
+    figure.suptitle(
+        f"Beside parameters and sums: {ours['excess_bytes'] / 2**20:.0f} MiB, a bucket of gradients and not all of them"
+    )
     return figure
 
 
@@ -162,7 +197,9 @@ def overhead(rows: Sequence[Row]) -> Figure:
         of_level = [r for r in rows if r["level"] == level]
         for name in dict.fromkeys(str(r["contestant"]) for r in of_level):
             mine = [r for r in of_level if r["contestant"] == name]
-            axes.loglog([r["tensors"] for r in mine], [r["us_per_tensor"] for r in mine], "o-", color=COLOURS[name], label=name)
+            axes.loglog(
+                [r["tensors"] for r in mine], [r["us_per_tensor"] for r in mine], "o-", color=COLOURS[name], label=name
+            )
         axes.set_title(title)
         axes.set_xlabel("tensors")
         for axis in (axes.xaxis, axes.yaxis):
@@ -171,7 +208,9 @@ def overhead(rows: Sequence[Row]) -> Figure:
         axes.legend(frameon=False, fontsize=8.5)
     panels[0].set_ylabel("µs a tensor")
     most = max(rows, key=lambda r: r["tensors"])["tensors"]
-    us = next(r["us_per_tensor"] for r in rows if (r["level"], r["tensors"], r["contestant"]) == ("micro-batch", most, OURS))
+    us = next(
+        r["us_per_tensor"] for r in rows if (r["level"], r["tensors"], r["contestant"]) == ("micro-batch", most, OURS)
+    )
     figure.suptitle(f"The wrapper's host cost: {us:.0f} µs a parameter and micro-batch, autograd's own included")
     return figure
 

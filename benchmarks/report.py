@@ -47,10 +47,16 @@ def blocks() -> dict[str, str]:
     """The text of every block that a page may ask for."""
     found = {name: load(name) for name in TABLES}
     texts = {name: f"{_where(rows)}\n\n{tables.markdown(TABLES[name](rows))}" for name, rows in found.items() if rows}
+    for name, rows in found.items():
+        if rows:
+            texts[f"{name}_plots"] = "\n\n".join(
+                f"![{name}](../benchmarks/results/{plot}.svg)" for plot, _ in plots.PLOTS[name]
+            )
     if found["accumulate"]:
         texts["stats"] = tables.markdown(tables.stats_cost(found["accumulate"]))
         summary = tables.markdown(tables.summary(found["accumulate"], found["window"]))
-        texts["summary"] = f"{_where(found['accumulate'])}\n\n{summary}"
+        picture = "![bandwidth of every way](benchmarks/results/accumulate.svg)"
+        texts["summary"] = f"{picture}\n\n{summary}\n\n{_where(found['accumulate'])}"
     return texts
 
 
@@ -61,12 +67,14 @@ def rewrite(page: Path, texts: dict[str, str]) -> list[str]:
 
     def block(match: re.Match[str]) -> str:
         name = match.group("name")
-        if name not in texts:
+        if name not in texts and not name.endswith("_plots"):
             missing.append(name)
-        text = texts.get(name, "Not measured yet.")
+        text = texts.get(name, "" if name.endswith("_plots") else "Not measured yet.")
         return f"<!-- benchmarks:{name} -->\n{text}\n<!-- /benchmarks:{name} -->"
 
-    after = re.sub(r"<!-- benchmarks:(?P<name>\w+) -->.*?<!-- /benchmarks:(?P=name) -->", block, before, flags=re.DOTALL)
+    after = re.sub(
+        r"<!-- benchmarks:(?P<name>\w+) -->.*?<!-- /benchmarks:(?P=name) -->", block, before, flags=re.DOTALL
+    )
     if after != before:
         page.write_text(after, encoding="utf-8")
     return missing
@@ -87,7 +95,9 @@ def main() -> None:
     for page in PAGES:
         if page.exists():
             for name in rewrite(page, texts):
-                print(f"{page.relative_to(ROOT)}: no results for {name}; run python -m benchmarks {name}", file=sys.stderr)
+                print(
+                    f"{page.relative_to(ROOT)}: no results for {name}; run python -m benchmarks {name}", file=sys.stderr
+                )
 
 
 if __name__ == "__main__":

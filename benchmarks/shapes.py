@@ -54,8 +54,8 @@ def gpt2() -> ShapeSet:
     """GPT-2 124M with its token embedding tied to the output head; 124.4 million elements."""
     width = 768
     norm: list[Shape] = [(width,), (width,)]
-    block = norm + [(width, 3 * width), (3 * width,), (width, width), (width,)]
-    block += norm + [(width, 4 * width), (4 * width,), (4 * width, width), (width,)]
+    block = [*norm, (width, 3 * width), (3 * width,), (width, width), (width,)]
+    block += [*norm, (width, 4 * width), (4 * width,), (4 * width, width), (width,)]
     return ShapeSet("gpt2-124m", "GPT-2 124M", tuple([(50257, width), (1024, width)] + 12 * block + norm), large=True)
 
 

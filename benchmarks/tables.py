@@ -44,11 +44,15 @@ def accumulate(rows: Sequence[Row]) -> Table:
 def stats_cost(rows: Sequence[Row]) -> Table:
     """What the norm and the finite check add to an accumulation, and what they cost a peer."""
     lines = []
-    for (name, grads, buffers, _, stats), of_case in grouped(rows, ("set", "grads", "buffers", "mode", "stats")).items():
+    for (name, grads, buffers, _, stats), of_case in grouped(
+        rows, ("set", "grads", "buffers", "mode", "stats")
+    ).items():
         if stats:
             ours, bare = of_case[OURS], of_case["fusedaccum without stats"]
             cost = ours["median_ms"] / bare["median_ms"] - 1
-            lines.append([f"{name} {grads}→{buffers}", f"{cost:+.1%}", f"{ours['speedup']:.2f}×", str(ours["best_peer"])])
+            lines.append(
+                [f"{name} {grads}→{buffers}", f"{cost:+.1%}", f"{ours['speedup']:.2f}×", str(ours["best_peer"])]
+            )
     return ["set and dtypes", "norm and finite check cost", "vs best way with a norm", "which is"], lines
 
 

@@ -58,7 +58,7 @@ class ChunkTable {
       while (static_cast<int64_t>(cuts.size()) < parts) {
         const int64_t target = total / parts * static_cast<int64_t>(cuts.size());
         if (target >= next) break;
-        cuts.push_back(first_[tensor] + std::max<int64_t>(0, target - work) / chunk_elements_);
+        cuts.push_back(first_[tensor] + std::min(target - work, sizes_[tensor]) / chunk_elements_);
       }
       work = next;
     }

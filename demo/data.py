@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 # Modules that every Python has, in this order; the text is cut to the same length on all of them.
-SOURCES = ("argparse.py", "ast.py", "calendar.py", "datetime.py", "decimal.py", "difflib.py", "inspect.py", "statistics.py")
+SOURCES = (
+    "argparse.py",
+    "ast.py",
+    "calendar.py",
+    "datetime.py",
+    "decimal.py",
+    "difflib.py",
+    "inspect.py",
+    "statistics.py",
+)
 
 
 def digits() -> tuple[Tensor, Tensor]:
@@ -26,6 +35,8 @@ def text(sequences: int, context: int) -> tuple[Tensor, Tensor]:
     content = b"".join((folder / name).read_bytes() for name in SOURCES if (folder / name).exists())
     needed = sequences * context + 1
     if len(content) < needed:
-        raise RuntimeError(f"the standard library in {folder} has {len(content)} bytes of the modules read, {needed} are needed")
+        raise RuntimeError(
+            f"the standard library in {folder} has {len(content)} bytes of the modules read, {needed} are needed"
+        )
     stream = torch.frombuffer(bytearray(content[:needed]), dtype=torch.uint8).long()
     return stream[:-1].view(sequences, context), stream[1:].view(sequences, context)

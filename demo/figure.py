@@ -13,14 +13,28 @@ import matplotlib.pyplot as plt
 from .ways import WAYS, Run, Task
 
 # Okabe and Ito's colours, for readers who cannot tell red from green, and other dashes for readers in black and white.
-LINES = {"a": ("black", "-", 2.6), "b": ("#0072B2", "-", 1.6), "c": ("#D55E00", "--", 1.4), "d": ("#E69F00", ":", 1.8)}
+LINES = {
+    "a": ("black", "-", 2.6),
+    "b": ("#0072B2", "-", 1.6),
+    "c": ("#D55E00", "--", 1.4),
+    "d": ("#E69F00", ":", 1.8),
+    "e": ("#009E73", "-.", 1.4),
+}
 
 
 def draw(results: Sequence[tuple[Task, dict[str, Run]]], path: Path) -> None:
     """Write the figure; its titles say what came out."""
-    style = {"font.size": 9.5, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#DDDDDD"}
+    style = {
+        "font.size": 9.5,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "grid.color": "#DDDDDD",
+    }
     with plt.rc_context({**style, "axes.axisbelow": True, "svg.hashsalt": "fusedaccum"}):
-        figure, panels = plt.subplots(len(results), 2, figsize=(10, 3.4 * len(results) + 0.6), squeeze=False, layout="constrained")
+        figure, panels = plt.subplots(
+            len(results), 2, figsize=(10, 3.4 * len(results) + 0.6), squeeze=False, layout="constrained"
+        )
         for (losses, drifts), (task, runs) in zip(panels, results):
             for key, run in runs.items():
                 colour, dashes, width = LINES[key]

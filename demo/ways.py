@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import fusedaccum as fa
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-import fusedaccum as fa
+from benchmarks.memory import mark, recorded
 
 
 @dataclass(frozen=True)
@@ -48,10 +50,11 @@ class Task:
 
 @dataclass
 class Run:
-    """What one way of training gave: a loss a step, the parameters after every step, and what it cost."""
+    """What one way of training gave: a loss a step, the weights after every step, the final loss over all data, and the cost."""
 
     losses: list[float] = field(default_factory=list)
     parameters: list[Tensor] = field(default_factory=list)
+    final_loss: float = math.nan
     seconds: float = 0.0
     peak_bytes: int = 0
 
@@ -164,13 +167,18 @@ WAYS: dict[str, tuple[str, Way]] = {
 }
 
 
+def ways_of(task: Task) -> dict[str, tuple[str, Way]]:
+    """The ways that differ for this task: in FP32, (e) is (a)."""
+    return {key: way for key, way in WAYS.items() if key != "e" or task.master_weights}
+
+
 def train(task: Task, way: Way, label: str) -> Run:
     """Train from the same seed, over the same windows in the same order."""
     torch.manual_seed(0)
     model = task.make_model()
     step, weights = way(task, model)
     run = Run()
-    with tqdm(total=task.steps, desc=f"{task.title}: {label}", unit="step", dynamic_ncols=True) as bar:
+    with tqdm(total=task.steps, desc=label, unit="step", dynamic_ncols=True) as bar:
         for epoch in range(task.epochs):
             for window in task.windows(epoch):
                 started = time.perf_counter()
@@ -178,5 +186,24 @@ def train(task: Task, way: Way, label: str) -> Run:
                 run.seconds += time.perf_counter() - started
                 run.parameters.append(torch.cat([w.detach().float().flatten() for w in weights()]))
                 bar.update()
-            bar.set_postfix(loss=f"{run.losses[-1]:.4f}")
+            bar.set_postfix_str(f"loss {run.losses[-1]:.4f}")
+    with torch.no_grad():
+        inputs, targets = task.data
+        parts = torch.arange(len(inputs)).split(task.micro_batch * task.accum_steps)
+        run.final_loss = sum(task.loss(model, inputs[i], targets[i]).item() * len(i) for i in parts) / len(inputs)
+    run.peak_bytes = peak_of(task, way)
     return run
+
+
+def peak_of(task: Task, way: Way) -> int:
+    """The most bytes that PyTorch's allocator held during two windows, parameters and optimizer state included, not the data."""
+    windows = [next(task.windows(epoch)) for epoch in range(2)]
+    with recorded() as timeline:
+        with mark("build"):
+            torch.manual_seed(0)
+            step, _ = way(task, task.make_model())
+        with mark("train"):
+            for window in windows:
+                step(window)
+        del step, _
+    return timeline.peak_of("train")

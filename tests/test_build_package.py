@@ -125,7 +125,7 @@ def test_wheel_built_without_torch_works_and_says_how_to_get_the_rest(unpacked, 
     run(python, "-W", "error", "-c", USE.format(prefix=str(tmp_path), backend="auto"), cwd=tmp_path)
     report = run(python, "-m", "fusedaccum", cwd=tmp_path)
     assert (
-        "cpu        missing: no torch to build against: pip install torch, then pip install --no-build-isolation ."
+        "cpu        missing: no torch to build against; with torch installed: pip install --no-build-isolation ."
         in report
     )
     assert "reference  ready" in report

@@ -83,10 +83,12 @@ def run_both(kernel, buffers, grads, scale=0.37, *, on_device=False, overwrite=F
 PAIRS = [pytest.param(b, g, id=f"buffer={NAMES[b]}-grad={NAMES[g]}") for b, g in itertools.product(DTYPES, DTYPES)]
 
 
-@pytest.mark.parametrize("offset", [0, 1, 5])
+@pytest.mark.parametrize(
+    "offsets", [(0, 0), (1, 1), (0, 3), (5, 0)], ids=lambda offsets: "offsets={}+{}".format(*offsets)
+)
 @pytest.mark.parametrize(("buffer", "grad"), PAIRS)
-def test_cuda_source_equals_reference(kernel, buffer, grad, offset):
-    buffers, grads = tensors(SIZES, buffer, offset, 1), tensors(SIZES, grad, offset, 2)
+def test_cuda_source_equals_reference(kernel, buffer, grad, offsets):
+    buffers, grads = tensors(SIZES, buffer, offsets[0], 1), tensors(SIZES, grad, offsets[1], 2)
     run_both(kernel, buffers, grads)
     run_both(kernel, buffers, grads, scale=-3.0, decay=0.75, on_device=True)
     run_both(kernel, buffers, grads, scale=1e-3, overwrite=True)

@@ -1,9 +1,10 @@
-"""The examples in README and docs run, top to bottom, each page in one namespace."""
+"""The examples in README and docs run, top to bottom, each page in one namespace that has a model, a criterion and a loader."""
 
 import re
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md")])
@@ -11,7 +12,11 @@ PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md")])
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_examples_run(page):
-    namespace: dict = {}
+    namespace: dict = {
+        "model": torch.nn.Linear(5, 3),
+        "criterion": torch.nn.MSELoss(),
+        "loader": [(torch.randn(4, 5), torch.randn(4, 3)) for _ in range(9)],
+    }
     text = page.read_text()
     for block in re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         line = text[: block.start()].count("\n") + 1

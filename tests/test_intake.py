@@ -367,3 +367,138 @@ def test_model_in_torch_compile_graph_of_autograd_functions():
         opt.step()
     big_batch_step(big, plain, x, y)
     assert_same_parameters(net, big, 1e-12)
+
+
+class Scratch(torch.autograd.Function):
+    """Multiplies, and writes its weight's gradient into one and the same buffer every time."""
+
+    buffer = torch.empty(3)
+    as_view = False
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        torch.mul(g, x, out=Scratch.buffer)
+        return g * w, Scratch.buffer.detach() if Scratch.as_view else Scratch.buffer
+
+
+@pytest.mark.parametrize("policy", ["propagate", "skip_micro_batch"])
+@pytest.mark.parametrize("as_view", [False, True], ids=["itself", "alias"])
+def test_static_gradient_overwritten_within_the_same_backward(as_view, policy, monkeypatch):
+    """What somebody else holds too is not queued: it may be overwritten before the bucket is full."""
+    monkeypatch.setattr(Scratch, "as_view", as_view)
+    a, b = nn.Parameter(torch.full((3,), 2.0)), nn.Parameter(torch.full((3,), 3.0))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([a, b], lr=1.0), 1, nonfinite=policy)
+    x = torch.full((3,), 5.0, requires_grad=True)
+    Scratch.apply(Scratch.apply(x, a), b).sum().backward()
+    opt.step()
+    assert a.grad.tolist() == [15.0] * 3 and b.grad.tolist() == [10.0] * 3
+
+
+@pytest.mark.parametrize("module", [nn.Linear(8, 8), nn.Conv2d(2, 3, 3), nn.LayerNorm(8), nn.Embedding(8, 8)], ids=str)
+def test_ordinary_gradients_are_ours_alone(module, monkeypatch):
+    """So that they can be queued: one call for all the parameters of a module."""
+    calls = []
+    add = fa.optimizer.Gathering.add
+    monkeypatch.setattr(
+        fa.optimizer.Gathering, "add", lambda self, arrivals: calls.append(len(arrivals)) or add(self, arrivals)
+    )
+    opt = wrapped(module, 1, make=lambda ps: torch.optim.SGD(ps, lr=0.0))
+    x = torch.randint(0, 8, (2, 8)) if isinstance(module, nn.Embedding) else torch.randn(2, 2, 8, 8)
+    module(x).square().sum().backward()
+    assert calls == [len(list(module.parameters()))]
+    opt.step()
+
+
+def test_broken_pass_retried_on_the_same_graph_counts_once():
+    p, q = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p, q], lr=1.0), 1)
+    fail, x = [True], p * 1.0
+
+    def hook(grad):
+        if fail:
+            raise MemoryError
+
+    x.register_hook(hook)
+    loss = (x + q * 1.0).sum()
+    with pytest.raises(MemoryError):
+        loss.backward(retain_graph=True)
+    fail.clear()
+    loss.backward()
+    opt.step()
+    assert p.item() == q.item() == -1
+
+
+def test_concurrent_backward_passes_are_refused_not_lost():
+    p, q = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p, q], lr=1.0))
+    inside, go_on = threading.Event(), threading.Event()
+    x = p * 1.0
+    x.register_hook(lambda grad: (inside.set(), go_on.wait(10))[:0] or None)
+    first = (x + q * 1.0).sum()
+    thread = threading.Thread(target=first.backward)
+    thread.start()
+    inside.wait(10)
+    with pytest.raises(RuntimeError, match="two backward passes run at once"):
+        (q * 5.0).sum().backward()
+    go_on.set()
+    thread.join()
+    opt.step()
+    assert p.item() == q.item() == -1
+
+
+@pytest.mark.parametrize("call", ["state_dict", "zero_grad", "step", "flush", "reset", "normalize_"])
+def test_calls_from_within_backward_are_refused(call):
+    p = nn.Parameter(torch.zeros(1))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0))
+    x = p * 1.0
+    x.register_hook(lambda grad: getattr(opt, call)() and None)
+    with pytest.raises(RuntimeError, match="from inside a backward pass"):
+        x.sum().backward()
+
+
+def test_distributed_data_parallel_is_refused_not_ignored(tmp_path):
+    """Its reduction would overwrite the sums, and nothing would be trained."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        net, (x, y) = model(torch.float32), data(dtype=torch.float32)
+        opt = wrapped(net, 2)
+        mean_loss(net, x, y).backward()  # fine: torch.distributed alone is no obstacle
+        opt.step()
+        other = model(torch.float32)
+        replica = nn.parallel.DistributedDataParallel(other)
+        opt = wrapped(other, 2)
+        with pytest.raises(RuntimeError, match="DistributedDataParallel"):
+            mean_loss(replica, x, y).backward()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_conversion_there_and_back_is_noticed():
+    """PyTorch drops a parameter's gradient hooks when its data becomes another dtype's."""
+    net, (x, y) = model(torch.float32), data(dtype=torch.float32)
+    opt = wrapped(net, 2)
+    net.bfloat16().float()
+    mean_loss(net, x, y).backward()
+    with pytest.raises(RuntimeError, match="dropped its gradient hooks"):
+        opt.step()
+
+
+def test_dropping_model_and_wrapper_frees_the_memory_at_once():
+    gc.collect()
+    gc.disable()
+    try:
+        p = nn.Parameter(torch.zeros(10))
+        opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 2)
+        p.sum().backward()
+        opt.step()
+        watch = [weakref.ref(p), weakref.ref(opt), weakref.ref(p.grad.untyped_storage())]
+        del p, opt
+        assert [ref() for ref in watch] == [None] * 3
+    finally:
+        gc.enable()

@@ -51,52 +51,61 @@ def test_overwrite_and_cast_do_not_read_their_outputs(backend, dtype):
             assert (stats.sq_norm, stats.nonfinite) == (4 * sum(y.numel() for y in x), 0)
 
 
+# Ways to lay out (30, 40).
 LAYOUTS = {
+    "contiguous": lambda: torch.randn(30, 40),
     "transposed": lambda: torch.randn(40, 30).t(),
-    "channels-last": lambda: torch.randn(2, 30, 5, 4).contiguous(memory_format=torch.channels_last),
-    "permuted": lambda: torch.randn(5, 6, 40).permute(2, 0, 1),
+    "permuted": lambda: torch.randn(6, 40, 5).permute(2, 0, 1).as_strided((30, 40), (1, 30)),
     "every-other": lambda: torch.randn(30, 80)[:, ::2],
-    "column": lambda: torch.randn(1200, 2)[:, 1],
+    "one-of-two": lambda: torch.randn(30, 40, 2)[:, :, 1],
     "gap-between-rows": lambda: torch.randn(30, 50)[:, :40],
-    "size-one-dims": lambda: torch.randn(30, 1, 40).as_strided((30, 1, 40), (40, 999, 1)),
-    "scalar": lambda: torch.randn(()),
-    "empty": lambda: torch.randn(0, 3),
 }
+# And those that can only be read.
 ONLY_READ = {
     "expanded": lambda: torch.randn(1, 40).expand(30, 40),
     "expanded-scalar": lambda: torch.randn(()).expand(30, 40),
-    "overlapping-windows": lambda: torch.randn(100).unfold(0, 10, 1),
+    "overlapping-windows": lambda: torch.randn(100).as_strided((30, 40), (2, 1)),
     "negated-view": lambda: torch.randn(30, 40, dtype=torch.complex64).conj().imag,
     "zero-tensor": lambda: torch._efficientzerotensor(30, 40),
     "requires-grad": lambda: torch.randn(30, 40, requires_grad=True) * 2,
 }
+SHAPES = {
+    "channels-last": lambda: torch.randn(2, 30, 5, 4).contiguous(memory_format=torch.channels_last),
+    "size-one-dims": lambda: torch.randn(30, 1, 40).as_strided((30, 1, 40), (40, 999, 1)),
+    "column": lambda: torch.randn(1200, 2)[:, 1],
+    "scalar": lambda: torch.randn(()),
+    "empty": lambda: torch.randn(0, 3),
+}
+
+
+def check_accumulate(buffer, grad, backend):
+    expected = buffer * 0.5 + grad.detach() * 0.25
+    with running(backend) as name:
+        ops.accumulate_([buffer], [grad], 0.25, decay=0.5, stats=(stats := ops.Stats.empty()), backend=name)
+    assert_same_bits(buffer, expected)
+    torch.testing.assert_close(stats.sq_norm, expected.double().square().sum(), rtol=1e-12, atol=0)
+    assert not buffer.requires_grad
 
 
 @every_backend
-@pytest.mark.parametrize("buffer_layout", LAYOUTS)
-def test_accumulate_any_strides(backend, buffer_layout):
-    for layout in (*LAYOUTS, *ONLY_READ):
-        torch.manual_seed(1)
-        buffer, grad = LAYOUTS[buffer_layout](), (LAYOUTS | ONLY_READ)[layout]()
-        if buffer.numel() == 1200 and grad.numel() == 1200:
-            grad = grad.reshape(buffer.shape) if layout not in LAYOUTS and grad.dim() != buffer.dim() else grad
-        if buffer.shape != grad.shape:
-            buffer = (
-                buffer.reshape(-1)[:0].new_empty(grad.shape) if layout == buffer_layout else torch.randn(grad.shape)
-            )
-            buffer.normal_()
-        expected = buffer * 0.5 + grad.detach() * 0.25
-        with running(backend) as name:
-            ops.accumulate_([buffer], [grad], 0.25, decay=0.5, stats=(stats := ops.Stats.empty()), backend=name)
-        assert_same_bits(buffer, expected)
-        torch.testing.assert_close(stats.sq_norm, expected.double().square().sum(), rtol=1e-12, atol=0)
-        assert not buffer.requires_grad
+@pytest.mark.parametrize("grad", [*LAYOUTS, *ONLY_READ])
+@pytest.mark.parametrize("buffer", LAYOUTS)
+def test_accumulate_any_strides(backend, buffer, grad):
+    check_accumulate(LAYOUTS[buffer](), (LAYOUTS | ONLY_READ)[grad](), backend)
 
 
 @every_backend
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_accumulate_any_shape_and_memory_format(backend, shape):
+    check_accumulate(SHAPES[shape](), SHAPES[shape](), backend)
+    check_accumulate(SHAPES[shape](), torch.randn(SHAPES[shape]().shape), backend)
+    check_accumulate(torch.randn(SHAPES[shape]().shape), SHAPES[shape](), backend)
+
+
+@every_backend
+@pytest.mark.parametrize("layout", [*LAYOUTS, *SHAPES])
 def test_cast_scale_and_stats_any_strides(backend, layout):
-    x = LAYOUTS[layout]()
+    x = (LAYOUTS | SHAPES)[layout]()
     dense = x.clone(memory_format=torch.contiguous_format)
     with running(backend) as name:
         ops.cast_([out := torch.zeros_like(dense, dtype=torch.float16)], [x], 3.0, backend=name)

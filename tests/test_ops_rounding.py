@@ -1,5 +1,7 @@
 """Stochastic rounding: the generator's published answers, the indices of its numbers, only neighbours, no bias."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -133,7 +135,7 @@ def test_draws_do_not_depend_on_how_a_stretch_is_cut(backend):
     x = values(1000, torch.float32)
     whole, parts = torch.zeros(1000, dtype=torch.bfloat16), torch.zeros(1000, dtype=torch.bfloat16)
     cuts = [0, 1, 34, 500, 777, 1000]
-    pieces = list(zip(cuts[:-1], cuts[1:], strict=True))
+    pieces = list(itertools.pairwise(cuts))
     with running(backend) as name:
         ops.accumulate_([whole], [x], 0.3, rounding=ops.StochasticRounding(5, [77]), backend=name)
         ops.accumulate_(

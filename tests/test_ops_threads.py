@@ -53,7 +53,7 @@ def test_stats_do_not_depend_on_the_instruction_set_or_the_alignment(buffer, gra
             shifted = torch.cat([torch.zeros(offset, dtype=out.dtype), out])[offset:]
             with running(backend) as name:
                 ops.accumulate_([shifted], [x], 0.3, stats=(stats := ops.Stats.empty()), backend=name)
-            norms.add(stats.sq_norm.item())
+            norms.add(repr(stats.sq_norm.item()))  # NaN, too, is one value then
     assert len(norms) == 1
 
 

@@ -31,26 +31,38 @@ struct Compute<double, double> {
   using type = double;
 };
 
-// Sums of squares in 16 lanes: element i of a chunk always falls to lane i % 16, on every instruction set.
+template <class A, class B>
+constexpr bool kSame = false;
+template <class A>
+constexpr bool kSame<A, A> = true;
+
+// Sums of squares in 16 lanes. Which lane an element of a chunk falls to is the same on every instruction set: i % 16 for element i, and
+// (i % 32) / 2 where even and odd elements come in registers of their own.
 struct Tally {
   static constexpr int kSums = 16;
   static constexpr int kRegisters = kSums / F64::kWidth;
   F64::Vector sums[kRegisters] = {};
 
+  template <bool kSplit>
   FUSEDACCUM_INLINE void add(const F64& x) {
     FUSEDACCUM_UNROLL
-    for (int i = 0; i < F64::kCount; ++i) sums[i % kRegisters] += x.v[i] * x.v[i];
+    for (int i = 0; i < F64::kCount; ++i) {
+      F64::Vector& sum = sums[kSplit ? i / 4 * 2 + i % 2 : i % kRegisters];
+      sum += x.v[i] * x.v[i];
+    }
   }
   // The square of a float has at most 48 bits: exact in FP64, so that here, and only here, an FMA gives the same bits.
+  template <bool kSplit>
   FUSEDACCUM_INLINE void add(const F32& x) {
     const F64 wide = widen(x);
 #if defined(__AVX512F__)
     FUSEDACCUM_UNROLL
     for (int i = 0; i < F64::kCount; ++i) {
-      sums[i % kRegisters] = (F64::Vector)_mm512_fmadd_pd((__m512d)wide.v[i], (__m512d)wide.v[i], (__m512d)sums[i % kRegisters]);
+      F64::Vector& sum = sums[kSplit ? i / 4 * 2 + i % 2 : i % kRegisters];
+      sum = (F64::Vector)_mm512_fmadd_pd((__m512d)wide.v[i], (__m512d)wide.v[i], (__m512d)sum);
     }
 #else
-    add(wide);
+    add<kSplit>(wide);
 #endif
   }
 
@@ -63,6 +75,15 @@ struct Tally {
     return lanes[0];
   }
 };
+
+template <bool kSplit, class T>
+FUSEDACCUM_INLINE auto read(const T* p) {
+  if constexpr (kSplit) {
+    return load_split(p);
+  } else {
+    return load(p);
+  }
+}
 
 FUSEDACCUM_INLINE bool finite(double x) { return x - x == 0.0; }
 
@@ -80,15 +101,6 @@ __attribute__((noinline)) int64_t count_nonfinite(const In* in, int64_t n, C sca
     for (int64_t k = 0; k < here; ++k) count += !finite(contribution(t[k], scale));
   }
   return count;
-}
-
-// Zero in the lanes from `valid` on.
-template <class T>
-FUSEDACCUM_INLINE Pack<T> first(const Pack<T>& x, int valid) {
-  T lanes[kLanes];
-  memcpy(lanes, &x, sizeof(lanes));
-  for (int i = valid; i < kLanes; ++i) lanes[i] = T(0);
-  return load_plain<T>(lanes);
 }
 
 // Random numbers for the elements of a call, in order.
@@ -117,50 +129,65 @@ struct Draws {
   }
 };
 
-// Thirty-two elements: read, compute, round, write, tally; of the last ones only `valid` are tallied.
+// Thirty-two elements: read, compute, round, write; returns what was written.
 template <int kMode, class Out, class In, class C>
 struct Step {
+  static constexpr bool kSplit = kSame<Out, BF16> && kSame<In, BF16> && (kMode & kStochastic) == 0;
   typename Pack<C>::Vector scale, decay;
-  Tally tally;
 
   FUSEDACCUM_INLINE explicit Step(const Parameters& p)
       : scale(Pack<C>::all(static_cast<C>(p.scale)).v[0]), decay(Pack<C>::all(static_cast<C>(p.decay)).v[0]) {}
 
-  FUSEDACCUM_INLINE void operator()(Out* out, const In* in, Draws* draws, int valid = kLanes) {
-    Pack<C> x = as<C>(load(in));
+  FUSEDACCUM_INLINE auto operator()(Out* out, const In* in, Draws* draws) const {
+    Pack<C> x = as<C>(read<kSplit>(in));
     FUSEDACCUM_UNROLL
     for (int i = 0; i < Pack<C>::kCount; ++i) x.v[i] = contribution(x.v[i], scale);
     if constexpr ((kMode & kOverwrite) == 0) {
-      const Pack<C> buffer = as<C>(load(out));
+      const Pack<C> buffer = as<C>(read<kSplit>(out));
       FUSEDACCUM_UNROLL
       for (int i = 0; i < Pack<C>::kCount; ++i) x.v[i] = accumulated(buffer.v[i], decay, x.v[i]);
     }
+    constexpr bool kStreamed = (kMode & kStream) != 0;
     if constexpr ((kMode & kStochastic) != 0) {
-      add_up(store_stochastic(out, x, draws->next()), valid);
+      return store_stochastic(out, x, draws->next());
+    } else if constexpr (kSplit) {
+      return store_split<kStreamed>(out, x);
     } else {
-      add_up(store<(kMode & kStream) != 0>(out, x), valid);
+      return store<kStreamed>(out, x);
     }
-  }
-
- private:
-  template <class Stored>
-  FUSEDACCUM_INLINE void add_up(const Stored& stored, int valid) {
-    if constexpr ((kMode & kStats) != 0) tally.add(valid == kLanes ? stored : first(stored, valid));
   }
 };
 
+// How far ahead to prefetch, in bytes. Only the kernels that round to 16 bits compute long enough to leave the memory idle otherwise.
+template <int kMode, class Out>
+constexpr int kAhead = sizeof(Out) == 2 && (kMode & kStream) == 0 ? 512 : 0;
+
 template <int kMode, class Out, class In, class C>
-FUSEDACCUM_INLINE void run_steps(Out* out, const In* in, int64_t n, Step<kMode, Out, In, C>& step, Draws* draws) {
+FUSEDACCUM_INLINE void run_steps(Out* out, const In* in, int64_t n, const Step<kMode, Out, In, C>& step, Draws* draws, Tally& tally) {
+  constexpr bool kSplit = Step<kMode, Out, In, C>::kSplit;
   int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) step(out + i, in + i, draws);
+  for (; i + kLanes <= n; i += kLanes) {
+    if constexpr (kAhead<kMode, Out> != 0) {
+      for (size_t line = 0; line < kLanes * sizeof(In); line += 64) {
+        __builtin_prefetch(reinterpret_cast<const char*>(in + i) + kAhead<kMode, Out> + line);
+      }
+      __builtin_prefetch(reinterpret_cast<const char*>(out + i) + kAhead<kMode, Out>);
+    }
+    const auto stored = step(out + i, in + i, draws);
+    if constexpr ((kMode & kStats) != 0) tally.add<kSplit>(stored);
+  }
   if (i == n) return;
   const auto rest = static_cast<size_t>(n - i);
   alignas(64) Out last_out[kLanes] = {};
   alignas(64) In last_in[kLanes] = {};
   memcpy(static_cast<void*>(last_in), in + i, rest * sizeof(In));
   if ((kMode & kOverwrite) == 0) memcpy(static_cast<void*>(last_out), out + i, rest * sizeof(Out));
-  step(last_out, last_in, draws, static_cast<int>(rest));
+  step(last_out, last_in, draws);
   memcpy(static_cast<void*>(out + i), last_out, rest * sizeof(Out));
+  if constexpr ((kMode & kStats) != 0) {
+    memset(static_cast<void*>(last_out + rest), 0, sizeof(last_out) - rest * sizeof(Out));  // 0 * infinity is a NaN there
+    tally.add<kSplit>(read<kSplit>(last_out));
+  }
 }
 
 template <int kMode, class Out, class In>
@@ -168,16 +195,17 @@ void run(void* out_memory, const void* in_memory, int64_t n, const Parameters& p
   using C = typename Compute<Out, In>::type;
   Out* out = static_cast<Out*>(out_memory);
   const In* in = static_cast<const In*>(in_memory);
-  Step<kMode, Out, In, C> step(parameters);
+  const Step<kMode, Out, In, C> step(parameters);
+  Tally tally;
   if constexpr ((kMode & kStochastic) != 0) {
     Draws draws(parameters.seed, parameters.counter);
-    run_steps(out, in, n, step, &draws);
+    run_steps(out, in, n, step, &draws, tally);
   } else {
-    run_steps(out, in, n, step, nullptr);
+    run_steps(out, in, n, step, nullptr, tally);
   }
   if constexpr ((kMode & kStream) != 0) finish_streaming();
   if constexpr ((kMode & kStats) != 0) {
-    *partial = {step.tally.total(), 0};
+    *partial = {tally.total(), 0};
     if (finite(partial->sq_norm)) return;
     if constexpr ((kMode & kCountOutput) != 0) {
       partial->nonfinite = count_nonfinite<Out, typename Compute<Out, Out>::type>(out, n, 1);
@@ -189,14 +217,15 @@ void run(void* out_memory, const void* in_memory, int64_t n, const Parameters& p
 
 template <class In>
 void run_stats(const void* in_memory, int64_t n, Partial* partial) {
+  constexpr bool kSplit = kSame<In, BF16>;
   const In* in = static_cast<const In*>(in_memory);
   Tally tally;
   int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) tally.add(load(in + i));
+  for (; i + kLanes <= n; i += kLanes) tally.add<kSplit>(read<kSplit>(in + i));
   if (i < n) {
     alignas(64) In last[kLanes] = {};
     memcpy(static_cast<void*>(last), in + i, static_cast<size_t>(n - i) * sizeof(In));
-    tally.add(load(last));
+    tally.add<kSplit>(read<kSplit>(last));
   }
   *partial = {tally.total(), 0};
   if (!finite(partial->sq_norm)) partial->nonfinite = count_nonfinite<In, typename Compute<In, In>::type>(in, n, 1);

@@ -42,7 +42,10 @@ def _cpu_capability() -> str:
     if native.why_missing("_cpu") is not None:
         return "none; plain PyTorch is used"
     cpu = importlib.import_module("fusedaccum._cpu")
-    return f"{cpu.capability()} (this machine runs: {', '.join(cpu.capabilities())})"
+    try:
+        return f"{cpu.capability()} (this machine runs: {', '.join(cpu.capabilities())})"
+    except ValueError as error:  # FUSEDACCUM_CPU_CAPABILITY names none of them
+        return str(error)
 
 
 def _cuda_devices() -> str:

@@ -53,10 +53,7 @@ class Accumulator:
 
         ``measure``: take the buffers' squared norm, and count what is not finite, on the way.
         """
-        if not all(slot.placed for slot, _ in arrivals):
-            # All trainable ones at once, so that they share their storage.
-            self.buffers.allocate([slot for slot in self.buffers.slots if slot.param.requires_grad])
-            self.buffers.allocate([slot for slot, _ in arrivals])
+        self.place([slot for slot, _ in arrivals])
         if micro.divisor is None:
             micro.divisor = running_divisor(self._reduction, window, micro)
         calls: dict[tuple, list[Arrival]] = {}
@@ -85,6 +82,12 @@ class Accumulator:
                 self.norms.record(stats, slots, divisor)
                 micro.nonfinite = micro.nonfinite + stats.nonfinite
         micro.adds += 1
+
+    def place(self, slots: Sequence[Slot]) -> None:
+        """Give ``slots`` storage: together with all trainable parameters, so that these share it."""
+        if not all(slot.placed for slot in slots):
+            self.buffers.allocate([slot for slot in self.buffers.slots if slot.param.requires_grad])
+            self.buffers.allocate(slots)
 
     def _contribution(self, window: Window, micro: MicroBatch) -> Scalar:
         """The factor of this micro-batch's gradients: its weight, in the window's unit; 0 where nothing more shall be added."""
@@ -116,7 +119,7 @@ class Accumulator:
     def adopt(self, slot: Slot) -> None:
         """Take over what somebody else has put into ``p.grad``, as part of the running sum; notice what he took away."""
         if slot.placed and not slot.block.untouched_by_user:
-            self.norms.forget(slot.block.slots)
+            self.norms.forget_block(slot.block)
             slot.block.written()
         grad, shown = slot.param.grad, slot.shown
         if grad is shown:
@@ -127,11 +130,20 @@ class Accumulator:
             return
         if grad.layout is not torch.strided:
             raise RuntimeError(f"{slot.name}.grad is {grad.layout}; only dense gradients can be accumulated")
-        self.buffers.allocate([slot])
-        if grad.untyped_storage().data_ptr() == slot.block.flat.untyped_storage().data_ptr():
-            grad = grad.clone()
+        self.place([slot])
+        if self._is_ours(grad):
+            # In our own storage: a view of some p.grad, two that were swapped. All such get memory of their own first.
+            for other in self.buffers.slots:
+                theirs = other.param.grad
+                if theirs is not None and theirs is not other.shown and self._is_ours(theirs):
+                    other.param.grad = theirs.clone()
+            return self.adopt(slot)
         ops.cast_([slot.buffer], [grad.detach()], backend=self._backend)
         self._written([slot], slot.divisor if shown is not None else 1.0)
+
+    def _is_ours(self, grad: Tensor) -> bool:
+        memory = grad.untyped_storage().data_ptr()
+        return any(memory == block.flat.untyped_storage().data_ptr() for block in self.buffers.blocks)
 
     def _warn_dropped(self, slot: Slot) -> None:
         if not self._warned_dropped:
@@ -151,7 +163,17 @@ class Accumulator:
             if slot.shown is not None and slot.param.grad is slot.shown:
                 slot.param.grad = None
             slot.shown, slot.divisor = None, 1.0
-        self.norms = SquaredNorms()
+        self.norms.forget_all()
+
+    def clear(self) -> None:
+        """Take every gradient out of ``p.grad``, whoever put it there."""
+        for slot in self.buffers.slots:
+            slot.param.grad = slot.shown = None
+
+    def shown_as_is(self) -> None:
+        """Whatever ``p.grad`` is now belongs to the window that has closed, also where a step hook has replaced it."""
+        for slot in self.buffers.slots:
+            slot.shown = slot.param.grad
 
     def gathered(self) -> list[Slot]:
         """The slots that hold a gradient now, each in its buffer."""
@@ -161,13 +183,13 @@ class Accumulator:
 
     def restore(self, slot: Slot, saved: Tensor, divisor: Scalar) -> None:
         """Put a saved sum back."""
-        self.buffers.allocate([slot])
+        self.place([slot])
         slot.buffer.copy_(saved)
         self._written([slot], divisor)
 
     def zero_(self, slots: Sequence[Slot]) -> None:
         """Make the sums of ``slots`` zero."""
-        self.buffers.allocate(slots)
+        self.place(slots)
         torch._foreach_zero_([slot.buffer for slot in slots])
         self._written(slots, 1.0)
 

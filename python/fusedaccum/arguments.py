@@ -57,7 +57,8 @@ def check_lists(
     for k, x in enumerate(ins or ()):
         if x.shape != outs[k].shape:
             raise ValueError(
-                f"{ins_name}[{k}] has shape {tuple(x.shape)} but {outs_name}[{k}] has {tuple(outs[k].shape)}; shapes must be equal (no broadcasting)"
+                f"{ins_name}[{k}] has shape {tuple(x.shape)} but {outs_name}[{k}] has {tuple(outs[k].shape)}; "
+                "shapes must be equal (no broadcasting)"
             )
     if written:
         for k, x in enumerate(outs):
@@ -89,6 +90,8 @@ def _check_tensor(where: str, x: Any) -> None:
 
 
 def _check_written(where: str, x: Tensor) -> None:
+    if x._is_zerotensor():
+        raise ValueError(f"{where} has no memory behind it (a zero tensor of autograd's); pass a clone() of it")
     if overlaps_itself(x):
         raise ValueError(
             f"{where} overlaps itself (shape {tuple(x.shape)}, strides {x.stride()}), as an expanded tensor does; pass x.contiguous()"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
 from . import ops
@@ -50,6 +52,8 @@ class Slot:
     def __post_init__(self) -> None:
         # Of the parameter as it was wrapped: what check_unchanged() compares with.
         self.made_for = (self.param.dtype, self.param.device, self.param.shape)
+        self.memory = self.param.data_ptr()
+        self.node: Any = None  # its AccumulateGrad node, when that is hooked
 
     @property
     def narrow(self) -> bool:
@@ -68,6 +72,14 @@ class Slot:
                 f"parameter {self.name} was {was} when it was wrapped and is {now} now; "
                 "move, cast or resize the model first and build the optimizer and its wrapper afterwards"
             )
+        if p.data_ptr() != self.memory:
+            # New memory may mean a conversion there and back, after which autograd has forgotten the hooks.
+            self.memory = p.data_ptr()
+            if p.requires_grad and self.node is not None and get_gradient_edge(p).node is not self.node:
+                raise RuntimeError(
+                    f"parameter {self.name} was converted to another dtype or device and back, and PyTorch dropped its gradient "
+                    "hooks on the way; build a new wrapper, and carry over with load_state_dict(state_dict())"
+                )
 
 
 @dataclass(eq=False)
@@ -75,7 +87,6 @@ class Block:
     """A flat stretch of storage shared by slots of one device, buffer dtype and parameter dtype."""
 
     flat: Tensor
-    slots: list[Slot] = field(default_factory=list)
     version: int = 0  # flat._version when we last wrote: another value means that the user has written since
 
     def written(self) -> None:
@@ -142,7 +153,7 @@ class Buffers:
             for slot in members:
                 offsets.append(end)
                 end += -(-slot.param.numel() // ALIGNMENT) * ALIGNMENT
-            block = Block(torch.empty(end, dtype=dtype, device=device), members)
+            block = Block(torch.empty(end, dtype=dtype, device=device))
             self.blocks.append(block)
             for slot, offset in zip(members, offsets, strict=True):
                 slot.block, slot.buffer, slot.placed = block, block.view(block.flat, slot, offset), True

@@ -36,6 +36,7 @@ def save(opt: AccumulatingOptimizer) -> dict[str, Any]:
         "index": ledger.index,
         "window": window,
         "micro_batch": micro,
+        "norms": sums.norms.save(),
         "buffers": {} if window is None else {slot.index: _saved(slot) for slot in sums.gathered()},
         "masters": {
             slot.index: opt._masters.of[slot.param].detach()
@@ -72,7 +73,7 @@ def check(opt: AccumulatingOptimizer, own: dict[str, Any]) -> None:
             raise ValueError(
                 f"the checkpoint has shape {tuple(shape)} for parameter {slot.name}, which is {tuple(slot.param.shape)}; another model's?"
             )
-    if not own["buffers"] and own["window"] is None:
+    if own["micro_batch"] is None and (own["window"] is None or own["window"]["micro_batches"] == 0):
         return
     mine = save(opt)["settings"]
     for name, saved in own["settings"].items():
@@ -95,6 +96,7 @@ def load(opt: AccumulatingOptimizer, own: dict[str, Any]) -> None:
     )
     for index, saved in own["buffers"].items():
         sums.restore(slots[index], saved["sum"], saved["divisor"])
+    sums.norms.load(own["norms"], slots)
     opt._masters.load(
         {slots[i].param: saved for i, saved in own["masters"].items() if slots[i].param in opt._masters.of}
     )

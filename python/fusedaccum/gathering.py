@@ -15,7 +15,7 @@ from .accumulator import Accumulator
 from .buffers import Slot
 from .intake import Arrival, Intake
 from .ledger import Ledger
-from .settings import Settings
+from .settings import Settings, check_not_replicated
 from .window import Scalar
 
 
@@ -34,6 +34,7 @@ class Gathering:
         self._settings = settings
         self._intake = Intake(self, hold=settings.drops_micro_batches)
         self._rejected = Rejected()
+        self._checked = False  # has check_not_replicated() been passed, at the first backward?
 
     def take(self, parameters: Iterable[tuple[str, Parameter]]) -> None:
         """Gather the gradients of these parameters from now on."""
@@ -41,8 +42,13 @@ class Gathering:
             self._intake.hook(slot)
 
     def settle(self) -> None:
-        """Nobody is inside backward now: a pass that seems open still is over, or was broken off."""
+        """Every public call begins here: a pass that seems open still is over, or was broken off; ``p.grad`` is ours again."""
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                "the wrapper was called from inside a backward pass (by a hook?); call it when backward has returned"
+            )
         self._intake.settle()
+        self._rejected.withdraw()
 
     # -- a micro-batch -----------------------------------------------------------------------------------------
 
@@ -60,15 +66,14 @@ class Gathering:
     @contextmanager
     def grouped(self, weight: Scalar | None) -> Iterator[None]:
         """All passes within are one micro-batch; an exception drops it."""
-        self.settle()
         self.open(weight)
         adds_before = self.ledger.micro.adds
         self.inside = True
         try:
             yield
-            self.settle()
+            self._intake.settle()
         except BaseException:
-            self.settle()
+            self._intake.settle()
             self._intake.drop()
             if self.ledger.has_micro:
                 self.pass_failed(self.ledger.micro.adds > adds_before)
@@ -82,7 +87,6 @@ class Gathering:
         ledger, caller_owned = self.ledger, self._settings.schedule.caller_owned
         if not ledger.has_window:
             self.begin_window()
-        self._rejected.withdraw()
         if not ledger.has_micro and (not caller_owned or (ledger.window.empty and self.sums.gathered())):
             # One without gradients; or, where passes are counted, with gradients that somebody put into p.grad by hand.
             ledger.begin_micro_batch()
@@ -109,16 +113,20 @@ class Gathering:
         self.sums.begin()
 
     def reset(self) -> None:
-        """Drop what the open window has gathered."""
-        self.settle()
+        """Drop what the open window has gathered, and what was put into ``p.grad`` meanwhile."""
         self._rejected.withdraw()
         self._rejected = Rejected()
+        if self.ledger.is_open:
+            self.sums.clear()
         self.ledger.drop_window()
         self.sums.begin()
 
     # -- what the intake tells (its Owner) ---------------------------------------------------------------------
 
     def pass_begins(self) -> None:
+        if not self._checked:
+            check_not_replicated([slot.param for slot in self.sums.buffers.slots])
+            self._checked = True
         if not self.inside:
             self.open(None)
         if self.ledger.micro.judged:
@@ -167,31 +175,35 @@ class Gathering:
             return
         micro.bad = True
         self._intake.drop()
-        self._rejected.reject({slot: grad for slot, grad in held if not torch.isfinite(grad).all()})
+        bad = {slot: grad for slot, grad in held if not torch.isfinite(grad).all()}
+        self._rejected.reject(bad, self.sums.buffers.slots)
 
 
 @dataclass
 class Rejected:
     """Micro-batches that ``nonfinite`` has rejected since the last ``step()``.
 
-    Until then one gradient that is not finite stands in its ``p.grad``, instead of the buffer: so a GradScaler, which looks
-    there, learns of the overflow, although no buffer holds a trace of it.
+    Until then one gradient that is not finite is all that ``p.grad`` shows, of all parameters: so a GradScaler, which looks
+    there, learns of the overflow, and nothing that it or anybody else does to it reaches a buffer.
     """
 
     names: list[str] = field(default_factory=list)
-    _slot: Slot | None = None
-    _before: Tensor | None = None
+    _hidden: list[tuple[Slot, Tensor | None]] = field(default_factory=list)
 
-    def reject(self, bad: dict[Slot, Tensor]) -> None:
-        """These gradients are not finite."""
+    def reject(self, bad: dict[Slot, Tensor], slots: Sequence[Slot]) -> None:
+        """These gradients are not finite; ``slots`` are hidden behind the first of them."""
         self.names += [slot.name for slot in bad]
-        self._slot, grad = next(iter(bad.items()))
-        self._before, self._slot.param.grad = self._slot.param.grad, grad
+        self._hidden = [(slot, slot.param.grad) for slot in slots]
+        for slot in slots:
+            slot.param.grad = None
+        slot, grad = next(iter(bad.items()))
+        slot.param.grad = grad
 
     def withdraw(self) -> None:
         """Put back what ``p.grad`` was."""
-        if self._slot is not None:
-            self._slot.param.grad, self._slot, self._before = self._before, None, None
+        for slot, grad in self._hidden:
+            slot.param.grad = grad
+        self._hidden = []
 
     def __str__(self) -> str:
         more = len(self.names) - 5

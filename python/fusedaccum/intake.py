@@ -9,12 +9,13 @@ Everything the owner needs comes through :class:`Owner`, the seam where an intak
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import weakref
 from collections.abc import Sequence
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -53,9 +54,9 @@ class Intake:
     """
 
     def __init__(self, owner: Owner, hold: bool):
+        _fresh_holders()  # measured now, because it takes a backward of its own
         self._owner = weakref.ref(owner)
         self._hold = hold
-        self._hooks: list[tuple] = []
         self._lock = threading.RLock()  # hooks of several devices run in several threads
         self._queue: list[Arrival] = []
         self._bytes = 0
@@ -69,14 +70,18 @@ class Intake:
         frozen = not p.requires_grad
         node = get_gradient_edge(p.requires_grad_(True)).node  # a frozen one may be thawed later
         p.requires_grad_(not frozen)
-        intake = weakref.ref(self)
+        intake, place = weakref.ref(self), weakref.ref(slot)  # the node holds the hook, and the slot the node
 
         def arrived(grads: tuple[Tensor | None, ...]) -> tuple[None] | None:
-            alive = intake()
-            return None if alive is None or grads[0] is None else alive._arrived(slot, grads[0])
+            alive, slot = intake(), place()
+            if alive is None or slot is None or grads[0] is None:
+                return None
+            alive._arrived(slot, grads)
+            return (None,)
 
         # The node is kept alive by us: autograd itself holds it only as long as some graph does.
-        self._hooks.append((node, node.register_prehook(arrived)))
+        slot.node = node
+        node.register_prehook(arrived)
         if slot.dtype != slot.param.dtype:
             slot.param.grad_dtype = None  # lets p.grad be of the buffer's dtype
 
@@ -85,22 +90,29 @@ class Intake:
         assert owner is not None  # it owns us
         return owner
 
-    def _arrived(self, slot: Slot, grad: Tensor) -> tuple[None]:
+    def _arrived(self, slot: Slot, grads: tuple[Tensor | None, ...]) -> None:
         with self._lock:
-            refuse_unfit(slot, grad)
+            refuse_unfit(slot, grads[0])
+            ours = exclusive(grads)  # before we hold it ourselves
+            grad: Any = grads[0]
             task = torch._C._current_graph_task_id()
             if task not in self._tasks:
                 self._enter(task)
-            self._queue.append((slot, grad))
+            # What somebody else holds too, he may overwrite before the bucket is full (a static buffer): it cannot wait.
+            self._queue.append((slot, grad.clone() if self._hold and not ours else grad))
             self._bytes += grad.nbytes
-            if self._bytes >= BUCKET_BYTES and not self._hold:
+            if not self._hold and (self._bytes >= BUCKET_BYTES or not ours):
                 self.release()
-        return (None,)
 
     def _enter(self, task: int) -> None:
         """The first gradient of a graph task, which is a pass of its own or a re-entrant part of one."""
-        root, _ = outermost_backward()
-        if self._root is not None and self._root() is not root:
+        root, nested = outermost_backward()
+        if self._root is not None and (self._root() is not root or (self._tasks and not nested)):
+            if self._tasks and self._root() is not root and any(known is self._root() for known in roots_under_way()):
+                raise RuntimeError(
+                    "two backward passes run at once, in two threads; the gradients of one optimizer's parameters can be "
+                    "gathered from one pass at a time: take turns, with a lock around backward()"
+                )
             self.settle()
         if self._root is None:
             self._owner_now().pass_begins()
@@ -173,7 +185,7 @@ class Intake:
         return list(self._queue)
 
 
-def refuse_unfit(slot: Slot, grad: Tensor) -> None:
+def refuse_unfit(slot: Slot, grad: Any) -> None:
     """Raises RuntimeError for a gradient that cannot be gathered, before it is queued."""
     if torch.is_grad_enabled():
         raise RuntimeError(
@@ -198,6 +210,36 @@ def refuse_unfit(slot: Slot, grad: Tensor) -> None:
         )
 
 
+def exclusive(grads: tuple[Tensor | None, ...]) -> bool:
+    """Is a hook's fresh gradient held by autograd alone, so that nobody can write to it while it is queued?"""
+    return all(count <= most for count, most in zip(_holders(grads), _fresh_holders()[_is_view(grads)], strict=True))
+
+
+def _is_view(grads: tuple[Tensor | None, ...]) -> bool:
+    return grads[0] is not None and grads[0]._is_view()
+
+
+def _holders(grads: tuple[Tensor | None, ...]) -> tuple[int, ...]:
+    """How many hold a gradient, as Python object and as tensor; the same of the tensor that it is a view of; and their storage."""
+    grad: Any = grads[0]
+    counts = (sys.getrefcount(grad), grad._use_count(), torch._C._storage_Use_Count(grad.untyped_storage()._cdata))
+    base = grad._base
+    return counts if base is None else (*counts, sys.getrefcount(base), base._use_count())
+
+
+@functools.cache
+def _fresh_holders() -> dict[bool, tuple[int, ...]]:
+    """The counts of gradients that nobody else holds, views and not, as this version of PyTorch and Python makes them."""
+    found: dict[bool, tuple[int, ...]] = {}
+    with torch.inference_mode(False), torch.enable_grad():
+        weight, scale = (torch.ones(2, 2, requires_grad=True) for _ in range(2))
+        nodes = [get_gradient_edge(leaf).node for leaf in (weight, scale)]
+        for node in nodes:
+            node.register_prehook(lambda grads: found.update({_is_view(grads): _holders(grads)}))
+        (torch.nn.functional.linear(torch.ones(2, 2), weight).square() * scale).sum().backward(inputs=[weight, scale])
+    return found
+
+
 def outermost_backward() -> tuple[object, bool]:
     """Root tensor of the outermost backward pass under way, and whether the one running here is nested in another.
 
@@ -218,6 +260,12 @@ def outermost_backward() -> tuple[object, bool]:
         return _NO_ROOT, nested
     root = frames[-1].f_locals["t_outputs"][0]
     return root if isinstance(root, Tensor) else _NO_ROOT, nested
+
+
+def roots_under_way() -> list[object]:
+    """What backward() has been called on, in all threads, and has not returned from."""
+    stacks = [_backward_frames(frame)[0] for frame in sys._current_frames().values()]
+    return [frames[-1].f_locals["t_outputs"][0] for frames in stacks if frames]
 
 
 def _backward_frames(frame: FrameType | None) -> tuple[list[FrameType], bool]:

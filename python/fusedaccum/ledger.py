@@ -54,6 +54,11 @@ class Ledger:
         """Has the window gathered, or begun to gather, anything?"""
         return self.has_micro or (self.has_window and not self.window.empty)
 
+    @property
+    def has_counted(self) -> bool:
+        """Is the window open, or has it at least dropped a micro-batch?"""
+        return self.is_open or (self.has_window and self.window.dropped > 0)
+
     def begin_window(self, unit: Scalar | None) -> None:
         self._window = Window(self.index, self.schedule.length(self.index), unit=unit)
 
@@ -108,7 +113,7 @@ class Ledger:
         """The micro-batch is over: count it, with the weight it was given, now or before. One that was rejected counts for nothing."""
         window, micro = self.window, self.micro
         if micro.bad:
-            window.nonfinite = window.nonfinite + 1
+            window.dropped += 1
         else:
             window.commit(micro, self._weight_of(micro, late))
         self._micro = None
@@ -122,19 +127,28 @@ class Ledger:
         weight = late if micro.weight is None else micro.weight
         if weight is not None:
             return weight
-        if self.reduction != "sum":
-            return 1.0
-        if self.schedule.caller_owned:
+        if self.schedule.caller_owned and self.reduction != "mean":
             return None
-        raise ValueError(MISSING_WEIGHT)
+        if self.reduction == "sum":
+            raise ValueError(MISSING_WEIGHT)
+        return 1.0
 
     def weigh_the_rest(self, late: Scalar | None) -> None:
-        """Before a window closes: ``late`` is the weight of all its micro-batches that were given none. Raises ValueError without it."""
+        """Before a window closes: ``late`` is the weight of all its micro-batches that were given none.
+
+        Raises ValueError where it is missing under ``reduction="sum"``, and where there is nothing left to weigh.
+        """
         window = self.window
         if not window.unweighed:
+            if late is not None and not window.empty:
+                raise ValueError(
+                    f"step(weight={float(late):g}) has nothing to weigh: every micro-batch of the window was given its weight"
+                )
             return
         if late is None:
-            raise ValueError(MISSING_WEIGHT)
+            if self.reduction == "sum":
+                raise ValueError(MISSING_WEIGHT)
+            late = float(window.unweighed)
         window.weight, window.unweighed = window.weight + late, 0
 
     def complete(self) -> bool:
@@ -162,11 +176,13 @@ class Ledger:
             )
         window = self.window
         count, weight = window.micro_batches, window.weight
-        last = self._weight_of(self.micro, None) if self.has_micro else 0.0
-        if window.unweighed or last is None:
+        if self.has_micro and not self.micro.bad:
+            count, last = count + 1, self._weight_of(self.micro, None)
+            weight = weight + (0.0 if last is None else last)
+        else:
+            last = 0.0
+        if self.reduction == "sum" and (window.unweighed or last is None):
             raise ValueError(MISSING_WEIGHT)
-        if self.has_micro:
-            count, weight = count + 1, weight + last
         if not self.schedule.complete(window.length, count, weight):
             raise RuntimeError(
                 f"normalize_() is for a window's end, and this one is not complete: it holds {count} micro-batches of weight "

@@ -52,7 +52,8 @@ class MasterWeights:
     def follow_model(self) -> None:
         """Take over what others wrote into the model since the last :meth:`write_back` (loaded weights, say).
 
-        Where the parameter still is its master, rounded, the master keeps its FP32 bits: so the order in which a model's and
+        Told by the parameters' versions, so writes through ``p.data`` go unseen. Where the parameter still is its master,
+        rounded, the master keeps its FP32 bits: so the order in which a model's and
         an optimizer's checkpoint are loaded does not matter.
         """
         for p, master in self.of.items():
@@ -73,6 +74,7 @@ class MasterWeights:
         with torch.no_grad():
             for p, saved in masters.items():
                 self.of[p].copy_(saved)
+                self._version[p] = -1  # the model may hold others: follow_model() compares
 
 
 def _exchange(inner: Optimizer, table: Mapping[Any, Any]) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import ops
-from .buffers import Slot
+from .buffers import Block, Slot
 from .window import Scalar, identity
 
 
@@ -37,6 +38,13 @@ class SquaredNorms:
         for slot in slots:
             self._readings.pop(slot, None)
 
+    def forget_all(self) -> None:
+        self._readings.clear()
+
+    def forget_block(self, block: Block) -> None:
+        """Somebody has written into ``block``."""
+        self.forget([slot for slot in self._readings if slot.block is block])
+
     def total(self, slots: Iterable[Slot], backend: str) -> Tensor:
         """Sum of squares of the gathered gradients of ``slots``, as a 0-d float64 tensor; reads only what no add has measured."""
         slots = list(slots)
@@ -54,6 +62,20 @@ class SquaredNorms:
         device = slots[0].param.device if slots else "cpu"
         parts = [reading.sq_norm.to(device) * reading.divisor**2 for reading in readings]
         return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)
+
+    def save(self) -> list[dict[str, Any]]:
+        """The readings as plain values, slots by their index: sums of squares depend on what was summed together."""
+        return [
+            {"sq_norm": r.sq_norm.clone(), "divisor": r.divisor, "covers": sorted(slot.index for slot in r.covers)}
+            for r in dict.fromkeys(self._readings.values())
+            if self._still_true(r, r.covers)
+        ]
+
+    def load(self, saved: list[dict[str, Any]], slots: Sequence[Slot]) -> None:
+        """What :meth:`save` returned."""
+        for entry in saved:
+            stats = ops.Stats(entry["sq_norm"].clone(), torch.zeros((), dtype=torch.int64))
+            self.record(stats, [slots[i] for i in entry["covers"]], entry["divisor"])
 
     def _still_true(self, reading: _Reading, wanted: set[Slot]) -> bool:
         return reading.covers <= wanted and all(

@@ -172,12 +172,12 @@ def stats(tensors: Sequence[Tensor], *, backend: str | None = None) -> Stats:
 def _checked(outs_name: str, outs: Any, ins_name: str | None = None, ins: Any = None, written: bool = True) -> Layout:
     """Refuse lists that no kernel may be given; say whether all pairs are flat memory."""
     native = backends.native_predicate()
-    if native is not None:
+    if native is not None and (ins is not None or ins_name is None):
         verdict = native(outs, ins, written)
         if verdict != Layout.REFUSED:
             return Layout(verdict)
     layout = arguments.check_lists(outs_name, outs, ins_name, ins, written)
-    # Refused by the native predicate and not by this one: cannot be, and if it is, then the copying path is the safe one.
+    # Refused by the native predicate and not by this one: views that are interleaved, which only this one looks into.
     return layout if native is None else Layout.STRIDED
 
 

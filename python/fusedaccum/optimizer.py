@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import math
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import LBFGS
-from torch.optim.optimizer import Optimizer, _global_optimizer_pre_hooks
+from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from . import checkpoint
 from .amp import LossScale
-from .buffers import Slot
+from .closing import Conclusion, apply, conclude
 from .gathering import Gathering
 from .masters import MasterWeights
 from .settings import Settings, check_optimizer, check_parameter
-from .window import LastWindow, Scalar, Schedule, checked_weight, identity
+from .window import LastWindow, Scalar, Schedule, checked_weight
 
 # Which wrapper takes a parameter's gradients. (Keyed by identity: tensors compare by element.)
 _wrapped = WeakIdKeyDictionary()
@@ -90,6 +88,7 @@ class AccumulatingOptimizer(Optimizer):
         self.settings = settings
         self.last_window: LastWindow | None = None
         self._updated: bool | Tensor = False
+        self._unapplied: Conclusion | None = None  # a closed window whose inner step has raised
         seed = int(torch.randint(2**62, ())) if settings.rounding == "stochastic" else None
         self._gathering = Gathering(settings, seed)
         self._ledger, self._sums = self._gathering.ledger, self._gathering.sums
@@ -123,6 +122,12 @@ class AccumulatingOptimizer(Optimizer):
         if name == "optimizer":  # not built yet
             raise AttributeError(name)
         return getattr(self.optimizer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("param_groups", "state", "defaults"):
+            setattr(self.optimizer, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optimizer!r}, {self.settings!r})"
@@ -175,7 +180,7 @@ class AccumulatingOptimizer(Optimizer):
         given = self._ledger.late_weight(weight)
         try:
             if isinstance(self.optimizer, LBFGS):
-                return self._step_lbfgs(closure)
+                return self._step_lbfgs(closure, given)
             loss = None
             if closure is not None:
                 with torch.enable_grad():
@@ -184,6 +189,9 @@ class AccumulatingOptimizer(Optimizer):
             for slot in self._sums.buffers.slots:
                 slot.check_unchanged()
             self._updated = False
+            if self._unapplied is not None and not self._ledger.has_window:
+                self._apply(self._unapplied)
+                return loss
             overflow = self._overflow()
             self._gathering.end_micro_batch(given)
             if self._ledger.complete():
@@ -206,6 +214,8 @@ class AccumulatingOptimizer(Optimizer):
         self._not_inside("flush()")
         self._gathering.settle()
         self._updated = False
+        if self._unapplied is not None and not self._ledger.has_window:
+            self._apply(self._unapplied)
         if self._ledger.has_micro or self._gathering.has_rejected:
             self._gathering.end_micro_batch(None)
         if self._ledger.is_open:
@@ -215,14 +225,17 @@ class AccumulatingOptimizer(Optimizer):
     def reset(self) -> None:
         """Drop a partial window; the next micro-batch begins it anew, under the same index."""
         self._not_inside("reset()")
+        self._gathering.settle()
         self._gathering.reset()
+        self._unapplied = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Inside a counted or weighed window: nothing, what was gathered stays. Otherwise as in plain PyTorch."""
         self._gathering.settle()
-        if self._ledger.is_open and not self.settings.schedule.caller_owned:
+        if self._ledger.has_counted and not self.settings.schedule.caller_owned:
             return
         self._not_inside("zero_grad()")
+        self._unapplied = None
         zeroed = [] if set_to_none else self._sums.buffers.gathered()
         self._gathering.reset()
         self.optimizer.zero_grad()
@@ -278,19 +291,26 @@ class AccumulatingOptimizer(Optimizer):
         Raises:
             ValueError: saved from other parameters, or with an open window and other window settings; nothing is loaded then.
         """
+        self._not_inside("load_state_dict()")
+        self._gathering.settle()
         own = state_dict.get(checkpoint.KEY)
         if own is not None:
             checkpoint.check(self, own)
-        self._gathering.reset()
         with self._masters.at_work(self.optimizer):
             self.optimizer.load_state_dict({k: v for k, v in state_dict.items() if k != checkpoint.KEY})
+        self.reset()
         if own is not None:
             checkpoint.load(self, own)
 
     def __getstate__(self) -> dict[str, Any]:
+        self._not_inside("a copy")
+        self._gathering.settle()
         return {"optimizer": self.optimizer, "settings": self.settings, "own": checkpoint.save(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        for group in state["optimizer"].param_groups:
+            for p in group["params"]:
+                p.grad = None  # a plain tensor's copy has a copy of the gradient; ours is in the window
         self._build(state["optimizer"], state["settings"])
         checkpoint.load(self, state["own"])
 
@@ -320,12 +340,19 @@ class AccumulatingOptimizer(Optimizer):
         window = self._ledger.window if self._ledger.has_window else None
         if not scale.through_scaler:
             if scale.live is not None:  # no scaler any more: these gradients carry no loss scale
+                if window is not None and not window.empty:
+                    raise RuntimeError(
+                        "opt.step() in a window that began with scaler.step(opt): its micro-batches carry a loss scale and this one "
+                        "does not; step all micro-batches of a window through the scaler"
+                    )
                 scale.live = None
                 if window is not None:
-                    window.unit = 1.0
+                    window.unit = None
             return False
         if window is None or window.overflowed or self._gathering.has_rejected:
             return False
+        if scale.unscaled:
+            self._sums.norms.forget_all()  # GradScaler writes without raising the tensors' versions
         if scale.live is None:  # unscaled before we ever met the scaler
             window.unit, window.unit_lost = 1.0, True
         elif scale.unscaled:
@@ -337,112 +364,41 @@ class AccumulatingOptimizer(Optimizer):
     # -- the window's end --------------------------------------------------------------------------------------
 
     def _close(self, overflow: bool | Tensor) -> None:
-        """The window is over: step the inner optimizer with its gradient, unless something forbids it."""
-        slots, divisor, norm, skip = self._conclude(overflow)
-        applied = self._apply(slots, divisor, self._clip_coef(norm), skip)
-        self._report(slots, norm, overflow, applied)
-
-    def _conclude(self, overflow: bool | Tensor) -> tuple[list[Slot], Scalar, Tensor | None, bool | Tensor]:
-        """The gathered slots, what to divide them by, the norm of that, and whether it must not be applied."""
-        window, settings = self._ledger.window, self.settings
-        slots = self._sums.gathered()
-        divisor = 1.0 if window.empty else self._ledger.divisor(window.weight)
-        weightless = not window.empty and float(divisor) == 0
-        if weightless:
-            warnings.warn(
-                f"window {window.index} has weight 0 (no tokens?): nothing is applied", RuntimeWarning, stacklevel=4
-            )
-            divisor = 1.0
-        if window.unit is not None:
-            divisor = divisor * window.unit
-        skip, norm = overflow, None
-        if settings.wants_norm:
-            sq_norm = self._sums.sq_norm(slots)
-            norm = sq_norm.sqrt() / divisor
-            if settings.nonfinite == "skip_window":
-                skip = ~torch.isfinite(sq_norm) | (torch.as_tensor(window.nonfinite) > 0) | skip
-        return slots, divisor, norm, True if weightless or window.overflowed else skip
-
-    def _clip_coef(self, norm: Tensor | None) -> Scalar:
-        """``min(1, max_grad_norm / (norm + 1e-6))``, as torch.nn.utils.clip_grad_norm_ has it."""
-        limit = self.settings.max_grad_norm
-        if limit is None or norm is None or math.isinf(limit):
-            return 1.0
-        return (limit / (norm + 1e-6)).clamp(max=1.0)
-
-    def _apply(self, slots: list[Slot], divisor: Scalar, coef: Scalar, skip: bool | Tensor) -> bool | Tensor:
-        """Step the inner optimizer with ``coef * sum / divisor``, unless ``skip``. Returns whether it was applied."""
-        inner: Any = self.optimizer
-        masters = self._masters
-        fused = self._inner_scales(slots)
-        if not (fused and isinstance(skip, Tensor)):
-            if bool(skip):
-                return False
-            skip = False
-        masters.follow_model()
-        if fused:
-            # It divides by grad_scale, and heeds found_inf, in its own pass over the gradients.
-            device = slots[0].param.device
-            inner.grad_scale = torch.as_tensor(divisor / (coef * slots[0].divisor), dtype=torch.float32, device=device)
-            inner.found_inf = torch.as_tensor(skip, dtype=torch.float32, device=device) if skip is not False else None
-        else:
-            self._sums.finish_(slots, divisor, coef, masters.of)
-        try:
-            with masters.at_work(inner, slots) if masters.of else nullcontext():
-                inner.step()
-        finally:
-            if fused:
-                del inner.grad_scale, inner.found_inf
-        masters.write_back(slot.param for slot in slots)
-        return ~skip if isinstance(skip, Tensor) else True
-
-    def _inner_scales(self, slots: list[Slot]) -> bool:
-        """Can the inner optimizer scale the gradients itself? Not where a step pre-hook would see them before that."""
-        inner = self.optimizer
-        return (
-            getattr(inner, "_step_supports_amp_scaling", False)
-            and not (inner._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
-            and len({(identity(slot.divisor), slot.param.device) for slot in slots}) == 1
-            and all(slot.dtype == self._masters.of.get(slot.param, slot.param).dtype for slot in slots)
-            and all(slot.dtype.itemsize <= 4 for slot in slots)  # grad_scale is FP32: too coarse for FP64
-        )
-
-    def _report(self, slots: list[Slot], norm: Tensor | None, overflow: bool | Tensor, applied: bool | Tensor) -> None:
-        """Closes the books: ``last_window``, ``updated``, the next window's index."""
-        window = self._ledger.window
-        nonfinite = torch.as_tensor(window.nonfinite)
-        if self.settings.nonfinite != "skip_window":  # which has counted an overflow with the adds
-            nonfinite = nonfinite + torch.as_tensor(overflow)
-        looked = self.settings.nonfinite != "propagate" or window.overflowed or overflow is not False
-        self.last_window = LastWindow(
-            window.micro_batches,
-            torch.as_tensor(window.weight, dtype=torch.float64),
-            norm,
-            nonfinite if looked else None,
-            torch.as_tensor(applied),
-        )
-        self._updated = applied if slots else False
+        """The window is over: the next gradient begins a new one, and this one is applied, unless something forbids it."""
+        self._unapplied = conclude(self._ledger, self._sums, self.settings, overflow)
         self._ledger.close_window()
+        self._apply(self._unapplied)
 
-    def _step_lbfgs(self, closure: Callable[[], Any] | None) -> Any:
+    def _apply(self, end: Conclusion) -> None:
+        # When the inner optimizer raises, the window stays unapplied, and the next step() or flush() tries again.
+        self._report(end, apply(end, self.optimizer, self._masters, self._sums, self.settings))
+
+    def _report(self, end: Conclusion, applied: bool | Tensor) -> None:
+        self._unapplied = None
+        self.last_window = end.report(self.settings, applied)
+        self._updated = applied if end.slots else False
+        self._sums.shown_as_is()
+
+    def _step_lbfgs(self, closure: Callable[[], Any] | None, weight: Scalar | None) -> Any:
         """LBFGS evaluates the closure as often as it likes; each time it runs a whole window."""
         if closure is None:
             raise TypeError(
                 "step() with LBFGS needs a closure that runs the window's micro-batches and returns the loss"
             )
-        concluded: list = []
+        ends: list[Conclusion] = []
 
         def evaluate() -> Any:
             self._gathering.reset()
             loss = closure()
             self._gathering.settle()
             with torch.no_grad():
-                self._gathering.end_micro_batch(None)
-                concluded[:] = slots, divisor, norm, _ = self._conclude(False)
-                self._sums.finish_(slots, divisor, self._clip_coef(norm), {})
+                self._gathering.end_micro_batch(weight)
+                end = conclude(self._ledger, self._sums, self.settings, False)
+                self._sums.finish_(end.slots, end.divisor, end.coef, {})
+            ends.append(end)
             return loss
 
         loss = self.optimizer.step(evaluate)
-        slots, _, norm, _ = concluded
-        self._report(slots, norm, False, True)
+        self._ledger.close_window()
+        self._report(ends[-1], True)
         return loss

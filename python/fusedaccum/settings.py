@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from . import backends
@@ -93,6 +96,11 @@ def check_optimizer(optimizer: Any, settings: Settings, wrapper: type) -> None:
                 "optimizer is LBFGS, which evaluates its closure several times a step, so one step() cannot be one micro-batch; "
                 "leave out accum_steps and window_weight and run the window's micro-batches inside the closure"
             )
+        if settings.nonfinite == "skip_window":
+            raise ValueError(
+                "nonfinite='skip_window' does not work with LBFGS, which evaluates and applies within one step; "
+                "use 'skip_micro_batch' or 'raise'"
+            )
         if settings.master_weights:
             raise ValueError(
                 "master_weights=True does not work with LBFGS, which keeps its own list of parameters; keep the model in FP32"
@@ -116,3 +124,20 @@ def check_parameter(name: str, parameter: Tensor) -> None:
         raise ValueError(
             f"parameter {name} has a gradient already, which would be in no window; call optimizer.zero_grad() before wrapping it"
         )
+
+
+def check_not_replicated(parameters: Collection[Tensor]) -> None:
+    """Raises RuntimeError for parameters of a DistributedDataParallel module, whose reduction would replace the sums in ``p.grad``.
+
+    Nothing on a parameter tells that a DDP module has taken it, so in a process that uses torch.distributed the modules that
+    are alive are looked through.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    known = {id(p) for p in parameters}
+    for module in gc.get_objects():
+        if issubclass(type(module), DistributedDataParallel) and any(id(p) in known for p in module.parameters()):
+            raise RuntimeError(
+                "the model is wrapped in DistributedDataParallel, which reduces every micro-batch's gradient by itself and is not "
+                "supported yet; leave DDP out, and all-reduce p.grad after opt.normalize_() at a window's end"
+            )

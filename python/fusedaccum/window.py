@@ -141,7 +141,8 @@ class Window:
     micro_batches: int = 0
     weight: Scalar = 0.0
     unweighed: int = 0  # micro-batches whose weight is still to come (reduction="sum")
-    nonfinite: Scalar = 0  # micro-batches that held a value that was not finite
+    dropped: int = 0  # micro-batches that were left out because a value was not finite
+    nonfinite: Scalar = 0  # micro-batches that were let in with such a value
     unit: Scalar | None = None  # the loss scale the sums carry; None: as far as we know there is none
     unit_lost: bool = False  # were they unscaled by a scaler that we have not met, so that later scales are unknown?
     overflowed: bool = False  # has a GradScaler found an overflow? Then the rest of the window adds nothing

@@ -1,0 +1,126 @@
+"""A window's end: its gradient is concluded from the sums, applied by the inner optimizer, and reported."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, _global_optimizer_pre_hooks
+
+from .accumulator import Accumulator
+from .buffers import Slot
+from .ledger import Ledger
+from .masters import MasterWeights
+from .settings import Settings
+from .window import LastWindow, Scalar, Window, identity
+
+
+@dataclass
+class Conclusion:
+    """A complete window: its gradient is ``coef * sum / divisor`` in every slot, and ``skip`` forbids to apply it."""
+
+    window: Window
+    slots: list[Slot]
+    divisor: Scalar
+    coef: Scalar
+    norm: Tensor | None
+    overflow: bool | Tensor  # of the last micro-batch, as a GradScaler saw it
+    skip: bool | Tensor
+    finished: bool = False  # has the gradient been made, so that applying it again only steps?
+
+    def report(self, settings: Settings, applied: bool | Tensor) -> LastWindow:
+        window = self.window
+        nonfinite = torch.as_tensor(window.nonfinite + window.dropped)
+        if settings.nonfinite != "skip_window":  # which has counted an overflow with the adds
+            nonfinite = nonfinite + torch.as_tensor(self.overflow)
+        looked = settings.nonfinite != "propagate" or window.overflowed or self.overflow is not False
+        return LastWindow(
+            window.micro_batches,
+            torch.as_tensor(window.weight, dtype=torch.float64),
+            self.norm,
+            nonfinite if looked else None,
+            torch.as_tensor(applied),
+        )
+
+
+def conclude(ledger: Ledger, sums: Accumulator, settings: Settings, overflow: bool | Tensor) -> Conclusion:
+    """What the open window comes to. Waits for the device where weights are tensors there."""
+    window, slots = ledger.window, sums.gathered()
+    divisor = 1.0 if window.empty else ledger.divisor(window.weight)
+    weightless = not window.empty and float(divisor) == 0
+    if weightless:
+        message = f"window {window.index} has weight 0 (no tokens?): nothing is applied"
+        warnings.warn(message, RuntimeWarning, stacklevel=4)
+        divisor = 1.0
+    if window.unit is not None:
+        divisor = divisor * window.unit
+    skip, norm = overflow, None
+    if settings.wants_norm:
+        sq_norm = sums.sq_norm(slots)
+        norm = sq_norm.sqrt() / divisor
+        if settings.nonfinite == "skip_window":
+            skip = ~torch.isfinite(sq_norm) | (torch.as_tensor(window.nonfinite) > 0) | skip
+    if weightless or window.overflowed:
+        skip = True
+    return Conclusion(window, slots, divisor, clip_coef(settings.max_grad_norm, norm), norm, overflow, skip)
+
+
+def clip_coef(limit: float | None, norm: Tensor | None) -> Scalar:
+    """``min(1, limit / (norm + 1e-6))``, as torch.nn.utils.clip_grad_norm_ has it."""
+    if limit is None or norm is None or math.isinf(limit):
+        return 1.0
+    return (limit / (norm + 1e-6)).clamp(max=1.0)
+
+
+def apply(end: Conclusion, inner: Any, masters: MasterWeights, sums: Accumulator, settings: Settings) -> bool | Tensor:
+    """Step the inner optimizer with the window's gradient, unless that is to be skipped. Returns whether it was applied.
+
+    May be called again when the inner optimizer has raised.
+    """
+    fused = not end.finished and inner_scales(inner, masters, end.slots)
+    decided_there = fused and isinstance(end.skip, Tensor) and all(inner.state.get(slot.param) for slot in end.slots)
+    if not decided_there and bool(end.skip):
+        return False
+    masters.follow_model()
+    if fused:
+        # It divides by grad_scale, and heeds found_inf, in its own pass over the gradients.
+        device = end.slots[0].param.device
+        grad_scale = end.divisor / (end.coef * end.slots[0].divisor)
+        inner.grad_scale = torch.as_tensor(grad_scale, dtype=torch.float32, device=device)
+        inner.found_inf = torch.as_tensor(end.skip, dtype=torch.float32, device=device) if decided_there else None
+    elif not end.finished:
+        sums.finish_(end.slots, end.divisor, end.coef, masters.of)
+        end.finished = True
+    if settings.nonfinite == "skip_window" and overflowed_in_cast(end.slots, masters, sums):
+        return False
+    try:
+        with masters.at_work(inner, end.slots) if masters.of else nullcontext():
+            inner.step()
+    finally:
+        if fused:
+            del inner.grad_scale, inner.found_inf
+    masters.write_back(slot.param for slot in end.slots)
+    return ~end.skip if decided_there and isinstance(end.skip, Tensor) else True
+
+
+def inner_scales(inner: Optimizer, masters: MasterWeights, slots: list[Slot]) -> bool:
+    """Can the inner optimizer scale the gradients itself? Not where a step pre-hook would see them before that."""
+    return (
+        getattr(inner, "_step_supports_amp_scaling", False)
+        and all(group.get("fused") for group in inner.param_groups)
+        and not (inner._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
+        and len({(identity(slot.divisor), slot.param.device) for slot in slots}) == 1
+        and all(slot.dtype == masters.of.get(slot.param, slot.param).dtype for slot in slots)
+        and all(slot.dtype.itemsize <= 4 for slot in slots)  # grad_scale is FP32: too coarse for FP64
+    )
+
+
+def overflowed_in_cast(slots: list[Slot], masters: MasterWeights, sums: Accumulator) -> bool:
+    """Is a finite FP32 gradient infinite as the FP16 one that is stepped? (bf16 has FP32's range.) Waits for the device."""
+    cast = [slot.param.grad for slot in slots if slot.param.dtype == torch.float16 and slot.param not in masters.of]
+    return bool(cast) and sums.count_nonfinite(grad for grad in cast if grad is not None) > 0

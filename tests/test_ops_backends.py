@@ -1,0 +1,113 @@
+"""The table of backends: who gets a call, what the environment says, and why something is missing."""
+
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+from fusedaccum import backends, ops
+from ops_cases import NATIVE, child_environment
+
+
+@pytest.fixture
+def one_missing(monkeypatch):
+    """The CPU backend as on a machine where it was not built."""
+    table = [
+        row if row.name != "cpu" else backends.Backend("cpu", row.module, row.devices, lambda: "it was not built here")
+        for row in backends.TABLE
+    ]
+    monkeypatch.setattr(backends, "TABLE", tuple(table))
+    for cached in (backends.why_missing, backends.native_predicate, backends._automatic):
+        cached.cache_clear()
+    yield
+    for cached in (backends.why_missing, backends.native_predicate, backends._automatic):
+        cached.cache_clear()
+
+
+def test_report_names_every_row_with_its_reason():
+    report = backends.report()
+    assert [name for name, _, _ in report] == ["cuda", "triton", "cpu", "reference"]
+    assert all(reason for _, available, reason in report if not available)
+    assert report[-1] == ("reference", True, "")
+
+
+@pytest.mark.parametrize("name", [name for name, available, _ in backends.report() if not available])
+def test_a_requested_backend_that_is_missing_raises_and_says_why(name):
+    x = torch.ones(3)
+    with pytest.raises(RuntimeError, match=f"backend='{name}' is not available: .+ or use 'auto'"):
+        ops.scale_([x], 2.0, backend=name)
+    assert (x == 1).all()
+
+
+def test_a_missing_backend_is_refused_by_name_and_passed_over_by_auto(one_missing):
+    with pytest.raises(RuntimeError, match="backend='cpu' is not available: it was not built here; or use 'auto'"):
+        ops.scale_([torch.ones(3)], 2.0, backend="cpu")
+    ops.accumulate_([x := torch.ones(3)], [torch.ones(3)], 2.0)
+    assert (x == 3).all()
+    with pytest.raises(ValueError, match=r"buffers\[0\] and buffers\[1\] share memory"):
+        ops.accumulate_([x, x], [x.clone(), x.clone()], 1.0)
+    assert backends.select(None, x.device, "accumulate_").__name__ == "fusedaccum.reference"
+
+
+@pytest.mark.skipif(not NATIVE, reason="the extension fusedaccum._cpu was not built")
+def test_auto_prefers_the_native_backend_for_cpu_tensors():
+    for op in ("accumulate_", "scale_", "cast_", "stats"):
+        assert backends.select("auto", torch.device("cpu"), op).__name__ == "fusedaccum._cpu"
+
+
+@pytest.mark.parametrize(("name", "error"), [("gpu", ValueError), (3, TypeError), ("", ValueError)])
+def test_what_is_no_backend_is_refused(name, error):
+    with pytest.raises(error, match=r"backend .*'auto', 'cuda', 'triton', 'cpu', 'reference'"):
+        ops.scale_([torch.ones(3)], 2.0, backend=name)
+
+
+def test_environment_is_the_default_and_no_more(monkeypatch):
+    device = torch.device("cpu")
+    monkeypatch.setenv("FUSEDACCUM_BACKEND", "reference")
+    for asked in (None, "auto"):
+        assert backends.select(asked, device, "stats").__name__ == "fusedaccum.reference"
+    if NATIVE:
+        assert backends.select("cpu", device, "stats").__name__ == "fusedaccum._cpu"
+    monkeypatch.setenv("FUSEDACCUM_BACKEND", "fast")
+    with pytest.raises(ValueError, match="the environment's FUSEDACCUM_BACKEND is 'fast'"):
+        ops.scale_([torch.ones(3)], 2.0)
+    monkeypatch.setenv("FUSEDACCUM_BACKEND", "")
+    ops.scale_([torch.ones(3)], 2.0)
+
+
+def test_a_backend_without_an_op_or_a_device(monkeypatch):
+    half = types.ModuleType("half_a_backend")
+    half.scale_ = lambda tensors, scale, stats: [x.fill_(9) for x in tensors]
+    monkeypatch.setitem(sys.modules, "half_a_backend", half)
+    rows = (
+        backends.Backend("half", "half_a_backend", ("cpu",), lambda: None),
+        backends.Backend("far", "half_a_backend", ("xpu",), lambda: None),
+    )
+    monkeypatch.setattr(backends, "TABLE", rows + backends.TABLE)
+    backends._automatic.cache_clear()
+    try:
+        ops.scale_([x := torch.ones(3)], 2.0, backend="half")
+        ops.scale_([y := torch.ones(3)], 2.0)
+        ops.accumulate_([w := torch.ones(3)], [y], 1.0)  # which "half" does not have
+        assert [t[0].item() for t in (x, y, w)] == [9, 9, 10]
+        with pytest.raises(RuntimeError, match="backend='half' has no stats yet; use 'auto' or 'reference'"):
+            ops.stats([x], backend="half")
+        with pytest.raises(RuntimeError, match="backend='far' works on xpu tensors, but these are on cpu"):
+            ops.scale_([x], 2.0, backend="far")
+    finally:
+        backends._automatic.cache_clear()
+
+
+@pytest.mark.skipif(not NATIVE, reason="the extension fusedaccum._cpu was not built")
+def test_environment_in_a_fresh_process():
+    code = "import torch; from fusedaccum import backends as b; print(b.select(None, torch.device('cpu'), 'stats').__name__)"
+    for value, module in (("reference", "fusedaccum.reference"), ("cpu", "fusedaccum._cpu")):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=child_environment(FUSEDACCUM_BACKEND=value),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout.strip() == module

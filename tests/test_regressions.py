@@ -1,0 +1,257 @@
+"""Faults that a review found, each as it was found. Plain PyTorch's result stands beside every number."""
+
+import copy
+import math
+
+import fusedaccum as fa
+import pytest
+import torch
+from torch.nn import Parameter
+
+
+def zeros(n=1, dtype=torch.float32):
+    return Parameter(torch.zeros(n, dtype=dtype))
+
+
+def wrap(parameters, *args, make=None, **kwargs):
+    make = make or (lambda ps: torch.optim.SGD(ps, lr=1.0))
+    return fa.AccumulatingOptimizer(make(parameters), *args, **kwargs)
+
+
+def test_norm_taken_before_unscale_is_not_believed():
+    p = zeros()
+    opt, scaler = wrap([p], max_grad_norm=1.0), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(p.sum() * 0.5).backward()
+    scaler.unscale_(opt)
+    scaler.step(opt)
+    assert p.item() == -0.5 and opt.last_window.grad_norm == 0.5
+
+
+def test_clipping_by_hand_after_a_rejected_micro_batch_does_not_reach_the_sums():
+    p, q = zeros(), zeros()
+    opt = wrap([p, q], nonfinite="skip_micro_batch")
+    (p + q).sum().backward()
+    (p * math.nan + q).sum().backward()
+    torch.nn.utils.clip_grad_norm_([p, q], 10.0)
+    opt.step()
+    assert p.item() == q.item() == -1
+
+
+@pytest.mark.parametrize("look", ["state_dict", "deepcopy", "normalize_"])
+def test_looking_at_a_rejected_micro_batch_leaves_no_trace(look):
+    p, q = zeros(), zeros()
+    opt = wrap([p, q], 2, nonfinite="skip_micro_batch")
+    (p + q).sum().backward()
+    opt.step()
+    (p * math.nan + q).sum().backward()
+    if look == "normalize_":
+        with pytest.raises(RuntimeError, match="1 micro-batches"):
+            opt.normalize_()
+    else:
+        opt.state_dict() if look == "state_dict" else copy.deepcopy(opt)
+    opt.step()
+    (p + q).sum().backward()
+    opt.step()
+    assert p.item() == q.item() == -1
+
+
+def test_unscale_of_a_rejected_micro_batch_leaves_the_sums_alone():
+    p, q = zeros(), zeros()
+    opt, scaler = wrap([p, q], 2, nonfinite="skip_micro_batch"), torch.amp.GradScaler("cpu", init_scale=4.0)
+    for bad in (False, True, False):
+        scaler.scale((p * (math.inf if bad else 2.0) + q * 2.0).sum()).backward()
+        if bad:
+            scaler.unscale_(opt)
+        scaler.step(opt)
+        scaler.update()
+    assert p.item() == q.item() == -2
+
+
+def test_gradient_replaced_by_a_step_hook_does_not_survive_its_window():
+    p = zeros()
+    opt = wrap([p], 2)
+    opt.register_step_pre_hook(lambda *_: setattr(p, "grad", p.grad.clamp(-10, 10)))
+    for _ in range(4):
+        p.sum().backward()
+        opt.step()
+    assert p.item() == -2
+
+
+def test_reset_drops_a_gradient_put_in_by_hand():
+    p = zeros()
+    opt = wrap([p], 1)
+    p.sum().backward()
+    p.grad = p.grad * 100
+    opt.reset()
+    p.sum().backward()
+    opt.step()
+    assert p.item() == -1
+
+
+@pytest.mark.parametrize("again", ["step", "flush"])
+@pytest.mark.parametrize("steps", [None, 2], ids=["caller-owned", "counted"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inner_step_that_raises_can_be_tried_again(dtype, steps, again):
+    p = zeros(3, dtype)
+    opt, fail = wrap([p], steps), [True]
+
+    def hook(*_):
+        if fail:
+            raise MemoryError
+
+    opt.register_step_pre_hook(hook)
+    for i in range(2):
+        (p * torch.tensor([1.0, 2.0, 3.0], dtype=dtype)).sum().backward()
+        if steps and i == 0:
+            opt.step()
+    with pytest.raises(MemoryError):
+        opt.step()
+    assert not opt.updated
+    fail.clear()
+    getattr(opt, again)()
+    assert opt.updated and opt.last_window.micro_batches == 2
+    assert p.tolist() == [-1, -2, -3]
+
+
+def test_fused_sgd_whose_first_window_is_skipped():
+    """torch makes its momentum with empty_like, and does not fill it when found_inf is set."""
+    p = zeros(300)
+    opt = wrap([p], nonfinite="skip_window", make=lambda ps: torch.optim.SGD(ps, lr=1.0, momentum=0.9, fused=True))
+    (p * math.inf).sum().backward()
+    opt.step()
+    assert not opt.updated
+    p.sum().backward()
+    opt.step()
+    assert opt.updated and p.eq(-1).all()
+
+
+def test_one_group_of_a_fused_optimizer_is_not_fused():
+    a, b = zeros(3), zeros(3)
+    groups = [{"params": [a]}, {"params": [b], "fused": False}]
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(groups, lr=1.0, fused=True), 4)
+    for _ in range(4):
+        (a.sum() + b.sum()).backward()
+        opt.step()
+    assert a.tolist() == b.tolist() == [-1] * 3
+
+
+def test_checkpoint_of_masters_does_not_overwrite_other_weights_loaded_before():
+    p = Parameter(torch.ones(4, dtype=torch.bfloat16))
+    opt = wrap([p], master_weights=True)
+    (p * 0.0).sum().backward()
+    opt.step()
+    q = Parameter(torch.full((4,), 5.0, dtype=torch.bfloat16))
+    other = wrap([q], master_weights=True)
+    other.load_state_dict(opt.state_dict())
+    (q * 0.0).sum().backward()
+    other.step()
+    assert q.tolist() == [5] * 4
+
+
+def test_fp16_gradient_that_overflows_only_in_the_final_cast_is_skipped():
+    p = zeros(2, torch.float16)
+    opt = wrap([p], 2, reduction="none", nonfinite="skip_window")
+    for _ in range(2):
+        (p * 40000.0).sum().backward()
+        opt.step()
+    assert not opt.updated and p.tolist() == [0, 0]
+
+
+def test_dropped_first_micro_batch_is_reported_although_zero_grad_follows():
+    p = zeros()
+    opt = wrap([p], 2, nonfinite="skip_micro_batch")
+    for value in (math.nan, 1.0, 1.0):
+        (p * value).sum().backward()
+        opt.step()
+        opt.zero_grad()
+    assert opt.last_window.nonfinite == 1 and opt.last_window.micro_batches == 2
+
+
+def test_weight_at_step_of_a_caller_owned_window():
+    p = zeros()
+    opt = wrap([p], reduction="none")
+    p.sum().backward()
+    p.sum().backward()
+    opt.step(weight=10)
+    assert opt.last_window.weight == 10 and p.item() == -2
+    opt = wrap([zeros()], reduction="sum")
+    q = opt.param_groups[0]["params"][0]
+    opt.backward(q.sum(), weight=2)
+    with pytest.raises(ValueError, match="nothing to weigh"):
+        opt.step(weight=10)
+
+
+def test_lbfgs_takes_the_weight_at_step_and_refuses_to_skip_a_window():
+    p = zeros()
+    opt = wrap([p], reduction="sum", make=lambda ps: torch.optim.LBFGS(ps, lr=1.0, max_iter=1))
+
+    def closure():
+        loss = ((p - 3) ** 2).sum()
+        loss.backward()
+        return loss
+
+    opt.step(closure, weight=2)
+    assert opt.last_window.weight == 2 and p.grad.item() == -3
+    with pytest.raises(ValueError, match="LBFGS"):
+        wrap([zeros()], nonfinite="skip_window", make=torch.optim.LBFGS)
+
+
+def test_state_that_the_inner_optimizer_refuses_leaves_the_open_window():
+    p = zeros()
+    opt = wrap([p], 2)
+    p.sum().backward()
+    opt.step()
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        opt.load_state_dict({"state": {}, "param_groups": []})
+    p.sum().backward()
+    opt.step()
+    assert opt.updated and p.item() == -1
+
+
+def test_deepcopy_with_plain_tensors_as_parameters():
+    p = torch.zeros(2, requires_grad=True)
+    opt = wrap([p], 2)
+    p.sum().backward()
+    opt.step()
+    other = copy.deepcopy(opt)
+    q = other.param_groups[0]["params"][0]
+    q.sum().backward()
+    other.step()
+    assert q.tolist() == [-1, -1] and p.tolist() == [0, 0]
+
+
+def test_groups_and_state_that_are_set_reach_the_inner_optimizer():
+    opt = wrap([zeros()], 2)
+    for name in ("param_groups", "state"):
+        value = copy.copy(getattr(opt, name))
+        setattr(opt, name, value)
+        assert getattr(opt.optimizer, name) is value and name not in vars(opt)
+
+
+def test_plain_step_in_a_window_that_a_scaler_began_is_refused():
+    p = zeros()
+    opt, scaler = wrap([p], 2), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(p.sum()).backward()
+    scaler.step(opt)
+    scaler.update()
+    p.sum().backward()
+    with pytest.raises(RuntimeError, match="through the scaler"):
+        opt.step()
+
+
+def test_two_gradients_swapped_by_hand():
+    p, q = zeros(), zeros()
+    opt = wrap([p, q])
+    (p + 5 * q).sum().backward()
+    p.grad, q.grad = q.grad, p.grad
+    opt.step()
+    assert (p.item(), q.item()) == (-5, -1)
+
+
+def test_restored_buffers_share_their_storage():
+    net = torch.nn.Sequential(*[torch.nn.Linear(3, 3) for _ in range(4)])
+    opt = wrap(list(net.parameters()), 3)
+    net(torch.ones(1, 3)).sum().backward()
+    opt.step()
+    opt.load_state_dict(opt.state_dict())
+    assert len({p.grad.untyped_storage().data_ptr() for p in net.parameters()}) == 1
