@@ -24,6 +24,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="interleaved rounds a case (9)")
     parser.add_argument("--threads", type=int, help="PyTorch's threads (its own default)")
     parser.add_argument("--no-compile", action="store_true", help="leave the torch.compile peer out")
+    parser.add_argument("--backend", default="cpu", help="the backend to measure (cpu)")
     parser.add_argument(
         "--out", type=Path, help="where results and plots go (benchmarks/results; with --quick its quick/)"
     )

@@ -107,7 +107,7 @@ def _contestants(case: Case, shapes: ShapeSet, inputs: Inputs, moved: int, optio
 
     def ours(i: int, stats: fa.ops.Stats | None) -> None:
         buffers, grads = inputs[i % len(inputs)]
-        fa.ops.accumulate_(buffers, grads, scale, overwrite=overwrite, stats=stats)
+        fa.ops.accumulate_(buffers, grads, scale, overwrite=overwrite, stats=stats, backend=options.backend)
 
     def peer(way: peers.Way) -> Callable[[int], object]:
         def call(i: int) -> None:

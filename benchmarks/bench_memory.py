@@ -44,7 +44,7 @@ def run(options: Options) -> list[Row]:
     with Sink(NAME, options, len(WAYS)) as sink:
         for name, (note, way, has_sums) in WAYS.items():
             sink.case(name)
-            timeline, parameters = _record(blocks, way)
+            timeline, parameters = _record(blocks, way, options.backend)
             sums = 2 * parameters if has_sums else 0  # FP32 for bf16
             peak = timeline.peak_of("micro-batch", "step")
             row: Row = {"contestant": name, "kind": "ours" if name == OURS else "peer", "note": note, "blocks": blocks}
@@ -56,14 +56,14 @@ def run(options: Options) -> list[Row]:
     return sink.rows
 
 
-def _record(blocks: int, way: Callable) -> tuple[Timeline, int]:
+def _record(blocks: int, way: Callable, backend: str) -> tuple[Timeline, int]:
     torch.manual_seed(0)
     x = torch.randn(1, TOKENS, WIDTH, dtype=torch.bfloat16)
     with recorded() as timeline:
         with mark("build"):
             model = nn.Sequential(*(Block() for _ in range(blocks))).to(torch.bfloat16)
             parameters = sum(p.numel() * p.itemsize for p in model.parameters())
-        with way(model) as (finish, step):
+        with way(model, backend) as (finish, step):
             for _ in range(2):
                 with mark("micro-batch"):
                     model(x).float().square().mean().backward()
@@ -78,13 +78,13 @@ Window = tuple[Callable[[], object], Callable[[], object]]  # after a micro-batc
 
 
 @contextmanager
-def _plain(model: nn.Module) -> Iterator[Window]:
+def _plain(model: nn.Module, _: str) -> Iterator[Window]:
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     yield (lambda: None), opt.step
 
 
 @contextmanager
-def _copied_afterwards(model: nn.Module) -> Iterator[Window]:
+def _copied_afterwards(model: nn.Module, _: str) -> Iterator[Window]:
     sums = [torch.zeros_like(p, dtype=torch.float32) for p in model.parameters()]
 
     def finish() -> None:
@@ -96,7 +96,7 @@ def _copied_afterwards(model: nn.Module) -> Iterator[Window]:
 
 
 @contextmanager
-def _hooked(model: nn.Module) -> Iterator[Window]:
+def _hooked(model: nn.Module, _: str) -> Iterator[Window]:
     sums = {p: torch.zeros_like(p, dtype=torch.float32) for p in model.parameters()}
 
     def hook(p: Tensor) -> None:
@@ -110,8 +110,8 @@ def _hooked(model: nn.Module) -> Iterator[Window]:
 
 
 @contextmanager
-def _fused(model: nn.Module) -> Iterator[Window]:
-    opt = fa.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), accum_steps=2)
+def _fused(model: nn.Module, backend: str) -> Iterator[Window]:
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), accum_steps=2, backend=backend)
     micro_batches = 0
 
     def finish() -> None:

@@ -26,7 +26,10 @@ def run(options: Options) -> list[Row]:
     """Race wrappers and functional calls over some numbers of parameters; the rows."""
     with Sink(NAME, options, 2 * len(COUNTS)) as sink:
         for count in COUNTS:
-            for level, contestants in (("micro-batch", _micro_batches(count)), ("call", _calls(count))):
+            for level, contestants in (
+                ("micro-batch", _micro_batches(count, options.backend)),
+                ("call", _calls(count, options.backend)),
+            ):
                 sink.case(f"{level} {count} tensors")
                 timings = race(contestants, 5 * options.rounds)
                 case: Row = {"level": level, "tensors": count, "elements": count * SHAPE[0]}
@@ -45,18 +48,18 @@ def _parameters(count: int) -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(p) for p in filled(count * [SHAPE], torch.bfloat16)]
 
 
-def _micro_batches(count: int) -> list[Contestant]:
+def _micro_batches(count: int, backend: str) -> list[Contestant]:
     """A micro-batch inside a window: backward, ``step()`` and ``zero_grad()``, the last of 8 closing it."""
     return [
-        Contestant(OURS, _wrapped(count), kind="ours"),
+        Contestant(OURS, _wrapped(count, backend), kind="ours"),
         Contestant("PyTorch's own p.grad, bf16", _plain(count)),
         Contestant("a hook a parameter, FP32 main_grad", _main_grad(count)),
     ]
 
 
-def _wrapped(count: int) -> Callable[[int], object]:
+def _wrapped(count: int, backend: str) -> Callable[[int], object]:
     params, grads = _parameters(count), _gradients(count)
-    opt = fa.AccumulatingOptimizer(Hold(params), accum_steps=WINDOW)
+    opt = fa.AccumulatingOptimizer(Hold(params), accum_steps=WINDOW, backend=backend)
 
     def micro_batch(_: int) -> None:
         torch.autograd.backward(params, grads)
@@ -104,11 +107,11 @@ def _main_grad(count: int) -> Callable[[int], object]:
     return micro_batch
 
 
-def _calls(count: int) -> list[Contestant]:
+def _calls(count: int, backend: str) -> list[Contestant]:
     """One functional call on lists of tensors."""
     buffers, grads = [torch.zeros(SHAPE) for _ in range(count)], _gradients(count)
     return [
-        Contestant(OURS, lambda _: fa.ops.accumulate_(buffers, grads, 0.125), kind="ours"),
+        Contestant(OURS, lambda _: fa.ops.accumulate_(buffers, grads, 0.125, backend=backend), kind="ours"),
         Contestant("add_ a tensor", lambda _: peers.add_each(buffers, grads, 0.125)),
         Contestant("torch._foreach_add_", lambda _: peers.add_foreach(buffers, grads, 0.125)),
         Contestant("cast then add", lambda _: peers.cast_then_add(buffers, grads, 0.125)),

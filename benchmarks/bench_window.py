@@ -71,11 +71,15 @@ def _contestants(shapes: ShapeSet, grads: str, buffers: str, options: Options) -
     micro_batches = [filled(shapes.shapes, DTYPES[grads], seed) for seed in range(MICRO_BATCHES)]
     sums = filled(shapes.shapes, DTYPES[buffers])
     entries = [
-        Contestant(OURS, lambda _: fused(sums, micro_batches), kind="ours"),
+        Contestant(OURS, lambda _: fused(sums, micro_batches, options.backend), kind="ours"),
         Contestant(
-            "fusedaccum, coefficient handed on", lambda _: fused(sums, micro_batches, rescale=False), kind="variant"
+            "fusedaccum, coefficient handed on",
+            lambda _: fused(sums, micro_batches, options.backend, rescale=False),
+            kind="variant",
         ),
-        Contestant("fusedaccum, the wrapper", _wrapper(shapes, grads, buffers, micro_batches), kind="variant"),
+        Contestant(
+            "fusedaccum, the wrapper", _wrapper(shapes, grads, buffers, micro_batches, options.backend), kind="variant"
+        ),
         Contestant("add_ a tensor", lambda _: as_usual(sums, micro_batches, peers.add_each)),
         Contestant("torch._foreach_add_", lambda _: as_usual(sums, micro_batches, peers.add_foreach)),
         Contestant("add_ a tensor, folded", lambda _: folded(sums, micro_batches, peers.add_each)),
@@ -86,17 +90,21 @@ def _contestants(shapes: ShapeSet, grads: str, buffers: str, options: Options) -
     return entries
 
 
-def fused(sums: list[Tensor], micro_batches: list[list[Tensor]], rescale: bool = True) -> Tensor:
+def fused(
+    sums: list[Tensor], micro_batches: list[list[Tensor]], backend: str | None = None, rescale: bool = True
+) -> Tensor:
     """The window with fusedaccum's functional layer; the coefficient stays on the device throughout."""
     stats = fa.ops.Stats.empty(sums[0].device)
     last = len(micro_batches) - 1
     for k, grads in enumerate(micro_batches):
-        fa.ops.accumulate_(sums, grads, TOKENS[k], overwrite=k == 0, stats=stats if k == last else None)
+        fa.ops.accumulate_(
+            sums, grads, TOKENS[k], overwrite=k == 0, stats=stats if k == last else None, backend=backend
+        )
     tokens = sum(TOKENS)
     norm = stats.sq_norm.sqrt() / tokens
     coefficient = (MAX_NORM / (norm + 1e-6)).clamp(max=1.0) / tokens
     if rescale:
-        fa.ops.scale_(sums, coefficient)
+        fa.ops.scale_(sums, coefficient, backend=backend)
     return coefficient
 
 
@@ -120,11 +128,17 @@ def folded(sums: list[Tensor], micro_batches: list[list[Tensor]], way: peers.Way
     torch._foreach_mul_(sums, (MAX_NORM / (norm / tokens + 1e-6)).clamp(max=1.0) / tokens)
 
 
-def _wrapper(shapes: ShapeSet, grads: str, buffers: str, micro_batches: list[list[Tensor]]) -> Callable[[int], object]:
+def _wrapper(
+    shapes: ShapeSet, grads: str, buffers: str, micro_batches: list[list[Tensor]], backend: str
+) -> Callable[[int], object]:
     """The same window through autograd and the wrapper, which hands the inner optimizer gradients of the parameters' dtype."""
     params = [torch.nn.Parameter(p) for p in filled(shapes.shapes, DTYPES[grads])]
     opt = fa.AccumulatingOptimizer(
-        Hold(params), accum_steps=MICRO_BATCHES, buffer_dtype=DTYPES[buffers], max_grad_norm=MAX_NORM
+        Hold(params),
+        accum_steps=MICRO_BATCHES,
+        buffer_dtype=DTYPES[buffers],
+        max_grad_norm=MAX_NORM,
+        backend=backend,
     )
 
     def window(_: int) -> None:

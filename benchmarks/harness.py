@@ -31,21 +31,24 @@ Row = dict[str, object]
 
 @dataclass
 class Options:
-    """What the command line asked for; ``--quick`` shrinks the sets, to check the harness and not to measure."""
+    """What the command line asked for; ``--quick`` shrinks the sets, to check the harness and not to measure.
+
+    ``backend`` is asked for by name, so that nothing else is measured in its stead where it is missing.
+    """
 
     quick: bool = False
     rounds: int = 9
     sets: tuple[str, ...] = ()
     out: Path = RESULTS
     compile: bool = True
+    backend: str = "cpu"
 
     @classmethod
     def parse(cls, arguments: argparse.Namespace) -> Options:
         out = arguments.out or (RESULTS / "quick" if arguments.quick else RESULTS)
         rounds = arguments.rounds or (3 if arguments.quick else 9)
-        return cls(
-            arguments.quick, rounds, tuple(arguments.sets or ()), out, not (arguments.no_compile or arguments.quick)
-        )
+        compiled = not (arguments.no_compile or arguments.quick)
+        return cls(arguments.quick, rounds, tuple(arguments.sets or ()), out, compiled, arguments.backend)
 
 
 @dataclass
@@ -154,7 +157,7 @@ class Sink:
     def __init__(self, name: str, options: Options, cases: int):
         options.out.mkdir(parents=True, exist_ok=True)
         self.path = options.out / f"{name}.jsonl"
-        self.environment = environment.describe()
+        self.environment = {"backend": options.backend, **environment.describe()}
         self.rows: list[Row] = []
         self.bar = tqdm(total=cases, desc=name, unit="case", dynamic_ncols=True)
         self._file = self.path.open("w", encoding="utf-8")

@@ -1,6 +1,7 @@
 // The extension fusedaccum._cpu: lists of tensors in, raw pointers to the launcher. Holds the GIL only while it reads the lists.
 //
-// accumulate_, scale_, cast_ and stats are a backend, as fusedaccum/backends.py has them: they get checked arguments. predicate() is the check.
+// accumulate_, scale_, cast_ and stats are a backend, as fusedaccum/backends.py has them: they get checked arguments. predicate() is the
+// check.
 #include <ATen/Parallel.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>

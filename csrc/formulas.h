@@ -38,7 +38,8 @@ FUSEDACCUM_HD V accumulated(V buffer, V decay, V t) {
   return buffer * decay + t;
 }
 
-// -- 16-bit formats: FP16 in the low half of a 32-bit word, BF16 in its upper half (its float, to be truncated) -----------------------------------------------------------
+// -- 16-bit formats: FP16 in the low half of a 32-bit word, BF16 in its upper half (its float, to be truncated)
+// -----------------------------------------------------------
 
 // Nearest even; NaN becomes the quiet NaN 0x7fc0. The bits stay in the upper half: that is where some vectors pack them from.
 template <class V, class U>

@@ -22,9 +22,9 @@ inline bool supported(at::ScalarType type) {
 
 // Dispatch keys of plain, dense tensors; anything else (subclasses, functorch's wrappers, sparse …) is not read through its pointer.
 inline bool plain(const at::Tensor& x) {
-  constexpr c10::DispatchKeySet fine = c10::DispatchKeySet({c10::DispatchKey::Dense, c10::DispatchKey::ADInplaceOrView,
-                                                            c10::DispatchKey::AutogradFunctionality, c10::DispatchKey::Negative,
-                                                            c10::DispatchKey::ZeroTensor}) |
+  constexpr c10::DispatchKeySet fine =
+      c10::DispatchKeySet({c10::DispatchKey::Dense, c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::AutogradFunctionality,
+                           c10::DispatchKey::Negative, c10::DispatchKey::ZeroTensor}) |
       c10::autocast_dispatch_keyset | c10::DispatchKeySet(c10::DispatchKeySet::RAW, c10::full_backend_mask);
   return (x.key_set() | fine) == fine && x.layout() == at::kStrided && !x.is_meta() && x.has_storage();
 }

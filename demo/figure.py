@@ -48,7 +48,6 @@ def draw(results: Sequence[tuple[Task, dict[str, Run]]], path: Path) -> None:
             drifts.set_title(f"drift from the big batch: ours {ours:.1e}, plain {plain:.1e}")
             drifts.set(xlabel="optimizer step", ylabel="largest parameter difference")
             losses.legend(frameon=False)
-            drifts.legend(frameon=False)
         figure.suptitle("Micro-batches through fusedaccum train as the big batch does", fontsize=13, fontweight="bold")
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150)

@@ -14,6 +14,8 @@ pytest.importorskip("tqdm")
 from demo import __main__ as demo
 from demo import figure
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[list, Path]:

@@ -8,6 +8,8 @@
 // shared between instruction sets (the linker would keep any one of them): all are inlined or in FUSEDACCUM_ISA, none is from std.
 #pragma once
 
+#include "draws.h"
+#include "stores.h"
 #include "vectors.h"
 
 namespace fusedaccum {
@@ -102,32 +104,6 @@ __attribute__((noinline)) int64_t count_nonfinite(const In* in, int64_t n, C sca
   }
   return count;
 }
-
-// Random numbers for the elements of a call, in order.
-struct Draws {
-  static constexpr int kDrawn = 256;
-  static constexpr int kEnd = kLanes + kDrawn;
-  uint64_t seed;
-  uint64_t block;  // the next to be drawn
-  int at = kEnd;   // the next number to be used
-  alignas(64) uint16_t numbers[kEnd];
-
-  FUSEDACCUM_INLINE Draws(uint64_t seed_, uint64_t counter) : seed(seed_), block(counter >> 3) {
-    refill();
-    at += static_cast<int>(counter & 7);
-  }
-  FUSEDACCUM_INLINE void refill() {
-    const int left = kEnd - at;  // < kLanes
-    for (int i = 0; i < left; ++i) numbers[kLanes - left + i] = numbers[at + i];
-    for (int i = 0; i < kDrawn; i += 8 * U32::kWidth, block += U32::kWidth) draw(block, seed, numbers + kLanes + i);
-    at = kLanes - left;
-  }
-  FUSEDACCUM_INLINE U32 next() {
-    if (kEnd - at < kLanes) refill();
-    at += kLanes;
-    return load_halves(numbers + at - kLanes);
-  }
-};
 
 // Thirty-two elements: read, compute, round, write; returns what was written.
 template <int kMode, class Out, class In, class C>

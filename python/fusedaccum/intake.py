@@ -2,7 +2,7 @@
 
 A pre-hook on a parameter's AccumulateGrad node is handed the fresh gradient. Returning ``(None,)`` makes autograd leave
 ``p.grad`` alone, so the gradient is only queued; a full bucket, and what is left at the end of the pass, goes to the
-owner in one call and is freed. (Checked with PyTorch 2.10 to 2.14; the node and the callback are the ones FSDP uses.)
+owner in one call and is freed. (The node and the callback are the ones FSDP uses.)
 
 Everything the owner needs comes through :class:`Owner`, the seam where an intake in C++ takes this one's place.
 """

@@ -1,4 +1,5 @@
-// The CPU kernels without PyTorch, for the sanitizers: every instruction set, dtype pair and mode, in heap blocks of exactly the size needed.
+// The CPU kernels without PyTorch, for the sanitizers: every instruction set, dtype pair and mode, in heap blocks of exactly the size
+// needed.
 //
 // Results are compared with arithmetic written here, on numbers that every format holds or that doubles round exactly.
 //   test_kernels           runs all and prints how many checks passed
@@ -24,15 +25,15 @@ namespace {
 
 long checks = 0;
 
-#define CHECK(condition, ...)                                         \
-  do {                                                                \
-    ++checks;                                                         \
-    if (!(condition)) {                                               \
+#define CHECK(condition, ...)                                              \
+  do {                                                                     \
+    ++checks;                                                              \
+    if (!(condition)) {                                                    \
       std::fprintf(stderr, "%s:%d: %s: ", __FILE__, __LINE__, #condition); \
-      std::fprintf(stderr, __VA_ARGS__);                              \
-      std::fprintf(stderr, "\n");                                     \
-      std::exit(1);                                                   \
-    }                                                                 \
+      std::fprintf(stderr, __VA_ARGS__);                                   \
+      std::fprintf(stderr, "\n");                                          \
+      std::exit(1);                                                        \
+    }                                                                      \
   } while (0)
 
 // Nearest-even in a format with `digits` significant bits, smallest exponent `lowest`; from the definition.
@@ -177,15 +178,18 @@ void run(DType out_type, DType in_type, const Call& call, const std::vector<int6
       const double x = call.overwrite || call.op == Op::kCast ? t : compute(compute(before[k]->get(i) * decay) + t);
       const double got = outs[k]->get(i), want = rounded_to(x, out_type);
       const bool close = call.stochastic && kItemSize[out_type] == 2;
-      CHECK(close ? std::fabs(got - x) <= std::fabs(x) * 0x1p-7 + 0x1p-24 || !finite(x) : got == want || (std::isnan(got) && std::isnan(want)), "%s out=%d in=%d n=%lld i=%lld: %a, not %a",
-            kernels().name, out_type, in_type, static_cast<long long>(outs[k]->n), static_cast<long long>(i), got, want);
+      CHECK(close ? std::fabs(got - x) <= std::fabs(x) * 0x1p-7 + 0x1p-24 || !finite(x)
+                  : got == want || (std::isnan(got) && std::isnan(want)),
+            "%s out=%d in=%d n=%lld i=%lld: %a, not %a", kernels().name, out_type, in_type, static_cast<long long>(outs[k]->n),
+            static_cast<long long>(i), got, want);
       squares += got * got;
       bad += !finite(call.op == Op::kCast ? got : t);
     }
   }
   if (!with_stats) return;
   CHECK(total.nonfinite == bad, "%lld, not %lld", static_cast<long long>(total.nonfinite), static_cast<long long>(bad));
-  CHECK(finite(squares) ? std::fabs(total.sq_norm - squares) <= 1e-12 * squares : !finite(total.sq_norm), "%a, not %a", total.sq_norm, squares);
+  CHECK(finite(squares) ? std::fabs(total.sq_norm - squares) <= 1e-12 * squares : !finite(total.sq_norm), "%a, not %a", total.sq_norm,
+        squares);
 }
 
 void all_kernels() {
@@ -269,7 +273,8 @@ void philox() {
   uint32_t zeros[4] = {0, 0, 0, 0}, pi[4] = {0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344};
   philox4x32<Multiply32>(zeros, 0);
   philox4x32<Multiply32>(pi, 0x299f31d0a4093822);
-  const uint32_t of_zeros[4] = {0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}, of_pi[4] = {0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1};
+  const uint32_t of_zeros[4] = {0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8},
+                 of_pi[4] = {0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1};
   for (int i = 0; i < 4; ++i) CHECK(zeros[i] == of_zeros[i] && pi[i] == of_pi[i], "word %d", i);
   CHECK(random16(0, 0) == 0xe8d5 && random16(1, 0) == 0x6627 && random16(7, 0) == 0x9b00, "16-bit numbers");
 }

@@ -1,0 +1,93 @@
+"""The benchmarks' own parts: peers do the same work as we do, shapes are the models', results get into the pages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("tqdm")
+
+import fusedaccum as fa
+
+from benchmarks import bench_accumulate, bench_window, harness, memory, peers, report, shapes, tables
+from benchmarks.bench_accumulate import DTYPES
+
+
+@pytest.mark.parametrize(
+    ("name", "elements", "tensors"),
+    [
+        ("resnet-101", 44_549_160, 314),
+        ("gpt2-124m", 124_439_808, 148),
+        ("llama3-8b", 2 * 218_112_000, 18),
+        ("2000x64x64", 8_192_000, 2000),
+    ],
+)
+def test_shapes_are_the_models(name: str, elements: int, tensors: int) -> None:
+    found = shapes.SETS[name]()
+    assert (found.elements, len(found.shapes)) == (elements, tensors)
+
+
+@pytest.mark.parametrize("buffers", DTYPES)
+@pytest.mark.parametrize("grads", DTYPES)
+@pytest.mark.parametrize("way", [peers.add_each, peers.add_foreach, peers.cast_then_add])
+def test_peers_add_what_we_add(grads: str, buffers: str, way: peers.Way) -> None:
+    ours, theirs = (harness.filled([(5, 7), (130,)], DTYPES[buffers]) for _ in range(2))
+    fresh = harness.filled([(5, 7), (130,)], DTYPES[grads], seed=1)
+    fa.ops.accumulate_(ours, fresh, 0.125)
+    way(theirs, fresh, 0.125)
+    torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("way", [peers.copy_each, peers.copy_foreach])
+def test_peers_overwrite_with_what_we_overwrite_with(way: peers.Way) -> None:
+    ours, theirs = (harness.filled([(5, 7), (130,)], torch.float32) for _ in range(2))
+    fresh = harness.filled([(5, 7), (130,)], torch.bfloat16, seed=1)
+    fa.ops.accumulate_(ours, fresh, 0.5, overwrite=True)
+    way(theirs, fresh, 0.5)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def test_window_contestants_finish_with_the_same_gradient() -> None:
+    micro_batches = [harness.filled([(40, 9), (130,)], torch.bfloat16, seed) for seed in range(8)]
+    sums = [harness.filled([(40, 9), (130,)], torch.float32, seed=9) for _ in range(3)]
+    bench_window.fused(sums[0], micro_batches)
+    bench_window.as_usual(sums[1], micro_batches, peers.add_each)
+    bench_window.folded(sums[2], micro_batches, peers.add_each)
+    for other in sums[1:]:
+        torch.testing.assert_close(sums[0], other, rtol=1e-5, atol=1e-8)
+
+
+def test_memory_records_the_peak_of_a_stretch() -> None:
+    with memory.recorded() as timeline:
+        kept = torch.zeros(1000)
+        with memory.mark("stretch"):
+            torch.zeros(500_000).add_(1)
+        kept.add_(1)
+    assert 2_004_000 <= timeline.peak_of("stretch") < 2_100_000
+
+
+@pytest.mark.slow
+def test_quick_run_writes_rows_tables_and_plots(tmp_path: Path) -> None:
+    options = harness.Options(
+        quick=True, rounds=2, sets=("gpt2-124m",), out=tmp_path, compile=False, backend="reference"
+    )
+    rows = bench_accumulate.run(options)
+    assert rows == report.load("accumulate", tmp_path)
+    for column in ("cpu", "torch", "commit", "threads"):
+        assert all(column in row for row in rows)
+    ours = next(row for row in rows if row["contestant"] == harness.OURS)
+    assert {"median_ms", "p10_ms", "p90_ms", "bytes", "gb_per_s", "share_of_bandwidth", "speedup"} <= set(ours)
+    assert "gpt2-124m bf16→fp32 add" in report.printed("accumulate", rows)
+    assert tables.markdown(tables.accumulate(rows)).startswith("| case |")
+    assert all(path.stat().st_size > 1000 for path in report.draw_all(tmp_path))
+
+
+def test_report_rewrites_marked_blocks_only(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- benchmarks:window -->\nold\n<!-- /benchmarks:window -->\nafter\n")
+    assert report.rewrite(page, {"window": "new"}) == []
+    assert page.read_text() == "before\n<!-- benchmarks:window -->\nnew\n<!-- /benchmarks:window -->\nafter\n"
+    assert report.rewrite(page, {}) == ["window"]
