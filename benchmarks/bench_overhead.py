@@ -1,7 +1,7 @@
 """What does the wrapper cost the host? Microseconds a parameter and micro-batch, with tensors too small to matter.
 
-Autograd is started on the parameters themselves, so that its engine and the accumulation are all that runs. A "tensor" is 16
-elements of bf16; the sums are FP32, but for PyTorch's own, which stay in bf16.
+The backward pass only copies given gradients (gradients.py), so that autograd's engine and the accumulation are what runs. A
+"tensor" is 16 elements of bf16; the sums are FP32, but for PyTorch's own, which stay in bf16.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from . import peers
 from .bench_window import Hold
+from .gradients import loss_with
 from .harness import OURS, Contestant, Options, Row, Sink, filled, race, rows_of
 
 NAME = "overhead"
@@ -62,7 +63,7 @@ def _wrapped(count: int, backend: str) -> Callable[[int], object]:
     opt = fa.AccumulatingOptimizer(Hold(params), accum_steps=WINDOW, backend=backend)
 
     def micro_batch(_: int) -> None:
-        torch.autograd.backward(params, grads)
+        loss_with(grads, params).backward()
         opt.step()
         opt.zero_grad()
 
@@ -74,7 +75,7 @@ def _plain(count: int) -> Callable[[int], object]:
     opt = Hold(params)
 
     def micro_batch(i: int) -> None:
-        torch.autograd.backward(params, grads)
+        loss_with(grads, params).backward()
         if i % WINDOW == WINDOW - 1:
             opt.step()
             opt.zero_grad()
@@ -99,7 +100,7 @@ def _main_grad(count: int) -> Callable[[int], object]:
         p.register_post_accumulate_grad_hook(hook_of(main_grad))
 
     def micro_batch(i: int) -> None:
-        torch.autograd.backward(params, grads)
+        loss_with(grads, params).backward()
         if i % WINDOW == WINDOW - 1:
             opt.step()
             torch._foreach_zero_(main_grads)

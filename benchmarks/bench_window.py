@@ -21,6 +21,7 @@ from torch import Tensor
 from . import peers
 from .bandwidth import streams
 from .bench_accumulate import DTYPES
+from .gradients import loss_with
 from .harness import OURS, Contestant, Options, Row, Sink, filled, race, rows_of
 from .shapes import SETS, ShapeSet
 
@@ -143,8 +144,7 @@ def _wrapper(
 
     def window(_: int) -> None:
         for k, gradients in enumerate(micro_batches):
-            with opt.micro_batch(weight=TOKENS[k]):
-                torch.autograd.backward(params, gradients)
+            opt.backward(loss_with(gradients, params), weight=TOKENS[k])
             opt.step()
             opt.zero_grad()
 

@@ -40,7 +40,8 @@ inline int64_t span(const at::Tensor& x) {
 
 inline bool backed(const at::Tensor& x) {
   if (x.numel() == 0 || x._is_zerotensor()) return true;
-  return x.storage().nbytes() >= static_cast<std::size_t>(x.storage_offset() + span(x)) * x.element_size();
+  const c10::TensorImpl* impl = x.unsafeGetTensorImpl();
+  return impl->unsafe_storage().nbytes() >= static_cast<std::size_t>(impl->storage_offset() + span(x)) * impl->itemsize();
 }
 
 inline bool dense(const at::Tensor& x) { return x.numel() == 0 || x.is_contiguous() || x.is_non_overlapping_and_dense(); }

@@ -27,12 +27,14 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def program(request):
+def program(request, tmp_path_factory):
     """The program, built once for these sources."""
+    cache = getattr(request.config, "cache", None)  # absent under -p no:cacheprovider
+    home = cache.mkdir("sanitizers") if cache else tmp_path_factory.mktemp("sanitizers")
     headers = [*sorted((ROOT / "csrc").glob("*.h")), *sorted((ROOT / "csrc/cpu").glob("*.h"))]
     parts = [repr(FLAGS).encode(), *(path.read_bytes() for path in [*headers, *SOURCES])]
     digest = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
-    folder = request.config.cache.mkdir("sanitizers") / digest
+    folder = home / digest
     if not (folder / "test_kernels").exists():
         shutil.rmtree(folder.parent)
         folder.mkdir(parents=True)
