@@ -23,6 +23,7 @@ def main() -> None:
     parser.add_argument("--sets", nargs="+", choices=list(SETS), help="shape sets, all when left out")
     parser.add_argument("--rounds", type=int, help="interleaved rounds a case (9)")
     parser.add_argument("--threads", type=int, help="PyTorch's threads (its own default)")
+    parser.add_argument("--headlines", action="store_true", help="of the dtype pairs only those that most people run")
     parser.add_argument("--no-compile", action="store_true", help="leave the torch.compile peer out")
     parser.add_argument("--backend", default="cpu", help="the backend to measure (cpu)")
     parser.add_argument(

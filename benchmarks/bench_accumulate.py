@@ -54,10 +54,8 @@ def cases(options: Options) -> list[Case]:
         for grads in DTYPES:
             for buffers in DTYPES:
                 headline = (grads, buffers) in HEADLINES
-                left_out = (
-                    (grads, buffers) not in HEADLINES[:1] if options.quick else not headline and name in HEADLINES_ONLY
-                )
-                if left_out:
+                headlines_only = options.headlines or name in HEADLINES_ONLY
+                if (grads, buffers) not in HEADLINES[:1] if options.quick else headlines_only and not headline:
                     continue
                 yield Case(name, grads, buffers, "add", stats=False)
                 yield Case(name, grads, buffers, "overwrite", stats=False)

@@ -42,13 +42,16 @@ class Options:
     out: Path = RESULTS
     compile: bool = True
     backend: str = "cpu"
+    headlines: bool = False
 
     @classmethod
     def parse(cls, arguments: argparse.Namespace) -> Options:
         out = arguments.out or (RESULTS / "quick" if arguments.quick else RESULTS)
         rounds = arguments.rounds or (3 if arguments.quick else 9)
         compiled = not (arguments.no_compile or arguments.quick)
-        return cls(arguments.quick, rounds, tuple(arguments.sets or ()), out, compiled, arguments.backend)
+        return cls(
+            arguments.quick, rounds, tuple(arguments.sets or ()), out, compiled, arguments.backend, arguments.headlines
+        )
 
 
 @dataclass
