@@ -119,6 +119,20 @@ def test_reductions_with_unequal_micro_batches(reduction, tensor_weights):
     assert opt.last_window.weight == (4 if reduction == "none" else 24)
 
 
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_weights_given_with_backward_do_not_scale_a_sum(reduction):
+    net, (x, y) = model(), data()
+    big = twin(net)
+    opt, plain = wrapped(net, 4, reduction=reduction), sgd(big.parameters())
+    for xs, ys in parts(x, y, (1, 11, 4, 8)):
+        loss = sum_loss(net, xs, ys)
+        opt.backward(loss if reduction == "sum" else loss / len(x), weight=len(xs))
+        opt.step()
+    big_batch_step(big, plain, x, y)
+    assert_same_parameters(net, big, 1e-12)
+    assert opt.last_window.weight == 24
+
+
 def test_weighed_windows_close_at_their_weight():
     net, (x, y) = model(), data()
     big = twin(net)
