@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 
-from . import bench_accumulate, bench_memory, bench_overhead, bench_window, report
+from . import bench_accumulate, bench_memory, bench_overhead, bench_training, bench_window, report
 from .harness import Options
 from .shapes import SETS
 
-BENCHMARKS = {b.NAME: b for b in (bench_accumulate, bench_window, bench_overhead, bench_memory)}
+BENCHMARKS = {b.NAME: b for b in (bench_accumulate, bench_window, bench_training, bench_overhead, bench_memory)}
 
 
 def main() -> None:

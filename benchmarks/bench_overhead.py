@@ -6,15 +6,15 @@ The backward pass only copies given gradients (gradients.py), so that autograd's
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 
 import fusedaccum as fa
 import torch
 from torch import Tensor
 
 from . import peers
-from .bench_window import Hold
-from .gradients import loss_with
+from .gradients import Hold, loss_with
 from .harness import OURS, Contestant, Options, Row, Sink, filled, race, rows_of
 
 NAME = "overhead"
@@ -49,6 +49,11 @@ def _parameters(count: int) -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(p) for p in filled(count * [SHAPE], torch.bfloat16)]
 
 
+def _closes() -> Iterator[bool]:
+    """Does this micro-batch close its window?"""
+    return itertools.cycle([False] * (WINDOW - 1) + [True])
+
+
 def _micro_batches(count: int, backend: str) -> list[Contestant]:
     """A micro-batch inside a window: backward, ``step()`` and ``zero_grad()``, the last of 8 closing it."""
     return [
@@ -73,10 +78,11 @@ def _wrapped(count: int, backend: str) -> Callable[[int], object]:
 def _plain(count: int) -> Callable[[int], object]:
     params, grads = _parameters(count), _gradients(count)
     opt = Hold(params)
+    closes = _closes()
 
-    def micro_batch(i: int) -> None:
+    def micro_batch(_: int) -> None:
         loss_with(grads, params).backward()
-        if i % WINDOW == WINDOW - 1:
+        if next(closes):
             opt.step()
             opt.zero_grad()
 
@@ -88,6 +94,7 @@ def _main_grad(count: int) -> Callable[[int], object]:
     params, grads = _parameters(count), _gradients(count)
     main_grads = [torch.zeros(SHAPE) for _ in params]
     opt = Hold(params)
+    closes = _closes()
 
     def hook_of(main_grad: Tensor) -> Callable[[Tensor], None]:
         def hook(p: Tensor) -> None:
@@ -99,9 +106,9 @@ def _main_grad(count: int) -> Callable[[int], object]:
     for p, main_grad in zip(params, main_grads):
         p.register_post_accumulate_grad_hook(hook_of(main_grad))
 
-    def micro_batch(i: int) -> None:
+    def micro_batch(_: int) -> None:
         loss_with(grads, params).backward()
-        if i % WINDOW == WINDOW - 1:
+        if next(closes):
             opt.step()
             torch._foreach_zero_(main_grads)
 

@@ -12,7 +12,6 @@ the window's tokens and clipped to a norm. Bytes an element for 2-byte gradients
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 
 import fusedaccum as fa
 import torch
@@ -21,7 +20,6 @@ from torch import Tensor
 from . import peers
 from .bandwidth import streams
 from .bench_accumulate import DTYPES
-from .gradients import loss_with
 from .harness import OURS, Contestant, Options, Row, Sink, filled, race, rows_of
 from .shapes import SETS, ShapeSet
 
@@ -31,16 +29,6 @@ PAIRS = (("bf16", "fp32"), ("fp16", "fp32"), ("fp32", "fp32"))
 SET_NAMES = ("gpt2-124m", "resnet-101", "2000x64x64")
 TOKENS = (1024.0,) * MICRO_BATCHES  # equal, for torch.compile would recompile for every other number
 MAX_NORM = 1.0
-
-
-class Hold(torch.optim.Optimizer):
-    """An optimizer whose step does nothing, so that a window is timed without one's arithmetic."""
-
-    def __init__(self, params: Sequence[Tensor]):
-        super().__init__(params, {})
-
-    def step(self, closure: Callable[[], object] | None = None) -> None:
-        """Leave the parameters as they are."""
 
 
 def run(options: Options) -> list[Row]:
@@ -55,17 +43,23 @@ def run(options: Options) -> list[Row]:
         for name, grads, buffers in todo:
             sink.case(f"{name} {grads}→{buffers}")
             shapes = SETS[name]().shrunk(64) if options.quick else SETS[name]()
-            grad, buffer = DTYPES[grads].itemsize, DTYPES[buffers].itemsize
-            per_element = (grad + buffer) + (MICRO_BATCHES - 1) * (grad + 2 * buffer) + 2 * buffer
+            per_element = bytes_per_element(grads, buffers)
             case: Row = {"set": name, "set_note": shapes.note, "grads": grads, "buffers": buffers}
             case |= {"micro_batches": MICRO_BATCHES, "tensors": len(shapes.shapes), "elements": shapes.elements}
             case["bytes_per_element"] = per_element
             moved = shapes.elements * per_element
+            grad, buffer = DTYPES[grads].itemsize, DTYPES[buffers].itemsize
             contestants = _contestants(shapes, grads, buffers, options) + streams(
                 grad, buffer, False, moved, options.quick
             )
             sink.add(rows_of(case, contestants, race(contestants, options.rounds), moved))
     return sink.rows
+
+
+def bytes_per_element(grads: str, buffers: str) -> int:
+    """What a window has to move: an overwrite, the other adds, and one pass to rescale."""
+    grad, buffer = DTYPES[grads].itemsize, DTYPES[buffers].itemsize
+    return (grad + buffer) + (MICRO_BATCHES - 1) * (grad + 2 * buffer) + 2 * buffer
 
 
 def _contestants(shapes: ShapeSet, grads: str, buffers: str, options: Options) -> list[Contestant]:
@@ -77,9 +71,6 @@ def _contestants(shapes: ShapeSet, grads: str, buffers: str, options: Options) -
             "fusedaccum, coefficient handed on",
             lambda _: fused(sums, micro_batches, options.backend, rescale=False),
             kind="variant",
-        ),
-        Contestant(
-            "fusedaccum, the wrapper", _wrapper(shapes, grads, buffers, micro_batches, options.backend), kind="variant"
         ),
         Contestant("add_ a tensor", lambda _: as_usual(sums, micro_batches, peers.add_each)),
         Contestant("torch._foreach_add_", lambda _: as_usual(sums, micro_batches, peers.add_foreach)),
@@ -127,28 +118,6 @@ def folded(sums: list[Tensor], micro_batches: list[list[Tensor]], way: peers.Way
     tokens = sum(TOKENS)
     norm, _ = peers.norm_and_finite(sums)
     torch._foreach_mul_(sums, (MAX_NORM / (norm / tokens + 1e-6)).clamp(max=1.0) / tokens)
-
-
-def _wrapper(
-    shapes: ShapeSet, grads: str, buffers: str, micro_batches: list[list[Tensor]], backend: str
-) -> Callable[[int], object]:
-    """The same window through autograd and the wrapper, which hands the inner optimizer gradients of the parameters' dtype."""
-    params = [torch.nn.Parameter(p) for p in filled(shapes.shapes, DTYPES[grads])]
-    opt = fa.AccumulatingOptimizer(
-        Hold(params),
-        accum_steps=MICRO_BATCHES,
-        buffer_dtype=DTYPES[buffers],
-        max_grad_norm=MAX_NORM,
-        backend=backend,
-    )
-
-    def window(_: int) -> None:
-        for k, gradients in enumerate(micro_batches):
-            opt.backward(loss_with(gradients, params), weight=TOKENS[k])
-            opt.step()
-            opt.zero_grad()
-
-    return window
 
 
 def _compiled(shapes: ShapeSet, sums: list[Tensor], micro_batches: list[list[Tensor]], options: Options) -> Contestant:

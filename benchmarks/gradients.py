@@ -1,4 +1,5 @@
-"""A backward pass that costs next to nothing but hands every parameter a fresh gradient, as a real one does.
+"""Training without a model: a backward pass that costs next to nothing but hands every parameter a fresh gradient, and an
+optimizer that does nothing, so that what lies between the two is what is timed.
 
 Fresh matters: a gradient that somebody else still holds must be copied or added at once, and autograd itself copies it into
 ``p.grad`` where it would have moved a fresh one.
@@ -6,7 +7,7 @@ Fresh matters: a gradient that somebody else still holds must be copied or added
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,3 +28,13 @@ class _Source(torch.autograd.Function):
 def loss_with(grads: Sequence[Tensor], params: Sequence[Tensor]) -> Tensor:
     """A scalar whose ``backward()`` gives the parameters copies of ``grads``."""
     return _Source.apply(grads, *params)
+
+
+class Hold(torch.optim.Optimizer):
+    """An optimizer whose step does nothing."""
+
+    def __init__(self, params: Sequence[Tensor]):
+        super().__init__(params, {})
+
+    def step(self, closure: Callable[[], object] | None = None) -> None:
+        """Leave the parameters as they are."""

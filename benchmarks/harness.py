@@ -2,17 +2,19 @@
 
 Rules that every benchmark here keeps:
 
-- All contestants of a case run in the same process, one after the other in every round, each round beginning with another
-  one, so that a neighbour's noise or a change of clock speed falls on all of them. A ratio is the median over the rounds of
-  the ratio within a round.
-- Inputs rotate: a call never finds in the cache what the call before it left there.
+- All contestants of a case run in the same process, one after the other in every round, so that a neighbour's noise or a
+  change of clock speed falls on all of them, and each round in another order, so that none profits from the one before it.
+  A ratio is the median over the rounds of the ratio within a round.
+- Inputs rotate over the calls of all contestants: none finds in the cache what the one before it left there.
 - GB/s counts the bytes the *operation* has to move, for every contestant alike; a way that moves more shows as slower.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -95,14 +97,13 @@ def percentile(values: Iterable[float], percent: float) -> float:
 def race(contestants: list[Contestant], rounds: int, at_least: float = 3e-3) -> dict[str, Timing]:
     """Time all contestants in interleaved rounds; a measurement repeats a short call until it lasts ``at_least`` seconds."""
     running = [c for c in contestants if c.run is not None]
-    calls = dict.fromkeys((c.name for c in running), 0)
+    calls = itertools.count()
     repeats = {}
 
     def measure(contestant: Contestant, times: int) -> float:
-        first = calls[contestant.name]
-        calls[contestant.name] += times
+        turns = list(itertools.islice(calls, times))
         start = time.perf_counter()
-        for i in range(first, first + times):
+        for i in turns:
             contestant.run(i)
         return contestant.scale * (time.perf_counter() - start) / times
 
@@ -110,9 +111,9 @@ def race(contestants: list[Contestant], rounds: int, at_least: float = 3e-3) -> 
         measure(c, 1)  # page faults, compilation, thread pools
         repeats[c.name] = max(1, round(at_least / measure(c, 1)))
     timings = {c.name: Timing() for c in running}
-    for r in range(rounds):
-        order = running[r % len(running) :] + running[: r % len(running)]
-        for c in order:
+    shuffled = random.Random(0)
+    for _ in range(rounds):
+        for c in shuffled.sample(running, len(running)):
             timings[c.name].seconds.append(measure(c, repeats[c.name]))
     return timings
 

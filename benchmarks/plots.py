@@ -36,7 +36,6 @@ COLOURS = {
     "torch.compile of the adds, folded": YELLOW,
     "add_ a tensor, folded": "#D55E00",
     "fusedaccum, coefficient handed on": SKY,
-    "fusedaccum, the wrapper": "#003F63",
     "p.grad in bf16": ORANGE,
     "add after backward": PURPLE,
     "a hook a parameter": GREEN,

@@ -19,6 +19,7 @@ PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
 TABLES: dict[str, Callable[[Sequence[Row]], tables.Table]] = {
     "accumulate": tables.accumulate,
     "window": tables.window,
+    "training": tables.training,
     "overhead": tables.overhead,
     "memory": tables.memory,
 }
@@ -40,7 +41,7 @@ def printed(name: str, rows: Sequence[Row]) -> str:
 
 def draw_all(folder: Path = RESULTS) -> list[Path]:
     """Draw every plot there are results for, beside them."""
-    return [path for name in TABLES if (rows := load(name, folder)) for path in plots.draw(name, rows, folder)]
+    return [path for name in plots.PLOTS if (rows := load(name, folder)) for path in plots.draw(name, rows, folder)]
 
 
 def blocks() -> dict[str, str]:
@@ -48,7 +49,7 @@ def blocks() -> dict[str, str]:
     found = {name: load(name) for name in TABLES}
     texts = {name: f"{_where(rows)}\n\n{tables.markdown(TABLES[name](rows))}" for name, rows in found.items() if rows}
     for name, rows in found.items():
-        if rows:
+        if rows and name in plots.PLOTS:
             texts[f"{name}_plots"] = "\n\n".join(
                 f"![{name}](../benchmarks/results/{plot}.svg)" for plot, _ in plots.PLOTS[name]
             )

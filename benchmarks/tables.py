@@ -69,6 +69,17 @@ def window(rows: Sequence[Row]) -> Table:
     return header, lines
 
 
+def training(rows: Sequence[Row]) -> Table:
+    """One line a set and pair: windows through autograd, of every contestant."""
+    others = _names(rows, "peer") + _names(rows, "variant")
+    lines = []
+    for (name, grads, buffers), of_case in grouped(rows, ("set", "grads", "buffers")).items():
+        ours, *_ = _measured(of_case[OURS])
+        times = [_milliseconds(of_case.get(o)) for o in others]
+        lines.append([f"{name} {grads}→{buffers}", ours, _speedup(of_case), *times])
+    return ["window of 8 through autograd", "fusedaccum ms (p10–p90)", "vs best", *others], lines
+
+
 def overhead(rows: Sequence[Row]) -> Table:
     """Microseconds a tensor of every contestant, by number of tensors."""
     contestants = list(dict.fromkeys(str(r["contestant"]) for r in rows))

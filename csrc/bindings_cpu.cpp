@@ -37,6 +37,7 @@ class TensorList {
         return;
       }
       tensors_.push_back(&THPVariable_Unpack(item));
+      fusedaccum::prefetch(tensors_.back()->unsafeGetTensorImpl());
     }
   }
   bool all_tensors() const { return all_tensors_; }

@@ -12,7 +12,7 @@ pytest.importorskip("tqdm")
 
 import fusedaccum as fa
 
-from benchmarks import bench_accumulate, bench_window, harness, memory, peers, report, shapes, tables
+from benchmarks import bench_accumulate, bench_training, bench_window, harness, memory, peers, report, shapes, tables
 from benchmarks.bench_accumulate import DTYPES
 
 
@@ -58,6 +58,22 @@ def test_window_contestants_finish_with_the_same_gradient() -> None:
     bench_window.folded(sums[2], micro_batches, peers.add_each)
     for other in sums[1:]:
         torch.testing.assert_close(sums[0], other, rtol=1e-5, atol=1e-8)
+
+
+def test_training_contestants_leave_the_same_gradient() -> None:
+    work = bench_training.Work.of([(40, 9), (130,)], torch.bfloat16, torch.float32)
+    left = []
+    for way, params in (
+        (lambda params: bench_training.wrapped(work, params), work.own_params()),
+        (lambda params: bench_training.hooked(work, params), work.own_params()),
+        (lambda params: bench_training.added_after(work), work.params),
+    ):
+        window = way(params)
+        window(0)
+        window(1)  # what the first has left must not get into the second
+        left.append([p.grad.clone() for p in params])
+    for other in left[1:]:
+        torch.testing.assert_close(left[0], other, rtol=8e-3, atol=1e-8)
 
 
 def test_memory_records_the_peak_of_a_stretch() -> None:

@@ -134,20 +134,23 @@ struct Step {
   }
 };
 
-// How far ahead to prefetch, in bytes. Only the kernels that round to 16 bits compute long enough to leave the memory idle otherwise.
-template <int kMode, class Out>
-constexpr int kAhead = sizeof(Out) == 2 && (kMode & kStream) == 0 ? 512 : 0;
+// Bytes ahead of the step at which lines are prefetched: the hardware stops at the end of a page, and the more a step computes, the
+// fewer loads of later ones are under way with it.
+constexpr int kAhead = 2048;
+
+template <class T>
+FUSEDACCUM_INLINE void prefetch(const T* p) {
+  for (size_t line = 0; line < kLanes * sizeof(T); line += 64) __builtin_prefetch(reinterpret_cast<const char*>(p) + kAhead + line);
+}
 
 template <int kMode, class Out, class In, class C>
 FUSEDACCUM_INLINE void run_steps(Out* out, const In* in, int64_t n, const Step<kMode, Out, In, C>& step, Draws* draws, Tally& tally) {
   constexpr bool kSplit = Step<kMode, Out, In, C>::kSplit;
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
-    if constexpr (kAhead<kMode, Out> != 0) {
-      for (size_t line = 0; line < kLanes * sizeof(In); line += 64) {
-        __builtin_prefetch(reinterpret_cast<const char*>(in + i) + kAhead<kMode, Out> + line);
-      }
-      __builtin_prefetch(reinterpret_cast<const char*>(out + i) + kAhead<kMode, Out>);
+    if constexpr ((kMode & kStream) == 0) {
+      prefetch(in + i);
+      prefetch(out + i);
     }
     const auto stored = step(out + i, in + i, draws);
     if constexpr ((kMode & kStats) != 0) tally.add<kSplit>(stored);

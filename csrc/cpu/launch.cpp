@@ -13,7 +13,6 @@ constexpr int64_t kChunkElements = 1 << 14;
 constexpr int64_t kAlone = 1 << 15;          // elements that are not worth waking another thread for
 constexpr int64_t kStreamedBytes = 4 << 20;  // outputs larger than this are not kept in the caches anyway
 constexpr int kZeros = 1 << 12;
-constexpr int kPrefetchedLines = 8;
 
 // What a gradient is replaced by when the scale is 0: read instead of it, so that its NaNs add nothing.
 alignas(64) const double zeros[kZeros] = {};
@@ -38,7 +37,6 @@ class Launch {
       kernels_.stats[pair.in_type](at(pair.in, chunk.begin, pair.in_type), n, partial);
       return;
     }
-    if (chunk.end == pair.n && chunk.tensor + 1 < pairs_.size()) prefetch(pairs_[chunk.tensor + 1]);
     Parameters parameters{call_.scale, call_.decay, call_.seed, 0};
     const bool stochastic = call_.stochastic && wide16(pair.out_type);
     if (stochastic) parameters.counter = call_.counters[chunk.tensor] + static_cast<uint64_t>(chunk.begin);
@@ -52,14 +50,6 @@ class Launch {
   }
 
  private:
-  // The first lines of the tensor that comes next: the hardware learns of it only when it gets there.
-  static void prefetch(const Pair& next) {
-    for (int line = 0; line < kPrefetchedLines; ++line) {
-      __builtin_prefetch(static_cast<const char*>(next.in) + 64 * line);
-      __builtin_prefetch(static_cast<const char*>(next.out) + 64 * line);
-    }
-  }
-
   int mode(const Pair& pair, bool stochastic, const char* out) const {
     const bool overwrite = call_.overwrite || call_.op == Op::kCast;
     int mode = (overwrite ? kOverwrite : 0) | (stats_ ? kStats : 0) | (stochastic ? kStochastic : 0);

@@ -212,7 +212,8 @@ def refuse_unfit(slot: Slot, grad: Any) -> None:
 
 def exclusive(grads: tuple[Tensor | None, ...]) -> bool:
     """Is a hook's fresh gradient held by autograd alone, so that nobody can write to it while it is queued?"""
-    return all(count <= most for count, most in zip(_holders(grads), _fresh_holders()[_is_view(grads)], strict=True))
+    counts, fresh = _holders(grads), _fresh_holders()[_is_view(grads)]
+    return counts == fresh or all(count <= most for count, most in zip(counts, fresh, strict=True))
 
 
 def _is_view(grads: tuple[Tensor | None, ...]) -> bool:
