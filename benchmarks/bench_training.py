@@ -109,11 +109,11 @@ def added_after(work: Work) -> Callable[[int], object]:
 
 def hooked(work: Work, params: list[torch.nn.Parameter]) -> Callable[[int], object]:
     """What Megatron-LM and others do: after a parameter's backward, add ``p.grad`` and drop it."""
-    tokens = 0.0
+    tokens = [0.0]  # of the micro-batch under way
 
     def hook_of(total: Tensor) -> Callable[[Tensor], None]:
         def hook(p: Tensor) -> None:
-            total.add_(p.grad, alpha=tokens)
+            total.add_(p.grad, alpha=tokens[0])
             p.grad = None
 
         return hook
@@ -122,10 +122,9 @@ def hooked(work: Work, params: list[torch.nn.Parameter]) -> Callable[[int], obje
         p.register_post_accumulate_grad_hook(hook_of(total))
 
     def window(_: int) -> None:
-        nonlocal tokens
         drop(params)
         torch._foreach_zero_(work.sums)
-        for tokens, grads in zip(TOKENS, work.micro_batches):
+        for tokens[0], grads in zip(TOKENS, work.micro_batches):
             loss_with(grads, params).backward()
         finish(work.sums, params)
 

@@ -12,7 +12,6 @@ the window's tokens and clipped to a norm. Bytes an element for 2-byte gradients
 
 from __future__ import annotations
 
-
 import fusedaccum as fa
 import torch
 from torch import Tensor

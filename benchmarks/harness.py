@@ -145,7 +145,7 @@ def rows_of(case: Row, contestants: list[Contestant], timings: dict[str, Timing]
             row["bandwidth_gb_per_s"] = moved / timings[ceiling].median / 1e9
             row["bandwidth_pattern"] = ceiling
             row["share_of_bandwidth"] = ratio(timings[ceiling], t)[0]
-        if ours is not None and c.kind == "peer":
+        if ours is not None and c.kind in ("peer", "variant"):
             middle, low, high = ratio(t, ours)
             row |= {"ours_is_faster": middle, "ours_is_faster_p10": low, "ours_is_faster_p90": high}
         if c.name == OURS and best:
