@@ -15,6 +15,8 @@ TOOLS := setuptools wheel ninja
 NATIVE := setup.py pyproject.toml $(shell find csrc -type f)
 PACKAGE := $(shell find python triton_kernels -name '*.py')
 CPP := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+# The tests of the ops, where NumPy, in which Triton interprets, may warn of the overflows that they are about.
+INTERPRETED := -m "not slow" -W ignore::RuntimeWarning $(foreach t,bits memory oracles properties rounding,tests/test_ops_$(t).py)
 SAY = @printf '\n== %s\n'
 
 .PHONY: help demo test bench lint format build clean
@@ -30,6 +32,8 @@ demo: $(VENV)/built  ## train two small models with big batches and with accumul
 test: lint $(VENV)/built $(if $(SECOND_TORCH),$(SECOND_VENV)/built)  ## lint, build, and run all tests, against two versions of torch
 	$(SAY) "Tests against torch $(TORCH)"
 	$(BIN)/python -m pytest -q
+	$(SAY) "Triton kernels, interpreted on the CPU"
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q $(INTERPRETED)
 	$(if $(SECOND_TORCH),$(SAY) "Tests against torch $(SECOND_TORCH)")
 	$(if $(SECOND_TORCH),$(SECOND_BIN)/python -m pytest -q -m "not slow")
 

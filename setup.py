@@ -115,7 +115,7 @@ def native(with_cuda: bool) -> tuple[list, type]:
     flags = {"cxx": CXX_FLAGS + OPENMP, "nvcc": NVCC_FLAGS}
     modules = [CppExtension("fusedaccum._cpu", ["csrc/bindings_cpu.cpp", *launchers], extra_compile_args=flags)]
     if with_cuda:
-        sources = ["csrc/bindings_cuda.cpp", "csrc/cuda/accumulate.cu"]
+        sources = ["csrc/bindings_cuda.cpp", "csrc/cuda/kernels.cu"]
         modules.append(CUDAExtension("fusedaccum._cuda", sources, extra_compile_args=flags))
     return modules, BuildNative
 

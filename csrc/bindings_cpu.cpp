@@ -3,51 +3,24 @@
 // accumulate_, scale_, cast_ and stats are a backend, as fusedaccum/backends.py has them: they get checked arguments. predicate() is the
 // check.
 #include <ATen/Parallel.h>
-#include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/utils/pybind.h>
 
-#include <optional>
+#include <functional>
 
 #include "cpu/dispatch.h"
 #include "cpu/launch.h"
-#include "predicate.h"
+#include "tensor_list.h"
 
 namespace py = pybind11;
 
 namespace {
 
+using fusedaccum::TensorList;
 using fusedaccum::Tensors;
 using fusedaccum::cpu::Call;
 using fusedaccum::cpu::DType;
 using fusedaccum::cpu::Op;
 using fusedaccum::cpu::Pair;
 using fusedaccum::cpu::Partial;
-
-// A list or tuple of tensors, kept alive (the tuple holds its items, whatever becomes of the list meanwhile).
-class TensorList {
- public:
-  explicit TensorList(py::handle list) : items_(py::reinterpret_steal<py::object>(PySequence_Tuple(list.ptr()))) {
-    if (!items_) throw py::error_already_set();
-    const Py_ssize_t count = PyTuple_GET_SIZE(items_.ptr());
-    tensors_.reserve(static_cast<std::size_t>(count));
-    for (Py_ssize_t k = 0; k < count; ++k) {
-      PyObject* item = PyTuple_GET_ITEM(items_.ptr(), k);
-      if (!THPVariable_Check(item)) {
-        all_tensors_ = false;
-        return;
-      }
-      tensors_.push_back(&THPVariable_Unpack(item));
-      fusedaccum::prefetch(tensors_.back()->unsafeGetTensorImpl());
-    }
-  }
-  bool all_tensors() const { return all_tensors_; }
-  const Tensors& tensors() const { return tensors_; }
-
- private:
-  py::object items_;
-  Tensors tensors_;
-  bool all_tensors_ = true;
-};
 
 bool is_list(py::handle value) { return PyList_Check(value.ptr()) || PyTuple_Check(value.ptr()); }
 
@@ -88,7 +61,7 @@ void run(const Tensors& outs, const Tensors& ins, const Call& call, py::handle s
     void* written = nullptr;
     if (call.op != Op::kStats) {
       written = out.mutable_data_ptr();
-      if (!out.is_inference()) out.unsafeGetTensorImpl()->bump_version();
+      fusedaccum::bump_version(out);
     }
     pairs.push_back({written, in.const_data_ptr(), out.numel(), dtype_of(out), dtype_of(in)});
   }
@@ -101,9 +74,8 @@ void run(const Tensors& outs, const Tensors& ins, const Call& call, py::handle s
     const auto sq_norm = stats.attr("sq_norm").cast<at::Tensor>(), nonfinite = stats.attr("nonfinite").cast<at::Tensor>();
     *sq_norm.mutable_data_ptr<double>() = total.sq_norm;
     *nonfinite.mutable_data_ptr<int64_t>() = total.nonfinite;
-    for (const auto& x : {sq_norm, nonfinite}) {
-      if (!x.is_inference()) x.unsafeGetTensorImpl()->bump_version();
-    }
+    fusedaccum::bump_version(sq_norm);
+    fusedaccum::bump_version(nonfinite);
   }
 }
 

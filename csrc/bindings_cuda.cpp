@@ -1,23 +1,29 @@
 // The extension fusedaccum._cuda: lists of tensors in, the CUDA launchers out. A backend, as fusedaccum/backends.py has them: it gets
 // checked arguments. Never waits for the device.
+#include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
-#include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include <array>
+#include <optional>
 #include <vector>
 
-#include "cuda/accumulate.h"
+#include "cuda/kernels.h"
+#include "tensor_list.h"
 
 namespace py = pybind11;
 
 namespace {
 
+using fusedaccum::TensorList;
+using fusedaccum::Tensors;
 using fusedaccum::cuda::Call;
 using fusedaccum::cuda::DType;
+using fusedaccum::cuda::kDTypes;
+using fusedaccum::cuda::Op;
 using fusedaccum::cuda::Pair;
+using fusedaccum::cuda::Partial;
 using fusedaccum::cuda::Scalar;
 
 DType dtype_of(const at::Tensor& x) {
@@ -50,40 +56,89 @@ Scalar scalar_of(py::handle value, at::Tensor& kept) {
   return scalar;
 }
 
-void accumulate(const std::vector<at::Tensor>& buffers, const std::vector<at::Tensor>& grads, py::handle scale, bool overwrite,
-                py::handle decay, py::handle rounding, py::handle stats) {
-  TORCH_CHECK(stats.is_none(), "backend='cuda' has no stats yet; use 'auto' or 'reference'");
-  if (buffers.empty()) return;
-  const c10::cuda::CUDAGuard guard(buffers[0].device());
+// Where a call leaves its statistics, and the blocks' partial ones, which are allocated before anything is launched.
+struct Statistics {
+  at::Tensor sq_norm, nonfinite, partials;
+  int64_t blocks = 0;
+
+  Statistics(py::handle stats, const Tensors& tensors)
+      : sq_norm(stats.attr("sq_norm").cast<at::Tensor>()), nonfinite(stats.attr("nonfinite").cast<at::Tensor>()) {
+    for (const at::Tensor* x : tensors) blocks += fusedaccum::cuda::blocks_of(x->numel());
+    partials = at::empty({blocks * static_cast<int64_t>(sizeof(Partial))}, sq_norm.options().dtype(at::kByte));
+  }
+  Partial* first() const { return static_cast<Partial*>(partials.mutable_data_ptr()); }
+};
+
+// One launch (or a few, for thousands of tensors) for every combination of dtypes that occurs.
+void run(const Tensors& outs, const Tensors& ins, Call call, const std::vector<uint64_t>& counters, py::handle stats) {
+  if (outs.empty()) return;
+  const c10::cuda::CUDAGuard guard(outs[0]->device());
+  std::optional<Statistics> statistics;
+  if (!stats.is_none()) call.partials = statistics.emplace(stats, outs).first();
+
+  std::array<std::array<std::vector<Pair>, kDTypes>, kDTypes> pairs;
+  for (std::size_t k = 0; k < outs.size(); ++k) {
+    const at::Tensor &out = *outs[k], &in = *ins[k];
+    void* written = nullptr;
+    if (call.op != Op::kStats) {
+      written = out.mutable_data_ptr();
+      fusedaccum::bump_version(out);
+    }
+    pairs[dtype_of(out)][dtype_of(in)].push_back({written, in.const_data_ptr(), out.numel(), counters.empty() ? 0 : counters[k]});
+  }
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  {
+    py::gil_scoped_release unlocked;
+    for (int out = 0; out < kDTypes; ++out) {
+      for (int in = 0; in < kDTypes; ++in) {
+        const auto& group = pairs[out][in];
+        if (group.empty()) continue;
+        C10_CUDA_CHECK(fusedaccum::cuda::run(group.data(), group.size(), static_cast<DType>(out), static_cast<DType>(in), call, stream));
+        if (!statistics) continue;
+        for (const Pair& pair : group) call.partials += fusedaccum::cuda::blocks_of(pair.elements);
+      }
+    }
+    if (!statistics) return;
+    C10_CUDA_CHECK(fusedaccum::cuda::add_up(statistics->first(), statistics->blocks, statistics->sq_norm.mutable_data_ptr<double>(),
+                                            statistics->nonfinite.mutable_data_ptr<int64_t>(), stream));
+  }
+  fusedaccum::bump_version(statistics->sq_norm);
+  fusedaccum::bump_version(statistics->nonfinite);
+}
+
+void accumulate(py::handle buffers, py::handle grads, py::handle scale, bool overwrite, py::handle decay, py::handle rounding,
+                py::handle stats) {
+  const TensorList outs(buffers), ins(grads);
   at::Tensor kept_scale, kept_decay;
   Call call;
+  call.overwrite = overwrite;
   call.scale = scalar_of(scale, kept_scale);
   call.decay = scalar_of(decay, kept_decay);
-  call.overwrite = overwrite;
-  std::vector<uint64_t> counters(buffers.size());
+  std::vector<uint64_t> counters;
   if (!rounding.is_none()) {
     call.stochastic = true;
     call.seed = rounding.attr("seed").cast<uint64_t>();
     counters = rounding.attr("counters").cast<std::vector<uint64_t>>();
   }
+  run(outs.tensors(), ins.tensors(), call, counters, stats);
+}
 
-  // One launch (or a few, for thousands of tensors) for every combination of dtypes that occurs.
-  std::array<std::array<std::vector<Pair>, fusedaccum::cuda::kDTypes>, fusedaccum::cuda::kDTypes> pairs;
-  for (std::size_t k = 0; k < buffers.size(); ++k) {
-    const at::Tensor &buffer = buffers[k], &grad = grads[k];
-    pairs[dtype_of(buffer)][dtype_of(grad)].push_back({buffer.mutable_data_ptr(), grad.const_data_ptr(), buffer.numel(), counters[k]});
-    if (!buffer.is_inference()) buffer.unsafeGetTensorImpl()->bump_version();
-  }
-  py::gil_scoped_release unlocked;
-  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  for (int buffer = 0; buffer < fusedaccum::cuda::kDTypes; ++buffer) {
-    for (int grad = 0; grad < fusedaccum::cuda::kDTypes; ++grad) {
-      const auto& group = pairs[buffer][grad];
-      if (group.empty()) continue;
-      C10_CUDA_CHECK(
-          fusedaccum::cuda::accumulate(group.data(), group.size(), static_cast<DType>(buffer), static_cast<DType>(grad), call, stream));
-    }
-  }
+void cast(py::handle outs, py::handle ins, py::handle scale, py::handle stats) {
+  const TensorList out_list(outs), in_list(ins);
+  at::Tensor kept;
+  Call call;
+  call.op = Op::kCast;
+  call.scale = scalar_of(scale, kept);
+  run(out_list.tensors(), in_list.tensors(), call, {}, stats);
+}
+
+void scale(py::handle tensors, py::handle factor, py::handle stats) { cast(tensors, tensors, factor, stats); }
+
+void measure(py::handle tensors, py::handle into) {
+  const TensorList list(tensors);
+  Call call;
+  call.op = Op::kStats;
+  run(list.tensors(), list.tensors(), call, {}, into);
 }
 
 }  // namespace
@@ -91,4 +146,7 @@ void accumulate(const std::vector<at::Tensor>& buffers, const std::vector<at::Te
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("accumulate_", &accumulate, py::arg("buffers"), py::arg("grads"), py::arg("scale"), py::arg("overwrite"), py::arg("decay"),
         py::arg("rounding"), py::arg("stats"), "buffer = buffer * decay + grad * scale, or grad * scale with overwrite");
+  m.def("scale_", &scale, py::arg("tensors"), py::arg("scale"), py::arg("stats"), "x = x * scale");
+  m.def("cast_", &cast, py::arg("outs"), py::arg("ins"), py::arg("scale"), py::arg("stats"), "out = cast(in * scale)");
+  m.def("stats", &measure, py::arg("tensors"), py::arg("into"), "squared norm and non-finite count");
 }

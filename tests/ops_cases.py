@@ -6,6 +6,7 @@ import importlib.util
 import os
 
 import torch
+from fusedaccum import backends
 
 DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 PAIRS = [(buffer, grad) for buffer in DTYPES for grad in DTYPES]
@@ -24,9 +25,9 @@ def capabilities():
     return importlib.import_module("fusedaccum._cpu").capabilities()
 
 
-# Every backend that can run CPU tensors here; the CPU backend once an instruction set.
-BACKENDS = ["reference", *(f"cpu-{name}" for name in capabilities())]
-NATIVE = BACKENDS[1:]
+# The kernels that can run CPU tensors here: the CPU backend once an instruction set; or, with TRITON_INTERPRET=1, Triton's alone.
+NATIVE = ["triton"] if backends.INTERPRETED else [f"cpu-{name}" for name in capabilities()]
+BACKENDS = ["reference", *NATIVE]
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """GradScaler: the plain script's loop, with scales that change inside a window and overflows anywhere in it."""
 
+import fusedaccum as fa
 import pytest
 import torch
 from torch import nn
@@ -197,3 +198,14 @@ def test_unscale_on_every_micro_batch_once_the_scale_is_known():
             scaler.update()
         big_batch_step(big, plain, x, y)
     assert_same_parameters(net, big, 1e-6)
+
+
+def test_an_overflow_is_counted_once_where_the_adds_have_counted_it():
+    p = nn.Parameter(torch.zeros(4))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 2, nonfinite="skip_window")
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    for factor in (1.0, float("inf")):
+        scaler.scale((p * factor).sum()).backward()
+        scaler.step(opt)
+        scaler.update()
+    assert opt.last_window.nonfinite == 1

@@ -27,7 +27,7 @@ def one_missing(monkeypatch):
 
 def test_report_names_every_row_with_its_reason():
     report = backends.report()
-    assert [name for name, _, _ in report] == ["cuda", "triton", "cpu", "reference"]
+    assert [name for name, _, _ in report] == ["cuda", "cpu", "triton", "reference"]
     assert all(reason for _, available, reason in report if not available)
     assert report[-1] == ("reference", True, "")
 
@@ -58,7 +58,7 @@ def test_auto_prefers_the_native_backend_for_cpu_tensors():
 
 @pytest.mark.parametrize(("name", "error"), [("gpu", ValueError), (3, TypeError), ("", ValueError)])
 def test_what_is_no_backend_is_refused(name, error):
-    with pytest.raises(error, match=r"backend .*'auto', 'cuda', 'triton', 'cpu', 'reference'"):
+    with pytest.raises(error, match=r"backend .*'auto', 'cuda', 'cpu', 'triton', 'reference'"):
         ops.scale_([torch.ones(3)], 2.0, backend=name)
 
 

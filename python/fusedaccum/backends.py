@@ -10,6 +10,7 @@ import functools
 import importlib
 import importlib.util
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -20,6 +21,7 @@ import torch
 from . import native
 
 OPS = ("accumulate_", "scale_", "cast_", "stats")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch: kernels run in Python, on CPU tensors
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,6 @@ class Backend:
     module: str
     devices: tuple[str, ...]  # device types, empty for all
     why_missing: Callable[[], str | None]
-    automatic: bool = True  # may "auto" choose it?
 
 
 def _cuda_missing() -> str | None:
@@ -40,25 +41,18 @@ def _cuda_missing() -> str | None:
 
 
 def _triton_missing() -> str | None:
-    if not _has("fusedaccum.triton_kernels.backend"):
-        return "this version of fusedaccum has no Triton kernels yet"
-    if not _has("triton"):
+    if importlib.util.find_spec("triton") is None:
         return "triton is not installed; pip install triton"
-    return None if torch.cuda.is_available() else "torch finds no GPU on this machine"
-
-
-def _has(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # its parent is missing
-        return False
+    return None if INTERPRETED or torch.cuda.is_available() else "torch finds no GPU on this machine"
 
 
 # In the order in which "auto" prefers them.
 TABLE = (
-    Backend("cuda", "fusedaccum._cuda", ("cuda",), _cuda_missing, automatic=False),
-    Backend("triton", "fusedaccum.triton_kernels.backend", ("cuda", "xpu"), _triton_missing, automatic=False),
+    Backend("cuda", "fusedaccum._cuda", ("cuda",), _cuda_missing),
     Backend("cpu", "fusedaccum._cpu", ("cpu",), lambda: native.why_missing("_cpu")),
+    Backend(
+        "triton", "fusedaccum.triton_kernels.backend", ("cuda", *(("cpu",) if INTERPRETED else ())), _triton_missing
+    ),
     Backend("reference", "fusedaccum.reference", (), lambda: None),
 )
 
@@ -131,7 +125,21 @@ def select(name: str | None, device: torch.device | None, op: str) -> ModuleType
 @functools.cache
 def _automatic(device_type: str, op: str) -> ModuleType:
     for row in TABLE:
-        usable = row.automatic and (not row.devices or device_type in row.devices)
+        usable = not row.devices or device_type in row.devices
         if usable and why_missing(row.name) is None and hasattr(importlib.import_module(row.module), op):
+            if row.name == "reference":
+                _warn_no_kernels(device_type)
             return importlib.import_module(row.module)
     raise AssertionError("the reference works everywhere")
+
+
+@functools.cache
+def _warn_no_kernels(device_type: str) -> None:
+    """Once a process and device type: that there are kernels, and why they are not to be had."""
+    reasons = [f"{row.name}: {why_missing(row.name)}" for row in TABLE if device_type in row.devices]
+    if device_type != "cpu" and reasons:
+        warnings.warn(
+            f"no kernels for {device_type} tensors here, so plain PyTorch does the accumulating ({'; '.join(reasons)})",
+            RuntimeWarning,
+            stacklevel=2,
+        )

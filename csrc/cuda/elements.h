@@ -1,0 +1,112 @@
+// How elements lie in memory, and how they move: dtypes, their way into and out of the type that is computed in, packs of 16 bytes.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "../formulas.h"
+
+namespace fusedaccum {
+namespace cuda {
+
+#define FUSEDACCUM_DEVICE __device__ __forceinline__
+
+struct BF16 {
+  uint16_t bits;
+};
+struct FP16 {
+  uint16_t bits;
+};
+
+FUSEDACCUM_DEVICE double widened(double x) { return x; }
+FUSEDACCUM_DEVICE float widened(float x) { return x; }
+FUSEDACCUM_DEVICE float widened(BF16 x) { return bitcast<float>(uint32_t{x.bits} << 16); }
+FUSEDACCUM_DEVICE float widened(FP16 x) { return fp16_to_float<float, uint32_t>(x.bits); }
+
+template <class Out>
+struct Rounded {  // to FP64 and FP32
+  static FUSEDACCUM_DEVICE Out nearest(double x) { return static_cast<Out>(x); }
+  static FUSEDACCUM_DEVICE Out nearest(float x) { return static_cast<Out>(x); }
+};
+template <>
+struct Rounded<BF16> {  // from FP64 by way of FP32
+  static FUSEDACCUM_DEVICE BF16 nearest(float x) { return upper(float_to_bf16_upper<float, uint32_t>(x)); }
+  static FUSEDACCUM_DEVICE BF16 stochastic(float x, uint32_t r) { return upper(float_to_bf16_upper_stochastic(x, r)); }
+  static FUSEDACCUM_DEVICE BF16 upper(uint32_t bits) { return {static_cast<uint16_t>(bits >> 16)}; }
+};
+template <>
+struct Rounded<FP16> {
+  static FUSEDACCUM_DEVICE FP16 nearest(float x) { return {static_cast<uint16_t>(float_to_fp16<float, uint32_t>(x))}; }
+  static FUSEDACCUM_DEVICE FP16 stochastic(float x, uint32_t r) { return {static_cast<uint16_t>(float_to_fp16_stochastic(x, r))}; }
+};
+
+template <class Out, class In>
+struct Compute {
+  using type = float;
+};
+template <class In>
+struct Compute<double, In> {
+  using type = double;
+};
+template <class Out>
+struct Compute<Out, double> {
+  using type = double;
+};
+template <>
+struct Compute<double, double> {
+  using type = double;
+};
+
+// What a thread moves at a time: 16 bytes of the narrower side.
+template <class Out, class In>
+constexpr int kPack = 16 / static_cast<int>(sizeof(Out) < sizeof(In) ? sizeof(Out) : sizeof(In));
+
+template <class T, int kCount>
+struct alignas(16) Pack {
+  static constexpr int kVectors = kCount * static_cast<int>(sizeof(T)) / 16;
+  T x[kCount];
+
+  FUSEDACCUM_DEVICE void load(const T* from, int valid, bool aligned) {
+    if (aligned && valid == kCount) {
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) reinterpret_cast<uint4*>(x)[i] = reinterpret_cast<const uint4*>(from)[i];
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) x[i] = i < valid ? from[i] : T{};
+    }
+  }
+
+  FUSEDACCUM_DEVICE void store(T* to, int valid, bool aligned) const {
+    if (aligned && valid == kCount) {
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(x)[i];
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        if (i < valid) to[i] = x[i];
+      }
+    }
+  }
+};
+
+FUSEDACCUM_DEVICE bool is_aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
+
+template <int kStep>
+FUSEDACCUM_DEVICE void move_down(uint32_t (&numbers)[16], uint64_t n) {
+#pragma unroll
+  for (int i = 0; i + kStep < 16; ++i) numbers[i] = (n & kStep) != 0 ? numbers[i + kStep] : numbers[i];
+}
+
+// The random numbers n to n + 7. They lie in one or two blocks of 8: 16 are drawn and moved down by n % 8, a bit of it at a time.
+FUSEDACCUM_DEVICE void draw(uint64_t n, uint64_t seed, uint32_t (&numbers)[16]) {
+  uint32_t words[2][4] = {};
+  random_block(n >> 3, seed, words[0]);
+  if (n % 8 != 0) random_block((n + 8) >> 3, seed, words[1]);  // n + 8 wraps, as counting does
+#pragma unroll
+  for (int i = 0; i < 16; ++i) numbers[i] = (words[i / 8][i % 8 / 2] >> (16 * (i % 2))) & 0xffffu;
+  move_down<4>(numbers, n);
+  move_down<2>(numbers, n);
+  move_down<1>(numbers, n);
+}
+
+}  // namespace cuda
+}  // namespace fusedaccum

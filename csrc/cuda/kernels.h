@@ -1,0 +1,57 @@
+// What a caller of the CUDA kernels knows of them. No torch.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace fusedaccum {
+namespace cuda {
+
+enum DType : int { kF64, kF32, kBF16, kFP16, kDTypes };
+
+// A number that the host has, or that a kernel finds in device memory (so that no one waits for it).
+struct Scalar {
+  double host = 0.0;
+  const float* device_f32 = nullptr;
+  const double* device_f64 = nullptr;
+};
+
+struct Pair {
+  void* out;
+  const void* in;  // equal to out for scale; what stats reads
+  int64_t elements;
+  uint64_t counter;  // index of the output's first random number
+};
+
+// A block's share of the statistics.
+struct Partial {
+  double sq_norm;
+  int64_t nonfinite;
+};
+
+enum class Op : int { kAccumulate, kCast, kStats };
+
+struct Call {
+  Op op = Op::kAccumulate;
+  bool overwrite = false;   // of kAccumulate
+  bool stochastic = false;  // round 16-bit outputs of kAccumulate stochastically; wider ones are never
+  Scalar scale;
+  Scalar decay;
+  uint64_t seed = 0;
+  Partial* partials = nullptr;  // device memory, one a block of the pairs; null for no statistics
+};
+
+constexpr int64_t kChunk = 16384;  // elements a block takes on
+
+inline int64_t blocks_of(int64_t elements) { return (elements + kChunk - 1) / kChunk; }
+
+// The op over pairs of one dtype combination (kStats: of `in`'s), on the current device. Only starts the work.
+cudaError_t run(const Pair* pairs, std::size_t count, DType out, DType in, const Call& call, cudaStream_t stream);
+
+// Adds up `count` partials, in an order that depends on their number alone.
+cudaError_t add_up(const Partial* partials, int64_t count, double* sq_norm, int64_t* nonfinite, cudaStream_t stream);
+
+}  // namespace cuda
+}  // namespace fusedaccum

@@ -1,0 +1,189 @@
+"""The backend ``triton``: the ops of :mod:`fusedaccum.reference`, with the same arguments, on any GPU that Triton compiles for.
+
+A call makes one launch for every combination of dtypes and alignment that occurs among its tensors, and one small copy to the
+device: the table of pointers. Nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from . import kernels
+
+if TYPE_CHECKING:
+    from fusedaccum.ops import Stats, StochasticRounding
+
+BLOCK = 4096  # elements a program: 16 a thread, two to eight accesses of 16 bytes each way
+WARPS = 8
+DTYPES = {torch.float64: tl.float64, torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+Scalar = float | Tensor
+
+
+def accumulate_(
+    buffers: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    scale: Scalar,
+    overwrite: bool,
+    decay: Scalar,
+    rounding: StochasticRounding | None,
+    stats: Stats | None,
+) -> None:
+    """``buffer = buffer * decay + grad * scale``, or ``grad * scale`` with ``overwrite``."""
+    _run(buffers, grads, scale, decay, rounding, stats, overwrite=overwrite, cast=False)
+
+
+def scale_(tensors: Sequence[Tensor], scale: Scalar, stats: Stats | None) -> None:
+    """``x = x * scale``."""
+    cast_(tensors, tensors, scale, stats)
+
+
+def cast_(outs: Sequence[Tensor], ins: Sequence[Tensor], scale: Scalar, stats: Stats | None) -> None:
+    """``out = cast(in * scale)``."""
+    _run(outs, ins, scale, 1.0, None, stats, overwrite=True, cast=True)
+
+
+def stats(tensors: Sequence[Tensor], into: Stats) -> None:
+    """Squared norm and non-finite count."""
+    tally = _Tally(tensors)
+    with _device_of(tensors[0]):
+        for (_, dtype, aligned, _), members in _groups(tensors, tensors, None).items():
+            table = _Table(tensors, tensors, members, (1.0, 1.0), None)
+            kernels.measure[(table.blocks,)](
+                table.on_device, len(members), *tally.take(table.blocks), DTYPES[dtype], aligned, BLOCK, num_warps=WARPS
+            )  # fmt: skip
+    tally.finish(into)
+
+
+def _run(
+    outs: Sequence[Tensor],
+    ins: Sequence[Tensor],
+    scale: Scalar,
+    decay: Scalar,
+    rounding: StochasticRounding | None,
+    stats: Stats | None,
+    *,
+    overwrite: bool,
+    cast: bool,
+) -> None:
+    tally = None if stats is None else _Tally(outs)
+    host = (1.0 if isinstance(scale, Tensor) else scale, 1.0 if isinstance(decay, Tensor) else decay)
+    with _device_of(outs[0]):
+        device_scale, device_decay = (x.double() if isinstance(x, Tensor) else None for x in (scale, decay))
+        for (out, dtype, aligned, stochastic), members in _groups(outs, ins, rounding).items():
+            table = _Table(outs, ins, members, host, rounding)
+            # Without statistics nothing is left there, but a kernel's argument must point to something.
+            partials, bad = (table.number(0), table.on_device) if tally is None else tally.take(table.blocks)
+            kernels.write[(table.blocks,)](
+                table.on_device,
+                len(members),
+                table.number(kernels.SCALE) if device_scale is None else device_scale,
+                table.number(kernels.DECAY) if device_decay is None else device_decay,
+                partials,
+                bad,
+                DTYPES[out],
+                DTYPES[dtype],
+                aligned,
+                cast,
+                overwrite,
+                stochastic,
+                tally is not None,
+                BLOCK,
+                num_warps=WARPS,
+                enable_fp_fusion=False,
+            )
+    torch.autograd.graph.increment_version([x for x in outs if not x.is_inference()])
+    if tally is not None and stats is not None:
+        tally.finish(stats)
+
+
+Group = tuple[torch.dtype, torch.dtype, bool, bool]
+
+
+def _groups(
+    outs: Sequence[Tensor], ins: Sequence[Tensor], rounding: StochasticRounding | None
+) -> dict[Group, list[int]]:
+    """The tensors that can share a launch: dtypes, whether all accesses may be of 16 bytes, whether rounding is stochastic."""
+    groups: dict[Group, list[int]] = {}
+    for k, (out, x) in enumerate(zip(outs, ins, strict=True)):
+        if out.numel():
+            aligned = (out.data_ptr() | x.data_ptr()) % 16 == 0
+            stochastic = rounding is not None and out.dtype.itemsize == 2
+            groups.setdefault((out.dtype, x.dtype, aligned, stochastic), []).append(k)
+    return groups
+
+
+class _Table:
+    """The kernels' table for some of the tensors, on their device."""
+
+    def __init__(
+        self,
+        outs: Sequence[Tensor],
+        ins: Sequence[Tensor],
+        members: list[int],
+        numbers: tuple[float, float],
+        rounding: StochasticRounding | None,
+    ) -> None:
+        elements = [outs[k].numel() for k in members]
+        ends = list(itertools.accumulate(map(_blocks_of, elements)))
+        host = [
+            *(struct.unpack("<q", struct.pack("<d", number))[0] for number in numbers),
+            0 if rounding is None else _signed(rounding.seed),
+            *(outs[k].data_ptr() for k in members),
+            *(ins[k].data_ptr() for k in members),
+            *elements,
+            *(0, *ends[:-1]),
+            *(0 if rounding is None else _signed(rounding.counters[k]) for k in members),
+        ]
+        self.blocks = ends[-1]
+        # From pageable memory: the driver has taken its own copy when this returns.
+        self.on_device = torch.tensor(host, dtype=torch.int64).to(outs[members[0]].device, non_blocking=True)
+
+    def number(self, place: int) -> Tensor:
+        """A number of the header, where a kernel reads it as FP64."""
+        return self.on_device.view(torch.float64)[place]
+
+
+def _signed(n: int) -> int:
+    return n - (1 << 64) if n >= 1 << 63 else n
+
+
+def _blocks_of(elements: int) -> int:
+    return -(-elements // BLOCK)
+
+
+@dataclass
+class _Tally:
+    """The blocks' statistics, which the launches of a call share out among them."""
+
+    tensors: Sequence[Tensor]
+
+    def __post_init__(self) -> None:
+        blocks = sum(_blocks_of(x.numel()) for x in self.tensors)
+        device = self.tensors[0].device
+        self.squares = torch.empty(blocks, dtype=torch.float64, device=device)
+        self.bad = torch.empty(blocks, dtype=torch.int64, device=device)
+        self.taken = 0
+
+    def take(self, blocks: int) -> tuple[Tensor, Tensor]:
+        """Room for the next launch."""
+        here = slice(self.taken, self.taken + blocks)
+        self.taken += blocks
+        return self.squares[here], self.bad[here]
+
+    def finish(self, into: Stats) -> None:
+        """Add them up. PyTorch's sum takes an order that depends on their number alone."""
+        into.sq_norm.copy_(self.squares.sum())
+        into.nonfinite.copy_(self.bad.sum())
+
+
+def _device_of(x: Tensor) -> contextlib.AbstractContextManager:
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()

@@ -1,0 +1,247 @@
+"""The kernels: one that writes (accumulate and cast are its modes) and one that only measures.
+
+A program takes BLOCK elements of one tensor, which it finds in a table on the device: so one launch serves any number of tensors.
+BF16 travels as 16-bit integers and is rounded here, which makes its bits the same on every GPU and in Triton's interpreter. To be
+launched with ``enable_fp_fusion=False``: a product is rounded before it is added.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False, disallow-untyped-decorators=False
+# Triton reads the annotations: anything but constexpr would be a name for it to look up.
+
+import triton
+import triton.language as tl
+
+# The table is int64: a header, then a row of each of these for all tensors.
+HEADER = 3
+SCALE, DECAY, SEED = range(HEADER)  # FP64, FP64, 64 bits
+ROWS = 5
+OUT, IN, ELEMENTS, FIRST_BLOCK, COUNTER = range(ROWS)
+
+_HEADER = tl.constexpr(HEADER)
+_SEED = tl.constexpr(SEED)
+_OUT, _IN, _ELEMENTS, _FIRST_BLOCK, _COUNTER = (tl.constexpr(row) for row in range(ROWS))
+
+
+@triton.jit
+def _row(table, tensors, tensor, row: tl.constexpr):
+    return tl.load(table + _HEADER + row * tensors + tensor)
+
+
+@triton.jit
+def _tensor_of(table, tensors, block):
+    """The last tensor whose first block is not after this one."""
+    low = 0
+    high = tensors
+    while high - low > 1:
+        middle = (low + high) // 2
+        here = _row(table, tensors, middle, _FIRST_BLOCK) <= block
+        low = tl.where(here, middle, low)
+        high = tl.where(here, high, middle)
+    return low
+
+
+@triton.jit
+def _pointer(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    stored: tl.constexpr = tl.int16 if DTYPE == tl.bfloat16 else DTYPE
+    pointer = address.to(tl.pointer_type(stored))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def _load(pointer, at, elements, FULL: tl.constexpr):
+    # Without a mask wherever a block is full: with one, nothing moves in 16 bytes.
+    if FULL:
+        x = tl.load(pointer + at)
+    else:
+        x = tl.load(pointer + at, mask=at < elements, other=0)
+    return x
+
+
+@triton.jit
+def _widened(x, DTYPE: tl.constexpr):
+    """As FP32, or FP64 as it is."""
+    if DTYPE == tl.bfloat16:
+        y = ((x.to(tl.int32) & 0xFFFF) << 16).to(tl.float32, bitcast=True)
+    elif DTYPE == tl.float16:
+        y = x.to(tl.float32)
+    else:
+        y = x
+    return y
+
+
+@triton.jit
+def _bf16(bits):
+    return ((bits >> 16) & 0xFFFF).to(tl.int16)
+
+
+@triton.jit
+def _nearest(x, DTYPE: tl.constexpr):
+    """Rounded to nearest even; FP64 becomes 16 bits by way of FP32."""
+    if DTYPE == tl.bfloat16:
+        f = x.to(tl.float32)
+        bits = f.to(tl.int32, bitcast=True)
+        y = _bf16(tl.where(f == f, bits + 0x7FFF + ((bits >> 16) & 1), 0x7FC00000))
+    elif DTYPE == tl.float16:
+        y = x.to(tl.float32).to(tl.float16)
+    else:
+        y = x.to(DTYPE)
+    return y
+
+
+@triton.jit
+def _random16(n, seed):
+    """Number n of csrc/formulas.h: 16 bits of block n >> 3."""
+    block = n >> 3
+    zero = (block * 0).to(tl.uint32)
+    low, high = (block & 0xFFFFFFFF).to(tl.uint32), (block >> 32).to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox(seed, low, high, zero, zero)
+    which = (n & 7) >> 1
+    word = tl.where(which == 0, w0, tl.where(which == 1, w1, tl.where(which == 2, w2, w3)))
+    return (tl.where((n & 1) == 0, word, word >> 16) & 0xFFFF).to(tl.int32)
+
+
+@triton.jit
+def _stochastic(x, r, DTYPE: tl.constexpr):
+    """One of the two neighbours, the upper one with the probability of the distance to the lower."""
+    f = x.to(tl.float32)
+    bits = f.to(tl.int32, bitcast=True)
+    finite = f - f == 0
+    if DTYPE == tl.bfloat16:
+        y = tl.where(finite, _bf16(bits + r), _nearest(f, DTYPE))
+    else:
+        normal = tl.where(finite, (bits + (r >> 3)) & -0x2000, bits).to(tl.float32, bitcast=True)
+        magnitude = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
+        steps = magnitude * 16777216.0  # of 2^-24, the grid of the subnormals
+        whole = tl.floor(steps)
+        whole = tl.where(r.to(tl.float32) < (steps - whole) * 65536.0, whole + 1.0, whole)
+        subnormal = (whole * 5.9604644775390625e-08).to(tl.int32, bitcast=True) | (bits & -0x80000000)
+        small = magnitude < 6.103515625e-05
+        y = tl.where(small, subnormal.to(tl.float32, bitcast=True), normal).to(tl.float16)
+    return y
+
+
+@triton.jit
+def _bad(x):
+    return tl.sum(tl.where(x - x == 0, 0, 1))
+
+
+@triton.jit
+def _squares(x):
+    wide = x.to(tl.float64)
+    return tl.sum(wide * wide)
+
+
+@triton.jit
+def _write_block(
+    table,
+    tensors,
+    tensor,
+    at,
+    elements,
+    scale_at,
+    decay_at,
+    partials,
+    bad,
+    OUT_DTYPE: tl.constexpr,
+    IN_DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CAST: tl.constexpr,
+    OVERWRITE: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    STATS: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    wide: tl.constexpr = OUT_DTYPE == tl.float64 or IN_DTYPE == tl.float64
+    compute: tl.constexpr = tl.float64 if wide else tl.float32
+    out = _pointer(_row(table, tensors, tensor, _OUT), OUT_DTYPE, ALIGNED)
+    source = _pointer(_row(table, tensors, tensor, _IN), IN_DTYPE, ALIGNED)
+
+    scale = tl.load(scale_at)
+    t = _widened(_load(source, at, elements, FULL), IN_DTYPE).to(compute) * scale.to(compute)
+    if not CAST:
+        t = tl.where(scale == 0, 0.0, t).to(compute)  # adds nothing, whatever the gradient holds
+    new = t
+    if not OVERWRITE:
+        new = _widened(_load(out, at, elements, FULL), OUT_DTYPE).to(compute) * tl.load(decay_at).to(compute) + t
+
+    if STOCHASTIC:
+        n = (_row(table, tensors, tensor, _COUNTER) + at).to(tl.uint64)
+        rounded = _stochastic(new, _random16(n, tl.load(table + _SEED)), OUT_DTYPE)
+    else:
+        rounded = _nearest(new, OUT_DTYPE)
+    if FULL:
+        tl.store(out + at, rounded)
+    else:
+        tl.store(out + at, rounded, mask=at < elements)
+
+    if STATS:
+        written = _widened(rounded, OUT_DTYPE)
+        judged = written if CAST else t
+        if not FULL:
+            inside = at < elements
+            written = tl.where(inside, written, 0.0)
+            judged = tl.where(inside, judged, 0.0)
+        tl.store(partials + tl.program_id(0), _squares(written))
+        tl.store(bad + tl.program_id(0), _bad(judged).to(tl.int64))
+
+
+@triton.jit
+def write(
+    table,
+    tensors,
+    scale_at,
+    decay_at,
+    partials,
+    bad,
+    OUT_DTYPE: tl.constexpr,
+    IN_DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CAST: tl.constexpr,
+    OVERWRITE: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    STATS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """``t = in * scale; new = t if OVERWRITE else out * decay + t; out = round(new)``."""
+    block = tl.program_id(0)
+    tensor = _tensor_of(table, tensors, block)
+    elements = _row(table, tensors, tensor, _ELEMENTS)
+    begin = (block - _row(table, tensors, tensor, _FIRST_BLOCK)) * BLOCK
+    at = begin + tl.arange(0, BLOCK)
+    if begin + BLOCK <= elements:
+        _write_block(
+            table, tensors, tensor, at, elements, scale_at, decay_at, partials, bad,
+            OUT_DTYPE, IN_DTYPE, ALIGNED, CAST, OVERWRITE, STOCHASTIC, STATS, True,
+        )  # fmt: skip
+    else:
+        _write_block(
+            table, tensors, tensor, at, elements, scale_at, decay_at, partials, bad,
+            OUT_DTYPE, IN_DTYPE, ALIGNED, CAST, OVERWRITE, STOCHASTIC, STATS, False,
+        )  # fmt: skip
+
+
+@triton.jit
+def measure(
+    table,
+    tensors,
+    partials,
+    bad,
+    IN_DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Squares and elements that are not finite, a number of each for every block."""
+    block = tl.program_id(0)
+    tensor = _tensor_of(table, tensors, block)
+    elements = _row(table, tensors, tensor, _ELEMENTS)
+    begin = (block - _row(table, tensors, tensor, _FIRST_BLOCK)) * BLOCK
+    at = begin + tl.arange(0, BLOCK)
+    source = _pointer(_row(table, tensors, tensor, _IN), IN_DTYPE, ALIGNED)
+    if begin + BLOCK <= elements:
+        x = _widened(_load(source, at, elements, True), IN_DTYPE)
+    else:
+        x = _widened(_load(source, at, elements, False), IN_DTYPE)
+    tl.store(partials + block, _squares(x))
+    tl.store(bad + block, _bad(x).to(tl.int64))
