@@ -17,13 +17,15 @@ PACKAGE := $(shell find python triton_kernels -name '*.py')
 CPP := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 # The tests of the ops, where NumPy, in which Triton interprets, may warn of the overflows that they are about.
 INTERPRETED := -m "not slow" -W ignore::RuntimeWarning $(foreach t,bits memory oracles properties rounding,tests/test_ops_$(t).py)
+# Without PyTorch's own caching of memory, so that an access outside of a tensor is one outside of an allocation.
+SANITIZED := PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 1
 SAY = @printf '\n== %s\n'
 
-.PHONY: help demo test bench lint format build clean
+.PHONY: help demo test test-gpu bench bench-gpu lint format build clean
 .DEFAULT_GOAL := help
 
 help:  ## what can be made
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
 
 demo: $(VENV)/built  ## train two small models with big batches and with accumulated micro-batches, and compare them
 	$(SAY) "Demo: big batch, fusedaccum, and PyTorch's own accumulation"
@@ -40,6 +42,17 @@ test: lint $(VENV)/built $(if $(SECOND_TORCH),$(SECOND_VENV)/built)  ## lint, bu
 bench: $(VENV)/built  ## measure against plain PyTorch; writes benchmarks/results
 	$(SAY) "Benchmarks"
 	$(BIN)/python -m benchmarks
+
+test-gpu: $(VENV)/built  ## all tests where there is a CUDA device, and the kernels under compute-sanitizer
+	$(SAY) "Tests on a GPU"
+	@$(BIN)/python -c 'import torch; torch.cuda.is_available() or exit("There is no CUDA device here that PyTorch can use: nothing was tested.")'
+	$(BIN)/python -m pytest -q
+	@command -v compute-sanitizer > /dev/null || { echo "compute-sanitizer is not on PATH: install it with the CUDA toolkit"; exit 1; }
+	$(foreach tool,memcheck racecheck initcheck,$(SANITIZED) --tool $(tool) $(BIN)/python -m pytest -q tests/test_gpu.py -k "test_cast or test_scale" &&) true
+
+bench-gpu: $(VENV)/built  ## measure on a CUDA device; writes benchmarks/results/gpu
+	$(SAY) "Benchmarks on a GPU"
+	$(BIN)/python -m benchmarks --device cuda
 
 lint: $(VENV)/built  ## ruff, clang-format and mypy
 	$(SAY) "Lint: ruff, clang-format, mypy"

@@ -25,18 +25,26 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="PyTorch's threads (its own default)")
     parser.add_argument("--headlines", action="store_true", help="of the dtype pairs only those that most people run")
     parser.add_argument("--no-compile", action="store_true", help="leave the torch.compile peer out")
-    parser.add_argument("--backend", default="cpu", help="the backend to measure (cpu)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the tensors are (cpu)")
+    parser.add_argument("--backend", help="the backend to measure (that of the device's name)")
     parser.add_argument(
-        "--out", type=Path, help="where results and plots go (benchmarks/results; with --quick its quick/)"
+        "--out",
+        type=Path,
+        help="where results and plots go (benchmarks/results; its gpu/ and quick/ with those options)",
     )
     arguments = parser.parse_args()
     unknown = [n for n in arguments.names if n not in BENCHMARKS]
     if unknown:
         parser.error(f"no benchmark called {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.exit(1, "There is no CUDA device here that PyTorch can use: nothing was measured.\n")
+    torch.set_default_device(arguments.device)
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     options = Options.parse(arguments)
     for name in arguments.names or BENCHMARKS:
+        if name == bench_memory.NAME and arguments.device != "cpu":
+            continue  # it reads the CPU allocator's records
         rows = BENCHMARKS[name].run(options)
         print(report.printed(name, rows), flush=True)
     for path in report.draw_all(options.out):

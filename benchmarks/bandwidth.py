@@ -73,7 +73,7 @@ def _contestant(name: str, run: Callable[[], object], traffic: int, moved: int) 
 
 
 def _c_patterns(source: int, destination: int, overwrite: bool, size: int) -> list[Pattern]:
-    library = _library()
+    library = _library() if torch.get_default_device().type == "cpu" else None
     if library is None:
         return []
     parts, wholes = source // gcd(source, destination), destination // gcd(source, destination)
@@ -102,8 +102,9 @@ def _c_patterns(source: int, destination: int, overwrite: bool, size: int) -> li
 def _torch_patterns(overwrite: bool, size: int) -> list[Pattern]:
     count = size // 8
     a, b = _array("torch destination")[:count], _array("torch source")[:count]
-    if overwrite:
-        return [("torch copy_ fp32 (50% reads)", lambda: a.copy_(b), 8 * count)]
+    copy = ("torch copy_ fp32 (50% reads)", lambda: a.copy_(b), 8 * count)
+    if overwrite or a.is_cuda:  # on a GPU a copy is what people know as its bandwidth
+        return [copy]
     return [
         ("torch add_ fp32 (67% reads)", lambda: a.add_(b), 12 * count),
         ("torch mul_ fp32 (50% reads)", lambda: a.mul_(1.0), 8 * count),

@@ -120,6 +120,8 @@ def _contestants(case: Case, shapes: ShapeSet, inputs: Inputs, moved: int, optio
     entries = [Contestant(OURS, lambda i: ours(i, measured), kind="ours")]
     if case.stats:
         entries.append(Contestant("fusedaccum without stats", lambda i: ours(i, None), kind="variant"))
+    if inputs[0][0][0].is_cuda:
+        entries += _on_gpu(inputs, scale, overwrite)
     if overwrite:
         entries.append(Contestant("copy_ a tensor", peer(peers.copy_each)))
         entries.append(Contestant("torch._foreach_copy_", peer(peers.copy_foreach)))
@@ -132,6 +134,25 @@ def _contestants(case: Case, shapes: ShapeSet, inputs: Inputs, moved: int, optio
         entries.append(_compiled(shapes, peer, options))
     bandwidth = streams(DTYPES[case.grads].itemsize, DTYPES[case.buffers].itemsize, overwrite, moved, options.quick)
     return entries + bandwidth
+
+
+def _on_gpu(inputs: Inputs, scale: float, overwrite: bool) -> list[Contestant]:
+    """What only a GPU has: the same calls by Triton's kernels, and replayed from CUDA graphs, without their host's time."""
+
+    def add(i: int, backend: str) -> None:
+        buffers, grads = inputs[i]
+        fa.ops.accumulate_(buffers, grads, scale, overwrite=overwrite, backend=backend)
+
+    graphs = []
+    for i in range(len(inputs)):
+        add(i, "cuda")  # what is loaded at the first call cannot be captured
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            add(i, "cuda")
+    return [
+        Contestant("fusedaccum, triton", lambda i: add(i % len(inputs), "triton"), kind="variant"),
+        Contestant("fusedaccum, from a graph", lambda i: graphs[i % len(inputs)].replay(), kind="variant"),
+    ]
 
 
 def _compiled(shapes: ShapeSet, peer: Callable[[peers.Way], Callable[[int], object]], options: Options) -> Contestant:

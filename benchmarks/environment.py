@@ -22,6 +22,7 @@ def describe() -> dict[str, object]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        **_gpu(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "huge_pages": _huge_pages(),
         "os": f"{platform.system()} {platform.release()}",
@@ -54,6 +55,21 @@ def _huge_pages() -> str:
     if not setting.exists():
         return "unknown"
     return setting.read_text().split("[")[1].split("]")[0]
+
+
+def _gpu() -> dict[str, object]:
+    """Of the device that is measured, where that is one: its name, memory, driver, and the CUDA that PyTorch was built for."""
+    if torch.get_default_device().type != "cuda":
+        return {}
+    p = torch.cuda.get_device_properties(0)
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = subprocess.run(query, capture_output=True, text=True).stdout.split() if shutil.which("nvidia-smi") else []
+    return {
+        "gpu": p.name,
+        "gpu_memory_gib": round(p.total_memory / 2**30, 1),
+        "driver": driver[0] if driver else "unknown",
+        "cuda": torch.version.cuda,
+    }
 
 
 def _commit() -> str:

@@ -6,6 +6,7 @@ Rules that every benchmark here keeps:
   change of clock speed falls on all of them, and each round in another order, so that none profits from the one before it.
   A ratio is the median over the rounds of the ratio within a round.
 - Inputs rotate over the calls of all contestants: none finds in the cache what the one before it left there.
+- On a GPU a measurement ends when the device is idle again: the longer of what the host and what the device takes.
 - GB/s counts the bytes the *operation* has to move, for every contestant alike; a way that moves more shows as slower.
 """
 
@@ -48,12 +49,12 @@ class Options:
 
     @classmethod
     def parse(cls, arguments: argparse.Namespace) -> Options:
-        out = arguments.out or (RESULTS / "quick" if arguments.quick else RESULTS)
+        results = RESULTS / "gpu" if arguments.device == "cuda" else RESULTS
+        out = arguments.out or (results / "quick" if arguments.quick else results)
         rounds = arguments.rounds or (3 if arguments.quick else 9)
         compiled = not (arguments.no_compile or arguments.quick)
-        return cls(
-            arguments.quick, rounds, tuple(arguments.sets or ()), out, compiled, arguments.backend, arguments.headlines
-        )
+        backend = arguments.backend or arguments.device
+        return cls(arguments.quick, rounds, tuple(arguments.sets or ()), out, compiled, backend, arguments.headlines)
 
 
 @dataclass
@@ -102,9 +103,11 @@ def race(contestants: list[Contestant], rounds: int, at_least: float = 3e-3) -> 
 
     def measure(contestant: Contestant, times: int) -> float:
         turns = list(itertools.islice(calls, times))
+        wait_for_device()
         start = time.perf_counter()
         for i in turns:
             contestant.run(i)
+        wait_for_device()
         return contestant.scale * (time.perf_counter() - start) / times
 
     for c in running:
@@ -116,6 +119,12 @@ def race(contestants: list[Contestant], rounds: int, at_least: float = 3e-3) -> 
         for c in shuffled.sample(running, len(running)):
             timings[c.name].seconds.append(measure(c, repeats[c.name]))
     return timings
+
+
+def wait_for_device() -> None:
+    """Calls on a GPU return before their work is done."""
+    if torch.get_default_device().type == "cuda":
+        torch.cuda.synchronize()
 
 
 def ratio(other: Timing, ours: Timing) -> tuple[float, float, float]:
@@ -190,8 +199,8 @@ class Sink:
 
 def filled(shapes: Iterable[tuple[int, ...]], dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
     """Tensors of ordinary gradient size, each its own allocation as autograd makes them."""
-    generator = torch.Generator().manual_seed(seed)
-    tile = (torch.randn(2**16, generator=generator) * 1e-2).to(dtype)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    tile = (torch.randn(2**16, generator=generator, device="cpu") * 1e-2).to(torch.get_default_device(), dtype)
     tensors = []
     for shape in shapes:
         flat = torch.empty(shape, dtype=dtype).view(-1)

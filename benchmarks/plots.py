@@ -36,6 +36,8 @@ COLOURS = {
     "torch.compile of the adds, folded": YELLOW,
     "add_ a tensor, folded": "#D55E00",
     "fusedaccum, coefficient handed on": SKY,
+    "fusedaccum, from a graph": SKY,
+    "fusedaccum, triton": "#003F63",
     "p.grad in bf16": ORANGE,
     "add after backward": PURPLE,
     "a hook a parameter": GREEN,
@@ -62,7 +64,8 @@ def accumulate(rows: Sequence[Row]) -> Figure:
     """GB/s of every way on every set, under the bandwidth that the same race measured."""
     cases = tables.grouped(rows, ("set", "grads", "buffers", "mode", "stats"))
     sets = list(dict.fromkeys(str(r["set"]) for r in rows))
-    ways = [OURS, *dict.fromkeys(str(r["contestant"]) for r in rows if r["kind"] == "peer" and r["mode"] == "add")]
+    shown = [r for r in rows if r["kind"] != "bandwidth" and r["mode"] == "add" and not r["stats"]]
+    ways = list(dict.fromkeys(str(r["contestant"]) for r in shown))
     figure, panels = plt.subplots(
         1, len(sets), figsize=(3.3 * len(sets) + 0.6, 4.1), squeeze=False, sharey=True, layout="constrained"
     )

@@ -45,19 +45,25 @@ def draw_all(folder: Path = RESULTS) -> list[Path]:
 
 
 def blocks() -> dict[str, str]:
-    """The text of every block that a page may ask for."""
-    found = {name: load(name) for name in TABLES}
-    texts = {name: f"{_where(rows)}\n\n{tables.markdown(TABLES[name](rows))}" for name, rows in found.items() if rows}
-    for name, rows in found.items():
-        if rows and name in plots.PLOTS:
-            texts[f"{name}_plots"] = "\n\n".join(
-                f"![{name}](../benchmarks/results/{plot}.svg)" for plot, _ in plots.PLOTS[name]
-            )
-    if found["accumulate"]:
-        texts["stats"] = tables.markdown(tables.stats_cost(found["accumulate"]))
-        summary = tables.markdown(tables.summary(found["accumulate"], found["window"]))
+    """The text of every block that a page may ask for; those of the results on a GPU begin with ``gpu_``."""
+    texts = _blocks_of(RESULTS)
+    accumulated = load("accumulate")
+    if accumulated:
+        summary = tables.markdown(tables.summary(accumulated, load("window")))
         picture = "![bandwidth of every way](benchmarks/results/accumulate.svg)"
-        texts["summary"] = f"{picture}\n\n{summary}\n\n{_where(found['accumulate'])}"
+        texts["summary"] = f"{picture}\n\n{summary}\n\n{_where(accumulated)}"
+    return texts | {f"gpu_{name}": text for name, text in _blocks_of(RESULTS / "gpu").items()}
+
+
+def _blocks_of(folder: Path) -> dict[str, str]:
+    """Tables and plots of the results in a folder."""
+    found = {name: rows for name in TABLES if (rows := load(name, folder))}
+    texts = {name: f"{_where(rows)}\n\n{tables.markdown(TABLES[name](rows))}" for name, rows in found.items()}
+    for name in found.keys() & plots.PLOTS.keys():
+        files = [folder.relative_to(ROOT) / f"{plot}.svg" for plot, _ in plots.PLOTS[name]]
+        texts[f"{name}_plots"] = "\n\n".join(f"![{name}](../{file})" for file in files)
+    if "accumulate" in found:
+        texts["stats"] = tables.markdown(tables.stats_cost(found["accumulate"]))
     return texts
 
 
@@ -83,21 +89,24 @@ def rewrite(page: Path, texts: dict[str, str]) -> list[str]:
 
 def _where(rows: Sequence[Row]) -> str:
     r = rows[0]
+    gpu = f"{r['gpu']} (driver {r['driver']}, CUDA {r['cuda']}), " if "gpu" in r else ""
     return (
-        f"{r['cpu']}, {r['threads']} threads of {r['cores']} cores, {r['cpu_capability']}, PyTorch {r['torch']}, Python {r['python']}, "
+        f"{gpu}{r['cpu']}, {r['threads']} threads of {r['cores']} cores, {r['cpu_capability']}, "
+        f"PyTorch {r['torch']}, Python {r['python']}, "
         f"fusedaccum {r['fusedaccum']} at {r['commit']}, {r['measured']}."
     )
 
 
 def main() -> None:
-    for path in draw_all():
+    for path in draw_all() + draw_all(RESULTS / "gpu"):
         print(f"drew {path.relative_to(ROOT)}")
     texts = blocks()
     for page in PAGES:
         if page.exists():
             for name in rewrite(page, texts):
+                where = " --device cuda" if name.startswith("gpu_") else ""
                 print(
-                    f"{page.relative_to(ROOT)}: no results for {name}; run python -m benchmarks {name}", file=sys.stderr
+                    f"{page.relative_to(ROOT)}: no results for {name}; run python -m benchmarks{where}", file=sys.stderr
                 )
 
 

@@ -31,7 +31,7 @@ def markdown(table: Table) -> str:
 def accumulate(rows: Sequence[Row]) -> Table:
     """One line a case: our time, bandwidth and share of it, and how many times slower each peer was."""
     cases = grouped(rows, ("set", "grads", "buffers", "mode", "stats"))
-    peers = _names(rows, "peer")
+    peers = _names(rows, "peer") + [n for n in _names(rows, "variant") if n != "fusedaccum without stats"]
     header = ["case", "ms (p10–p90)", "GB/s", "of bandwidth", "vs best", *(f"vs {p}" for p in peers)]
     lines = []
     for (name, grads, buffers, mode, stats), of_case in cases.items():
