@@ -7,11 +7,22 @@ from pathlib import Path
 
 import torch
 
-from . import bench_accumulate, bench_memory, bench_overhead, bench_training, bench_window, report
+from . import (
+    bench_accumulate,
+    bench_memory,
+    bench_overhead,
+    bench_step,
+    bench_training,
+    bench_window,
+    environment,
+    report,
+)
 from .harness import Options
 from .shapes import SETS
 
-BENCHMARKS = {b.NAME: b for b in (bench_accumulate, bench_window, bench_training, bench_overhead, bench_memory)}
+BENCHMARKS = {
+    b.NAME: b for b in (bench_accumulate, bench_window, bench_training, bench_step, bench_overhead, bench_memory)
+}
 
 
 def main() -> None:
@@ -38,7 +49,7 @@ def main() -> None:
         parser.error(f"no benchmark called {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.exit(1, "There is no CUDA device here that PyTorch can use: nothing was measured.\n")
-    torch.set_default_device(arguments.device)
+    environment.device = torch.device(arguments.device)
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     options = Options.parse(arguments)

@@ -73,7 +73,7 @@ def _contestant(name: str, run: Callable[[], object], traffic: int, moved: int) 
 
 
 def _c_patterns(source: int, destination: int, overwrite: bool, size: int) -> list[Pattern]:
-    library = _library() if torch.get_default_device().type == "cpu" else None
+    library = _library() if environment.device.type == "cpu" else None
     if library is None:
         return []
     parts, wholes = source // gcd(source, destination), destination // gcd(source, destination)
@@ -114,7 +114,7 @@ def _torch_patterns(overwrite: bool, size: int) -> list[Pattern]:
 @functools.cache
 def _array(role: str) -> torch.Tensor:
     """One array a role for the whole run, as large as any pattern needs it."""
-    return torch.ones(_STREAM_BYTES // 4)
+    return torch.ones(_STREAM_BYTES // 4, device=environment.device)
 
 
 def _percent(part: int, whole: int) -> str:

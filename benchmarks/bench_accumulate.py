@@ -14,7 +14,7 @@ import fusedaccum as fa
 import torch
 from torch import Tensor
 
-from . import peers
+from . import environment, peers
 from .bandwidth import streams
 from .harness import OURS, Contestant, Options, Row, Sink, filled, race, rotations, rows_of
 from .shapes import SETS, ShapeSet
@@ -116,7 +116,7 @@ def _contestants(case: Case, shapes: ShapeSet, inputs: Inputs, moved: int, optio
 
         return call
 
-    measured = fa.ops.Stats.empty() if case.stats else None
+    measured = fa.ops.Stats.empty(environment.device) if case.stats else None
     entries = [Contestant(OURS, lambda i: ours(i, measured), kind="ours")]
     if case.stats:
         entries.append(Contestant("fusedaccum without stats", lambda i: ours(i, None), kind="variant"))

@@ -16,31 +16,16 @@ from torch import Tensor, nn
 
 from .harness import OURS, Options, Row, Sink
 from .memory import Timeline, mark, recorded
+from .models import SIZES, Block
 
 NAME = "memory"
-WIDTH, HEADS, TOKENS = 768, 12, 8
+SIZE, TOKENS = SIZES["gpt2-124m"], 8
 POINTS = 1500  # of a timeline, in the results
-
-
-class Block(nn.Module):
-    """A GPT-2 block: attention and a four times wider layer, each after a norm, each added to its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1))
-        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).flatten(-2))
-        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
 
 
 def run(options: Options) -> list[Row]:
     """Record one window a way; the rows, each with its timeline."""
-    blocks = 2 if options.quick else 12
+    blocks = 2 if options.quick else SIZE.blocks
     with Sink(NAME, options, len(WAYS)) as sink:
         for name, (note, way, has_sums) in WAYS.items():
             sink.case(name)
@@ -50,7 +35,7 @@ def run(options: Options) -> list[Row]:
             row: Row = {"contestant": name, "kind": "ours" if name == OURS else "peer", "note": note, "blocks": blocks}
             row |= {"parameter_bytes": parameters, "sum_bytes": sums, "peak_bytes": peak}
             row |= {"excess_bytes": peak - parameters - sums, "backward_peak_bytes": timeline.peak_of("micro-batch")}
-            row |= {"largest_parameter_bytes": 2 * 4 * WIDTH * WIDTH, "timeline": _thinned(timeline)}
+            row |= {"largest_parameter_bytes": 2 * SIZE.width * SIZE.inner, "timeline": _thinned(timeline)}
             row["marks"] = [[label, round(a, 5), round(b, 5)] for label, a, b in timeline.marks]
             sink.add([row])
     return sink.rows
@@ -58,10 +43,10 @@ def run(options: Options) -> list[Row]:
 
 def _record(blocks: int, way: Callable, backend: str) -> tuple[Timeline, int]:
     torch.manual_seed(0)
-    x = torch.randn(1, TOKENS, WIDTH, dtype=torch.bfloat16)
+    x = torch.randn(1, TOKENS, SIZE.width, dtype=torch.bfloat16)
     with recorded() as timeline:
         with mark("build"):
-            model = nn.Sequential(*(Block() for _ in range(blocks))).to(torch.bfloat16)
+            model = nn.Sequential(*(Block(SIZE) for _ in range(blocks))).to(torch.bfloat16)
             parameters = sum(p.numel() * p.itemsize for p in model.parameters())
         with way(model, backend) as (finish, step):
             for _ in range(2):

@@ -92,7 +92,7 @@ def _plain(count: int) -> Callable[[int], object]:
 def _main_grad(count: int) -> Callable[[int], object]:
     """What Megatron-LM and others do: after a parameter's backward, ``main_grad.add_(p.grad)`` and ``p.grad = None``."""
     params, grads = _parameters(count), _gradients(count)
-    main_grads = [torch.zeros(SHAPE) for _ in params]
+    main_grads = filled(count * [SHAPE], torch.float32)
     opt = Hold(params)
     closes = _closes()
 
@@ -117,7 +117,7 @@ def _main_grad(count: int) -> Callable[[int], object]:
 
 def _calls(count: int, backend: str) -> list[Contestant]:
     """One functional call on lists of tensors."""
-    buffers, grads = [torch.zeros(SHAPE) for _ in range(count)], _gradients(count)
+    buffers, grads = filled(count * [SHAPE], torch.float32), _gradients(count)
     return [
         Contestant(OURS, lambda _: fa.ops.accumulate_(buffers, grads, 0.125, backend=backend), kind="ours"),
         Contestant("add_ a tensor", lambda _: peers.add_each(buffers, grads, 0.125)),

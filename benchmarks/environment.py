@@ -13,6 +13,8 @@ import fusedaccum
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+# Where tensors are made. Not torch.set_default_device(): that puts Python between every call and PyTorch, which is what is timed.
+device = torch.device("cpu")
 
 
 def describe() -> dict[str, object]:
@@ -59,7 +61,7 @@ def _huge_pages() -> str:
 
 def _gpu() -> dict[str, object]:
     """Of the device that is measured, where that is one: its name, memory, driver, and the CUDA that PyTorch was built for."""
-    if torch.get_default_device().type != "cuda":
+    if device.type != "cuda":
         return {}
     p = torch.cuda.get_device_properties(0)
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]

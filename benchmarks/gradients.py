@@ -18,7 +18,7 @@ class _Source(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, grads: Sequence[Tensor], *params: Tensor) -> Tensor:
         ctx.grads = grads
-        return torch.zeros(())
+        return torch.zeros((), device=params[0].device)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple:

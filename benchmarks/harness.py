@@ -123,7 +123,7 @@ def race(contestants: list[Contestant], rounds: int, at_least: float = 3e-3) -> 
 
 def wait_for_device() -> None:
     """Calls on a GPU return before their work is done."""
-    if torch.get_default_device().type == "cuda":
+    if environment.device.type == "cuda":
         torch.cuda.synchronize()
 
 
@@ -199,11 +199,11 @@ class Sink:
 
 def filled(shapes: Iterable[tuple[int, ...]], dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
     """Tensors of ordinary gradient size, each its own allocation as autograd makes them."""
-    generator = torch.Generator("cpu").manual_seed(seed)
-    tile = (torch.randn(2**16, generator=generator, device="cpu") * 1e-2).to(torch.get_default_device(), dtype)
+    generator = torch.Generator().manual_seed(seed)
+    tile = (torch.randn(2**16, generator=generator) * 1e-2).to(environment.device, dtype)
     tensors = []
     for shape in shapes:
-        flat = torch.empty(shape, dtype=dtype).view(-1)
+        flat = torch.empty(shape, dtype=dtype, device=environment.device).view(-1)
         whole = flat.numel() // tile.numel() * tile.numel()
         flat[:whole].view(-1, tile.numel()).copy_(tile)
         flat[whole:].copy_(tile[: flat.numel() - whole])

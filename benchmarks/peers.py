@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from . import environment
+
 Way = Callable[[Sequence[Tensor], Sequence[Tensor], float], object]
 COMPILED_TENSORS_AT_MOST = 400
 
@@ -52,7 +54,7 @@ def copy_foreach(buffers: Sequence[Tensor], grads: Sequence[Tensor], scale: floa
 def why_no_compile() -> str:
     """Empty when ``torch.compile`` works here, else why not."""
     try:
-        torch.compile(lambda x: x + 1)(torch.ones(8))
+        torch.compile(lambda x: x + 1)(torch.ones(8, device=environment.device))
     except Exception as error:  # whatever stops it, the reason is what the row must say
         return f"torch.compile does not work here: {type(error).__name__}: {str(error).strip().splitlines()[0][:120]}"
     finally:

@@ -20,6 +20,7 @@ TABLES: dict[str, Callable[[Sequence[Row]], tables.Table]] = {
     "accumulate": tables.accumulate,
     "window": tables.window,
     "training": tables.training,
+    "step": tables.step,
     "overhead": tables.overhead,
     "memory": tables.memory,
 }

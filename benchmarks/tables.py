@@ -80,6 +80,15 @@ def training(rows: Sequence[Row]) -> Table:
     return ["window of 8 through autograd", "fusedaccum ms (p10–p90)", "vs best", *others], lines
 
 
+def step(rows: Sequence[Row]) -> Table:
+    """One line a model and way: a window of training, and what of it is accumulation."""
+    lines = []
+    for r in rows:
+        model = f"{r['set']}, {r['micro_batches']} × {r['tokens']} tokens"
+        lines.append([f"{model}: {r['contestant']}", _measured(r)[0], f"{r['accumulation_share']:.1%}"])
+    return ["window", "ms (p10–p90)", "accumulation"], lines
+
+
 def overhead(rows: Sequence[Row]) -> Table:
     """Microseconds a tensor of every contestant, by number of tensors."""
     contestants = list(dict.fromkeys(str(r["contestant"]) for r in rows))

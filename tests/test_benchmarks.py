@@ -12,7 +12,19 @@ pytest.importorskip("tqdm")
 
 import fusedaccum as fa
 
-from benchmarks import bench_accumulate, bench_training, bench_window, harness, memory, peers, report, shapes, tables
+from benchmarks import (
+    bench_accumulate,
+    bench_step,
+    bench_training,
+    bench_window,
+    harness,
+    memory,
+    models,
+    peers,
+    report,
+    shapes,
+    tables,
+)
 from benchmarks.bench_accumulate import DTYPES
 
 
@@ -74,6 +86,25 @@ def test_training_contestants_leave_the_same_gradient() -> None:
         left.append([p.grad.clone() for p in params])
     for other in left[1:]:
         torch.testing.assert_close(left[0], other, rtol=8e-3, atol=1e-8)
+
+
+def test_models_have_the_sizes_of_their_names() -> None:
+    with torch.device("meta"):
+        counts = {
+            name: sum(p.numel() for p in models.LanguageModel(size).parameters()) for name, size in models.SIZES.items()
+        }
+    # GPT-2 has 1,024 positions and a last norm besides.
+    assert counts["gpt2-124m"] == 124_439_808 - 1024 * 768 - 2 * 768
+    assert counts["llama-1b"] == 2 * 32000 * 2048 + 20 * (4 * 2048**2 + 3 * 2048 * 5632 + 2 * 2048)
+
+
+def test_a_step_tells_accumulation_from_forward_and_backward(tmp_path: Path) -> None:
+    options = harness.Options(quick=True, rounds=2, out=tmp_path, compile=False, backend="reference")
+    rows = bench_step.run(options)
+    shares = {row["contestant"]: row["accumulation_share"] for row in rows}
+    assert shares[bench_step.ALONE] == 0
+    assert all(share < 1 for share in shares.values())
+    assert "tiny, 8 × 64 tokens: fusedaccum" in report.printed("step", rows)
 
 
 def test_memory_records_the_peak_of_a_stretch() -> None:

@@ -3,7 +3,7 @@
 import fusedaccum as fa
 import pytest
 import torch
-from fusedaccum import intake, norms
+from fusedaccum import accumulator, intake, norms
 from fusedaccum.window import Schedule
 from torch import nn
 from training import assert_same_parameters, big_batch_step, data, mean_loss, model, parts, sgd, twin, wrapped
@@ -194,3 +194,38 @@ def test_a_micro_batch_of_weight_0_may_hold_anything(nonfinite):
         opt.step()
     assert opt.updated
     assert (p == -1).all()
+
+
+@pytest.mark.parametrize("fails_at", [1, 2])
+def test_out_of_memory_while_a_bucket_is_added_counts_nothing_twice_and_loses_nothing_unsaid(fails_at, monkeypatch):
+    monkeypatch.setattr(intake, "BUCKET_BYTES", 1)  # a call a parameter
+    net, (x, y) = model(), data()
+    big = twin(net)
+    opt = wrapped(net, 2)
+    halves = parts(x, y, (12, 12))
+    mean_loss(net, *halves[0]).backward()
+    opt.step()
+    calls, accumulate_ = 0, accumulator.ops.accumulate_
+
+    def short_of_memory(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == fails_at:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return accumulate_(*args, **kwargs)
+
+    monkeypatch.setattr(accumulator.ops, "accumulate_", short_of_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        mean_loss(net, *halves[1]).backward()
+    if fails_at == 1:  # nothing of it was added: it may come again
+        mean_loss(net, *halves[1]).backward()
+        opt.step()
+    else:
+        with pytest.warns(RuntimeWarning, match="the open window was dropped"):
+            opt.reset()
+        for xs, ys in halves:
+            mean_loss(net, xs, ys).backward()
+            opt.step()
+    assert opt.updated
+    big_batch_step(big, sgd(big.parameters()), x, y)
+    assert_same_parameters(net, big, 1e-12)

@@ -211,6 +211,30 @@ def test_work_goes_to_the_current_stream(backend):
     assert out.sum(dtype=torch.float64) == n
 
 
+@needs_gpu
+@every_kernel
+def test_gradients_from_several_streams_arrive_whole(backend):
+    n, side = 2_000_000, torch.cuda.Stream()
+    params = [nn.Parameter(torch.zeros(n, dtype=torch.bfloat16, device=DEVICE)) for _ in range(4)]
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(params, lr=1.0), 3, reduction="none", backend=backend)
+    for _ in range(3):
+        losses = []
+        for k, p in enumerate(params):
+            stream = side if k % 2 else torch.cuda.current_stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                losses.append((p * (k + 1.0)).sum(dtype=torch.float32))
+        torch.cuda.current_stream().wait_stream(side)
+        torch.stack(losses).sum().backward()
+        opt.step()
+        junk = [
+            torch.full((n,), float("nan"), dtype=torch.bfloat16, device=DEVICE) for _ in range(4)
+        ]  # takes freed memory
+        del junk
+    for k, p in enumerate(params):
+        assert (p == -3.0 * (k + 1)).all()
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @every_kernel
 def test_the_tensors_device_need_not_be_the_current_one(backend):

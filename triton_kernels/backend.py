@@ -145,7 +145,9 @@ class _Table:
         ]
         self.blocks = ends[-1]
         # From pageable memory: the driver has taken its own copy when this returns.
-        self.on_device = torch.tensor(host, dtype=torch.int64).to(outs[members[0]].device, non_blocking=True)
+        self.on_device = torch.tensor(host, dtype=torch.int64, device="cpu").to(
+            outs[members[0]].device, non_blocking=True
+        )
 
     def number(self, place: int) -> Tensor:
         """A number of the header, where a kernel reads it as FP64."""

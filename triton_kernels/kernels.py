@@ -187,7 +187,7 @@ def _write_block(
         tl.store(bad + tl.program_id(0), _bad(judged).to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tensors"])  # 1 would be a constant, which no loop can change
 def write(
     table,
     tensors,
@@ -222,7 +222,7 @@ def write(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tensors"])
 def measure(
     table,
     tensors,

@@ -77,11 +77,11 @@ class Accumulator:
                 stats=stats,
                 backend=self._backend,
             )
+            micro.adds += 1  # after a call: one that raises, for want of memory say, has added nothing
             self._written(slots, divisor)
             if stats is not None:
                 self.norms.record(stats, slots, divisor)
                 micro.nonfinite = micro.nonfinite + stats.nonfinite
-        micro.adds += 1
 
     def place(self, slots: Sequence[Slot]) -> None:
         """Give ``slots`` storage: together with all trainable parameters, so that these share it."""

@@ -31,6 +31,7 @@ class Gathering:
         self.ledger = Ledger(settings.schedule, settings.reduction)
         self.sums = Accumulator(settings.buffer_dtype, settings.reduction, settings.backend, seed)
         self.inside = False  # within micro_batch()
+        self._adds_before = 0  # of the open micro-batch, when the pass (or the group of them) under way began
         self._settings = settings
         self._intake = Intake(self, hold=settings.drops_micro_batches)
         self._rejected = Rejected()
@@ -67,16 +68,15 @@ class Gathering:
     def grouped(self, weight: Scalar | None) -> Iterator[None]:
         """All passes within are one micro-batch; an exception drops it."""
         self.open(weight)
-        adds_before = self.ledger.micro.adds
         self.inside = True
+        self._adds_before = self.ledger.micro.adds
         try:
             yield
             self._intake.settle()
         except BaseException:
             self._intake.settle()
             self._intake.drop()
-            if self.ledger.has_micro:
-                self.pass_failed(self.ledger.micro.adds > adds_before)
+            self.pass_failed()
             raise
         finally:
             self.inside = False
@@ -129,6 +129,7 @@ class Gathering:
             self._checked = True
         if not self.inside:
             self.open(None)
+            self._adds_before = self.ledger.micro.adds
         if self.ledger.micro.judged:
             raise RuntimeError(
                 f"nonfinite={self._settings.nonfinite!r} must see a micro-batch whole before it adds any of it, and this backward "
@@ -153,8 +154,10 @@ class Gathering:
         if self._settings.schedule.caller_owned:
             self.ledger.commit(None)
 
-    def pass_failed(self, added: bool) -> None:
-        if added:
+    def pass_failed(self) -> None:
+        if not self.ledger.has_micro:
+            return
+        if self.ledger.micro.adds > self._adds_before:
             self.reset()
             warnings.warn(
                 "backward was broken off by an exception after part of its gradients had been added, so the open window was "
@@ -162,7 +165,7 @@ class Gathering:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        elif self.ledger.has_micro and self.ledger.micro.adds == 0:
+        elif self.ledger.micro.adds == 0:
             self.ledger.drop_micro_batch()
 
     @torch.no_grad()

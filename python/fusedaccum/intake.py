@@ -23,6 +23,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import _engine_run_backward, get_gradient_edge
 
 from .buffers import Slot
+from .streams import Streams
 
 BUCKET_BYTES = 32 << 20  # fresh gradients held at once; a larger single gradient is a bucket of its own
 
@@ -41,8 +42,8 @@ class Owner(Protocol):
     def pass_ends(self) -> None:
         """The outermost pass is over and its gradients have been handed over (or are held)."""
 
-    def pass_failed(self, added: bool) -> None:
-        """A pass broke off, and what it had queued is dropped; ``added``: part of it had been added before that."""
+    def pass_failed(self) -> None:
+        """A pass broke off, and what it had queued is dropped; part of it may have been added before that."""
 
 
 class Intake:
@@ -62,7 +63,7 @@ class Intake:
         self._bytes = 0
         self._tasks: set[int] = set()  # graph tasks (outermost and re-entrant passes) that have begun and not ended
         self._root: weakref.ref | None = None  # of the open outermost pass: the tensor backward() was called on
-        self._added = False  # has the open pass handed over gradients?
+        self._streams = Streams()
 
     def hook(self, slot: Slot) -> None:
         """Take this parameter's gradients from now on."""
@@ -100,6 +101,7 @@ class Intake:
                 self._enter(task)
             # What somebody else holds too, he may overwrite before the bucket is full (a static buffer): it cannot wait.
             self._queue.append((slot, grad.clone() if self._hold and not ours else grad))
+            self._streams.arrived(grad)
             self._bytes += grad.nbytes
             if not self._hold and (self._bytes >= BUCKET_BYTES or not ours):
                 self.release()
@@ -116,7 +118,7 @@ class Intake:
             self.settle()
         if self._root is None:
             self._owner_now().pass_begins()
-            self._root, self._added = weakref.ref(root), False
+            self._root = weakref.ref(root)
         self._tasks.add(task)
         intake = weakref.ref(self)
 
@@ -156,12 +158,13 @@ class Intake:
             self._root = None
             self._tasks.clear()
             self.drop()
-            self._owner_now().pass_failed(self._added)
+            self._owner_now().pass_failed()
 
     def release(self) -> None:
         """Hand over what is queued, in calls in which no slot occurs twice."""
         with self._lock:
             queue = self.drop()
+            self._streams.join([grad for _, grad in queue])
             while queue:
                 now: dict[Slot, Tensor] = {}
                 later: list[Arrival] = []
@@ -170,7 +173,6 @@ class Intake:
                         later.append((slot, grad))
                     else:
                         now[slot] = grad
-                self._added = True
                 self._owner_now().add(list(now.items()))
                 queue = later
 

@@ -121,7 +121,7 @@ class MicroBatch:
     """The micro-batch being gathered: all that lies between two commits."""
 
     weight: Scalar | None = None  # None: nobody has said
-    adds: int = 0  # buckets of it that were added: then a weight comes too late
+    adds: int = 0  # calls that added part of it: then a weight comes too late
     judged: bool = False  # have its gradients been looked at and let in, or dropped? Then no more may follow
     divisor: Scalar | None = None  # of 16-bit buffers, once it is in them
     nonfinite: Scalar = 0  # elements that were not finite, as far as anybody counted
