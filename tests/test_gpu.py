@@ -160,22 +160,54 @@ def test_more_than_2_to_the_31_elements(backend):
     assert stats.sq_norm == 9.0
 
 
-@needs_gpu
-@every_kernel
-def test_nothing_waits_for_the_device(backend):
-    outs, ins = there(made(torch.float32, 1)), there(made(torch.bfloat16, 2))
-    scale, stats = torch.tensor(0.5, device=DEVICE), Stats.empty(DEVICE)
-    ops.accumulate_(outs, ins, scale, stats=stats, backend=backend)
-    torch.cuda.set_sync_debug_mode("error")
+NO_WAITING = "ignore:Synchronization debug mode is a prototype"
+
+
+@contextlib.contextmanager
+def no_waiting():
+    """Within, whatever waits for the device raises."""
     try:
-        ops.accumulate_(outs, ins, scale, stats=stats, backend=backend)
-        ops.scale_(outs, scale, backend=backend)
-        ops.stats(outs, backend=backend)
+        torch.cuda.set_sync_debug_mode("error")
+        yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
 @needs_gpu
+@pytest.mark.filterwarnings(NO_WAITING)
+@pytest.mark.parametrize("backend", [*KERNELS, "reference"])
+def test_nothing_waits_for_the_device(backend):
+    outs, ins = there(made(torch.float32, 1)), there(made(torch.bfloat16, 2))
+    scale, stats = torch.tensor(0.5, device=DEVICE), Stats.empty(DEVICE)
+    ops.accumulate_(outs, ins, scale, stats=stats, backend=backend)
+    with no_waiting():
+        for number in (scale, 0.5):
+            ops.accumulate_(outs, ins, number, stats=stats, backend=backend)
+            ops.scale_(outs, number, backend=backend)
+        ops.stats(outs, backend=backend)
+
+
+@needs_gpu
+@pytest.mark.filterwarnings(NO_WAITING)
+@pytest.mark.parametrize("settings", [{}, {"max_grad_norm": 1.0}, {"nonfinite": "skip_window"}], ids=str)
+def test_a_window_with_a_fused_optimizer_waits_for_nothing(settings):
+    net = model(torch.float32).to(DEVICE)
+    opt = fa.AccumulatingOptimizer(torch.optim.AdamW(net.parameters(), fused=True), 2, **settings)
+    _, _, micro_batches = batches(torch.float32, (12, 12))
+
+    def window():
+        for xs, ys in micro_batches:
+            opt.backward(mean_loss(net, xs, ys), weight=12.0)
+            opt.step()
+            opt.zero_grad()
+
+    window()  # the first makes the optimizer's state
+    with no_waiting():
+        window()
+    assert opt.last_window.applied
+
+
+@pytest.mark.skipif(not GPU or "cuda" not in KERNELS, reason="needs a CUDA device and the CUDA kernels")
 def test_a_graph_replays_with_the_scale_of_the_moment():
     outs, ins = there(made(torch.float32, 1)), there(made(torch.bfloat16, 2))
     scale, stats = torch.tensor(0.5, device=DEVICE), Stats.empty(DEVICE)
@@ -212,6 +244,7 @@ def test_work_goes_to_the_current_stream(backend):
 
 
 @needs_gpu
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # which is what this is about
 @every_kernel
 def test_gradients_from_several_streams_arrive_whole(backend):
     n, side = 2_000_000, torch.cuda.Stream()
@@ -243,6 +276,24 @@ def test_the_tensors_device_need_not_be_the_current_one(backend):
         ops.accumulate_([out], [x], 2.0, backend=backend)
         assert torch.cuda.current_device() == 0
     assert (out == 2).all()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize(
+    "settings", [{"max_grad_norm": 0.1}, {"nonfinite": "skip_window"}, {"master_weights": True}], ids=str
+)
+def test_a_model_on_two_devices_is_one_on_the_cpu(settings):
+    dtype = torch.bfloat16 if "master_weights" in settings else torch.float64
+    results = []
+    for places in (("cpu", "cpu"), ("cuda:0", "cuda:1")):
+        params = [nn.Parameter(torch.ones(100, dtype=dtype, device=place)) for place in places]
+        opt = fa.AccumulatingOptimizer(torch.optim.SGD(params, lr=0.5), 2, **settings)
+        for factor in (1.0, 3.0):
+            sum((p * factor).sum().cpu() for p in params).backward()
+            opt.step()
+        results.append([p.detach().cpu() for p in params])
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b, rtol=1e-12 if dtype == torch.float64 else 0, atol=0)
 
 
 # -- the wrapper -----------------------------------------------------------------------------------------------

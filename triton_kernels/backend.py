@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 BLOCK = 4096  # elements a program: 16 a thread, two to eight accesses of 16 bytes each way
 WARPS = 8
+AT_ONCE = (64 << 10) // 8  # numbers of a table
 DTYPES = {torch.float64: tl.float64, torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 Scalar = float | Tensor
 
@@ -144,10 +145,11 @@ class _Table:
             *(0 if rounding is None else _signed(rounding.counters[k]) for k in members),
         ]
         self.blocks = ends[-1]
-        # From pageable memory: the driver has taken its own copy when this returns.
-        self.on_device = torch.tensor(host, dtype=torch.int64, device="cpu").to(
-            outs[members[0]].device, non_blocking=True
-        )
+        # From pageable memory, of which the driver takes a copy of its own at once, without waiting, up to 64 KiB.
+        table = torch.tensor(host, dtype=torch.int64, device="cpu")
+        self.on_device = torch.empty_like(table, device=outs[members[0]].device)
+        for there, piece in zip(self.on_device.split(AT_ONCE), table.split(AT_ONCE), strict=True):
+            there.copy_(piece, non_blocking=True)
 
     def number(self, place: int) -> Tensor:
         """A number of the header, where a kernel reads it as FP64."""

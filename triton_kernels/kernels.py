@@ -187,7 +187,14 @@ def _write_block(
         tl.store(bad + tl.program_id(0), _bad(judged).to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["tensors"])  # 1 would be a constant, which no loop can change
+# Specialized to neither: 1 would be a constant, which no loop can change, and these pointers' alignment is of no use.
+UNSPECIALIZED = {
+    "do_not_specialize": ["tensors"],
+    "do_not_specialize_on_alignment": ["scale_at", "decay_at", "partials", "bad"],
+}
+
+
+@triton.jit(**UNSPECIALIZED)
 def write(
     table,
     tensors,
@@ -222,7 +229,7 @@ def write(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["tensors"])
+@triton.jit(do_not_specialize=["tensors"], do_not_specialize_on_alignment=["partials", "bad"])
 def measure(
     table,
     tensors,

@@ -14,7 +14,7 @@ from .amp import LossScale
 from .buffers import Block, Buffers, Slot
 from .intake import Arrival
 from .norms import SquaredNorms
-from .window import MicroBatch, Scalar, Window, identity
+from .window import MicroBatch, Scalar, Window, identity, on
 
 DRAWS_APART = 1 << 44  # random numbers set aside for one add of all parameters, when rounding stochastically
 
@@ -70,9 +70,9 @@ class Accumulator:
             ops.accumulate_(
                 [slot.buffer for slot in slots],
                 [grad for _, grad in batch],
-                scale / divisor if narrow else scale,
+                on(scale / divisor if narrow else scale, device),
                 overwrite=first,
-                decay=1.0 if first else slots[0].divisor / divisor,
+                decay=1.0 if first else on(slots[0].divisor / divisor, device),
                 rounding=self._rounding(slots) if narrow else None,
                 stats=stats,
                 backend=self._backend,
@@ -81,7 +81,9 @@ class Accumulator:
             self._written(slots, divisor)
             if stats is not None:
                 self.norms.record(stats, slots, divisor)
-                micro.nonfinite = micro.nonfinite + stats.nonfinite
+                so_far = micro.nonfinite
+                there = so_far.device if isinstance(so_far, Tensor) else device
+                micro.nonfinite = so_far + on(stats.nonfinite, there)
 
     def place(self, slots: Sequence[Slot]) -> None:
         """Give ``slots`` storage: together with all trainable parameters, so that these share it."""
@@ -212,7 +214,8 @@ class Accumulator:
         for members in calls.values():
             scale = coef * members[0].divisor / divisor
             if isinstance(scale, Tensor) or scale != 1.0:
-                ops.scale_([slot.buffer for slot in members], scale, backend=self._backend)
+                device = members[0].param.device
+                ops.scale_([slot.buffer for slot in members], on(scale, device), backend=self._backend)
             self._written(members, divisor)
 
     def finish_(
@@ -234,7 +237,8 @@ class Accumulator:
             if len({identity(slot.divisor) for slot in members}) > 1:
                 self.divide_(members, divisor)
             stepped = masters.get(members[0].param, members[0].param)
-            block.narrow_(stepped.dtype, coef * members[0].divisor / divisor, members, self._backend)
+            scale = on(coef * members[0].divisor / divisor, members[0].param.device)
+            block.narrow_(stepped.dtype, scale, members, self._backend)
 
 
 def running_divisor(reduction: str, window: Window, micro: MicroBatch) -> Scalar:

@@ -170,7 +170,7 @@ def share_memory(a: Tensor, b: Tensor) -> bool:
     first = min(a.data_ptr(), b.data_ptr())
     unit = math.gcd(a.element_size(), b.element_size(), a.data_ptr() - first, b.data_ptr() - first)  # bytes
     end = max(x.data_ptr() - first + span(x) * x.element_size() for x in (a, b))
-    touched = torch.zeros(end // unit, dtype=torch.bool)
+    touched = torch.zeros(end // unit, dtype=torch.bool, device="cpu")
 
     def elements(x: Tensor) -> Tensor:
         units = x.element_size() // unit

@@ -17,7 +17,7 @@ from .buffers import Slot
 from .ledger import Ledger
 from .masters import MasterWeights
 from .settings import Settings
-from .window import LastWindow, Scalar, Window, identity
+from .window import LastWindow, Scalar, Window, identity, on
 
 
 @dataclass
@@ -35,17 +35,29 @@ class Conclusion:
 
     def report(self, settings: Settings, applied: bool | Tensor) -> LastWindow:
         window = self.window
-        nonfinite = torch.as_tensor(window.nonfinite + window.dropped)
+        nonfinite = as_tensor(window.nonfinite + window.dropped)
         if settings.nonfinite != "skip_window":  # which has counted an overflow with the adds
-            nonfinite = nonfinite + torch.as_tensor(self.overflow)
+            nonfinite = nonfinite + as_tensor(self.overflow)
         looked = settings.nonfinite != "propagate" or window.overflowed or self.overflow is not False
         return LastWindow(
             window.micro_batches,
-            torch.as_tensor(window.weight, dtype=torch.float64),
+            as_tensor(window.weight).double(),
             self.norm,
             nonfinite if looked else None,
-            torch.as_tensor(applied),
+            as_tensor(applied),
         )
+
+
+def as_tensor(value: Scalar) -> Tensor:
+    """A number as a CPU tensor, whatever the user's default device is (to make one there would wait for it)."""
+    return value if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
+
+
+def fp32_on(value: Scalar, device: torch.device) -> Tensor:
+    """As a fused optimizer takes it; a number is filled in by a kernel, which nobody waits for."""
+    if isinstance(value, Tensor):
+        return value.to(device, torch.float32, non_blocking=device.type != "cpu")
+    return torch.full((), value, dtype=torch.float32, device=device)
 
 
 def conclude(ledger: Ledger, sums: Accumulator, settings: Settings, overflow: bool | Tensor) -> Conclusion:
@@ -64,7 +76,8 @@ def conclude(ledger: Ledger, sums: Accumulator, settings: Settings, overflow: bo
         sq_norm = sums.sq_norm(slots)
         norm = sq_norm.sqrt() / divisor
         if settings.nonfinite == "skip_window":
-            skip = ~torch.isfinite(sq_norm) | (torch.as_tensor(window.nonfinite) > 0) | skip
+            bad = on(window.nonfinite, sq_norm.device) > 0
+            skip = ~torch.isfinite(sq_norm) | bad | skip
     if weightless or window.overflowed:
         skip = True
     return Conclusion(window, slots, divisor, clip_coef(settings.max_grad_norm, norm), norm, overflow, skip)
@@ -91,8 +104,8 @@ def apply(end: Conclusion, inner: Any, masters: MasterWeights, sums: Accumulator
         # It divides by grad_scale, and heeds found_inf, in its own pass over the gradients.
         device = end.slots[0].param.device
         grad_scale = end.divisor / (end.coef * end.slots[0].divisor)
-        inner.grad_scale = torch.as_tensor(grad_scale, dtype=torch.float32, device=device)
-        inner.found_inf = torch.as_tensor(end.skip, dtype=torch.float32, device=device) if decided_there else None
+        inner.grad_scale = fp32_on(grad_scale, device)
+        inner.found_inf = fp32_on(end.skip, device) if decided_there else None
     elif not end.finished:
         sums.finish_(end.slots, end.divisor, end.coef, masters.of)
         end.finished = True
@@ -104,7 +117,7 @@ def apply(end: Conclusion, inner: Any, masters: MasterWeights, sums: Accumulator
     finally:
         if fused:
             del inner.grad_scale, inner.found_inf
-    masters.write_back(slot.param for slot in end.slots)
+    masters.write_back((slot.param for slot in end.slots), settings.backend)
     return ~end.skip if decided_there and isinstance(end.skip, Tensor) else True
 
 

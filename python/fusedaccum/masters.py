@@ -62,12 +62,17 @@ class MasterWeights:
                 self._version[p] = p._version
 
     @torch.no_grad()
-    def write_back(self, stepped: Iterable[Parameter]) -> None:
-        """Round the masters of these parameters into the model."""
-        parameters = [p for p in stepped if p in self.of]
-        ops.cast_([p.detach() for p in parameters], [self.of[p].detach() for p in parameters])
-        for p in parameters:
-            self._version[p] = p._version
+    def write_back(self, stepped: Iterable[Parameter], backend: str) -> None:
+        """Round the masters of these parameters into the model: one call a device."""
+        by_device: dict[torch.device, list[Parameter]] = {}
+        for p in stepped:
+            if p in self.of:
+                by_device.setdefault(p.device, []).append(p)
+        for parameters in by_device.values():
+            masters = [self.of[p].detach() for p in parameters]
+            ops.cast_([p.detach() for p in parameters], masters, backend=backend)
+            for p in parameters:
+                self._version[p] = p._version
 
     def load(self, masters: dict[Parameter, Tensor]) -> None:
         """Copy saved masters in."""

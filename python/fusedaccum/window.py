@@ -23,6 +23,13 @@ def identity(scalar: Scalar) -> float | int:
     return id(scalar) if isinstance(scalar, Tensor) else scalar
 
 
+def on(scalar: Scalar, device: torch.device) -> Scalar:
+    """The same number where the tensors of ``device`` can meet it. Waits only on the way to the CPU."""
+    if not isinstance(scalar, Tensor) or scalar.device == device:
+        return scalar
+    return scalar.to(device, non_blocking=device.type != "cpu")
+
+
 def checked_weight(weight: Any, name: str = "weight") -> Scalar:
     """A micro-batch's weight as a float or a 0-d float64 tensor of its own (the caller may overwrite his).
 
