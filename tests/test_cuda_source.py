@@ -123,6 +123,8 @@ def test_accumulate_equals_reference(kernels, out, x, offsets):
 @every_pair
 def test_accumulate_measures_as_reference(kernels, out, x):
     outs, ins = tensors(SIZES, out, 0, 1), tensors(SIZES, x, 0, 2)
+    for both in (*outs, *ins):
+        both.copy_(torch.randn(both.shape))
     check(kernels, outs, ins, stats=True)
     check(kernels, outs, ins, scale=2.0, overwrite=True, stats=True)
     with_nonfinite(ins[5])
@@ -156,11 +158,14 @@ def test_scaling_in_place_equals_reference(kernels, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.values())
 def test_stats_equal_reference(kernels, dtype, offset):
     ins = tensors(SIZES, dtype, offset, 1)
-    for _ in range(2):
+    for x in ins:
+        x.copy_(torch.randn(x.shape))  # whose squares are finite in FP16, too
+    for finite in (True, False):
         measured, right = Stats.empty(), Stats.empty()
         reference.stats(ins, right)
         call(kernels, STATS, ins, ins, stats=measured)
         assert_same_stats(measured, right)
+        assert measured.sq_norm.isfinite() == finite
         with_nonfinite(ins[7])
 
 

@@ -64,8 +64,11 @@ def check(call, expected_call, outs, offset=0, measured=False):
 @every_pair
 @every_kernel
 def test_accumulate(backend, out, x, offset):
-    outs, ins = made(out, 1), made(x, 100)
-    with_nonfinite(ins[7])
+    generator = torch.Generator().manual_seed(5)
+    outs, ins = ([torch.randn(n, generator=generator).to(d) for n in SIZES] for d in (out, x))
+    if offset == 1:
+        outs, ins = made(out, 1), made(x, 100)
+        with_nonfinite(ins[7])
     ins_there = there(ins, offset % 3)
     for (scale, decay, overwrite), measured in itertools.product(
         ((0.37, 1.0, False), (-2.5, 0.75, False), (0.0, 1.0, False), (3.0, 1.0, True)), (False, True)
@@ -101,18 +104,21 @@ def test_cast(backend, out, x):
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @every_kernel
 def test_scale_and_stats(backend, dtype):
-    outs = made(dtype, 1)
-    with_nonfinite(outs[9])
-    check(
-        lambda o, s: ops.scale_(o, -1.7, stats=s, backend=backend),
-        lambda o, s: reference.scale_(o, -1.7, s),
-        outs, 1, True,
-    )  # fmt: skip
-    right = Stats.empty()
-    reference.stats(outs, right)
-    found = [ops.stats(there(outs), backend=backend) for _ in range(2)]
-    assert_same_stats(Stats(found[0].sq_norm.cpu(), found[0].nonfinite.cpu()), right)
-    assert found[0].sq_norm.isnan() or found[0].sq_norm == found[1].sq_norm
+    generator = torch.Generator().manual_seed(5)
+    finite = [torch.randn(n, generator=generator).to(dtype) for n in SIZES]
+    for outs in (finite, [with_nonfinite(x.clone()) for x in finite], made(dtype, 1)):
+        check(
+            lambda o, s: ops.scale_(o, -1.7, stats=s, backend=backend),
+            lambda o, s: reference.scale_(o, -1.7, s),
+            outs, 1, True,
+        )  # fmt: skip
+        right = Stats.empty()
+        reference.stats(outs, right)
+        found = [ops.stats(there(outs), backend=backend) for _ in range(2)]
+        assert_same_stats(Stats(found[0].sq_norm.cpu(), found[0].nonfinite.cpu()), right)
+        if outs is finite:
+            assert right.sq_norm.isfinite()
+            assert found[0].sq_norm == found[1].sq_norm
 
 
 @pytest.mark.parametrize("counter", [0, 3, 2**64 - 5])

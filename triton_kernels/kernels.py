@@ -41,6 +41,15 @@ def _tensor_of(table, tensors, block):
 
 
 @triton.jit
+def _place(table, tensors, BLOCK: tl.constexpr):
+    """This program's tensor, how many elements that has, and the first of them that is the program's."""
+    block = tl.program_id(0)
+    tensor = _tensor_of(table, tensors, block)
+    begin = (block - _row(table, tensors, tensor, _FIRST_BLOCK)) * BLOCK
+    return tensor, _row(table, tensors, tensor, _ELEMENTS), begin
+
+
+@triton.jit
 def _pointer(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
     stored: tl.constexpr = tl.int16 if DTYPE == tl.bfloat16 else DTYPE
     pointer = address.to(tl.pointer_type(stored))
@@ -188,13 +197,7 @@ def _write_block(
 
 
 # Specialized to neither: 1 would be a constant, which no loop can change, and these pointers' alignment is of no use.
-UNSPECIALIZED = {
-    "do_not_specialize": ["tensors"],
-    "do_not_specialize_on_alignment": ["scale_at", "decay_at", "partials", "bad"],
-}
-
-
-@triton.jit(**UNSPECIALIZED)
+@triton.jit(do_not_specialize=["tensors"], do_not_specialize_on_alignment=["scale_at", "decay_at", "partials", "bad"])
 def write(
     table,
     tensors,
@@ -212,10 +215,7 @@ def write(
     BLOCK: tl.constexpr,
 ):
     """``t = in * scale; new = t if OVERWRITE else out * decay + t; out = round(new)``."""
-    block = tl.program_id(0)
-    tensor = _tensor_of(table, tensors, block)
-    elements = _row(table, tensors, tensor, _ELEMENTS)
-    begin = (block - _row(table, tensors, tensor, _FIRST_BLOCK)) * BLOCK
+    tensor, elements, begin = _place(table, tensors, BLOCK)
     at = begin + tl.arange(0, BLOCK)
     if begin + BLOCK <= elements:
         _write_block(
@@ -240,15 +240,12 @@ def measure(
     BLOCK: tl.constexpr,
 ):
     """Squares and elements that are not finite, a number of each for every block."""
-    block = tl.program_id(0)
-    tensor = _tensor_of(table, tensors, block)
-    elements = _row(table, tensors, tensor, _ELEMENTS)
-    begin = (block - _row(table, tensors, tensor, _FIRST_BLOCK)) * BLOCK
+    tensor, elements, begin = _place(table, tensors, BLOCK)
     at = begin + tl.arange(0, BLOCK)
     source = _pointer(_row(table, tensors, tensor, _IN), IN_DTYPE, ALIGNED)
     if begin + BLOCK <= elements:
         x = _widened(_load(source, at, elements, True), IN_DTYPE)
     else:
         x = _widened(_load(source, at, elements, False), IN_DTYPE)
-    tl.store(partials + block, _squares(x))
-    tl.store(bad + block, _bad(x).to(tl.int64))
+    tl.store(partials + tl.program_id(0), _squares(x))
+    tl.store(bad + tl.program_id(0), _bad(x).to(tl.int64))
