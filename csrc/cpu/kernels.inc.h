@@ -135,8 +135,10 @@ struct Step {
 };
 
 // Bytes ahead of the step at which lines are prefetched: the hardware stops at the end of a page, and the more a step computes, the
-// fewer loads of later ones are under way with it.
+// fewer loads of later ones are under way with it. An add into FP32 or FP64 computes too little for that, and loses by it.
 constexpr int kAhead = 2048;
+template <int kMode, class Out, class In>
+constexpr bool kPrefetch = (kMode & kStream) == 0 && (sizeof(Out) < sizeof(float) || ((kMode & kStats) && sizeof(In) < sizeof(float)));
 
 template <class T>
 FUSEDACCUM_INLINE void prefetch(const T* p) {
@@ -148,7 +150,7 @@ FUSEDACCUM_INLINE void run_steps(Out* out, const In* in, int64_t n, const Step<k
   constexpr bool kSplit = Step<kMode, Out, In, C>::kSplit;
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
-    if constexpr ((kMode & kStream) == 0) {
+    if constexpr (kPrefetch<kMode, Out, In>) {
       prefetch(in + i);
       prefetch(out + i);
     }
