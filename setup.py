@@ -113,7 +113,10 @@ def native(with_cuda: bool) -> tuple[list, type]:
 
     launchers = [str(path) for path in sorted(Path("csrc/cpu").glob("*.cpp")) if not path.name.startswith("kernels_")]
     flags = {"cxx": CXX_FLAGS + OPENMP, "nvcc": NVCC_FLAGS}
-    modules = [CppExtension("fusedaccum._cpu", ["csrc/bindings_cpu.cpp", *launchers], extra_compile_args=flags)]
+    modules = [
+        CppExtension("fusedaccum._cpu", ["csrc/bindings_cpu.cpp", *launchers], extra_compile_args=flags),
+        CppExtension("fusedaccum._intake", ["csrc/bindings_intake.cpp"], extra_compile_args=flags),
+    ]
     if with_cuda:
         sources = ["csrc/bindings_cuda.cpp", "csrc/cuda/kernels.cu"]
         modules.append(CUDAExtension("fusedaccum._cuda", sources, extra_compile_args=flags))

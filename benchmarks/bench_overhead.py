@@ -1,13 +1,16 @@
 """What does the wrapper cost the host? Microseconds a parameter and micro-batch, with tensors too small to matter.
 
 The backward pass only copies given gradients (gradients.py), so that autograd's engine and the accumulation are what runs. A
-"tensor" is 16 elements of bf16; the sums are FP32, but for PyTorch's own, which stay in bf16.
+"tensor" is 16 elements of bf16; the sums are FP32, but for PyTorch's own, which stay in bf16. What the backward pass costs by itself
+is there too: it hands its gradients back instead of accumulating them.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import fusedaccum as fa
 import torch
@@ -15,7 +18,7 @@ from torch import Tensor
 
 from . import peers
 from .gradients import Hold, loss_with
-from .harness import OURS, Contestant, Options, Row, Sink, filled, race, rows_of
+from .harness import BARE, OURS, PYTHON_HOOKS, Contestant, Options, Row, Sink, filled, race, rows_of
 
 NAME = "overhead"
 COUNTS = (1, 10, 100, 1000)
@@ -57,15 +60,18 @@ def _closes() -> Iterator[bool]:
 def _micro_batches(count: int, backend: str) -> list[Contestant]:
     """A micro-batch inside a window: backward, ``step()`` and ``zero_grad()``, the last of 8 closing it."""
     return [
-        Contestant(OURS, _wrapped(count, backend), kind="ours"),
+        Contestant(OURS, _wrapped(count, backend, "auto"), kind="ours"),
+        Contestant(PYTHON_HOOKS, _wrapped(count, backend, "python"), kind="variant"),
+        Contestant(BARE, _bare(count), kind="variant"),
         Contestant("PyTorch's own p.grad, bf16", _plain(count)),
         Contestant("a hook a parameter, FP32 main_grad", _main_grad(count)),
     ]
 
 
-def _wrapped(count: int, backend: str) -> Callable[[int], object]:
+def _wrapped(count: int, backend: str, hooks: str) -> Callable[[int], object]:
     params, grads = _parameters(count), _gradients(count)
-    opt = fa.AccumulatingOptimizer(Hold(params), accum_steps=WINDOW, backend=backend)
+    with mock.patch.dict(os.environ, FUSEDACCUM_INTAKE=hooks):
+        opt = fa.AccumulatingOptimizer(Hold(params), accum_steps=WINDOW, backend=backend)
 
     def micro_batch(_: int) -> None:
         loss_with(grads, params).backward()
@@ -73,6 +79,11 @@ def _wrapped(count: int, backend: str) -> Callable[[int], object]:
         opt.zero_grad()
 
     return micro_batch
+
+
+def _bare(count: int) -> Callable[[int], object]:
+    params, grads = _parameters(count), _gradients(count)
+    return lambda _: torch.autograd.grad(loss_with(grads, params), params)
 
 
 def _plain(count: int) -> Callable[[int], object]:

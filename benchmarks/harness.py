@@ -29,6 +29,8 @@ from . import environment
 
 RESULTS = Path(__file__).resolve().parent / "results"
 OURS = "fusedaccum"
+PYTHON_HOOKS = "fusedaccum, hooks in Python"
+BARE = "gradients alone"  # a backward that accumulates nothing
 Row = dict[str, object]
 
 

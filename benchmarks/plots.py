@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
 from . import tables
-from .harness import OURS, Row
+from .harness import BARE, OURS, PYTHON_HOOKS, Row
 
 # Okabe and Ito's palette: ours in the strong colour, everybody else in the others.
 BLUE, ORANGE, GREEN, YELLOW, SKY, PURPLE, GREY = (
@@ -35,6 +35,8 @@ COLOURS = {
     "torch.compile of the list": YELLOW,
     "torch.compile of the adds, folded": YELLOW,
     "add_ a tensor, folded": "#D55E00",
+    PYTHON_HOOKS: SKY,
+    BARE: "#999999",
     "fusedaccum, coefficient handed on": SKY,
     "fusedaccum, from a graph": SKY,
     "fusedaccum, triton": "#003F63",

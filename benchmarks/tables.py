@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from .harness import OURS, Row
+from .harness import BARE, OURS, PYTHON_HOOKS, Row
 
 Table = tuple[list[str], list[list[str]]]
 
@@ -90,13 +90,19 @@ def step(rows: Sequence[Row]) -> Table:
 
 
 def overhead(rows: Sequence[Row]) -> Table:
-    """Microseconds a tensor of every contestant, by number of tensors."""
+    """Microseconds a tensor of every contestant, by number of tensors; and what hooks in C++ add to a backward, of what Python's do."""
     contestants = list(dict.fromkeys(str(r["contestant"]) for r in rows))
     lines = []
     for (level, tensors), of_case in grouped(rows, ("level", "tensors")).items():
         times = [f"{of_case[c]['us_per_tensor']:.2f}" if c in of_case else "–" for c in contestants]
-        lines.append([f"{level}, {tensors:,} tensor{'s' if tensors > 1 else ''}", *times])
-    return ["µs a tensor", *contestants], lines
+        above = [
+            of_case[c]["us_per_tensor"] - of_case[BARE]["us_per_tensor"]
+            for c in (OURS, PYTHON_HOOKS)
+            if BARE in of_case
+        ]
+        share = f"{above[0] / above[1]:.0%}" if above else "–"
+        lines.append([f"{level}, {tensors:,} tensor{'s' if tensors > 1 else ''}", *times, share])
+    return ["µs a tensor", *contestants, "above the gradients alone: C++ of Python"], lines
 
 
 def memory(rows: Sequence[Row]) -> Table:

@@ -23,6 +23,15 @@ def cpu():
     module.set_capability(before)
 
 
+@pytest.fixture(params=["native", "python"])
+def each_intake(request, monkeypatch):
+    """Wrappers of the test take gradients through the hooks in C++, and then through those in Python."""
+    if request.param == "native" and importlib.util.find_spec("fusedaccum._intake") is None:
+        pytest.skip("the extension fusedaccum._intake was not built")
+    monkeypatch.setenv("FUSEDACCUM_INTAKE", request.param)
+    return request.param
+
+
 @pytest.fixture
 def threads():
     """``threads(n)`` sets PyTorch's number of threads for the test."""

@@ -1,4 +1,4 @@
-"""How gradients arrive: kinds of graphs, broken passes, memory, threads, and what cannot be gathered."""
+"""How gradients arrive: kinds of graphs, memory, threads; tests/test_intake_broken.py has what goes wrong."""
 
 import gc
 import threading
@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import assert_same_parameters, big_batch_step, data, grads, mean_loss, model, parts, sgd, twin, wrapped
+
+pytestmark = pytest.mark.usefixtures("each_intake")
 
 
 class Checkpointed(nn.Module):
@@ -228,127 +230,6 @@ def test_data_parallel_replicas_in_threads():
     assert_same_parameters(net, big, 1e-12)
 
 
-class Boom(torch.autograd.Function):
-    """Raises in backward."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, g):
-        raise MemoryError("boom")
-
-
-def broken_loss(net, x, y):
-    hidden = Boom.apply(net[:2](x))
-    return nn.functional.mse_loss(net[2:](hidden), y)
-
-
-@pytest.mark.parametrize("through", ["opt.backward", "loss.backward"])
-@pytest.mark.parametrize("owned", [False, True], ids=["counted", "caller-owned"])
-def test_exception_in_backward_leaves_the_window_as_it_was(through, owned):
-    """Nothing of the pass had been added yet: its gradients were queued, and are dropped."""
-    net, (x, y) = model(), data()
-    big = twin(net)
-    opt, plain = wrapped(net, None if owned else 2), sgd(big.parameters())
-    batches = parts(x, y, (12, 12))
-    for i, batch in enumerate(batches):
-        mean_loss(net, *batch).backward()
-        if not owned:
-            opt.step()
-        if i == 0:
-            held = grads(net)
-            with pytest.raises(MemoryError):
-                loss = broken_loss(net, x, y)
-                opt.backward(loss) if through == "opt.backward" else loss.backward()
-            del loss
-            for p, g in zip(net.parameters(), held, strict=True):
-                assert torch.equal(p.grad, g)
-    if owned:
-        opt.step()
-    assert opt.updated and opt.last_window.micro_batches == 2
-    big_batch_step(big, plain, x, y)
-    assert_same_parameters(net, big, 1e-12)
-
-
-@pytest.mark.parametrize("through", ["opt.backward", "loss.backward"])
-def test_exception_after_part_was_added_drops_the_window_and_says_so(through, monkeypatch):
-    monkeypatch.setattr("fusedaccum.intake.BUCKET_BYTES", 1)
-    net, (x, y) = model(), data()
-    big = twin(net)
-    opt, plain = wrapped(net, 2), sgd(big.parameters())
-    mean_loss(net, x, y).backward()
-    opt.step()
-    with pytest.warns(RuntimeWarning, match="window was dropped"):
-        loss = broken_loss(net, x, y)
-        with pytest.raises(MemoryError):
-            opt.backward(loss) if through == "opt.backward" else loss.backward()
-        opt.zero_grad()  # the next call is what learns that a plain backward broke off
-    assert grads(net) == [None] * 6
-    for batch in parts(x, y, (12, 12)):
-        mean_loss(net, *batch).backward()
-        opt.step()
-    big_batch_step(big, plain, x, y)
-    assert_same_parameters(net, big, 1e-12)
-
-
-def test_exception_inside_micro_batch_outside_backward():
-    net, (x, y) = model(), data()
-    opt = wrapped(net, 2)
-    mean_loss(net, x, y).backward()
-    opt.step()
-    held = grads(net)
-    with pytest.raises(ZeroDivisionError), opt.micro_batch(weight=3):
-        raise ZeroDivisionError
-    for p, g in zip(net.parameters(), held, strict=True):
-        assert torch.equal(p.grad, g)
-    mean_loss(net, x, y).backward()
-    opt.step()
-    assert opt.updated and opt.last_window.weight == 2
-
-
-def test_create_graph_is_refused_before_anything_is_added():
-    net, (x, y) = model(), data()
-    opt = wrapped(net, 2)
-    mean_loss(net, x, y).backward()
-    opt.step()
-    held = grads(net)
-    with pytest.raises(RuntimeError, match=r"torch\.autograd\.grad"):
-        mean_loss(net, x, y).backward(create_graph=True)
-    for p, g in zip(net.parameters(), held, strict=True):
-        assert torch.equal(p.grad, g)
-    mean_loss(net, x, y).backward()
-    opt.step()
-    assert opt.updated and opt.last_window.micro_batches == 2
-
-
-def test_sparse_gradients_are_refused_with_the_fix():
-    net = nn.Embedding(10, 4, sparse=True)
-    opt = wrapped(net, 2, make=lambda ps: torch.optim.SGD(ps, lr=0.1))
-    with pytest.raises(RuntimeError, match="sparse=False"):
-        net(torch.tensor([1, 2])).sum().backward()
-    opt.reset()
-
-
-@pytest.mark.parametrize("change", ["dtype", "shape"])
-def test_parameter_changed_under_the_wrapper_is_an_error_that_names_it(change):
-    net, (x, y) = model(torch.float32), data(dtype=torch.float32)
-    opt = wrapped(net, 2)
-    mean_loss(net, x, y).backward()
-    opt.step()
-    if change == "dtype":
-        net.double()
-        x, y = x.double(), y.double()
-    else:
-        net[4].weight.data = net[4].weight.data[:2]
-        net[4].bias.data = net[4].bias.data[:2]
-    if change == "dtype":
-        mean_loss(net, x, y).backward()
-    with pytest.raises(RuntimeError, match=r"parameter param_groups\[0\]\['params'\]\[\d\] was .* when it was wrapped"):
-        opt.step()
-
-
 def test_hooks_do_not_keep_model_or_wrapper_alive():
     net, (x, y) = model(), data()
     opt = wrapped(net, 2)
@@ -410,87 +291,14 @@ def test_ordinary_gradients_are_ours_alone(module, monkeypatch):
     calls = []
     add = fa.optimizer.Gathering.add
     monkeypatch.setattr(
-        fa.optimizer.Gathering, "add", lambda self, arrivals: calls.append(len(arrivals)) or add(self, arrivals)
+        fa.optimizer.Gathering, "add", lambda self, slots, grads: calls.append(len(slots)) or add(self, slots, grads)
     )
+    module = twin(module)
     opt = wrapped(module, 1, make=lambda ps: torch.optim.SGD(ps, lr=0.0))
     x = torch.randint(0, 8, (2, 8)) if isinstance(module, nn.Embedding) else torch.randn(2, 2, 8, 8)
     module(x).square().sum().backward()
     assert calls == [len(list(module.parameters()))]
     opt.step()
-
-
-def test_broken_pass_retried_on_the_same_graph_counts_once():
-    p, q = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
-    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p, q], lr=1.0), 1)
-    fail, x = [True], p * 1.0
-
-    def hook(grad):
-        if fail:
-            raise MemoryError
-
-    x.register_hook(hook)
-    loss = (x + q * 1.0).sum()
-    with pytest.raises(MemoryError):
-        loss.backward(retain_graph=True)
-    fail.clear()
-    loss.backward()
-    opt.step()
-    assert p.item() == q.item() == -1
-
-
-def test_concurrent_backward_passes_are_refused_not_lost():
-    p, q = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
-    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p, q], lr=1.0))
-    inside, go_on = threading.Event(), threading.Event()
-    x = p * 1.0
-    x.register_hook(lambda grad: (inside.set(), go_on.wait(10))[:0] or None)
-    first = (x + q * 1.0).sum()
-    thread = threading.Thread(target=first.backward)
-    thread.start()
-    inside.wait(10)
-    with pytest.raises(RuntimeError, match="two backward passes run at once"):
-        (q * 5.0).sum().backward()
-    go_on.set()
-    thread.join()
-    opt.step()
-    assert p.item() == q.item() == -1
-
-
-@pytest.mark.parametrize("call", ["state_dict", "zero_grad", "step", "flush", "reset", "normalize_"])
-def test_calls_from_within_backward_are_refused(call):
-    p = nn.Parameter(torch.zeros(1))
-    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0))
-    x = p * 1.0
-    x.register_hook(lambda grad: getattr(opt, call)() and None)
-    with pytest.raises(RuntimeError, match="from inside a backward pass"):
-        x.sum().backward()
-
-
-def test_distributed_data_parallel_is_refused_not_ignored(tmp_path):
-    """Its reduction would overwrite the sums, and nothing would be trained."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    try:
-        net, (x, y) = model(torch.float32), data(dtype=torch.float32)
-        opt = wrapped(net, 2)
-        mean_loss(net, x, y).backward()  # fine: torch.distributed alone is no obstacle
-        opt.step()
-        other = model(torch.float32)
-        replica = nn.parallel.DistributedDataParallel(other)
-        opt = wrapped(other, 2)
-        with pytest.raises(RuntimeError, match="DistributedDataParallel"):
-            mean_loss(replica, x, y).backward()
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def test_conversion_there_and_back_is_noticed():
-    """PyTorch drops a parameter's gradient hooks when its data becomes another dtype's."""
-    net, (x, y) = model(torch.float32), data(dtype=torch.float32)
-    opt = wrapped(net, 2)
-    net.bfloat16().float()
-    mean_loss(net, x, y).backward()
-    with pytest.raises(RuntimeError, match="dropped its gradient hooks"):
-        opt.step()
 
 
 def test_dropping_model_and_wrapper_frees_the_memory_at_once():
@@ -506,3 +314,79 @@ def test_dropping_model_and_wrapper_frees_the_memory_at_once():
         assert [ref() for ref in watch] == [None] * 3
     finally:
         gc.enable()
+
+
+class Fresh(torch.autograd.Function):
+    """Multiplies, with a backward in Python that hands over what nobody else holds, or what somebody does."""
+
+    kept = None
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        grad = g * x
+        if Fresh.kept is not None:
+            Fresh.kept.append(grad)
+        return g * w, grad
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["fresh", "kept"])
+def test_gradients_made_in_python_wait_for_the_bucket_unless_somebody_holds_them(kept, monkeypatch):
+    monkeypatch.setattr(Fresh, "kept", [] if kept else None)
+    calls = []
+    add = fa.optimizer.Gathering.add
+    monkeypatch.setattr(
+        fa.optimizer.Gathering, "add", lambda self, slots, grads: calls.append(len(slots)) or add(self, slots, grads)
+    )
+    a, b = nn.Parameter(torch.full((3,), 2.0)), nn.Parameter(torch.full((3,), 3.0))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([a, b], lr=1.0), 1)
+    Fresh.apply(Fresh.apply(torch.full((3,), 5.0, requires_grad=True), a), b).sum().backward()
+    assert calls == ([1, 1] if kept else [2])
+    opt.step()
+    assert a.grad.tolist() == [15.0] * 3 and b.grad.tolist() == [10.0] * 3
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # within the outer forward none has
+def test_reentrant_passes_deeper_than_a_thread_of_the_engines():
+    """From the 60th on, PyTorch runs nested passes in threads of a pool, which begin without Python."""
+    weights = nn.ParameterList([nn.Parameter(torch.ones(1)) for _ in range(70)])
+
+    def deep(x, depth):
+        x = x * weights[depth]
+        return checkpoint(deep, x, depth + 1, use_reentrant=True) if depth + 1 < len(weights) else x
+
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(weights.parameters(), lr=1.0), 2)
+    for _ in range(2):
+        deep(torch.full((1,), 3.0, requires_grad=True), 0).sum().backward()
+        opt.step()
+    assert opt.updated and opt.last_window.micro_batches == 2
+    assert [p.grad.item() for p in weights.parameters()] == [3.0] * 70
+
+
+def test_the_environment_chooses_the_hooks(each_intake):
+    p = nn.Parameter(torch.zeros(1))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0))
+    made_by = type(opt._gathering._intake._arrivals).__module__
+    assert made_by == ("fusedaccum._intake" if each_intake == "native" else "fusedaccum.arrivals")
+
+
+def test_hooks_that_are_not_there_are_refused(monkeypatch):
+    p = nn.Parameter(torch.zeros(1))
+    monkeypatch.setenv("FUSEDACCUM_INTAKE", "c++")
+    with pytest.raises(ValueError, match="FUSEDACCUM_INTAKE is 'c\\+\\+'; it must be auto, native or python"):
+        fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0))
+    monkeypatch.setenv("FUSEDACCUM_INTAKE", "native")
+    monkeypatch.setattr(fa.intake.native, "why_missing", lambda name: "it was not built here")
+    fa.intake.why_no_native.cache_clear()
+    try:
+        with pytest.raises(
+            RuntimeError, match="FUSEDACCUM_INTAKE=native is not available: it was not built here; or use auto"
+        ):
+            fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0))
+    finally:
+        fa.intake.why_no_native.cache_clear()

@@ -20,7 +20,8 @@ FUNCTIONAL = {
     "__main__": {"_version", "backends", "native"},
 }
 WRAPPER = sorted({path.stem for path in PACKAGE.glob("*.py")} - set(FUNCTIONAL))
-MAY_CHECK_A_BACKENDS_NAME = {"settings"}
+# Beyond the ops: one checks a backend's name, one looks whether its hooks were built.
+BEYOND_OPS = {"settings": {"backends"}, "intake": {"native"}}
 
 PLAIN_CPP = sorted(
     path.relative_to(ROOT).as_posix()
@@ -54,7 +55,7 @@ def test_functional_layer_knows_nothing_of_optimizers(module):
 
 @pytest.mark.parametrize("module", WRAPPER)
 def test_wrapper_reaches_kernels_through_ops_only(module):
-    allowed = {"ops", "_version"} | ({"backends"} if module in MAY_CHECK_A_BACKENDS_NAME else set())
+    allowed = {"ops", "_version"} | BEYOND_OPS.get(module, set())
     assert siblings(module) & set(FUNCTIONAL) <= allowed
     assert not {
         name for name in imports(PACKAGE / f"{module}.py") if "_cpu" in name or "_cuda" in name or "triton" in name

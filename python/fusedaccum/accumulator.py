@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import is_not
 
 import torch
 from torch import Tensor
@@ -12,7 +13,6 @@ from torch.nn import Parameter
 from . import ops
 from .amp import LossScale
 from .buffers import Block, Buffers, Slot
-from .intake import Arrival
 from .norms import SquaredNorms
 from .window import MicroBatch, Scalar, Window, identity, on
 
@@ -48,39 +48,35 @@ class Accumulator:
 
     # -- adding ------------------------------------------------------------------------------------------------
 
-    def add(self, arrivals: Sequence[Arrival], window: Window, micro: MicroBatch, measure: bool) -> None:
+    def add(
+        self, slots: Sequence[Slot], grads: Sequence[Tensor], window: Window, micro: MicroBatch, measure: bool
+    ) -> None:
         """``buffer += c * g`` for a bucket: one call a device and kind of add; the first touch of a parameter overwrites.
 
         ``measure``: take the buffers' squared norm, and count what is not finite, on the way.
         """
-        self.place([slot for slot, _ in arrivals])
+        self.place(slots)
+        self.adopt_all(slots)
         if micro.divisor is None:
             micro.divisor = running_divisor(self._reduction, window, micro)
-        calls: dict[tuple, list[Arrival]] = {}
-        for slot, grad in arrivals:
-            self.adopt(slot)
-            first = slot.param.grad is None
-            key = (slot.param.device, first, slot.narrow, None if first else identity(slot.divisor))
-            calls.setdefault(key, []).append((slot, grad))
         scale = self._contribution(window, micro)
-        for (device, first, narrow, _), batch in calls.items():
-            slots = [slot for slot, _ in batch]
+        for (device, first, narrow, _), members, theirs in one_call_each(slots, grads):
             divisor = micro.divisor if narrow else 1.0
             stats = ops.Stats.empty(device) if measure else None
             ops.accumulate_(
-                [slot.buffer for slot in slots],
-                [grad for _, grad in batch],
+                [slot.buffer for slot in members],
+                theirs,
                 on(scale / divisor if narrow else scale, device),
                 overwrite=first,
-                decay=1.0 if first else on(slots[0].divisor / divisor, device),
-                rounding=self._rounding(slots) if narrow else None,
+                decay=1.0 if first else on(members[0].divisor / divisor, device),
+                rounding=self._rounding(members) if narrow else None,
                 stats=stats,
                 backend=self._backend,
             )
             micro.adds += 1  # after a call: one that raises, for want of memory say, has added nothing
-            self._written(slots, divisor)
+            self._written(members, divisor, shown=not first)
             if stats is not None:
-                self.norms.record(stats, slots, divisor)
+                self.norms.record(stats, members, divisor)
                 so_far = micro.nonfinite
                 there = so_far.device if isinstance(so_far, Tensor) else device
                 micro.nonfinite = so_far + on(stats.nonfinite, there)
@@ -110,13 +106,22 @@ class Accumulator:
             slot.draws += 1
         return ops.StochasticRounding(self.seed, counters)
 
-    def _written(self, slots: Sequence[Slot], divisor: Scalar) -> None:
-        """``slots`` now hold a sum of ours, over ``divisor``, and show it."""
+    def _written(self, slots: Sequence[Slot], divisor: Scalar, shown: bool = False) -> None:
+        """``slots`` now hold a sum of ours, over ``divisor``, and show it (have shown it before)."""
         self.norms.forget(slots)
+        for block in {slot.block for slot in slots}:
+            block.written()
         for slot in slots:
             slot.divisor = divisor
-            slot.block.written()
-            slot.show(slot.buffer)
+            if not shown:
+                slot.show(slot.buffer)
+
+    def adopt_all(self, slots: Sequence[Slot]) -> None:
+        """:meth:`adopt` every slot; at once where, as nearly always, nobody else has touched any."""
+        untouched = all(block.untouched_by_user for block in self.buffers.blocks)
+        if not untouched or any(map(is_not, [slot.param.grad for slot in slots], [slot.shown for slot in slots])):
+            for slot in slots:
+                self.adopt(slot)
 
     def adopt(self, slot: Slot) -> None:
         """Take over what somebody else has put into ``p.grad``, as part of the running sum; notice what he took away."""
@@ -239,6 +244,24 @@ class Accumulator:
             stepped = masters.get(members[0].param, members[0].param)
             scale = on(coef * members[0].divisor / divisor, members[0].param.device)
             block.narrow_(stepped.dtype, scale, members, self._backend)
+
+
+def one_call_each(
+    slots: Sequence[Slot], grads: Sequence[Tensor]
+) -> Iterator[tuple[tuple, Sequence[Slot], Sequence[Tensor]]]:
+    """``(device, first touch, narrow, divisor)`` of each call that an add takes, with its share of the slots and gradients."""
+    calls: dict[tuple, list[int]] = {}
+    firsts = [slot.shown is None for slot in slots]
+    alike = len({slot.block for slot in slots}) == len(set(firsts)) == 1 and not slots[0].narrow
+    for i in [0] if alike else range(len(slots)):
+        slot, first = slots[i], firsts[i]
+        key = (slot.made_for[1], first, slot.narrow, None if first else identity(slot.divisor))
+        calls.setdefault(key, []).append(i)
+    if len(calls) == 1:  # as nearly always
+        yield key, slots, grads
+        return
+    for key, members in calls.items():
+        yield key, [slots[i] for i in members], [grads[i] for i in members]
 
 
 def running_divisor(reduction: str, window: Window, micro: MicroBatch) -> Scalar:

@@ -52,12 +52,9 @@ class Slot:
     def __post_init__(self) -> None:
         # Of the parameter as it was wrapped: what check_unchanged() compares with.
         self.made_for = (self.param.dtype, self.param.device, self.param.shape)
-        self.memory = self.param.data_ptr()
+        self.memory, self.numel = self.param.data_ptr(), self.param.numel()
+        self.narrow = self.dtype.itemsize < 4
         self.node: Any = None  # its AccumulateGrad node, when that is hooked
-
-    @property
-    def narrow(self) -> bool:
-        return self.dtype.itemsize < 4
 
     def show(self, grad: Tensor | None) -> None:
         """Make ``p.grad`` this tensor of ours."""
@@ -157,6 +154,14 @@ class Buffers:
             self.blocks.append(block)
             for slot, offset in zip(members, offsets, strict=True):
                 slot.block, slot.buffer, slot.placed = block, block.view(block.flat, slot, offset), True
+
+    def check_unchanged(self) -> None:
+        """Raises as :meth:`Slot.check_unchanged` does."""
+        for slot in self.slots:
+            p = slot.param
+            # Most of it, and cheap: every step() comes here. Another view of the same memory shows when its gradient comes.
+            if p.data_ptr() != slot.memory or p.numel() != slot.numel or p.dtype is not slot.made_for[0]:
+                slot.check_unchanged()
 
     def gathered(self) -> list[Slot]:
         """Slots whose parameter holds a gradient now."""

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from .accumulator import Accumulator
 from .buffers import Slot
-from .intake import Arrival, Intake
+from .intake import Intake
 from .ledger import Ledger
 from .settings import Settings, check_not_replicated
 from .window import Scalar
@@ -142,9 +142,9 @@ class Gathering:
             )
 
     @torch.no_grad()
-    def add(self, arrivals: Sequence[Arrival]) -> None:
+    def add(self, slots: Sequence[Slot], grads: Sequence[Tensor]) -> None:
         measure = self._settings.nonfinite == "skip_window" or (self._settings.wants_norm and self.ledger.may_be_last())
-        self.sums.add(arrivals, self.ledger.window, self.ledger.micro, measure)
+        self.sums.add(slots, grads, self.ledger.window, self.ledger.micro, measure)
 
     def pass_ends(self) -> None:
         if self.inside or not self.ledger.has_micro:
@@ -173,12 +173,17 @@ class Gathering:
         """Let the held gradients in, or reject the micro-batch (waits for the device)."""
         micro, held = self.ledger.micro, self._intake.held
         micro.judged = bool(held)
-        if not self.sums.count_nonfinite(grad for _, grad in held) or float(micro.value()) == 0:
+        if not self.sums.count_nonfinite(held) or float(micro.value()) == 0:
             self._intake.release()
             return
         micro.bad = True
-        self._intake.drop()
-        bad = {slot: grad for slot, grad in held if not torch.isfinite(grad).all()}
+        batches = self._intake.drop()
+        bad = {
+            slot: grad
+            for slots, grads in batches
+            for slot, grad in zip(slots, grads, strict=True)
+            if not torch.isfinite(grad).all()
+        }
         self._rejected.reject(bad, self.sums.buffers.slots)
 
 

@@ -186,8 +186,7 @@ class AccumulatingOptimizer(Optimizer):
                 with torch.enable_grad():
                     loss = closure()
             self._gathering.settle()
-            for slot in self._sums.buffers.slots:
-                slot.check_unchanged()
+            self._sums.buffers.check_unchanged()
             self._updated = False
             if self._unapplied is not None and not self._ledger.has_window:
                 self._apply(self._unapplied)

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+StreamName = tuple[int, int, int]  # a CUDA stream's stream_id, device_index and device_type
 
-class Streams:
-    """The streams that queued gradients came on. The engine runs a hook on its node's stream, and the end of a pass on its caller's."""
 
-    def __init__(self) -> None:
-        self._of: dict[torch.device, set[torch.cuda.Stream]] = {}
+def join(arrived: Iterable[StreamName], grads: Sequence[Tensor]) -> None:
+    """From here on the current streams may read what is ready on those that have ``arrived``; ``grads`` are to be read now.
 
-    def arrived(self, grad: Tensor) -> None:
-        """``grad`` is ready on the current stream of its device."""
-        if grad.is_cuda:
-            self._of.setdefault(grad.device, set()).add(torch.cuda.current_stream(grad.device))
-
-    def join(self, grads: Iterable[Tensor]) -> None:
-        """From here on the current streams may read all that have arrived, of which ``grads`` are to be read now."""
-        arrived, self._of = self._of, {}
-        for device, streams in arrived.items():
-            here = torch.cuda.current_stream(device)
-            others = streams - {here}
-            for other in others:
-                here.wait_stream(other)
-            for grad in grads if others else ():
-                if grad.device == device:
-                    grad.record_stream(here)  # the allocator gives it away again only after that stream
+    The engine runs a hook on its node's stream, and the end of a pass on its caller's.
+    """
+    for stream_id, device_index, device_type in arrived:
+        stream = torch.cuda.Stream(stream_id=stream_id, device_index=device_index, device_type=device_type)
+        here = torch.cuda.current_stream(stream.device)
+        if stream == here:
+            continue
+        here.wait_stream(stream)
+        for grad in grads:
+            if grad.device == stream.device:
+                grad.record_stream(here)  # the allocator gives it away again only after that stream

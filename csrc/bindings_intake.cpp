@@ -1,0 +1,215 @@
+// The extension fusedaccum._intake: hooks and queue of the intake. fusedaccum/arrivals.py is the same in Python, and defines what it does.
+//
+// A hook runs in the thread in which the engine computed its gradient, without the GIL. It takes the GIL only to tell Python of a new
+// pass, of a full bucket, or of a gradient that does not fit. Whoever holds the mutex never waits for the GIL.
+#include <ATen/core/grad_mode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+namespace py = pybind11;
+
+namespace {
+
+using torch::autograd::variable_list;
+
+// -- does anybody but autograd hold a fresh gradient? ------------------------------------------------------------------
+
+// Where a tensor keeps its Python object alive (PyTorch 2.12 and newer), that object holds the tensor, too; before that, it does not.
+template <class Slot>
+auto unheld_object(const Slot& slot, int) -> decltype(slot.has_unique_reference()) {
+  return slot.has_unique_reference();
+}
+template <class Slot>
+bool unheld_object(const Slot&, long) {
+  return false;
+}
+
+bool held_once(const at::TensorBase& x) {
+  const auto count = x.use_count();
+  return count == 1 || (count == 2 && unheld_object(*x.unsafeGetTensorImpl()->pyobj_slot(), 0));
+}
+
+// As fusedaccum.arrivals.exclusive(): the engine's one reference to it, and to what it is a view of, and theirs to the storage.
+bool exclusive(const at::Tensor& grad) {
+  if (!held_once(grad) || !grad.has_storage()) return false;
+  const auto holders = grad.storage().use_count();
+  if (!grad.is_view()) return holders == 1;
+  return holders == 2 && held_once(grad._base());
+}
+
+// -- the hooks and their queue -----------------------------------------------------------------------------------------
+
+using StreamName = std::tuple<c10::StreamId, c10::DeviceIndex, int>;  // as torch.cuda.Stream takes it; the last is the device's type
+
+class Arrivals : public std::enable_shared_from_this<Arrivals> {
+ public:
+  Arrivals(py::weakref intake, std::optional<int64_t> bucket_bytes) : intake_(std::move(intake)), bucket_bytes_(bucket_bytes) {}
+
+  ~Arrivals() {
+    py::gil_scoped_acquire locked;  // a hook may be the last to let go of it
+    intake_ = py::object();
+    places_.clear();
+  }
+
+  void hook(py::object slot, const at::Tensor& parameter);
+  void expect(int task);
+  void forget(int task);
+  std::vector<at::Tensor> held();
+  std::pair<py::list, std::vector<StreamName>> take();
+
+ private:
+  friend class Hook;
+
+  struct Place {
+    py::object slot;
+    std::vector<int64_t> shape;
+    std::size_t taken = 0;  // times that take() has met it
+  };
+  struct Arrival {
+    Place* place;
+    at::Tensor grad;
+  };
+
+  void arrived(Place* place, const at::Tensor& grad);
+  bool expects(int task);
+  template <class... Arguments>
+  void tell(const char* method, const Arguments&... arguments);
+
+  py::object intake_;  // a weak reference
+  const std::optional<int64_t> bucket_bytes_;
+  std::deque<Place> places_;  // hooks point at its elements, which stay where they are
+  std::mutex mutex_;          // of what is below
+  std::vector<int> tasks_;
+  std::vector<Arrival> queue_;
+  std::vector<StreamName> streams_;
+  int64_t bytes_ = 0;
+};
+
+class Hook : public torch::autograd::FunctionPreHook {
+ public:
+  Hook(const std::shared_ptr<Arrivals>& arrivals, Arrivals::Place* place) : arrivals_(arrivals), place_(place) {}
+
+  variable_list operator()(const variable_list& grads) override {
+    const std::shared_ptr<Arrivals> arrivals = grads[0].defined() ? arrivals_.lock() : nullptr;
+    if (!arrivals) return grads;
+    arrivals->arrived(place_, grads[0]);
+    return {at::Tensor()};  // leaves p.grad alone
+  }
+
+ private:
+  const std::weak_ptr<Arrivals> arrivals_;  // the node holds the hook
+  Arrivals::Place* const place_;
+};
+
+void Arrivals::hook(py::object slot, const at::Tensor& parameter) {
+  places_.push_back({std::move(slot), parameter.sizes().vec()});
+  torch::autograd::impl::grad_accumulator(parameter)->add_pre_hook(std::make_unique<Hook>(shared_from_this(), &places_.back()));
+}
+
+void Arrivals::expect(int task) {
+  const std::lock_guard<std::mutex> locked(mutex_);
+  tasks_.push_back(task);
+}
+
+void Arrivals::forget(int task) {
+  const std::lock_guard<std::mutex> locked(mutex_);
+  tasks_.erase(std::remove(tasks_.begin(), tasks_.end(), task), tasks_.end());
+}
+
+bool Arrivals::expects(int task) {
+  const std::lock_guard<std::mutex> locked(mutex_);
+  return std::find(tasks_.begin(), tasks_.end(), task) != tasks_.end();
+}
+
+template <class... Arguments>
+void Arrivals::tell(const char* method, const Arguments&... arguments) {
+  const py::gil_scoped_acquire locked;
+  const py::object intake = intake_();
+  if (intake.is_none()) return;
+  try {
+    intake.attr(method)(arguments...);
+  } catch (py::error_already_set& error) {
+    error.restore();
+    python_error carried;  // by the engine, to the thread that called backward()
+    carried.persist();
+    throw carried;
+  }
+}
+
+void Arrivals::arrived(Place* place, const at::Tensor& grad) {
+  const bool fits =
+      !at::GradMode::is_enabled() && grad.layout() == at::kStrided && grad.is_floating_point() && grad.sizes() == place->shape;
+  if (!fits) tell("refuse_unfit", place->slot, grad);
+  const bool ours = exclusive(grad);  // before we hold it ourselves
+  const int task = torch::autograd::get_current_graph_task_id();
+  if (!expects(task)) tell("enter", task);
+  at::Tensor kept = ours || bucket_bytes_ ? grad : grad.clone();
+  const auto bytes = static_cast<int64_t>(grad.nbytes());
+  bool full = false;
+  {
+    const std::lock_guard<std::mutex> locked(mutex_);
+    queue_.push_back({place, std::move(kept)});
+    bytes_ += bytes;
+    if (grad.is_cuda()) {
+      const c10::Stream stream = c10::impl::VirtualGuardImpl(grad.device().type()).getStream(grad.device());
+      const StreamName name{stream.id(), stream.device_index(), static_cast<int>(stream.device_type())};
+      if (std::find(streams_.begin(), streams_.end(), name) == streams_.end()) streams_.push_back(name);
+    }
+    full = bucket_bytes_ && (bytes_ >= *bucket_bytes_ || !ours);
+  }
+  if (full) tell("release");
+}
+
+std::vector<at::Tensor> Arrivals::held() {
+  const std::lock_guard<std::mutex> locked(mutex_);
+  std::vector<at::Tensor> grads;
+  for (const Arrival& arrival : queue_) grads.push_back(arrival.grad);
+  return grads;
+}
+
+std::pair<py::list, std::vector<StreamName>> Arrivals::take() {
+  std::vector<Arrival> queue;
+  std::vector<StreamName> streams;
+  {
+    const std::lock_guard<std::mutex> locked(mutex_);
+    queue.swap(queue_);
+    streams.swap(streams_);
+    bytes_ = 0;
+  }
+  py::list batches;
+  for (Arrival& arrival : queue) {
+    const std::size_t number = arrival.place->taken++;
+    if (number == batches.size()) batches.append(py::make_tuple(py::list(), py::list()));
+    const py::tuple batch = batches[number];
+    py::list(batch[0]).append(arrival.place->slot);
+    py::list(batch[1]).append(py::cast(std::move(arrival.grad)));
+  }
+  for (const Arrival& arrival : queue) arrival.place->taken = 0;
+  return {std::move(batches), std::move(streams)};
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  py::class_<Arrivals, std::shared_ptr<Arrivals>>(m, "Arrivals", "fusedaccum.arrivals.Arrivals, in C++")
+      .def(py::init<py::weakref, std::optional<int64_t>>(), py::arg("intake"), py::arg("bucket_bytes"))
+      .def("hook", &Arrivals::hook, py::arg("slot"), py::arg("parameter"), "Queue this parameter's gradients from now on")
+      .def("expect", &Arrivals::expect, py::arg("task"), "Gradients of this graph task need not be announced")
+      .def("forget", &Arrivals::forget, py::arg("task"), "This graph task is over")
+      .def("held", &Arrivals::held, "The gradients in the queue")
+      .def("take", &Arrivals::take, "Empty the queue: batches of (slots, gradients) with no slot twice, and the CUDA streams they came on");
+}

@@ -1,0 +1,206 @@
+"""What breaks a pass off, and what cannot be gathered: nothing is counted twice, and nothing is lost unsaid."""
+
+import threading
+
+import fusedaccum as fa
+import pytest
+import torch
+from torch import nn
+from training import assert_same_parameters, big_batch_step, data, grads, mean_loss, model, parts, sgd, twin, wrapped
+
+pytestmark = pytest.mark.usefixtures("each_intake")
+
+
+class Boom(torch.autograd.Function):
+    """Raises in backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        raise MemoryError("boom")
+
+
+def broken_loss(net, x, y):
+    hidden = Boom.apply(net[:2](x))
+    return nn.functional.mse_loss(net[2:](hidden), y)
+
+
+@pytest.mark.parametrize("through", ["opt.backward", "loss.backward"])
+@pytest.mark.parametrize("owned", [False, True], ids=["counted", "caller-owned"])
+def test_exception_in_backward_leaves_the_window_as_it_was(through, owned):
+    """Nothing of the pass had been added yet: its gradients were queued, and are dropped."""
+    net, (x, y) = model(), data()
+    big = twin(net)
+    opt, plain = wrapped(net, None if owned else 2), sgd(big.parameters())
+    batches = parts(x, y, (12, 12))
+    for i, batch in enumerate(batches):
+        mean_loss(net, *batch).backward()
+        if not owned:
+            opt.step()
+        if i == 0:
+            held = grads(net)
+            with pytest.raises(MemoryError):
+                loss = broken_loss(net, x, y)
+                opt.backward(loss) if through == "opt.backward" else loss.backward()
+            del loss
+            for p, g in zip(net.parameters(), held, strict=True):
+                assert torch.equal(p.grad, g)
+    if owned:
+        opt.step()
+    assert opt.updated and opt.last_window.micro_batches == 2
+    big_batch_step(big, plain, x, y)
+    assert_same_parameters(net, big, 1e-12)
+
+
+@pytest.mark.parametrize("through", ["opt.backward", "loss.backward"])
+def test_exception_after_part_was_added_drops_the_window_and_says_so(through, monkeypatch):
+    monkeypatch.setattr("fusedaccum.intake.BUCKET_BYTES", 1)
+    net, (x, y) = model(), data()
+    big = twin(net)
+    opt, plain = wrapped(net, 2), sgd(big.parameters())
+    mean_loss(net, x, y).backward()
+    opt.step()
+    with pytest.warns(RuntimeWarning, match="window was dropped"):
+        loss = broken_loss(net, x, y)
+        with pytest.raises(MemoryError):
+            opt.backward(loss) if through == "opt.backward" else loss.backward()
+        opt.zero_grad()  # the next call is what learns that a plain backward broke off
+    assert grads(net) == [None] * 6
+    for batch in parts(x, y, (12, 12)):
+        mean_loss(net, *batch).backward()
+        opt.step()
+    big_batch_step(big, plain, x, y)
+    assert_same_parameters(net, big, 1e-12)
+
+
+def test_exception_inside_micro_batch_outside_backward():
+    net, (x, y) = model(), data()
+    opt = wrapped(net, 2)
+    mean_loss(net, x, y).backward()
+    opt.step()
+    held = grads(net)
+    with pytest.raises(ZeroDivisionError), opt.micro_batch(weight=3):
+        raise ZeroDivisionError
+    for p, g in zip(net.parameters(), held, strict=True):
+        assert torch.equal(p.grad, g)
+    mean_loss(net, x, y).backward()
+    opt.step()
+    assert opt.updated and opt.last_window.weight == 2
+
+
+def test_create_graph_is_refused_before_anything_is_added():
+    net, (x, y) = model(), data()
+    opt = wrapped(net, 2)
+    mean_loss(net, x, y).backward()
+    opt.step()
+    held = grads(net)
+    with pytest.raises(RuntimeError, match=r"torch\.autograd\.grad"):
+        mean_loss(net, x, y).backward(create_graph=True)
+    for p, g in zip(net.parameters(), held, strict=True):
+        assert torch.equal(p.grad, g)
+    mean_loss(net, x, y).backward()
+    opt.step()
+    assert opt.updated and opt.last_window.micro_batches == 2
+
+
+def test_sparse_gradients_are_refused_with_the_fix():
+    net = nn.Embedding(10, 4, sparse=True)
+    opt = wrapped(net, 2, make=lambda ps: torch.optim.SGD(ps, lr=0.1))
+    with pytest.raises(RuntimeError, match="sparse=False"):
+        net(torch.tensor([1, 2])).sum().backward()
+    opt.reset()
+
+
+@pytest.mark.parametrize("change", ["dtype", "shape"])
+def test_parameter_changed_under_the_wrapper_is_an_error_that_names_it(change):
+    net, (x, y) = model(torch.float32), data(dtype=torch.float32)
+    opt = wrapped(net, 2)
+    mean_loss(net, x, y).backward()
+    opt.step()
+    if change == "dtype":
+        net.double()
+        x, y = x.double(), y.double()
+    else:
+        net[4].weight.data = net[4].weight.data[:2]
+        net[4].bias.data = net[4].bias.data[:2]
+    if change == "dtype":
+        mean_loss(net, x, y).backward()
+    with pytest.raises(RuntimeError, match=r"parameter param_groups\[0\]\['params'\]\[\d\] was .* when it was wrapped"):
+        opt.step()
+
+
+def test_broken_pass_retried_on_the_same_graph_counts_once():
+    p, q = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p, q], lr=1.0), 1)
+    fail, x = [True], p * 1.0
+
+    def hook(grad):
+        if fail:
+            raise MemoryError
+
+    x.register_hook(hook)
+    loss = (x + q * 1.0).sum()
+    with pytest.raises(MemoryError):
+        loss.backward(retain_graph=True)
+    fail.clear()
+    loss.backward()
+    opt.step()
+    assert p.item() == q.item() == -1
+
+
+def test_concurrent_backward_passes_are_refused_not_lost():
+    p, q = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p, q], lr=1.0))
+    inside, go_on = threading.Event(), threading.Event()
+    x = p * 1.0
+    x.register_hook(lambda grad: (inside.set(), go_on.wait(10))[:0] or None)
+    first = (x + q * 1.0).sum()
+    thread = threading.Thread(target=first.backward)
+    thread.start()
+    inside.wait(10)
+    with pytest.raises(RuntimeError, match="two backward passes run at once"):
+        (q * 5.0).sum().backward()
+    go_on.set()
+    thread.join()
+    opt.step()
+    assert p.item() == q.item() == -1
+
+
+@pytest.mark.parametrize("call", ["state_dict", "zero_grad", "step", "flush", "reset", "normalize_"])
+def test_calls_from_within_backward_are_refused(call):
+    p = nn.Parameter(torch.zeros(1))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0))
+    x = p * 1.0
+    x.register_hook(lambda grad: getattr(opt, call)() and None)
+    with pytest.raises(RuntimeError, match="from inside a backward pass"):
+        x.sum().backward()
+
+
+def test_distributed_data_parallel_is_refused_not_ignored(tmp_path):
+    """Its reduction would overwrite the sums, and nothing would be trained."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        net, (x, y) = model(torch.float32), data(dtype=torch.float32)
+        opt = wrapped(net, 2)
+        mean_loss(net, x, y).backward()  # fine: torch.distributed alone is no obstacle
+        opt.step()
+        other = model(torch.float32)
+        replica = nn.parallel.DistributedDataParallel(other)
+        opt = wrapped(other, 2)
+        with pytest.raises(RuntimeError, match="DistributedDataParallel"):
+            mean_loss(replica, x, y).backward()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_conversion_there_and_back_is_noticed():
+    """PyTorch drops a parameter's gradient hooks when its data becomes another dtype's."""
+    net, (x, y) = model(torch.float32), data(dtype=torch.float32)
+    opt = wrapped(net, 2)
+    net.bfloat16().float()
+    mean_loss(net, x, y).backward()
+    with pytest.raises(RuntimeError, match="dropped its gradient hooks"):
+        opt.step()
