@@ -128,8 +128,9 @@ def plan() -> tuple[list, dict, dict]:
     root = cuda_root()
     why_not = decide(root)
     if torch is None:
-        return [], {}, {"torch": None, "built": {}, "missing": {"_cpu": NO_TORCH, "_cuda": why_not}}
-    built = {"_cpu": f"{' '.join(CXX_FLAGS)}; {', '.join(CPU_ISA_FLAGS)}"}
+        return [], {}, {"torch": None, "built": {}, "missing": {"_cpu": NO_TORCH, "_intake": NO_TORCH, "_cuda": why_not}}
+    cxx = " ".join(CXX_FLAGS)
+    built = {"_cpu": f"{cxx}; {', '.join(CPU_ISA_FLAGS)}", "_intake": cxx}
     if not why_not:
         os.environ |= {"CUDA_HOME": str(root), "TORCH_CUDA_ARCH_LIST": arch_list(root)}  # for torch.utils.cpp_extension
         built["_cuda"] = f"{' '.join(NVCC_FLAGS)}; CUDA {torch.version.cuda}; {os.environ['TORCH_CUDA_ARCH_LIST']}"

@@ -9,6 +9,7 @@ import torch
 
 from . import (
     bench_accumulate,
+    bench_fused,
     bench_memory,
     bench_overhead,
     bench_step,
@@ -21,7 +22,16 @@ from .harness import Options
 from .shapes import SETS
 
 BENCHMARKS = {
-    b.NAME: b for b in (bench_accumulate, bench_window, bench_training, bench_step, bench_overhead, bench_memory)
+    b.NAME: b
+    for b in (
+        bench_accumulate,
+        bench_window,
+        bench_training,
+        bench_step,
+        bench_fused,
+        bench_overhead,
+        bench_memory,
+    )
 }
 
 

@@ -21,6 +21,7 @@ TABLES: dict[str, Callable[[Sequence[Row]], tables.Table]] = {
     "window": tables.window,
     "training": tables.training,
     "step": tables.step,
+    "fused": tables.fused,
     "overhead": tables.overhead,
     "memory": tables.memory,
 }

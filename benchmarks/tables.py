@@ -89,6 +89,19 @@ def step(rows: Sequence[Row]) -> Table:
     return ["window", "ms (p10–p90)", "accumulation"], lines
 
 
+def fused(rows: Sequence[Row]) -> Table:
+    """One line a layer: a micro-batch of it, of every contestant, and how many times faster ours is than each."""
+    others = _names(rows, "peer") + _names(rows, "variant")
+    lines = []
+    for (layer, n, columns, dtype, tokens), of_case in grouped(
+        rows, ("layer", "rows", "columns", "dtype", "tokens")
+    ).items():
+        times = [f"{_milliseconds(of_case[o])} ({_against(of_case[o])})" for o in others]
+        name = f"{layer} {n:,} × {columns:,}, {dtype}, {tokens:,} tokens"
+        lines.append([name, _measured(of_case[OURS])[0], *times])
+    return ["a micro-batch of one layer", "fused ms (p10–p90)", *others], lines
+
+
 def overhead(rows: Sequence[Row]) -> Table:
     """Microseconds a tensor of every contestant, by number of tensors; and what hooks in C++ add to a backward, of what Python's do."""
     contestants = list(dict.fromkeys(str(r["contestant"]) for r in rows))

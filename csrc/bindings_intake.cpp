@@ -28,19 +28,10 @@ using torch::autograd::variable_list;
 
 // -- does anybody but autograd hold a fresh gradient? ------------------------------------------------------------------
 
-// Where a tensor keeps its Python object alive (PyTorch 2.12 and newer), that object holds the tensor, too; before that, it does not.
-template <class Slot>
-auto unheld_object(const Slot& slot, int) -> decltype(slot.has_unique_reference()) {
-  return slot.has_unique_reference();
-}
-template <class Slot>
-bool unheld_object(const Slot&, long) {
-  return false;
-}
-
+// A Python object of a tensor's holds the tensor, and is held by it as long as anybody else holds the tensor, too.
 bool held_once(const at::TensorBase& x) {
   const auto count = x.use_count();
-  return count == 1 || (count == 2 && unheld_object(*x.unsafeGetTensorImpl()->pyobj_slot(), 0));
+  return count == 1 || (count == 2 && x.unsafeGetTensorImpl()->pyobj_slot()->has_unique_reference());
 }
 
 // As fusedaccum.arrivals.exclusive(): the engine's one reference to it, and to what it is a view of, and theirs to the storage.
@@ -152,7 +143,7 @@ void Arrivals::tell(const char* method, const Arguments&... arguments) {
 
 void Arrivals::arrived(Place* place, const at::Tensor& grad) {
   const bool fits =
-      !at::GradMode::is_enabled() && grad.layout() == at::kStrided && grad.is_floating_point() && grad.sizes() == place->shape;
+      !at::GradMode::is_enabled() && grad.layout() == at::kStrided && grad.sizes() == place->shape;
   if (!fits) tell("refuse_unfit", place->slot, grad);
   const bool ours = exclusive(grad);  // before we hold it ourselves
   const int task = torch::autograd::get_current_graph_task_id();

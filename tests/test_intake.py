@@ -258,7 +258,7 @@ class Scratch(torch.autograd.Function):
     """Multiplies, and writes its weight's gradient into one and the same buffer every time."""
 
     buffer = torch.empty(3)
-    as_view = False
+    hand_over = staticmethod(lambda buffer: buffer)
 
     @staticmethod
     def forward(ctx, x, w):
@@ -269,14 +269,18 @@ class Scratch(torch.autograd.Function):
     def backward(ctx, g):
         x, w = ctx.saved_tensors
         torch.mul(g, x, out=Scratch.buffer)
-        return g * w, Scratch.buffer.detach() if Scratch.as_view else Scratch.buffer
+        return g * w, Scratch.hand_over(Scratch.buffer)
 
 
 @pytest.mark.parametrize("policy", ["propagate", "skip_micro_batch"])
-@pytest.mark.parametrize("as_view", [False, True], ids=["itself", "alias"])
-def test_static_gradient_overwritten_within_the_same_backward(as_view, policy, monkeypatch):
+@pytest.mark.parametrize(
+    "hand_over",
+    [lambda buffer: buffer, torch.Tensor.detach, lambda buffer: buffer[:], lambda buffer: buffer.detach()[:]],
+    ids=["itself", "alias", "view", "view of an alias"],
+)
+def test_static_gradient_overwritten_within_the_same_backward(hand_over, policy, monkeypatch):
     """What somebody else holds too is not queued: it may be overwritten before the bucket is full."""
-    monkeypatch.setattr(Scratch, "as_view", as_view)
+    monkeypatch.setattr(Scratch, "hand_over", staticmethod(hand_over))
     a, b = nn.Parameter(torch.full((3,), 2.0)), nn.Parameter(torch.full((3,), 3.0))
     opt = fa.AccumulatingOptimizer(torch.optim.SGD([a, b], lr=1.0), 1, nonfinite=policy)
     x = torch.full((3,), 5.0, requires_grad=True)
@@ -314,6 +318,21 @@ def test_dropping_model_and_wrapper_frees_the_memory_at_once():
         assert [ref() for ref in watch] == [None] * 3
     finally:
         gc.enable()
+
+
+def test_every_full_bucket_is_one_call(monkeypatch):
+    monkeypatch.setattr("fusedaccum.intake.BUCKET_BYTES", 3 * 4 * 64)
+    calls = []
+    add = fa.optimizer.Gathering.add
+    monkeypatch.setattr(
+        fa.optimizer.Gathering, "add", lambda self, slots, grads: calls.append(len(slots)) or add(self, slots, grads)
+    )
+    net = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(10)])
+    opt = wrapped(net, 2)
+    for _ in range(2):
+        net(torch.randn(2, 8)).sum().backward()
+        opt.step()
+    assert calls == [3, 3, 3, 1] * 2
 
 
 class Fresh(torch.autograd.Function):

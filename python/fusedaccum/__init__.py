@@ -2,7 +2,8 @@
 
 from . import ops
 from ._version import __version__
+from .fuse import fuse_embedding, fuse_linear, unfuse
 from .optimizer import AccumulatingOptimizer
 from .window import LastWindow
 
-__all__ = ["AccumulatingOptimizer", "LastWindow", "__version__", "ops"]
+__all__ = ["AccumulatingOptimizer", "LastWindow", "__version__", "fuse_embedding", "fuse_linear", "ops", "unfuse"]

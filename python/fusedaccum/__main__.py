@@ -27,12 +27,13 @@ def report() -> str:
         'Backends, in the order in which "auto" looks at them:',
         *(f"  {name:<10} {'ready' if ready else 'missing: ' + why}" for name, ready, why in backends.report()),
         "",
+        f"Hooks: {'in Python: ' + why if (why := native.why_missing('_intake')) else 'in C++'}",
         f"CPU kernels in use: {_cpu_capability()}",
         f"CUDA devices: {_cuda_devices()}",
     ]
     lines += [
         f"{name}={os.environ[name]}"
-        for name in ("FUSEDACCUM_BACKEND", "FUSEDACCUM_CPU_CAPABILITY")
+        for name in ("FUSEDACCUM_BACKEND", "FUSEDACCUM_INTAKE", "FUSEDACCUM_CPU_CAPABILITY")
         if name in os.environ
     ]
     return "\n".join(lines)

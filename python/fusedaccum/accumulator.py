@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import is_not
 
 import torch
@@ -16,6 +16,9 @@ from .buffers import Block, Buffers, Slot
 from .norms import SquaredNorms
 from .window import MicroBatch, Scalar, Window, identity, on
 
+Write = Callable[
+    [Tensor, float, bool], None
+]  # (buffer, scale, overwrite): buffer = (overwrite ? 0 : buffer) + scale * gradient
 DRAWS_APART = 1 << 44  # random numbers set aside for one add of all parameters, when rounding stochastically
 
 
@@ -76,10 +79,33 @@ class Accumulator:
             micro.adds += 1  # after a call: one that raises, for want of memory say, has added nothing
             self._written(members, divisor, shown=not first)
             if stats is not None:
-                self.norms.record(stats, members, divisor)
-                so_far = micro.nonfinite
-                there = so_far.device if isinstance(so_far, Tensor) else device
-                micro.nonfinite = so_far + on(stats.nonfinite, there)
+                self._measured(stats, members, divisor, micro)
+
+    def add_by(self, write: Write, slot: Slot, window: Window, micro: MicroBatch, measure: bool) -> bool:
+        """Let ``write`` add a gradient that it makes itself to a buffer of 32 bits or more. False, and nothing done, where the
+        gradient's factor is not a number that the host knows, or is 0.
+        """
+        scale = self._contribution(window, micro)
+        if isinstance(scale, Tensor) and scale.device.type != "cpu":
+            return False
+        scale = float(scale)
+        if scale == 0:
+            return False
+        self.place([slot])
+        self.adopt(slot)
+        write(slot.buffer, scale, slot.shown is None)
+        micro.adds += 1
+        self._written([slot], 1.0)
+        if measure:
+            self._measured(ops.stats([slot.buffer], backend=self._backend), [slot], 1.0, micro)
+        return True
+
+    def _measured(self, stats: ops.Stats, slots: Sequence[Slot], divisor: Scalar, micro: MicroBatch) -> None:
+        """``stats`` are of the buffers of ``slots``, which this micro-batch was the last to write."""
+        self.norms.record(stats, slots, divisor)
+        so_far = micro.nonfinite
+        there = so_far.device if isinstance(so_far, Tensor) else stats.nonfinite.device
+        micro.nonfinite = so_far + on(stats.nonfinite, there)
 
     def place(self, slots: Sequence[Slot]) -> None:
         """Give ``slots`` storage: together with all trainable parameters, so that these share it."""

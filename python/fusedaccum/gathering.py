@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,13 +11,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils.weak import WeakIdKeyDictionary
 
-from .accumulator import Accumulator
+from .accumulator import Accumulator, Write
 from .buffers import Slot
 from .intake import Intake
 from .ledger import Ledger
 from .settings import Settings, check_not_replicated
 from .window import Scalar
+
+_GATHERING_OF: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak reference to a Gathering
 
 
 class Gathering:
@@ -41,6 +45,26 @@ class Gathering:
         """Gather the gradients of these parameters from now on."""
         for slot in self.sums.take(parameters):
             self._intake.hook(slot)
+            _GATHERING_OF[slot.param] = weakref.ref(self)
+
+    @staticmethod
+    def of(parameter: Tensor) -> Gathering | None:
+        """Who gathers this parameter's gradients, if anybody does."""
+        gathering = _GATHERING_OF.get(parameter)
+        return None if gathering is None else gathering()
+
+    @torch.no_grad()
+    def add_by(self, write: Write, parameter: Parameter) -> bool:
+        """Within a backward pass: let ``write`` add the gradient it makes itself, once, to the parameter's buffer.
+
+        False, and nothing done, where the gradient must come the ordinary way: the pass hands it to somebody else, or it must be seen
+        whole before it is added. Raises as a hook would.
+        """
+        slot = self.sums.buffers.of[parameter]
+        if self._settings.drops_micro_batches or slot.narrow or not self._intake.accumulates(slot):
+            return False
+        with self._intake.within_pass():
+            return self.sums.add_by(write, slot, self.ledger.window, self.ledger.micro, self._measures())
 
     def settle(self) -> None:
         """Every public call begins here: a pass that seems open still is over, or was broken off; ``p.grad`` is ours again."""
@@ -143,8 +167,11 @@ class Gathering:
 
     @torch.no_grad()
     def add(self, slots: Sequence[Slot], grads: Sequence[Tensor]) -> None:
-        measure = self._settings.nonfinite == "skip_window" or (self._settings.wants_norm and self.ledger.may_be_last())
-        self.sums.add(slots, grads, self.ledger.window, self.ledger.micro, measure)
+        self.sums.add(slots, grads, self.ledger.window, self.ledger.micro, self._measures())
+
+    def _measures(self) -> bool:
+        """Shall adds take norms and look for what is not finite?"""
+        return self._settings.nonfinite == "skip_window" or (self._settings.wants_norm and self.ledger.may_be_last())
 
     def pass_ends(self) -> None:
         if self.inside or not self.ledger.has_micro:

@@ -12,7 +12,8 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Protocol
 
@@ -97,6 +98,19 @@ class Intake:
         assert owner is not None  # it owns us
         return owner
 
+    def accumulates(self, slot: Slot) -> bool:
+        """Will the pass that is running here end in the slot's ``p.grad``, and not in the hands of torch.autograd.grad?"""
+        frame = running_backward()
+        asked = frame is not None and frame.f_locals["kwargs"].get("accumulate_grad", False)
+        return bool(asked and torch._C._will_engine_execute_node(slot.node))
+
+    @contextmanager
+    def within_pass(self) -> Iterator[None]:
+        """For what adds a gradient without the hooks: opens the pass if it is the first, and keeps other threads out."""
+        with self._lock:
+            self.enter(torch._C._current_graph_task_id())
+            yield
+
     # -- what the hooks tell (their Listener) ------------------------------------------------------------------
 
     def refuse_unfit(self, slot: Slot, grad: Any) -> None:
@@ -111,11 +125,6 @@ class Intake:
             raise RuntimeError(
                 f"parameter {slot.name} got a {grad.layout} gradient, which has no place in a dense buffer; "
                 "make the layer with sparse=False"
-            )
-        if not grad.is_floating_point():
-            raise RuntimeError(
-                f"parameter {slot.name} got a {grad.dtype} gradient; only real floating-point gradients can be gathered "
-                "(store a complex parameter as two real ones, torch.view_as_real)"
             )
         if grad.shape != slot.made_for[2]:
             slot.check_unchanged()
@@ -231,6 +240,15 @@ def outermost_backward() -> tuple[object, bool]:
         return _NO_ROOT, nested
     root = frames[-1].f_locals["t_outputs"][0]
     return root if isinstance(root, Tensor) else _NO_ROOT, nested
+
+
+def running_backward() -> FrameType | None:
+    """The call of ``_engine_run_backward`` that this thread, or the thread that waits for it, is in."""
+    frames = _backward_frames(sys._getframe())[0]
+    if not frames:
+        stacks = [_backward_frames(frame)[0] for frame in sys._current_frames().values()]
+        frames = next((stack for stack in stacks if stack), [])
+    return frames[0] if frames else None
 
 
 def roots_under_way() -> list[object]:
