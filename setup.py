@@ -128,7 +128,11 @@ def plan() -> tuple[list, dict, dict]:
     root = cuda_root()
     why_not = decide(root)
     if torch is None:
-        return [], {}, {"torch": None, "built": {}, "missing": {"_cpu": NO_TORCH, "_intake": NO_TORCH, "_cuda": why_not}}
+        return (
+            [],
+            {},
+            {"torch": None, "built": {}, "missing": {"_cpu": NO_TORCH, "_intake": NO_TORCH, "_cuda": why_not}},
+        )
     cxx = " ".join(CXX_FLAGS)
     built = {"_cpu": f"{cxx}; {', '.join(CPU_ISA_FLAGS)}", "_intake": cxx}
     if not why_not:

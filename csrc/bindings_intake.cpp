@@ -142,8 +142,7 @@ void Arrivals::tell(const char* method, const Arguments&... arguments) {
 }
 
 void Arrivals::arrived(Place* place, const at::Tensor& grad) {
-  const bool fits =
-      !at::GradMode::is_enabled() && grad.layout() == at::kStrided && grad.sizes() == place->shape;
+  const bool fits = !at::GradMode::is_enabled() && grad.layout() == at::kStrided && grad.sizes() == place->shape;
   if (!fits) tell("refuse_unfit", place->slot, grad);
   const bool ours = exclusive(grad);  // before we hold it ourselves
   const int task = torch::autograd::get_current_graph_task_id();

@@ -82,8 +82,9 @@ class Accumulator:
                 self._measured(stats, members, divisor, micro)
 
     def add_by(self, write: Write, slot: Slot, window: Window, micro: MicroBatch, measure: bool) -> bool:
-        """Let ``write`` add a gradient that it makes itself to a buffer of 32 bits or more. False, and nothing done, where the
-        gradient's factor is not a number that the host knows, or is 0.
+        """Let ``write`` add a gradient that it makes itself to a buffer of 32 bits or more.
+
+        False, and nothing done, where the gradient's factor is 0, or not known to the host.
         """
         scale = self._contribution(window, micro)
         if isinstance(scale, Tensor) and scale.device.type != "cpu":
