@@ -67,6 +67,7 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
 
   struct Place {
     py::object slot;
+    at::Tensor parameter;
     std::vector<int64_t> shape;
     std::size_t taken = 0;  // times that take() has met it
   };
@@ -96,7 +97,7 @@ class Hook : public torch::autograd::FunctionPreHook {
 
   variable_list operator()(const variable_list& grads) override {
     const std::shared_ptr<Arrivals> arrivals = grads[0].defined() ? arrivals_.lock() : nullptr;
-    if (!arrivals) return grads;
+    if (!arrivals || !place_->parameter.requires_grad()) return grads;  // autograd drops those of what was frozen since its forward
     arrivals->arrived(place_, grads[0]);
     return {at::Tensor()};  // leaves p.grad alone
   }
@@ -107,7 +108,7 @@ class Hook : public torch::autograd::FunctionPreHook {
 };
 
 void Arrivals::hook(py::object slot, const at::Tensor& parameter) {
-  places_.push_back({std::move(slot), parameter.sizes().vec()});
+  places_.push_back({std::move(slot), parameter, parameter.sizes().vec()});
   torch::autograd::impl::grad_accumulator(parameter)->add_pre_hook(std::make_unique<Hook>(shared_from_this(), &places_.back()));
 }
 

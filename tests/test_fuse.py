@@ -308,10 +308,108 @@ def test_autocast_compile_and_functional_transforms_take_the_plain_way():
 def test_hooks_on_a_weight_see_its_gradient(kind):
     net, seen = fused(Net()), []
     opt = fa.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=0.5), 2)
+    loss = loss_of(net, *batches(1)[0])
     getattr(net.head.weight, kind)(lambda x: seen.append(x.shape))
-    loss_of(net, *batches(1)[0]).backward()
+    loss.backward()
     assert seen == [net.head.weight.shape]
     opt.step()
+
+
+def wrapped(net, accum_steps=1, **kwargs):
+    return fa.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=0.5), accum_steps, **kwargs)
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 4), (2, 3, 4), (2, 1, 3, 4), (0, 4), (2, 0, 4)], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+def test_inputs_of_every_shape_and_outputs_written_in_place(shape, bias):
+    net = fa.fuse_linear(nn.Sequential(nn.Linear(4, 3, bias=bias), nn.ReLU(inplace=True)))
+    plain, x = fa.unfuse(twin(net)), torch.randn(shape)
+    for each in (net, plain):
+        wrapped(each)
+        each(x).square().sum().backward()
+    for p, q in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize(
+    ("make", "x"),
+    [
+        (lambda: nn.Linear(0, 3), torch.ones(2, 0)),
+        (lambda: nn.Linear(3, 0), torch.ones(2, 3)),
+        (lambda: nn.Embedding(4, 0), torch.tensor([1, 2])),
+    ],
+    ids=["no input", "no output", "embedding"],
+)
+def test_layers_without_width(make, x):
+    net = fused(nn.Sequential(make()))
+    opt = wrapped(net)
+    net(x).sum().backward()
+    opt.step()
+    assert net[0].weight.grad.shape == net[0].weight.shape
+
+
+class Stop(torch.autograd.Function):
+    """The identity, whose backward has no gradient to give."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return None
+
+
+def test_no_gradient_is_not_zeros():
+    net = fused(nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4)))
+    wrapped(net)
+    other = nn.Parameter(torch.ones(()))
+    (Stop.apply(net(torch.tensor([1]))).sum() * other).backward()
+    assert all(p.grad is None for p in net.parameters())
+    embedded = Stop.apply(net[0](torch.tensor([1])))
+    net[1](embedded).sum().backward()
+    assert net[0].weight.grad is None and net[1].weight.grad is not None
+
+
+def test_a_weight_frozen_between_forward_and_backward_gets_no_gradient():
+    net, batch = fused(Net()), batches(1)[0]
+    wrapped(net)
+    loss = loss_of(net, *batch)
+    frozen = [net.embedding.weight, net.head.weight]
+    for p in frozen:
+        p.requires_grad_(False)
+    loss.backward()
+    assert all(p.grad is None for p in frozen) and net.narrow.weight.grad is not None
+
+
+def test_a_weight_that_backward_does_not_read_may_change_before_it():
+    net = fa.fuse_linear(nn.Sequential(nn.Linear(4, 4)))
+    opt = wrapped(net)
+    first, second = net(torch.ones(2, 4)).sum(), net(torch.ones(2, 4)).sum()
+    for loss in (first, second):
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        assert opt.updated
+
+
+def test_nested_and_sparse_inputs_take_the_plain_way():
+    jagged = torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(3, 4)], layout=torch.jagged)
+    net = fa.fuse_linear(nn.Sequential(nn.Linear(4, 4)))
+    plain = fa.unfuse(twin(net))
+    for each in (net, plain):
+        wrapped(each)
+        each(jagged).values().sum().backward()
+    torch.testing.assert_close(net[0].weight.grad, plain[0].weight.grad)
+
+
+def test_a_negative_padding_index_set_by_hand():
+    net = fa.fuse_embedding(nn.Sequential(nn.Embedding(5, 3)))
+    net[0].padding_idx = -1
+    wrapped(net)
+    net(torch.tensor([4, 1])).sum().backward()
+    assert net[0].weight.grad[4].eq(0).all() and net[0].weight.grad[1].eq(1).all()
 
 
 @pytest.mark.parametrize("options", [{"sparse": True}, {"scale_grad_by_freq": True}, {"max_norm": 1.0}], ids=str)

@@ -194,6 +194,18 @@ def test_frozen_and_thawed_parameters():
     torch.testing.assert_close(net[0].weight.grad, expected)
 
 
+def test_a_parameter_frozen_between_forward_and_backward_gets_no_gradient():
+    net, (x, y) = model(), data()
+    opt = wrapped(net, 1)
+    before = net[0].weight.clone()
+    loss = mean_loss(net, x, y)
+    net[0].weight.requires_grad_(False)
+    loss.backward()
+    opt.step()
+    assert net[0].weight.grad is None and torch.equal(net[0].weight, before)
+    assert net[0].bias.grad is not None
+
+
 def test_autograd_grad_does_not_accumulate():
     net, (x, y) = model(), data()
     opt = wrapped(net, 2)

@@ -64,8 +64,8 @@ class Arrivals:
         def arrived(grads: tuple[Tensor | None, ...]) -> tuple[None] | None:
             alive, slot = arrivals(), place()
             listener = None if alive is None else alive._listener()
-            if alive is None or listener is None or slot is None or grads[0] is None:
-                return None
+            if alive is None or listener is None or slot is None or grads[0] is None or not slot.param.requires_grad:
+                return None  # to autograd, which drops the gradient of what was frozen since its forward
             alive._arrived(listener, slot, grads)
             return (None,)
 

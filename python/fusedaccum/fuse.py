@@ -29,10 +29,10 @@ def fuse_linear(model: Model) -> Model:
 
     The plain way is taken, with the same meaning, wherever a gradient must be seen whole: for weights that no wrapper gathers, under
     ``nonfinite="skip_micro_batch"``, in 16-bit buffers, with tensor weights on a GPU, under autocast, ``torch.compile`` and
-    ``torch.func``, for ``create_graph=True`` and ``torch.autograd.grad``, and for weights with hooks.
+    ``torch.func``, for ``create_graph=True`` and ``torch.autograd.grad``, for weights with hooks, and for nested and sparse inputs.
 
     In place: modules keep their names, parameters, state dicts and forward results, bit by bit. Before or after wrapping the optimizer.
-    :func:`unfuse` undoes it. Subclasses of ``nn.Linear`` are left alone.
+    :func:`unfuse` undoes it; do so before ``torch.jit`` or ``torch.fx`` trace the model. Subclasses of ``nn.Linear`` are left alone.
     """
     return _swap(model, {nn.Linear: Linear})
 
@@ -66,7 +66,7 @@ class Linear(nn.Linear):
     """``nn.Linear``, fused."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if _may_fuse(self.weight):
+        if _may_fuse(self.weight, input):
             return _Linear.apply(input, self.weight, self.bias)
         return super().forward(input)
 
@@ -75,18 +75,20 @@ class Embedding(nn.Embedding):
     """``nn.Embedding``, fused."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if _may_fuse(self.weight) and not (self.sparse or self.scale_grad_by_freq or self.max_norm is not None):
+        optional = self.sparse or self.scale_grad_by_freq or self.max_norm is not None
+        if not optional and _may_fuse(self.weight, input):
             return _Embedding.apply(input, self.weight, self.padding_idx)
         return super().forward(input)
 
 
-def _may_fuse(weight: Tensor) -> bool:
+def _may_fuse(weight: Tensor, input: Tensor) -> bool:
     return (
         not torch.compiler.is_compiling()  # first, for a compiler must not look at the rest
         and weight.requires_grad
         and torch.is_grad_enabled()
         and Gathering.of(weight) is not None
-        and not (weight._backward_hooks or weight._post_accumulate_grad_hooks)  # who would miss the gradient
+        and input.layout is torch.strided
+        and not input.is_nested
         and not torch.is_autocast_enabled(weight.device.type)
         and not torch._C._are_functorch_transforms_active()
         and torch.autograd.forward_ad._current_level < 0
@@ -96,14 +98,21 @@ def _may_fuse(weight: Tensor) -> bool:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(input, weight)
-        ctx.weight = weight  # the parameter itself: what is saved may come back as another tensor (checkpointing)
-        return functional.linear(input, weight, bias)
+        ctx.set_materialize_grads(False)  # no gradient is not zeros: an optimizer would decay the weight
+        # As nn.Linear: a weight that backward does not read may change before it. What is saved may come back as another tensor
+        # (checkpointing); the parameter itself is the key to its buffer.
+        ctx.save_for_backward(input, weight if ctx.needs_input_grad[0] else None)
+        ctx.weight = weight
+        output = functional.linear(input, weight, bias)
+        # A view made in here could not be written in place (ReLU(inplace=True)).
+        return torch.ops.aten._unsafe_view(output, output.shape) if output._is_view() else output
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad_output is None:
+            return None, None, None
         input, weight = ctx.saved_tensors
-        flat, flat_input = grad_output.reshape(-1, weight.shape[0]), input.reshape(-1, weight.shape[1])
+        flat, flat_input = (x.reshape(x.shape[:-1].numel(), x.shape[-1]) for x in (grad_output, input))
         for_input = for_weight = for_bias = None
         if ctx.needs_input_grad[0]:
             for_input = flat.mm(weight).view(input.shape)
@@ -122,18 +131,24 @@ class _Linear(torch.autograd.Function):
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(input)
+        if padding_idx is not None and padding_idx < 0:
+            padding_idx += weight.shape[0]
         ctx.weight, ctx.padding_idx = weight, padding_idx
         return functional.embedding(input, weight, padding_idx)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad_output is None:
+            return None, None, None
         (tokens,) = ctx.saved_tensors
 
         def write(buffer: Tensor, scale: float, overwrite: bool) -> None:
             if overwrite:
                 buffer.zero_()
-            flat, rows = tokens.reshape(-1), grad_output.reshape(-1, grad_output.shape[-1]).to(buffer.dtype) * scale
+            flat = tokens.reshape(-1)
+            rows = grad_output.reshape(flat.numel(), grad_output.shape[-1]).to(buffer.dtype) * scale
             if ctx.padding_idx is not None:
                 rows = rows.masked_fill((flat == ctx.padding_idx).unsqueeze(1), 0.0)
             if buffer.is_cuda:  # where index_add_ is not deterministic, and this is, for it sorts
@@ -153,7 +168,8 @@ def _added(
 ) -> bool:
     """Has ``write`` added a gradient of this dtype to the weight's buffer? False where it must be made, and go the plain way."""
     gathering = Gathering.of(weight)
-    if torch.is_grad_enabled() or gathering is None or dtype != weight.dtype:
+    missed = weight._backward_hooks or weight._post_accumulate_grad_hooks  # they would miss the gradient
+    if torch.is_grad_enabled() or not weight.requires_grad or missed or gathering is None or dtype != weight.dtype:
         return False
     return can(dtype, gathering.sums.buffers.of[weight].dtype, weight.device.type) and gathering.add_by(write, weight)
 
