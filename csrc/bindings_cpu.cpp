@@ -26,11 +26,11 @@ bool is_list(py::handle value) { return PyList_Check(value.ptr()) || PyTuple_Che
 
 int predicate(py::handle outs, py::handle ins, bool written) {
   if (!is_list(outs) || (!ins.is_none() && !is_list(ins))) return fusedaccum::kRefused;
-  const TensorList out_list(outs);
-  const TensorList in_list(ins.is_none() ? py::handle(py::tuple()) : ins);
-  if (!out_list.all_tensors() || !in_list.all_tensors()) return fusedaccum::kRefused;
-  if (!ins.is_none() && out_list.tensors().size() != in_list.tensors().size()) return fusedaccum::kRefused;
-  return fusedaccum::judge(out_list.tensors(), in_list.tensors(), written);
+  Tensors out_tensors, in_tensors;
+  if (!fusedaccum::read_tensors(outs, &out_tensors)) return fusedaccum::kRefused;
+  if (!ins.is_none() && !fusedaccum::read_tensors(ins, &in_tensors)) return fusedaccum::kRefused;
+  if (!ins.is_none() && out_tensors.size() != in_tensors.size()) return fusedaccum::kRefused;
+  return fusedaccum::judge(out_tensors, in_tensors, written);
 }
 
 DType dtype_of(const at::Tensor& x) {

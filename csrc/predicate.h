@@ -5,6 +5,7 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
@@ -88,56 +89,73 @@ struct Stretch {
   const char* end;
 };
 
+using Stretches = std::vector<Stretch>;
+
 inline Stretch memory(const at::Tensor& x) {
+  if (x.numel() == 0) return {nullptr, nullptr};
   const char* begin = static_cast<const char*>(x.const_data_ptr());
   return {begin, begin + span(x) * static_cast<int64_t>(x.element_size())};
 }
 
-// Does an output's stretch of memory overlap another output's, or an input's?
-inline bool share_memory(const Tensors& outs, const Tensors& ins) {
+// Does an output's stretch of memory overlap another output's, or an input's? Leaves both in order of address.
+inline bool share_memory(Stretches* outs, Stretches* ins) {
   const auto by_begin = [](const Stretch& a, const Stretch& b) { return a.begin < b.begin; };
-  std::vector<Stretch> written;
-  written.reserve(outs.size());
-  for (const at::Tensor* x : outs) {
-    if (x->numel() != 0) written.push_back(memory(*x));
+  for (Stretches* stretches : {outs, ins}) {
+    if (!std::is_sorted(stretches->begin(), stretches->end(), by_begin)) std::sort(stretches->begin(), stretches->end(), by_begin);
   }
-  if (written.empty()) return false;
-  if (!std::is_sorted(written.begin(), written.end(), by_begin)) std::sort(written.begin(), written.end(), by_begin);
-  for (std::size_t i = 1; i < written.size(); ++i) {
-    if (written[i].begin < written[i - 1].end) return true;
+  for (std::size_t i = 1; i < outs->size(); ++i) {
+    if ((*outs)[i].begin < (*outs)[i - 1].end) return true;
   }
-  for (const at::Tensor* x : ins) {
-    if (x->numel() == 0) continue;
-    const Stretch read = memory(*x);
-    if (read.end <= written.front().begin || read.begin >= written.back().end) continue;
-    const auto next = std::upper_bound(written.begin(), written.end(), read, by_begin);
-    if ((next != written.end() && next->begin < read.end) || (next != written.begin() && (next - 1)->end > read.begin)) return true;
+  auto next = outs->begin();  // the first that ends after the input begins: as outputs do not overlap, also the first that may meet it
+  for (const Stretch& read : *ins) {
+    while (next != outs->end() && next->end <= read.begin) ++next;
+    if (next != outs->end() && next->begin < read.end) return true;
   }
   return false;
 }
 
-constexpr std::size_t kAhead = 8;  // tensors
+constexpr int64_t kAhead = 8;    // tensors
+constexpr int64_t kGrain = 512;  // tensors that are worth another thread
 
-// `ins` is empty for ops of one list.
-inline Verdict judge(const Tensors& outs, const Tensors& ins, bool written) {
-  Verdict verdict = kFlat;
-  const bool pairs = !ins.empty();
-  for (std::size_t k = 0; k < outs.size(); ++k) {
-    if (k + kAhead < outs.size()) {
-      prefetch_storage(*outs[k + kAhead]);
-      if (pairs) prefetch_storage(*ins[k + kAhead]);
-    }
-    const at::Tensor& out = *outs[k];
-    const at::Tensor& in = pairs ? *ins[k] : out;
-    for (const at::Tensor* x : {&out, &in}) {
-      if (!plain(*x) || !supported(x->scalar_type()) || x->device() != outs[0]->device() || !backed(*x)) return kRefused;
-    }
-    if (pairs && out.sizes() != in.sizes()) return kRefused;
-    if (written && (overlaps_itself(out) || out._is_zerotensor())) return kRefused;
-    if (written && out.is_inference() && !c10::InferenceMode::is_enabled()) return kRefused;
-    if (!flat_pair(out, in)) verdict = kStrided;
+// One pair by itself. `inference`: of the calling thread, on whatever thread this runs.
+inline Verdict judge_pair(const at::Tensor& out, const at::Tensor& in, at::Device device, bool written, bool inference) {
+  for (const at::Tensor* x : {&out, &in}) {
+    if (!plain(*x) || !supported(x->scalar_type()) || x->device() != device || !backed(*x)) return kRefused;
   }
-  return written && share_memory(outs, ins) ? kRefused : verdict;
+  if (out.sizes() != in.sizes()) return kRefused;
+  if (written && (overlaps_itself(out) || out._is_zerotensor())) return kRefused;
+  if (written && out.is_inference() && !inference) return kRefused;
+  return flat_pair(out, in) ? kFlat : kStrided;
+}
+
+// `ins` is empty for ops of one list. What a list of thousands costs is waiting for memory, which several threads do at a time. They may
+// not call Python, whose lock the caller holds: nothing but the keys is asked of a tensor before it is known to be plain.
+inline Verdict judge(const Tensors& outs, const Tensors& ins, bool written) {
+  if (outs.empty()) return kFlat;
+  if (!plain(*outs[0])) return kRefused;
+  const at::Device device = outs[0]->device();
+  const bool pairs = !ins.empty();
+  const bool inference = c10::InferenceMode::is_enabled();
+  Stretches of_outs(written ? outs.size() : 0), of_ins(written && pairs ? ins.size() : 0);
+  const auto each = [&](int64_t begin, int64_t end, Verdict worst) {
+    for (int64_t k = begin; k < end; ++k) {
+      if (k + kAhead < end) {
+        prefetch_storage(*outs[k + kAhead]);
+        if (pairs) prefetch_storage(*ins[k + kAhead]);
+      }
+      const at::Tensor& out = *outs[k];
+      const at::Tensor& in = pairs ? *ins[k] : out;
+      const Verdict verdict = judge_pair(out, in, device, written, inference);
+      if (verdict == kRefused) return kRefused;
+      worst = std::max(worst, verdict);
+      if (written) of_outs[k] = memory(out);
+      if (written && pairs) of_ins[k] = memory(in);
+    }
+    return worst;
+  };
+  const auto worse = [](Verdict a, Verdict b) { return std::max(a, b); };
+  const Verdict verdict = at::parallel_reduce(0, static_cast<int64_t>(outs.size()), kGrain, kFlat, each, worse);
+  return verdict != kRefused && written && share_memory(&of_outs, &of_ins) ? kRefused : verdict;
 }
 
 }  // namespace fusedaccum

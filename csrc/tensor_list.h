@@ -8,30 +8,32 @@
 
 namespace fusedaccum {
 
-// Keeps the tensors alive: its tuple holds the items, whatever becomes of the list meanwhile.
+// Points `tensors` at the items of a list or tuple; false if one is no tensor. Runs no Python, so the items stay while the GIL is held.
+inline bool read_tensors(pybind11::handle list, Tensors* tensors) {
+  PyObject** items = PySequence_Fast_ITEMS(list.ptr());
+  const Py_ssize_t count = PySequence_Fast_GET_SIZE(list.ptr());
+  tensors->reserve(static_cast<std::size_t>(count));
+  for (Py_ssize_t k = 0; k < count; ++k) {
+    __builtin_prefetch(items[std::min(k + 16, count - 1)]);
+    if (!PyType_IsSubtype(Py_TYPE(items[k]), reinterpret_cast<PyTypeObject*>(THPVariableClass))) return false;
+    tensors->push_back(&THPVariable_Unpack(items[k]));
+    prefetch(tensors->back()->unsafeGetTensorImpl());
+  }
+  return true;
+}
+
+// Keeps the tensors alive where the GIL is let go: its tuple holds the items, whatever becomes of the list meanwhile.
 class TensorList {
  public:
   explicit TensorList(pybind11::handle list) : items_(pybind11::reinterpret_steal<pybind11::object>(PySequence_Tuple(list.ptr()))) {
     if (!items_) throw pybind11::error_already_set();
-    const Py_ssize_t count = PyTuple_GET_SIZE(items_.ptr());
-    tensors_.reserve(static_cast<std::size_t>(count));
-    for (Py_ssize_t k = 0; k < count; ++k) {
-      PyObject* item = PyTuple_GET_ITEM(items_.ptr(), k);
-      if (!THPVariable_Check(item)) {
-        all_tensors_ = false;
-        return;
-      }
-      tensors_.push_back(&THPVariable_Unpack(item));
-      prefetch(tensors_.back()->unsafeGetTensorImpl());
-    }
+    read_tensors(items_, &tensors_);
   }
-  bool all_tensors() const { return all_tensors_; }
   const Tensors& tensors() const { return tensors_; }
 
  private:
   pybind11::object items_;
   Tensors tensors_;
-  bool all_tensors_ = true;
 };
 
 // What every op that writes tells autograd.

@@ -1,6 +1,7 @@
 """Bad input: an error that names the argument, the value and the fix, and nothing is written. C++ and Python agree."""
 
 import itertools
+import random
 import re
 
 import numpy as np
@@ -170,6 +171,51 @@ def test_predicate_and_python_accept_the_same(case, request):
         # Interleaved views are left to the exact comparison in Python.
         assert verdict == layout or (verdict, layout) == (Layout.REFUSED, Layout.STRIDED)
     ops.accumulate_(buffers, grads, 1.0)
+
+
+@pytest.mark.parametrize("case", [*BAD_LISTS, *GOOD_LISTS])
+@pytest.mark.skipif(not NATIVE, reason="the extension fusedaccum._cpu was not built")
+def test_predicate_sees_the_same_among_thousands(cpu, case, threads):
+    """Long lists are shared out to threads; one pair a time, at random places and in random order of addresses."""
+    buffers, grads, *_ = (BAD_LISTS | GOOD_LISTS)[case]
+    if not (isinstance(buffers, (list, tuple)) and grads is not None and len(buffers) == len(grads)):
+        return
+    expected = cpu.predicate(buffers, grads, True)
+    draw, memory = random.Random(), torch.zeros(4_000, 2, 3)
+    for count in (1, 2, 5):
+        threads(count)
+        pairs = [(b, g) for b, g in memory]
+        draw.shuffle(pairs)
+        for pair in zip(buffers, grads):
+            pairs.insert(draw.randrange(len(pairs) + 1), pair)
+        assert cpu.predicate([b for b, _ in pairs], [g for _, g in pairs], True) == expected
+
+
+@pytest.mark.skipif(not NATIVE, reason="the extension fusedaccum._cpu was not built")
+def test_predicate_finds_the_one_overlap_among_thousands(cpu, threads):
+    threads(3)
+    draw, memory = random.Random(), torch.zeros(9_001)
+    flat = list(memory[:9_000].split(3))
+    draw.shuffle(flat)
+    outs, ins = flat[:1_500], flat[1_500:]
+    assert cpu.predicate(outs, ins, True) == Layout.FLAT
+    for lists in (outs, ins):
+        moved, j, k = list(lists), *draw.sample(range(1_500), 2)
+        start = max(outs[j].storage_offset() + draw.randint(-2, 2), 0)
+        moved[k] = memory[start : start + 3]
+        assert cpu.predicate(moved if lists is outs else outs, moved if lists is ins else ins, True) == Layout.REFUSED
+    assert cpu.predicate(ins, None, True) == Layout.FLAT
+    assert cpu.predicate([*ins, ins[7]], None, True) == Layout.REFUSED
+    assert cpu.predicate([*ins, ins[7]], None, False) == Layout.FLAT
+
+
+@pytest.mark.skipif(not NATIVE, reason="the extension fusedaccum._cpu was not built")
+def test_predicate_knows_the_callers_inference_mode_on_every_thread(cpu, threads):
+    threads(3)
+    with torch.inference_mode():
+        tensors = [z() for _ in range(2_000)]
+        assert cpu.predicate(tensors, None, True) == Layout.FLAT
+    assert cpu.predicate(tensors, None, True) == Layout.REFUSED
 
 
 @pytest.mark.skipif(not NATIVE, reason="the extension fusedaccum._cpu was not built")
