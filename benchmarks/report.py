@@ -49,12 +49,17 @@ def draw_all(folder: Path = RESULTS) -> list[Path]:
 def blocks() -> dict[str, str]:
     """The text of every block that a page may ask for; those of the results on a GPU begin with ``gpu_``."""
     texts = _blocks_of(RESULTS)
-    accumulated = load("accumulate")
-    if accumulated:
-        summary = tables.markdown(tables.summary(accumulated, load("window")))
+    if load("accumulate"):
         picture = "![bandwidth of every way](benchmarks/results/accumulate.svg)"
-        texts["summary"] = f"{picture}\n\n{summary}\n\n{_where(accumulated)}"
+        texts["summary"] = f"{picture}\n\n{_summary(RESULTS)}"
+    texts["machines"] = "\n\n".join(_summary(folder) for folder in sorted((RESULTS / "machines").iterdir()))
     return texts | {f"gpu_{name}": text for name, text in _blocks_of(RESULTS / "gpu").items()}
+
+
+def _summary(folder: Path) -> str:
+    """The short table of the results in a folder, and where they were measured."""
+    accumulated = load("accumulate", folder)
+    return f"{tables.markdown(tables.summary(accumulated, load('window', folder)))}\n\n{_where(accumulated)}"
 
 
 def _blocks_of(folder: Path) -> dict[str, str]:

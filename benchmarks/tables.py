@@ -29,15 +29,29 @@ def markdown(table: Table) -> str:
 
 
 def accumulate(rows: Sequence[Row]) -> Table:
-    """One line a case: our time, bandwidth and share of it, and how many times slower each peer was."""
+    """One line a case: our time, bandwidth and share of it, and how many times slower each peer was.
+
+    "At the bandwidth" is how many times faster than the best peer a way would be that reached the bandwidth of the same run: the most
+    that can be asked for there.
+    """
     cases = grouped(rows, ("set", "grads", "buffers", "mode", "stats"))
     peers = _names(rows, "peer") + [n for n in _names(rows, "variant") if n != "fusedaccum without stats"]
-    header = ["case", "ms (p10–p90)", "GB/s", "of bandwidth", "vs best", *(f"vs {p}" for p in peers)]
+    header = [
+        "case",
+        "ms (p10–p90)",
+        "GB/s",
+        "of bandwidth",
+        "vs best",
+        "at the bandwidth",
+        *(f"vs {p}" for p in peers),
+    ]
     lines = []
     for (name, grads, buffers, mode, stats), of_case in cases.items():
         ours = of_case[OURS]
         label = f"{name} {grads}→{buffers} {mode}{' + stats' if stats else ''}"
-        lines.append([label, *_measured(ours), f"{ours['speedup']:.2f}×", *(_against(of_case.get(p)) for p in peers)])
+        ceiling = f"{ours['speedup'] / ours['share_of_bandwidth']:.2f}×" if "share_of_bandwidth" in ours else "–"
+        against = [_against(of_case.get(p)) for p in peers]
+        lines.append([label, *_measured(ours), f"{ours['speedup']:.2f}×", ceiling, *against])
     return header, lines
 
 

@@ -50,6 +50,15 @@ const KernelTable& kernels() {
   return *table;
 }
 
+bool prefetch_pays() {
+#if defined(__x86_64__)
+  static const bool intel = __builtin_cpu_is("intel");
+  return intel;
+#else
+  return false;
+#endif
+}
+
 std::vector<std::string> capabilities() {
   std::vector<std::string> names;
   for (const KernelTable* table : usable()) names.emplace_back(table->name);

@@ -17,6 +17,10 @@ namespace cpu {
 // The kernels in use. Throws std::invalid_argument when the environment names an instruction set that does not exist or is missing.
 const KernelTable& kernels();
 
+// Does prefetching pay in kernels that compute little? Measured: it does on Intel's Granite Rapids; on AMD's Zen 4 it costs, on Zen 5
+// nothing either way (docs/performance.md).
+bool prefetch_pays();
+
 // Names of what this CPU can run, the best last.
 std::vector<std::string> capabilities();
 

@@ -24,6 +24,7 @@ struct Parameters {
   double decay;
   uint64_t seed;
   uint64_t counter;  // index of the random number of the first element
+  bool prefetch;     // also in kernels that compute little
 };
 
 struct Partial {
@@ -34,8 +35,8 @@ struct Partial {
 // out[0..n) from in[0..n). Pointers need no alignment beyond their dtype's; nothing outside of [0, n) is touched.
 // `partial` is written by kStats modes only.
 using Kernel = void (*)(void* out, const void* in, int64_t n, const Parameters& parameters, Partial* partial);
-// The squares and the non-finite count of in[0..n).
-using StatsKernel = void (*)(const void* in, int64_t n, Partial* partial);
+// The squares and the non-finite count of in[0..n). `prefetch`: as in Parameters.
+using StatsKernel = void (*)(const void* in, int64_t n, bool prefetch, Partial* partial);
 
 struct KernelTable {
   const char* name;

@@ -135,10 +135,11 @@ struct Step {
 };
 
 // Bytes ahead of the step at which lines are prefetched: the hardware stops at the end of a page, and the more a step computes, the
-// fewer loads of later ones are under way with it. An add into FP32 or FP64 computes too little for that, and loses by it.
+// fewer loads of later ones are under way with it. Whether that pays for an add into FP32 or FP64, which computes little, depends on the
+// processor (Parameters::prefetch).
 constexpr int kAhead = 2048;
 template <int kMode, class Out, class In>
-constexpr bool kPrefetch = (kMode & kStream) == 0 && (sizeof(Out) < sizeof(float) || ((kMode & kStats) && sizeof(In) < sizeof(float)));
+constexpr bool kComputesMuch = sizeof(Out) < sizeof(float) || ((kMode & kStats) != 0 && sizeof(In) < sizeof(float));
 
 template <class T>
 FUSEDACCUM_INLINE void prefetch(const T* p) {
@@ -146,11 +147,12 @@ FUSEDACCUM_INLINE void prefetch(const T* p) {
 }
 
 template <int kMode, class Out, class In, class C>
-FUSEDACCUM_INLINE void run_steps(Out* out, const In* in, int64_t n, const Step<kMode, Out, In, C>& step, Draws* draws, Tally& tally) {
+FUSEDACCUM_INLINE void run_steps(Out* out, const In* in, int64_t n, const Step<kMode, Out, In, C>& step, bool prefetches, Draws* draws,
+                                 Tally& tally) {
   constexpr bool kSplit = Step<kMode, Out, In, C>::kSplit;
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
-    if constexpr (kPrefetch<kMode, Out, In>) {
+    if ((kMode & kStream) == 0 && (kComputesMuch<kMode, Out, In> || prefetches)) {
       prefetch(in + i);
       prefetch(out + i);
     }
@@ -180,9 +182,9 @@ void run(void* out_memory, const void* in_memory, int64_t n, const Parameters& p
   Tally tally;
   if constexpr ((kMode & kStochastic) != 0) {
     Draws draws(parameters.seed, parameters.counter);
-    run_steps(out, in, n, step, &draws, tally);
+    run_steps(out, in, n, step, parameters.prefetch, &draws, tally);
   } else {
-    run_steps(out, in, n, step, nullptr, tally);
+    run_steps(out, in, n, step, parameters.prefetch, nullptr, tally);
   }
   if constexpr ((kMode & kStream) != 0) finish_streaming();
   if constexpr ((kMode & kStats) != 0) {
@@ -197,12 +199,15 @@ void run(void* out_memory, const void* in_memory, int64_t n, const Parameters& p
 }
 
 template <class In>
-void run_stats(const void* in_memory, int64_t n, Partial* partial) {
+void run_stats(const void* in_memory, int64_t n, bool prefetches, Partial* partial) {
   constexpr bool kSplit = kSame<In, BF16>;
   const In* in = static_cast<const In*>(in_memory);
   Tally tally;
   int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) tally.add<kSplit>(read<kSplit>(in + i));
+  for (; i + kLanes <= n; i += kLanes) {
+    if (kComputesMuch<kStats, In, In> || prefetches) prefetch(in + i);
+    tally.add<kSplit>(read<kSplit>(in + i));
+  }
   if (i < n) {
     alignas(64) In last[kLanes] = {};
     memcpy(static_cast<void*>(last), in + i, static_cast<size_t>(n - i) * sizeof(In));

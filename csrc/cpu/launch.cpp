@@ -34,10 +34,10 @@ class Launch {
     const Pair& pair = pairs_[chunk.tensor];
     const int64_t n = chunk.end - chunk.begin;
     if (call_.op == Op::kStats) {
-      kernels_.stats[pair.in_type](at(pair.in, chunk.begin, pair.in_type), n, partial);
+      kernels_.stats[pair.in_type](at(pair.in, chunk.begin, pair.in_type), n, prefetch_pays(), partial);
       return;
     }
-    Parameters parameters{call_.scale, call_.decay, call_.seed, 0};
+    Parameters parameters{call_.scale, call_.decay, call_.seed, 0, prefetch_pays()};
     const bool stochastic = call_.stochastic && wide16(pair.out_type);
     if (stochastic) parameters.counter = call_.counters[chunk.tensor] + static_cast<uint64_t>(chunk.begin);
     char* out = at(pair.out, chunk.begin, pair.out_type);
