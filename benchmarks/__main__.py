@@ -64,8 +64,6 @@ def main() -> None:
         torch.set_num_threads(arguments.threads)
     options = Options.parse(arguments)
     for name in arguments.names or BENCHMARKS:
-        if name == bench_memory.NAME and arguments.device != "cpu":
-            continue  # it reads the CPU allocator's records
         rows = BENCHMARKS[name].run(options)
         print(report.printed(name, rows), flush=True)
     for path in report.draw_all(options.out):

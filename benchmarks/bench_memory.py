@@ -1,19 +1,21 @@
 """What does a window hold in memory? Every allocation of two micro-batches and the step, by PyTorch's own accounting.
 
-The model is the 12 blocks of GPT-2 124M in bf16 (85 million parameters) on a short sequence, so that activations are small
-beside gradients. A way's excess is its peak less the parameters, and less the FP32 sums where it has any: what the gradients
+The model is the 12 blocks of GPT-2 124M (85 million parameters), in bf16 and in FP32, on a short sequence, so that activations are
+small beside gradients. A way's excess is its peak less the parameters, and less the sums where it has any: what the gradients
 of a backward pass take on their way, with activations and temporaries.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 
 import fusedaccum as fa
 import torch
 from torch import Tensor, nn
 
+from . import environment
 from .harness import OURS, Options, Row, Sink
 from .memory import Timeline, mark, recorded
 from .models import SIZES, Block
@@ -21,34 +23,38 @@ from .models import SIZES, Block
 NAME = "memory"
 SIZE, TOKENS = SIZES["gpt2-124m"], 8
 POINTS = 1500  # of a timeline, in the results
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def run(options: Options) -> list[Row]:
     """Record one window a way; the rows, each with its timeline."""
     blocks = 2 if options.quick else SIZE.blocks
     with Sink(NAME, options, len(WAYS)) as sink:
-        for name, (note, way, has_sums) in WAYS.items():
+        for name, way in WAYS.items():
             sink.case(name)
-            timeline, parameters = _record(blocks, way, options.backend)
-            sums = 2 * parameters if has_sums else 0  # FP32 for bf16
+            timeline, elements = _record(blocks, way, options.backend)
+            parameters, sums = elements * DTYPES[way.weights].itemsize, elements * way.sum_bytes
             peak = timeline.peak_of("micro-batch", "step")
-            row: Row = {"contestant": name, "kind": "ours" if name == OURS else "peer", "note": note, "blocks": blocks}
+            kind = "ours" if name.startswith(OURS) else "peer"
+            row: Row = {"contestant": name, "kind": kind, "note": way.note, "weights": way.weights, "blocks": blocks}
             row |= {"parameter_bytes": parameters, "sum_bytes": sums, "peak_bytes": peak}
             row |= {"excess_bytes": peak - parameters - sums, "backward_peak_bytes": timeline.peak_of("micro-batch")}
-            row |= {"largest_parameter_bytes": 2 * SIZE.width * SIZE.inner, "timeline": _thinned(timeline)}
+            largest = SIZE.width * SIZE.inner * DTYPES[way.weights].itemsize
+            row |= {"largest_parameter_bytes": largest, "timeline": _thinned(timeline)}
             row["marks"] = [[label, round(a, 5), round(b, 5)] for label, a, b in timeline.marks]
             sink.add([row])
     return sink.rows
 
 
-def _record(blocks: int, way: Callable, backend: str) -> tuple[Timeline, int]:
+def _record(blocks: int, way: Way, backend: str) -> tuple[Timeline, int]:
     torch.manual_seed(0)
-    x = torch.randn(1, TOKENS, SIZE.width, dtype=torch.bfloat16)
-    with recorded() as timeline:
+    made = {"dtype": DTYPES[way.weights], "device": environment.device}
+    x = torch.randn(1, TOKENS, SIZE.width).to(**made)
+    with recorded(environment.device.type) as timeline:
         with mark("build"):
-            model = nn.Sequential(*(Block(SIZE) for _ in range(blocks))).to(torch.bfloat16)
-            parameters = sum(p.numel() * p.itemsize for p in model.parameters())
-        with way(model, backend) as (finish, step):
+            model = nn.Sequential(*(Block(SIZE) for _ in range(blocks))).to(**made)
+            elements = sum(p.numel() for p in model.parameters())
+        with way.window(model, backend) as (finish, step):
             for _ in range(2):
                 with mark("micro-batch"):
                     model(x).float().square().mean().backward()
@@ -56,7 +62,7 @@ def _record(blocks: int, way: Callable, backend: str) -> tuple[Timeline, int]:
             with mark("step"):
                 step()
         del model
-    return timeline, parameters
+    return timeline, elements
 
 
 Window = tuple[Callable[[], object], Callable[[], object]]  # after a micro-batch's backward, at the window's end
@@ -94,18 +100,24 @@ def _hooked(model: nn.Module, _: str) -> Iterator[Window]:
         handle.remove()
 
 
-@contextmanager
-def _fused(model: nn.Module, backend: str) -> Iterator[Window]:
-    opt = fa.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), accum_steps=2, backend=backend)
-    micro_batches = 0
+def _ours(fused: bool = False, **settings: object) -> Callable:
+    @contextmanager
+    def window(model: nn.Module, backend: str) -> Iterator[Window]:
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        opt = fa.AccumulatingOptimizer(inner, accum_steps=2, backend=backend, **settings)  # type: ignore[arg-type]
+        if fused:
+            fa.fuse_linear(model)
+        micro_batches = 0
 
-    def finish() -> None:
-        nonlocal micro_batches
-        micro_batches += 1
-        if micro_batches == 1:
-            opt.step()  # counts the micro-batch; the second one's closes the window, under the mark "step"
+        def finish() -> None:
+            nonlocal micro_batches
+            micro_batches += 1
+            if micro_batches == 1:
+                opt.step()  # counts the micro-batch; the second one's closes the window, under the mark "step"
 
-    yield finish, opt.step
+        yield finish, opt.step
+
+    return window
 
 
 def _sgd(model: nn.Module, sums: list[Tensor]) -> None:
@@ -115,11 +127,28 @@ def _sgd(model: nn.Module, sums: list[Tensor]) -> None:
             p.add_(total, alpha=-0.05)
 
 
-WAYS: dict[str, tuple[str, Callable, bool]] = {
-    OURS: ("FP32 sums, one bucket of bf16 gradients at a time", _fused, True),
-    "p.grad in bf16": ("PyTorch's own accumulation: sums rounded to bf16", _plain, False),
-    "add after backward": ("all bf16 gradients of a micro-batch, then FP32 sums", _copied_afterwards, True),
-    "a hook a parameter": ("FP32 sums, one gradient at a time, one add_ each", _hooked, True),
+@dataclass(frozen=True)
+class Way:
+    """``sum_bytes``: an element of the sums that it keeps; 0 where p.grad is all there is."""
+
+    note: str
+    window: Callable[[nn.Module, str], AbstractContextManager[Window]]
+    sum_bytes: int
+    weights: str = "bf16"
+
+
+WAYS: dict[str, Way] = {
+    OURS: Way("FP32 sums, one bucket of bf16 gradients at a time", _ours(), 4),
+    "fusedaccum, bf16 sums": Way("buffer_dtype=None", _ours(buffer_dtype=None), 2),
+    "fusedaccum, skip_micro_batch": Way(
+        "all gradients of a micro-batch until it is judged", _ours(nonfinite="skip_micro_batch"), 4
+    ),
+    "p.grad in bf16": Way("PyTorch's own accumulation: sums rounded to bf16", _plain, 2),
+    "add after backward": Way("all bf16 gradients of a micro-batch, then FP32 sums", _copied_afterwards, 4),
+    "a hook a parameter": Way("FP32 sums, one gradient at a time, one add_ each", _hooked, 4),
+    "fusedaccum, FP32 weights": Way("one bucket of gradients at a time", _ours(), 4, "fp32"),
+    "fusedaccum, fused layers": Way("Linear layers add by themselves", _ours(fused=True), 4, "fp32"),
+    "p.grad in FP32": Way("PyTorch's own accumulation", _plain, 4, "fp32"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Memory as PyTorch's allocator sees it: every allocation and release on the CPU, from the profiler's memory events.
+"""Memory as PyTorch's allocator sees it: every allocation and release on a kind of device, from the profiler's memory events.
 
 Exact for tensors, temporaries inside ops included. Not seen: what a library allocates by itself (oneDNN's scratch pads) and
 Python objects. Build whatever is to be counted inside the block.
@@ -17,6 +17,7 @@ from pathlib import Path
 from torch.profiler import ProfilerActivity, profile, record_function
 
 _MARK = "memory: "
+_DEVICE_TYPES = {"cpu": 0, "cuda": 1}  # as c10::DeviceType numbers them
 
 
 @dataclass
@@ -43,8 +44,8 @@ class Timeline:
 
 
 @contextmanager
-def recorded() -> Iterator[Timeline]:
-    """Record a block; the timeline that it yields is filled when the block is left."""
+def recorded(device_type: str) -> Iterator[Timeline]:
+    """Record a block on this kind of device; the timeline that it yields is filled when the block is left."""
     timeline = Timeline()
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own log lines would tear the progress bar
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -53,7 +54,14 @@ def recorded() -> Iterator[Timeline]:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         trace = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    events = sorted(((e["ts"], e["args"]["Bytes"]) for e in trace if e.get("name") == "[memory]"), key=lambda e: e[0])
+    events = sorted(
+        (
+            (e["ts"], e["args"]["Bytes"])
+            for e in trace
+            if e.get("name") == "[memory]" and e["args"]["Device Type"] == _DEVICE_TYPES[device_type]
+        ),
+        key=lambda e: e[0],
+    )
     marks = [e for e in trace if str(e.get("name", "")).startswith(_MARK) and e.get("ph") == "X"]
     origin = min([e[0] for e in events[:1]] + [e["ts"] for e in marks], default=0.0)
     total = 0

@@ -41,6 +41,11 @@ COLOURS = {
     "fusedaccum, from a graph": SKY,
     "fusedaccum, triton": "#003F63",
     "p.grad in bf16": ORANGE,
+    "p.grad in FP32": ORANGE,
+    "fusedaccum, bf16 sums": SKY,
+    "fusedaccum, skip_micro_batch": YELLOW,
+    "fusedaccum, FP32 weights": BLUE,
+    "fusedaccum, fused layers": SKY,
     "add after backward": PURPLE,
     "a hook a parameter": GREEN,
     "a hook a parameter, FP32 main_grad": GREEN,
@@ -164,31 +169,32 @@ def window(rows: Sequence[Row]) -> Figure:
 
 
 def memory(rows: Sequence[Row]) -> Figure:
-    """Allocated bytes over two micro-batches and a step, a line a way, with the floors they stand on."""
-    figure, axes = plt.subplots(figsize=(8.6, 4.4), layout="constrained")
-    for r in rows:
-        start = next(a for label, a, _ in r["marks"] if label == "micro-batch")
-        end = next(b for label, _, b in r["marks"] if label == "step")
-        points = [((s - start) / (end - start), b / 2**20) for s, b in r["timeline"] if start <= s <= end]
-        name = str(r["contestant"])
-        label = f"{name}: peak {r['peak_bytes'] / 2**20:.0f} MiB"
-        axes.plot(
-            *zip(*points), drawstyle="steps-post", color=COLOURS[name], lw=2 if name == OURS else 1.2, label=label
-        )
-    ours = next(r for r in rows if r["contestant"] == OURS)
-    floor = ours["parameter_bytes"] / 2**20
-    total = floor + ours["sum_bytes"] / 2**20
-    for level, text in ((floor, "parameters (bf16)"), (total, "parameters + FP32 sums")):
-        axes.axhline(level, color="black", lw=0.9, ls=":")
-        axes.text(0.005, level, text, ha="left", va="bottom", fontsize=8.5)
-    axes.set_ylim(0)
-    axes.set_xlim(0, 1)
-    axes.set_xticks([])
-    axes.set_xlabel("two micro-batches (forward and backward), then the step; every run from its start to its end")
-    axes.set_ylabel("allocated, MiB")
-    axes.legend(loc="lower right", frameon=True, framealpha=0.95)
+    """Allocated bytes over two micro-batches and a step, a line a way, with the floors they stand on; a panel a dtype of the weights."""
+    figure, panels = plt.subplots(1, 2, figsize=(12, 4.6), layout="constrained")
+    for axes, weights in zip(panels, dict.fromkeys(str(r["weights"]) for r in rows)):
+        of_panel = [r for r in rows if r["weights"] == weights]
+        for r in of_panel:
+            start = next(a for label, a, _ in r["marks"] if label == "micro-batch")
+            end = next(b for label, _, b in r["marks"] if label == "step")
+            points = [((s - start) / (end - start), b / 2**20) for s, b in r["timeline"] if start <= s <= end]
+            name = str(r["contestant"])
+            label = f"{name}: peak {r['peak_bytes'] / 2**20:.0f} MiB"
+            width = 2 if r is of_panel[0] else 1.2
+            axes.plot(*zip(*points), drawstyle="steps-post", color=COLOURS[name], lw=width, label=label)
+        ours = of_panel[0]
+        floor = ours["parameter_bytes"] / 2**20
+        total = floor + ours["sum_bytes"] / 2**20
+        for level, text in ((floor, f"parameters ({weights})"), (total, "parameters + FP32 sums")):
+            axes.axhline(level, color="black", lw=0.9, ls=":")
+            axes.text(0.005, level, text, ha="left", va="bottom", fontsize=8.5)
+        axes.set_ylim(0)
+        axes.set_xlim(0, 1)
+        axes.set_xticks([])
+        axes.set_xlabel("two micro-batches, then the step; every run from its start to its end")
+        axes.legend(loc="lower right", frameon=True, framealpha=0.95, fontsize=8)
+    panels[0].set_ylabel("allocated, MiB")
     figure.suptitle(
-        f"Beside parameters and sums: {ours['excess_bytes'] / 2**20:.0f} MiB, a bucket of gradients and not all of them"
+        f"Beside parameters and sums: {rows[0]['excess_bytes'] / 2**20:.0f} MiB, a bucket of gradients and not all of them"
     )
     return figure
 

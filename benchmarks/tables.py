@@ -137,8 +137,8 @@ def memory(rows: Sequence[Row]) -> Table:
     lines = []
     for r in rows:
         columns = ("parameter_bytes", "sum_bytes", "excess_bytes", "peak_bytes")
-        lines.append([str(r["contestant"]), *(f"{r[c] / 2**20:.1f}" for c in columns)])
-    return ["way", "parameters MiB", "FP32 sums MiB", "gradients and the rest MiB", "peak MiB"], lines
+        lines.append([f"{r['weights']} weights: {r['contestant']}", *(f"{r[c] / 2**20:.1f}" for c in columns)])
+    return ["way", "parameters MiB", "sums MiB", "gradients and the rest MiB", "peak MiB"], lines
 
 
 def summary(accumulated: Sequence[Row], windows: Sequence[Row]) -> Table:

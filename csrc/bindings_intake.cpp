@@ -69,6 +69,7 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
     py::object slot;
     at::Tensor parameter;
     std::vector<int64_t> shape;
+    bool lent;
     std::size_t taken = 0;  // times that take() has met it
   };
   struct Arrival {
@@ -79,7 +80,7 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
   void arrived(Place* place, const at::Tensor& grad);
   bool expects(int task);
   template <class... Arguments>
-  void tell(const char* method, const Arguments&... arguments);
+  bool tell(const char* method, const Arguments&... arguments);
 
   py::object intake_;  // a weak reference
   const std::optional<int64_t> bucket_bytes_;
@@ -108,7 +109,8 @@ class Hook : public torch::autograd::FunctionPreHook {
 };
 
 void Arrivals::hook(py::object slot, const at::Tensor& parameter) {
-  places_.push_back({std::move(slot), parameter, parameter.sizes().vec()});
+  const bool lent = py::cast<bool>(slot.attr("lent"));
+  places_.push_back({std::move(slot), parameter, parameter.sizes().vec(), lent});
   torch::autograd::impl::grad_accumulator(parameter)->add_pre_hook(std::make_unique<Hook>(shared_from_this(), &places_.back()));
 }
 
@@ -127,13 +129,14 @@ bool Arrivals::expects(int task) {
   return std::find(tasks_.begin(), tasks_.end(), task) != tasks_.end();
 }
 
+// Returns whether the answer is true.
 template <class... Arguments>
-void Arrivals::tell(const char* method, const Arguments&... arguments) {
+bool Arrivals::tell(const char* method, const Arguments&... arguments) {
   const py::gil_scoped_acquire locked;
   const py::object intake = intake_();
-  if (intake.is_none()) return;
+  if (intake.is_none()) return false;
   try {
-    intake.attr(method)(arguments...);
+    return intake.attr(method)(arguments...).is(py::handle(Py_True));
   } catch (py::error_already_set& error) {
     error.restore();
     python_error carried;  // by the engine, to the thread that called backward()
@@ -148,6 +151,7 @@ void Arrivals::arrived(Place* place, const at::Tensor& grad) {
   const bool ours = exclusive(grad);  // before we hold it ourselves
   const int task = torch::autograd::get_current_graph_task_id();
   if (!expects(task)) tell("enter", task);
+  if (place->lent && tell("added_already", place->slot)) return;
   at::Tensor kept = ours || bucket_bytes_ ? grad : grad.clone();
   const auto bytes = static_cast<int64_t>(grad.nbytes());
   bool full = false;

@@ -108,7 +108,7 @@ def test_a_step_tells_accumulation_from_forward_and_backward(tmp_path: Path) -> 
 
 
 def test_memory_records_the_peak_of_a_stretch() -> None:
-    with memory.recorded() as timeline:
+    with memory.recorded("cpu") as timeline:
         kept = torch.zeros(1000)
         with memory.mark("stretch"):
             torch.zeros(500_000).add_(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import is_not
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from . import ops
+from . import main_grad, ops
 from .amp import LossScale
 from .buffers import Block, Buffers, Slot
 from .norms import SquaredNorms
@@ -39,6 +40,7 @@ class Accumulator:
         self._backend = backend
         self._warned_dropped = False
         self._first_draw: dict[Slot, int] = {}
+        self.lent: list[Slot] = []
 
     def take(self, parameters: Iterable[tuple[str, Parameter]]) -> list[Slot]:
         """Make room for these parameters."""
@@ -47,6 +49,10 @@ class Accumulator:
         for slot in slots:
             self._first_draw[slot] = end
             end += slot.param.numel()
+        lent = [slot for slot in slots if slot.lent]
+        if lent:
+            self.lent += lent
+            weakref.finalize(self, main_grad.take_back, [slot.param for slot in lent]).atexit = False
         return slots
 
     # -- adding ------------------------------------------------------------------------------------------------
@@ -98,8 +104,46 @@ class Accumulator:
         micro.adds += 1
         self._written([slot], 1.0)
         if measure:
-            self._measured(ops.stats([slot.buffer], backend=self._backend), [slot], 1.0, micro)
+            self._measure(slot, micro)
         return True
+
+    def added(self, slot: Slot, window: Window, micro: MicroBatch, measure: bool) -> None:
+        """The layer of a slot that is lent has added its gradient, times 1. Waits for the device where a loss scale is there."""
+        scale = float(self._contribution(window, micro))
+        if scale not in (0.0, 1.0):  # 0: the window is not going to be applied
+            raise RuntimeError(
+                f"the layer of parameter {slot.name} has added its gradient to main_grad as it is, where the window needs {scale} times "
+                "it, because a GradScaler has changed its scale; switch the layer's gradient accumulation fusion off, or the scaler"
+            )
+        if slot.param.grad is not slot.shown or (slot.shown is None and not slot.clean):
+            raise RuntimeError(
+                f"the layer of parameter {slot.name} has added its gradient to main_grad, which {slot.name}.grad does not show: that was "
+                "set by hand, or the window before could not be applied; call opt.reset() or opt.zero_grad() before backward"
+            )
+        micro.adds += 1
+        self._written([slot], 1.0)
+        if measure:
+            self._measure(slot, micro)
+
+    @property
+    def added_unseen(self) -> bool:
+        """Has a layer added a gradient that never arrived, because its pass was broken off?"""
+        return any(main_grad.added(slot.param) for slot in self.lent)
+
+    def lend(self, slots: Sequence[Slot]) -> None:
+        """Give the layers of ``slots`` that add by themselves their buffers for the next window, filled with zeros."""
+        self.place(slots)
+        stale = [slot for slot in slots if not slot.clean or main_grad.added(slot.param)]
+        if stale:
+            torch._foreach_zero_([slot.buffer for slot in stale])
+            self._written(stale, 1.0)
+        for slot in slots:
+            slot.show(None)
+            slot.clean = True
+            main_grad.lend(slot.param, slot.buffer)
+
+    def _measure(self, slot: Slot, micro: MicroBatch) -> None:
+        self._measured(ops.stats([slot.buffer], backend=self._backend), [slot], 1.0, micro)
 
     def _measured(self, stats: ops.Stats, slots: Sequence[Slot], divisor: Scalar, micro: MicroBatch) -> None:
         """``stats`` are of the buffers of ``slots``, which this micro-batch was the last to write."""
@@ -139,7 +183,7 @@ class Accumulator:
         for block in {slot.block for slot in slots}:
             block.written()
         for slot in slots:
-            slot.divisor = divisor
+            slot.divisor, slot.clean = divisor, False
             if not shown:
                 slot.show(slot.buffer)
 

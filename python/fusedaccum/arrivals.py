@@ -35,6 +35,9 @@ class Listener(Protocol):
     def refuse_unfit(self, slot: Slot, grad: Tensor) -> None:
         """Raises for a gradient that cannot be gathered, before it is queued."""
 
+    def added_already(self, slot: Slot) -> bool:
+        """Is what has come for a slot that is lent no gradient, because its layer has added that itself?"""
+
     def release(self) -> None:
         """The queue should be taken now: it is full, or holds what cannot wait."""
 
@@ -78,6 +81,8 @@ class Arrivals:
         task = torch._C._current_graph_task_id()
         if task not in self._tasks:
             listener.enter(task)
+        if slot.lent and listener.added_already(slot):
+            return
         # What somebody else holds too, he may overwrite before the bucket is full (a static buffer): it cannot wait.
         hold = self._bucket_bytes is None
         kept = grad.clone() if hold and not ours else grad

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
-from . import ops
+from . import main_grad, ops
 from .window import Scalar
 
 ALIGNMENT = 64  # elements: a cache line or more in every dtype, also after narrow_() has halved their size
@@ -47,6 +47,7 @@ class Slot:
     placed: bool = False  # has it got block and buffer?
     shown: Tensor | None = None  # what we last put into p.grad; anything else there is the user's
     divisor: Scalar = 1.0  # 16-bit buffers hold the sum divided by this (a running mean); wider ones the sum
+    clean: bool = False  # of one that is lent: does the buffer hold zeros?
     draws: int = 0  # adds so far, each of which draws its own random numbers when rounding stochastically
 
     def __post_init__(self) -> None:
@@ -54,6 +55,8 @@ class Slot:
         self.made_for = (self.param.dtype, self.param.device, self.param.shape)
         self.memory, self.numel = self.param.data_ptr(), self.param.numel()
         self.narrow = self.dtype.itemsize < 4
+        # Does its layer add the gradient itself, as Megatron-LM's and TransformerEngine's do? Then the buffer is lent to it (main_grad.py).
+        self.lent = main_grad.asks(self.param)
         self.node: Any = None  # its AccumulateGrad node, when that is hooked
 
     def show(self, grad: Tensor | None) -> None:

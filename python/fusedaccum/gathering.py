@@ -17,7 +17,7 @@ from .accumulator import Accumulator, Write
 from .buffers import Slot
 from .intake import Intake
 from .ledger import Ledger
-from .settings import Settings, check_not_replicated
+from .settings import Settings, check_not_replicated, check_weight_of_lent
 from .window import Scalar
 
 _GATHERING_OF: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak reference to a Gathering
@@ -43,9 +43,11 @@ class Gathering:
 
     def take(self, parameters: Iterable[tuple[str, Parameter]]) -> None:
         """Gather the gradients of these parameters from now on."""
-        for slot in self.sums.take(parameters):
+        slots = self.sums.take(parameters)
+        for slot in slots:
             self._intake.hook(slot)
             _GATHERING_OF[slot.param] = weakref.ref(self)
+        self.sums.lend([slot for slot in slots if slot.lent])
 
     @staticmethod
     def of(parameter: Tensor) -> Gathering | None:
@@ -73,6 +75,8 @@ class Gathering:
                 "the wrapper was called from inside a backward pass (by a hook?); call it when backward has returned"
             )
         self._intake.settle()
+        if self.sums.added_unseen:
+            self._break_off()
         self._rejected.withdraw()
 
     # -- a micro-batch -----------------------------------------------------------------------------------------
@@ -80,6 +84,8 @@ class Gathering:
     def open(self, weight: Scalar | None) -> None:
         """The micro-batch that gathers from now on; joins the one that is open already. Raises as Ledger.weigh does."""
         ledger = self.ledger
+        if weight is not None and self.sums.lent and self._settings.reduction == "mean":
+            check_weight_of_lent(weight, self.sums.lent[0].name)
         if not ledger.has_window:
             self.begin_window()
         if not ledger.has_micro:
@@ -144,6 +150,7 @@ class Gathering:
             self.sums.clear()
         self.ledger.drop_window()
         self.sums.begin()
+        self.sums.lend(self.sums.lent)
 
     # -- what the intake tells (its Owner) ---------------------------------------------------------------------
 
@@ -169,6 +176,10 @@ class Gathering:
     def add(self, slots: Sequence[Slot], grads: Sequence[Tensor]) -> None:
         self.sums.add(slots, grads, self.ledger.window, self.ledger.micro, self._measures())
 
+    @torch.no_grad()
+    def added(self, slot: Slot) -> None:
+        self.sums.added(slot, self.ledger.window, self.ledger.micro, self._measures())
+
     def _measures(self) -> bool:
         """Shall adds take norms and look for what is not finite?"""
         return self._settings.nonfinite == "skip_window" or (self._settings.wants_norm and self.ledger.may_be_last())
@@ -184,16 +195,19 @@ class Gathering:
     def pass_failed(self) -> None:
         if not self.ledger.has_micro:
             return
-        if self.ledger.micro.adds > self._adds_before:
-            self.reset()
-            warnings.warn(
-                "backward was broken off by an exception after part of its gradients had been added, so the open window was "
-                "dropped; nonfinite='skip_micro_batch' adds a micro-batch only when it is complete, and loses nothing",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        if self.ledger.micro.adds > self._adds_before or self.sums.added_unseen:
+            self._break_off()
         elif self.ledger.micro.adds == 0:
             self.ledger.drop_micro_batch()
+
+    def _break_off(self) -> None:
+        self.reset()
+        warnings.warn(
+            "backward was broken off by an exception after part of its gradients had been added, so the open window was "
+            "dropped; nonfinite='skip_micro_batch' adds a micro-batch only when it is complete, and loses nothing",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
     @torch.no_grad()
     def _judge(self) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import _engine_run_backward, get_gradient_edge
 
-from . import arrivals, native
+from . import arrivals, main_grad, native
 from .buffers import Slot
 from .streams import join
 
@@ -37,6 +37,9 @@ class Owner(Protocol):
 
     def add(self, slots: Sequence[Slot], grads: Sequence[Tensor]) -> None:
         """Add these gradients to the buffers of these slots, of which none occurs twice."""
+
+    def added(self, slot: Slot) -> None:
+        """The layer of a slot that is lent has added a gradient to its buffer."""
 
     def pass_ends(self) -> None:
         """The outermost pass is over and its gradients have been handed over (or are held)."""
@@ -131,6 +134,14 @@ class Intake:
             raise RuntimeError(
                 f"parameter {slot.name} of shape {tuple(slot.made_for[2])} got a gradient of shape {tuple(grad.shape)}"
             )
+
+    def added_already(self, slot: Slot) -> bool:
+        """Has the slot's layer added its gradient itself, and sent nothing that counts?"""
+        with self._lock:
+            if not main_grad.added(slot.param):
+                return False
+            self._owner_now().added(slot)
+            return not main_grad.seen(slot.param)
 
     def enter(self, task: int) -> None:
         """The first gradient of a graph task, which is a pass of its own or a re-entrant part of one."""

@@ -14,12 +14,12 @@ from torch.optim import LBFGS
 from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from . import checkpoint
+from . import checkpoint, main_grad
 from .amp import LossScale
 from .closing import Conclusion, apply, conclude
 from .gathering import Gathering
 from .masters import MasterWeights
-from .settings import Settings, check_optimizer, check_parameter
+from .settings import Settings, check_lent, check_optimizer, check_parameter
 from .window import LastWindow, Scalar, Schedule, checked_weight
 
 # Which wrapper takes a parameter's gradients. (Keyed by identity: tensors compare by element.)
@@ -111,6 +111,8 @@ class AccumulatingOptimizer(Optimizer):
                     f"parameter {name} belongs to another AccumulatingOptimizer already, which would take its gradients; "
                     "delete that wrapper first (del opt; its scheduler holds it too)"
                 )
+            if main_grad.asks(p):
+                check_lent(name, p, self.settings)
         self._gathering.take(named)
         for _, p in named:
             _wrapped[p] = weakref.ref(self)
@@ -377,6 +379,7 @@ class AccumulatingOptimizer(Optimizer):
         self.last_window = end.report(self.settings, applied)
         self._updated = applied if end.slots else False
         self._sums.shown_as_is()
+        self._sums.lend(self._sums.lent)
 
     def _step_lbfgs(self, closure: Callable[[], Any] | None, weight: Scalar | None) -> Any:
         """LBFGS evaluates the closure as often as it likes; each time it runs a whole window."""

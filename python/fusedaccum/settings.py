@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from . import backends
-from .window import Schedule
+from .buffers import buffer_dtype
+from .window import Scalar, Schedule
 
 REDUCTIONS = ("mean", "sum", "none")
 ROUNDINGS = ("nearest", "stochastic")
@@ -123,6 +124,33 @@ def check_parameter(name: str, parameter: Tensor) -> None:
     if parameter.grad is not None:
         raise ValueError(
             f"parameter {name} has a gradient already, which would be in no window; call optimizer.zero_grad() before wrapping it"
+        )
+
+
+def check_lent(name: str, parameter: Tensor, settings: Settings) -> None:
+    """Raises ValueError for a parameter whose layer adds its gradients itself, where that cannot be what the settings ask for."""
+    how = f"parameter {name} has the attribute grad_added_to_main_grad, so that its layer adds gradients to a buffer itself"
+    if settings.drops_micro_batches:
+        raise ValueError(
+            f"{how}, and nonfinite={settings.nonfinite!r} must see them before; use 'skip_window', or delete the attribute and "
+            "switch the layer's gradient accumulation fusion off"
+        )
+    if buffer_dtype(parameter.dtype, settings.buffer_dtype).itemsize < 4:
+        raise ValueError(
+            f"{how}, and 16-bit buffers hold a running mean, which it cannot; use buffer_dtype=torch.float32"
+        )
+    if getattr(parameter, "main_grad", None) is not None:
+        raise ValueError(
+            f"{how}, and has somebody else's main_grad already (Megatron-LM's DistributedDataParallel?); leave that out"
+        )
+
+
+def check_weight_of_lent(weight: Scalar, name: str) -> None:
+    """Raises ValueError for a weight that the gradients of such parameters would have to be multiplied with."""
+    if isinstance(weight, Tensor) or weight != 1:
+        raise ValueError(
+            f"weight is {weight} and reduction='mean', but the layer of parameter {name} adds its gradients to main_grad as they are; "
+            "make the loss a sum over the micro-batch's items and use reduction='sum'"
         )
 
 

@@ -1,0 +1,41 @@
+"""Layers that add their weights' gradients into a buffer themselves: the protocol of Megatron-LM's and TransformerEngine's.
+
+Whoever owns the buffers marks a parameter with ``grad_added_to_main_grad = False`` and lends it a buffer, ``main_grad``. In backward the
+layer adds the weight's gradient there, sets the mark, and hands autograd a gradient that means nothing; with ``zero_out_wgrad``,
+zeros, to which autograd may have added what came from elsewhere (a tied embedding).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+
+def asks(parameter: Tensor) -> bool:
+    """Does the parameter take part?"""
+    return hasattr(parameter, "grad_added_to_main_grad")
+
+
+def lend(parameter: Tensor, buffer: Tensor) -> None:
+    """Let the parameter's layer add into ``buffer``."""
+    parameter.main_grad = buffer  # type: ignore[attr-defined]
+    parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+
+
+def take_back(parameters: Iterable[Tensor]) -> None:
+    """Lend nothing any more: the layers then fail, instead of adding to what nobody reads."""
+    for parameter in parameters:
+        if hasattr(parameter, "main_grad"):
+            del parameter.main_grad
+
+
+def added(parameter: Tensor) -> bool:
+    """Has the layer added a gradient since :func:`seen`?"""
+    return bool(parameter.grad_added_to_main_grad)  # type: ignore[attr-defined]
+
+
+def seen(parameter: Tensor) -> bool:
+    """Take the mark away; returns whether what autograd brings is a gradient all the same."""
+    parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+    return bool(getattr(parameter, "zero_out_wgrad", False))
