@@ -466,3 +466,17 @@ def test_16_bit_gemms_into_32_bit_buffers(monkeypatch):
         fa.fuse.has_product.cache_clear()
     assert calls[-2:] == [(torch.bfloat16, torch.float32, True)] * 2
     torch.testing.assert_close(layer.weight.grad.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_pass_after_normalize_goes_on_from_the_sum():
+    torch.manual_seed(4)
+    plain, net = Net(), fused(Net())
+    data = batches(3)
+    for model in (plain, net):
+        opt = fa.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+        for tokens, targets in data[:2]:
+            loss_of(model, tokens, targets).backward()
+        opt.normalize_()
+        loss_of(model, *data[2]).backward()
+        opt.step()
+    assert_same_parameters(net, plain, TOLERANCE[torch.float64])

@@ -65,6 +65,7 @@ class Accumulator:
         ``measure``: take the buffers' squared norm, and count what is not finite, on the way.
         """
         self.place(slots)
+        self._added_before(slots, window, micro, measure)
         self.adopt_all(slots)
         if micro.divisor is None:
             micro.divisor = running_divisor(self._reduction, window, micro)
@@ -99,7 +100,10 @@ class Accumulator:
         if scale == 0:
             return False
         self.place([slot])
+        self._added_before([slot], window, micro, measure)
         self.adopt(slot)
+        if slot.shown is not None:
+            self.divide_([slot], 1.0)  # normalize_() may have made it a mean
         write(slot.buffer, scale, slot.shown is None)
         micro.adds += 1
         self._written([slot], 1.0)
@@ -109,21 +113,40 @@ class Accumulator:
 
     def added(self, slot: Slot, window: Window, micro: MicroBatch, measure: bool) -> None:
         """The layer of a slot that is lent has added its gradient, times 1. Waits for the device where a loss scale is there."""
+        how = f"the layer of parameter {slot.name} has added its gradient to main_grad"
         scale = float(self._contribution(window, micro))
-        if scale not in (0.0, 1.0):  # 0: the window is not going to be applied
+        if scale not in (0.0, 1.0):
             raise RuntimeError(
-                f"the layer of parameter {slot.name} has added its gradient to main_grad as it is, where the window needs {scale} times "
-                "it, because a GradScaler has changed its scale; switch the layer's gradient accumulation fusion off, or the scaler"
+                f"{how} as it is, where the window needs {scale} times it: the micro-batch is weighed, or a GradScaler has changed its "
+                "scale within the window; use weight 1 and one scale a window, or switch the layer's gradient accumulation fusion off"
+            )
+        if not main_grad.is_lent(slot.param, slot.buffer):
+            raise RuntimeError(
+                f"{how}, which somebody has replaced (Megatron-LM's DistributedDataParallel?); leave main_grad to the wrapper"
             )
         if slot.param.grad is not slot.shown or (slot.shown is None and not slot.clean):
             raise RuntimeError(
-                f"the layer of parameter {slot.name} has added its gradient to main_grad, which {slot.name}.grad does not show: that was "
-                "set by hand, or the window before could not be applied; call opt.reset() or opt.zero_grad() before backward"
+                f"{how}, which {slot.name}.grad does not show: that was set by hand, or the window before could not be applied; "
+                "call opt.reset() before backward"
             )
+        if slot.shown is not None and (isinstance(slot.divisor, Tensor) or slot.divisor != 1.0):
+            raise RuntimeError(
+                f"{how} after opt.normalize_(), where that holds a mean; normalise a window after its last backward"
+            )
+        self._notice_writes(slot)
+        if scale == 0.0:  # the window is not going to be applied: nothing more is let in
+            slot.buffer.zero_()
         micro.adds += 1
         self._written([slot], 1.0)
         if measure:
             self._measure(slot, micro)
+
+    def _added_before(self, slots: Sequence[Slot], window: Window, micro: MicroBatch, measure: bool) -> None:
+        """Something else comes for ``slots``, to be added to what their layers have added in this pass."""
+        if self.lent:
+            for slot in slots:
+                if slot.lent and main_grad.added(slot.param):
+                    self.added(slot, window, micro, measure)
 
     @property
     def added_unseen(self) -> bool:
@@ -132,7 +155,7 @@ class Accumulator:
 
     def lend(self, slots: Sequence[Slot]) -> None:
         """Give the layers of ``slots`` that add by themselves their buffers for the next window, filled with zeros."""
-        self.place(slots)
+        self.buffers.allocate(slots)  # by themselves: they are zeroed while p.grad of others is still shown
         stale = [slot for slot in slots if not slot.clean or main_grad.added(slot.param)]
         if stale:
             torch._foreach_zero_([slot.buffer for slot in stale])
@@ -196,9 +219,8 @@ class Accumulator:
 
     def adopt(self, slot: Slot) -> None:
         """Take over what somebody else has put into ``p.grad``, as part of the running sum; notice what he took away."""
-        if slot.placed and not slot.block.untouched_by_user:
-            self.norms.forget_block(slot.block)
-            slot.block.written()
+        if slot.placed:
+            self._notice_writes(slot)
         grad, shown = slot.param.grad, slot.shown
         if grad is shown:
             return
@@ -218,6 +240,11 @@ class Accumulator:
             return self.adopt(slot)
         ops.cast_([slot.buffer], [grad.detach()], backend=self._backend)
         self._written([slot], slot.divisor if shown is not None else 1.0)
+
+    def _notice_writes(self, slot: Slot) -> None:
+        if not slot.block.untouched_by_user:
+            self.norms.forget_block(slot.block)
+            slot.block.written()
 
     def _is_ours(self, grad: Tensor) -> bool:
         memory = grad.untyped_storage().data_ptr()
@@ -315,6 +342,8 @@ class Accumulator:
             stepped = masters.get(members[0].param, members[0].param)
             scale = on(coef * members[0].divisor / divisor, members[0].param.device)
             block.narrow_(stepped.dtype, scale, members, self._backend)
+            for slot in self.lent:
+                slot.clean = slot.clean and slot.block is not block
 
 
 def one_call_each(

@@ -76,7 +76,7 @@ class Gathering:
             )
         self._intake.settle()
         if self.sums.added_unseen:
-            self._break_off()
+            self._break_off("was broken off by an exception (or its gradients were taken by torch.autograd.grad)")
         self._rejected.withdraw()
 
     # -- a micro-batch -----------------------------------------------------------------------------------------
@@ -196,18 +196,24 @@ class Gathering:
         if not self.ledger.has_micro:
             return
         if self.ledger.micro.adds > self._adds_before or self.sums.added_unseen:
-            self._break_off()
+            self._break_off("was broken off by an exception")
         elif self.ledger.micro.adds == 0:
             self.ledger.drop_micro_batch()
 
-    def _break_off(self) -> None:
+    def _break_off(self, how: str) -> None:
+        mixed = self.sums.added_unseen and torch._C._current_graph_task_id() != -1
         self.reset()
         warnings.warn(
-            "backward was broken off by an exception after part of its gradients had been added, so the open window was "
+            f"backward {how} after part of its gradients had been added, so the open window was "
             "dropped; nonfinite='skip_micro_batch' adds a micro-batch only when it is complete, and loses nothing",
             RuntimeWarning,
             stacklevel=3,
         )
+        if mixed:
+            raise RuntimeError(
+                "the backward pass before was broken off, and what layers have added to main_grad in this one could not be told from "
+                "what they had added then; both were dropped, and this pass is refused: call opt.reset() after an exception, then go on"
+            )
 
     @torch.no_grad()
     def _judge(self) -> None:

@@ -23,6 +23,11 @@ def lend(parameter: Tensor, buffer: Tensor) -> None:
     parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
 
 
+def is_lent(parameter: Tensor, buffer: Tensor) -> bool:
+    """Is ``buffer`` still what the layer adds into?"""
+    return getattr(parameter, "main_grad", None) is buffer
+
+
 def take_back(parameters: Iterable[Tensor]) -> None:
     """Lend nothing any more: the layers then fail, instead of adding to what nobody reads."""
     for parameter in parameters:

@@ -187,6 +187,7 @@ class AccumulatingOptimizer(Optimizer):
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
+            self._forget_unapplied()
             self._gathering.settle()
             self._sums.buffers.check_unchanged()
             self._updated = False
@@ -213,6 +214,7 @@ class AccumulatingOptimizer(Optimizer):
         Nothing gathered, nothing done. Raises as :meth:`step` does.
         """
         self._not_inside("flush()")
+        self._forget_unapplied()
         self._gathering.settle()
         self._updated = False
         if self._unapplied is not None and not self._ledger.has_window:
@@ -312,6 +314,7 @@ class AccumulatingOptimizer(Optimizer):
         for group in state["optimizer"].param_groups:
             for p in group["params"]:
                 p.grad = None  # a plain tensor's copy has a copy of the gradient; ours is in the window
+            main_grad.take_back(group["params"])  # a pickled one's, too
         self._build(state["optimizer"], state["settings"])
         checkpoint.load(self, state["own"])
 
@@ -369,6 +372,10 @@ class AccumulatingOptimizer(Optimizer):
         self._unapplied = conclude(self._ledger, self._sums, self.settings, overflow)
         self._ledger.close_window()
         self._apply(self._unapplied)
+
+    def _forget_unapplied(self) -> None:
+        if self._ledger.has_window:  # which has taken the buffers, whatever becomes of it
+            self._unapplied = None
 
     def _apply(self, end: Conclusion) -> None:
         # When the inner optimizer raises, the window stays unapplied, and the next step() or flush() tries again.

@@ -141,7 +141,8 @@ def check_lent(name: str, parameter: Tensor, settings: Settings) -> None:
         )
     if getattr(parameter, "main_grad", None) is not None:
         raise ValueError(
-            f"{how}, and has somebody else's main_grad already (Megatron-LM's DistributedDataParallel?); leave that out"
+            f"{how}, and has somebody else's main_grad already (Megatron-LM's DistributedDataParallel, or a wrapper's that is still "
+            "alive?); leave that out"
         )
 
 
