@@ -24,7 +24,7 @@ struct Parameters {
   double decay;
   uint64_t seed;
   uint64_t counter;  // index of the random number of the first element
-  bool prefetch;     // also in kernels that compute little
+  bool prefetch;     // also where that does not always pay
 };
 
 struct Partial {
