@@ -5,7 +5,6 @@
 #pragma once
 
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
@@ -114,13 +113,12 @@ inline bool share_memory(Stretches* outs, Stretches* ins) {
   return false;
 }
 
-constexpr int64_t kAhead = 8;    // tensors
-constexpr int64_t kGrain = 512;  // tensors that are worth another thread
+constexpr std::size_t kAhead = 8;  // tensors
 
-// One pair by itself. `inference`: of the calling thread, on whatever thread this runs.
-inline Verdict judge_pair(const at::Tensor& out, const at::Tensor& in, at::Device device, bool written, bool inference) {
+// One pair by itself, on the device of `first`.
+inline Verdict judge_pair(const at::Tensor& out, const at::Tensor& in, const at::Tensor& first, bool written, bool inference) {
   for (const at::Tensor* x : {&out, &in}) {
-    if (!plain(*x) || !supported(x->scalar_type()) || x->device() != device || !backed(*x)) return kRefused;
+    if (!plain(*x) || !supported(x->scalar_type()) || x->device() != first.device() || !backed(*x)) return kRefused;
   }
   if (out.sizes() != in.sizes()) return kRefused;
   if (written && (overlaps_itself(out) || out._is_zerotensor())) return kRefused;
@@ -128,34 +126,27 @@ inline Verdict judge_pair(const at::Tensor& out, const at::Tensor& in, at::Devic
   return flat_pair(out, in) ? kFlat : kStrided;
 }
 
-// `ins` is empty for ops of one list. What a list of thousands costs is waiting for memory, which several threads do at a time. They may
-// not call Python, whose lock the caller holds: nothing but the keys is asked of a tensor before it is known to be plain.
+// `ins` is empty for ops of one list.
 inline Verdict judge(const Tensors& outs, const Tensors& ins, bool written) {
   if (outs.empty()) return kFlat;
-  if (!plain(*outs[0])) return kRefused;
-  const at::Device device = outs[0]->device();
   const bool pairs = !ins.empty();
   const bool inference = c10::InferenceMode::is_enabled();
+  Verdict worst = kFlat;
   Stretches of_outs(written ? outs.size() : 0), of_ins(written && pairs ? ins.size() : 0);
-  const auto each = [&](int64_t begin, int64_t end, Verdict worst) {
-    for (int64_t k = begin; k < end; ++k) {
-      if (k + kAhead < end) {
-        prefetch_storage(*outs[k + kAhead]);
-        if (pairs) prefetch_storage(*ins[k + kAhead]);
-      }
-      const at::Tensor& out = *outs[k];
-      const at::Tensor& in = pairs ? *ins[k] : out;
-      const Verdict verdict = judge_pair(out, in, device, written, inference);
-      if (verdict == kRefused) return kRefused;
-      worst = std::max(worst, verdict);
-      if (written) of_outs[k] = memory(out);
-      if (written && pairs) of_ins[k] = memory(in);
+  for (std::size_t k = 0; k < outs.size(); ++k) {
+    if (k + kAhead < outs.size()) {
+      prefetch_storage(*outs[k + kAhead]);
+      if (pairs) prefetch_storage(*ins[k + kAhead]);
     }
-    return worst;
-  };
-  const auto worse = [](Verdict a, Verdict b) { return std::max(a, b); };
-  const Verdict verdict = at::parallel_reduce(0, static_cast<int64_t>(outs.size()), kGrain, kFlat, each, worse);
-  return verdict != kRefused && written && share_memory(&of_outs, &of_ins) ? kRefused : verdict;
+    const at::Tensor& out = *outs[k];
+    const at::Tensor& in = pairs ? *ins[k] : out;
+    const Verdict verdict = judge_pair(out, in, *outs[0], written, inference);
+    if (verdict == kRefused) return kRefused;
+    worst = std::max(worst, verdict);
+    if (written) of_outs[k] = memory(out);
+    if (written && pairs) of_ins[k] = memory(in);
+  }
+  return written && share_memory(&of_outs, &of_ins) ? kRefused : worst;
 }
 
 }  // namespace fusedaccum

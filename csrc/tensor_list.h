@@ -8,25 +8,18 @@
 
 namespace fusedaccum {
 
-// Points `tensors` at items [begin, end) of a list or tuple; false if one is no tensor. Runs no Python, on whatever thread: the items stay
-// while the GIL is held by whoever waits for this.
-inline bool read_items(PyObject** items, int64_t begin, int64_t end, Tensors* tensors) {
-  for (int64_t k = begin; k < end; ++k) {
-    __builtin_prefetch(items[std::min(k + 2 * kAhead, end - 1)]);
+// Points `tensors` at the items of a list or tuple; false if one is no tensor. Runs no Python, so the items stay while the GIL is held.
+inline bool read_tensors(pybind11::handle list, Tensors* tensors) {
+  PyObject** items = PySequence_Fast_ITEMS(list.ptr());
+  const auto count = static_cast<std::size_t>(PySequence_Fast_GET_SIZE(list.ptr()));
+  tensors->reserve(count);
+  for (std::size_t k = 0; k < count; ++k) {
+    __builtin_prefetch(items[std::min(k + 2 * kAhead, count - 1)]);
     if (!PyType_IsSubtype(Py_TYPE(items[k]), reinterpret_cast<PyTypeObject*>(THPVariableClass))) return false;
-    (*tensors)[static_cast<std::size_t>(k)] = &THPVariable_Unpack(items[k]);
-    prefetch((*tensors)[static_cast<std::size_t>(k)]->unsafeGetTensorImpl());
+    tensors->push_back(&THPVariable_Unpack(items[k]));
+    prefetch(tensors->back()->unsafeGetTensorImpl());
   }
   return true;
-}
-
-// All items, by several threads where they are many: whoever reads them first waits for memory.
-inline bool read_tensors(pybind11::handle list, Tensors* tensors) {
-  const int64_t count = PySequence_Fast_GET_SIZE(list.ptr());
-  tensors->resize(static_cast<std::size_t>(count));
-  PyObject** items = PySequence_Fast_ITEMS(list.ptr());
-  const auto each = [&](int64_t begin, int64_t end, bool all) { return read_items(items, begin, end, tensors) && all; };
-  return at::parallel_reduce(0, count, kGrain, true, each, [](bool a, bool b) { return a && b; });
 }
 
 // Keeps the tensors alive where the GIL is let go: its tuple holds the items, whatever becomes of the list meanwhile.
@@ -34,9 +27,7 @@ class TensorList {
  public:
   explicit TensorList(pybind11::handle list) : items_(pybind11::reinterpret_steal<pybind11::object>(PySequence_Tuple(list.ptr()))) {
     if (!items_) throw pybind11::error_already_set();
-    const Py_ssize_t count = PyTuple_GET_SIZE(items_.ptr());
-    tensors_.resize(static_cast<std::size_t>(count));
-    read_items(PySequence_Fast_ITEMS(items_.ptr()), 0, count, &tensors_);
+    read_tensors(items_, &tensors_);
   }
   const Tensors& tensors() const { return tensors_; }
 

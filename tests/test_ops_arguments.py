@@ -175,25 +175,22 @@ def test_predicate_and_python_accept_the_same(case, request):
 
 @pytest.mark.parametrize("case", [*BAD_LISTS, *GOOD_LISTS])
 @pytest.mark.skipif(not NATIVE, reason="the extension fusedaccum._cpu was not built")
-def test_predicate_sees_the_same_among_thousands(cpu, case, threads):
-    """Long lists are shared out to threads; one pair a time, at random places and in random order of addresses."""
+def test_predicate_sees_the_same_among_thousands(cpu, case):
+    """At random places, in random order of addresses."""
     buffers, grads, *_ = (BAD_LISTS | GOOD_LISTS)[case]
     if not (isinstance(buffers, (list, tuple)) and grads is not None and len(buffers) == len(grads)):
         return
     expected = cpu.predicate(buffers, grads, True)
     draw, memory = random.Random(), torch.zeros(4_000, 2, 3)
-    for count in (1, 2, 5):
-        threads(count)
-        pairs = [(b, g) for b, g in memory]
-        draw.shuffle(pairs)
-        for pair in zip(buffers, grads):
-            pairs.insert(draw.randrange(len(pairs) + 1), pair)
-        assert cpu.predicate([b for b, _ in pairs], [g for _, g in pairs], True) == expected
+    pairs = [(b, g) for b, g in memory]
+    draw.shuffle(pairs)
+    for pair in zip(buffers, grads):
+        pairs.insert(draw.randrange(len(pairs) + 1), pair)
+    assert cpu.predicate([b for b, _ in pairs], [g for _, g in pairs], True) == expected
 
 
 @pytest.mark.skipif(not NATIVE, reason="the extension fusedaccum._cpu was not built")
-def test_predicate_finds_the_one_overlap_among_thousands(cpu, threads):
-    threads(3)
+def test_predicate_finds_the_one_overlap_among_thousands(cpu):
     draw, memory = random.Random(), torch.zeros(9_001)
     flat = list(memory[:9_000].split(3))
     draw.shuffle(flat)
@@ -207,15 +204,6 @@ def test_predicate_finds_the_one_overlap_among_thousands(cpu, threads):
     assert cpu.predicate(ins, None, True) == Layout.FLAT
     assert cpu.predicate([*ins, ins[7]], None, True) == Layout.REFUSED
     assert cpu.predicate([*ins, ins[7]], None, False) == Layout.FLAT
-
-
-@pytest.mark.skipif(not NATIVE, reason="the extension fusedaccum._cpu was not built")
-def test_predicate_knows_the_callers_inference_mode_on_every_thread(cpu, threads):
-    threads(3)
-    with torch.inference_mode():
-        tensors = [z() for _ in range(2_000)]
-        assert cpu.predicate(tensors, None, True) == Layout.FLAT
-    assert cpu.predicate(tensors, None, True) == Layout.REFUSED
 
 
 @pytest.mark.skipif(not NATIVE, reason="the extension fusedaccum._cpu was not built")
