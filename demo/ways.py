@@ -198,7 +198,7 @@ def train(task: Task, way: Way, label: str) -> Run:
 def peak_of(task: Task, way: Way) -> int:
     """The most bytes that PyTorch's allocator held during two windows, parameters and optimizer state included, not the data."""
     windows = [next(task.windows(epoch)) for epoch in range(2)]
-    with recorded() as timeline:
+    with recorded("cpu") as timeline:
         with mark("build"):
             torch.manual_seed(0)
             step, _ = way(task, task.make_model())
