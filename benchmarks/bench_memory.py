@@ -129,7 +129,7 @@ def _sgd(model: nn.Module, sums: list[Tensor]) -> None:
 
 @dataclass(frozen=True)
 class Way:
-    """``sum_bytes``: an element of the sums that it keeps; 0 where p.grad is all there is."""
+    """``sum_bytes``: of the sums that it keeps (p.grad or others), an element."""
 
     note: str
     window: Callable[[nn.Module, str], AbstractContextManager[Window]]

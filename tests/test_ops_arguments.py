@@ -116,6 +116,7 @@ BAD_LISTS = {
         r"buffers\[0\] and grads\[0\] share memory",
     ),
 }
+NO_PAIRS = ("tensor", "generator", "grads-none", "length")
 GOOD_LISTS = {
     "flat": ([z(4, 5), z()], [z(4, 5), z(dtype=torch.float64)], Layout.FLAT),
     "tuples": ((z(),), (z(),), Layout.FLAT),
@@ -173,18 +174,16 @@ def test_predicate_and_python_accept_the_same(case, request):
     ops.accumulate_(buffers, grads, 1.0)
 
 
-@pytest.mark.parametrize("case", [*BAD_LISTS, *GOOD_LISTS])
+@pytest.mark.parametrize("case", [case for case in BAD_LISTS | GOOD_LISTS if case not in NO_PAIRS])
 @pytest.mark.skipif(not NATIVE, reason="the extension fusedaccum._cpu was not built")
 def test_predicate_sees_the_same_among_thousands(cpu, case):
     """At random places, in random order of addresses."""
     buffers, grads, *_ = (BAD_LISTS | GOOD_LISTS)[case]
-    if not (isinstance(buffers, (list, tuple)) and grads is not None and len(buffers) == len(grads)):
-        return
     expected = cpu.predicate(buffers, grads, True)
     draw, memory = random.Random(), torch.zeros(4_000, 2, 3)
     pairs = [(b, g) for b, g in memory]
     draw.shuffle(pairs)
-    for pair in zip(buffers, grads):
+    for pair in zip(buffers, grads, strict=True):
         pairs.insert(draw.randrange(len(pairs) + 1), pair)
     assert cpu.predicate([b for b, _ in pairs], [g for _, g in pairs], True) == expected
 

@@ -113,26 +113,8 @@ class Accumulator:
 
     def added(self, slot: Slot, window: Window, micro: MicroBatch, measure: bool) -> None:
         """The layer of a slot that is lent has added its gradient, times 1. Waits for the device where a loss scale is there."""
-        how = f"the layer of parameter {slot.name} has added its gradient to main_grad"
         scale = float(self._contribution(window, micro))
-        if scale not in (0.0, 1.0):
-            raise RuntimeError(
-                f"{how} as it is, where the window needs {scale} times it: the micro-batch is weighed, or a GradScaler has changed its "
-                "scale within the window; use weight 1 and one scale a window, or switch the layer's gradient accumulation fusion off"
-            )
-        if not main_grad.is_lent(slot.param, slot.buffer):
-            raise RuntimeError(
-                f"{how}, which somebody has replaced (Megatron-LM's DistributedDataParallel?); leave main_grad to the wrapper"
-            )
-        if slot.param.grad is not slot.shown or (slot.shown is None and not slot.clean):
-            raise RuntimeError(
-                f"{how}, which {slot.name}.grad does not show: that was set by hand, or the window before could not be applied; "
-                "call opt.reset() before backward"
-            )
-        if slot.shown is not None and (isinstance(slot.divisor, Tensor) or slot.divisor != 1.0):
-            raise RuntimeError(
-                f"{how} after opt.normalize_(), where that holds a mean; normalise a window after its last backward"
-            )
+        slot.check_added(scale)
         self._notice_writes(slot)
         if scale == 0.0:  # the window is not going to be applied: nothing more is let in
             slot.buffer.zero_()

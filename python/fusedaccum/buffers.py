@@ -63,6 +63,28 @@ class Slot:
         """Make ``p.grad`` this tensor of ours."""
         self.param.grad = self.shown = grad
 
+    def check_added(self, scale: float) -> None:
+        """Raises RuntimeError where ``scale`` times what the layer of this lent slot has added is not part of the window's sum now."""
+        how = f"the layer of parameter {self.name} has added its gradient to main_grad"
+        if scale not in (0.0, 1.0):  # 0: the window is not going to be applied
+            raise RuntimeError(
+                f"{how} as it is, where the window needs {scale} times it: the micro-batch is weighed, or a GradScaler has changed its "
+                "scale within the window; use weight 1 and one scale a window, or switch the layer's gradient accumulation fusion off"
+            )
+        if not main_grad.is_lent(self.param, self.buffer):
+            raise RuntimeError(
+                f"{how}, which somebody has replaced (Megatron-LM's DistributedDataParallel?); leave main_grad to the wrapper"
+            )
+        if self.param.grad is not self.shown or (self.shown is None and not self.clean):
+            raise RuntimeError(
+                f"{how}, which {self.name}.grad does not show: that was set by hand, or the window before could not be applied; "
+                "call opt.reset() before backward"
+            )
+        if self.shown is not None and (isinstance(self.divisor, Tensor) or self.divisor != 1.0):
+            raise RuntimeError(
+                f"{how} after opt.normalize_(), where that holds a mean; normalise a window after its last backward"
+            )
+
     def check_unchanged(self) -> None:
         """Raises RuntimeError when the parameter is no longer of the dtype, device or shape it was wrapped with."""
         p = self.param

@@ -203,9 +203,10 @@ class Gathering:
     def _break_off(self, how: str) -> None:
         mixed = self.sums.added_unseen and torch._C._current_graph_task_id() != -1
         self.reset()
+        instead = "; nonfinite='skip_micro_batch' adds a micro-batch only when it is complete, and loses nothing"
         warnings.warn(
-            f"backward {how} after part of its gradients had been added, so the open window was "
-            "dropped; nonfinite='skip_micro_batch' adds a micro-batch only when it is complete, and loses nothing",
+            f"backward {how} after part of its gradients had been added, so the open window was dropped"
+            + ("" if self.sums.lent else instead),  # which refuses what is lent
             RuntimeWarning,
             stacklevel=3,
         )
