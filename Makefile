@@ -34,10 +34,13 @@ demo: $(VENV)/built  ## train two small models with big batches and with accumul
 test: lint $(VENV)/built $(if $(SECOND_TORCH),$(SECOND_VENV)/built)  ## lint, build, and run all tests, against two versions of torch
 	$(SAY) "Tests against torch $(TORCH)"
 	$(BIN)/python -m pytest -q
+	$(SAY) "Buffers in CPU memory, for parameters on a device made for that"
+	$(BIN)/python -m pytest -q tests/late_device
 	$(SAY) "Triton kernels, interpreted on the CPU"
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q $(INTERPRETED)
 	$(if $(SECOND_TORCH),$(SAY) "Tests against torch $(SECOND_TORCH)")
 	$(if $(SECOND_TORCH),$(SECOND_BIN)/python -m pytest -q -m "not slow")
+	$(if $(SECOND_TORCH),$(SECOND_BIN)/python -m pytest -q tests/late_device)
 
 bench: $(VENV)/built  ## measure against plain PyTorch; writes benchmarks/results
 	$(SAY) "Benchmarks"
@@ -47,6 +50,7 @@ test-gpu: $(VENV)/built  ## all tests where there is a CUDA device, and the kern
 	$(SAY) "Tests on a GPU"
 	@$(BIN)/python -c 'import torch; torch.cuda.is_available() or exit("There is no CUDA device here that PyTorch can use: nothing was tested.")'
 	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q tests/late_device
 	@command -v compute-sanitizer > /dev/null || { echo "compute-sanitizer is not on PATH: install it with the CUDA toolkit"; exit 1; }
 	$(foreach tool,memcheck racecheck initcheck,$(SANITIZED) --tool $(tool) $(BIN)/python -m pytest -q tests/test_gpu.py -k "test_cast or test_scale" &&) true
 

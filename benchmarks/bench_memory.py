@@ -29,8 +29,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 def run(options: Options) -> list[Row]:
     """Record one window a way; the rows, each with its timeline."""
     blocks = 2 if options.quick else SIZE.blocks
-    with Sink(NAME, options, len(WAYS)) as sink:
-        for name, way in WAYS.items():
+    ways = WAYS | (OFFLOADED if environment.device.type != "cpu" else {})
+    with Sink(NAME, options, len(ways)) as sink:
+        for name, way in ways.items():
             sink.case(name)
             timeline, elements = _record(blocks, way, options.backend)
             parameters, sums = elements * DTYPES[way.weights].itemsize, elements * way.sum_bytes
@@ -104,7 +105,7 @@ def _ours(fused: bool = False, **settings: object) -> Callable:
     @contextmanager
     def window(model: nn.Module, backend: str) -> Iterator[Window]:
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        opt = fa.AccumulatingOptimizer(inner, accum_steps=2, backend=backend, **settings)  # type: ignore[arg-type]
+        opt = fa.AccumulatingOptimizer(inner, accum_steps=2, **{"backend": backend, **settings})  # type: ignore[arg-type]
         if fused:
             fa.fuse_linear(model)
         micro_batches = 0
@@ -149,6 +150,14 @@ WAYS: dict[str, Way] = {
     "fusedaccum, FP32 weights": Way("one bucket of gradients at a time", _ours(), 4, "fp32"),
     "fusedaccum, fused layers": Way("Linear layers add by themselves", _ours(fused=True), 4, "fp32"),
     "p.grad in FP32": Way("PyTorch's own accumulation", _plain, 4, "fp32"),
+}
+
+# On a device of which the sums take nothing.
+OFFLOADED: dict[str, Way] = {
+    "fusedaccum, buffers in CPU memory": Way("buffer_device='cpu'", _ours(buffer_device="cpu", backend="auto"), 0),
+    "fusedaccum, masters in CPU memory": Way(
+        "buffer_device='cpu', master_weights=True", _ours(buffer_device="cpu", master_weights=True, backend="auto"), 0
+    ),
 }
 
 

@@ -1,12 +1,14 @@
 """How much of a training step is accumulation? Windows of 8 micro-batches of one sequence, of real models in bf16.
 
 The share is what a way takes beyond forward and backward alone, whose gradients are dropped; the optimizer itself does nothing.
+On a GPU, buffers in CPU memory are a way too, beside what the link to the CPU alone takes for a window's gradients.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import fusedaccum as fa
 import torch
@@ -19,24 +21,24 @@ from .models import SIZES, Size, language_model
 
 NAME = "step"
 MICRO_BATCHES = 8
-TOKENS = {"cpu": 64, "cuda": 1024}  # a sequence; short on a CPU, where the whole step is slow
+# Model and tokens of a sequence; short on a CPU, where the whole step is slow.
+CASES = {
+    "cpu": (("gpt2-124m", 64),),
+    "cuda": (("gpt2-124m", 1024), ("llama-1b", 1024), ("llama-1b", 4096)),
+}
 ALONE = "forward and backward alone"
+OFFLOADED = f"{OURS}, buffers in CPU memory"
+LINK = "gradients to pinned memory, alone"
 
 
 def run(options: Options) -> list[Row]:
     """Race the ways; the rows."""
-    on_gpu = environment.device.type == "cuda"
-    sizes = (
-        {"tiny": Size(100, 64, 4, 128, 2)}
-        if options.quick
-        else {k: v for k, v in SIZES.items() if on_gpu or k != "llama-1b"}
-    )
-    with Sink(NAME, options, len(sizes)) as sink:
-        for name, size in sizes.items():
-            sink.case(name)
-            tokens = (
-                torch.arange(TOKENS[environment.device.type] + 1, device=environment.device)[None] % size.vocabulary
-            )
+    cases = (("tiny", 64),) if options.quick else CASES[environment.device.type]
+    with Sink(NAME, options, len(cases)) as sink:
+        for name, length in cases:
+            sink.case(f"{name}, {length} tokens")
+            size = {"tiny": Size(100, 64, 4, 128, 2), **SIZES}[name]
+            tokens = torch.arange(length + 1, device=environment.device)[None] % size.vocabulary
             net = language_model(size)
             parameters = sum(p.numel() for p in net.parameters())
             contestants = _contestants(net, tokens, options.backend)
@@ -49,26 +51,44 @@ def run(options: Options) -> list[Row]:
             }
             rows = rows_of(case, contestants, timings, parameters * 10 * MICRO_BATCHES)
             for row in rows:
-                row["accumulation_share"] = 1 - timings[ALONE].median / timings[str(row["contestant"])].median
+                share = 1 - timings[ALONE].median / timings[str(row["contestant"])].median
+                row["accumulation_share"] = None if row["contestant"] == LINK else share
             sink.add(rows)
     return sink.rows
 
 
 def _contestants(net: nn.Module, tokens: Tensor, backend: str) -> list[Contestant]:
-    return [
-        Contestant(
-            OURS, wrapped(copy.deepcopy(net), tokens, backend), kind="ours"
-        ),  # a model of its own, for its hooks
+    ours = wrapped(copy.deepcopy(net), tokens, backend=backend)  # a model of its own, for its hooks
+    contestants = [
+        Contestant(OURS, ours, kind="ours"),
         Contestant("p.grad in bf16", plain(net, tokens)),
         Contestant("add after backward", added_after(net, tokens)),
         Contestant(ALONE, lambda _: alone(net, tokens), kind="variant"),
     ]
+    if environment.device.type != "cpu":
+        offloaded = wrapped(copy.deepcopy(net), tokens, buffer_device="cpu")
+        contestants.append(Contestant(OFFLOADED, offloaded, kind="variant"))
+        contestants.append(Contestant(LINK, over_the_link(net), kind="variant"))
+    return contestants
 
 
-def wrapped(net: nn.Module, tokens: Tensor, backend: str | None = None) -> Callable[[int], object]:
+def over_the_link(net: nn.Module) -> Callable[[int], object]:
+    """As many bytes as a window's gradients, to memory that the device can write by itself."""
+    grads = [torch.empty_like(p) for p in net.parameters()]
+    pinned = [torch.empty_like(grad, device="cpu", pin_memory=True) for grad in grads]
+
+    def window(_: int) -> None:
+        for _ in range(MICRO_BATCHES):
+            for there, grad in zip(pinned, grads):
+                there.copy_(grad, non_blocking=True)
+
+    return window
+
+
+def wrapped(net: nn.Module, tokens: Tensor, **settings: Any) -> Callable[[int], object]:
     """Through the wrapper: FP32 sums, clipped."""
     opt = fa.AccumulatingOptimizer(
-        Hold(list(net.parameters())), accum_steps=MICRO_BATCHES, max_grad_norm=1.0, backend=backend or "auto"
+        Hold(list(net.parameters())), accum_steps=MICRO_BATCHES, max_grad_norm=1.0, **settings
     )
 
     def window(_: int) -> None:

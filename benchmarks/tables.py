@@ -99,7 +99,8 @@ def step(rows: Sequence[Row]) -> Table:
     lines = []
     for r in rows:
         model = f"{r['set']}, {r['micro_batches']} × {r['tokens']} tokens"
-        lines.append([f"{model}: {r['contestant']}", _measured(r)[0], f"{r['accumulation_share']:.1%}"])
+        share = r["accumulation_share"]
+        lines.append([f"{model}: {r['contestant']}", _measured(r)[0], "–" if share is None else f"{share:.1%}"])
     return ["window", "ms (p10–p90)", "accumulation"], lines
 
 

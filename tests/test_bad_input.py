@@ -26,6 +26,8 @@ from training import data, grads, mean_loss, model, sgd, wrapped
         ({"reduction": "avg"}, ValueError, "reduction must be one of 'mean', 'sum', 'none', got 'avg'"),
         ({"buffer_dtype": torch.int32}, ValueError, "buffer_dtype must be one of .*torch.int32"),
         ({"buffer_dtype": "fp32"}, ValueError, "buffer_dtype must be one of .*'fp32'"),
+        ({"buffer_device": "cuda"}, ValueError, "buffer_device must be 'cpu', or None .*got 'cuda'"),
+        ({"buffer_device": 0}, ValueError, "buffer_device must be 'cpu', or None .*got 0"),
         ({"rounding": "up"}, ValueError, "rounding must be one of .*'up'"),
         ({"rounding": "stochastic"}, ValueError, "rounding='stochastic' is for 16-bit buffers"),
         ({"master_weights": "yes"}, ValueError, "master_weights must be one of True, False, got 'yes'"),
@@ -55,6 +57,15 @@ def test_environment_names_a_backend_that_is_not_there(monkeypatch):
         wrapped(model())
 
 
+@pytest.mark.parametrize("how", ["argument", "environment"])
+def test_a_gpus_backend_cannot_add_in_cpu_memory(monkeypatch, how):
+    monkeypatch.setattr("fusedaccum.backends.why_missing", lambda name: None)
+    if how == "environment":
+        monkeypatch.setenv("FUSEDACCUM_BACKEND", "cuda")
+    with pytest.raises(ValueError, match=r"backend='cuda' adds on a GPU.*buffer_device='cpu'.*use backend='auto'"):
+        wrapped(model(), buffer_device="cpu", backend="cuda" if how == "argument" else "auto")
+
+
 def test_callable_length_is_checked_by_name():
     net, (x, y) = model(), data()
     for length, error in ((0, ValueError), (2.0, ValueError), (None, TypeError)):
@@ -74,6 +85,8 @@ def test_what_can_be_wrapped():
         fa.AccumulatingOptimizer(torch.optim.LBFGS(net.parameters()), 4)
     with pytest.raises(ValueError, match="LBFGS"):
         fa.AccumulatingOptimizer(torch.optim.LBFGS(net.parameters()), master_weights=True)
+    with pytest.raises(ValueError, match=r"buffer_device='cpu' does not work with LBFGS.*leave it out"):
+        fa.AccumulatingOptimizer(torch.optim.LBFGS(net.parameters()), buffer_device="cpu")
     opt = wrapped(net)
     with pytest.raises(TypeError, match="wrapped already"):
         fa.AccumulatingOptimizer(opt)

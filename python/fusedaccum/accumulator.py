@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import is_not
 
 import torch
@@ -15,6 +16,7 @@ from . import main_grad, ops
 from .amp import LossScale
 from .buffers import Block, Buffers, Slot
 from .norms import SquaredNorms
+from .offload import Offload
 from .window import MicroBatch, Scalar, Window, identity, on
 
 Write = Callable[
@@ -27,12 +29,20 @@ class Accumulator:
     """The buffers of one optimizer and the sums in them.
 
     Args:
-        buffer_dtype, reduction, backend: as :class:`~fusedaccum.AccumulatingOptimizer` has them.
+        buffer_dtype, buffer_device, reduction, backend: as :class:`~fusedaccum.AccumulatingOptimizer` has them.
         seed: of the stochastic rounding of 16-bit buffers; None rounds to nearest.
     """
 
-    def __init__(self, buffer_dtype: torch.dtype | None, reduction: str, backend: str, seed: int | None):
-        self.buffers = Buffers(buffer_dtype)
+    def __init__(
+        self,
+        buffer_dtype: torch.dtype | None,
+        buffer_device: torch.device | None,
+        reduction: str,
+        backend: str,
+        seed: int | None,
+    ):
+        self.buffers = Buffers(buffer_dtype, buffer_device)
+        self.offload = Offload()
         self.norms = SquaredNorms()
         self.loss_scale = LossScale()
         self.seed = seed
@@ -72,8 +82,9 @@ class Accumulator:
         scale = self._contribution(window, micro)
         for (device, first, narrow, _), members, theirs in one_call_each(slots, grads):
             divisor = micro.divisor if narrow else 1.0
-            stats = ops.Stats.empty(device) if measure else None
-            ops.accumulate_(
+            stats = ops.Stats.empty(members[0].device) if measure else None
+            accumulate_ = self.offload.accumulate_ if members[0].offloaded else ops.accumulate_
+            accumulate_(
                 [slot.buffer for slot in members],
                 theirs,
                 on(scale / divisor if narrow else scale, device),
@@ -153,9 +164,16 @@ class Accumulator:
     def _measured(self, stats: ops.Stats, slots: Sequence[Slot], divisor: Scalar, micro: MicroBatch) -> None:
         """``stats`` are of the buffers of ``slots``, which this micro-batch was the last to write."""
         self.norms.record(stats, slots, divisor)
-        so_far = micro.nonfinite
-        there = so_far.device if isinstance(so_far, Tensor) else stats.nonfinite.device
-        micro.nonfinite = so_far + on(stats.nonfinite, there)
+
+        def count() -> None:
+            so_far = micro.nonfinite
+            there = so_far.device if isinstance(so_far, Tensor) else stats.nonfinite.device
+            micro.nonfinite = so_far + on(stats.nonfinite, there)
+
+        if slots[0].offloaded:
+            self.offload.soon(count)  # when they are there
+        else:
+            count()
 
     def place(self, slots: Sequence[Slot]) -> None:
         """Give ``slots`` storage: together with all trainable parameters, so that these share it."""
@@ -195,7 +213,7 @@ class Accumulator:
     def adopt_all(self, slots: Sequence[Slot]) -> None:
         """:meth:`adopt` every slot; at once where, as nearly always, nobody else has touched any."""
         untouched = all(block.untouched_by_user for block in self.buffers.blocks)
-        if not untouched or any(map(is_not, [slot.param.grad for slot in slots], [slot.shown for slot in slots])):
+        if not untouched or any(map(is_not, [slot.holder.grad for slot in slots], [slot.shown for slot in slots])):
             for slot in slots:
                 self.adopt(slot)
 
@@ -203,7 +221,7 @@ class Accumulator:
         """Take over what somebody else has put into ``p.grad``, as part of the running sum; notice what he took away."""
         if slot.placed:
             self._notice_writes(slot)
-        grad, shown = slot.param.grad, slot.shown
+        grad, shown = slot.holder.grad, slot.shown
         if grad is shown:
             return
         if grad is None:
@@ -247,23 +265,25 @@ class Accumulator:
     def begin(self) -> None:
         """Start from nothing: the gradients of the window before, still shown, go; the user's own stay, to be adopted."""
         for slot in self.buffers.slots:
-            if slot.shown is not None and slot.param.grad is slot.shown:
-                slot.param.grad = None
+            if slot.shown is not None and slot.holder.grad is slot.shown:
+                slot.holder.grad = None
             slot.shown, slot.divisor = None, 1.0
         self.norms.forget_all()
+        self.offload.forget_failure()
 
     def clear(self) -> None:
         """Take every gradient out of ``p.grad``, whoever put it there."""
         for slot in self.buffers.slots:
-            slot.param.grad = slot.shown = None
+            slot.holder.grad = slot.shown = None
 
     def shown_as_is(self) -> None:
         """Whatever ``p.grad`` is now belongs to the window that has closed, also where a step hook has replaced it."""
         for slot in self.buffers.slots:
-            slot.shown = slot.param.grad
+            slot.shown = slot.holder.grad
 
     def gathered(self) -> list[Slot]:
         """The slots that hold a gradient now, each in its buffer."""
+        self.offload.wait()
         for slot in self.buffers.slots:
             self.adopt(slot)
         return self.buffers.gathered()
@@ -295,13 +315,30 @@ class Accumulator:
         """Make each buffer ``coef * sum / divisor``: one pass, and none where that changes nothing."""
         calls: dict[tuple, list[Slot]] = {}
         for slot in slots:
-            calls.setdefault((slot.param.device, identity(slot.divisor)), []).append(slot)
+            calls.setdefault((slot.device, identity(slot.divisor)), []).append(slot)
         for members in calls.values():
             scale = coef * members[0].divisor / divisor
             if isinstance(scale, Tensor) or scale != 1.0:
-                device = members[0].param.device
-                ops.scale_([slot.buffer for slot in members], on(scale, device), backend=self._backend)
+                ops.scale_([slot.buffer for slot in members], on(scale, members[0].device), backend=self._backend)
             self._written(members, divisor)
+
+    @contextmanager
+    def brought(self, slots: Sequence[Slot]) -> Iterator[None]:
+        """Within, ``p.grad`` of offloaded ``slots`` is a copy of what their buffers show, on the parameters' device."""
+        by_device: dict[torch.device, list[Slot]] = {}
+        for slot in slots:
+            by_device.setdefault(slot.param.device, []).append(slot)
+        try:
+            for device, members in by_device.items():
+                shown = [slot.shown for slot in members if slot.shown is not None]
+                grads = [torch.empty_strided(g.shape, g.stride(), dtype=g.dtype, device=device) for g in shown]
+                self.offload.cast_(grads, shown, backend=self._backend)
+                for slot, grad in zip(members, grads, strict=True):
+                    slot.param.grad = grad
+            yield
+        finally:
+            for slot in slots:
+                slot.param.grad = None
 
     def finish_(
         self, slots: Sequence[Slot], divisor: Scalar, coef: Scalar, masters: Mapping[Parameter, Parameter]
@@ -322,7 +359,7 @@ class Accumulator:
             if len({identity(slot.divisor) for slot in members}) > 1:
                 self.divide_(members, divisor)
             stepped = masters.get(members[0].param, members[0].param)
-            scale = on(coef * members[0].divisor / divisor, members[0].param.device)
+            scale = on(coef * members[0].divisor / divisor, members[0].device)
             block.narrow_(stepped.dtype, scale, members, self._backend)
             for slot in self.lent:
                 slot.clean = slot.clean and slot.block is not block
@@ -331,7 +368,7 @@ class Accumulator:
 def one_call_each(
     slots: Sequence[Slot], grads: Sequence[Tensor]
 ) -> Iterator[tuple[tuple, Sequence[Slot], Sequence[Tensor]]]:
-    """``(device, first touch, narrow, divisor)`` of each call that an add takes, with its share of the slots and gradients."""
+    """``(gradients' device, first touch, narrow, divisor)`` of each call that an add takes, and its share of the slots and gradients."""
     calls: dict[tuple, list[int]] = {}
     firsts = [slot.shown is None for slot in slots]
     alike = len({slot.block for slot in slots}) == len(set(firsts)) == 1 and not slots[0].narrow

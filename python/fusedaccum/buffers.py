@@ -34,6 +34,12 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
+class StandIn:
+    """Stands for a parameter that is on another device than its buffer."""
+
+    grad: Tensor | None = None
+
+
 @dataclass(eq=False)
 class Slot:
     """One parameter's place: its buffer, and what the window has done to it so far."""
@@ -42,10 +48,11 @@ class Slot:
     name: str
     index: int  # position among the optimizer's parameters, as in its state_dict
     dtype: torch.dtype  # of the buffer
+    device: torch.device  # of the buffer
     block: Block = field(init=False)
     buffer: Tensor = field(init=False)
     placed: bool = False  # has it got block and buffer?
-    shown: Tensor | None = None  # what we last put into p.grad; anything else there is the user's
+    shown: Tensor | None = None  # what we last put into holder.grad; anything else there is the user's
     divisor: Scalar = 1.0  # 16-bit buffers hold the sum divided by this (a running mean); wider ones the sum
     clean: bool = False  # of one that is lent: does the buffer hold zeros?
     draws: int = 0  # adds so far, each of which draws its own random numbers when rounding stochastically
@@ -55,13 +62,16 @@ class Slot:
         self.made_for = (self.param.dtype, self.param.device, self.param.shape)
         self.memory, self.numel = self.param.data_ptr(), self.param.numel()
         self.narrow = self.dtype.itemsize < 4
+        # Whose .grad shows the buffer: the parameter's, unless that is on another device, where p.grad cannot be on the buffer's.
+        self.offloaded = self.param.device != self.device
+        self.holder: Parameter | StandIn = StandIn() if self.offloaded else self.param
         # Does its layer add the gradient itself, as Megatron-LM's and TransformerEngine's do? Then the buffer is lent to it (main_grad.py).
         self.lent = main_grad.asks(self.param)
         self.node: Any = None  # its AccumulateGrad node, when that is hooked
 
     def show(self, grad: Tensor | None) -> None:
         """Make ``p.grad`` this tensor of ours."""
-        self.param.grad = self.shown = grad
+        self.holder.grad = self.shown = grad
 
     def check_added(self, scale: float) -> None:
         """Raises RuntimeError where ``scale`` times what the layer of this lent slot has added is not part of the window's sum now."""
@@ -109,6 +119,7 @@ class Block:
     """A flat stretch of storage shared by slots of one device, buffer dtype and parameter dtype."""
 
     flat: Tensor
+    hidden: bool  # from the user, because p.grad cannot be of it?
     version: int = 0  # flat._version when we last wrote: another value means that the user has written since
 
     def written(self) -> None:
@@ -116,7 +127,7 @@ class Block:
 
     @property
     def untouched_by_user(self) -> bool:
-        return self.flat._version == self.version
+        return self.hidden or self.flat._version == self.version
 
     def view(self, flat: Tensor, slot: Slot, offset: int) -> Tensor:
         """The part of ``flat`` that is ``slot``'s, in its parameter's shape (and memory format, when that is dense)."""
@@ -148,8 +159,9 @@ class Block:
 class Buffers:
     """The slots of an optimizer's parameters. Storage comes with the first gradients, not before."""
 
-    def __init__(self, asked: torch.dtype | None):
+    def __init__(self, asked: torch.dtype | None, device: torch.device | None):
         self._asked = asked
+        self._device = device  # None for the parameters' own
         self.slots: list[Slot] = []
         self.of: dict[Parameter, Slot] = {}
         self.blocks: list[Block] = []
@@ -158,7 +170,7 @@ class Buffers:
         """Make slots for parameters that have none yet."""
         fresh = []
         for name, p in parameters:
-            slot = Slot(p, name, len(self.slots), buffer_dtype(p.dtype, self._asked))
+            slot = Slot(p, name, len(self.slots), buffer_dtype(p.dtype, self._asked), self._device or p.device)
             self.slots.append(slot)
             self.of[p] = slot
             fresh.append(slot)
@@ -169,13 +181,13 @@ class Buffers:
         groups: dict[tuple, list[Slot]] = {}
         for slot in slots:
             if not slot.placed:
-                groups.setdefault((slot.param.device, slot.dtype, slot.param.dtype), []).append(slot)
-        for (device, dtype, _), members in groups.items():
+                groups.setdefault((slot.device, slot.dtype, slot.param.dtype, slot.offloaded), []).append(slot)
+        for (device, dtype, _, offloaded), members in groups.items():
             offsets, end = [], 0
             for slot in members:
                 offsets.append(end)
                 end += -(-slot.param.numel() // ALIGNMENT) * ALIGNMENT
-            block = Block(torch.empty(end, dtype=dtype, device=device))
+            block = Block(torch.empty(end, dtype=dtype, device=device), offloaded)
             self.blocks.append(block)
             for slot, offset in zip(members, offsets, strict=True):
                 slot.block, slot.buffer, slot.placed = block, block.view(block.flat, slot, offset), True
@@ -187,7 +199,12 @@ class Buffers:
             # Most of it, and cheap: every step() comes here. Another view of the same memory shows when its gradient comes.
             if p.data_ptr() != slot.memory or p.numel() != slot.numel or p.dtype is not slot.made_for[0]:
                 slot.check_unchanged()
+            if slot.offloaded and p.grad is not None:
+                raise RuntimeError(
+                    f"{slot.name}.grad was set by hand, and its gradients are gathered on the {slot.device} (buffer_device); "
+                    "set it to None, or leave buffer_device out"
+                )
 
     def gathered(self) -> list[Slot]:
         """Slots whose parameter holds a gradient now."""
-        return [slot for slot in self.slots if slot.param.grad is not None]
+        return [slot for slot in self.slots if slot.holder.grad is not None]

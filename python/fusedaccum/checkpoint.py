@@ -20,6 +20,7 @@ FORMAT = 1
 def save(opt: AccumulatingOptimizer) -> dict[str, Any]:
     """Everything needed to go on bit-identically, as tensors and plain values; parameters by their position."""
     sums, settings, ledger = opt._sums, opt.settings, opt._ledger
+    sums.offload.wait()
     window = _plain(ledger.window) if ledger.has_window else None
     micro = _plain(ledger.micro) if ledger.has_micro else None
     steps = settings.schedule.accum_steps

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 import warnings
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, _global_optimizer_pre_hooks
+from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from .accumulator import Accumulator
 from .buffers import Slot
 from .ledger import Ledger
 from .masters import MasterWeights
+from .offload import STAGE_BYTES
 from .settings import Settings
 from .window import LastWindow, Scalar, Window, identity, on
 
@@ -32,6 +34,7 @@ class Conclusion:
     overflow: bool | Tensor  # of the last micro-batch, as a GradScaler saw it
     skip: bool | Tensor
     finished: bool = False  # has the gradient been made, so that applying it again only steps?
+    stepped: set[Slot] = field(default_factory=set)  # has the optimizer stepped these already, where it steps in parts?
 
     def report(self, settings: Settings, applied: bool | Tensor) -> LastWindow:
         window = self.window
@@ -64,6 +67,8 @@ def conclude(ledger: Ledger, sums: Accumulator, settings: Settings, overflow: bo
     """What the open window comes to. Waits for the device where weights are tensors there."""
     window, slots = ledger.window, sums.gathered()
     divisor = 1.0 if window.empty else ledger.divisor(window.weight)
+    if any(slot.offloaded for slot in slots):  # the host computes with it
+        divisor = float(divisor)
     weightless = not window.empty and float(divisor) == 0
     if weightless:
         message = f"window {window.index} has weight 0 (no tokens?): nothing is applied"
@@ -102,7 +107,7 @@ def apply(end: Conclusion, inner: Any, masters: MasterWeights, sums: Accumulator
     masters.follow_model()
     if fused:
         # It divides by grad_scale, and heeds found_inf, in its own pass over the gradients.
-        device = end.slots[0].param.device
+        device = stepped_of(end.slots[0], masters).device
         grad_scale = end.divisor / (end.coef * end.slots[0].divisor)
         inner.grad_scale = fp32_on(grad_scale, device)
         inner.found_inf = fp32_on(end.skip, device) if decided_there else None
@@ -113,12 +118,66 @@ def apply(end: Conclusion, inner: Any, masters: MasterWeights, sums: Accumulator
         return False
     try:
         with masters.at_work(inner, end.slots) if masters.of else nullcontext():
-            inner.step()
+            step(inner, end, masters, sums)
     finally:
         if fused:
             del inner.grad_scale, inner.found_inf
-    masters.write_back((slot.param for slot in end.slots), settings.backend)
+    masters.write_back((slot.param for slot in end.slots), sums.offload, settings.backend)
     return ~end.skip if decided_there and isinstance(end.skip, Tensor) else True
+
+
+def stepped_of(slot: Slot, masters: MasterWeights) -> Tensor:
+    """What the inner optimizer steps: the parameter or its master."""
+    return masters.of.get(slot.param, slot.param)
+
+
+def step(inner: Optimizer, end: Conclusion, masters: MasterWeights, sums: Accumulator) -> None:
+    """One step of the inner optimizer: by calls with a part of the gradients each, where they have to be brought to the device."""
+    away = [slot for slot in end.slots if slot.offloaded and slot.param not in masters.of]
+    if not away:
+        inner.step()
+        return
+    here = [slot for slot in end.slots if slot not in set(away)]  # stepped with the first part
+    left = [slot for slot in away if slot not in end.stepped]
+    for part in parts(left) if steps_each_alone(inner) else filter(None, [left]):
+        with hidden([slot for slot in here if slot in end.stepped]), sums.brought(part):
+            inner.step()
+        end.stepped |= {*part, *here}
+
+
+def steps_each_alone(inner: Optimizer) -> bool:
+    """Does stepping some of the parameters, then the others, come to the same? For PyTorch's own, where no hook counts the steps."""
+    hooks = (inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks)
+    everybody = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+    return type(inner).__module__.startswith("torch.optim.") and not any((*hooks, *everybody))
+
+
+def parts(slots: list[Slot]) -> Iterator[list[Slot]]:
+    """Slots whose gradients take as much memory as a stage of the ring."""
+    part: list[Slot] = []
+    taken = 0
+    for slot in slots:
+        needed = slot.param.nbytes
+        if part and taken + needed > STAGE_BYTES:
+            yield part
+            part, taken = [], 0
+        part.append(slot)
+        taken += needed
+    if part:
+        yield part
+
+
+@contextmanager
+def hidden(slots: list[Slot]) -> Iterator[None]:
+    """Within, ``p.grad`` of these is None."""
+    grads = [slot.param.grad for slot in slots]
+    for slot in slots:
+        slot.param.grad = None
+    try:
+        yield
+    finally:
+        for slot, grad in zip(slots, grads, strict=True):
+            slot.param.grad = grad
 
 
 def inner_scales(inner: Optimizer, masters: MasterWeights, slots: list[Slot]) -> bool:
@@ -127,13 +186,13 @@ def inner_scales(inner: Optimizer, masters: MasterWeights, slots: list[Slot]) ->
         getattr(inner, "_step_supports_amp_scaling", False)
         and all(group.get("fused") for group in inner.param_groups)
         and not (inner._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
-        and len({(identity(slot.divisor), slot.param.device) for slot in slots}) == 1
-        and all(slot.dtype == masters.of.get(slot.param, slot.param).dtype for slot in slots)
+        and len({(identity(slot.divisor), stepped_of(slot, masters).device) for slot in slots}) == 1
+        and all(slot.dtype == stepped_of(slot, masters).dtype for slot in slots)
         and all(slot.dtype.itemsize <= 4 for slot in slots)  # grad_scale is FP32: too coarse for FP64
     )
 
 
 def overflowed_in_cast(slots: list[Slot], masters: MasterWeights, sums: Accumulator) -> bool:
     """Is a finite FP32 gradient infinite as the FP16 one that is stepped? (bf16 has FP32's range.) Waits for the device."""
-    cast = [slot.param.grad for slot in slots if slot.param.dtype == torch.float16 and slot.param not in masters.of]
+    cast = [slot.holder.grad for slot in slots if slot.param.dtype == torch.float16 and slot.param not in masters.of]
     return bool(cast) and sums.count_nonfinite(grad for grad in cast if grad is not None) > 0

@@ -33,7 +33,9 @@ class Gathering:
 
     def __init__(self, settings: Settings, seed: int | None):
         self.ledger = Ledger(settings.schedule, settings.reduction)
-        self.sums = Accumulator(settings.buffer_dtype, settings.reduction, settings.backend, seed)
+        self.sums = Accumulator(
+            settings.buffer_dtype, settings.buffer_device, settings.reduction, settings.backend, seed
+        )
         self.inside = False  # within micro_batch()
         self._adds_before = 0  # of the open micro-batch, when the pass (or the group of them) under way began
         self._settings = settings
@@ -63,7 +65,8 @@ class Gathering:
         whole before it is added. Raises as a hook would.
         """
         slot = self.sums.buffers.of[parameter]
-        if self._settings.drops_micro_batches or slot.narrow or not self._intake.accumulates(slot):
+        seen_whole = self._settings.drops_micro_batches or slot.narrow or slot.offloaded
+        if seen_whole or not self._intake.accumulates(slot):
             return False
         with self._intake.within_pass():
             return self.sums.add_by(write, slot, self.ledger.window, self.ledger.micro, self._measures())
@@ -121,7 +124,7 @@ class Gathering:
             # One without gradients; or, where passes are counted, with gradients that somebody put into p.grad by hand.
             ledger.begin_micro_batch()
         if ledger.has_micro:
-            ledger.commit(None if caller_owned else weight)
+            self._commit(None if caller_owned else weight)
         rejected, self._rejected = self._rejected, Rejected()
         if rejected.names and self._settings.nonfinite == "raise":
             raise FloatingPointError(
@@ -190,7 +193,12 @@ class Gathering:
         if self._settings.drops_micro_batches:
             self._judge()
         if self._settings.schedule.caller_owned:
-            self.ledger.commit(None)
+            self._commit(None)
+
+    def _commit(self, weight: Scalar | None) -> None:
+        if self._settings.nonfinite == "skip_window":
+            self.sums.offload.wait()  # for what it says of the micro-batch
+        self.ledger.commit(weight)
 
     def pass_failed(self) -> None:
         if not self.ledger.has_micro:

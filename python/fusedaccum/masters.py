@@ -1,4 +1,5 @@
-"""FP32 master weights for 16-bit parameters: the inner optimizer steps these, and the model gets them rounded.
+"""FP32 master weights: the inner optimizer steps these, and the model gets them rounded. Of 16-bit parameters, and where buffers
+are in CPU memory, of all that are elsewhere: there the optimizer's state and step are the CPU's.
 
 Everybody outside (schedulers, checkpoints, logging) finds the model's own parameters in ``param_groups`` and as the keys of
 ``state``; the masters stand in their places only while the inner optimizer is at work.
@@ -17,27 +18,35 @@ from torch.optim import Optimizer
 
 from . import ops
 from .buffers import Slot
+from .offload import Offload
 
 
 class MasterWeights:
-    """A FP32 copy of every 16-bit parameter of an optimizer."""
+    """A copy, in FP32 or wider, of every parameter of an optimizer that needs one.
 
-    def __init__(self) -> None:
+    Args:
+        device: where the gradients are; None for the parameters' own.
+    """
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._device = device
         self.of: dict[Parameter, Parameter] = {}
         self._model: dict[Parameter, Parameter] = {}
         self._version: dict[Parameter, int] = {}
 
     def add(self, parameters: Iterable[Parameter]) -> None:
-        """Make masters of those that are 16 bits wide."""
+        """Make masters of those that are 16 bits wide, or not where their gradients are."""
         for p in parameters:
-            if p.dtype.itemsize < 4:
-                master = Parameter(p.detach().float(), requires_grad=p.requires_grad)
+            device = self._device or p.device
+            if p.dtype.itemsize < 4 or p.device != device:
+                copy = p.detach().to(device, torch.promote_types(p.dtype, torch.float32))
+                master = Parameter(copy, requires_grad=p.requires_grad)
                 self.of[p], self._model[master], self._version[p] = master, p, p._version
 
     @contextmanager
     def at_work(self, inner: Optimizer, slots: Iterable[Slot] = ()) -> Iterator[None]:
         """Within, the inner optimizer's groups and state hold the masters, and those of ``slots`` their gradients."""
-        lent = [(self.of[slot.param], slot.param.grad) for slot in slots if slot.param in self.of]
+        lent = [(self.of[slot.param], slot.holder.grad) for slot in slots if slot.param in self.of]
         _exchange(inner, self.of)
         for master, grad in lent:
             master.grad = grad
@@ -58,19 +67,21 @@ class MasterWeights:
         """
         for p, master in self.of.items():
             if p._version != self._version[p]:
-                master.copy_(torch.where(master.to(p.dtype) == p, master, p.float()))
+                theirs = p.to(master.device)
+                master.copy_(torch.where(master.to(p.dtype) == theirs, master, theirs.to(master.dtype)))
                 self._version[p] = p._version
 
     @torch.no_grad()
-    def write_back(self, stepped: Iterable[Parameter], backend: str) -> None:
+    def write_back(self, stepped: Iterable[Parameter], offload: Offload, backend: str) -> None:
         """Round the masters of these parameters into the model: one call a device."""
-        by_device: dict[torch.device, list[Parameter]] = {}
+        by_device: dict[tuple[torch.device, bool], list[Parameter]] = {}
         for p in stepped:
             if p in self.of:
-                by_device.setdefault(p.device, []).append(p)
-        for parameters in by_device.values():
+                by_device.setdefault((p.device, p.device != self.of[p].device), []).append(p)
+        for (_, elsewhere), parameters in by_device.items():
             masters = [self.of[p].detach() for p in parameters]
-            ops.cast_([p.detach() for p in parameters], masters, backend=backend)
+            cast_ = offload.cast_ if elsewhere else ops.cast_
+            cast_([p.detach() for p in parameters], masters, backend=backend)
             for p in parameters:
                 self._version[p] = p._version
 

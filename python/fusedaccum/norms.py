@@ -55,11 +55,11 @@ class SquaredNorms:
         missing: dict[tuple, list[Slot]] = {}
         for slot in slots:
             if slot not in covered:
-                missing.setdefault((slot.param.device, identity(slot.divisor)), []).append(slot)
+                missing.setdefault((slot.device, identity(slot.divisor)), []).append(slot)
         for unread in missing.values():
             sq_norm = ops.stats([slot.buffer for slot in unread], backend=backend).sq_norm
             readings.append(_Reading(sq_norm, unread[0].divisor, set()))
-        device = slots[0].param.device if slots else "cpu"
+        device = slots[0].device if slots else "cpu"
         parts = [reading.sq_norm.to(device) * reading.divisor**2 for reading in readings]
         return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)
 

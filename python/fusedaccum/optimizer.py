@@ -19,7 +19,7 @@ from .amp import LossScale
 from .closing import Conclusion, apply, conclude
 from .gathering import Gathering
 from .masters import MasterWeights
-from .settings import Settings, check_lent, check_optimizer, check_parameter
+from .settings import Settings, check_lent, check_optimizer, check_parameter, checked_device
 from .window import LastWindow, Scalar, Schedule, checked_weight
 
 # Which wrapper takes a parameter's gradients. (Keyed by identity: tensors compare by element.)
@@ -50,6 +50,8 @@ class AccumulatingOptimizer(Optimizer):
             backward is over; ``"raise"`` does so too, and raises FloatingPointError at ``step()``.
         backend: ``"auto"``, ``"cuda"``, ``"triton"``, ``"cpu"`` or ``"reference"``; for ``"auto"`` the environment's
             FUSEDACCUM_BACKEND decides where it is set.
+        buffer_device: ``"cpu"`` keeps the buffers in CPU memory, and with ``master_weights=True`` the weights that are stepped and the
+            optimizer's state too: gradients leave the device during backward. ``p.grad`` stays None but for the inner step.
 
     Raises:
         TypeError, ValueError: an argument, an optimizer or a parameter that cannot be meant, named with the fix.
@@ -74,10 +76,19 @@ class AccumulatingOptimizer(Optimizer):
         max_grad_norm: float | None = None,
         nonfinite: str = "propagate",
         backend: str = "auto",
+        buffer_device: str | torch.device | None = None,
     ):
         schedule = Schedule.checked(accum_steps, window_weight)
         settings = Settings(
-            schedule, reduction, buffer_dtype, rounding, master_weights, max_grad_norm, nonfinite, backend
+            schedule,
+            reduction,
+            buffer_dtype,
+            rounding,
+            master_weights,
+            max_grad_norm,
+            nonfinite,
+            backend,
+            checked_device(buffer_device),
         )
         check_optimizer(optimizer, settings, AccumulatingOptimizer)
         self._build(optimizer, settings)
@@ -92,7 +103,7 @@ class AccumulatingOptimizer(Optimizer):
         seed = int(torch.randint(2**62, ())) if settings.rounding == "stochastic" else None
         self._gathering = Gathering(settings, seed)
         self._ledger, self._sums = self._gathering.ledger, self._gathering.sums
-        self._masters = MasterWeights()
+        self._masters = MasterWeights(settings.buffer_device)
         self._take(range(len(self.param_groups)))
 
     def _take(self, groups: Sequence[int]) -> None:
@@ -258,6 +269,7 @@ class AccumulatingOptimizer(Optimizer):
             RuntimeError: the window is not complete. ValueError: a weight is still missing (``reduction="sum"``).
         """
         self._gathering.settle()
+        self._refuse_offloaded("normalize_() makes p.grad the window's gradient", "clip with max_grad_norm=")
         divisor = self._ledger.divisor_at_end()
         self._sums.divide_(self._sums.gathered(), divisor)
 
@@ -324,6 +336,10 @@ class AccumulatingOptimizer(Optimizer):
                 f"{call} was called inside micro_batch(), which holds one whole micro-batch; call it after the block"
             )
 
+    def _refuse_offloaded(self, why: str, instead: str) -> None:
+        if any(slot.offloaded for slot in self._sums.buffers.slots):
+            raise RuntimeError(f"{why}, which is None with buffer_device='cpu'; {instead}, or leave buffer_device out")
+
     # -- GradScaler.step() sets and deletes grad_scale and found_inf around our step() ---------------------------
 
     @property
@@ -353,6 +369,7 @@ class AccumulatingOptimizer(Optimizer):
                 if window is not None:
                     window.unit = None
             return False
+        self._refuse_offloaded("GradScaler looks for overflows in p.grad", "use bf16, which needs no loss scale")
         if window is None or window.overflowed or self._gathering.has_rejected:
             return False
         if scale.unscaled:

@@ -35,6 +35,7 @@ class Settings:
     max_grad_norm: float | None
     nonfinite: str
     backend: str
+    buffer_device: torch.device | None = None
 
     def __post_init__(self) -> None:
         one_of("reduction", self.reduction, REDUCTIONS)
@@ -60,7 +61,11 @@ class Settings:
                 raise ValueError(
                     f"max_grad_norm must be greater than 0, got {norm}; None does not clip, math.inf only measures"
                 )
-        backends.check(self.backend)
+        backend = backends.check(self.backend)
+        if self.buffer_device is not None and backend in ("cuda", "triton"):
+            raise ValueError(
+                f"backend={backend!r} adds on a GPU, and with buffer_device='cpu' the CPU does; use backend='auto'"
+            )
 
     @property
     def drops_micro_batches(self) -> bool:
@@ -76,6 +81,17 @@ def one_of(name: str, value: Any, allowed: tuple) -> None:
     """Raises ValueError unless ``value`` is one of ``allowed``."""
     if not any(value is a or value == a for a in allowed):
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def checked_device(buffer_device: Any) -> torch.device | None:
+    """``buffer_device`` as a device; raises ValueError for all but None and the CPU."""
+    if buffer_device is None:
+        return None
+    if buffer_device not in ("cpu", torch.device("cpu")):
+        raise ValueError(
+            f"buffer_device must be 'cpu', or None to gather where the parameters are, got {buffer_device!r}"
+        )
+    return torch.device("cpu")
 
 
 def check_optimizer(optimizer: Any, settings: Settings, wrapper: type) -> None:
@@ -101,6 +117,10 @@ def check_optimizer(optimizer: Any, settings: Settings, wrapper: type) -> None:
             raise ValueError(
                 "nonfinite='skip_window' does not work with LBFGS, which evaluates and applies within one step; "
                 "use 'skip_micro_batch' or 'raise'"
+            )
+        if settings.buffer_device is not None:
+            raise ValueError(
+                "buffer_device='cpu' does not work with LBFGS, which reads p.grad while it evaluates; leave it out"
             )
         if settings.master_weights:
             raise ValueError(
@@ -138,6 +158,11 @@ def check_lent(name: str, parameter: Tensor, settings: Settings) -> None:
     if buffer_dtype(parameter.dtype, settings.buffer_dtype).itemsize < 4:
         raise ValueError(
             f"{how}, and 16-bit buffers hold a running mean, which it cannot; use buffer_dtype=torch.float32"
+        )
+    if settings.buffer_device is not None and parameter.device != settings.buffer_device:
+        raise ValueError(
+            f"{how}, and with buffer_device='cpu' the buffers are where it cannot; leave buffer_device out, or delete the attribute "
+            "and switch the layer's gradient accumulation fusion off"
         )
     if getattr(parameter, "main_grad", None) is not None:
         raise ValueError(

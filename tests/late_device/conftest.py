@@ -1,0 +1,39 @@
+"""Tests that need a device besides the CPU: a GPU where there is one, else one made of the CPU (late_device.cpp).
+
+Not part of the other tests' process, for PyTorch can have one such device and then treats it as the machine's accelerator.
+"""
+
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch.utils import cpp_extension
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="session")
+def late_device():
+    """The module that makes the device "late", or None on a machine with a GPU."""
+    if torch.cuda.is_available():
+        return None
+    torch.utils.rename_privateuse1_backend("late")
+    build = HERE.parents[1] / "build" / f"late_device-torch-{torch.__version__}"
+    build.mkdir(parents=True, exist_ok=True)
+    module = cpp_extension.load("late_device", [str(HERE / "late_device.cpp")], build_directory=str(build))
+    as_torch_has_it = ModuleType("torch.late")
+    as_torch_has_it.is_available = lambda: True
+    as_torch_has_it.device_count = lambda: 1
+    as_torch_has_it.current_device = lambda: 0
+    as_torch_has_it._is_in_bad_fork = lambda: False
+    as_torch_has_it.manual_seed_all = lambda seed: None  # it has no random numbers of its own
+    torch._register_device_module("late", as_torch_has_it)
+    return module
+
+
+@pytest.fixture
+def device(late_device):
+    """Where the test's parameters are."""
+    torch.manual_seed(0)
+    return torch.device("cuda:0" if late_device is None else "late:0")

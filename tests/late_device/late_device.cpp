@@ -1,0 +1,324 @@
+// A device for tests where there is no GPU: memory of its own (the host's), and streams that copy late, from the bytes that are there then.
+//
+// Ops run on the CPU when the current stream is empty. What is copied between it and pinned memory with non_blocking=True is copied by the
+// stream's thread, some milliseconds later; freed memory is filled with NaNs at once, or when the streams are done with it that it was
+// recorded on. So a missing wait, or a missing record_stream, shows as a wrong number.
+#include <ATen/core/Tensor.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/native/CPUFallback.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/view_native.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/extension.h>
+#include <torch/library.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace {
+
+constexpr auto kDevice = c10::DeviceType::PrivateUse1;
+constexpr std::chrono::microseconds kDelay(700);
+
+c10::Device here() { return {kDevice, 0}; }
+c10::Stream stream(c10::StreamId id) { return c10::Stream(c10::Stream::UNSAFE, here(), id); }
+
+// -- streams and events ---------------------------------------------------------------------------------------------------
+
+// Jobs in order, done by a thread that lives as long as the process.
+class Queue {
+ public:
+  Queue() { std::thread(&Queue::work, this).detach(); }
+
+  void add(std::function<void()> job) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    jobs_.push_back(std::move(job));
+    changed_.notify_all();
+  }
+  void drain() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [&] { return jobs_.empty(); });
+  }
+  bool idle() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return jobs_.empty();
+  }
+
+ private:
+  void work() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (true) {
+      changed_.wait(lock, [&] { return !jobs_.empty(); });
+      {
+        const std::function<void()> job = jobs_.front();
+        lock.unlock();
+        job();
+      }
+      lock.lock();
+      jobs_.pop_front();
+      changed_.notify_all();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> jobs_;  // the first is under way
+};
+
+Queue& queue(c10::StreamId id) {
+  static auto* queues = new std::vector<Queue*>();
+  static auto* mutex = new std::mutex();
+  const std::lock_guard<std::mutex> lock(*mutex);
+  while (queues->size() <= static_cast<std::size_t>(id)) queues->push_back(new Queue());
+  return *queues->at(static_cast<std::size_t>(id));
+}
+
+thread_local c10::StreamId current_stream = 0;
+
+struct Mark {
+  std::mutex mutex;
+  std::condition_variable passed;
+  bool done = false;
+
+  void set() {
+    const std::lock_guard<std::mutex> lock(mutex);
+    done = true;
+    passed.notify_all();
+  }
+  void wait() {
+    std::unique_lock<std::mutex> lock(mutex);
+    passed.wait(lock, [&] { return done; });
+  }
+};
+
+struct Event {
+  std::shared_ptr<Mark> mark;
+};
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return kDevice; }
+  c10::Device exchangeDevice(c10::Device) const override { return here(); }
+  c10::Device getDevice() const override { return here(); }
+  void setDevice(c10::Device) const override {}
+  void uncheckedSetDevice(c10::Device) const noexcept override {}
+  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  c10::Stream getStream(c10::Device) const override { return stream(current_stream); }
+  c10::Stream getDefaultStream(c10::Device) const override { return stream(0); }
+  c10::Stream getNewStream(c10::Device, int = 0) const override {
+    static std::atomic<c10::StreamId> last{0};
+    return stream(++last);
+  }
+  c10::Stream exchangeStream(c10::Stream next) const override {
+    const c10::StreamId before = current_stream;
+    current_stream = next.id();
+    return stream(before);
+  }
+  bool queryStream(const c10::Stream& stream) const override { return queue(stream.id()).idle(); }
+  void synchronizeStream(const c10::Stream& stream) const override { queue(stream.id()).drain(); }
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
+    if (*event == nullptr) *event = new Event();
+    auto mark = std::make_shared<Mark>();
+    static_cast<Event*>(*event)->mark = mark;
+    queue(stream.id()).add([mark] { mark->set(); });
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    if (event == nullptr) return;
+    queue(stream.id()).add([mark = static_cast<Event*>(event)->mark] { mark->wait(); });
+  }
+  bool queryEvent(void* event) const override {
+    if (event == nullptr) return true;
+    Mark& mark = *static_cast<Event*>(event)->mark;
+    const std::lock_guard<std::mutex> lock(mark.mutex);
+    return mark.done;
+  }
+  void synchronizeEvent(void* event) const override {
+    if (event != nullptr) static_cast<Event*>(event)->mark->wait();
+  }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
+};
+
+// -- memory ---------------------------------------------------------------------------------------------------------------
+
+std::atomic<int64_t> allocated{0}, peak{0};
+
+struct Block {
+  void* memory;
+  std::size_t bytes;
+  std::vector<c10::StreamId> used_on;
+
+  explicit Block(std::size_t size) : memory(std::aligned_alloc(64, (size + 63) / 64 * 64 + 64)), bytes(size) {
+    const int64_t now = allocated += static_cast<int64_t>(bytes);
+    int64_t most = peak;
+    while (most < now && !peak.compare_exchange_weak(most, now)) {
+    }
+  }
+  ~Block() {
+    std::memset(memory, 0xff, bytes);
+    allocated -= static_cast<int64_t>(bytes);
+    std::free(memory);
+  }
+};
+
+void free_block(void* context) {
+  const std::shared_ptr<Block> block(static_cast<Block*>(context));
+  for (const c10::StreamId stream : block->used_on) queue(stream).add([block] {});
+}
+
+struct Memory final : c10::Allocator {
+  c10::DataPtr allocate(std::size_t bytes) override {
+    if (bytes == 0) return {nullptr, here()};
+    auto* block = new Block(bytes);
+    return {block->memory, block, &free_block, here()};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &free_block; }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override { std::memcpy(to, from, bytes); }
+};
+
+std::mutex pinned_mutex;
+std::map<const char*, std::size_t> pinned;
+
+void free_pinned(void* memory) {
+  const std::lock_guard<std::mutex> lock(pinned_mutex);
+  pinned.erase(static_cast<const char*>(memory));
+  std::free(memory);
+}
+
+bool is_pinned(const void* address) {
+  const std::lock_guard<std::mutex> lock(pinned_mutex);
+  const auto after = pinned.upper_bound(static_cast<const char*>(address));
+  if (after == pinned.begin()) return false;
+  const auto& [begin, bytes] = *std::prev(after);
+  return static_cast<const char*>(address) < begin + bytes;
+}
+
+struct PinnedMemory final : c10::Allocator {
+  c10::DataPtr allocate(std::size_t bytes) override {
+    if (bytes == 0) return {nullptr, c10::kCPU};
+    void* memory = std::aligned_alloc(64, (bytes + 63) / 64 * 64);
+    const std::lock_guard<std::mutex> lock(pinned_mutex);
+    pinned[static_cast<const char*>(memory)] = bytes;
+    return {memory, memory, &free_pinned, c10::kCPU};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &free_pinned; }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override { std::memcpy(to, from, bytes); }
+};
+
+Memory memory;
+PinnedMemory pinned_memory;
+
+struct Hooks final : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  c10::DeviceIndex deviceCount() const override { return 1; }
+  c10::DeviceIndex getCurrentDevice() const override { return 0; }
+  void setCurrentDevice(c10::DeviceIndex) const override {}
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return 0; }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
+  bool isPinnedPtr(const void* data) const override { return is_pinned(data); }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory; }
+};
+
+// -- ops ------------------------------------------------------------------------------------------------------------------
+
+at::Tensor empty(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>, std::optional<c10::Device>,
+                 std::optional<bool>, std::optional<c10::MemoryFormat> format) {
+  return at::detail::empty_generic(size, &memory, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype), format);
+}
+
+at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>,
+                         std::optional<c10::Device>, std::optional<bool>) {
+  return at::detail::empty_strided_generic(size, stride, &memory, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+                                           c10::dtype_or_default(dtype));
+}
+
+// The same memory as a CPU tensor that keeps nothing alive.
+at::Tensor bare(const at::Tensor& x) {
+  return at::from_blob(const_cast<void*>(x.const_data_ptr()), x.sizes(), x.strides(), at::device(c10::kCPU).dtype(x.dtype()));
+}
+
+at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
+  if (to.numel() == 0) return to;
+  const at::Tensor &host = from.is_cpu() ? from : to, source = bare(from), target = bare(to);
+  if (non_blocking && host.is_cpu() && is_pinned(host.const_data_ptr())) {
+    // What is pinned is not given away either before its streams are done with it: PyTorch's allocators see to that.
+    queue(current_stream).add([source, target, held = host.storage()] {
+      std::this_thread::sleep_for(kDelay);
+      const at::NoGradGuard no_grad;
+      target.copy_(source);
+    });
+    return to;
+  }
+  queue(current_stream).drain();
+  target.copy_(source);
+  return to;
+}
+
+const at::Tensor& resize_(const at::Tensor& x, c10::IntArrayRef size, std::optional<c10::MemoryFormat>) {
+  const auto needed = static_cast<std::size_t>(c10::multiply_integers(size)) * x.element_size();
+  if (x.storage().nbytes() < needed) {
+    x.storage().set_data_ptr_noswap(memory.allocate(needed));
+    x.storage().set_nbytes(needed);
+  }
+  x.unsafeGetTensorImpl()->set_sizes_contiguous(size);
+  return x;
+}
+
+at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
+  if (to.sizes() != from.sizes()) to.resize_(from.sizes());
+  return copy_from(from, to, false);
+}
+
+at::Scalar local_scalar(const at::Tensor& x) {
+  queue(current_stream).drain();
+  return bare(x).item();
+}
+
+void record_stream(at::Tensor& x, c10::Stream stream) {
+  static_cast<Block*>(x.storage().data_ptr().get_context())->used_on.push_back(stream.id());
+}
+
+void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  queue(current_stream).drain();
+  at::native::cpu_fallback(op, stack);
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("empty.memory_format", &empty);
+  m.impl("empty_strided", &empty_strided);
+  m.impl("as_strided", &at::native::as_strided_tensorimpl);
+  m.impl("view", static_cast<at::Tensor (*)(const at::Tensor&, c10::IntArrayRef)>(&at::native::view));
+  m.impl("_reshape_alias", &at::native::_reshape_alias);
+  m.impl("resize_", &resize_);
+  m.impl("_copy_from", &copy_from);
+  m.impl("_copy_from_and_resize", &copy_from_and_resize);
+  m.impl("_local_scalar_dense", &local_scalar);
+  m.impl("record_stream", &record_stream);
+}
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&on_cpu>()); }
+
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
+REGISTER_ALLOCATOR(c10::DeviceType::PrivateUse1, &memory)
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  at::RegisterPrivateUse1HooksInterface(new Hooks());
+  m.def("allocated", [] { return allocated.load(); });
+  m.def("peak", [] { return peak.load(); });
+  m.def("reset_peak", [] { peak = allocated.load(); });
+}
