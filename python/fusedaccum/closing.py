@@ -137,8 +137,9 @@ def step(inner: Optimizer, end: Conclusion, masters: MasterWeights, sums: Accumu
     if not away:
         inner.step()
         return
-    here = [slot for slot in end.slots if slot not in set(away)]  # stepped with the first part
     left = [slot for slot in away if slot not in end.stepped]
+    brought = set(away)
+    here = [slot for slot in end.slots if slot not in brought]  # stepped with the first part
     for part in parts(left) if steps_each_alone(inner) else filter(None, [left]):
         with hidden([slot for slot in here if slot in end.stepped]), sums.brought(part):
             inner.step()

@@ -110,6 +110,7 @@ class Offload:
         where the ring is full. Gradients are read on the current stream's time, and may be freed at once.
         """
         device = grads[0].device
+        self._make_ring()  # first, with all else that may fail: what raises has added nothing
         grads = [flat(laid_out(grad, buffer)) for grad, buffer in zip(grads, buffers, strict=True)]
         buffers = [flat(buffer) for buffer in buffers]
         stream = self._streams.get(device) or self._streams.setdefault(device, torch.Stream(device))
@@ -126,7 +127,8 @@ class Offload:
                 numbers = [
                     _fetched(scalar, stage, STAGE_BYTES + k * LINE, stream) for k, scalar in enumerate((scale, decay))
                 ]
-                arrived = stream.record_event()
+                arrived = torch.Event(device, blocking=True)  # which does not take a processor to wait
+                arrived.record(stream)
             targets = [buffers[cut.tensor][cut.begin : cut.end] for cut in load]
             draws = None
             if rounding is not None:
@@ -164,6 +166,7 @@ class Offload:
 
         ``ins`` may be overwritten when it returns; the outputs are there for the current stream, which nobody waits for.
         """
+        self._make_ring()
         dense = [out if is_dense(out) else torch.empty_like(out) for out in outs]
         ins = [flat(laid_out(x, out)) for x, out in zip(ins, dense, strict=True)]
         flat_outs = [flat(out) for out in dense]
@@ -208,9 +211,13 @@ class Offload:
             self._last.result()
         self._failure = None
 
+    def _make_ring(self) -> None:
+        if not self._ring:
+            self._ring = [Stage() for _ in range(STAGES)]
+
     def _free_stage(self) -> Stage:
         """The stage that was used longest ago, when nobody uses it any more."""
-        stage = self._ring.pop(0) if len(self._ring) == STAGES else Stage()
+        stage = self._ring.pop(0)
         self._ring.append(stage)
         stage.wait()
         return stage
