@@ -43,6 +43,10 @@ class Net(nn.Module):
         x = self.layers(torch.relu(x @ self.turned)).float()
         return self.head(x) * self.scale + self.frozen + self.gappy.sum(1)
 
+    def last(self):
+        """The element whose gradient is the last to be added."""
+        return self.turned[-1, -1].float()
+
 
 def sgd(params):
     return torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01, foreach=False)
@@ -89,17 +93,25 @@ def weight_of(kind, number, device):
 
 
 def train(model, opt, device, count=8, kind="none", bad=(), start=0):
-    """Through ``count`` micro-batches, the ``bad`` ones of which have no finite gradient; flushes."""
+    """Through ``count`` micro-batches, in the ``bad`` ones of which a gradient is not finite; returns what was said of the windows."""
+    said = []
     for number, (x, y) in enumerate(micro_batches(device, count)):
         if number < start:
             continue
         loss = (model(x) - y).square().mean()
         if number in bad:
-            loss = loss * float("nan")
+            loss = loss + model.last() * float("nan")
         opt.backward(loss, weight=weight_of(kind, number, device))
         opt.step()
+        said.append(report(opt))
         opt.zero_grad()
     opt.flush()
+    return [*said, report(opt)]
+
+
+def report(opt):
+    last = opt.last_window
+    return last and (last.micro_batches, float(last.weight), last.nonfinite and int(last.nonfinite), bool(last.applied))
 
 
 def contents(model, opt):
@@ -134,14 +146,15 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_offloaded_training_is_the_same_bit_by_bit(device, case, make):
     settings, loop = CASES[case]
-    ends = []
+    ends, said = [], []
     for where in ({}, {"buffer_device": "cpu"}):
         torch.manual_seed(5)  # of stochastic rounding
         model, opt = made(device, make, **settings, **where)
-        train(model, opt, device, **loop)
+        said.append(train(model, opt, device, **loop))
         ends.append(contents(model, opt))
-        assert (opt.last_window.nonfinite is not None) == ("nonfinite" in settings)
     assert_same(*ends)
+    assert said[0] == said[1]
+    assert any(entry and entry[2] for entry in said[0]) == ("bad" in loop)
 
 
 @pytest.mark.parametrize("settings", [{"max_grad_norm": 0.1}, {"max_grad_norm": 0.1, "nonfinite": "skip_window"}])
@@ -200,6 +213,19 @@ def test_checkpoints_inside_a_window_go_on_bit_by_bit(device, tmp_path):
         again.load_state_dict(state)
         train(resumed, again, device, start=4)
         assert_same([p.detach().cpu() for p in resumed.parameters()], [p.detach().cpu() for p in straight.parameters()])
+
+
+def test_a_checkpoint_waits_for_what_is_being_added(device):
+    model, opt = made(device, accum_steps=3, nonfinite="skip_window", buffer_device="cpu")
+    x, y = next(micro_batches(device, 1))
+    ((model(x) - y).square().mean() + model.last() * float("nan")).backward()
+    saved = opt.state_dict()["fusedaccum"]
+    assert saved["micro_batch"]["nonfinite"] == 1
+    total = sum(
+        entry["sum"].double().square().sum() for k, entry in saved["buffers"].items() if not entry["sum"].isnan().any()
+    )
+    finite = [r["sq_norm"] for r in saved["norms"] if not r["sq_norm"].isnan()]
+    assert finite and 0 < sum(finite) <= total * (1 + 1e-9)
 
 
 def test_a_copy_goes_on_like_the_original(device):
