@@ -67,8 +67,6 @@ def conclude(ledger: Ledger, sums: Accumulator, settings: Settings, overflow: bo
     """What the open window comes to. Waits for the device where weights are tensors there."""
     window, slots = ledger.window, sums.gathered()
     divisor = 1.0 if window.empty else ledger.divisor(window.weight)
-    if any(slot.offloaded for slot in slots):  # the host computes with it
-        divisor = float(divisor)
     weightless = not window.empty and float(divisor) == 0
     if weightless:
         message = f"window {window.index} has weight 0 (no tokens?): nothing is applied"
