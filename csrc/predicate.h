@@ -23,9 +23,7 @@ inline void prefetch(const Struct* object) {
   for (std::size_t at = 0; at < sizeof(Struct); at += 64) __builtin_prefetch(lines + at);
 }
 
-inline void prefetch_storage(const at::Tensor& x) {
-  if (x.has_storage()) prefetch(x.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
-}
+inline void prefetch_storage(const at::Tensor& x) { prefetch(x.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()); }
 
 inline bool supported(at::ScalarType type) {
   return type == at::kDouble || type == at::kFloat || type == at::kBFloat16 || type == at::kHalf;
@@ -96,17 +94,28 @@ inline Stretch memory(const at::Tensor& x) {
   return {begin, begin + span(x) * static_cast<int64_t>(x.element_size())};
 }
 
-// Does an output's stretch of memory overlap another output's, or an input's? Leaves both in order of address.
-inline bool share_memory(Stretches* outs, Stretches* ins) {
-  const auto by_begin = [](const Stretch& a, const Stretch& b) { return a.begin < b.begin; };
-  for (Stretches* stretches : {outs, ins}) {
-    if (!std::is_sorted(stretches->begin(), stretches->end(), by_begin)) std::sort(stretches->begin(), stretches->end(), by_begin);
+inline bool by_begin(const Stretch& a, const Stretch& b) { return a.begin < b.begin; }
+
+// Those of `stretches` that meet [begin, end), in order of address.
+inline Stretches within(const Stretches& stretches, const char* begin, const char* end) {
+  Stretches found;
+  for (const Stretch& stretch : stretches) {
+    if (stretch.begin < end && begin < stretch.end) found.push_back(stretch);
   }
+  if (!std::is_sorted(found.begin(), found.end(), by_begin)) std::sort(found.begin(), found.end(), by_begin);
+  return found;
+}
+
+// Does an output's stretch of memory overlap another output's, or an input's? Leaves the outputs in order of address.
+inline bool share_memory(Stretches* outs, const Stretches& ins) {
+  if (std::is_sorted(outs->rbegin(), outs->rend(), by_begin)) std::reverse(outs->begin(), outs->end());  // as backward brings them
+  if (!std::is_sorted(outs->begin(), outs->end(), by_begin)) std::sort(outs->begin(), outs->end(), by_begin);
   for (std::size_t i = 1; i < outs->size(); ++i) {
     if ((*outs)[i].begin < (*outs)[i - 1].end) return true;
   }
+  if (outs->empty()) return false;
   auto next = outs->begin();  // the first that ends after the input begins: as outputs do not overlap, also the first that may meet it
-  for (const Stretch& read : *ins) {
+  for (const Stretch& read : within(ins, outs->front().begin, outs->back().end)) {
     while (next != outs->end() && next->end <= read.begin) ++next;
     if (next != outs->end() && next->begin < read.end) return true;
   }
@@ -126,13 +135,32 @@ inline Verdict judge_pair(const at::Tensor& out, const at::Tensor& in, const at:
   return flat_pair(out, in) ? kFlat : kStrided;
 }
 
+// What a tensor's keys, dtype and device decide, they have decided alike for these two.
+inline bool alike(const at::Tensor& x, const at::Tensor& y) {
+  const c10::TensorImpl *a = x.unsafeGetTensorImpl(), *b = y.unsafeGetTensorImpl();
+  return a->key_set() == b->key_set() && a->dtype() == b->dtype() && a->device() == b->device();
+}
+
+// Is this a contiguous tensor with memory behind all of it? Then `stretch` is that.
+inline bool simple(const at::Tensor& x, Stretch* stretch) {
+  const c10::TensorImpl* impl = x.unsafeGetTensorImpl();
+  const c10::StorageImpl* storage = impl->unsafe_storage().unsafeGetStorageImpl();
+  if (storage == nullptr || !impl->is_contiguous() || impl->numel() == 0) return false;
+  const auto begin = static_cast<std::size_t>(impl->storage_offset()) * impl->itemsize();
+  const std::size_t bytes = static_cast<std::size_t>(impl->numel()) * impl->itemsize();
+  if (storage->nbytes() < begin + bytes) return false;
+  stretch->begin = static_cast<const char*>(storage->data()) + begin;
+  stretch->end = stretch->begin + bytes;
+  return true;
+}
+
 // `ins` is empty for ops of one list.
 inline Verdict judge(const Tensors& outs, const Tensors& ins, bool written) {
   if (outs.empty()) return kFlat;
   const bool pairs = !ins.empty();
   const bool inference = c10::InferenceMode::is_enabled();
-  Verdict worst = kFlat;
-  Stretches of_outs(written ? outs.size() : 0), of_ins(written && pairs ? ins.size() : 0);
+  Verdict worst = kFlat, last = kRefused;  // of all pairs; of the one before
+  Stretches of_outs(outs.size()), of_ins(ins.size());
   for (std::size_t k = 0; k < outs.size(); ++k) {
     if (k + kAhead < outs.size()) {
       prefetch_storage(*outs[k + kAhead]);
@@ -140,13 +168,17 @@ inline Verdict judge(const Tensors& outs, const Tensors& ins, bool written) {
     }
     const at::Tensor& out = *outs[k];
     const at::Tensor& in = pairs ? *ins[k] : out;
-    const Verdict verdict = judge_pair(out, in, *outs[0], written, inference);
-    if (verdict == kRefused) return kRefused;
-    worst = std::max(worst, verdict);
-    if (written) of_outs[k] = memory(out);
-    if (written && pairs) of_ins[k] = memory(in);
+    // Nearly all pairs are like the one before them, of which then little is left to be asked.
+    if (last == kFlat && alike(out, *outs[k - 1]) && simple(out, &of_outs[k])) {
+      if (!pairs || (alike(in, *ins[k - 1]) && simple(in, &of_ins[k]) && out.sizes() == in.sizes())) continue;
+    }
+    last = judge_pair(out, in, *outs[0], written, inference);
+    if (last == kRefused) return kRefused;
+    worst = std::max(worst, last);
+    of_outs[k] = memory(out);
+    if (pairs) of_ins[k] = memory(in);
   }
-  return written && share_memory(&of_outs, &of_ins) ? kRefused : worst;
+  return written && share_memory(&of_outs, of_ins) ? kRefused : worst;
 }
 
 }  // namespace fusedaccum

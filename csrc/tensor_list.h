@@ -13,9 +13,12 @@ inline bool read_tensors(pybind11::handle list, Tensors* tensors) {
   PyObject** items = PySequence_Fast_ITEMS(list.ptr());
   const auto count = static_cast<std::size_t>(PySequence_Fast_GET_SIZE(list.ptr()));
   tensors->reserve(count);
+  PyTypeObject* known = nullptr;  // a type of tensors
   for (std::size_t k = 0; k < count; ++k) {
     __builtin_prefetch(items[std::min(k + 2 * kAhead, count - 1)]);
-    if (!PyType_IsSubtype(Py_TYPE(items[k]), reinterpret_cast<PyTypeObject*>(THPVariableClass))) return false;
+    PyTypeObject* type = Py_TYPE(items[k]);
+    if (type != known && !PyType_IsSubtype(type, reinterpret_cast<PyTypeObject*>(THPVariableClass))) return false;
+    known = type;
     tensors->push_back(&THPVariable_Unpack(items[k]));
     prefetch(tensors->back()->unsafeGetTensorImpl());
   }
