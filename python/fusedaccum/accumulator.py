@@ -17,7 +17,7 @@ from .amp import LossScale
 from .buffers import Block, Buffers, Slot
 from .norms import SquaredNorms
 from .offload import Offload
-from .window import MicroBatch, Scalar, Window, identity, on
+from .window import MicroBatch, Scalar, Window, beside, identity, on
 
 Write = Callable[
     [Tensor, float, bool], None
@@ -164,16 +164,20 @@ class Accumulator:
     def _measured(self, stats: ops.Stats, slots: Sequence[Slot], divisor: Scalar, micro: MicroBatch) -> None:
         """``stats`` are of the buffers of ``slots``, which this micro-batch was the last to write."""
         self.norms.record(stats, slots, divisor)
+        micro.counts.append(stats.nonfinite)
 
-        def count() -> None:
-            so_far = micro.nonfinite
-            there = so_far.device if isinstance(so_far, Tensor) else stats.nonfinite.device
-            micro.nonfinite = so_far + on(stats.nonfinite, there)
+    def count(self, micro: MicroBatch) -> None:
+        """Make what the adds of a micro-batch have counted its number of what is not finite. Waits where gradients are offloaded."""
+        self.offload.wait()
+        for found in micro.counts:
+            there = micro.nonfinite.device if isinstance(micro.nonfinite, Tensor) else found.device
+            micro.nonfinite = micro.nonfinite + on(found, there)
+        micro.counts = []
 
-        if slots[0].offloaded:
-            self.offload.soon(count)  # when they are there
-        else:
-            count()
+    def check(self) -> None:
+        """Raises RuntimeError where a parameter has changed, or its gradients could not be added."""
+        self.buffers.check_unchanged()
+        self.offload.check()
 
     def place(self, slots: Sequence[Slot]) -> None:
         """Give ``slots`` storage: together with all trainable parameters, so that these share it."""
@@ -187,9 +191,9 @@ class Accumulator:
             return 0.0
         scale = micro.value() if self._reduction == "mean" else 1.0
         if window.unit is not None:
-            scale = scale * window.unit
+            scale = scale * beside(window.unit, scale)
             if self.loss_scale.live is not None:
-                scale = scale / self.loss_scale.live
+                scale = scale / beside(self.loss_scale.live, scale)
         return scale
 
     def _rounding(self, slots: Sequence[Slot]) -> ops.StochasticRounding | None:

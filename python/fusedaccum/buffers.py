@@ -116,7 +116,7 @@ class Slot:
 
 @dataclass(eq=False)
 class Block:
-    """A flat stretch of storage shared by slots of one device, buffer dtype and parameter dtype."""
+    """A flat stretch of storage shared by slots of one parameter's and buffer's device and dtype."""
 
     flat: Tensor
     hidden: bool  # from the user, because p.grad cannot be of it?
@@ -181,16 +181,21 @@ class Buffers:
         groups: dict[tuple, list[Slot]] = {}
         for slot in slots:
             if not slot.placed:
-                groups.setdefault((slot.device, slot.dtype, slot.param.dtype, slot.offloaded), []).append(slot)
-        for (device, dtype, _, offloaded), members in groups.items():
+                groups.setdefault((slot.param.device, slot.device, slot.dtype, slot.param.dtype), []).append(slot)
+        for (home, device, dtype, _), members in groups.items():
             offsets, end = [], 0
             for slot in members:
                 offsets.append(end)
                 end += -(-slot.param.numel() // ALIGNMENT) * ALIGNMENT
-            block = Block(torch.empty(end, dtype=dtype, device=device), offloaded)
+            block = Block(torch.empty(end, dtype=dtype, device=device), home != device)
             self.blocks.append(block)
             for slot, offset in zip(members, offsets, strict=True):
                 slot.block, slot.buffer, slot.placed = block, block.view(block.flat, slot, offset), True
+
+    @property
+    def offloaded(self) -> bool:
+        """Are any on another device than their parameter?"""
+        return any(block.hidden for block in self.blocks)
 
     def check_unchanged(self) -> None:
         """Raises as :meth:`Slot.check_unchanged` does."""

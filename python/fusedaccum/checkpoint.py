@@ -21,6 +21,8 @@ def save(opt: AccumulatingOptimizer) -> dict[str, Any]:
     """Everything needed to go on bit-identically, as tensors and plain values; parameters by their position."""
     sums, settings, ledger = opt._sums, opt.settings, opt._ledger
     sums.offload.wait()
+    if ledger.has_micro:
+        sums.count(ledger.micro)
     window = _plain(ledger.window) if ledger.has_window else None
     micro = _plain(ledger.micro) if ledger.has_micro else None
     steps = settings.schedule.accum_steps
@@ -51,7 +53,9 @@ def save(opt: AccumulatingOptimizer) -> dict[str, Any]:
 
 
 def _plain(record: Window | MicroBatch) -> dict[str, Any]:
-    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in vars(record).items()}
+    return {
+        k: v.clone() if isinstance(v, Tensor) else v for k, v in vars(record).items() if k != "counts"
+    }  # all counted
 
 
 def _saved(slot: Slot) -> dict[str, Any]:

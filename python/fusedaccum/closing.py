@@ -19,7 +19,7 @@ from .ledger import Ledger
 from .masters import MasterWeights
 from .offload import STAGE_BYTES
 from .settings import Settings
-from .window import LastWindow, Scalar, Window, identity, on
+from .window import LastWindow, Scalar, Window, beside, identity, on
 
 
 @dataclass
@@ -35,6 +35,7 @@ class Conclusion:
     skip: bool | Tensor
     finished: bool = False  # has the gradient been made, so that applying it again only steps?
     stepped: set[Slot] = field(default_factory=set)  # has the optimizer stepped these already, where it steps in parts?
+    applied: bool | Tensor = False  # has it stepped all, so that applying it again only writes masters back?
 
     def report(self, settings: Settings, applied: bool | Tensor) -> LastWindow:
         window = self.window
@@ -73,11 +74,11 @@ def conclude(ledger: Ledger, sums: Accumulator, settings: Settings, overflow: bo
         warnings.warn(message, RuntimeWarning, stacklevel=4)
         divisor = 1.0
     if window.unit is not None:
-        divisor = divisor * window.unit
+        divisor = divisor * beside(window.unit, divisor)
     skip, norm = overflow, None
     if settings.wants_norm:
         sq_norm = sums.sq_norm(slots)
-        norm = sq_norm.sqrt() / divisor
+        norm = torch.as_tensor(beside(sq_norm.sqrt(), divisor)) / divisor
         if settings.nonfinite == "skip_window":
             bad = on(window.nonfinite, sq_norm.device) > 0
             skip = ~torch.isfinite(sq_norm) | bad | skip
@@ -96,8 +97,19 @@ def clip_coef(limit: float | None, norm: Tensor | None) -> Scalar:
 def apply(end: Conclusion, inner: Any, masters: MasterWeights, sums: Accumulator, settings: Settings) -> bool | Tensor:
     """Step the inner optimizer with the window's gradient, unless that is to be skipped. Returns whether it was applied.
 
-    May be called again when the inner optimizer has raised.
+    May be called again when the inner optimizer, or writing masters back, has raised.
     """
+    if end.applied is False:
+        end.applied = step_all(end, inner, masters, sums, settings)
+    if end.applied is not False:
+        masters.write_back((slot.param for slot in end.slots), sums.offload, settings.backend)
+    return end.applied
+
+
+def step_all(
+    end: Conclusion, inner: Any, masters: MasterWeights, sums: Accumulator, settings: Settings
+) -> bool | Tensor:
+    """All of :func:`apply` but for the masters' way back into the model."""
     fused = not end.finished and inner_scales(inner, masters, end.slots)
     decided_there = fused and isinstance(end.skip, Tensor) and all(inner.state.get(slot.param) for slot in end.slots)
     if not decided_there and bool(end.skip):
@@ -120,7 +132,6 @@ def apply(end: Conclusion, inner: Any, masters: MasterWeights, sums: Accumulator
     finally:
         if fused:
             del inner.grad_scale, inner.found_inf
-    masters.write_back((slot.param for slot in end.slots), sums.offload, settings.backend)
     return ~end.skip if decided_there and isinstance(end.skip, Tensor) else True
 
 
@@ -148,7 +159,11 @@ def steps_each_alone(inner: Optimizer) -> bool:
     """Does stepping some of the parameters, then the others, come to the same? For PyTorch's own, where no hook counts the steps."""
     hooks = (inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks)
     everybody = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
-    return type(inner).__module__.startswith("torch.optim.") and not any((*hooks, *everybody))
+    patched = vars(inner).get("step")
+    patched = patched is not None and not hasattr(
+        patched, "_wrapped_by_lr_sched"
+    )  # which counts that it was called at all
+    return type(inner).__module__.startswith("torch.optim.") and not patched and not any((*hooks, *everybody))
 
 
 def parts(slots: list[Slot]) -> Iterator[list[Slot]]:

@@ -196,8 +196,9 @@ class Gathering:
             self._commit(None)
 
     def _commit(self, weight: Scalar | None) -> None:
-        if self._settings.nonfinite == "skip_window":
-            self.sums.offload.wait()  # for what it says of the micro-batch
+        # Under "propagate" nobody asks, unless a GradScaler does, and the thread of offloaded gradients need not be waited for.
+        if self._settings.nonfinite != "propagate" or not self.sums.buffers.offloaded:
+            self.sums.count(self.ledger.micro)
         self.ledger.commit(weight)
 
     def pass_failed(self) -> None:

@@ -43,6 +43,15 @@ class MasterWeights:
                 master = Parameter(copy, requires_grad=p.requires_grad)
                 self.of[p], self._model[master], self._version[p] = master, p, p._version
 
+    def take_state(self, inner: Optimizer) -> None:
+        """Move what ``inner`` keeps of parameters whose masters are elsewhere to them, as its load_state_dict would."""
+        for p, master in self.of.items():
+            entry = inner.state.get(p, {}) if p.device != master.device else {}
+            for key, value in entry.items():
+                if isinstance(value, Tensor):
+                    cast = value.is_floating_point() and key != "step"
+                    entry[key] = value.to(master.device, master.dtype if cast else value.dtype)
+
     @contextmanager
     def at_work(self, inner: Optimizer, slots: Iterable[Slot] = ()) -> Iterator[None]:
         """Within, the inner optimizer's groups and state hold the masters, and those of ``slots`` their gradients."""

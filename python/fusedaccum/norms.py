@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import ops
 from .buffers import Block, Slot
-from .window import Scalar, identity
+from .window import Scalar, identity, on
 
 
 @dataclass(eq=False)
@@ -59,8 +59,8 @@ class SquaredNorms:
         for unread in missing.values():
             sq_norm = ops.stats([slot.buffer for slot in unread], backend=backend).sq_norm
             readings.append(_Reading(sq_norm, unread[0].divisor, set()))
-        device = slots[0].device if slots else "cpu"
-        parts = [reading.sq_norm.to(device) * reading.divisor**2 for reading in readings]
+        device = slots[0].device if slots else torch.device("cpu")
+        parts = [reading.sq_norm.to(device) * on(reading.divisor, device) ** 2 for reading in readings]
         return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)
 
     def save(self) -> list[dict[str, Any]]:

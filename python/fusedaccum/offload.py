@@ -1,12 +1,13 @@
 """Buffers in CPU memory for parameters on another device: a ring of pinned memory between the two, and a thread that adds.
 
-Gradients leave their device on a stream of their own while backward goes on, and the CPU's kernels add them as they arrive. What they
-take on the device is bounded by the ring, whatever the model's size.
+A gradient is packed into the ring's half on its device, in the order of the current stream, and may then be freed or
+overwritten. From there it leaves on a stream of its own while backward goes on, and the CPU's kernels add it when it has arrived.
+What gradients take on the device is bounded by the ring, whatever the model's size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -18,20 +19,18 @@ from .buffers import is_dense
 from .window import Scalar
 
 STAGES = 3  # one that fills, one on its way, one that is being added
-STAGE_BYTES = 32 << 20
+STAGE_BYTES = 32 << 20  # a power of two, to which PyTorch rounds pinned memory up
 LINE = 64  # bytes: what starts in a stage starts at a cache line
+HEAD = 2 * LINE  # of a stage: a line for each of two numbers
 
 
 class Stage:
-    """One piece of the ring."""
+    """One piece of the ring: pinned memory, and as much on the device."""
 
-    def __init__(self) -> None:
-        self._memory = torch.empty(STAGE_BYTES + 2 * LINE, dtype=torch.uint8, device="cpu", pin_memory=True)
+    def __init__(self, device: torch.device):
+        self.here = torch.empty(STAGE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
+        self.there = torch.empty(STAGE_BYTES, dtype=torch.uint8, device=device)
         self.busy: Future | torch.Event | None = None  # what uses it still
-
-    def view(self, begin: int, count: int, dtype: torch.dtype) -> Tensor:
-        """``count`` elements from byte ``begin`` on."""
-        return self._memory[begin : begin + count * dtype.itemsize].view(dtype)
 
     def wait(self) -> None:
         """Until nobody uses it."""
@@ -42,37 +41,47 @@ class Stage:
         self.busy = None
 
 
+def view(memory: Tensor, begin: int, count: int, dtype: torch.dtype) -> Tensor:
+    """``count`` elements from byte ``begin`` on."""
+    return memory[begin : begin + count * dtype.itemsize].view(dtype)
+
+
 @dataclass(frozen=True)
 class Cut:
-    """Elements [begin, end) of a list's tensor, and where in a stage they lie, in bytes."""
+    """Elements [begin, end) of a list's tensor, in the order of memory, and where in a stage they lie, in bytes."""
 
     tensor: int
     begin: int
     end: int
     place: int
+    dtype: torch.dtype
+
+    def of(self, tensors: Sequence[Tensor] | Mapping[int, Tensor]) -> Tensor:
+        """These elements of a list of dense tensors."""
+        tensor = tensors[self.tensor]
+        return tensor.as_strided((self.end - self.begin,), (1,), tensor.storage_offset() + self.begin)
+
+    def within(self, memory: Tensor) -> Tensor:
+        """Their place in a stage's memory."""
+        return view(memory, self.place, self.end - self.begin, self.dtype)
 
 
-def loads(tensors: Sequence[Tensor]) -> Iterator[list[Cut]]:
-    """The elements of all tensors, in order, in lists that fit into a stage."""
+def loads(tensors: Sequence[Tensor]) -> Iterator[tuple[list[Cut], int]]:
+    """The elements of all tensors, in order, in lists that fit into a stage, and the bytes that they fill."""
     load: list[Cut] = []
-    used = 0
+    used = HEAD
     for number, tensor in enumerate(tensors):
-        most = STAGE_BYTES // tensor.itemsize
+        most = (STAGE_BYTES - HEAD) // tensor.itemsize
         for begin in range(0, tensor.numel(), most):
             end = min(begin + most, tensor.numel())
             needed = -(-(end - begin) * tensor.itemsize // LINE) * LINE
             if used + needed > STAGE_BYTES:
-                yield load
-                load, used = [], 0
-            load.append(Cut(number, begin, end, used))
+                yield load, used
+                load, used = [], HEAD
+            load.append(Cut(number, begin, end, used, tensor.dtype))
             used += needed
     if load:
-        yield load
-
-
-def flat(tensor: Tensor) -> Tensor:
-    """The memory of a dense tensor, as one dimension."""
-    return tensor.as_strided((tensor.numel(),), (1,))
+        yield load, used
 
 
 def laid_out(tensor: Tensor, like: Tensor) -> Tensor:
@@ -82,11 +91,18 @@ def laid_out(tensor: Tensor, like: Tensor) -> Tensor:
     return torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
+def recorded(stream: torch.Stream) -> torch.Event:
+    """An event there; where PyTorch can, one that does not keep a processor busy to be waited for."""
+    event = torch.cuda.Event(blocking=True) if stream.device.type == "cuda" else torch.Event(stream.device)
+    event.record(stream)
+    return event
+
+
 class Offload:
     """Two of the ops, between another device and the CPU."""
 
     def __init__(self) -> None:
-        self._ring: list[Stage] = []
+        self._rings: dict[torch.device, list[Stage]] = {}
         self._streams: dict[torch.device, torch.Stream] = {}
         self._thread = ThreadPoolExecutor(1, "fusedaccum-offload")
         self._last: Future | None = None  # of what the thread was given
@@ -104,79 +120,83 @@ class Offload:
         stats: ops.Stats | None,
         backend: str,
     ) -> None:
-        """:func:`ops.accumulate_` into ``buffers`` in CPU memory, of ``grads`` and scalars on a device; ``stats`` must be zeros.
+        """:func:`ops.accumulate_` into dense ``buffers`` in CPU memory, of ``grads`` and scalars on one device; ``stats`` must be zeros.
 
-        Returns when the gradients are on their way: the buffers, and ``stats``, are written by the time that :meth:`wait` returns. Waits
-        where the ring is full. Gradients are read on the current stream's time, and may be freed at once.
+        Gradients are read in the order of the current stream. The buffers and ``stats`` are written by the time that :meth:`wait`
+        returns. Waits where the ring is full. Broken off in the middle, it leaves a failure for :meth:`wait`.
         """
         device = grads[0].device
-        self._make_ring()  # first, with all else that may fail: what raises has added nothing
-        grads = [flat(laid_out(grad, buffer)) for grad, buffer in zip(grads, buffers, strict=True)]
-        buffers = [flat(buffer) for buffer in buffers]
+        ring = self._ring(device)
         stream = self._streams.get(device) or self._streams.setdefault(device, torch.Stream(device))
-        for load in loads(grads):
-            stage = self._free_stage()
-            stream.wait_stream(torch.accelerator.current_stream(device))
-            with stream:
-                staged = []
-                for cut in load:
-                    grad = grads[cut.tensor]
-                    staged.append(stage.view(cut.place, cut.end - cut.begin, grad.dtype))
-                    staged[-1].copy_(grad[cut.begin : cut.end], non_blocking=True)
-                    grad.record_stream(stream)
-                numbers = [
-                    _fetched(scalar, stage, STAGE_BYTES + k * LINE, stream) for k, scalar in enumerate((scale, decay))
-                ]
-                arrived = torch.Event(device, blocking=True)  # which does not take a processor to wait
-                arrived.record(stream)
-            targets = [buffers[cut.tensor][cut.begin : cut.end] for cut in load]
-            draws = None
-            if rounding is not None:
-                counters = [(rounding.counters[cut.tensor] + cut.begin) % (1 << 64) for cut in load]
-                draws = ops.StochasticRounding(rounding.seed, counters)
+        begun = False
+        fitting: dict[int, Tensor] = {}  # of the load at hand, elements in the order of their buffers' memory
+        try:
+            for load, used in loads(grads):
+                stage = _free_stage(ring)
+                fitting = {
+                    n: fitting[n] if n in fitting else laid_out(grads[n], buffers[n])
+                    for n in dict.fromkeys(cut.tensor for cut in load)
+                }
+                torch._foreach_copy_([cut.within(stage.there) for cut in load], [cut.of(fitting) for cut in load])
+                numbers = [_number(scalar, k * LINE, stage) for k, scalar in enumerate((scale, decay))]
+                stream.wait_stream(torch.accelerator.current_stream(device))
+                with stream:
+                    stage.here[:used].copy_(stage.there[:used], non_blocking=True)
+                    arrived = recorded(stream)
+                targets = [cut.of(buffers) for cut in load]
+                staged = [cut.within(stage.here) for cut in load]
+                draws = None
+                if rounding is not None:
+                    counters = [(rounding.counters[cut.tensor] + cut.begin) % (1 << 64) for cut in load]
+                    draws = ops.StochasticRounding(rounding.seed, counters)
 
-            def add(
-                arrived: torch.Event = arrived,
-                targets: list[Tensor] = targets,
-                staged: list[Tensor] = staged,
-                numbers: list[Scalar] = numbers,
-                draws: ops.StochasticRounding | None = draws,
-            ) -> None:
-                arrived.synchronize()
-                part = None if stats is None else ops.Stats.empty("cpu")
-                scale, decay = numbers
-                ops.accumulate_(
-                    targets,
-                    staged,
-                    scale,
-                    overwrite=overwrite,
-                    decay=decay,
-                    rounding=draws,
-                    stats=part,
-                    backend=backend,
-                )
-                if stats is not None and part is not None:
-                    stats.sq_norm.add_(part.sq_norm)
-                    stats.nonfinite.add_(part.nonfinite)
+                def add(
+                    arrived: torch.Event = arrived,
+                    targets: list[Tensor] = targets,
+                    staged: list[Tensor] = staged,
+                    numbers: list[Scalar] = numbers,
+                    draws: ops.StochasticRounding | None = draws,
+                ) -> None:
+                    arrived.synchronize()
+                    part = None if stats is None else ops.Stats.empty("cpu")
+                    scale, decay = numbers
+                    ops.accumulate_(
+                        targets,
+                        staged,
+                        scale,
+                        overwrite=overwrite,
+                        decay=decay,
+                        rounding=draws,
+                        stats=part,
+                        backend=backend,
+                    )
+                    if stats is not None and part is not None:
+                        stats.sq_norm.add_(part.sq_norm)
+                        stats.nonfinite.add_(part.nonfinite)
 
-            stage.busy = self.soon(add)
+                begun = True
+                stage.busy = self.soon(add)
+        except BaseException as error:
+            if begun:
+                self._failure = error
+            raise
 
     def cast_(self, outs: Sequence[Tensor], ins: Sequence[Tensor], *, backend: str) -> None:
-        """:func:`ops.cast_` of ``ins`` in CPU memory to ``outs`` on a device.
+        """:func:`ops.cast_` of ``ins`` in CPU memory to ``outs`` on one device.
 
         ``ins`` may be overwritten when it returns; the outputs are there for the current stream, which nobody waits for.
         """
-        self._make_ring()
+        device = outs[0].device
+        ring = self._ring(device)
         dense = [out if is_dense(out) else torch.empty_like(out) for out in outs]
-        ins = [flat(laid_out(x, out)) for x, out in zip(ins, dense, strict=True)]
-        flat_outs = [flat(out) for out in dense]
-        for load in loads(flat_outs):
-            stage = self._free_stage()
-            staged = [stage.view(cut.place, cut.end - cut.begin, flat_outs[cut.tensor].dtype) for cut in load]
-            ops.cast_(staged, [ins[cut.tensor][cut.begin : cut.end] for cut in load], backend=backend)
-            for cut, there in zip(load, staged, strict=True):
-                flat_outs[cut.tensor][cut.begin : cut.end].copy_(there, non_blocking=True)
-            stage.busy = torch.accelerator.current_stream(outs[0].device).record_event()
+        ins = [laid_out(x, out) for x, out in zip(ins, dense, strict=True)]
+        for load, _ in loads(dense):
+            stage = _free_stage(ring)
+            staged = [cut.within(stage.here) for cut in load]
+            ops.cast_(staged, [cut.of(ins) for cut in load], backend=backend)
+            for cut, arriving in zip(load, staged, strict=True):
+                cut.of(dense).copy_(arriving, non_blocking=True)
+            stage.busy = recorded(torch.accelerator.current_stream(device))
         for out, filled in zip(outs, dense, strict=True):
             if out is not filled:
                 out.copy_(filled)
@@ -194,16 +214,20 @@ class Offload:
         self._last = self._thread.submit(guarded)
         return self._last
 
-    def wait(self) -> None:
-        """Until the thread has done everything. Raises RuntimeError where it could not, until :meth:`forget_failure`."""
-        if self._last is not None:
-            self._last.result()
-            self._last = None
+    def check(self) -> None:
+        """Raises RuntimeError where the thread is known to have failed, until :meth:`forget_failure`; does not wait for it."""
         if self._failure is not None:
             raise RuntimeError(
                 "gradients could not be added to the buffers in CPU memory, so what the open window holds is not their sum; "
                 "call opt.reset() to drop it, then go on"
             ) from self._failure
+
+    def wait(self) -> None:
+        """Until the thread has done everything; raises as :meth:`check` does."""
+        if self._last is not None:
+            self._last.result()
+            self._last = None
+        self.check()
 
     def forget_failure(self) -> None:
         """What the buffers hold does not matter any more."""
@@ -211,21 +235,21 @@ class Offload:
             self._last.result()
         self._failure = None
 
-    def _make_ring(self) -> None:
-        if not self._ring:
-            self._ring = [Stage() for _ in range(STAGES)]
-
-    def _free_stage(self) -> Stage:
-        """The stage that was used longest ago, when nobody uses it any more."""
-        stage = self._ring.pop(0)
-        self._ring.append(stage)
-        stage.wait()
-        return stage
+    def _ring(self, device: torch.device) -> list[Stage]:
+        """Made with the first gradients, before anything is added."""
+        return self._rings.get(device) or self._rings.setdefault(device, [Stage(device) for _ in range(STAGES)])
 
 
-def _fetched(scalar: Scalar, stage: Stage, place: int, stream: torch.Stream) -> Scalar:
-    """A number that is on its way to ``stage`` too, where a device has it."""
+def _free_stage(ring: list[Stage]) -> Stage:
+    """The stage that was used longest ago, when nobody uses it any more."""
+    ring[0].wait()
+    ring.append(ring.pop(0))
+    return ring[-1]
+
+
+def _number(scalar: Scalar, place: int, stage: Stage) -> Scalar:
+    """A number, or where a device has it, the place in pinned memory that it arrives at with the gradients."""
     if not isinstance(scalar, Tensor) or scalar.device.type == "cpu":
         return scalar
-    scalar.record_stream(stream)
-    return stage.view(place, 1, scalar.dtype).copy_(scalar.view(1), non_blocking=True).view(())
+    view(stage.there, place, 1, scalar.dtype).copy_(scalar.view(1))
+    return view(stage.here, place, 1, scalar.dtype).view(())

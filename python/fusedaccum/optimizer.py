@@ -129,6 +129,7 @@ class AccumulatingOptimizer(Optimizer):
             _wrapped[p] = weakref.ref(self)
         if self.settings.master_weights:
             self._masters.add(p for _, p in named)
+            self._masters.take_state(self.optimizer)
 
     def __getattr__(self, name: str) -> Any:
         """Whatever is not ours is the inner optimizer's, looked up anew: ``param_groups``, ``state``, ``defaults``, hooks."""
@@ -200,7 +201,7 @@ class AccumulatingOptimizer(Optimizer):
                     loss = closure()
             self._forget_unapplied()
             self._gathering.settle()
-            self._sums.buffers.check_unchanged()
+            self._sums.check()
             self._updated = False
             if self._unapplied is not None and not self._ledger.has_window:
                 self._apply(self._unapplied)
@@ -227,6 +228,7 @@ class AccumulatingOptimizer(Optimizer):
         self._not_inside("flush()")
         self._forget_unapplied()
         self._gathering.settle()
+        self._sums.check()
         self._updated = False
         if self._unapplied is not None and not self._ledger.has_window:
             self._apply(self._unapplied)
@@ -337,7 +339,7 @@ class AccumulatingOptimizer(Optimizer):
             )
 
     def _refuse_offloaded(self, why: str, instead: str) -> None:
-        if any(slot.offloaded for slot in self._sums.buffers.slots):
+        if self._sums.buffers.offloaded:
             raise RuntimeError(f"{why}, which is None with buffer_device='cpu'; {instead}, or leave buffer_device out")
 
     # -- GradScaler.step() sets and deletes grad_scale and found_inf around our step() ---------------------------

@@ -63,9 +63,8 @@ class Settings:
                 )
         backend = backends.check(self.backend)
         if self.buffer_device is not None and backend in ("cuda", "triton"):
-            raise ValueError(
-                f"backend={backend!r} adds on a GPU, and with buffer_device='cpu' the CPU does; use backend='auto'"
-            )
+            how = "backend" if self.backend == backend else "the environment's FUSEDACCUM_BACKEND"
+            raise ValueError(f"{how}={backend!r} adds on a GPU, and with buffer_device='cpu' the CPU does; use 'auto'")
 
     @property
     def drops_micro_batches(self) -> bool:
@@ -107,6 +106,13 @@ def check_optimizer(optimizer: Any, settings: Settings, wrapper: type) -> None:
             "optimizer is SparseAdam, which needs sparse gradients, and accumulation buffers are dense; "
             "use torch.optim.Adam and make the embedding with sparse=False"
         )
+    if settings.buffer_device is not None and settings.master_weights:
+        group = next((group for group in optimizer.param_groups if group.get("capturable")), None)
+        if group is not None and any(p.device != settings.buffer_device for p in group["params"]):
+            raise ValueError(
+                "capturable=True is for optimizers that step on a GPU, and with buffer_device='cpu' and master_weights=True this one "
+                "steps on the CPU; build it without"
+            )
     if isinstance(optimizer, LBFGS):
         if not settings.schedule.caller_owned:
             raise ValueError(

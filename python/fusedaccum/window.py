@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,6 +28,17 @@ def on(scalar: Scalar, device: torch.device) -> Scalar:
     if not isinstance(scalar, Tensor) or scalar.device == device:
         return scalar
     return scalar.to(device, non_blocking=device.type != "cpu")
+
+
+def beside(scalar: Scalar, other: Scalar) -> Scalar:
+    """The same number where it can meet ``other``: the CPU's meet those of any device, and two devices' do not meet."""
+    if (
+        isinstance(scalar, Tensor)
+        and isinstance(other, Tensor)
+        and "cpu" not in (scalar.device.type, other.device.type)
+    ):
+        return on(scalar, other.device)
+    return scalar
 
 
 def checked_weight(weight: Any, name: str = "weight") -> Scalar:
@@ -132,6 +143,7 @@ class MicroBatch:
     judged: bool = False  # have its gradients been looked at and let in, or dropped? Then no more may follow
     divisor: Scalar | None = None  # of 16-bit buffers, once it is in them
     nonfinite: Scalar = 0  # elements that were not finite, as far as anybody counted
+    counts: list[Tensor] = field(default_factory=list)  # those that are not part of it yet
     bad: bool = False  # dropped, because a gradient was not finite
 
     def value(self) -> Scalar:

@@ -24,8 +24,8 @@ def late_device():
     module = cpp_extension.load("late_device", [str(HERE / "late_device.cpp")], build_directory=str(build))
     as_torch_has_it = ModuleType("torch.late")
     as_torch_has_it.is_available = lambda: True
-    as_torch_has_it.device_count = lambda: 1
-    as_torch_has_it.current_device = lambda: 0
+    as_torch_has_it.device_count = lambda: 2
+    as_torch_has_it.current_device = module.current_device
     as_torch_has_it._is_in_bad_fork = lambda: False
     as_torch_has_it.manual_seed_all = lambda seed: None  # it has no random numbers of its own
     torch._register_device_module("late", as_torch_has_it)

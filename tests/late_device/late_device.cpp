@@ -25,7 +25,9 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -33,8 +35,12 @@ namespace {
 constexpr auto kDevice = c10::DeviceType::PrivateUse1;
 constexpr std::chrono::microseconds kDelay(700);
 
-c10::Device here() { return {kDevice, 0}; }
-c10::Stream stream(c10::StreamId id) { return c10::Stream(c10::Stream::UNSAFE, here(), id); }
+constexpr c10::DeviceIndex kDevices = 2;
+thread_local c10::DeviceIndex current_device = 0;
+thread_local c10::StreamId current_stream[kDevices] = {};  // 0 is each device's default
+
+c10::Device here() { return {kDevice, current_device}; }
+c10::Stream stream(c10::DeviceIndex device, c10::StreamId id) { return {c10::Stream(c10::Stream::UNSAFE, {kDevice, device}, id)}; }
 
 // -- streams and events ---------------------------------------------------------------------------------------------------
 
@@ -78,15 +84,20 @@ class Queue {
   std::deque<std::function<void()>> jobs_;  // the first is under way
 };
 
-Queue& queue(c10::StreamId id) {
-  static auto* queues = new std::vector<Queue*>();
+Queue& queue(c10::DeviceIndex device, c10::StreamId id) {
+  static auto* queues = new std::map<std::pair<c10::DeviceIndex, c10::StreamId>, Queue*>();
   static auto* mutex = new std::mutex();
   const std::lock_guard<std::mutex> lock(*mutex);
-  while (queues->size() <= static_cast<std::size_t>(id)) queues->push_back(new Queue());
-  return *queues->at(static_cast<std::size_t>(id));
+  Queue*& found = (*queues)[{device, id}];
+  if (found == nullptr) found = new Queue();
+  return *found;
 }
+Queue& queue(const c10::Stream& stream) { return queue(stream.device_index(), stream.id()); }
+Queue& current_queue(c10::DeviceIndex device) { return queue(device, current_stream[device]); }
 
-thread_local c10::StreamId current_stream = 0;
+void drain() {
+  for (c10::DeviceIndex device = 0; device < kDevices; ++device) current_queue(device).drain();
+}
 
 struct Mark {
   std::mutex mutex;
@@ -110,33 +121,44 @@ struct Event {
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kDevice; }
-  c10::Device exchangeDevice(c10::Device) const override { return here(); }
+  c10::Device exchangeDevice(c10::Device device) const override {
+    const c10::Device before = here();
+    setDevice(device);
+    return before;
+  }
   c10::Device getDevice() const override { return here(); }
-  void setDevice(c10::Device) const override {}
-  void uncheckedSetDevice(c10::Device) const noexcept override {}
-  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
-  c10::Stream getStream(c10::Device) const override { return stream(current_stream); }
-  c10::Stream getDefaultStream(c10::Device) const override { return stream(0); }
-  c10::Stream getNewStream(c10::Device, int = 0) const override {
+  void setDevice(c10::Device device) const override { uncheckedSetDevice(device); }
+  void uncheckedSetDevice(c10::Device device) const noexcept override {
+    if (device.has_index()) current_device = device.index();
+  }
+  c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
+  c10::Stream getStream(c10::Device device) const override {
+    const c10::DeviceIndex index = device.has_index() ? device.index() : current_device;
+    return stream(index, current_stream[index]);
+  }
+  c10::Stream getDefaultStream(c10::Device device) const override {
+    return stream(device.has_index() ? device.index() : current_device, 0);
+  }
+  c10::Stream getNewStream(c10::Device device, int = 0) const override {
     static std::atomic<c10::StreamId> last{0};
-    return stream(++last);
+    return stream(device.has_index() ? device.index() : current_device, ++last);
   }
   c10::Stream exchangeStream(c10::Stream next) const override {
-    const c10::StreamId before = current_stream;
-    current_stream = next.id();
-    return stream(before);
+    const c10::Stream before = getStream(next.device());
+    current_stream[next.device_index()] = next.id();
+    return before;
   }
-  bool queryStream(const c10::Stream& stream) const override { return queue(stream.id()).idle(); }
-  void synchronizeStream(const c10::Stream& stream) const override { queue(stream.id()).drain(); }
+  bool queryStream(const c10::Stream& stream) const override { return queue(stream).idle(); }
+  void synchronizeStream(const c10::Stream& stream) const override { queue(stream).drain(); }
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
     if (*event == nullptr) *event = new Event();
     auto mark = std::make_shared<Mark>();
     static_cast<Event*>(*event)->mark = mark;
-    queue(stream.id()).add([mark] { mark->set(); });
+    queue(stream).add([mark] { mark->set(); });
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (event == nullptr) return;
-    queue(stream.id()).add([mark = static_cast<Event*>(event)->mark] { mark->wait(); });
+    queue(stream).add([mark = static_cast<Event*>(event)->mark] { mark->wait(); });
   }
   bool queryEvent(void* event) const override {
     if (event == nullptr) return true;
@@ -157,7 +179,7 @@ std::atomic<int64_t> allocated{0}, peak{0};
 struct Block {
   void* memory;
   std::size_t bytes;
-  std::vector<c10::StreamId> used_on;
+  std::vector<c10::Stream> used_on;
 
   explicit Block(std::size_t size) : memory(std::aligned_alloc(64, (size + 63) / 64 * 64 + 64)), bytes(size) {
     const int64_t now = allocated += static_cast<int64_t>(bytes);
@@ -174,7 +196,7 @@ struct Block {
 
 void free_block(void* context) {
   const std::shared_ptr<Block> block(static_cast<Block*>(context));
-  for (const c10::StreamId stream : block->used_on) queue(stream).add([block] {});
+  for (const c10::Stream& stream : block->used_on) queue(stream).add([block] {});
 }
 
 struct Memory final : c10::Allocator {
@@ -223,24 +245,26 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-  c10::DeviceIndex deviceCount() const override { return 1; }
-  c10::DeviceIndex getCurrentDevice() const override { return 0; }
-  void setCurrentDevice(c10::DeviceIndex) const override {}
-  c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return 0; }
-  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
+  c10::DeviceIndex deviceCount() const override { return kDevices; }
+  c10::DeviceIndex getCurrentDevice() const override { return current_device; }
+  void setCurrentDevice(c10::DeviceIndex device) const override { current_device = device; }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override { return std::exchange(current_device, device); }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override { return exchangeDevice(device); }
   bool isPinnedPtr(const void* data) const override { return is_pinned(data); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory; }
 };
 
 // -- ops ------------------------------------------------------------------------------------------------------------------
 
-at::Tensor empty(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>, std::optional<c10::Device>,
+at::Tensor empty(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>, std::optional<c10::Device> device,
                  std::optional<bool>, std::optional<c10::MemoryFormat> format) {
+  const c10::OptionalDeviceGuard guard(device);
   return at::detail::empty_generic(size, &memory, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype), format);
 }
 
 at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>,
-                         std::optional<c10::Device>, std::optional<bool>) {
+                         std::optional<c10::Device> device, std::optional<bool>) {
+  const c10::OptionalDeviceGuard guard(device);
   return at::detail::empty_strided_generic(size, stride, &memory, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
                                            c10::dtype_or_default(dtype));
 }
@@ -253,16 +277,19 @@ at::Tensor bare(const at::Tensor& x) {
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   if (to.numel() == 0) return to;
   const at::Tensor &host = from.is_cpu() ? from : to, source = bare(from), target = bare(to);
+  const c10::DeviceIndex device = (from.is_cpu() ? to : from).device().index();
   if (non_blocking && host.is_cpu() && is_pinned(host.const_data_ptr())) {
-    // What is pinned is not given away either before its streams are done with it: PyTorch's allocators see to that.
-    queue(current_stream).add([source, target, held = host.storage()] {
+    // PyTorch's allocators give away neither what is pinned nor, on the stream that it was made for, what is on the device, before streams
+    // are done with it.
+    const c10::Storage on_device = current_stream[device] == 0 ? (from.is_cpu() ? to : from).storage() : c10::Storage();
+    current_queue(device).add([source, target, held = host.storage(), on_device] {
       std::this_thread::sleep_for(kDelay);
       const at::NoGradGuard no_grad;
       target.copy_(source);
     });
     return to;
   }
-  queue(current_stream).drain();
+  drain();
   target.copy_(source);
   return to;
 }
@@ -283,16 +310,32 @@ at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
 }
 
 at::Scalar local_scalar(const at::Tensor& x) {
-  queue(current_stream).drain();
+  drain();
   return bare(x).item();
 }
 
 void record_stream(at::Tensor& x, c10::Stream stream) {
-  static_cast<Block*>(x.storage().data_ptr().get_context())->used_on.push_back(stream.id());
+  static_cast<Block*>(x.storage().data_ptr().get_context())->used_on.push_back(stream);
+}
+
+// As on a GPU, tensors of several devices do not meet; numbers of the CPU may, and indices.
+void check_devices(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  std::optional<c10::Device> seen;
+  const auto check = [&](const at::Tensor& x) {
+    if (!x.defined() || (x.is_cpu() && (x.dim() == 0 || !x.is_floating_point()))) return;
+    TORCH_CHECK(!seen || *seen == x.device(), op.schema().name(), ": expected all tensors on one device, got ", *seen, " and ", x.device());
+    seen = x.device();
+  };
+  for (auto value = stack.end() - static_cast<int64_t>(op.schema().arguments().size()); value != stack.end(); ++value) {
+    if (value->isTensor()) check(value->toTensor());
+    if (!value->isTensorList()) continue;
+    for (const at::Tensor& x : value->toTensorVector()) check(x);
+  }
 }
 
 void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  queue(current_stream).drain();
+  check_devices(op, *stack);
+  drain();
   at::native::cpu_fallback(op, stack);
 }
 
@@ -318,6 +361,7 @@ REGISTER_ALLOCATOR(c10::DeviceType::PrivateUse1, &memory)
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   at::RegisterPrivateUse1HooksInterface(new Hooks());
+  m.def("current_device", [] { return static_cast<int>(current_device); });
   m.def("allocated", [] { return allocated.load(); });
   m.def("peak", [] { return peak.load(); });
   m.def("reset_peak", [] { peak = allocated.load(); });
