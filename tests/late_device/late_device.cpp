@@ -1,8 +1,8 @@
 // A device for tests where there is no GPU: memory of its own (the host's), and streams that copy late, from the bytes that are there then.
 //
-// Ops run on the CPU when the current stream is empty. What is copied between it and pinned memory with non_blocking=True is copied by the
-// stream's thread, some milliseconds later; freed memory is filled with NaNs at once, or when the streams are done with it that it was
-// recorded on. So a missing wait, or a missing record_stream, shows as a wrong number.
+// Ops run on the CPU when the current stream is empty. Copies within the device, and with non_blocking=True between it and pinned memory,
+// are made by the stream's thread, some time later; freed memory is filled with NaNs at once, or when the streams are done with it that it
+// was recorded on. So a missing wait, or a missing record_stream, shows as a wrong number.
 #include <ATen/core/Tensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
@@ -179,6 +179,7 @@ std::atomic<int64_t> allocated{0}, peak{0};
 struct Block {
   void* memory;
   std::size_t bytes;
+  c10::DeviceIndex device = current_device;
   std::vector<c10::Stream> used_on;
 
   explicit Block(std::size_t size) : memory(std::aligned_alloc(64, (size + 63) / 64 * 64 + 64)), bytes(size) {
@@ -189,13 +190,16 @@ struct Block {
   }
   ~Block() {
     std::memset(memory, 0xff, bytes);
-    allocated -= static_cast<int64_t>(bytes);
+    if (!used_on.empty()) allocated -= static_cast<int64_t>(bytes);
     std::free(memory);
   }
 };
 
+// As PyTorch's allocators do: in the order of the default stream, for which it may be had again at once; when other streams are done.
 void free_block(void* context) {
   const std::shared_ptr<Block> block(static_cast<Block*>(context));
+  if (block->used_on.empty()) allocated -= static_cast<int64_t>(block->bytes);
+  if (!queue(block->device, 0).idle()) queue(block->device, 0).add([block] {});
   for (const c10::Stream& stream : block->used_on) queue(stream).add([block] {});
 }
 
@@ -276,14 +280,12 @@ at::Tensor bare(const at::Tensor& x) {
 
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   if (to.numel() == 0) return to;
-  const at::Tensor &host = from.is_cpu() ? from : to, source = bare(from), target = bare(to);
-  const c10::DeviceIndex device = (from.is_cpu() ? to : from).device().index();
-  if (non_blocking && host.is_cpu() && is_pinned(host.const_data_ptr())) {
-    // PyTorch's allocators give away neither what is pinned nor, on the stream that it was made for, what is on the device, before streams
-    // are done with it.
-    const c10::Storage on_device = current_stream[device] == 0 ? (from.is_cpu() ? to : from).storage() : c10::Storage();
-    current_queue(device).add([source, target, held = host.storage(), on_device] {
-      std::this_thread::sleep_for(kDelay);
+  const at::Tensor &host = from.is_cpu() ? from : to, &device = from.is_cpu() ? to : from, source = bare(from), target = bare(to);
+  const bool over_the_link = host.is_cpu();
+  if (!over_the_link || (non_blocking && is_pinned(host.const_data_ptr()))) {
+    // What is pinned PyTorch does not give away either before streams are done with it.
+    current_queue(device.device().index()).add([source, target, held = over_the_link ? host.storage() : c10::Storage()] {
+      std::this_thread::sleep_for(held ? kDelay : kDelay / 7);
       const at::NoGradGuard no_grad;
       target.copy_(source);
     });
