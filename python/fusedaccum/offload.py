@@ -7,9 +7,11 @@ What gradients take on the device is bounded by the ring, whatever the model's s
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -138,44 +140,19 @@ class Offload:
                     for n in dict.fromkeys(cut.tensor for cut in load)
                 }
                 torch._foreach_copy_([cut.within(stage.there) for cut in load], [cut.of(fitting) for cut in load])
-                numbers = [_number(scalar, k * LINE, stage) for k, scalar in enumerate((scale, decay))]
+                numbers = {"scale": _number(scale, 0, stage), "decay": _number(decay, LINE, stage)}
                 stream.wait_stream(torch.accelerator.current_stream(device))
                 with stream:
                     stage.here[:used].copy_(stage.there[:used], non_blocking=True)
                     arrived = recorded(stream)
-                targets = [cut.of(buffers) for cut in load]
-                staged = [cut.within(stage.here) for cut in load]
                 draws = None
                 if rounding is not None:
                     counters = [(rounding.counters[cut.tensor] + cut.begin) % (1 << 64) for cut in load]
                     draws = ops.StochasticRounding(rounding.seed, counters)
-
-                def add(
-                    arrived: torch.Event = arrived,
-                    targets: list[Tensor] = targets,
-                    staged: list[Tensor] = staged,
-                    numbers: list[Scalar] = numbers,
-                    draws: ops.StochasticRounding | None = draws,
-                ) -> None:
-                    arrived.synchronize()
-                    part = None if stats is None else ops.Stats.empty("cpu")
-                    scale, decay = numbers
-                    ops.accumulate_(
-                        targets,
-                        staged,
-                        scale,
-                        overwrite=overwrite,
-                        decay=decay,
-                        rounding=draws,
-                        stats=part,
-                        backend=backend,
-                    )
-                    if stats is not None and part is not None:
-                        stats.sq_norm.add_(part.sq_norm)
-                        stats.nonfinite.add_(part.nonfinite)
-
+                targets, staged = [cut.of(buffers) for cut in load], [cut.within(stage.here) for cut in load]
+                how = {"overwrite": overwrite, "rounding": draws, "backend": backend}
                 begun = True
-                stage.busy = self.soon(add)
+                stage.busy = self.soon(functools.partial(_add, arrived, targets, staged, stats, **numbers, **how))
         except BaseException as error:
             if begun:
                 self._failure = error
@@ -245,6 +222,22 @@ def _free_stage(ring: list[Stage]) -> Stage:
     ring[0].wait()
     ring.append(ring.pop(0))
     return ring[-1]
+
+
+def _add(
+    arrived: torch.Event,
+    targets: list[Tensor],
+    staged: list[Tensor],
+    stats: ops.Stats | None,
+    **how: Any,
+) -> None:
+    """Add a load to its buffers, and what it measures to ``stats``."""
+    arrived.synchronize()
+    part = None if stats is None else ops.Stats.empty("cpu")
+    ops.accumulate_(targets, staged, stats=part, **how)
+    if stats is not None and part is not None:
+        stats.sq_norm.add_(part.sq_norm)
+        stats.nonfinite.add_(part.nonfinite)
 
 
 def _number(scalar: Scalar, place: int, stage: Stage) -> Scalar:

@@ -282,7 +282,8 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   if (to.numel() == 0) return to;
   const at::Tensor &host = from.is_cpu() ? from : to, &device = from.is_cpu() ? to : from, source = bare(from), target = bare(to);
   const bool over_the_link = host.is_cpu();
-  if (!over_the_link || (non_blocking && is_pinned(host.const_data_ptr()))) {
+  const bool across = !over_the_link && from.device() != to.device();  // which both devices' streams wait for
+  if (!across && (!over_the_link || (non_blocking && is_pinned(host.const_data_ptr())))) {
     // What is pinned PyTorch does not give away either before streams are done with it.
     current_queue(device.device().index()).add([source, target, held = over_the_link ? host.storage() : c10::Storage()] {
       std::this_thread::sleep_for(held ? kDelay : kDelay / 7);
