@@ -93,10 +93,14 @@ def laid_out(tensor: Tensor, like: Tensor) -> Tensor:
     return torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-def recorded(stream: torch.Stream) -> torch.Event:
-    """An event there; where PyTorch can, one that does not keep a processor busy to be waited for."""
-    event = torch.cuda.Event(blocking=True) if stream.device.type == "cuda" else torch.Event(stream.device)
-    event.record(stream)
+def recorded(device: torch.device) -> torch.Event:
+    """An event on the current stream; where PyTorch can, one that does not keep a processor busy to be waited for."""
+    if device.type == "cuda":
+        blocking = torch.cuda.Event(blocking=True)
+        blocking.record(torch.cuda.current_stream(device))  # older versions take no torch.Stream
+        return blocking
+    event = torch.Event(device)
+    event.record(torch.accelerator.current_stream(device))
     return event
 
 
@@ -144,7 +148,7 @@ class Offload:
                 stream.wait_stream(torch.accelerator.current_stream(device))
                 with stream:
                     stage.here[:used].copy_(stage.there[:used], non_blocking=True)
-                    arrived = recorded(stream)
+                    arrived = recorded(device)
                 draws = None
                 if rounding is not None:
                     counters = [(rounding.counters[cut.tensor] + cut.begin) % (1 << 64) for cut in load]
@@ -173,7 +177,7 @@ class Offload:
             ops.cast_(staged, [cut.of(ins) for cut in load], backend=backend)
             for cut, arriving in zip(load, staged, strict=True):
                 cut.of(dense).copy_(arriving, non_blocking=True)
-            stage.busy = recorded(torch.accelerator.current_stream(device))
+            stage.busy = recorded(device)
         for out, filled in zip(outs, dense, strict=True):
             if out is not filled:
                 out.copy_(filled)
