@@ -180,23 +180,23 @@ def test_clipping_and_the_norm(device, monkeypatch, settings, kind):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_master_weights_are_stepped_on_the_cpu(device, fused):
+    """As those of a model that is there altogether: the device of late_device.cpp computes with the CPU's bits, a GPU not."""
+
     def make(params):
         return torch.optim.AdamW(params, lr=0.01, fused=fused, foreach=False)
 
-    def alike(params):
-        return torch.optim.AdamW(params, lr=0.01, foreach=False)
-
     model, opt = made(device, make, accum_steps=3, master_weights=True, buffer_device="cpu")
     train(model, opt, device)
-    plain, other = made(device, alike, accum_steps=3, master_weights=True)
-    train(plain, other, device)
-    tolerance = (
-        1e-2 if fused else 0.0
-    )  # the fused one divides by the weight itself, and a bf16 weight may round the other way
+    torch.manual_seed(1)
+    plain = Net()
+    plain.gappy = nn.Parameter(
+        plain.gappy.detach().contiguous()
+    )  # PyTorch's fused step on the CPU takes no account of gaps
+    other = fa.AccumulatingOptimizer(make(plain.parameters()), accum_steps=3, master_weights=True)
+    train(plain, other, torch.device("cpu"))
     assert_same(
-        contents(model, opt)[: len(list(model.parameters()))],
-        contents(plain, other)[: len(list(plain.parameters()))],
-        tolerance,
+        *([p.detach().cpu() for p in net.parameters()] for net in (model, plain)),
+        1e-2 if device.type == "cuda" else 0.0,
     )
     moments = [x for entry in opt.state.values() for x in entry.values()]
     assert moments and all(x.device.type == "cpu" for x in moments)
