@@ -2,7 +2,8 @@
 
 The backward pass only copies given gradients (gradients.py), so that autograd's engine and the accumulation are what runs. A
 "tensor" is 16 elements of bf16; the sums are FP32, but for PyTorch's own, which stay in bf16. What the backward pass costs by itself
-is there too: it hands its gradients back instead of accumulating them.
+is there too: it hands its gradients back instead of accumulating them. What hooks and queue cost by themselves shows where the adds
+are left out.
 """
 
 from __future__ import annotations
@@ -18,7 +19,20 @@ from torch import Tensor
 
 from . import peers
 from .gradients import Hold, loss_with
-from .harness import BARE, OURS, PYTHON_HOOKS, Contestant, Options, Row, Sink, filled, race, rows_of
+from .harness import (
+    BARE,
+    HOOKS_ALONE,
+    OURS,
+    PYTHON_HOOKS,
+    PYTHON_HOOKS_ALONE,
+    Contestant,
+    Options,
+    Row,
+    Sink,
+    filled,
+    race,
+    rows_of,
+)
 
 NAME = "overhead"
 COUNTS = (1, 10, 100, 1000)
@@ -62,6 +76,8 @@ def _micro_batches(count: int, backend: str) -> list[Contestant]:
     return [
         Contestant(OURS, _wrapped(count, backend, "auto"), kind="ours"),
         Contestant(PYTHON_HOOKS, _wrapped(count, backend, "python"), kind="variant"),
+        Contestant(HOOKS_ALONE, _hooks_alone(_wrapped(count, backend, "auto")), kind="variant"),
+        Contestant(PYTHON_HOOKS_ALONE, _hooks_alone(_wrapped(count, backend, "python")), kind="variant"),
         Contestant(BARE, _bare(count), kind="variant"),
         Contestant("PyTorch's own p.grad, bf16", _plain(count)),
         Contestant("a hook a parameter, FP32 main_grad", _main_grad(count)),
@@ -79,6 +95,20 @@ def _wrapped(count: int, backend: str, hooks: str) -> Callable[[int], object]:
         opt.zero_grad()
 
     return micro_batch
+
+
+def _hooks_alone(micro_batch: Callable[[int], object]) -> Callable[[int], object]:
+    """The same, but what arrives is dropped where it would be added: the one look under the public API, at what no user can see."""
+
+    def without_adds(i: int) -> None:
+        with mock.patch("fusedaccum.gathering.Gathering.add", _drop):
+            micro_batch(i)
+
+    return without_adds
+
+
+def _drop(*_: object) -> None:
+    pass
 
 
 def _bare(count: int) -> Callable[[int], object]:

@@ -30,6 +30,8 @@ from . import environment
 RESULTS = Path(__file__).resolve().parent / "results"
 OURS = "fusedaccum"
 PYTHON_HOOKS = "fusedaccum, hooks in Python"
+HOOKS_ALONE = "fusedaccum, adds left out"
+PYTHON_HOOKS_ALONE = "fusedaccum, hooks in Python, adds left out"
 BARE = "gradients alone"  # a backward that accumulates nothing
 Row = dict[str, object]
 

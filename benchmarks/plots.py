@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
 from . import tables
-from .harness import BARE, OURS, PYTHON_HOOKS, Row
+from .harness import BARE, HOOKS_ALONE, OURS, PYTHON_HOOKS, PYTHON_HOOKS_ALONE, Row
 
 # Okabe and Ito's palette: ours in the strong colour, everybody else in the others.
 BLUE, ORANGE, GREEN, YELLOW, SKY, PURPLE, GREY = (
@@ -36,6 +36,8 @@ COLOURS = {
     "torch.compile of the adds, folded": YELLOW,
     "add_ a tensor, folded": "#D55E00",
     PYTHON_HOOKS: SKY,
+    HOOKS_ALONE: "#003F63",
+    PYTHON_HOOKS_ALONE: PURPLE,
     BARE: "#999999",
     "fusedaccum, coefficient handed on": SKY,
     "fusedaccum, from a graph": SKY,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from .harness import BARE, OURS, PYTHON_HOOKS, Row
+from .harness import BARE, HOOKS_ALONE, OURS, PYTHON_HOOKS, PYTHON_HOOKS_ALONE, Row
 
 Table = tuple[list[str], list[list[str]]]
 
@@ -118,19 +118,27 @@ def fused(rows: Sequence[Row]) -> Table:
 
 
 def overhead(rows: Sequence[Row]) -> Table:
-    """Microseconds a tensor of every contestant, by number of tensors; and what hooks in C++ add to a backward, of what Python's do."""
+    """Microseconds a tensor of every contestant, by number of tensors; and what hooks in C++ add to a backward, of what Python's do:
+    hooks and queue alone, and the whole wrapper with them.
+    """
     contestants = list(dict.fromkeys(str(r["contestant"]) for r in rows))
+    pairs = {
+        "hooks and queue, C++ of Python": (HOOKS_ALONE, PYTHON_HOOKS_ALONE),
+        "the whole wrapper": (OURS, PYTHON_HOOKS),
+    }
     lines = []
     for (level, tensors), of_case in grouped(rows, ("level", "tensors")).items():
         times = [f"{of_case[c]['us_per_tensor']:.2f}" if c in of_case else "–" for c in contestants]
-        above = [
-            of_case[c]["us_per_tensor"] - of_case[BARE]["us_per_tensor"]
-            for c in (OURS, PYTHON_HOOKS)
-            if BARE in of_case
+        shares = [
+            f"{_above_bare(of_case, native) / _above_bare(of_case, python):.0%}" if BARE in of_case else "–"
+            for native, python in pairs.values()
         ]
-        share = f"{above[0] / above[1]:.0%}" if above else "–"
-        lines.append([f"{level}, {tensors:,} tensor{'s' if tensors > 1 else ''}", *times, share])
-    return ["µs a tensor", *contestants, "above the gradients alone: C++ of Python"], lines
+        lines.append([f"{level}, {tensors:,} tensor{'s' if tensors > 1 else ''}", *times, *shares])
+    return ["µs a tensor", *contestants, *pairs], lines
+
+
+def _above_bare(of_case: dict[str, Row], contestant: str) -> float:
+    return of_case[contestant]["us_per_tensor"] - of_case[BARE]["us_per_tensor"]
 
 
 def memory(rows: Sequence[Row]) -> Table:

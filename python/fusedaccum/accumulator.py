@@ -6,7 +6,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from operator import is_not
 
 import torch
 from torch import Tensor
@@ -217,7 +216,7 @@ class Accumulator:
     def adopt_all(self, slots: Sequence[Slot]) -> None:
         """:meth:`adopt` every slot; at once where, as nearly always, nobody else has touched any."""
         untouched = all(block.untouched_by_user for block in self.buffers.blocks)
-        if not untouched or any(map(is_not, [slot.holder.grad for slot in slots], [slot.shown for slot in slots])):
+        if not (untouched and all(slot.holder.grad is slot.shown for slot in slots)):
             for slot in slots:
                 self.adopt(slot)
 
@@ -288,8 +287,7 @@ class Accumulator:
     def gathered(self) -> list[Slot]:
         """The slots that hold a gradient now, each in its buffer."""
         self.offload.wait()
-        for slot in self.buffers.slots:
-            self.adopt(slot)
+        self.adopt_all(self.buffers.slots)
         return self.buffers.gathered()
 
     def restore(self, slot: Slot, saved: Tensor, divisor: Scalar) -> None:
@@ -365,6 +363,7 @@ class Accumulator:
             stepped = masters.get(members[0].param, members[0].param)
             scale = on(coef * members[0].divisor / divisor, members[0].device)
             block.narrow_(stepped.dtype, scale, members, self._backend)
+            self._notice_writes(members[0])
             for slot in self.lent:
                 slot.clean = slot.clean and slot.block is not block
 

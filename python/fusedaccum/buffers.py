@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ class Slot:
     def __post_init__(self) -> None:
         # Of the parameter as it was wrapped: what check_unchanged() compares with.
         self.made_for = (self.param.dtype, self.param.device, self.param.shape)
-        self.memory, self.numel = self.param.data_ptr(), self.param.numel()
+        self.memory = self.param.data_ptr()
         self.narrow = self.dtype.itemsize < 4
         # Whose .grad shows the buffer: the parameter's, unless that is on another device, where p.grad cannot be on the buffer's.
         self.offloaded = self.param.device != self.device
@@ -153,7 +154,8 @@ class Block:
             ops.cast_([narrow[done:end]], [self.flat[done:end]], scale, backend=backend)
             done = end
         for slot in shown:
-            slot.show(self.view(narrow, slot, int(slot.buffer.storage_offset())))
+            wide = slot.buffer
+            slot.show(narrow.as_strided(wide.shape, wide.stride(), wide.storage_offset()))
 
 
 class Buffers:
@@ -165,6 +167,7 @@ class Buffers:
         self.slots: list[Slot] = []
         self.of: dict[Parameter, Slot] = {}
         self.blocks: list[Block] = []
+        self._checked: tuple | None = None  # what _seen() was at the last check
 
     def add(self, parameters: Iterable[tuple[str, Parameter]]) -> list[Slot]:
         """Make slots for parameters that have none yet."""
@@ -197,14 +200,19 @@ class Buffers:
         """Are any on another device than their parameter?"""
         return any(block.hidden for block in self.blocks)
 
+    def _seen(self) -> tuple:
+        look = Tensor.data_ptr, Tensor.numel, attrgetter("dtype")
+        return tuple(list(map(of, self.of)) for of in look)
+
     def check_unchanged(self) -> None:
         """Raises as :meth:`Slot.check_unchanged` does."""
-        for slot in self.slots:
-            p = slot.param
-            # Most of it, and cheap: every step() comes here. Another view of the same memory shows when its gradient comes.
-            if p.data_ptr() != slot.memory or p.numel() != slot.numel or p.dtype is not slot.made_for[0]:
+        # Every step() comes here, so it looks at what nearly always shows a change, and is cheap. The rest shows when a gradient comes.
+        if self._seen() != self._checked:
+            for slot in self.slots:
                 slot.check_unchanged()
-            if slot.offloaded and p.grad is not None:
+            self._checked = self._seen()
+        for slot in () if self._device is None else self.slots:
+            if slot.offloaded and slot.param.grad is not None:
                 raise RuntimeError(
                     f"{slot.name}.grad was set by hand, and its gradients are gathered on the {slot.device} (buffer_device); "
                     "set it to None, or leave buffer_device out"

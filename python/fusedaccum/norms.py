@@ -35,8 +35,9 @@ class SquaredNorms:
 
     def forget(self, slots: Iterable[Slot]) -> None:
         """The buffers of ``slots`` have changed: what was read of them is not true any more."""
-        for slot in slots:
-            self._readings.pop(slot, None)
+        if self._readings:
+            for slot in slots:
+                self._readings.pop(slot, None)
 
     def forget_all(self) -> None:
         self._readings.clear()
