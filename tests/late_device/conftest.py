@@ -6,6 +6,9 @@ Not part of the other tests' process, for PyTorch can have one such device and t
 from pathlib import Path
 from types import ModuleType
 
+import fusedaccum.closing
+import fusedaccum.intake
+import fusedaccum.offload
 import pytest
 import torch
 from torch.utils import cpp_extension
@@ -37,3 +40,11 @@ def device(late_device):
     """Where the test's parameters are."""
     torch.manual_seed(0)
     return torch.device("cuda:0" if late_device is None else "late:0")
+
+
+@pytest.fixture(autouse=True)
+def small_stages(monkeypatch):
+    """So small that a gradient takes several, and several gradients take one."""
+    monkeypatch.setattr(fusedaccum.offload, "STAGE_BYTES", 1024)
+    monkeypatch.setattr(fusedaccum.closing, "STAGE_BYTES", 1024)
+    monkeypatch.setattr(fusedaccum.intake, "BUCKET_BYTES", 3000)
