@@ -57,6 +57,7 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
   }
 
   void hook(py::object slot, const at::Tensor& parameter);
+  void put(const py::object& slot, const at::Tensor& grad);
   void expect(int task);
   void forget(int task);
   std::vector<at::Tensor> held();
@@ -78,6 +79,7 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
   };
 
   void arrived(Place* place, const at::Tensor& grad);
+  void queue_up(Place* place, const at::Tensor& grad, bool ours);
   bool expects(int task);
   template <class... Arguments>
   bool tell(const char* method, const Arguments&... arguments);
@@ -148,7 +150,16 @@ bool Arrivals::tell(const char* method, const Arguments&... arguments) {
 void Arrivals::arrived(Place* place, const at::Tensor& grad) {
   const bool fits = !at::GradMode::is_enabled() && grad.layout() == at::kStrided && grad.sizes() == place->shape;
   if (!fits) tell("refuse_unfit", place->slot, grad);
-  const bool ours = exclusive(grad);  // before we hold it ourselves
+  queue_up(place, grad, exclusive(grad));
+}
+
+void Arrivals::put(const py::object& slot, const at::Tensor& grad) {
+  const auto place = std::find_if(places_.begin(), places_.end(), [&](const Place& known) { return known.slot.is(slot); });
+  const py::gil_scoped_release unlocked;
+  queue_up(&*place, grad, true);
+}
+
+void Arrivals::queue_up(Place* place, const at::Tensor& grad, bool ours) {
   const int task = torch::autograd::get_current_graph_task_id();
   if (!expects(task)) tell("enter", task);
   if (place->lent && tell("added_already", place->slot)) return;
@@ -203,6 +214,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<Arrivals, std::shared_ptr<Arrivals>>(m, "Arrivals", "fusedaccum.arrivals.Arrivals, in C++")
       .def(py::init<py::weakref, std::optional<int64_t>>(), py::arg("intake"), py::arg("bucket_bytes"))
       .def("hook", &Arrivals::hook, py::arg("slot"), py::arg("parameter"), "Queue this parameter's gradients from now on")
+      .def("put", &Arrivals::put, py::arg("slot"), py::arg("grad"),
+           "Queue a gradient that did not come through a hook, and that nobody else is going to write to")
       .def("expect", &Arrivals::expect, py::arg("task"), "Gradients of this graph task need not be announced")
       .def("forget", &Arrivals::forget, py::arg("task"), "This graph task is over")
       .def("held", &Arrivals::held, "The gradients in the queue")

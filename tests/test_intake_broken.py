@@ -179,23 +179,6 @@ def test_calls_from_within_backward_are_refused(call):
         x.sum().backward()
 
 
-def test_distributed_data_parallel_is_refused_not_ignored(tmp_path):
-    """Its reduction would overwrite the sums, and nothing would be trained."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    try:
-        net, (x, y) = model(torch.float32), data(dtype=torch.float32)
-        opt = wrapped(net, 2)
-        mean_loss(net, x, y).backward()  # fine: torch.distributed alone is no obstacle
-        opt.step()
-        other = model(torch.float32)
-        replica = nn.parallel.DistributedDataParallel(other)
-        opt = wrapped(other, 2)
-        with pytest.raises(RuntimeError, match="DistributedDataParallel"):
-            mean_loss(replica, x, y).backward()
-    finally:
-        torch.distributed.destroy_process_group()
-
-
 def test_conversion_there_and_back_is_noticed():
     """PyTorch drops a parameter's gradient hooks when its data becomes another dtype's."""
     net, (x, y) = model(torch.float32), data(dtype=torch.float32)

@@ -16,6 +16,7 @@ from .amp import LossScale
 from .buffers import Block, Buffers, Slot
 from .norms import SquaredNorms
 from .offload import Offload
+from .shards import ShardHolder, alike, local_gradient, local_of, sum_over_shards
 from .window import MicroBatch, Scalar, Window, beside, identity, on
 
 Write = Callable[
@@ -50,14 +51,16 @@ class Accumulator:
         self._warned_dropped = False
         self._first_draw: dict[Slot, int] = {}
         self.lent: list[Slot] = []
+        self.sharded = False  # is any slot?
 
     def take(self, parameters: Iterable[tuple[str, Parameter]]) -> list[Slot]:
         """Make room for these parameters."""
         slots = self.buffers.add(parameters)
-        end = sum(slot.param.numel() for slot in self._first_draw)
+        self.sharded = any(slot.sharded for slot in self.buffers.slots)
+        end = sum(local_of(slot.param).numel() for slot in self._first_draw)
         for slot in slots:
             self._first_draw[slot] = end
-            end += slot.param.numel()
+            end += local_of(slot.param).numel()
         lent = [slot for slot in slots if slot.lent]
         if lent:
             self.lent += lent
@@ -76,17 +79,20 @@ class Accumulator:
         self.place(slots)
         self._added_before(slots, window, micro, measure)
         self.adopt_all(slots)
+        if self.sharded:
+            grads = [local_gradient(grad, slot.param) for slot, grad in zip(slots, grads, strict=True)]
         if micro.divisor is None:
             micro.divisor = running_divisor(self._reduction, window, micro)
         scale = self._contribution(window, micro)
-        for (device, first, narrow, _), members, theirs in one_call_each(slots, grads):
+        for (device, first, narrow, *_), members, theirs in one_call_each(slots, grads):
             divisor = micro.divisor if narrow else 1.0
+            here = scale * members[0].factor
             stats = ops.Stats.empty(members[0].device) if measure else None
             accumulate_ = self.offload.accumulate_ if members[0].offloaded else ops.accumulate_
             accumulate_(
                 [slot.buffer for slot in members],
                 theirs,
-                on(scale / divisor if narrow else scale, device),
+                on(here / divisor if narrow else here, device),
                 overwrite=first,
                 decay=1.0 if first else on(members[0].divisor / divisor, device),
                 rounding=self._rounding(members) if narrow else None,
@@ -94,7 +100,7 @@ class Accumulator:
                 backend=self._backend,
             )
             micro.adds += 1  # after a call: one that raises, for want of memory say, has added nothing
-            self._written(members, divisor, shown=not first)
+            self.written(members, divisor, shown=not first)
             if stats is not None:
                 self._measured(stats, members, divisor, micro)
 
@@ -116,7 +122,7 @@ class Accumulator:
             self.divide_([slot], 1.0)  # normalize_() may have made it a mean
         write(slot.buffer, scale, slot.shown is None)
         micro.adds += 1
-        self._written([slot], 1.0)
+        self.written([slot], 1.0)
         if measure:
             self._measure(slot, micro)
         return True
@@ -129,7 +135,7 @@ class Accumulator:
         if scale == 0.0:  # the window is not going to be applied: nothing more is let in
             slot.buffer.zero_()
         micro.adds += 1
-        self._written([slot], 1.0)
+        self.written([slot], 1.0)
         if measure:
             self._measure(slot, micro)
 
@@ -151,7 +157,7 @@ class Accumulator:
         stale = [slot for slot in slots if not slot.clean or main_grad.added(slot.param)]
         if stale:
             torch._foreach_zero_([slot.buffer for slot in stale])
-            self._written(stale, 1.0)
+            self.written(stale, 1.0)
         for slot in slots:
             slot.show(None)
             slot.clean = True
@@ -188,7 +194,7 @@ class Accumulator:
         """The factor of this micro-batch's gradients: its weight, in the window's unit; 0 where nothing more shall be added."""
         if window.overflowed:
             return 0.0
-        scale = micro.value() if self._reduction == "mean" else 1.0
+        scale = micro.value() if self._reduction == "mean" and not micro.in_loss else 1.0
         if window.unit is not None:
             scale = scale * beside(window.unit, scale)
             if self.loss_scale.live is not None:
@@ -203,7 +209,7 @@ class Accumulator:
             slot.draws += 1
         return ops.StochasticRounding(self.seed, counters)
 
-    def _written(self, slots: Sequence[Slot], divisor: Scalar, shown: bool = False) -> None:
+    def written(self, slots: Sequence[Slot], divisor: Scalar, shown: bool = False) -> None:
         """``slots`` now hold a sum of ours, over ``divisor``, and show it (have shown it before)."""
         self.norms.forget(slots)
         for block in {slot.block for slot in slots}:
@@ -242,7 +248,7 @@ class Accumulator:
                     other.param.grad = theirs.clone()
             return self.adopt(slot)
         ops.cast_([slot.buffer], [grad.detach()], backend=self._backend)
-        self._written([slot], slot.divisor if shown is not None else 1.0)
+        self.written([slot], slot.divisor if shown is not None else 1.0)
 
     def _notice_writes(self, slot: Slot) -> None:
         if not slot.block.untouched_by_user:
@@ -294,17 +300,43 @@ class Accumulator:
         """Put a saved sum back."""
         self.place([slot])
         slot.buffer.copy_(saved)
-        self._written([slot], divisor)
+        self.written([slot], divisor)
 
     def zero_(self, slots: Sequence[Slot]) -> None:
         """Make the sums of ``slots`` zero."""
         self.place(slots)
         torch._foreach_zero_([slot.buffer for slot in slots])
-        self._written(slots, 1.0)
+        self.written(slots, 1.0)
 
     def sq_norm(self, slots: Sequence[Slot]) -> Tensor:
-        """Sum of squares of the sums of ``slots``; free where the last adds have measured it."""
-        return self.norms.total(slots, self._backend)
+        """Sum of squares of the sums of ``slots``; free where the last adds have measured it. Shards are summed over their ranks."""
+        if not self.sharded:
+            return self.norms.total(slots, self._backend)
+        groups: dict[tuple | None, list[Slot]] = {
+            alike(slot): [] for slot in self.buffers.slots
+        }  # the same on all ranks
+        for slot in slots:
+            groups[alike(slot)].append(slot)
+        parts = []
+        for key, members in groups.items():
+            part = self.norms.total(members, self._backend)
+            if key is not None:
+                first = next(slot for slot in self.buffers.slots if alike(slot) == key)
+                part = sum_over_shards(part.to(first.device), first)
+            parts.append(part)
+        return torch.stack([part.to(parts[0].device) for part in parts]).sum()
+
+    def unhide(self) -> None:
+        """Show what is hidden from FSDP2."""
+        for slot in self.buffers.slots if self.sharded else ():
+            if isinstance(slot.holder, ShardHolder):
+                slot.holder.unhide()
+
+    def hide(self) -> None:
+        """Hide the sums of shards while a pass may bring gradients."""
+        for slot in self.buffers.slots:
+            if isinstance(slot.holder, ShardHolder):
+                slot.holder.hide()
 
     def count_nonfinite(self, grads: Iterable[Tensor]) -> int:
         """How many elements are NaN or infinite; waits for the device."""
@@ -322,7 +354,7 @@ class Accumulator:
             scale = coef * members[0].divisor / divisor
             if isinstance(scale, Tensor) or scale != 1.0:
                 ops.scale_([slot.buffer for slot in members], on(scale, members[0].device), backend=self._backend)
-            self._written(members, divisor)
+            self.written(members, divisor)
 
     @contextmanager
     def brought(self, slots: Sequence[Slot]) -> Iterator[None]:
@@ -371,13 +403,13 @@ class Accumulator:
 def one_call_each(
     slots: Sequence[Slot], grads: Sequence[Tensor]
 ) -> Iterator[tuple[tuple, Sequence[Slot], Sequence[Tensor]]]:
-    """``(gradients' device, first touch, narrow, divisor)`` of each call that an add takes, and its share of the slots and gradients."""
+    """``(gradients' device, first touch, narrow, divisor, factor)`` of each call that an add takes, and its slots and gradients."""
     calls: dict[tuple, list[int]] = {}
     firsts = [slot.shown is None for slot in slots]
-    alike = len({slot.block for slot in slots}) == len(set(firsts)) == 1 and not slots[0].narrow
-    for i in [0] if alike else range(len(slots)):
+    same = len({slot.block for slot in slots}) == len(set(firsts)) == 1 and not (slots[0].narrow or slots[0].sharded)
+    for i in [0] if same else range(len(slots)):
         slot, first = slots[i], firsts[i]
-        key = (slot.made_for[1], first, slot.narrow, None if first else identity(slot.divisor))
+        key = (slot.made_for[1], first, slot.narrow, None if first else identity(slot.divisor), slot.factor)
         calls.setdefault(key, []).append(i)
     if len(calls) == 1:  # as nearly always
         yield key, slots, grads

@@ -77,7 +77,15 @@ class Arrivals:
     def _arrived(self, listener: Listener, slot: Slot, grads: tuple[Tensor | None, ...]) -> None:
         listener.refuse_unfit(slot, grads[0])  # type: ignore[arg-type]
         ours = exclusive(grads)  # before we hold it ourselves
-        grad: Any = grads[0]
+        self._queue_up(listener, slot, grads[0], ours)
+
+    def put(self, slot: Slot, grad: Tensor) -> None:
+        """Queue a gradient that did not come through a hook, and that nobody else is going to write to."""
+        listener = self._listener()
+        if listener is not None:
+            self._queue_up(listener, slot, grad, True)
+
+    def _queue_up(self, listener: Listener, slot: Slot, grad: Any, ours: bool) -> None:
         task = torch._C._current_graph_task_id()
         if task not in self._tasks:
             listener.enter(task)

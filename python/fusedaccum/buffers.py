@@ -13,6 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
 from . import main_grad, ops
+from .shards import ShardHolder, is_shard, local_of
 from .window import Scalar
 
 ALIGNMENT = 64  # elements: a cache line or more in every dtype, also after narrow_() has halved their size
@@ -65,14 +66,23 @@ class Slot:
         self.narrow = self.dtype.itemsize < 4
         # Whose .grad shows the buffer: the parameter's, unless that is on another device, where p.grad cannot be on the buffer's.
         self.offloaded = self.param.device != self.device
-        self.holder: Parameter | StandIn = StandIn() if self.offloaded else self.param
+        self.holder: Parameter | StandIn | ShardHolder = StandIn() if self.offloaded else self.param
         # Does its layer add the gradient itself, as Megatron-LM's and TransformerEngine's do? Then the buffer is lent to it (main_grad.py).
         self.lent = main_grad.asks(self.param)
+        self.sharded = is_shard(self.param)  # whoever has sharded it adds up what the ranks gather
+        self.factor = 1.0  # and may have divided that by this
+        if self.sharded:
+            self.holder = ShardHolder(self.param)
         self.node: Any = None  # its AccumulateGrad node, when that is hooked
 
     def show(self, grad: Tensor | None) -> None:
         """Make ``p.grad`` this tensor of ours."""
         self.holder.grad = self.shown = grad
+
+    @property
+    def stepped_grad(self) -> Tensor | None:
+        """What ``p.grad`` is to the inner optimizer: of a shard, the DTensor."""
+        return self.holder.whole if isinstance(self.holder, ShardHolder) else self.holder.grad
 
     def check_added(self, scale: float) -> None:
         """Raises RuntimeError where ``scale`` times what the layer of this lent slot has added is not part of the window's sum now."""
@@ -117,7 +127,7 @@ class Slot:
 
 @dataclass(eq=False)
 class Block:
-    """A flat stretch of storage shared by slots of one parameter's and buffer's device and dtype."""
+    """A flat stretch of storage shared by slots of one parameter's and buffer's device and dtype, all of them shards or none."""
 
     flat: Tensor
     hidden: bool  # from the user, because p.grad cannot be of it?
@@ -132,7 +142,7 @@ class Block:
 
     def view(self, flat: Tensor, slot: Slot, offset: int) -> Tensor:
         """The part of ``flat`` that is ``slot``'s, in its parameter's shape (and memory format, when that is dense)."""
-        p = slot.param
+        p = local_of(slot.param)
         strides = p.stride() if is_dense(p) else torch.empty(p.shape, device="meta").stride()
         return flat.as_strided(p.shape, strides, offset)
 
@@ -184,12 +194,13 @@ class Buffers:
         groups: dict[tuple, list[Slot]] = {}
         for slot in slots:
             if not slot.placed:
-                groups.setdefault((slot.param.device, slot.device, slot.dtype, slot.param.dtype), []).append(slot)
-        for (home, device, dtype, _), members in groups.items():
+                kind = (slot.param.device, slot.device, slot.dtype, slot.param.dtype, slot.sharded)
+                groups.setdefault(kind, []).append(slot)
+        for (home, device, dtype, _, _), members in groups.items():
             offsets, end = [], 0
             for slot in members:
                 offsets.append(end)
-                end += -(-slot.param.numel() // ALIGNMENT) * ALIGNMENT
+                end += -(-local_of(slot.param).numel() // ALIGNMENT) * ALIGNMENT
             block = Block(torch.empty(end, dtype=dtype, device=device), home != device)
             self.blocks.append(block)
             for slot, offset in zip(members, offsets, strict=True):

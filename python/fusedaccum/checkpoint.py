@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .buffers import Slot
+from .shards import local_of, whole
 from .window import MicroBatch, Window
 
 if TYPE_CHECKING:
@@ -20,6 +21,9 @@ FORMAT = 1
 def save(opt: AccumulatingOptimizer) -> dict[str, Any]:
     """Everything needed to go on bit-identically, as tensors and plain values; parameters by their position."""
     sums, settings, ledger = opt._sums, opt.settings, opt._ledger
+    ranks = opt._gathering.ranks
+    if ranks is not None and ledger.has_window:
+        ranks.take_back_all()
     sums.offload.wait()
     if ledger.has_micro:
         sums.count(ledger.micro)
@@ -35,12 +39,14 @@ def save(opt: AccumulatingOptimizer) -> dict[str, Any]:
             "accum_steps": "callable" if callable(steps) else steps,
             "window_weight": settings.schedule.window_weight,
             "buffer_dtype": str(settings.buffer_dtype),
+            "rank": None if ranks is None else ranks.name,
         },
         "index": ledger.index,
         "window": window,
         "micro_batch": micro,
         "norms": sums.norms.save(),
         "buffers": {} if window is None else {slot.index: _saved(slot) for slot in sums.gathered()},
+        "unseen": sorted(slot.index for slot in ranks.unseen) if ranks is not None else [],
         "masters": {
             slot.index: opt._masters.of[slot.param].detach()
             for slot in sums.buffers.slots
@@ -59,7 +65,8 @@ def _plain(record: Window | MicroBatch) -> dict[str, Any]:
 
 
 def _saved(slot: Slot) -> dict[str, Any]:
-    return {"sum": slot.buffer.clone(), "divisor": slot.divisor}
+    kept = slot.buffer.clone()
+    return {"sum": whole(kept, slot.param) if slot.sharded else kept, "divisor": slot.divisor}
 
 
 def check(opt: AccumulatingOptimizer, own: dict[str, Any]) -> None:
@@ -81,7 +88,13 @@ def check(opt: AccumulatingOptimizer, own: dict[str, Any]) -> None:
     if own["micro_batch"] is None and (own["window"] is None or own["window"]["micro_batches"] == 0):
         return
     mine = save(opt)["settings"]
-    for name, saved in own["settings"].items():
+    for name in mine:
+        saved = own["settings"].get(name)
+        if name == "rank" and saved != mine[name]:
+            raise ValueError(
+                f"the checkpoint holds the sums that rank {saved} has gathered in an open window, and this is rank {mine[name]} (None: "
+                "without process_group); load on every rank what it has saved itself, or save at a window's end"
+            )
         if saved != mine[name]:
             raise ValueError(
                 f"the checkpoint was taken inside a window with {name}={saved}, and this wrapper has {name}={mine[name]}; "
@@ -100,8 +113,10 @@ def load(opt: AccumulatingOptimizer, own: dict[str, Any]) -> None:
         None if micro is None else MicroBatch(**micro),
     )
     for index, saved in own["buffers"].items():
-        sums.restore(slots[index], saved["sum"], saved["divisor"])
+        sums.restore(slots[index], local_of(saved["sum"]), saved["divisor"])
     sums.norms.load(own["norms"], slots)
+    if opt._gathering.ranks is not None:
+        opt._gathering.ranks.unseen = {slots[index] for index in own.get("unseen", ())}
     opt._masters.load(
         {slots[i].param: saved for i, saved in own["masters"].items() if slots[i].param in opt._masters.of}
     )

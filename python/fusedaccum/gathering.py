@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
@@ -17,7 +18,10 @@ from .accumulator import Accumulator, Write
 from .buffers import Slot
 from .intake import Intake
 from .ledger import Ledger
-from .settings import Settings, check_not_replicated, check_weight_of_lent
+from .ranks import Ranks
+from .replicas import Replicas, replicas_of
+from .settings import Settings, check_alone, check_weight_of_lent
+from .shards import FullySharded, local_of, whole
 from .window import Scalar
 
 _GATHERING_OF: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak reference to a Gathering
@@ -41,11 +45,36 @@ class Gathering:
         self._settings = settings
         self._intake = Intake(self, hold=settings.drops_micro_batches)
         self._rejected = Rejected()
-        self._checked = False  # has check_not_replicated() been passed, at the first backward?
+        self.ranks: Ranks | None = None  # with whom windows are shared
+        self._replicas = Replicas([])  # the DistributedDataParallel modules
+        self._begun = False  # has there been a backward?
+        self._fully_sharded = FullySharded([])  # the FSDP2 modules
+
+    def share(self, group: dist.ProcessGroup | None, comm_dtype: torch.dtype | None) -> None:
+        """Gather windows together with the ranks of ``group``; None for that of the DistributedDataParallel or FSDP2 modules, if any."""
+        slots = self.sums.buffers.slots
+        self._replicas = Replicas(replicas_of([slot.param for slot in slots]))
+        self._fully_sharded = FullySharded(slots)
+        self._fully_sharded.before_forward(self.hide_shards)
+        group = group or self._replicas.group or self._fully_sharded.group
+        if group is None:
+            check_alone(comm_dtype)
+            return
+        if self._settings.nonfinite == "raise":
+            raise ValueError(
+                "nonfinite='raise' would raise on one rank while the others wait for it; use 'skip_micro_batch' or 'skip_window', and look "
+                "at last_window.nonfinite"
+            )
+        self.ranks = Ranks(group, comm_dtype, self.sums, self.ledger, self._settings.backend)
+        self.ranks.compare_shapes(slots)
+        self.ledger.ranks, self.ledger.over_ranks = self.ranks.size, self.ranks.weight
 
     def take(self, parameters: Iterable[tuple[str, Parameter]]) -> None:
         """Gather the gradients of these parameters from now on."""
         slots = self.sums.take(parameters)
+        if self.ranks is not None:
+            self.ranks.compare_shapes(slots)
+        self._begun = False
         for slot in slots:
             self._intake.hook(slot)
             _GATHERING_OF[slot.param] = weakref.ref(self)
@@ -65,11 +94,16 @@ class Gathering:
         whole before it is added. Raises as a hook would.
         """
         slot = self.sums.buffers.of[parameter]
-        seen_whole = self._settings.drops_micro_batches or slot.narrow or slot.offloaded
+        seen_whole = self._settings.drops_micro_batches or slot.narrow or slot.offloaded or slot.sharded
         if seen_whole or not self._intake.accumulates(slot):
             return False
         with self._intake.within_pass():
-            return self.sums.add_by(write, slot, self.ledger.window, self.ledger.micro, self._measures())
+            if self.ranks is not None:
+                self.ranks.before_add([slot])
+            added = self.sums.add_by(write, slot, self.ledger.window, self.ledger.micro, self._measures())
+            if self.ranks is not None and added:
+                self.ranks.added([slot])
+            return added
 
     def settle(self) -> None:
         """Every public call begins here: a pass that seems open still is over, or was broken off; ``p.grad`` is ours again."""
@@ -78,13 +112,23 @@ class Gathering:
                 "the wrapper was called from inside a backward pass (by a hook?); call it when backward has returned"
             )
         self._intake.settle()
+        self.sums.unhide()
         if self.sums.added_unseen:
             self._break_off("was broken off by an exception (or its gradients were taken by torch.autograd.grad)")
         self._rejected.withdraw()
 
     # -- a micro-batch -----------------------------------------------------------------------------------------
 
-    def open(self, weight: Scalar | None) -> None:
+    def hide_shards(self) -> None:
+        """FSDP2 begins a forward, and its backward shall find no ``p.grad``."""
+        self.sums.hide()
+
+    @property
+    def weighs_loss(self) -> bool:
+        """Must a weight be in the loss, because FSDP2 adds up the ranks' gradients before they get here?"""
+        return bool(self._fully_sharded.slots) and self._settings.reduction == "mean"
+
+    def open(self, weight: Scalar | None, last: bool = False) -> None:
         """The micro-batch that gathers from now on; joins the one that is open already. Raises as Ledger.weigh does."""
         ledger = self.ledger
         if weight is not None and self.sums.lent and self._settings.reduction == "mean":
@@ -96,11 +140,13 @@ class Gathering:
             ledger.begin_micro_batch(weight)
         elif weight is not None:
             ledger.weigh(weight)
+        ledger.micro.last = ledger.micro.last or last
 
     @contextmanager
-    def grouped(self, weight: Scalar | None) -> Iterator[None]:
-        """All passes within are one micro-batch; an exception drops it."""
-        self.open(weight)
+    def grouped(self, weight: Scalar | None, last: bool, in_loss: bool) -> Iterator[None]:
+        """All passes within are one micro-batch; an exception drops it. ``in_loss``: their losses are multiplied by the weight."""
+        self.open(weight, last)
+        self.ledger.micro.in_loss = in_loss
         self.inside = True
         self._adds_before = self.ledger.micro.adds
         try:
@@ -118,6 +164,8 @@ class Gathering:
     def end_micro_batch(self, weight: Scalar | None) -> None:
         """What ``step()`` and ``flush()`` do before they look whether the window is complete: count, or refuse."""
         ledger, caller_owned = self.ledger, self._settings.schedule.caller_owned
+        if self._agreed:
+            return  # normalize_() has been here before
         if not ledger.has_window:
             self.begin_window()
         if not ledger.has_micro and (not caller_owned or (ledger.window.empty and self.sums.gathered())):
@@ -144,6 +192,8 @@ class Gathering:
         live = self.sums.loss_scale.live
         self.ledger.begin_window(unit=None if live is None else live.detach().clone())
         self.sums.begin()
+        if self.ranks is not None:
+            self.ranks.forget()
 
     def reset(self) -> None:
         """Drop what the open window has gathered, and what was put into ``p.grad`` meanwhile."""
@@ -154,13 +204,60 @@ class Gathering:
         self.ledger.drop_window()
         self.sums.begin()
         self.sums.lend(self.sums.lent)
+        if self.ranks is not None:
+            self.ranks.forget()
+
+    @property
+    def _agreed(self) -> bool:
+        """Is the open window that of all ranks already?"""
+        return self.ranks is not None and self.ledger.has_window and self.ranks.agreed
+
+    def complete(self) -> bool:
+        """Does the window end here?"""
+        return self._agreed or self.ledger.complete()
+
+    def anything_to_flush(self) -> bool:
+        """Has the open window gathered anything, on this rank or another?"""
+        if self.ranks is None:
+            return self.ledger.is_open
+        if not self.ledger.has_window:
+            self.begin_window()
+        self.agree(False)
+        if self.ledger.window.empty:
+            self.ledger.drop_window()
+        return self.ledger.has_window
+
+    def agree(self, overflow: bool | Tensor) -> bool | Tensor:
+        """Before a window is concluded: make it that of all ranks. Returns whether a GradScaler has found an overflow on any."""
+        if self.ranks is None:
+            return overflow
+        window = self.ledger.window
+        if not self._agreed:
+            with self._or_dropped():
+                self.ranks.agree(window.micro_batches, window.weight, overflow)
+            self._replicas.window_ended()
+        return self.ranks.overflow or overflow
+
+    @contextmanager
+    def _or_dropped(self) -> Iterator[None]:
+        """What the ranks have half done is no window any more."""
+        try:
+            yield
+        except BaseException:
+            self.reset()
+            raise
 
     # -- what the intake tells (its Owner) ---------------------------------------------------------------------
 
     def pass_begins(self) -> None:
-        if not self._checked:
-            check_not_replicated([slot.param for slot in self.sums.buffers.slots])
-            self._checked = True
+        if not self._begun:
+            self._begun = True
+            self._check_replicas()
+        if self._agreed:
+            raise RuntimeError(
+                "opt.normalize_() has added this window's sums over the ranks, and no gradient can join it after that; call opt.step() "
+                "before the next backward"
+            )
         if not self.inside:
             self.open(None)
             self._adds_before = self.ledger.micro.adds
@@ -174,24 +271,49 @@ class Gathering:
                 "scaler.unscale_(opt) inside a window, before the first plain scaler.step(opt), hid the loss scale from the "
                 "wrapper; unscale only complete windows, or clip with max_grad_norm="
             )
+        if self.ranks is not None and self._is_last():
+            self.ranks.last_pass_begins()
+
+    def _check_replicas(self) -> None:
+        """Raises RuntimeError for a DistributedDataParallel module made after the wrapper: it would replace the sums in ``p.grad``."""
+        if set(replicas_of([slot.param for slot in self.sums.buffers.slots])) - set(self._replicas.modules):
+            raise RuntimeError(
+                "the model was wrapped in DistributedDataParallel after its optimizer was wrapped, and DDP would add up the ranks' "
+                "gradients a second time; make the DistributedDataParallel module first, then AccumulatingOptimizer"
+            )
+
+    def _is_last(self) -> bool:
+        """Does the window end with this pass? Under DistributedDataParallel, no_sync() says when it does not."""
+        if self._settings.schedule.caller_owned and self._replicas.modules:
+            return self._replicas.synced
+        return self.ledger.is_last() and self.ledger.micro.adds == 0
 
     @torch.no_grad()
     def add(self, slots: Sequence[Slot], grads: Sequence[Tensor]) -> None:
+        if self.ranks is not None:
+            self.ranks.before_add(slots)
         self.sums.add(slots, grads, self.ledger.window, self.ledger.micro, self._measures())
+        if self.ranks is not None:
+            self.ranks.added(slots)
 
     @torch.no_grad()
     def added(self, slot: Slot) -> None:
         self.sums.added(slot, self.ledger.window, self.ledger.micro, self._measures())
 
     def _measures(self) -> bool:
-        """Shall adds take norms and look for what is not finite?"""
-        return self._settings.nonfinite == "skip_window" or (self._settings.wants_norm and self.ledger.may_be_last())
+        """Shall adds take norms and look for what is not finite? (Norms of all ranks' sums are taken when these have come.)"""
+        takes_norm = self._settings.wants_norm and self.ranks is None
+        return self._settings.nonfinite == "skip_window" or (takes_norm and self.ledger.may_be_last())
 
     def pass_ends(self) -> None:
         if self.inside or not self.ledger.has_micro:
             return
+        self.sums.unhide()
         if self._settings.drops_micro_batches:
             self._judge()
+        if self.ranks is not None and self.ranks.in_last_pass:
+            with self._or_dropped():
+                self.ranks.send_rest()
         if self._settings.schedule.caller_owned:
             self._commit(None)
 
@@ -202,6 +324,8 @@ class Gathering:
         self.ledger.commit(weight)
 
     def pass_failed(self) -> None:
+        if self.ranks is not None:
+            self.ranks.broke_off()
         if not self.ledger.has_micro:
             return
         if self.ledger.micro.adds > self._adds_before or self.sums.added_unseen:
@@ -230,7 +354,10 @@ class Gathering:
         """Let the held gradients in, or reject the micro-batch (waits for the device)."""
         micro, held = self.ledger.micro, self._intake.held
         micro.judged = bool(held)
-        if not self.sums.count_nonfinite(held) or float(micro.value()) == 0:
+        found = self.sums.count_nonfinite(held)
+        if self.ranks is not None and self.sums.sharded:  # the ranks hold parts of one gradient, and drop it together
+            found = int(self.ranks.total([found])[0])
+        if not found or float(micro.value()) == 0:
             self._intake.release()
             return
         micro.bad = True
@@ -239,7 +366,7 @@ class Gathering:
             slot: grad
             for slots, grads in batches
             for slot, grad in zip(slots, grads, strict=True)
-            if not torch.isfinite(grad).all()
+            if not torch.isfinite(local_of(grad)).all()
         }
         self._rejected.reject(bad, self.sums.buffers.slots)
 
@@ -261,8 +388,8 @@ class Rejected:
         self._hidden = [(slot, slot.param.grad) for slot in slots]
         for slot in slots:
             slot.param.grad = None
-        slot, grad = next(iter(bad.items()))
-        slot.param.grad = grad
+        for slot, grad in list(bad.items())[:1]:  # none, where another rank has the bad part of a sharded gradient
+            slot.param.grad = whole(grad, slot.param) if slot.sharded else grad
 
     def withdraw(self) -> None:
         """Put back what ``p.grad`` was."""

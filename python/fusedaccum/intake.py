@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Protocol
@@ -24,6 +24,7 @@ from torch.autograd.graph import _engine_run_backward, get_gradient_edge
 
 from . import arrivals, main_grad, native
 from .buffers import Slot
+from .shards import ShardHolder
 from .streams import join
 
 BUCKET_BYTES = 32 << 20  # fresh gradients held at once; a larger single gradient is a bucket of its own
@@ -92,9 +93,29 @@ class Intake:
         # The node is kept alive by us: autograd itself holds it only as long as some graph does.
         slot.node = get_gradient_edge(p).node
         self._arrivals.hook(slot, p)
+        if slot.sharded:
+            p.register_post_accumulate_grad_hook(self._taker(slot))
         p.requires_grad_(not frozen)
         if slot.dtype != p.dtype:
             p.grad_dtype = None  # lets p.grad be of the buffer's dtype
+
+    def _taker(self, slot: Slot) -> Callable[[Tensor], None]:
+        """The hook that FSDP2 calls when it has added up a shard's gradient over the ranks and put it into ``p.grad``."""
+        arrivals, place = weakref.ref(self._arrivals), weakref.ref(slot)
+
+        def take(_: Tensor) -> None:
+            queue, slot = arrivals(), place()
+            if queue is not None and slot is not None and isinstance(slot.holder, ShardHolder):
+                grad = slot.holder.take()
+                if grad is not None:
+                    queue.put(slot, grad)
+                elif slot.placed and not slot.block.untouched_by_user:
+                    raise RuntimeError(
+                        f"FSDP2 has added a gradient to {slot.name}.grad by itself, because its forward went past the module that "
+                        "fully_shard was called on last (the root); call that module"
+                    )
+
+        return take
 
     def _owner_now(self) -> Owner:
         owner = self._owner()

@@ -5,6 +5,8 @@ Counts and weights only; the sums themselves are the accumulator's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from .window import MicroBatch, Scalar, Schedule, Window, checked_weight
 
 MISSING_WEIGHT = (
@@ -20,11 +22,15 @@ class Ledger:
         index: of the window that is open, or else of the next.
         has_window: False when the last window is closed (its gradient still readable) and no micro-batch has come since.
         has_micro: is a micro-batch being gathered? False between two.
+        ranks: how many gather a window together.
+        over_ranks: the sum over them of a weight.
     """
 
     def __init__(self, schedule: Schedule, reduction: str):
         self.schedule = schedule
         self.reduction = reduction
+        self.ranks = 1
+        self.over_ranks: Callable[[Scalar], Scalar] = lambda weight: weight
         self.index = 0
         self._window: Window | None = None
         self._micro: MicroBatch | None = None
@@ -153,16 +159,31 @@ class Ledger:
 
     def complete(self) -> bool:
         """Is the window full, or does every call close it? (Reads a tensor weight, when the sum of weights decides.)"""
-        return self.schedule.complete(self.window.length, self.window.micro_batches, self.window.weight)
+        return self._complete(self._steps, self.window.weight)
+
+    @property
+    def _steps(self) -> int:
+        """What a count of micro-batches has come to. A rank that drops one must not fall behind the others, which wait for it."""
+        return self.window.micro_batches + (self.window.dropped if self.ranks > 1 else 0)
+
+    def _complete(self, steps: int, weight: Scalar) -> bool:
+        if self.schedule.window_weight is not None:
+            weight = self.over_ranks(weight)
+        return self.schedule.complete(self.window.length, steps, weight)
 
     def may_be_last(self) -> bool:
         """May the micro-batch being gathered complete the window? Does not wait for a device, and says True in doubt."""
         window = self.window
         return self.schedule.may_complete(window.length, window.micro_batches + 1, window.weight + self.micro.value())
 
+    def is_last(self) -> bool:
+        """Is it known that the micro-batch being gathered completes the window?"""
+        length = self.window.length
+        return self.micro.last or (length is not None and self._steps + 1 >= length)
+
     def divisor(self, weight: Scalar) -> Scalar:
-        """What the sum is divided by in a window of this weight."""
-        return 1.0 if self.reduction == "none" else weight
+        """What the sum is divided by in a window of this weight. Gradients that come normalised are a mean over the ranks."""
+        return float(self.ranks) if self.reduction == "none" else weight
 
     def divisor_at_end(self) -> Scalar:
         """The divisor of the window that ends with the micro-batch being gathered, or has ended before it.
@@ -175,15 +196,16 @@ class Ledger:
                 "normalize_() found no gradient; call it after the window's last backward and before step()"
             )
         window = self.window
-        count, weight = window.micro_batches, window.weight
+        count, weight = self._steps, window.weight
+        last: Scalar | None = 0.0
         if self.has_micro and not self.micro.bad:
             count, last = count + 1, self._weight_of(self.micro, None)
             weight = weight + (0.0 if last is None else last)
-        else:
-            last = 0.0
+        elif self.has_micro and self.ranks > 1:
+            count += 1
         if self.reduction == "sum" and (window.unweighed or last is None):
             raise ValueError(MISSING_WEIGHT)
-        if not self.schedule.complete(window.length, count, weight):
+        if not self._complete(count, weight):
             raise RuntimeError(
                 f"normalize_() is for a window's end, and this one is not complete: it holds {count} micro-batches of weight "
                 f"{float(weight):g}, and closes at {window.length or self.schedule.window_weight}"

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from . import ops
 from .buffers import Slot
 from .offload import Offload
+from .shards import local_of
 
 
 class MasterWeights:
@@ -55,7 +56,7 @@ class MasterWeights:
     @contextmanager
     def at_work(self, inner: Optimizer, slots: Iterable[Slot] = ()) -> Iterator[None]:
         """Within, the inner optimizer's groups and state hold the masters, and those of ``slots`` their gradients."""
-        lent = [(self.of[slot.param], slot.holder.grad) for slot in slots if slot.param in self.of]
+        lent = [(self.of[slot.param], slot.stepped_grad) for slot in slots if slot.param in self.of]
         _exchange(inner, self.of)
         for master, grad in lent:
             master.grad = grad
@@ -88,9 +89,9 @@ class MasterWeights:
             if p in self.of:
                 by_device.setdefault((p.device, p.device != self.of[p].device), []).append(p)
         for (_, elsewhere), parameters in by_device.items():
-            masters = [self.of[p].detach() for p in parameters]
+            masters = [local_of(self.of[p].detach()) for p in parameters]
             cast_ = offload.cast_ if elsewhere else ops.cast_
-            cast_([p.detach() for p in parameters], masters, backend=backend)
+            cast_([local_of(p.detach()) for p in parameters], masters, backend=backend)
             for p in parameters:
                 self._version[p] = p._version
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import LBFGS
@@ -19,7 +20,7 @@ from .amp import LossScale
 from .closing import Conclusion, apply, conclude
 from .gathering import Gathering
 from .masters import MasterWeights
-from .settings import Settings, check_lent, check_optimizer, check_parameter, checked_device
+from .settings import Settings, check_group, check_lent, check_optimizer, check_parameter, checked_device
 from .window import LastWindow, Scalar, Schedule, checked_weight
 
 # Which wrapper takes a parameter's gradients. (Keyed by identity: tensors compare by element.)
@@ -52,6 +53,11 @@ class AccumulatingOptimizer(Optimizer):
             FUSEDACCUM_BACKEND decides where it is set.
         buffer_device: ``"cpu"`` keeps the buffers in CPU memory, and with ``master_weights=True`` the weights that are stepped and the
             optimizer's state too: gradients leave the device during backward. ``p.grad`` stays None but for the inner step.
+        process_group: ranks that gather a window together: gradients and weights are summed over all of them (under ``"none"``, the
+            gradient is their mean), by one all-reduce a segment of the buffers and window. None takes the group of the
+            DistributedDataParallel modules that hold the parameters, if any; those stay quiet. All ranks must close the same number
+            of windows; micro-batches and weights may differ.
+        comm_dtype: sums travel in ``torch.bfloat16`` or ``torch.float32``; None for the buffers' dtype.
 
     Raises:
         TypeError, ValueError: an argument, an optimizer or a parameter that cannot be meant, named with the fix.
@@ -77,6 +83,8 @@ class AccumulatingOptimizer(Optimizer):
         nonfinite: str = "propagate",
         backend: str = "auto",
         buffer_device: str | torch.device | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        comm_dtype: torch.dtype | None = None,
     ):
         schedule = Schedule.checked(accum_steps, window_weight)
         settings = Settings(
@@ -91,7 +99,11 @@ class AccumulatingOptimizer(Optimizer):
             checked_device(buffer_device),
         )
         check_optimizer(optimizer, settings, AccumulatingOptimizer)
+        check_group(process_group, comm_dtype)
         self._build(optimizer, settings)
+        self._gathering.share(process_group, comm_dtype)
+        if self._gathering.ranks is not None and isinstance(optimizer, LBFGS):
+            raise ValueError("process_group does not work with LBFGS, which decides by itself how often it evaluates")
 
     def _build(self, optimizer: Optimizer, settings: Settings) -> None:
         # Optimizer.__init__ is not run: groups, state, defaults and hooks are the inner optimizer's (see __getattr__).
@@ -116,7 +128,7 @@ class AccumulatingOptimizer(Optimizer):
             ]
             named += zip(names, group["params"], strict=True)
         for name, p in named:
-            check_parameter(name, p)
+            check_parameter(name, p, self.settings)
             if _wrapped.get(p, lambda: None)() is not None:
                 raise ValueError(
                     f"parameter {name} belongs to another AccumulatingOptimizer already, which would take its gradients; "
@@ -148,29 +160,42 @@ class AccumulatingOptimizer(Optimizer):
 
     # -- what a training loop calls ----------------------------------------------------------------------------
 
-    def backward(self, loss: Tensor, *, weight: Scalar | None = None, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor, *, weight: Scalar | None = None, last: bool = False, **kwargs: Any) -> None:
         """``loss.backward(**kwargs)`` for a micro-batch of this weight; several before one ``step()`` are parts of one micro-batch.
 
         Args:
             weight: number or 0-d tensor (samples, tokens), finite, >= 0; 1 when left out. A micro-batch of weight 0 adds
                 nothing.
+            last: the window ends with this micro-batch (a count of ``accum_steps`` says so itself): the sums go to the other ranks
+                while this backward still computes.
 
         Raises:
             ValueError: a weight that cannot be meant, or that differs from the one given before for this micro-batch.
         """
-        with self.micro_batch(weight=weight):
+        in_loss = self._gathering.weighs_loss and weight is not None
+        with self._grouped(weight, last, in_loss):
+            if in_loss:
+                loss = loss * weight  # type: ignore[operator]
             loss.backward(**kwargs)
 
     @contextmanager
-    def micro_batch(self, *, weight: Scalar | None = None) -> Iterator[None]:
+    def micro_batch(self, *, weight: Scalar | None = None, last: bool = False) -> Iterator[None]:
         """All backward passes within are one micro-batch of this weight; raises as :meth:`backward` does.
 
         When an exception leaves the block, the micro-batch counts for nothing; if part of it had been added by then, the
         open window is dropped, with a warning.
         """
-        self._not_inside("micro_batch() and backward()")
-        with self._gathering.grouped(None if weight is None else checked_weight(weight)):
+        if self._gathering.weighs_loss and weight is not None:
+            raise ValueError(
+                f"weight={weight!r}: FSDP2 adds up the ranks' gradients before they can be weighed; use opt.backward(loss, weight=...), "
+                "which puts the weight into the loss, or losses that are sums and reduction='sum'"
+            )
+        with self._grouped(weight, last, False):
             yield
+
+    def _grouped(self, weight: Scalar | None, last: bool, in_loss: bool) -> AbstractContextManager[None]:
+        self._not_inside("micro_batch() and backward()")
+        return self._gathering.grouped(None if weight is None else checked_weight(weight), last, in_loss)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, weight: Scalar | None = None) -> Any:
@@ -208,7 +233,7 @@ class AccumulatingOptimizer(Optimizer):
                 return loss
             overflow = self._overflow()
             self._gathering.end_micro_batch(given)
-            if self._ledger.complete():
+            if self._gathering.complete():
                 self._close(overflow)
             elif bool(overflow):
                 window = self._ledger.window
@@ -223,7 +248,7 @@ class AccumulatingOptimizer(Optimizer):
     def flush(self) -> None:
         """Apply a partial window, divided by what it really holds. A backward pass not yet followed by ``step()`` is part of it.
 
-        Nothing gathered, nothing done. Raises as :meth:`step` does.
+        Nothing gathered (on any rank), nothing done. Raises as :meth:`step` does.
         """
         self._not_inside("flush()")
         self._forget_unapplied()
@@ -236,6 +261,7 @@ class AccumulatingOptimizer(Optimizer):
             self._gathering.end_micro_batch(None)
         if self._ledger.is_open:
             self._ledger.weigh_the_rest(None)
+        if self._gathering.anything_to_flush():
             self._close(False)
 
     def reset(self) -> None:
@@ -265,7 +291,8 @@ class AccumulatingOptimizer(Optimizer):
         """At a window's end, between its last backward and ``step()``: make ``p.grad`` the window's gradient, to clip or inspect.
 
         In the buffer's dtype, before ``max_grad_norm``, and still times the loss scale where a GradScaler is used (unscale
-        it as in plain PyTorch, before or after). One pass; does not wait for the device.
+        it as in plain PyTorch, before or after). One pass; does not wait for the device. With a process group it is the gradient of all
+        ranks, which all call it, and wait.
 
         Raises:
             RuntimeError: the window is not complete. ValueError: a weight is still missing (``reduction="sum"``).
@@ -273,6 +300,10 @@ class AccumulatingOptimizer(Optimizer):
         self._gathering.settle()
         self._refuse_offloaded("normalize_() makes p.grad the window's gradient", "clip with max_grad_norm=")
         divisor = self._ledger.divisor_at_end()
+        if self._gathering.ranks is not None:
+            self._gathering.end_micro_batch(None)
+            self._gathering.agree(False)
+            divisor = self._ledger.divisor(self._ledger.window.weight) or 1.0
         self._sums.divide_(self._sums.gathered(), divisor)
 
     @property
@@ -321,6 +352,11 @@ class AccumulatingOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._not_inside("a copy")
+        if self._gathering.ranks is not None:
+            raise RuntimeError(
+                "a wrapper with a process group cannot be copied or pickled, for the group belongs to this process; build one in each "
+                "process, and carry over with load_state_dict(state_dict())"
+            )
         self._gathering.settle()
         return {"optimizer": self.optimizer, "settings": self.settings, "own": checkpoint.save(self)}
 
@@ -388,6 +424,7 @@ class AccumulatingOptimizer(Optimizer):
 
     def _close(self, overflow: bool | Tensor) -> None:
         """The window is over: the next gradient begins a new one, and this one is applied, unless something forbids it."""
+        overflow = self._gathering.agree(overflow)
         self._unapplied = conclude(self._ledger, self._sums, self.settings, overflow)
         self._ledger.close_window()
         self._apply(self._unapplied)

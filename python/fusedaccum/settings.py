@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import gc
 import math
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from . import backends
 from .buffers import buffer_dtype
+from .shards import is_shard
 from .window import Scalar, Schedule
 
 REDUCTIONS = ("mean", "sum", "none")
 ROUNDINGS = ("nearest", "stochastic")
 NONFINITE = ("propagate", "skip_window", "skip_micro_batch", "raise")
+COMM_DTYPES = (None, torch.float32, torch.bfloat16)
 BUFFER_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -134,8 +134,12 @@ def check_optimizer(optimizer: Any, settings: Settings, wrapper: type) -> None:
             )
 
 
-def check_parameter(name: str, parameter: Tensor) -> None:
-    """Raises ValueError for a parameter whose gradients cannot be gathered."""
+def check_parameter(name: str, parameter: Tensor, settings: Settings) -> None:
+    """Raises ValueError for a parameter whose gradients cannot be gathered, or not with these settings."""
+    if settings.buffer_device is not None and is_shard(parameter):
+        raise ValueError(
+            f"buffer_device='cpu' does not work with parameter {name}, which is a DTensor; leave it out, or use FSDP2's CPUOffloadPolicy"
+        )
     if not parameter.is_floating_point():
         raise ValueError(
             f"parameter {name} is {parameter.dtype}; only real floating-point parameters can be accumulated "
@@ -186,18 +190,18 @@ def check_weight_of_lent(weight: Scalar, name: str) -> None:
         )
 
 
-def check_not_replicated(parameters: Collection[Tensor]) -> None:
-    """Raises RuntimeError for parameters of a DistributedDataParallel module, whose reduction would replace the sums in ``p.grad``.
+def check_group(process_group: Any, comm_dtype: Any) -> None:
+    """Raises TypeError or ValueError for what cannot be a process group, or a dtype that sums travel in."""
+    if process_group is not None and not (dist.is_available() and isinstance(process_group, dist.ProcessGroup)):
+        raise TypeError(
+            f"process_group must be a torch.distributed.ProcessGroup (torch.distributed.group.WORLD) or None, got {process_group!r}"
+        )
+    one_of("comm_dtype", comm_dtype, COMM_DTYPES)
 
-    Nothing on a parameter tells that a DDP module has taken it, so in a process that uses torch.distributed the modules that
-    are alive are looked through.
-    """
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return
-    known = {id(p) for p in parameters}
-    for module in gc.get_objects():
-        if issubclass(type(module), DistributedDataParallel) and any(id(p) in known for p in module.parameters()):
-            raise RuntimeError(
-                "the model is wrapped in DistributedDataParallel, which reduces every micro-batch's gradient by itself and is not "
-                "supported yet; leave DDP out, and all-reduce p.grad after opt.normalize_() at a window's end"
-            )
+
+def check_alone(comm_dtype: torch.dtype | None) -> None:
+    """Raises ValueError for a dtype that sums travel in, where they do not travel."""
+    if comm_dtype is not None:
+        raise ValueError(
+            f"comm_dtype={comm_dtype} is for sums that travel between ranks, and there is no process_group; leave it out"
+        )

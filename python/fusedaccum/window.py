@@ -139,6 +139,8 @@ class MicroBatch:
     """The micro-batch being gathered: all that lies between two commits."""
 
     weight: Scalar | None = None  # None: nobody has said
+    in_loss: bool = False  # has the loss been multiplied by the weight, so that the gradient comes with it?
+    last: bool = False  # has the caller said that the window ends with it?
     adds: int = 0  # calls that added part of it: then a weight comes too late
     judged: bool = False  # have its gradients been looked at and let in, or dropped? Then no more may follow
     divisor: Scalar | None = None  # of 16-bit buffers, once it is in them

@@ -1,0 +1,84 @@
+"""What the ranks train: a small model, and a batch cut into micro-batches of unequal weights, of which each rank gets some."""
+
+import fusedaccum as fa
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    """Two dtypes, a parameter that some micro-batches do not use, one that nobody uses, one that is frozen."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        self.first = nn.Linear(12, 40)
+        self.second = nn.Linear(40, 3, bias=False)
+        self.to(dtype)
+        self.scale = nn.Parameter(torch.ones(3))
+        self.sometimes = nn.Parameter(torch.full((3,), 0.5))
+        self.never = nn.Parameter(torch.ones(4))
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, x, use=False):
+        y = self.second(torch.tanh(self.first(x.to(self.first.weight.dtype)))).float() * self.scale + self.frozen
+        return y + self.sometimes if use else y
+
+
+def made(dtype=torch.float32, seed=1):
+    torch.manual_seed(seed)
+    return Net(dtype)
+
+
+def sgd(params):
+    return torch.optim.SGD(params, lr=0.3, momentum=0.9, weight_decay=0.01)
+
+
+def adamw(params):
+    return torch.optim.AdamW(params, lr=0.02)
+
+
+def micro_batches(window, count, equal=False):
+    """``count`` micro-batches of window ``window``: inputs, targets, weight (tokens) and whether ``sometimes`` is used."""
+    generator = torch.Generator().manual_seed(window)
+    for number in range(count):
+        tokens = 4 if equal else int(torch.randint(1, 9, (), generator=generator))
+        x = torch.randn(tokens, 12, generator=generator)
+        y = torch.randn(tokens, 3, generator=generator)
+        yield x, y, float(tokens), number == 1
+
+
+def mean_loss(model, x, y, use):
+    return (model(x, use) - y).square().mean()
+
+
+def big_batch(model, opt, window, count, equal=False, limit=None):
+    """The literal thing: one gradient of all the tokens of a window, in the model's dtype, and one step."""
+    opt.zero_grad()
+    parts = list(micro_batches(window, count, equal))
+    total = sum(w for *_, w, _ in parts)
+    loss = sum(mean_loss(model, x, y, use) * (w / total) for x, y, w, use in parts)
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), limit or float("inf"))
+    opt.step()
+    return float(norm)
+
+
+def share(window, count, rank, size, equal=False):
+    """A rank's micro-batches: every size-th."""
+    return list(micro_batches(window, count, equal))[rank::size]
+
+
+def contents(model, opt):
+    state = [value for entry in opt.state.values() for value in entry.values() if isinstance(value, torch.Tensor)]
+    return [x.detach().clone() for x in [*model.parameters(), *state]]
+
+
+def assert_close(ours, theirs, tolerance=1e-6):
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs):
+        assert not a.isnan().any()
+        error, size = (a.double() - b.double()).norm(), b.double().norm()
+        assert error <= tolerance * max(float(size), 1e-3), f"{float(error / size)} in {tuple(a.shape)}"
+
+
+def wrapped(model, make=sgd, **settings):
+    return fa.AccumulatingOptimizer(make(model.parameters()), **settings)

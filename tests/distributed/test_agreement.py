@@ -1,0 +1,354 @@
+"""The ranks agree: on what is skipped, on checkpoints inside a window, and that something has gone wrong."""
+
+import contextlib
+import datetime
+import os
+import re
+import time
+
+import fusedaccum as fa
+import pytest
+import torch
+import torch.distributed as dist
+from parts import assert_close, big_batch, contents, made, mean_loss, sgd, share, wrapped
+from torch import nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from worlds import World
+
+COUNT = 8
+
+
+def with_a_bad_one(rank, nonfinite, bad_rank):
+    model = made()
+    opt = wrapped(model, accum_steps=4, process_group=dist.group.WORLD, nonfinite=nonfinite)
+    told = []
+    for window in range(2):
+        for number, (x, y, weight, use) in enumerate(share(window, COUNT, rank, 2)):
+            loss = mean_loss(model, x, y, use)
+            if (window, number, rank) == (0, 2, bad_rank):
+                loss = loss + model.second.weight.sum() * float("nan")
+            opt.backward(loss, weight=weight)
+            opt.step()
+            opt.zero_grad()
+        last = opt.last_window
+        told.append(
+            (bool(opt.updated), last.micro_batches, int(last.nonfinite), bool(last.applied), float(last.weight))
+        )
+    return contents(model, opt), told
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_one_bad_gradient_skips_the_window_of_all_ranks(worlds, bad_rank):
+    model = made()
+    opt = sgd(model.parameters())
+    big_batch(model, opt, 1, COUNT)
+    weights = [sum(w for *_, w, _ in share(window, COUNT, 0, 1)) for window in range(2)]
+    for ours, told in worlds(2).run(with_a_bad_one, nonfinite="skip_window", bad_rank=bad_rank):
+        assert_close(ours, contents(model, opt))
+        assert told == [(False, COUNT, 1, False, weights[0]), (True, COUNT, 0, True, weights[1])]
+
+
+def test_a_micro_batch_that_one_rank_drops_is_missing_for_all(worlds):
+    """And it counts where windows end, so that the rank does not fall behind."""
+    model = made()
+    opt = sgd(model.parameters())
+    parts = share(0, COUNT, 0, 1)
+    dropped = 2 * 2 + 1  # the third of rank 1
+    kept = [part for k, part in enumerate(parts) if k != dropped]
+    total = sum(w for *_, w, _ in kept)
+    sum(mean_loss(model, x, y, use) * (w / total) for x, y, w, use in kept).backward()
+    opt.step()
+    big_batch(model, opt, 1, COUNT)
+    for ours, told in worlds(2).run(with_a_bad_one, nonfinite="skip_micro_batch", bad_rank=1):
+        assert_close(ours, contents(model, opt))
+        assert told[0] == (True, COUNT - 1, 1, True, total) and told[1][1:3] == (COUNT, 0)
+
+
+def test_weight_zero_on_all_ranks_applies_nothing_and_says_so(worlds):
+    worlds(2).run(weightless)
+
+
+def weightless(rank):
+    model = made()
+    before = contents(model, wrapped(model, process_group=dist.group.WORLD))
+    opt = wrapped(model, accum_steps=1, process_group=dist.group.WORLD)
+    x, y, _, use = share(0, 1, 0, 1)[0]
+    opt.backward(mean_loss(model, x, y, use), weight=0)
+    with pytest.warns(RuntimeWarning, match="weight 0"):
+        opt.step()
+    opt.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(before, contents(model, opt)))
+    # On one rank only it is a micro-batch like any other that adds nothing.
+    opt.backward(mean_loss(model, x, y, use), weight=float(rank))
+    opt.step()
+    assert opt.updated and float(opt.last_window.weight) == 1.0
+
+
+def scaled(rank, scaler_class, windows):
+    """A GradScaler's loop, in which one rank overflows once."""
+    torch.manual_seed(1)
+    model = nn.Linear(4, 4)
+    opt = wrapped(model, accum_steps=2, process_group=dist.group.WORLD)
+    if scaler_class is ShardedGradScaler:
+        scaler = ShardedGradScaler("cpu", init_scale=1024.0, growth_interval=100)
+    else:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
+    said = []
+    for number in range(2 * windows):
+        torch.manual_seed(10 * number + rank)
+        x = torch.randn(3, 4)
+        loss = model(x).square().mean()
+        if (number, rank) == (3, 1):
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+        said.append((bool(opt.updated), scaler.get_scale()))
+    return contents(model, opt), said
+
+
+def test_an_overflow_on_one_rank_skips_the_window_of_all(worlds):
+    torch.manual_seed(1)
+    model = nn.Linear(4, 4)
+    opt = sgd(model.parameters())
+    for window in (0, 2):
+        opt.zero_grad()
+        for number in (2 * window, 2 * window + 1):
+            for rank in range(2):
+                torch.manual_seed(10 * number + rank)
+                (model(torch.randn(3, 4)).square().mean() / 4).backward()
+        opt.step()
+    for ours, said in worlds(2).run(scaled, scaler_class=ShardedGradScaler, windows=3):
+        assert_close(ours, contents(model, opt))
+        assert [updated for updated, _ in said] == [False, True, False, False, False, True]
+        assert [scale for _, scale in said] == 3 * [1024.0] + 3 * [512.0]
+
+
+def test_scalers_that_look_at_their_own_rank_only_are_noticed(worlds):
+    answers = worlds(2).answers(scaled_late, scaler_class=torch.amp.GradScaler)
+    assert all(not fine and "ShardedGradScaler" in answer for fine, answer in answers), answers
+
+
+def scaled_late(rank, scaler_class):
+    """The overflow comes in the first micro-batch of a window, where p.grad is not yet that of all ranks."""
+    torch.manual_seed(1)
+    model = nn.Linear(4, 4)
+    opt = wrapped(model, accum_steps=2, process_group=dist.group.WORLD)
+    scaler = scaler_class("cpu", init_scale=1024.0, growth_interval=100)
+    for number in range(4):
+        loss = model(torch.ones(3, 4)).square().mean()
+        if (number, rank) == (0, 1):
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------------
+
+
+def interrupted(rank, folder, at):
+    """Three windows, with everything thrown away and loaded after ``at`` micro-batches, each rank from its own file."""
+    model = made()
+    opt = wrapped(model, accum_steps=4, process_group=dist.group.WORLD)
+    number = 0
+    for window in range(3):
+        for x, y, weight, use in share(window, COUNT, rank, 2):
+            if number == at:
+                torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, folder / f"{at}-{rank}")
+                dist.barrier()
+                model = made(seed=5)
+                opt = wrapped(model, accum_steps=4, process_group=dist.group.WORLD)
+                saved = torch.load(folder / f"{at}-{rank}", weights_only=True)
+                model.load_state_dict(saved["model"])
+                opt.load_state_dict(saved["opt"])
+                if at % 4:
+                    others = torch.load(folder / f"{at}-{1 - rank}", weights_only=True)
+                    with pytest.raises(ValueError, match=f"rank {1 - rank} of 2.*rank {rank} of 2"):
+                        opt.load_state_dict(others["opt"])
+                    alone = wrapped(made(), accum_steps=4)
+                    with pytest.raises(ValueError, match=f"rank {rank} of 2.*rank None"):
+                        alone.load_state_dict(saved["opt"])
+            opt.backward(mean_loss(model, x, y, use), weight=weight)
+            opt.step()
+            opt.zero_grad()
+            number += 1
+    return contents(model, opt)
+
+
+@pytest.mark.parametrize("at", [4, 5, 7])
+def test_checkpoints_go_on_bit_by_bit(worlds, tmp_path, at):
+    straight = worlds(2).run(interrupted, folder=tmp_path, at=-1)
+    for ours, theirs in zip(worlds(2).run(interrupted, folder=tmp_path, at=at), straight):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
+
+
+def test_copies_are_refused(worlds):
+    worlds(2).run(copied)
+
+
+def copied(rank):
+    import copy
+
+    with pytest.raises(RuntimeError, match="process group cannot be copied"):
+        copy.deepcopy(wrapped(made(), process_group=dist.group.WORLD))
+
+
+# -- what cannot be meant ---------------------------------------------------------------------------------------------------
+
+
+def test_bad_arguments():
+    model = made()
+    with pytest.raises(TypeError, match=r"process_group must be a torch\.distributed\.ProcessGroup.*got 'world'"):
+        wrapped(model, process_group="world")
+    with pytest.raises(ValueError, match=r"comm_dtype must be one of .*got torch\.float16"):
+        wrapped(model, comm_dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"comm_dtype=torch\.bfloat16 is for sums that travel"):
+        wrapped(model, comm_dtype=torch.bfloat16)
+
+
+def unlike(rank, how):
+    model = nn.Sequential(nn.Linear(3, 4 if how == "shapes" and rank else 2), nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"ranks must have the same parameters.*rank 0 has|rank 1 has"):
+        params = list(model.parameters())[: -1 if how == "numbers" and rank else None]
+        fa.AccumulatingOptimizer(torch.optim.SGD(params, lr=1.0), process_group=dist.group.WORLD)
+
+
+@pytest.mark.parametrize("how", ["shapes", "numbers"])
+def test_ranks_with_other_parameters_are_told_so(worlds, how):
+    worlds(2).run(unlike, how=how)
+
+
+def other_values(rank):
+    torch.manual_seed(rank)
+    model = nn.Linear(3, 2)
+    opt = wrapped(model, process_group=dist.group.WORLD)
+    before = contents(model, opt)
+    model(torch.ones(1, 3)).sum().backward()
+    where = r", on this rank in param_groups\[0\]\['params'\]\[0\] first" if rank else ""
+    with pytest.raises(RuntimeError, match=rf"different values{where}, and .*broadcast"):
+        opt.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, contents(model, opt)))
+    for p in model.parameters():
+        dist.broadcast(p.data, 0)
+    model(torch.ones(1, 3)).sum().backward()
+    opt.step()  # and one can go on
+    return contents(model, opt)
+
+
+def test_ranks_with_other_values_are_told_so(worlds):
+    first, second = worlds(2).run(other_values)
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+def cannot_work(rank):
+    with pytest.raises(ValueError, match="nonfinite='raise' would raise on one rank"):
+        wrapped(made(), process_group=dist.group.WORLD, nonfinite="raise")
+    with pytest.raises(ValueError, match="LBFGS"):
+        fa.AccumulatingOptimizer(torch.optim.LBFGS(made().parameters()), process_group=dist.group.WORLD)
+
+
+def test_what_cannot_work_together_is_refused(worlds):
+    worlds(2).run(cannot_work)
+
+
+# -- ranks that fail --------------------------------------------------------------------------------------------------------
+
+
+def fails(rank, how, where):
+    """Rank 1 goes, by an exception or at once, in a window's middle or within its last backward."""
+    model = made()
+    opt = wrapped(model, accum_steps=2, process_group=dist.group.WORLD)
+    x, y, _, use = share(0, 1, 0, 1)[0]
+    for number in range(4):
+        loss = mean_loss(model, x, y, use)
+        if rank == 1 and number == (2 if where == "middle" else 3):
+            if how == "dies":
+                os._exit(1)
+            raise ValueError("no more data")
+        opt.backward(loss)
+        opt.step()
+        opt.zero_grad()
+
+
+@pytest.mark.parametrize("how", ["raises", "dies"])
+@pytest.mark.parametrize("where", ["middle", "last"])
+def test_a_rank_that_goes_is_an_error_on_the_others_within_the_timeout(tmp_path, how, where):
+    world = World(2, tmp_path, timeout=4)
+    try:
+        begin = time.monotonic()
+        (fine, answer), (other_fine, other) = world.answers(fails, how=how, where=where)
+        assert not fine and "could not reach the others at the end of window 1" in answer
+        assert not other_fine and ("died" in other if how == "dies" else "no more data" in other)
+        assert time.monotonic() - begin < 60
+    finally:
+        world.close()
+
+
+def breaks_off(rank):
+    """A backward that fails on one rank when part of the sums has gone."""
+    import fusedaccum.intake
+    import fusedaccum.ranks
+
+    fusedaccum.ranks.SEGMENT_BYTES = fusedaccum.intake.BUCKET_BYTES = 1
+    model = made()
+    opt = wrapped(model, accum_steps=1, process_group=dist.group.WORLD)
+    x, y, _, use = share(0, 1, 0, 1)[0]
+    if rank == 1:
+
+        def fail(_):
+            raise ValueError("broken layer")
+
+        model.first.weight.register_hook(fail)
+    with contextlib.suppress(ValueError):
+        opt.backward(mean_loss(model, x, y, use))
+    return opt
+
+
+def goes_on_after(rank):
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        opt = breaks_off(rank)
+        opt.step()
+
+
+def test_a_backward_that_breaks_off_on_one_rank_is_an_error_on_both(tmp_path):
+    world = World(2, tmp_path, timeout=4)
+    try:
+        (fine, answer), (other_fine, other) = world.answers(goes_on_after)
+        assert not fine and "could not reach the others" in answer
+        assert not other_fine and "out of step with the others" in other
+    finally:
+        world.close()
+
+
+def test_the_message_names_the_rank_and_what_pytorch_said(tmp_path):
+    world = World(2, tmp_path, timeout=3)
+    try:
+        answers = world.answers(one_window_more)
+        assert answers[1][0]
+        assert re.search(r"rank 0 could not reach.*closes fewer windows.*PyTorch says: ", answers[0][1], re.DOTALL)
+    finally:
+        world.close()
+
+
+def one_window_more(rank):
+    model = made()
+    opt = wrapped(model, process_group=dist.group.WORLD)
+    before = None
+    for _ in range(2 - rank):
+        x, y, _, use = share(0, 1, 0, 1)[0]
+        opt.backward(mean_loss(model, x, y, use))
+        before = contents(model, opt)
+        try:
+            opt.step()
+        except RuntimeError:
+            assert all(torch.equal(a, b) for a, b in zip(before, contents(model, opt)))
+            raise
+        opt.zero_grad()
+    time.sleep(5)
+    return datetime.datetime.now().isoformat()

@@ -1,0 +1,317 @@
+"""How often, and when, sums travel: once a window and segment, while the last backward still computes, and never by DDP's own means."""
+
+import fusedaccum as fa
+import fusedaccum.ranks
+import pytest
+import torch
+import torch.distributed as dist
+from parts import assert_close, big_batch, contents, made, mean_loss, sgd, share, wrapped
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+COUNT = 8
+HEADERS = 1  # the small all-reduce a window, beside one a segment
+
+
+def counted(run):
+    """Names of the collectives that PyTorch itself saw during ``run()``, DDP's included."""
+    with torch.profiler.profile() as profiler:
+        run()
+    return [event.name for event in profiler.events() if event.name.startswith("gloo:")]
+
+
+def collectives(rank, ddp, segment_bytes, settings):
+    fusedaccum.ranks.SEGMENT_BYTES = segment_bytes
+    try:
+        model = made()
+        module = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True) if ddp else model
+        group = None if ddp else dist.group.WORLD
+        opt = wrapped(model, accum_steps=4, process_group=group, **settings)
+        calls = []
+        for window in range(3):
+            for x, y, weight, use in share(window, COUNT, rank, 2):
+
+                def micro_batch(x=x, y=y, weight=weight, use=use):
+                    opt.backward(mean_loss(module, x, y, use), weight=weight)
+                    opt.step()
+                    opt.zero_grad()
+
+                calls.append(counted(micro_batch))
+        return calls, len(opt._gathering.ranks._segments)
+    finally:
+        fusedaccum.ranks.SEGMENT_BYTES = 32 << 20
+
+
+@pytest.mark.parametrize("settings", [{}, {"comm_dtype": torch.bfloat16}])
+@pytest.mark.parametrize("ddp", [False, True], ids=["plain", "ddp"])
+@pytest.mark.parametrize("segment_bytes", [1 << 20, 400])
+def test_one_all_reduce_a_window_and_segment(worlds, ddp, segment_bytes, settings):
+    for calls, segments in worlds(2).run(collectives, ddp=ddp, segment_bytes=segment_bytes, settings=settings):
+        assert segments == (1 if segment_bytes > 400 else 3)
+        for window in range(1, 3):  # the first also compares the parameters, and DDP's first forward its own
+            *inside, last = calls[4 * window : 4 * window + 4]
+            assert inside == [[], [], []]
+            assert last == ["gloo:all_reduce"] * (segments + HEADERS)
+
+
+def plain_ddp_is_counted(rank):
+    """The counting sees what DDP does by itself."""
+    module = nn.parallel.DistributedDataParallel(made(), find_unused_parameters=True)
+    x, y, _, use = share(0, 1, 0, 1)[0]
+    return counted(lambda: mean_loss(module, x, y, use).backward())
+
+
+def test_the_count_sees_ddp(worlds):
+    for calls in worlds(2).run(plain_ddp_is_counted):
+        assert any("all_reduce" in name or "allreduce" in name for name in calls), calls
+
+
+class Watch(torch.autograd.Function):
+    """Notes how many segments have gone when backward comes by."""
+
+    @staticmethod
+    def forward(ctx, x, opt, seen):
+        ctx.opt, ctx.seen = opt, seen
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.seen.append(len(ctx.opt._gathering.ranks._gone))
+        return grad, None, None
+
+
+def overlapped(rank, told):
+    fusedaccum.ranks.SEGMENT_BYTES = 1
+    fusedaccum.intake.BUCKET_BYTES, bucket = 1, fusedaccum.intake.BUCKET_BYTES
+    try:
+        torch.manual_seed(0)
+        layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        group = dist.group.WORLD
+        opt = wrapped(layers, process_group=group) if told else wrapped(layers, accum_steps=2, process_group=group)
+        seen = []
+        for number in range(4):
+            x, here = torch.randn(3, 8), []
+            for layer in layers:
+                x = Watch.apply(layer(x).tanh(), opt, here)
+            opt.backward(x.sum(), last=told and number % 2 == 1)
+            seen.append(here)
+            if not told or number % 2 == 1:
+                opt.step()
+                opt.zero_grad()
+        return seen
+    finally:
+        fusedaccum.ranks.SEGMENT_BYTES, fusedaccum.intake.BUCKET_BYTES = 32 << 20, bucket
+
+
+@pytest.mark.parametrize("told", [False, True], ids=["counted", "last="])
+def test_sums_go_while_the_last_backward_computes(worlds, told):
+    for seen in worlds(2).run(overlapped, told=told):
+        for window in (0, 2):
+            assert seen[window] == [0, 0, 0, 0]
+            later = seen[window + 1]
+            assert later[0] == 0 and later[-1] >= 4, seen  # two segments a layer, of those behind
+            assert later == sorted(later)
+
+
+# -- gradients that come when the sums have gone ------------------------------------------------------------------------
+
+
+def twice_a_micro_batch(rank, how):
+    """Backward twice before a step(), so that the second finds sums that have gone; differently on the ranks."""
+    fusedaccum.ranks.SEGMENT_BYTES = 400
+    try:
+        model = made()
+        opt = wrapped(model, accum_steps=2, process_group=dist.group.WORLD)
+        for window in range(3):
+            parts = share(window, COUNT, rank, dist.get_world_size())
+            for number in (0, 2):
+                for k, (x, y, _, use) in enumerate(parts[number : number + 2]):
+                    loss = mean_loss(model, x, y, use)
+                    if how == "checkpoint":
+                        loss = loss + checkpoint(lambda z: model(z).sum() * 0, x.requires_grad_(), use_reentrant=True)
+                    if how == "one rank" and rank == 0:
+                        if k == 0:
+                            held = loss
+                            continue
+                        loss = held + loss
+                    loss.backward()
+                if how == "saved":
+                    opt.load_state_dict(opt.state_dict())
+                opt.step()
+                opt.zero_grad()
+        return contents(model, opt)
+    finally:
+        fusedaccum.ranks.SEGMENT_BYTES = 32 << 20
+
+
+@pytest.mark.parametrize("how", ["all", "one rank", "checkpoint", "saved"])
+def test_gradients_that_come_after_the_sums_have_gone(worlds, how):
+    model = made()
+    opt = sgd(model.parameters())
+    for window in range(3):
+        opt.zero_grad()
+        parts = [share(window, COUNT, rank, 2) for rank in range(2)]
+        for of_rank in parts:
+            for x, y, _, use in of_rank:
+                (mean_loss(model, x, y, use) / 4).backward()  # 2 ranks, 2 micro-batches each, of two passes that add up
+        opt.step()
+    for ours in worlds(2).run(twice_a_micro_batch, how=how):
+        assert_close(ours, contents(model, opt))
+
+
+# -- DistributedDataParallel with windows that the caller owns -------------------------------------------------------------
+
+
+def as_under_ddp(rank, no_sync):
+    """A loop written for DDP: no_sync() for all but the last backward, clipping by hand what backward has left in p.grad."""
+    model = made()
+    module = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    opt = wrapped(model, reduction="none")
+    norms, calls = [], []
+    for window in range(3):
+        parts = share(window, COUNT, rank, 2, True)
+        for number, (x, y, _, _) in enumerate(parts):
+            last = number == len(parts) - 1
+
+            def backward(x=x, y=y, number=len(parts)):
+                (mean_loss(module, x, y, False) / number).backward()
+
+            with module.no_sync() if no_sync and not last else torch.enable_grad():
+                calls.append(len(counted(backward)))
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), float("inf"))))
+        assert module.require_backward_grad_sync
+        opt.step()
+        opt.zero_grad()
+    return contents(model, opt), norms, calls
+
+
+@pytest.mark.parametrize("no_sync", [True, False])
+def test_a_loop_written_for_ddp_finds_the_sum_of_all_ranks_after_backward(worlds, no_sync):
+    model = made()
+    opt = sgd(model.parameters())
+    norms = []
+    for window in range(3):
+        opt.zero_grad()
+        for rank in range(2):
+            for x, y, _, _ in share(window, COUNT, rank, 2, True):
+                (mean_loss(model, x, y, False) / 4).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), float("inf"))))
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad /= 2
+        opt.step()
+    for ours, ours_norms, calls in worlds(2).run(as_under_ddp, no_sync=no_sync):
+        assert_close(ours, contents(model, opt))
+        assert ours_norms == pytest.approx(norms, rel=1e-5)  # p.grad is the running sum of all ranks
+        assert [calls[k] > 0 for k in range(4, 12)] == 2 * [not no_sync, not no_sync, not no_sync, True]
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.last = nn.BatchNorm1d(12), nn.Linear(12, 3)
+
+    def forward(self, x):
+        return self.last(self.norm(x))
+
+
+def batch_statistics(rank):
+    torch.manual_seed(3)
+    module = nn.parallel.DistributedDataParallel(Normed())
+    opt = wrapped(module, accum_steps=2)
+    means = []
+    torch.manual_seed(rank)
+    for _ in range(6):
+        opt.backward(module(torch.randn(4, 12)).square().mean())
+        means.append(module.module.norm.running_mean.clone())
+        opt.step()
+        opt.zero_grad()
+    return means
+
+
+def test_module_buffers_are_the_first_ranks_once_a_window(worlds):
+    first, second = worlds(2).run(batch_statistics)
+    momentum = 0.1
+    for window in range(3):
+        # Both begin a window with the first rank's statistics, and then see batches of their own.
+        assert not torch.equal(first[2 * window], second[2 * window])
+        if window:
+            before = first[2 * window - 1] * (1 - momentum)
+            assert (second[2 * window] - before).norm() < (second[2 * window] - second[2 * window - 1] * 0.9).norm() + 1
+    torch.manual_seed(1)
+    batch = [torch.randn(4, 12) for _ in range(6)]
+    for window in range(1, 3):
+        expected = (1 - momentum) * first[2 * window - 1] + momentum * batch[2 * window].mean(0)
+        torch.testing.assert_close(second[2 * window], expected)
+
+
+def test_ddp_made_after_the_wrapper_is_refused(worlds):
+    worlds(2).run(ddp_too_late)
+
+
+def ddp_too_late(rank):
+    model = made()
+    opt = wrapped(model, accum_steps=2)
+    module = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    x, y, _, use = share(0, 1, 0, 1)[0]
+    with module.no_sync(), pytest.raises(RuntimeError, match="DistributedDataParallel module first"):
+        opt.backward(mean_loss(module, x, y, use))
+    del opt
+
+
+def unhooked(rank):
+    model = made()
+    module = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    opt = wrapped(model, accum_steps=2)
+    del opt
+    x, y, _, use = share(0, 1, 0, 1)[0]
+    mean_loss(module, x, y, use).backward()
+    return model.second.weight.grad
+
+
+def test_a_dropped_wrapper_leaves_ddp_as_it_was(worlds):
+    first, second = worlds(2).run(unhooked)
+    model = made()
+    x, y, _, use = share(0, 1, 0, 1)[0]
+    mean_loss(model, x, y, use).backward()
+    torch.testing.assert_close(first, model.second.weight.grad)
+    assert torch.equal(first, second)
+
+
+def big_model(rank):
+    """Segments, and the memory their casts take, are bounded."""
+    fusedaccum.ranks.SEGMENT_BYTES = 4096
+    try:
+        layers = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(12))
+        for p in layers.parameters():
+            dist.broadcast(p.data, 0)
+        opt = fa.AccumulatingOptimizer(
+            torch.optim.SGD(layers.parameters(), lr=1.0), 1, process_group=dist.group.WORLD, comm_dtype=torch.bfloat16
+        )
+        most = []
+
+        def under_way(*_):
+            most.append(sum(going.work is not None for going in opt._gathering.ranks._gone))
+            return real(*_)
+
+        real = fusedaccum.ranks.Going.__init__
+        fusedaccum.ranks.Going.__init__ = under_way
+        try:
+            sum(layer.weight.sum() for layer in layers).backward()
+        finally:
+            fusedaccum.ranks.Going.__init__ = real
+        opt.step()
+        return most
+    finally:
+        fusedaccum.ranks.SEGMENT_BYTES = 32 << 20
+
+
+def test_few_segments_are_under_way_in_memory_of_their_own(worlds):
+    for most in worlds(2).run(big_model):
+        assert len(most) == 12 and max(most) < fusedaccum.ranks.UNDER_WAY
+
+
+def test_big_batch_helper_is_itself_right():
+    model, other = made(), made()
+    big_batch(model, sgd(model.parameters()), 0, 3)
+    assert not torch.equal(model.first.weight, other.first.weight)

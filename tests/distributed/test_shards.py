@@ -1,0 +1,314 @@
+"""Parameters that are shards: FSDP2 and tensor parallelism, against one process and the big batch."""
+
+import copy
+
+import fusedaccum as fa
+import parts
+import pytest
+import torch
+import torch.distributed as dist
+from parts import assert_close, big_batch, made, mean_loss, sgd, share, wrapped
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+WINDOWS, COUNT = 3, 8
+real = parts.micro_batches
+
+
+def full(x):
+    return (x.full_tensor() if isinstance(x, DTensor) else x).detach().clone()
+
+
+def whole_contents(model, opt):
+    state = [value for entry in opt.state.values() for value in entry.values() if isinstance(value, torch.Tensor)]
+    return [full(x) for x in [*model.parameters(), *state]]
+
+
+def sharded(dtype=torch.float32, mesh=None, **settings):
+    model = made(dtype)
+    fully_shard([model.first, model.second], mesh=mesh, **settings)
+    return fully_shard(model, mesh=mesh, **settings)
+
+
+def fsdp(rank, settings, equal, sync, bare=False, mesh_shape=None, group=False):
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicas", "shards")) if mesh_shape else None
+    model = sharded(mesh=mesh)
+    opt = wrapped(model, accum_steps=COUNT // size, process_group=dist.group.WORLD if group else None, **settings)
+    norms = []
+    for window in range(WINDOWS):
+        parts = share(window, COUNT, rank, size, equal)
+        for number, (x, y, weight, _) in enumerate(parts):
+            model.set_requires_gradient_sync(sync or number == len(parts) - 1)
+            loss = mean_loss(model, x, y, False)
+            if settings.get("reduction") == "sum":
+                loss = loss * weight
+            if bare:
+                loss.backward()
+            else:
+                opt.backward(loss, weight=weight)
+            opt.step()
+            opt.zero_grad()
+        assert opt.updated and opt.last_window.micro_batches == COUNT
+        norms.append(opt.last_window.grad_norm)
+    assert all(isinstance(p, DTensor) and (p.grad is None or isinstance(p.grad, DTensor)) for p in model.parameters())
+    return whole_contents(model, opt), [None if n is None else float(n) for n in norms]
+
+
+def literal(equal, limit=None):
+    model = made()
+    model.sometimes.requires_grad_(False)
+    opt = sgd(p for p in model.parameters())
+    norms = [big_batch(model, opt, window, COUNT, equal, limit) for window in range(WINDOWS)]
+    return whole_contents(model, opt), norms
+
+
+@pytest.fixture(autouse=True)
+def never_sometimes(monkeypatch):
+    """In the big batch nobody uses the parameter that only some do: FSDP2 wants the same of all ranks."""
+    monkeypatch.setattr(parts, "micro_batches", lambda *a, **k: [(*part[:3], False) for part in real(*a, **k)])
+
+
+@pytest.mark.parametrize("sync", [True, False], ids=["every micro-batch", "once a window"])
+@pytest.mark.parametrize("equal", [True, False], ids=["equal", "unequal"])
+@pytest.mark.parametrize("settings", [{}, {"reduction": "sum"}], ids=["mean", "sum"])
+def test_fsdp2_is_the_big_batch(worlds, settings, equal, sync):
+    theirs, _ = literal(equal)
+    for ours, _ in worlds(2).run(fsdp, settings=settings, equal=equal, sync=sync):
+        assert_close(ours, theirs)
+
+
+def test_fsdp2_in_a_plain_loop(worlds):
+    theirs, _ = literal(True)
+    for ours, _ in worlds(2).run(fsdp, settings={}, equal=True, sync=True, bare=True):
+        assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_norm_and_clipping_of_shards(worlds, sync):
+    theirs, norms = literal(False, limit=0.05)
+    for ours, ours_norms in worlds(4).run(fsdp, settings={"max_grad_norm": 0.05}, equal=False, sync=sync):
+        assert_close(ours, theirs)
+        assert ours_norms == pytest.approx(norms, rel=1e-5)
+
+
+def test_replicated_shards_are_not_counted_twice(worlds):
+    theirs, norms = literal(False, limit=0.05)
+    arguments = {"settings": {"max_grad_norm": 0.05}, "equal": False, "sync": True, "mesh_shape": (2, 2)}
+    for ours, ours_norms in worlds(4).run(fsdp, **arguments):
+        assert_close(ours, theirs)
+        assert ours_norms == pytest.approx(norms, rel=1e-5)
+
+
+# -- dtypes ------------------------------------------------------------------------------------------------------------------
+
+
+def low_precision(rank, kind):
+    """bf16 gradients that are added up in bf16, and gathered in FP32: many small ones after a large one."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4, bias=False)
+    if kind == "bf16 model":
+        model = model.bfloat16()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    fully_shard(model, mp_policy=policy if kind == "mixed precision" else MixedPrecisionPolicy())
+    settings = {"master_weights": True} if kind == "bf16 model" else {}
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), 64, **settings)
+    before = full(opt._masters.of[model.weight] if settings else model.weight)
+    for number in range(64):
+        (model(torch.ones(1, 4, dtype=model.weight.dtype)).sum() * (256.0 if number == 0 else 0.5)).backward()
+        if number == 5:
+            assert model.weight.grad.dtype == torch.float32 and isinstance(model.weight.grad, DTensor)
+        opt.step()
+        opt.zero_grad()
+    after = full(opt._masters.of[model.weight] if settings else model.weight)
+    if settings:
+        assert torch.equal(full(model.weight), after.bfloat16())
+        state = opt.state_dict()
+        other = fa.AccumulatingOptimizer(
+            torch.optim.SGD(fully_shard(nn.Linear(4, 4, bias=False).bfloat16()).parameters(), lr=1.0), 64, **settings
+        )
+        other.load_state_dict(state)
+        assert torch.equal(full(next(iter(other._masters.of.values()))), after)
+    return before - after
+
+
+@pytest.mark.parametrize("kind", ["bf16 model", "mixed precision"])
+def test_fp32_buffers_over_bf16_reductions(worlds, kind):
+    exact = (256.0 + 63 * 0.5) / 64
+    for step in worlds(2).run(low_precision, kind=kind):
+        torch.testing.assert_close(step, torch.full((4, 4), exact), rtol=1e-6, atol=1e-6)
+    assert (
+        float(torch.tensor(256.0).bfloat16() + torch.tensor(0.5).bfloat16()) == 256.0
+    )  # which a sum in bf16 would lose
+
+
+# -- what goes wrong ---------------------------------------------------------------------------------------------------------
+
+
+def with_a_bad_one(rank, nonfinite):
+    """A gradient that is not finite in one rank's shard only."""
+    model = sharded()
+    opt = wrapped(model, accum_steps=4, nonfinite=nonfinite)
+    for window in range(2):
+        for number, (x, y, weight, _) in enumerate(share(window, COUNT, rank, 2)):
+            loss = mean_loss(model, x, y, False)
+            if (window, number) == (0, 2):
+                loss = loss + (model(x)[0, 2] * (float("nan") if rank else 1.0)) * 0.0
+            opt.backward(loss, weight=weight)
+            opt.step()
+            opt.zero_grad()
+        if window == 0:
+            told = bool(opt.updated), opt.last_window.micro_batches
+    return whole_contents(model, opt), told
+
+
+@pytest.mark.parametrize("nonfinite", ["skip_window", "skip_micro_batch"])
+def test_the_ranks_skip_together(worlds, nonfinite):
+    model = made()
+    opt = sgd(model.parameters())
+    if nonfinite == "skip_micro_batch":
+        kept = [part for k, part in enumerate(share(0, COUNT, 0, 1)) if k // 2 != 2]
+        total = sum(part[2] for part in kept)
+        sum(mean_loss(model, x, y, False) * (w / total) for x, y, w, _ in kept).backward()
+        opt.step()
+    big_batch(model, opt, 1, COUNT)
+    for ours, told in worlds(2).run(with_a_bad_one, nonfinite=nonfinite):
+        assert told == ((False, COUNT) if nonfinite == "skip_window" else (True, COUNT - 2))
+        assert_close(ours, whole_contents(model, opt))
+
+
+def by_hand(rank, normalize):
+    """Clipping by hand, of what p.grad shows at a window's end."""
+    model = sharded()
+    opt = wrapped(model, reduction="mean" if normalize else "none")
+    for window in range(WINDOWS):
+        for x, y, weight, _ in share(window, COUNT, rank, 2, not normalize):
+            loss = mean_loss(model, x, y, False)
+            if normalize:
+                opt.backward(loss, weight=weight)
+            else:
+                (loss / 4).backward()
+        if normalize:
+            opt.normalize_()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05 if normalize else 0.1)
+        opt.step()
+        opt.zero_grad()
+    return whole_contents(model, opt)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_clipped_by_hand(worlds, normalize):
+    """Without normalize_() p.grad is the sum over two ranks, so that twice the limit is the same clip."""
+    theirs, _ = literal(not normalize, limit=0.05)
+    for ours in worlds(2).run(by_hand, normalize=normalize):
+        assert_close(ours, theirs)
+
+
+def refused(rank):
+    model = sharded()
+    with pytest.raises(ValueError, match=r"buffer_device='cpu'.*DTensor"):
+        wrapped(model, buffer_device="cpu")
+    opt = wrapped(model, accum_steps=2)
+    x, y, _weight, _ = share(0, 1, 0, 1)[0]
+    with (
+        pytest.raises(ValueError, match=r"weight=2: FSDP2 adds up.*opt\.backward\(loss, weight"),
+        opt.micro_batch(weight=2),
+    ):
+        pass
+    mean_loss(model, x, y, False).backward()
+    opt.step()
+    with pytest.warns(RuntimeWarning, match="set to None inside an open window"):
+        model.zero_grad()
+        opt.step()
+    opt.zero_grad()
+    with pytest.raises(RuntimeError, match="cannot be copied"):
+        copy.deepcopy(opt)
+
+
+def test_what_cannot_be_meant_is_refused(worlds):
+    worlds(2).run(refused)
+
+
+# -- checkpoints and tensor parallelism ----------------------------------------------------------------------------------------
+
+
+def interrupted(rank, at, folder):
+    model = sharded()
+    opt = wrapped(model, accum_steps=4)
+    number = 0
+    for window in range(WINDOWS):
+        for x, y, weight, _ in share(window, COUNT, rank, 2):
+            if number == at:
+                saved = {"model": model.state_dict(), "opt": opt.state_dict()}
+                torch.save(saved, folder / f"{rank}")
+                model = sharded()
+                opt = wrapped(model, accum_steps=4)
+                saved = torch.load(folder / f"{rank}", weights_only=False)
+                model.load_state_dict(saved["model"])
+                opt.load_state_dict(saved["opt"])
+            opt.backward(mean_loss(model, x, y, False), weight=weight)
+            opt.step()
+            opt.zero_grad()
+            number += 1
+    return whole_contents(model, opt)
+
+
+def test_checkpoints_of_shards_go_on_bit_by_bit(worlds, tmp_path):
+    straight = worlds(2).run(interrupted, at=-1, folder=tmp_path)
+    for ours, theirs in zip(worlds(2).run(interrupted, at=6, folder=tmp_path), straight):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(12, 16), nn.Linear(16, 3)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(x))) * self.scale
+
+
+def tensor_parallel(rank, parallel):
+    torch.manual_seed(2)
+    model = Block()
+    if parallel:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    opt = wrapped(model, accum_steps=COUNT, max_grad_norm=0.05)
+    norms = []
+    for window in range(WINDOWS):
+        for x, y, weight, _ in share(window, COUNT, 0, 1):  # all ranks see the same
+            opt.backward((model(x) - y).square().mean(), weight=weight)
+            opt.step()
+            opt.zero_grad()
+        norms.append(float(opt.last_window.grad_norm))
+    return whole_contents(model, opt), norms
+
+
+def test_tensor_parallel_parameters(worlds):
+    theirs, norms = tensor_parallel(0, False)
+    for ours, ours_norms in worlds(2).run(tensor_parallel, parallel=True):
+        assert_close(ours, theirs, 1e-5)
+        assert ours_norms == pytest.approx(norms, rel=1e-5)
+
+
+def partial(rank):
+    """A gradient that comes as parts of a sum is added up before it is gathered."""
+    mesh = init_device_mesh("cpu", (2,))
+    p = nn.Parameter(distribute_tensor(torch.ones(4), mesh))
+    x = DTensor.from_local(torch.full((4,), float(rank + 1)), mesh, [torch.distributed.tensor.Partial()])
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 2)
+    for _ in range(2):
+        p.register_hook(lambda _: x).remove()
+        torch.autograd.backward(p, x)
+        opt.step()
+    return full(p)
+
+
+def test_gradients_in_parts(worlds):
+    for p in worlds(2).run(partial):
+        assert torch.equal(p, torch.full((4,), -2.0))

@@ -1,0 +1,75 @@
+"""Processes that are the ranks of a gloo group, kept for all tests, because to start one takes seconds."""
+
+import contextlib
+import datetime
+import multiprocessing
+import traceback
+import warnings
+
+
+def _serve(rank, size, store, timeout, pipe):
+    import torch
+    import torch.distributed as dist
+
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=datetime.timedelta(seconds=timeout)
+    )
+    while True:
+        case, arguments = pipe.recv()
+        if case is None:
+            break
+        try:
+            torch.manual_seed(0)
+            pipe.send((True, case(rank, **arguments)))
+        except Exception:
+            pipe.send((False, traceback.format_exc()))
+    dist.destroy_process_group()
+
+
+class World:
+    """So many ranks. ``run(case, **arguments)`` calls ``case(rank, **arguments)`` on each, and returns what they return."""
+
+    def __init__(self, size, folder, timeout=20):
+        context = multiprocessing.get_context("spawn")
+        self.size, self._pipes, self.processes = size, [], []
+        self.broken = False  # may its ranks be out of step with each other?
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            arguments = (rank, size, folder / "store", timeout, theirs)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, case, **arguments):
+        answers = self.answers(case, **arguments)
+        wrong = [f"rank {rank}:\n{answer}" for rank, (fine, answer) in enumerate(answers) if not fine]
+        assert not wrong, "\n".join(wrong)
+        return [answer for _, answer in answers]
+
+    def answers(self, case, **arguments):
+        """As :meth:`run`, but tells for every rank whether it raised, and then what."""
+        for pipe in self._pipes:
+            pipe.send((case, arguments))
+        answers = [self._answer(pipe) for pipe in self._pipes]
+        self.broken = self.broken or not all(fine for fine, _ in answers)
+        return answers
+
+    def _answer(self, pipe):
+        if not pipe.poll(120):
+            return False, "no answer in two minutes"
+        try:
+            return pipe.recv()
+        except EOFError:
+            return False, "died"
+
+    def close(self):
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.send((None, None))
+        for process in self.processes:
+            process.join(10)
+            process.kill()
