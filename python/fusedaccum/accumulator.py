@@ -52,6 +52,8 @@ class Accumulator:
         self._first_draw: dict[Slot, int] = {}
         self.lent: list[Slot] = []
         self.sharded = False  # is any slot?
+        self.owned_apart = False  # do ranks step a part of the parameters each?
+        self.over_owners: Callable[[Tensor], Tensor] = lambda mine: mine  # the sum over such ranks
 
     def take(self, parameters: Iterable[tuple[str, Parameter]]) -> list[Slot]:
         """Make room for these parameters."""
@@ -311,7 +313,7 @@ class Accumulator:
     def sq_norm(self, slots: Sequence[Slot]) -> Tensor:
         """Sum of squares of the sums of ``slots``; free where the last adds have measured it. Shards are summed over their ranks."""
         if not self.sharded:
-            return self.norms.total(slots, self._backend)
+            return self.over_owners(self.norms.total(slots, self._backend))
         groups: dict[tuple | None, list[Slot]] = {
             alike(slot): [] for slot in self.buffers.slots
         }  # the same on all ranks

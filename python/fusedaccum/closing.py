@@ -112,6 +112,7 @@ def step_all(
     """All of :func:`apply` but for the masters' way back into the model."""
     fused = not end.finished and inner_scales(inner, masters, end.slots)
     decided_there = fused and isinstance(end.skip, Tensor) and all(inner.state.get(slot.param) for slot in end.slots)
+    decided_there = decided_there and not sums.owned_apart  # where it depends on what each rank steps
     if not decided_there and bool(end.skip):
         return False
     masters.follow_model()
@@ -210,4 +211,5 @@ def inner_scales(inner: Optimizer, masters: MasterWeights, slots: list[Slot]) ->
 def overflowed_in_cast(slots: list[Slot], masters: MasterWeights, sums: Accumulator) -> bool:
     """Is a finite FP32 gradient infinite as the FP16 one that is stepped? (bf16 has FP32's range.) Waits for the device."""
     cast = [slot.holder.grad for slot in slots if slot.param.dtype == torch.float16 and slot.param not in masters.of]
-    return bool(cast) and sums.count_nonfinite(grad for grad in cast if grad is not None) > 0
+    found = sums.count_nonfinite(grad for grad in cast if grad is not None) if cast else 0
+    return float(sums.over_owners(torch.tensor(float(found)))) > 0

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from .intake import Intake
 from .ledger import Ledger
 from .ranks import Ranks
 from .replicas import Replicas, replicas_of
-from .settings import Settings, check_alone, check_weight_of_lent
+from .settings import Settings, check_alone, check_shared, check_weight_of_lent
 from .shards import FullySharded, local_of, whole
 from .window import Scalar
 
@@ -50,7 +51,7 @@ class Gathering:
         self._begun = False  # has there been a backward?
         self._fully_sharded = FullySharded([])  # the FSDP2 modules
 
-    def share(self, group: dist.ProcessGroup | None, comm_dtype: torch.dtype | None) -> None:
+    def share(self, group: dist.ProcessGroup | None, comm_dtype: torch.dtype | None, shard: bool) -> None:
         """Gather windows together with the ranks of ``group``; None for that of the DistributedDataParallel or FSDP2 modules, if any."""
         slots = self.sums.buffers.slots
         self._replicas = Replicas(replicas_of([slot.param for slot in slots]))
@@ -58,22 +59,19 @@ class Gathering:
         self._fully_sharded.before_forward(self.hide_shards)
         group = group or self._replicas.group or self._fully_sharded.group
         if group is None:
-            check_alone(comm_dtype)
+            check_alone(comm_dtype, shard)
             return
-        if self._settings.nonfinite == "raise":
-            raise ValueError(
-                "nonfinite='raise' would raise on one rank while the others wait for it; use 'skip_micro_batch' or 'skip_window', and look "
-                "at last_window.nonfinite"
-            )
-        self.ranks = Ranks(group, comm_dtype, self.sums, self.ledger, self._settings.backend)
-        self.ranks.compare_shapes(slots)
-        self.ledger.ranks, self.ledger.over_ranks = self.ranks.size, self.ranks.weight
+        check_shared(self._settings, shard, self.sums.sharded)
+        self.ranks = Ranks(group, comm_dtype, self.sums, self.ledger, self._settings.backend, shard)
+        self.ledger.ranks, self.ledger.over_ranks = self.ranks.group.size, self.ranks.group.weight
+        if shard:
+            self.sums.owned_apart, self.sums.over_owners = True, self.ranks.group.sum
 
     def take(self, parameters: Iterable[tuple[str, Parameter]]) -> None:
         """Gather the gradients of these parameters from now on."""
         slots = self.sums.take(parameters)
         if self.ranks is not None:
-            self.ranks.compare_shapes(slots)
+            self.ranks.take(slots)
         self._begun = False
         for slot in slots:
             self._intake.hook(slot)
@@ -99,10 +97,10 @@ class Gathering:
             return False
         with self._intake.within_pass():
             if self.ranks is not None:
-                self.ranks.before_add([slot])
+                self.ranks.segments.before_add([slot])
             added = self.sums.add_by(write, slot, self.ledger.window, self.ledger.micro, self._measures())
             if self.ranks is not None and added:
-                self.ranks.added([slot])
+                self.ranks.segments.added([slot])
             return added
 
     def settle(self) -> None:
@@ -207,6 +205,28 @@ class Gathering:
         if self.ranks is not None:
             self.ranks.forget()
 
+    # -- what the ranks share ----------------------------------------------------------------------------------
+
+    def owned(self, parameters: list[Parameter]) -> list[Parameter]:
+        """Those of them that this rank steps."""
+        return parameters if self.ranks is None else self.ranks.owned(parameters)
+
+    def forget_others(self, state: dict[Tensor, Any]) -> None:
+        """Drop what an optimizer's ``state`` holds of parameters that other ranks step."""
+        if self.ranks is not None and self.ranks.shard:
+            known = [p for p in state if isinstance(p, Parameter)]
+            for p in set(known).difference(self.ranks.owned(known)):
+                del state[p]
+
+    def hand_out(self, applied: bool | Tensor) -> None:
+        """Give all ranks the parameters that one of them has stepped."""
+        if applied is not False and self.ranks is not None:
+            self.ranks.segments.hand_out(self.ranks.gathered)
+
+    def anything(self, slots: list[Slot]) -> bool:
+        """Does the window that has closed hold a gradient, here or on another rank?"""
+        return bool(slots) or (self.ranks is not None and bool(self.ranks.gathered))
+
     @property
     def _agreed(self) -> bool:
         """Is the open window that of all ranks already?"""
@@ -272,7 +292,7 @@ class Gathering:
                 "wrapper; unscale only complete windows, or clip with max_grad_norm="
             )
         if self.ranks is not None and self._is_last():
-            self.ranks.last_pass_begins()
+            self.ranks.segments.last_pass_begins()
 
     def _check_replicas(self) -> None:
         """Raises RuntimeError for a DistributedDataParallel module made after the wrapper: it would replace the sums in ``p.grad``."""
@@ -291,10 +311,10 @@ class Gathering:
     @torch.no_grad()
     def add(self, slots: Sequence[Slot], grads: Sequence[Tensor]) -> None:
         if self.ranks is not None:
-            self.ranks.before_add(slots)
+            self.ranks.segments.before_add(slots)
         self.sums.add(slots, grads, self.ledger.window, self.ledger.micro, self._measures())
         if self.ranks is not None:
-            self.ranks.added(slots)
+            self.ranks.segments.added(slots)
 
     @torch.no_grad()
     def added(self, slot: Slot) -> None:
@@ -311,9 +331,9 @@ class Gathering:
         self.sums.unhide()
         if self._settings.drops_micro_batches:
             self._judge()
-        if self.ranks is not None and self.ranks.in_last_pass:
+        if self.ranks is not None and self.ranks.segments.in_last_pass:
             with self._or_dropped():
-                self.ranks.send_rest()
+                self.ranks.segments.send_rest()
         if self._settings.schedule.caller_owned:
             self._commit(None)
 
@@ -356,7 +376,7 @@ class Gathering:
         micro.judged = bool(held)
         found = self.sums.count_nonfinite(held)
         if self.ranks is not None and self.sums.sharded:  # the ranks hold parts of one gradient, and drop it together
-            found = int(self.ranks.total([found])[0])
+            found = int(self.ranks.group.total([found])[0])
         if not found or float(micro.value()) == 0:
             self._intake.release()
             return

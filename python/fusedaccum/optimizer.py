@@ -58,6 +58,8 @@ class AccumulatingOptimizer(Optimizer):
             DistributedDataParallel modules that hold the parameters, if any; those stay quiet. All ranks must close the same number
             of windows; micro-batches and weights may differ.
         comm_dtype: sums travel in ``torch.bfloat16`` or ``torch.float32``; None for the buffers' dtype.
+        shard: each rank steps a part of the parameters only, and keeps the optimizer's state and the master weights of these (ZeRO-1):
+            sums are reduced to the rank that steps them, which hands the stepped parameters out. ``state_dict()`` is a rank's own.
 
     Raises:
         TypeError, ValueError: an argument, an optimizer or a parameter that cannot be meant, named with the fix.
@@ -85,6 +87,7 @@ class AccumulatingOptimizer(Optimizer):
         buffer_device: str | torch.device | None = None,
         process_group: dist.ProcessGroup | None = None,
         comm_dtype: torch.dtype | None = None,
+        shard: bool = False,
     ):
         schedule = Schedule.checked(accum_steps, window_weight)
         settings = Settings(
@@ -99,11 +102,12 @@ class AccumulatingOptimizer(Optimizer):
             checked_device(buffer_device),
         )
         check_optimizer(optimizer, settings, AccumulatingOptimizer)
-        check_group(process_group, comm_dtype)
+        check_group(process_group, comm_dtype, shard)
         self._build(optimizer, settings)
-        self._gathering.share(process_group, comm_dtype)
+        self._gathering.share(process_group, comm_dtype, shard)
         if self._gathering.ranks is not None and isinstance(optimizer, LBFGS):
             raise ValueError("process_group does not work with LBFGS, which decides by itself how often it evaluates")
+        self._make_masters(range(len(self.param_groups)))
 
     def _build(self, optimizer: Optimizer, settings: Settings) -> None:
         # Optimizer.__init__ is not run: groups, state, defaults and hooks are the inner optimizer's (see __getattr__).
@@ -139,8 +143,10 @@ class AccumulatingOptimizer(Optimizer):
         self._gathering.take(named)
         for _, p in named:
             _wrapped[p] = weakref.ref(self)
+
+    def _make_masters(self, groups: Sequence[int]) -> None:
         if self.settings.master_weights:
-            self._masters.add(p for _, p in named)
+            self._masters.add(self._gathering.owned([p for g in groups for p in self.param_groups[g]["params"]]))
             self._masters.take_state(self.optimizer)
 
     def __getattr__(self, name: str) -> Any:
@@ -298,7 +304,7 @@ class AccumulatingOptimizer(Optimizer):
             RuntimeError: the window is not complete. ValueError: a weight is still missing (``reduction="sum"``).
         """
         self._gathering.settle()
-        self._refuse_offloaded("normalize_() makes p.grad the window's gradient", "clip with max_grad_norm=")
+        self._refuse_unshown("normalize_() makes p.grad the window's gradient", "clip with max_grad_norm=")
         divisor = self._ledger.divisor_at_end()
         if self._gathering.ranks is not None:
             self._gathering.end_micro_batch(None)
@@ -322,6 +328,7 @@ class AccumulatingOptimizer(Optimizer):
         except Exception:
             self.param_groups.pop()
             raise
+        self._make_masters([len(self.param_groups) - 1])
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's, plus one key, ``"fusedaccum"``: the open window with its buffers, and master weights.
@@ -346,6 +353,7 @@ class AccumulatingOptimizer(Optimizer):
             checkpoint.check(self, own)
         with self._masters.at_work(self.optimizer):
             self.optimizer.load_state_dict({k: v for k, v in state_dict.items() if k != checkpoint.KEY})
+        self._gathering.forget_others(self.state)
         self.reset()
         if own is not None:
             checkpoint.load(self, own)
@@ -366,6 +374,7 @@ class AccumulatingOptimizer(Optimizer):
                 p.grad = None  # a plain tensor's copy has a copy of the gradient; ours is in the window
             main_grad.take_back(group["params"])  # a pickled one's, too
         self._build(state["optimizer"], state["settings"])
+        self._make_masters(range(len(self.param_groups)))
         checkpoint.load(self, state["own"])
 
     def _not_inside(self, call: str) -> None:
@@ -374,9 +383,11 @@ class AccumulatingOptimizer(Optimizer):
                 f"{call} was called inside micro_batch(), which holds one whole micro-batch; call it after the block"
             )
 
-    def _refuse_offloaded(self, why: str, instead: str) -> None:
+    def _refuse_unshown(self, why: str, instead: str) -> None:
         if self._sums.buffers.offloaded:
             raise RuntimeError(f"{why}, which is None with buffer_device='cpu'; {instead}, or leave buffer_device out")
+        if self._sums.owned_apart:
+            raise RuntimeError(f"{why}, of which each rank has a part with shard=True; {instead}, or leave shard out")
 
     # -- GradScaler.step() sets and deletes grad_scale and found_inf around our step() ---------------------------
 
@@ -407,7 +418,7 @@ class AccumulatingOptimizer(Optimizer):
                 if window is not None:
                     window.unit = None
             return False
-        self._refuse_offloaded("GradScaler looks for overflows in p.grad", "use bf16, which needs no loss scale")
+        self._refuse_unshown("GradScaler looks for overflows in p.grad", "use bf16, which needs no loss scale")
         if window is None or window.overflowed or self._gathering.has_rejected:
             return False
         if scale.unscaled:
@@ -435,12 +446,14 @@ class AccumulatingOptimizer(Optimizer):
 
     def _apply(self, end: Conclusion) -> None:
         # When the inner optimizer raises, the window stays unapplied, and the next step() or flush() tries again.
-        self._report(end, apply(end, self.optimizer, self._masters, self._sums, self.settings))
+        applied = apply(end, self.optimizer, self._masters, self._sums, self.settings)
+        self._gathering.hand_out(applied)
+        self._report(end, applied)
 
     def _report(self, end: Conclusion, applied: bool | Tensor) -> None:
         self._unapplied = None
         self.last_window = end.report(self.settings, applied)
-        self._updated = applied if end.slots else False
+        self._updated = applied if self._gathering.anything(end.slots) else False
         self._sums.shown_as_is()
         self._sums.lend(self._sums.lent)
 

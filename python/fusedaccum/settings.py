@@ -190,18 +190,35 @@ def check_weight_of_lent(weight: Scalar, name: str) -> None:
         )
 
 
-def check_group(process_group: Any, comm_dtype: Any) -> None:
+def check_group(process_group: Any, comm_dtype: Any, shard: Any) -> None:
     """Raises TypeError or ValueError for what cannot be a process group, or a dtype that sums travel in."""
     if process_group is not None and not (dist.is_available() and isinstance(process_group, dist.ProcessGroup)):
         raise TypeError(
             f"process_group must be a torch.distributed.ProcessGroup (torch.distributed.group.WORLD) or None, got {process_group!r}"
         )
     one_of("comm_dtype", comm_dtype, COMM_DTYPES)
+    one_of("shard", shard, (True, False))
 
 
-def check_alone(comm_dtype: torch.dtype | None) -> None:
-    """Raises ValueError for a dtype that sums travel in, where they do not travel."""
-    if comm_dtype is not None:
+def check_alone(comm_dtype: torch.dtype | None, shard: bool) -> None:
+    """Raises ValueError for what is meant for several ranks, where there is no process group."""
+    for name, value in (("comm_dtype", comm_dtype), ("shard", shard or None)):
+        if value is not None:
+            raise ValueError(
+                f"{name}={value} is for windows that ranks gather together, and there is no process_group; leave it out"
+            )
+
+
+def check_shared(settings: Settings, shard: bool, sharded: bool) -> None:
+    """Raises ValueError for settings that do not work over ranks, or not with ``shard``; ``sharded``: there are DTensors."""
+    if settings.nonfinite == "raise":
         raise ValueError(
-            f"comm_dtype={comm_dtype} is for sums that travel between ranks, and there is no process_group; leave it out"
+            "nonfinite='raise' would raise on one rank while the others wait for it; use 'skip_micro_batch' or 'skip_window', and look "
+            "at last_window.nonfinite"
         )
+    if shard and sharded:
+        raise ValueError(
+            "shard=True is for parameters that every rank holds, and these are shards already; leave it out"
+        )
+    if shard and settings.buffer_device is not None:
+        raise ValueError("shard=True does not work with buffer_device='cpu'; leave one of them out")

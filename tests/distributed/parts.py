@@ -76,7 +76,8 @@ def assert_close(ours, theirs, tolerance=1e-6):
     assert len(ours) == len(theirs)
     for a, b in zip(ours, theirs):
         assert not a.isnan().any()
-        error, size = (a.double() - b.double()).norm(), b.double().norm()
+        a, b = a.detach().double(), b.detach().double()
+        error, size = (a - b).norm(), b.norm()
         assert error <= tolerance * max(float(size), 1e-3), f"{float(error / size)} in {tuple(a.shape)}"
 
 

@@ -205,8 +205,12 @@ def test_bad_arguments():
         wrapped(model, process_group="world")
     with pytest.raises(ValueError, match=r"comm_dtype must be one of .*got torch\.float16"):
         wrapped(model, comm_dtype=torch.float16)
-    with pytest.raises(ValueError, match=r"comm_dtype=torch\.bfloat16 is for sums that travel"):
+    with pytest.raises(ValueError, match=r"comm_dtype=torch\.bfloat16 is for windows that ranks gather together"):
         wrapped(model, comm_dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="shard=True is for windows that ranks gather together"):
+        wrapped(model, shard=True)
+    with pytest.raises(ValueError, match="shard must be one of True, False, got 'yes'"):
+        wrapped(model, shard="yes")
 
 
 def unlike(rank, how):
@@ -290,9 +294,9 @@ def test_a_rank_that_goes_is_an_error_on_the_others_within_the_timeout(tmp_path,
 def breaks_off(rank):
     """A backward that fails on one rank when part of the sums has gone."""
     import fusedaccum.intake
-    import fusedaccum.ranks
+    import fusedaccum.segments
 
-    fusedaccum.ranks.SEGMENT_BYTES = fusedaccum.intake.BUCKET_BYTES = 1
+    fusedaccum.segments.SEGMENT_BYTES = fusedaccum.intake.BUCKET_BYTES = 1
     model = made()
     opt = wrapped(model, accum_steps=1, process_group=dist.group.WORLD)
     x, y, _, use = share(0, 1, 0, 1)[0]

@@ -1,7 +1,8 @@
 """How often, and when, sums travel: once a window and segment, while the last backward still computes, and never by DDP's own means."""
 
 import fusedaccum as fa
-import fusedaccum.ranks
+import fusedaccum.intake
+import fusedaccum.segments
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ def counted(run):
 
 
 def collectives(rank, ddp, segment_bytes, settings):
-    fusedaccum.ranks.SEGMENT_BYTES = segment_bytes
+    fusedaccum.segments.SEGMENT_BYTES = segment_bytes
     try:
         model = made()
         module = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True) if ddp else model
@@ -37,9 +38,9 @@ def collectives(rank, ddp, segment_bytes, settings):
                     opt.zero_grad()
 
                 calls.append(counted(micro_batch))
-        return calls, len(opt._gathering.ranks._segments)
+        return calls, len(opt._gathering.ranks.segments._segments)
     finally:
-        fusedaccum.ranks.SEGMENT_BYTES = 32 << 20
+        fusedaccum.segments.SEGMENT_BYTES = 32 << 20
 
 
 @pytest.mark.parametrize("settings", [{}, {"comm_dtype": torch.bfloat16}])
@@ -76,12 +77,12 @@ class Watch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        ctx.seen.append(len(ctx.opt._gathering.ranks._gone))
+        ctx.seen.append(len(ctx.opt._gathering.ranks.segments._gone))
         return grad, None, None
 
 
 def overlapped(rank, told):
-    fusedaccum.ranks.SEGMENT_BYTES = 1
+    fusedaccum.segments.SEGMENT_BYTES = 1
     fusedaccum.intake.BUCKET_BYTES, bucket = 1, fusedaccum.intake.BUCKET_BYTES
     try:
         torch.manual_seed(0)
@@ -100,7 +101,7 @@ def overlapped(rank, told):
                 opt.zero_grad()
         return seen
     finally:
-        fusedaccum.ranks.SEGMENT_BYTES, fusedaccum.intake.BUCKET_BYTES = 32 << 20, bucket
+        fusedaccum.segments.SEGMENT_BYTES, fusedaccum.intake.BUCKET_BYTES = 32 << 20, bucket
 
 
 @pytest.mark.parametrize("told", [False, True], ids=["counted", "last="])
@@ -118,7 +119,7 @@ def test_sums_go_while_the_last_backward_computes(worlds, told):
 
 def twice_a_micro_batch(rank, how):
     """Backward twice before a step(), so that the second finds sums that have gone; differently on the ranks."""
-    fusedaccum.ranks.SEGMENT_BYTES = 400
+    fusedaccum.segments.SEGMENT_BYTES = 400
     try:
         model = made()
         opt = wrapped(model, accum_steps=2, process_group=dist.group.WORLD)
@@ -141,7 +142,7 @@ def twice_a_micro_batch(rank, how):
                 opt.zero_grad()
         return contents(model, opt)
     finally:
-        fusedaccum.ranks.SEGMENT_BYTES = 32 << 20
+        fusedaccum.segments.SEGMENT_BYTES = 32 << 20
 
 
 @pytest.mark.parametrize("how", ["all", "one rank", "checkpoint", "saved"])
@@ -280,7 +281,7 @@ def test_a_dropped_wrapper_leaves_ddp_as_it_was(worlds):
 
 def big_model(rank):
     """Segments, and the memory their casts take, are bounded."""
-    fusedaccum.ranks.SEGMENT_BYTES = 4096
+    fusedaccum.segments.SEGMENT_BYTES = 4096
     try:
         layers = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(12))
         for p in layers.parameters():
@@ -291,24 +292,24 @@ def big_model(rank):
         most = []
 
         def under_way(*_):
-            most.append(sum(going.work is not None for going in opt._gathering.ranks._gone))
+            most.append(sum(going.work is not None for going in opt._gathering.ranks.segments._gone))
             return real(*_)
 
-        real = fusedaccum.ranks.Going.__init__
-        fusedaccum.ranks.Going.__init__ = under_way
+        real = fusedaccum.segments.Going.__init__
+        fusedaccum.segments.Going.__init__ = under_way
         try:
             sum(layer.weight.sum() for layer in layers).backward()
         finally:
-            fusedaccum.ranks.Going.__init__ = real
+            fusedaccum.segments.Going.__init__ = real
         opt.step()
         return most
     finally:
-        fusedaccum.ranks.SEGMENT_BYTES = 32 << 20
+        fusedaccum.segments.SEGMENT_BYTES = 32 << 20
 
 
 def test_few_segments_are_under_way_in_memory_of_their_own(worlds):
     for most in worlds(2).run(big_model):
-        assert len(most) == 12 and max(most) < fusedaccum.ranks.UNDER_WAY
+        assert len(most) == 12 and max(most) < fusedaccum.segments.UNDER_WAY
 
 
 def test_big_batch_helper_is_itself_right():

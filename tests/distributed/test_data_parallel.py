@@ -1,7 +1,6 @@
 """A window of all ranks of a process group equals the one big batch."""
 
 import fusedaccum as fa
-import fusedaccum.ranks
 import pytest
 import torch
 import torch.distributed as dist

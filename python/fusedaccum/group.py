@@ -1,0 +1,108 @@
+"""A process group: numbers added up over its ranks, and errors that say what they mean here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .buffers import Slot
+from .ledger import Ledger
+from .window import Scalar
+
+
+class Group:
+    """The ranks that gather windows together.
+
+    Attributes:
+        size, rank: how many there are, and which one this is.
+        name: the rank, for messages and checkpoints.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, device: torch.device, ledger: Ledger):
+        self.process_group = process_group
+        self.size, self.rank = dist.get_world_size(process_group), dist.get_rank(process_group)
+        self.name = f"{self.rank} of {self.size}"
+        self._device = device  # of numbers that travel
+        self._ledger = ledger
+        self._out_of_step = False  # has this rank left out collectives that others wait for?
+
+    def global_rank(self, rank: int) -> int:
+        """What torch.distributed's source and destination arguments take."""
+        return dist.get_global_rank(self.process_group, rank)
+
+    def total(self, mine: list[float]) -> list[float]:
+        """Sums over the ranks of a list of numbers; waits for the device."""
+        return self.sum(torch.tensor(mine, dtype=torch.float64)).tolist()
+
+    def weight(self, mine: Scalar) -> float:
+        """The sum over the ranks of a weight; waits for the device."""
+        return self.total([float(mine)])[0]
+
+    def sum(self, mine: Tensor) -> Tensor:
+        """The sum over the ranks of a small tensor."""
+        total = mine.to(self._device, copy=True)
+        with self.talking():
+            dist.all_reduce(total, group=self.process_group)
+        return total
+
+    @contextmanager
+    def talking(self) -> Iterator[None]:
+        """Errors of the process group say what they mean here."""
+        if self._out_of_step:
+            raise RuntimeError(
+                "this rank broke off while the window's sums were on their way, and is out of step with the others since; end all "
+                "processes and start again from a checkpoint"
+            )
+        try:
+            yield
+        except RuntimeError as error:
+            self._out_of_step = True
+            raise RuntimeError(
+                f"rank {self.rank} could not reach the others at the end of window {self._ledger.index}: one of them has probably "
+                "raised or died, or closes fewer windows than this one (every rank must call step() or flush() as often as windows "
+                f"close on the others). The window is dropped. PyTorch says: {error}"
+            ) from error
+
+    def out_of_step(self) -> None:
+        """This rank leaves out what others may be waiting for."""
+        self._out_of_step = True
+
+    # -- are the ranks alike? ----------------------------------------------------------------------------------
+
+    def compare_shapes(self, slots: Sequence[Slot]) -> None:
+        """Raises ValueError unless all ranks gather parameters of the same shapes and dtypes."""
+        mine = [(slot.name, tuple(slot.param.shape), str(slot.param.dtype), slot.param.requires_grad) for slot in slots]
+        theirs: list = [None] * self.size
+        with self.talking():
+            dist.all_gather_object(theirs, mine, group=self.process_group)
+        for rank, other in enumerate(theirs):
+            differing = [(a, b) for a, b in zip(mine, other, strict=False) if a[1:] != b[1:]]
+            if differing or len(mine) != len(other):
+                a, b = differing[0] if differing else (f"{len(mine)} parameters", f"{len(other)}")
+                raise ValueError(
+                    f"process_group's ranks must have the same parameters in the same order, but rank {self.rank} has {a} where rank "
+                    f"{rank} has {b}; build the same model and the same param_groups on all ranks"
+                )
+
+    def compare_values(self, slots: Sequence[Slot]) -> None:
+        """Raises RuntimeError unless all ranks' parameters hold the same bits, as far as sums over them tell."""
+        if not slots:
+            return
+        bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+        sums = [slot.param.detach().view(bits[slot.param.itemsize]).sum(dtype=torch.int64) for slot in slots]
+        mine = torch.stack([x.to(self._device) for x in sums])
+        first = mine.clone()
+        with self.talking():
+            dist.broadcast(first, self.global_rank(0), group=self.process_group)
+        (differing,) = (mine != first).nonzero(as_tuple=True)
+        if self.total([len(differing)])[0]:
+            where = f", on this rank in {slots[int(differing[0])].name} first" if len(differing) else ""
+            raise RuntimeError(
+                f"the ranks' parameters hold different values{where}, and the same steps would leave them so; before the first window, "
+                "give all ranks the first one's: `for p in model.parameters(): torch.distributed.broadcast(p.data, 0)` "
+                "(DistributedDataParallel does that), or load the same checkpoint"
+            )

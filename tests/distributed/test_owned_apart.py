@@ -1,0 +1,197 @@
+"""shard=True: every rank steps a part of the parameters, keeps only that part's state, and all end with the same parameters."""
+
+import copy
+
+import fusedaccum as fa
+import fusedaccum.segments
+import pytest
+import torch
+import torch.distributed as dist
+from parts import adamw, assert_close, big_batch, made, mean_loss, sgd, share, wrapped
+from torch import nn
+
+WINDOWS, COUNT = 3, 8
+
+
+def train(rank, make, settings, dtype=torch.float32, ddp=False, at=-1, folder=None):
+    """Saved, thrown away and loaded after ``at`` micro-batches."""
+    size = dist.get_world_size()
+
+    def build():
+        model = made(dtype)
+        module = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True) if ddp else model
+        group = None if ddp else dist.group.WORLD
+        steps = COUNT // size
+        return model, module, wrapped(model, make, accum_steps=steps, process_group=group, shard=True, **settings)
+
+    model, module, opt = build()
+    norms, number = [], 0
+    for window in range(WINDOWS):
+        for x, y, weight, use in share(window, COUNT, rank, size):
+            if number == at:
+                torch.save([model.state_dict(), opt.state_dict()], folder / f"{rank}")
+                dist.barrier()
+                model, module, opt = build()
+                others = torch.load(folder / f"{(rank + 1) % size}", weights_only=True)[1]
+                with pytest.raises(ValueError, match=f"shard=True and holds what rank {(rank + 1) % size} of {size}"):
+                    opt.load_state_dict(others)
+                states = torch.load(folder / f"{rank}", weights_only=True)
+                model.load_state_dict(states[0])
+                opt.load_state_dict(states[1])
+            opt.backward(mean_loss(module, x, y, use), weight=weight)
+            opt.step()
+            opt.zero_grad()
+            number += 1
+        assert opt.updated and opt.last_window.micro_batches == COUNT
+        norms.append(opt.last_window.grad_norm)
+    state = [value for entry in opt.state.values() for value in entry.values() if isinstance(value, torch.Tensor)]
+    kept = sum(x.numel() for x in state), sum(p.numel() for p in opt._masters.of.values()), len(opt.state)
+    return [p.detach().clone() for p in model.parameters()], [None if n is None else float(n) for n in norms], kept
+
+
+def literal(make, limit=None):
+    model = made()
+    opt = make(model.parameters())
+    norms = [big_batch(model, opt, window, COUNT, limit=limit) for window in range(WINDOWS)]
+    return model, opt, norms
+
+
+@pytest.mark.parametrize("ddp", [False, True], ids=["plain", "ddp"])
+@pytest.mark.parametrize("make", [sgd, adamw])
+def test_all_ranks_end_with_the_big_batchs_parameters(world, make, ddp):
+    model, opt, _ = literal(make)
+    results = world.run(train, make=make, settings={}, ddp=ddp)
+    for ours, _, _ in results:
+        assert_close(ours, list(model.parameters()), 1e-6 if make is sgd else 1e-5)
+        assert all(torch.equal(a, b) for a, b in zip(ours, results[0][0]))
+    whole = sum(x.numel() for entry in opt.state.values() for x in entry.values() if isinstance(x, torch.Tensor))
+    assert sum(state for *_, (state, _, _) in results) == whole
+    assert all(entries < len(opt.state) for *_, (_, _, entries) in results)
+
+
+@pytest.mark.parametrize("settings", [{"max_grad_norm": 0.05}, {"max_grad_norm": 0.05, "nonfinite": "skip_window"}])
+def test_clipping_by_the_norm_of_all_parameters(worlds, settings):
+    model, _, norms = literal(sgd, limit=0.05)
+    for ours, ours_norms, _ in worlds(2).run(train, make=sgd, settings=settings):
+        assert_close(ours, list(model.parameters()))
+        assert ours_norms == pytest.approx(norms, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"comm_dtype": torch.bfloat16}, {"backend": "reference"}, {"buffer_dtype": torch.float64}]
+)
+def test_other_dtypes_and_backends(worlds, settings):
+    model, _, _ = literal(sgd)
+    for ours, _, _ in worlds(2).run(train, make=sgd, settings=settings):
+        assert_close(ours, list(model.parameters()), 2e-2 if "comm_dtype" in settings else 1e-6)
+
+
+def test_master_weights_are_kept_by_their_owner(worlds):
+    whole = sum(p.numel() for p in made(torch.bfloat16).parameters() if p.dtype == torch.bfloat16)
+    results = worlds(2).run(train, make=sgd, settings={"master_weights": True}, dtype=torch.bfloat16)
+    assert sum(masters for *_, (_, masters, _) in results) == whole
+    assert all(masters < whole for *_, (_, masters, _) in results)
+    for ours, _, _ in results:
+        assert all(torch.equal(a, b) for a, b in zip(ours, results[0][0]))
+
+
+@pytest.mark.parametrize("at", [4, 6])
+def test_checkpoints_of_every_rank_go_on_bit_by_bit(worlds, tmp_path, at):
+    straight = worlds(2).run(train, make=adamw, settings={})
+    resumed = worlds(2).run(train, make=adamw, settings={}, at=at, folder=tmp_path)
+    for (ours, *_), (theirs, *_) in zip(resumed, straight):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
+
+
+def loads_a_whole_state(rank, state):
+    model = made()
+    opt = wrapped(model, adamw, accum_steps=COUNT // 2, process_group=dist.group.WORLD, shard=True)
+    opt.load_state_dict(copy.deepcopy(state["opt"]))  # the ranks were sent memory that they share
+    model.load_state_dict(state["model"])
+    for window in (1, 2):
+        for x, y, weight, use in share(window, COUNT, rank, 2):
+            opt.backward(mean_loss(model, x, y, use), weight=weight)
+            opt.step()
+            opt.zero_grad()
+    return [p.detach() for p in model.parameters()], len(opt.state)
+
+
+def test_a_plain_optimizers_state_is_loaded_in_parts(worlds):
+    model = made()
+    opt = adamw(model.parameters())
+    big_batch(model, opt, 0, COUNT)
+    state = {"model": {k: v.clone() for k, v in model.state_dict().items()}, "opt": opt.state_dict()}
+    results = worlds(2).run(loads_a_whole_state, state=state)
+    for window in (1, 2):
+        big_batch(model, opt, window, COUNT)
+    for ours, entries in results:
+        assert_close(ours, list(model.parameters()), 1e-5)
+        assert entries < len(opt.state)
+
+
+def collectives(rank):
+    fusedaccum.segments.SEGMENT_BYTES = 400
+    try:
+        model = made()
+        opt = wrapped(model, accum_steps=1, process_group=dist.group.WORLD, shard=True)
+        for window in range(2):
+            with torch.profiler.profile() as profiler:
+                ((x, y, _, use),) = share(window, 1, 0, 1)
+                opt.backward(mean_loss(model, x, y, use))
+                opt.step()
+                opt.zero_grad()
+        names = [event.name for event in profiler.events() if event.name.startswith("gloo:")]
+        return names, len(opt._gathering.ranks.segments._segments)
+    finally:
+        fusedaccum.segments.SEGMENT_BYTES = 32 << 20
+
+
+def test_one_reduction_and_one_broadcast_a_window_and_segment(worlds):
+    for names, segments in worlds(2).run(collectives):
+        assert names.count("gloo:reduce") == segments and names.count("gloo:all_reduce") == 1
+        assert 0 < names.count("gloo:broadcast") <= segments  # none where nothing has a gradient
+
+
+def refused(rank):
+    model = made()
+    opt = wrapped(model, process_group=dist.group.WORLD, shard=True)
+    x, y, _, use = share(0, 1, 0, 1)[0]
+    opt.backward(mean_loss(model, x, y, use))
+    with pytest.raises(RuntimeError, match=r"normalize_\(\).*shard=True.*max_grad_norm"):
+        opt.normalize_()
+    opt.step()
+    with pytest.raises(ValueError, match="buffer_device='cpu'"):
+        fa.AccumulatingOptimizer(
+            sgd(made().parameters()), process_group=dist.group.WORLD, shard=True, buffer_device="cpu"
+        )
+
+
+def test_what_cannot_be_meant_is_refused(worlds):
+    worlds(2).run(refused)
+
+
+def added_later(rank):
+    model = made()
+    opt = wrapped(nn.ModuleList([model.second]), accum_steps=2, process_group=dist.group.WORLD, shard=True)
+    opt.add_param_group({"params": [*model.first.parameters(), model.scale]})
+    for window in range(2):
+        for x, y, weight, _ in share(window, 4, rank, 2):
+            opt.backward(mean_loss(model, x, y, False), weight=weight)
+            opt.step()
+            opt.zero_grad()
+    return [p.detach() for p in model.parameters()], len(opt.state)
+
+
+def test_groups_that_are_added_later_are_shared_out_too(worlds):
+    model = made()
+    opt = sgd([model.second.weight])
+    opt.add_param_group({"params": [*model.first.parameters(), model.scale]})
+    for window in range(2):
+        opt.zero_grad()
+        parts = share(window, 4, 0, 1)
+        total = sum(part[2] for part in parts)
+        sum(mean_loss(model, x, y, False) * (w / total) for x, y, w, _ in parts).backward()
+        opt.step()
+    for ours, entries in worlds(2).run(added_later):
+        assert_close(ours, list(model.parameters()))
+        assert 0 < entries < 4
