@@ -117,7 +117,7 @@ class AccumulatingOptimizer(Optimizer):
             named += zip(names, group["params"], strict=True)
         for name, p in named:
             check_parameter(name, p)
-            if _wrapped.get(p, lambda: None)() is not None:
+            if _wrapped.get(p, lambda: None)() not in (None, self):
                 raise ValueError(
                     f"parameter {name} belongs to another AccumulatingOptimizer already, which would take its gradients; "
                     "delete that wrapper first (del opt; its scheduler holds it too)"
@@ -225,6 +225,9 @@ class AccumulatingOptimizer(Optimizer):
 
         Nothing gathered, nothing done. Raises as :meth:`step` does.
         """
+        if "settings" not in self.__dict__:  # of another class, made by Lightning, that stands before the wrapper
+            assert isinstance(self.optimizer, AccumulatingOptimizer)
+            return self.optimizer.flush()
         self._not_inside("flush()")
         self._forget_unapplied()
         self._gathering.settle()
@@ -305,6 +308,9 @@ class AccumulatingOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned, an open window included, or a plain optimizer's state (an empty window).
 
+        The model may have moved to another device or dtype since it was wrapped: its gradients are gathered there from now on.
+        (Accelerate moves a model and then loads the optimizer's own state.)
+
         Raises:
             ValueError: saved from other parameters, or with an open window and other window settings; nothing is loaded then.
         """
@@ -313,6 +319,8 @@ class AccumulatingOptimizer(Optimizer):
         own = state_dict.get(checkpoint.KEY)
         if own is not None:
             checkpoint.check(self, own)
+        if self._sums.buffers.moved:
+            self._build_anew()
         with self._masters.at_work(self.optimizer):
             self.optimizer.load_state_dict({k: v for k, v in state_dict.items() if k != checkpoint.KEY})
         self.reset()
@@ -325,12 +333,17 @@ class AccumulatingOptimizer(Optimizer):
         return {"optimizer": self.optimizer, "settings": self.settings, "own": checkpoint.save(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        for group in state["optimizer"].param_groups:
+        self.optimizer, self.settings = state["optimizer"], state["settings"]
+        self._build_anew()
+        checkpoint.load(self, state["own"])
+
+    def _build_anew(self) -> None:
+        """For parameters that are not those, or not what they were, when the optimizer was wrapped."""
+        for group in self.param_groups:
             for p in group["params"]:
                 p.grad = None  # a plain tensor's copy has a copy of the gradient; ours is in the window
             main_grad.take_back(group["params"])  # a pickled one's, too
-        self._build(state["optimizer"], state["settings"])
-        checkpoint.load(self, state["own"])
+        self._build(self.optimizer, self.settings)
 
     def _not_inside(self, call: str) -> None:
         if self._gathering.inside:
