@@ -36,6 +36,8 @@ test: lint $(VENV)/built $(if $(SECOND_TORCH),$(SECOND_VENV)/built)  ## lint, bu
 	$(BIN)/python -m pytest -q
 	$(SAY) "Buffers in CPU memory, for parameters on a device made for that"
 	$(BIN)/python -m pytest -q tests/late_device
+	$(SAY) "Accelerate, Hugging Face Trainer, Lightning"
+	$(BIN)/python -m pytest -q tests/frameworks
 	$(SAY) "Triton kernels, interpreted on the CPU"
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q $(INTERPRETED)
 	$(if $(SECOND_TORCH),$(SAY) "Tests against torch $(SECOND_TORCH)")
@@ -87,7 +89,7 @@ $(VENV)/ready:
 
 $(VENV)/built: $(VENV)/ready $(NATIVE)
 	$(SAY) "Building fusedaccum in $(VENV)"
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install --quiet --no-build-isolation --editable '.[test,lint,bench,demo]'
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install --quiet --no-build-isolation --editable '.[test,lint,bench,demo,frameworks]'
 	@$(BIN)/python -m fusedaccum
 	@touch $@
 

@@ -1,5 +1,6 @@
 """state_dict: PyTorch's layout plus one key, the open window inside, resumed bit for bit."""
 
+import gc
 import io
 import os
 import subprocess
@@ -238,3 +239,49 @@ def test_run_killed_inside_a_window_and_resumed_ends_bit_identical(tmp_path):
     assert run("checkpoint", 0, "resumed.pt") == 0
     whole, resumed = (torch.load(tmp_path / name, weights_only=True) for name in ("whole.pt", "resumed.pt"))
     assert all(torch.equal(whole[k], resumed[k]) for k in whole)
+
+
+MOVES = {
+    "whole": (lambda net: net.double(), {}),
+    "in part": (lambda net: net[2].double(), {}),
+    "masters": (lambda net: net.bfloat16(), {"master_weights": True}),
+    "16-bit buffers": (lambda net: net.bfloat16(), {"buffer_dtype": None}),
+}
+
+
+@pytest.mark.usefixtures("each_intake")
+@pytest.mark.parametrize("case", MOVES)
+def test_loading_takes_a_model_that_was_moved_after_it_was_wrapped(case):
+    """Accelerate's `prepare` and Hugging Face's Trainer do both. (A move to another dtype loses the hooks as one to a GPU does.)"""
+    move, kwargs = MOVES[case]
+    nets = [model(torch.float32), model(torch.float32)]
+    move(nets[1])
+    opts = [wrapped(net, 2, **kwargs) for net in nets]
+    move(nets[0])
+    opts[0].load_state_dict(opts[0].state_dict())
+    x, y = data(dtype=torch.float32)
+
+    class Casts(torch.nn.Module):
+        def __init__(self, net):
+            super().__init__()
+            self.net = net
+
+        def forward(self, x):
+            for layer in self.net:
+                x = layer(x.to(next(layer.parameters(), x).dtype))
+            return x.to(y.dtype)
+
+    for net, opt in zip(nets, opts, strict=True):
+        train(Casts(net), opt, parts(x, y, (6, 6, 6, 6)))
+        assert opt.updated and opt.last_window.micro_batches == 2
+    assert_same_parameters(*nets, 0)
+
+
+def test_loading_lends_main_grad_anew_to_a_model_that_was_moved():
+    net = model(torch.float32)
+    net[0].weight.grad_added_to_main_grad = False
+    opt = wrapped(net, 2)
+    net.double()
+    opt.load_state_dict(opt.state_dict())
+    gc.collect()  # nothing of what was built before is left to take it back
+    assert net[0].weight.main_grad.dtype == torch.float64

@@ -14,7 +14,7 @@ from fusedaccum import backends, ops, reference
 from fusedaccum.ops import Stats, StochasticRounding
 from ops_cases import DTYPES, PAIR_IDS, PAIRS, assert_same_bits, assert_same_stats, copies, values, with_nonfinite
 from torch import nn
-from training import assert_same_parameters, big_batch_step, mean_loss, model, parts, sgd, twin
+from training import assert_same_parameters, big_batch_step, data, mean_loss, model, parts, sgd, twin
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -232,6 +232,23 @@ def test_a_graph_replays_with_the_scale_of_the_moment():
         for a, b in zip(outs, expected):
             assert_same_bits(a.cpu(), b)
         assert_same_stats(Stats(stats.sq_norm.cpu(), stats.nonfinite.cpu()), right)
+
+
+@needs_gpu
+@pytest.mark.parametrize("settings", [{}, {"buffer_device": "cpu", "master_weights": True}], ids=["there", "offloaded"])
+def test_loading_takes_a_model_that_was_moved_after_it_was_wrapped(settings):
+    """As Accelerate and Hugging Face's Trainer do."""
+    nets = [model(torch.float32), model(torch.float32).to(DEVICE)]
+    opts = [fa.AccumulatingOptimizer(sgd(net.parameters()), 2, **settings) for net in nets]
+    nets[0].to(DEVICE)
+    opts[0].load_state_dict(opts[0].state_dict())
+    x, y = (t.to(DEVICE) for t in data(dtype=torch.float32))
+    for net, opt in zip(nets, opts):
+        for xs, ys in parts(x, y, (6, 6, 6, 6)):
+            mean_loss(net, xs, ys).backward()
+            opt.step()
+        assert opt.updated and opt.last_window.micro_batches == 2
+    assert_same_parameters(*nets, 0)
 
 
 @needs_gpu

@@ -62,7 +62,12 @@ def test_wrapper_reaches_kernels_through_ops_only(module):
     }
 
 
-@pytest.mark.parametrize("folder", ["benchmarks", "demo"])
+def test_nothing_but_its_own_integration_imports_a_framework():
+    extras = ("accelerate", "lightning", "transformers", "fusedaccum.integrations")
+    assert not [name for path in PACKAGE.glob("*.py") for name in imports(path) if name.startswith(extras)]
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "demo", "examples", "python/fusedaccum/integrations"])
 def test_users_of_the_package_use_its_public_api(folder):
     public = {
         "fusedaccum",
@@ -72,6 +77,8 @@ def test_users_of_the_package_use_its_public_api(folder):
         "fusedaccum.LastWindow",
         "fusedaccum.fuse_embedding",
         "fusedaccum.fuse_linear",
+        "fusedaccum.integrations.lightning",
+        "fusedaccum.integrations.lightning.ResumeInsideWindow",
     }
     for path in (ROOT / folder).rglob("*.py"):
         ours = {name for name in imports(path, package=folder) if name.split(".")[0] == "fusedaccum"}

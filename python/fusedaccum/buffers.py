@@ -211,6 +211,11 @@ class Buffers:
         """Are any on another device than their parameter?"""
         return any(block.hidden for block in self.blocks)
 
+    @property
+    def moved(self) -> bool:
+        """Is any parameter of another dtype or on another device than when it was wrapped?"""
+        return any((slot.param.dtype, slot.param.device) != slot.made_for[:2] for slot in self.slots)
+
     def _seen(self) -> tuple:
         look = Tensor.data_ptr, Tensor.numel, attrgetter("dtype")
         return tuple(list(map(of, self.of)) for of in look)

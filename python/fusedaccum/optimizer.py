@@ -103,13 +103,16 @@ class AccumulatingOptimizer(Optimizer):
         )
         check_optimizer(optimizer, settings, AccumulatingOptimizer)
         check_group(process_group, comm_dtype, shard)
-        self._build(optimizer, settings)
-        self._gathering.share(process_group, comm_dtype, shard)
-        if self._gathering.ranks is not None and isinstance(optimizer, LBFGS):
-            raise ValueError("process_group does not work with LBFGS, which decides by itself how often it evaluates")
-        self._make_masters(range(len(self.param_groups)))
+        self._build(optimizer, settings, process_group, comm_dtype, shard)
 
-    def _build(self, optimizer: Optimizer, settings: Settings) -> None:
+    def _build(
+        self,
+        optimizer: Optimizer,
+        settings: Settings,
+        process_group: dist.ProcessGroup | None,
+        comm_dtype: torch.dtype | None,
+        shard: bool,
+    ) -> None:
         # Optimizer.__init__ is not run: groups, state, defaults and hooks are the inner optimizer's (see __getattr__).
         self.optimizer = optimizer
         self.settings = settings
@@ -120,7 +123,13 @@ class AccumulatingOptimizer(Optimizer):
         self._gathering = Gathering(settings, seed)
         self._ledger, self._sums = self._gathering.ledger, self._gathering.sums
         self._masters = MasterWeights(settings.buffer_device)
-        self._take(range(len(self.param_groups)))
+        self._sharing = process_group, comm_dtype, shard
+        groups = range(len(self.param_groups))
+        self._take(groups)
+        self._gathering.share(*self._sharing)
+        if self._gathering.ranks is not None and isinstance(optimizer, LBFGS):
+            raise ValueError("process_group does not work with LBFGS, which decides by itself how often it evaluates")
+        self._make_masters(groups)
 
     def _take(self, groups: Sequence[int]) -> None:
         """Gather the gradients of these groups; all their parameters are checked before the first is touched."""
@@ -133,7 +142,7 @@ class AccumulatingOptimizer(Optimizer):
             named += zip(names, group["params"], strict=True)
         for name, p in named:
             check_parameter(name, p, self.settings)
-            if _wrapped.get(p, lambda: None)() is not None:
+            if _wrapped.get(p, lambda: None)() not in (None, self):
                 raise ValueError(
                     f"parameter {name} belongs to another AccumulatingOptimizer already, which would take its gradients; "
                     "delete that wrapper first (del opt; its scheduler holds it too)"
@@ -256,6 +265,9 @@ class AccumulatingOptimizer(Optimizer):
 
         Nothing gathered (on any rank), nothing done. Raises as :meth:`step` does.
         """
+        if "settings" not in self.__dict__:  # of another class, made by Lightning, that stands before the wrapper
+            assert isinstance(self.optimizer, AccumulatingOptimizer)
+            return self.optimizer.flush()
         self._not_inside("flush()")
         self._forget_unapplied()
         self._gathering.settle()
@@ -343,6 +355,9 @@ class AccumulatingOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned, an open window included, or a plain optimizer's state (an empty window).
 
+        The model may have moved to another device or dtype since it was wrapped: its gradients are gathered there from now on.
+        (Accelerate moves a model and then loads the optimizer's own state.)
+
         Raises:
             ValueError: saved from other parameters, or with an open window and other window settings; nothing is loaded then.
         """
@@ -351,6 +366,8 @@ class AccumulatingOptimizer(Optimizer):
         own = state_dict.get(checkpoint.KEY)
         if own is not None:
             checkpoint.check(self, own)
+        if self._sums.buffers.moved:
+            self._build_anew()
         with self._masters.at_work(self.optimizer):
             self.optimizer.load_state_dict({k: v for k, v in state_dict.items() if k != checkpoint.KEY})
         self._gathering.forget_others(self.state)
@@ -369,13 +386,17 @@ class AccumulatingOptimizer(Optimizer):
         return {"optimizer": self.optimizer, "settings": self.settings, "own": checkpoint.save(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        for group in state["optimizer"].param_groups:
+        self.optimizer, self.settings, self._sharing = state["optimizer"], state["settings"], (None, None, False)
+        self._build_anew()
+        checkpoint.load(self, state["own"])
+
+    def _build_anew(self) -> None:
+        """For parameters that are not those, or not what they were, when the optimizer was wrapped."""
+        for group in self.param_groups:
             for p in group["params"]:
                 p.grad = None  # a plain tensor's copy has a copy of the gradient; ours is in the window
             main_grad.take_back(group["params"])  # a pickled one's, too
-        self._build(state["optimizer"], state["settings"])
-        self._make_masters(range(len(self.param_groups)))
-        checkpoint.load(self, state["own"])
+        self._build(self.optimizer, self.settings, *self._sharing)
 
     def _not_inside(self, call: str) -> None:
         if self._gathering.inside:

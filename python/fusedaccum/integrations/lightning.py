@@ -1,0 +1,30 @@
+"""Lightning: checkpoints taken inside a window."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from fusedaccum import AccumulatingOptimizer
+
+
+class ResumeInsideWindow(Callback):
+    """``Trainer(callbacks=[ResumeInsideWindow()])``: ``fit(ckpt_path=...)`` goes on inside the window that the checkpoint was taken in.
+
+    Lightning restores the optimizers and then sets all gradients of the model to None, which drops the open window. So this loads
+    the states of wrapped optimizers once more, before the first batch; until then it holds on to them.
+    """
+
+    def __init__(self) -> None:
+        self._states: list[dict[str, Any]] = []
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._states = checkpoint.get("optimizer_states", [])
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        states, self._states = self._states, []
+        for optimizer, state in zip(trainer.optimizers, states, strict=False):  # nothing was loaded: no states
+            if isinstance(optimizer, AccumulatingOptimizer):
+                optimizer.reset()  # else it would warn of the gradients that have gone
+                optimizer.load_state_dict(state)
