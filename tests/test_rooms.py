@@ -15,7 +15,9 @@ FUNCTIONAL = {
     "arguments": set(),
     "native": set(),
     "backends": {"native"},
-    "ops": {"arguments", "backends"},
+    "eager": {"arguments", "backends"},
+    "traced": {"arguments", "backends", "eager"},
+    "ops": {"arguments", "eager", "traced"},
     "reference": {"ops"},
     "__main__": {"_version", "backends", "native"},
 }

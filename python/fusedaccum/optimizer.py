@@ -24,6 +24,9 @@ from .window import LastWindow, Scalar, Schedule, checked_weight
 
 # Which wrapper takes a parameter's gradients. (Keyed by identity: tensors compare by element.)
 _wrapped = WeakIdKeyDictionary()
+# The wrapper counts and decides in Python, step by step: within torch.compile its calls are graph breaks, as those of torch.optim are
+# that carry this decorator. (torch.compiler.disable is the same, but loads the compiler when this module is imported.)
+_outside_graphs = torch._disable_dynamo
 
 
 class AccumulatingOptimizer(Optimizer):
@@ -148,6 +151,7 @@ class AccumulatingOptimizer(Optimizer):
 
     # -- what a training loop calls ----------------------------------------------------------------------------
 
+    @_outside_graphs
     def backward(self, loss: Tensor, *, weight: Scalar | None = None, **kwargs: Any) -> None:
         """``loss.backward(**kwargs)`` for a micro-batch of this weight; several before one ``step()`` are parts of one micro-batch.
 
@@ -172,6 +176,7 @@ class AccumulatingOptimizer(Optimizer):
         with self._gathering.grouped(None if weight is None else checked_weight(weight)):
             yield
 
+    @_outside_graphs
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, weight: Scalar | None = None) -> Any:
         """End the micro-batch, and with it the window if it is complete: then normalise, clip and step the inner optimizer.
@@ -219,6 +224,7 @@ class AccumulatingOptimizer(Optimizer):
         finally:
             self._sums.loss_scale.forget_step()
 
+    @_outside_graphs
     @torch.no_grad()
     def flush(self) -> None:
         """Apply a partial window, divided by what it really holds. A backward pass not yet followed by ``step()`` is part of it.
@@ -238,6 +244,7 @@ class AccumulatingOptimizer(Optimizer):
             self._ledger.weigh_the_rest(None)
             self._close(False)
 
+    @_outside_graphs
     def reset(self) -> None:
         """Drop a partial window; the next micro-batch begins it anew, under the same index."""
         self._not_inside("reset()")
@@ -245,6 +252,7 @@ class AccumulatingOptimizer(Optimizer):
         self._gathering.reset()
         self._unapplied = None
 
+    @_outside_graphs
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Inside a counted or weighed window: nothing, what was gathered stays. Otherwise as in plain PyTorch."""
         self._gathering.settle()
@@ -260,6 +268,7 @@ class AccumulatingOptimizer(Optimizer):
             self._gathering.begin_window()
             self._sums.zero_(zeroed)
 
+    @_outside_graphs
     @torch.no_grad()
     def normalize_(self) -> None:
         """At a window's end, between its last backward and ``step()``: make ``p.grad`` the window's gradient, to clip or inspect.
@@ -292,6 +301,7 @@ class AccumulatingOptimizer(Optimizer):
             self.param_groups.pop()
             raise
 
+    @_outside_graphs
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's, plus one key, ``"fusedaccum"``: the open window with its buffers, and master weights.
 
@@ -302,6 +312,7 @@ class AccumulatingOptimizer(Optimizer):
         self._gathering.settle()
         return {**self.optimizer.state_dict(), checkpoint.KEY: checkpoint.save(self)}
 
+    @_outside_graphs
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned, an open window included, or a plain optimizer's state (an empty window).
 
