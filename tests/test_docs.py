@@ -1,5 +1,6 @@
 """The examples in README and docs run, top to bottom, each page in one namespace that has a model, a criterion and a loader."""
 
+import functools
 import re
 from pathlib import Path
 
@@ -7,11 +8,13 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md")])
+PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_examples_run(page):
+def test_examples_run(page, monkeypatch):
+    # PyTorch's default compiles C++, which takes long: tests/test_compile.py has it.
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     namespace: dict = {
         "model": torch.nn.Linear(5, 3),
         "criterion": torch.nn.MSELoss(),

@@ -198,6 +198,11 @@ class Accumulator:
     def _rounding(self, slots: Sequence[Slot]) -> ops.StochasticRounding | None:
         if self.seed is None:
             return None
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "rounding='stochastic' cannot be captured in a CUDA graph: every replay would draw the same numbers; "
+                "use rounding='nearest', or FP32 buffers (buffer_dtype=torch.float32)"
+            )
         counters = [(slot.draws * DRAWS_APART + self._first_draw[slot]) % (1 << 64) for slot in slots]
         for slot in slots:
             slot.draws += 1
