@@ -10,13 +10,11 @@ from torch.utils.checkpoint import checkpoint
 from training import assert_same_parameters, big_batch_step, data, model, parts, sgd, twin, wrapped
 
 
+# PyTorch 2.13's own, when its compiler is loaded.
+pytestmark = [pytest.mark.usefixtures("compiled_anew"), pytest.mark.filterwarnings("ignore:`torch.jit.script_method`")]
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 WINDOWS = 4  # a CUDA graph is warmed up, recorded and replayed
-
-
-@pytest.fixture(autouse=True)
-def compiled_anew():
-    torch._dynamo.reset()
 
 
 class Checkpointed(nn.Module):

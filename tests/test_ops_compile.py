@@ -11,15 +11,13 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+# PyTorch 2.13's own, when its compiler is loaded.
+pytestmark = [pytest.mark.usefixtures("compiled_anew"), pytest.mark.filterwarnings("ignore:`torch.jit.script_method`")]
+
 BACKENDS = ["reference", *(["triton"] if NATIVE == ["triton"] else ["cpu"] if NATIVE else [])]
 every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=[f"backend={name}" for name in BACKENDS])
 SIZES = (0, 1, 33, 4097)
 HUGE = StochasticRounding(2**63 + 5, [2**64 - 5, 0, 2**63, 77])
-
-
-@pytest.fixture(autouse=True)
-def compiled_anew():
-    torch._dynamo.reset()
 
 
 def made(dtype, seed):
