@@ -9,7 +9,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 from training import assert_same_parameters, big_batch_step, data, model, parts, sgd, twin, wrapped
 
-
 # PyTorch 2.13's own, when its compiler is loaded.
 pytestmark = [pytest.mark.usefixtures("compiled_anew"), pytest.mark.filterwarnings("ignore:`torch.jit.script_method`")]
 
@@ -50,7 +49,8 @@ def big(net, x, y):
 MODES = {
     "aot_eager": {"backend": "aot_eager"},
     "inductor": {},
-    "reduce-overhead": {"mode": "reduce-overhead"},  # CUDA graphs: gradients lie where the next backward's will. None on the CPU
+    # CUDA graphs, of which there are none on the CPU: gradients lie where those of the next backward will.
+    "reduce-overhead": {"mode": "reduce-overhead"},
 }
 
 

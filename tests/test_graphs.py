@@ -154,5 +154,5 @@ def test_random_numbers_drawn_on_the_host_cannot_be_recorded(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     settings = {"buffer_dtype": None, "rounding": "stochastic"}
     training = Training(model(torch.bfloat16).to(DEVICE), sgd, settings)
-    with pytest.raises(RuntimeError, match="rounding='stochastic' cannot be captured.*would draw the same numbers"):
+    with pytest.raises(RuntimeError, match=r"rounding='stochastic' cannot be captured.*would draw the same numbers"):
         training.run(windows(torch.bfloat16)[0])

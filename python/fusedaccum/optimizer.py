@@ -9,6 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+# The wrapper counts and decides in Python, step by step: within torch.compile its calls are graph breaks, as those of torch.optim are
+# that carry this decorator. (torch.compiler.disable is the same, but loads the compiler when this module is imported.)
+from torch._compile import _disable_dynamo as _outside_graphs
 from torch.nn import Parameter
 from torch.optim import LBFGS
 from torch.optim.optimizer import Optimizer
@@ -24,9 +28,6 @@ from .window import LastWindow, Scalar, Schedule, checked_weight
 
 # Which wrapper takes a parameter's gradients. (Keyed by identity: tensors compare by element.)
 _wrapped = WeakIdKeyDictionary()
-# The wrapper counts and decides in Python, step by step: within torch.compile its calls are graph breaks, as those of torch.optim are
-# that carry this decorator. (torch.compiler.disable is the same, but loads the compiler when this module is imported.)
-_outside_graphs = torch._disable_dynamo
 
 
 class AccumulatingOptimizer(Optimizer):

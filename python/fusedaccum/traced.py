@@ -136,9 +136,7 @@ def _run_accumulate_(
     eager.accumulate_(buffers, grads, scale, overwrite, decay, rounding, _joined(sq_norm, nonfinite), backend)
 
 
-def _trace_accumulate_(
-    buffers: list[Tensor], grads: list[Tensor], scale: Tensor, decay: Tensor, *others: Any
-) -> None:
+def _trace_accumulate_(buffers: list[Tensor], grads: list[Tensor], scale: Tensor, decay: Tensor, *others: Any) -> None:
     factors = {"scale": scale, "decay": decay}
     _check_traced("accumulate_", others[-1], factors, "buffers", buffers, "grads", grads)
 
