@@ -1,6 +1,8 @@
 """A window recorded once and replayed (docs/frameworks/compile-and-graphs.md): by CUDA graphs, or on the CPU as tests/graphs.py does it."""
 
 import contextlib
+import importlib.util
+import types
 
 import fusedaccum as fa
 import pytest
@@ -151,8 +153,18 @@ def test_what_waits_cannot_be_recorded(settings, weight):
 
 
 def test_random_numbers_drawn_on_the_host_cannot_be_recorded(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr("fusedaccum.accumulator.capturing", lambda device: True)
     settings = {"buffer_dtype": None, "rounding": "stochastic"}
     training = Training(model(torch.bfloat16).to(DEVICE), sgd, settings)
     with pytest.raises(RuntimeError, match=r"rounding='stochastic' cannot be captured.*would draw the same numbers"):
         training.run(windows(torch.bfloat16)[0])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+def test_tables_that_are_new_in_every_call_cannot_be_recorded(monkeypatch):
+    from fusedaccum.triton_kernels import backend
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    on_gpu = types.SimpleNamespace(is_cuda=True)
+    with pytest.raises(RuntimeError, match=r"backend='triton' cannot be captured in a CUDA graph.*use backend='cuda'"):
+        backend._Table([on_gpu], [on_gpu], [0], (1.0, 1.0), None)

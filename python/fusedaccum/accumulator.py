@@ -16,6 +16,7 @@ from .amp import LossScale
 from .buffers import Block, Buffers, Slot
 from .norms import SquaredNorms
 from .offload import Offload
+from .streams import capturing
 from .window import MicroBatch, Scalar, Window, beside, identity, on
 
 Write = Callable[
@@ -198,7 +199,7 @@ class Accumulator:
     def _rounding(self, slots: Sequence[Slot]) -> ops.StochasticRounding | None:
         if self.seed is None:
             return None
-        if torch.cuda.is_current_stream_capturing():
+        if capturing(slots[0].device):
             raise RuntimeError(
                 "rounding='stochastic' cannot be captured in a CUDA graph: every replay would draw the same numbers; "
                 "use rounding='nearest', or FP32 buffers (buffer_dtype=torch.float32)"
