@@ -18,7 +18,7 @@ FUNCTIONAL = {
     "eager": {"arguments", "backends"},
     "traced": {"arguments", "backends", "eager"},
     "ops": {"arguments", "eager", "traced"},
-    "reference": {"ops"},
+    "reference": {"arguments"},
     "__main__": {"_version", "backends", "native"},
 }
 WRAPPER = sorted({path.stem for path in PACKAGE.glob("*.py")} - set(FUNCTIONAL))

@@ -4,8 +4,8 @@ Any of FP64, FP32, BF16 and FP16 goes into any of them, also mixed within one ca
 FP32: multiply, then add, each rounded (no FMA), then one rounding to the output's dtype. So all backends give the same bits.
 Every op writes its first list in place and bumps the tensors' autograd versions; gradients are not tracked through it.
 
-A call runs at once, past PyTorch's dispatcher (:mod:`fusedaccum.eager`); one that ``torch.compile``, ``torch.export`` or a dispatch mode
-is to record becomes a node of the graph (:mod:`fusedaccum.traced`).
+A call runs at once, past PyTorch's dispatcher (:mod:`fusedaccum.eager`). One that ``torch.compile`` traces, or that a dispatch mode is to
+see (``make_fx``, ``torch.export``, ``FakeTensorMode``), goes through it, as ``torch.ops.fusedaccum`` (:mod:`fusedaccum.traced`).
 """
 
 from __future__ import annotations
