@@ -38,3 +38,9 @@ def threads():
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def compiled_anew():
+    """Nothing is compiled yet, whatever tests before this one have compiled."""
+    torch._dynamo.reset()

@@ -1,5 +1,6 @@
 """The examples in README and docs run, and their links lead somewhere."""
 
+import functools
 import re
 import socket
 
@@ -10,6 +11,8 @@ from pages import OF_FRAMEWORKS, PAGES, run_examples
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in OF_FRAMEWORKS], ids=lambda page: page.name)
 def test_examples_run(page, monkeypatch):
+    # PyTorch's default compiles C++, which takes long: tests/test_compile.py has it.
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     # A page that begins with a process group finds what torchrun sets, for one process.
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

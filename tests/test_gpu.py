@@ -234,6 +234,27 @@ def test_a_graph_replays_with_the_scale_of_the_moment():
         assert_same_stats(Stats(stats.sq_norm.cpu(), stats.nonfinite.cpu()), right)
 
 
+@pytest.mark.skipif(not GPU or "cuda" not in KERNELS, reason="needs a CUDA device and the CUDA kernels")
+def test_compiled_functions_with_graphs_of_their_own_write_the_same_buffers():
+    """mode="reduce-overhead" warms up, records and replays; buffers are memory that it must not copy."""
+
+    @torch.compile(fullgraph=True, mode="reduce-overhead")
+    def add(buffers, grads, scale):
+        ops.accumulate_(buffers, [x * 2 for x in grads], scale, backend="cuda")
+        return ops.stats(buffers, backend="cuda").sq_norm
+
+    outs, ins = there(made(torch.float32, 1)), there(made(torch.bfloat16, 2))
+    expected, right = [x.cpu().clone() for x in outs], Stats.empty()
+    for scale in (0.5, 0.5, 0.5, -2.0, 0.25, 0.25, 0.25):
+        torch.compiler.cudagraph_mark_step_begin()
+        sq_norm = add(outs, ins, scale).clone()
+        reference.accumulate_(expected, [x.cpu() * 2 for x in ins], scale, False, 1.0, None, right)
+        for a, b in zip(outs, expected):
+            assert_same_bits(a.cpu(), b)
+        torch.testing.assert_close(sq_norm.cpu(), right.sq_norm, rtol=1e-13, atol=0)
+    assert_neighbours_untouched(outs)
+
+
 @needs_gpu
 @pytest.mark.parametrize("settings", [{}, {"buffer_device": "cpu", "master_weights": True}], ids=["there", "offloaded"])
 def test_loading_takes_a_model_that_was_moved_after_it_was_wrapped(settings):

@@ -15,8 +15,10 @@ FUNCTIONAL = {
     "arguments": set(),
     "native": set(),
     "backends": {"native"},
-    "ops": {"arguments", "backends"},
-    "reference": {"ops"},
+    "eager": {"arguments", "backends"},
+    "traced": {"arguments", "backends", "eager"},
+    "ops": {"arguments", "eager", "traced"},
+    "reference": {"arguments"},
     "__main__": {"_version", "backends", "native"},
 }
 WRAPPER = sorted({path.stem for path in PACKAGE.glob("*.py")} - set(FUNCTIONAL))

@@ -133,6 +133,11 @@ class _Table:
         numbers: tuple[float, float],
         rounding: StochasticRounding | None,
     ) -> None:
+        if outs[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "backend='triton' cannot be captured in a CUDA graph, whose replays would read a table of pointers that is gone; "
+                "use backend='cuda', or capture without these calls"
+            )
         elements = [outs[k].numel() for k in members]
         ends = list(itertools.accumulate(map(_blocks_of, elements)))
         host = [

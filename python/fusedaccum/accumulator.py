@@ -17,6 +17,7 @@ from .buffers import Block, Buffers, Slot
 from .norms import SquaredNorms
 from .offload import Offload
 from .shards import ShardHolder, alike, local_gradient, local_of, sum_over_shards
+from .streams import capturing
 from .window import MicroBatch, Scalar, Window, beside, identity, on
 
 Write = Callable[
@@ -206,6 +207,11 @@ class Accumulator:
     def _rounding(self, slots: Sequence[Slot]) -> ops.StochasticRounding | None:
         if self.seed is None:
             return None
+        if capturing(slots[0].device):
+            raise RuntimeError(
+                "rounding='stochastic' cannot be captured in a CUDA graph: every replay would draw the same numbers; "
+                "use rounding='nearest', or FP32 buffers (buffer_dtype=torch.float32)"
+            )
         counters = [(slot.draws * DRAWS_APART + self._first_draw[slot]) % (1 << 64) for slot in slots]
         for slot in slots:
             slot.draws += 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from numbers import Real
 from typing import Any
@@ -16,6 +17,43 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+Scalar = float | Tensor
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What an op measured of its output list: device tensors, so that reading them is the only wait.
+
+    Attributes:
+        sq_norm: sum of squares of all elements, a 0-d float64 tensor.
+        nonfinite: number of elements that are NaN or infinite, a 0-d int64 tensor.
+    """
+
+    sq_norm: Tensor
+    nonfinite: Tensor
+
+    @staticmethod
+    def empty(device: torch.device | str | None = None) -> Stats:
+        """Fresh ones for ``stats=``, both zero."""
+        return Stats(
+            torch.zeros((), dtype=torch.float64, device=device), torch.zeros((), dtype=torch.int64, device=device)
+        )
+
+
+@dataclass(frozen=True)
+class StochasticRounding:
+    """Round 16-bit outputs up or down at random, with the probabilities that make the mean right.
+
+    Element e (in memory order) of tensor k uses the 16-bit number ``counters[k] + e`` of Philox4x32-10 under ``seed``:
+    calls that share neither seed nor stretches of counters are independent.
+
+    Attributes:
+        seed: 64-bit key.
+        counters: for every tensor of the call, the index of its first random number, modulo 2**64.
+    """
+
+    seed: int
+    counters: Sequence[int]
 
 
 class Layout(IntEnum):
@@ -27,17 +65,23 @@ class Layout(IntEnum):
 
 
 def check_lists(
-    outs_name: str, outs: Any, ins_name: str | None = None, ins: Any = None, written: bool = True
+    outs_name: str,
+    outs: Any,
+    ins_name: str | None = None,
+    ins: Any = None,
+    written: bool = True,
+    in_memory: bool = True,
 ) -> Layout:
     """Raise for lists that no kernel may be given; else say whether all pairs are flat.
 
     Args:
         outs_name, outs: the op's first argument; ``written`` says whether it is its output.
         ins_name, ins: the argument that is read beside it, or None.
+        in_memory: False for tensors of a trace, which have none: then memory is not looked at, and nothing said to be flat.
     """
-    _check_is_list(outs_name, outs)
+    check_is_list(outs_name, outs)
     if ins_name is not None:
-        _check_is_list(ins_name, ins)
+        check_is_list(ins_name, ins)
         if len(outs) != len(ins):
             raise ValueError(
                 f"{outs_name} and {ins_name} must have one length, but have {len(outs)} and {len(ins)} tensors; "
@@ -47,7 +91,7 @@ def check_lists(
         (ins_name or "", k, x) for k, x in enumerate(ins or ())
     ]
     for name, k, x in everything:
-        _check_tensor(f"{name}[{k}]", x)
+        _check_tensor(f"{name}[{k}]", x, in_memory)
     for name, k, x in everything:
         if x.device != outs[0].device:
             raise ValueError(
@@ -63,21 +107,30 @@ def check_lists(
     if written:
         for k, x in enumerate(outs):
             _check_written(f"{outs_name}[{k}]", x)
+    if not in_memory:
+        return Layout.STRIDED
+    if written:
         _check_overlaps(outs_name, outs, ins_name, ins or ())
     pairs = zip(outs, ins, strict=True) if ins is not None else zip(outs, outs, strict=True)
     return Layout.FLAT if all(is_flat_pair(out, x) for out, x in pairs) else Layout.STRIDED
 
 
-def _check_is_list(name: str, value: Any) -> None:
+def check_is_list(name: str, value: Any) -> None:
+    """Raises TypeError for what is neither list nor tuple."""
     if not isinstance(value, (list, tuple)):
         fix = f"; write [{name}]" if isinstance(value, Tensor) else ""
         raise TypeError(f"{name} must be a list or tuple of tensors, not {type(value).__name__}{fix}")
 
 
-def _check_tensor(where: str, x: Any) -> None:
+def check_is_tensor(where: str, x: Any) -> None:
+    """Raises TypeError for anything else."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{where} must be a tensor, not {type(x).__name__} ({x!r}); leave out what has no gradient")
-    if not is_plain(x):
+
+
+def _check_tensor(where: str, x: Any, in_memory: bool) -> None:
+    check_is_tensor(where, x)
+    if in_memory and not is_plain(x):
         raise TypeError(
             f"{where} is a {type(x).__name__}, which has no memory of its own; pass the plain tensors inside it (x.to_local(), say)"
         )
@@ -85,7 +138,7 @@ def _check_tensor(where: str, x: Any) -> None:
         raise TypeError(f"{where} has layout {x.layout}; only dense tensors can be used: call .to_dense() on it")
     if x.dtype not in DTYPES:
         raise TypeError(f"{where} has dtype {x.dtype}; supported are {', '.join(map(str, DTYPES))}: convert it first")
-    if x.device.type == "meta" or missing_storage(x):
+    if in_memory and (x.device.type == "meta" or missing_storage(x)):
         raise ValueError(f"{where} has no memory behind it (meta tensor, or storage freed); materialize it first")
 
 
@@ -187,19 +240,29 @@ def share_memory(a: Tensor, b: Tensor) -> bool:
 
 def check_scalar(name: str, value: Any, device: torch.device | None) -> float | Tensor:
     """A Python (or numpy) number as a float, or a 0-d tensor as it is."""
-    if isinstance(value, Tensor):
-        if value.numel() != 1:
-            raise ValueError(
-                f"{name} must be a number or a tensor of one element, but has shape {tuple(value.shape)}; one call has one {name}"
-            )
-        if value.is_complex():
-            raise TypeError(f"{name} must be real, but is a {value.dtype} tensor; pass its real part")
-        if device is not None and value.device.type != "cpu" and value.device != device:
-            raise ValueError(
-                f"{name} is on {value.device} but the tensors are on {device}; move it there, or pass a number"
-            )
-        value = value.detach().reshape(())
-        return value.item() if value.device.type == "cpu" else value
+    if not isinstance(value, Tensor):
+        return check_number(name, value)
+    check_scalar_tensor(name, value, device)
+    value = value.detach().reshape(())
+    return value.item() if value.device.type == "cpu" else value
+
+
+def check_scalar_tensor(name: str, value: Tensor, device: torch.device | None) -> None:
+    """Raises TypeError or ValueError for a tensor that is not one number, or not where it can be read."""
+    if value.numel() != 1:
+        raise ValueError(
+            f"{name} must be a number or a tensor of one element, but has shape {tuple(value.shape)}; one call has one {name}"
+        )
+    if value.is_complex():
+        raise TypeError(f"{name} must be real, but is a {value.dtype} tensor; pass its real part")
+    if device is not None and value.device.type != "cpu" and value.device != device:
+        raise ValueError(
+            f"{name} is on {value.device} but the tensors are on {device}; move it there, or pass a number"
+        )
+
+
+def check_number(name: str, value: Any) -> float:
+    """A Python (or numpy) number as a float."""
     if not isinstance(value, Real):  # numpy's scalars are registered as such
         raise TypeError(f"{name} must be a real number or a 0-d tensor, not {type(value).__name__} ({value!r})")
     try:

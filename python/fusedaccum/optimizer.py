@@ -10,6 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+# The wrapper counts and decides in Python, step by step: within torch.compile its calls are graph breaks, as those of torch.optim are
+# that carry this decorator. (torch.compiler.disable is the same, but loads the compiler when this module is imported.)
+from torch._compile import _disable_dynamo as _outside_graphs
 from torch.nn import Parameter
 from torch.optim import LBFGS
 from torch.optim.optimizer import Optimizer
@@ -175,6 +179,7 @@ class AccumulatingOptimizer(Optimizer):
 
     # -- what a training loop calls ----------------------------------------------------------------------------
 
+    @_outside_graphs
     def backward(self, loss: Tensor, *, weight: Scalar | None = None, last: bool = False, **kwargs: Any) -> None:
         """``loss.backward(**kwargs)`` for a micro-batch of this weight; several before one ``step()`` are parts of one micro-batch.
 
@@ -212,6 +217,7 @@ class AccumulatingOptimizer(Optimizer):
         self._not_inside("micro_batch() and backward()")
         return self._gathering.grouped(None if weight is None else checked_weight(weight), last, in_loss)
 
+    @_outside_graphs
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, weight: Scalar | None = None) -> Any:
         """End the micro-batch, and with it the window if it is complete: then normalise, clip and step the inner optimizer.
@@ -259,6 +265,7 @@ class AccumulatingOptimizer(Optimizer):
         finally:
             self._sums.loss_scale.forget_step()
 
+    @_outside_graphs
     @torch.no_grad()
     def flush(self) -> None:
         """Apply a partial window, divided by what it really holds. A backward pass not yet followed by ``step()`` is part of it.
@@ -282,6 +289,7 @@ class AccumulatingOptimizer(Optimizer):
         if self._gathering.anything_to_flush():
             self._close(False)
 
+    @_outside_graphs
     def reset(self) -> None:
         """Drop a partial window; the next micro-batch begins it anew, under the same index."""
         self._not_inside("reset()")
@@ -289,6 +297,7 @@ class AccumulatingOptimizer(Optimizer):
         self._gathering.reset()
         self._unapplied = None
 
+    @_outside_graphs
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Inside a counted or weighed window: nothing, what was gathered stays. Otherwise as in plain PyTorch."""
         self._gathering.settle()
@@ -304,6 +313,7 @@ class AccumulatingOptimizer(Optimizer):
             self._gathering.begin_window()
             self._sums.zero_(zeroed)
 
+    @_outside_graphs
     @torch.no_grad()
     def normalize_(self) -> None:
         """At a window's end, between its last backward and ``step()``: make ``p.grad`` the window's gradient, to clip or inspect.
@@ -342,6 +352,7 @@ class AccumulatingOptimizer(Optimizer):
             raise
         self._make_masters([len(self.param_groups) - 1])
 
+    @_outside_graphs
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's, plus one key, ``"fusedaccum"``: the open window with its buffers, and master weights.
 
@@ -352,6 +363,7 @@ class AccumulatingOptimizer(Optimizer):
         self._gathering.settle()
         return {**self.optimizer.state_dict(), checkpoint.KEY: checkpoint.save(self)}
 
+    @_outside_graphs
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned, an open window included, or a plain optimizer's state (an empty window).
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .ops import Stats, StochasticRounding
+    from .arguments import Stats, StochasticRounding
 
 _SUM_ROW = 4096  # values added up at a time, so that the order of a sum never depends on the number of threads
 _MASK32 = 0xFFFFFFFF

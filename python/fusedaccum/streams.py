@@ -24,3 +24,8 @@ def join(arrived: Iterable[StreamName], grads: Sequence[Tensor]) -> None:
         for grad in grads:
             if grad.device == stream.device:
                 grad.record_stream(here)  # the allocator gives it away again only after that stream
+
+
+def capturing(device: torch.device) -> bool:
+    """Is what is launched on ``device`` now recorded in a CUDA graph, instead of run?"""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,52 @@
+"""CUDA graphs, and on the CPU what does as they do: ops are recorded, and replayed on the same memory without any Python of ours."""
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Recording(TorchDispatchMode):
+    """Within, ops run and are recorded. What they read and wrote stays where it is, as a graph's memory does."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default:
+            raise RuntimeError("waits for the device, which a graph cannot")
+        out = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, out))
+        return out
+
+    @torch.no_grad()
+    def replay(self):
+        for func, args, kwargs, out in self.calls:
+            for there, fresh in zip(tree_leaves(out), tree_leaves(func(*args, **kwargs)), strict=True):
+                if isinstance(there, torch.Tensor) and there.data_ptr() != fresh.data_ptr():
+                    there.copy_(fresh)
+
+    def ours(self):
+        """Every call of our ops: its name, the memory that it writes, and what is not a tensor."""
+        return [
+            (
+                func.name(),
+                [x.data_ptr() for x in args[0]],
+                [x for x in tree_leaves(args) if not isinstance(x, torch.Tensor)],
+            )
+            for func, args, _, _ in self.calls
+            if func.namespace == "fusedaccum"
+        ]
+
+
+def recorded(micro_step, pool):
+    """What replays ``micro_step``, which has run once."""
+    if pool is None:
+        with Recording() as recording:
+            micro_step()
+        return recording
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, stream=torch.cuda.current_stream()):
+        micro_step()
+    graph.replay()  # capturing runs nothing
+    return graph
