@@ -50,12 +50,15 @@ def mean_loss(model, x, y, use):
     return (model(x, use) - y).square().mean()
 
 
-def big_batch(model, opt, window, count, equal=False, limit=None):
-    """The literal thing: one gradient of all the tokens of a window, in the model's dtype, and one step."""
+def big_batch(model, opt, window, count, equal=False, limit=None, sometimes=True):
+    """The literal thing: one gradient of all the tokens of a window, in the model's dtype, and one step.
+
+    ``sometimes``: is the parameter of that name used? (FSDP2 wants the same of all ranks.)
+    """
     opt.zero_grad()
     parts = list(micro_batches(window, count, equal))
     total = sum(w for *_, w, _ in parts)
-    loss = sum(mean_loss(model, x, y, use) * (w / total) for x, y, w, use in parts)
+    loss = sum(mean_loss(model, x, y, use and sometimes) * (w / total) for x, y, w, use in parts)
     loss.backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), limit or float("inf"))
     opt.step()

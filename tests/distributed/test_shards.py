@@ -3,7 +3,6 @@
 import copy
 
 import fusedaccum as fa
-import parts
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,7 +14,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 WINDOWS, COUNT = 3, 8
-real = parts.micro_batches
 
 
 def full(x):
@@ -60,16 +58,9 @@ def fsdp(rank, settings, equal, sync, bare=False, mesh_shape=None, group=False):
 
 def literal(equal, limit=None):
     model = made()
-    model.sometimes.requires_grad_(False)
-    opt = sgd(p for p in model.parameters())
-    norms = [big_batch(model, opt, window, COUNT, equal, limit) for window in range(WINDOWS)]
+    opt = sgd(model.parameters())
+    norms = [big_batch(model, opt, window, COUNT, equal, limit, sometimes=False) for window in range(WINDOWS)]
     return whole_contents(model, opt), norms
-
-
-@pytest.fixture(autouse=True)
-def never_sometimes(monkeypatch):
-    """In the big batch nobody uses the parameter that only some do: FSDP2 wants the same of all ranks."""
-    monkeypatch.setattr(parts, "micro_batches", lambda *a, **k: [(*part[:3], False) for part in real(*a, **k)])
 
 
 @pytest.mark.parametrize("sync", [True, False], ids=["every micro-batch", "once a window"])
@@ -174,7 +165,7 @@ def test_the_ranks_skip_together(worlds, nonfinite):
         total = sum(part[2] for part in kept)
         sum(mean_loss(model, x, y, False) * (w / total) for x, y, w, _ in kept).backward()
         opt.step()
-    big_batch(model, opt, 1, COUNT)
+    big_batch(model, opt, 1, COUNT, sometimes=False)
     for ours, told in worlds(2).run(with_a_bad_one, nonfinite=nonfinite):
         assert told == ((False, COUNT) if nonfinite == "skip_window" else (True, COUNT - 2))
         assert_close(ours, whole_contents(model, opt))

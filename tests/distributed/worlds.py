@@ -1,4 +1,4 @@
-"""Processes that are the ranks of a gloo group, kept for all tests, because to start one takes seconds."""
+"""Processes that are the ranks of a process group, kept for all tests, because to start one takes seconds."""
 
 import contextlib
 import datetime
@@ -7,14 +7,14 @@ import traceback
 import warnings
 
 
-def _serve(rank, size, store, timeout, pipe):
+def _serve(rank, size, store, timeout, backend, pipe):
     import torch
     import torch.distributed as dist
 
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=datetime.timedelta(seconds=timeout)
+        backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=datetime.timedelta(seconds=timeout)
     )
     while True:
         case, arguments = pipe.recv()
@@ -31,13 +31,13 @@ def _serve(rank, size, store, timeout, pipe):
 class World:
     """So many ranks. ``run(case, **arguments)`` calls ``case(rank, **arguments)`` on each, and returns what they return."""
 
-    def __init__(self, size, folder, timeout=20):
+    def __init__(self, size, folder, timeout=20, backend="gloo"):
         context = multiprocessing.get_context("spawn")
         self.size, self._pipes, self.processes = size, [], []
         self.broken = False  # may its ranks be out of step with each other?
         for rank in range(size):
             ours, theirs = context.Pipe()
-            arguments = (rank, size, folder / "store", timeout, theirs)
+            arguments = (rank, size, folder / "store", timeout, backend, theirs)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
