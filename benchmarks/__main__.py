@@ -12,6 +12,7 @@ from . import (
     bench_fused,
     bench_memory,
     bench_overhead,
+    bench_ranks,
     bench_step,
     bench_training,
     bench_window,
@@ -31,6 +32,7 @@ BENCHMARKS = {
         bench_fused,
         bench_overhead,
         bench_memory,
+        bench_ranks,
     )
 }
 

@@ -24,6 +24,7 @@ TABLES: dict[str, Callable[[Sequence[Row]], tables.Table]] = {
     "fused": tables.fused,
     "overhead": tables.overhead,
     "memory": tables.memory,
+    "ranks": tables.ranks,
 }
 
 

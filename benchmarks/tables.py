@@ -94,6 +94,17 @@ def training(rows: Sequence[Row]) -> Table:
     return ["window of 8 through autograd", "fusedaccum ms (p10–p90)", "vs best", *others], lines
 
 
+def ranks(rows: Sequence[Row]) -> Table:
+    """One line a set: windows over several ranks, of every contestant."""
+    others = _names(rows, "variant") + _names(rows, "peer")
+    lines = []
+    for (name, number), of_case in grouped(rows, ("set", "ranks")).items():
+        if "median_ms" in of_case[OURS]:
+            times = [_milliseconds(of_case.get(o)) for o in others]
+            lines.append([f"{name}, {number} ranks", _measured(of_case[OURS])[0], _speedup(of_case), *times])
+    return ["window of 8 on every rank", "fusedaccum ms (p10–p90)", "vs best", *others], lines
+
+
 def step(rows: Sequence[Row]) -> Table:
     """One line a model and way: a window of training, and what of it is accumulation."""
     lines = []
