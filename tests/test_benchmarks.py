@@ -14,6 +14,7 @@ import fusedaccum as fa
 
 from benchmarks import (
     bench_accumulate,
+    bench_ranks,
     bench_step,
     bench_training,
     bench_window,
@@ -138,3 +139,14 @@ def test_report_rewrites_marked_blocks_only(tmp_path: Path) -> None:
     assert report.rewrite(page, {"window": "new"}) == []
     assert page.read_text() == "before\n<!-- benchmarks:window -->\nnew\n<!-- /benchmarks:window -->\nafter\n"
     assert report.rewrite(page, {}) == ["window"]
+
+
+@pytest.mark.slow
+def test_ranks_run_every_way(tmp_path: Path) -> None:
+    options = harness.Options(
+        quick=True, rounds=2, sets=("resnet-101",), out=tmp_path, compile=False, backend="reference"
+    )
+    rows = bench_ranks.run(options)
+    assert [row["contestant"] for row in rows] == list(bench_ranks.WAYS)
+    assert all(row["median_ms"] > 0 for row in rows)
+    assert "resnet-101, 2 ranks" in report.printed("ranks", rows)
