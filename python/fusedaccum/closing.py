@@ -212,4 +212,6 @@ def overflowed_in_cast(slots: list[Slot], masters: MasterWeights, sums: Accumula
     """Is a finite FP32 gradient infinite as the FP16 one that is stepped? (bf16 has FP32's range.) Waits for the device."""
     cast = [slot.holder.grad for slot in slots if slot.param.dtype == torch.float16 and slot.param not in masters.of]
     found = sums.count_nonfinite(grad for grad in cast if grad is not None) if cast else 0
-    return float(sums.over_owners(torch.tensor(float(found)))) > 0
+    if sums.owned_apart:
+        found = int(sums.over_owners(torch.tensor(found)))
+    return found > 0
