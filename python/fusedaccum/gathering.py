@@ -64,6 +64,9 @@ class Gathering:
         check_shared(self._settings, shard, self.sums.sharded)
         self.ranks = Ranks(group, comm_dtype, self.sums, self.ledger, self._settings.backend, shard)
         self.ledger.ranks, self.ledger.over_ranks = self.ranks.group.size, self.ranks.group.weight
+        if self._settings.reduction == "none":  # of which the mean over the ranks is taken
+            for slot in self._fully_sharded.slots:
+                slot.factor /= self.ranks.group.size
         if shard:
             self.sums.owned_apart, self.sums.over_owners = True, self.ranks.group.sum
 
@@ -294,9 +297,14 @@ class Gathering:
         if self.ranks is not None and self._is_last():
             self.ranks.segments.last_pass_begins()
 
+    def has_new_replicas(self) -> bool:
+        """Have DistributedDataParallel modules been made of the parameters since :meth:`share`?"""
+        found = replicas_of([slot.param for slot in self.sums.buffers.slots])
+        return any(module not in self._replicas.modules for module in found)
+
     def _check_replicas(self) -> None:
         """Raises RuntimeError for a DistributedDataParallel module made after the wrapper: it would replace the sums in ``p.grad``."""
-        if set(replicas_of([slot.param for slot in self.sums.buffers.slots])) - set(self._replicas.modules):
+        if self.has_new_replicas():
             raise RuntimeError(
                 "the model was wrapped in DistributedDataParallel after its optimizer was wrapped, and DDP would add up the ranks' "
                 "gradients a second time; make the DistributedDataParallel module first, then AccumulatingOptimizer"

@@ -182,8 +182,8 @@ class Ledger:
         return self.micro.last or (length is not None and self._steps + 1 >= length)
 
     def divisor(self, weight: Scalar) -> Scalar:
-        """What the sum is divided by in a window of this weight. Gradients that come normalised are a mean over the ranks."""
-        return float(self.ranks) if self.reduction == "none" else weight
+        """What the sum is divided by in a window of this weight."""
+        return 1.0 if self.reduction == "none" else weight
 
     def divisor_at_end(self) -> Scalar:
         """The divisor of the window that ends with the micro-batch being gathered, or has ended before it.

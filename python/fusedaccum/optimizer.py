@@ -367,8 +367,8 @@ class AccumulatingOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned, an open window included, or a plain optimizer's state (an empty window).
 
-        The model may have moved to another device or dtype since it was wrapped: its gradients are gathered there from now on.
-        (Accelerate moves a model and then loads the optimizer's own state.)
+        The model may have moved to another device or dtype since it was wrapped, or into a DistributedDataParallel module: its
+        gradients are gathered there from now on. (Accelerate does that to a model, and then loads the optimizer's own state.)
 
         Raises:
             ValueError: saved from other parameters, or with an open window and other window settings; nothing is loaded then.
@@ -378,7 +378,7 @@ class AccumulatingOptimizer(Optimizer):
         own = state_dict.get(checkpoint.KEY)
         if own is not None:
             checkpoint.check(self, own)
-        if self._sums.buffers.moved:
+        if self._sums.buffers.moved or self._gathering.has_new_replicas():
             self._build_anew()
         with self._masters.at_work(self.optimizer):
             self.optimizer.load_state_dict({k: v for k, v in state_dict.items() if k != checkpoint.KEY})

@@ -86,6 +86,8 @@ class Segments:
     ):
         self._group, self._comm_dtype, self._backend = group, comm_dtype, backend
         self._sums, self._ledger, self._owners = sums, ledger, owners
+        # Gradients that come normalised are averaged over the ranks, as DDP and FSDP do.
+        self._mean = 1.0 / group.size if ledger.reduction == "none" else 1.0
         self._segments: list[Segment] = []
         self._segment_of: dict[Slot, Segment] = {}
         self._blocks = 0  # that the segments were made of
@@ -218,7 +220,8 @@ class Segments:
 
     def _send(self, segment: Segment) -> None:
         self._missing.pop(segment, None)
-        self._sums.divide_([slot for slot in segment.slots if slot.shown is not None], self._divisor(segment))
+        shown = [slot for slot in segment.slots if slot.shown is not None]
+        self._sums.divide_(shown, self._divisor(segment), self._mean)
         without = [slot.buffer for slot in segment.slots if slot.shown is None]
         if without:
             torch._foreach_zero_(without)
@@ -253,6 +256,9 @@ class Segments:
         segment = going.segment
         if self._group.rank != (segment.owner or 0):
             segment.memory.zero_()
+            segment.block.written()
+        elif self._mean != 1.0:
+            segment.memory.mul_(self._group.size)
             segment.block.written()
         unseen = [slot for slot in segment.slots if slot.shown is None]
         self._sums.written(unseen, 1.0)

@@ -277,6 +277,7 @@ def fails(rank, how, where):
         opt.zero_grad()
 
 
+@pytest.mark.slow  # it waits for a timeout
 @pytest.mark.parametrize("how", ["raises", "dies"])
 @pytest.mark.parametrize("where", ["middle", "last"])
 def test_a_rank_that_goes_is_an_error_on_the_others_within_the_timeout(tmp_path, how, where):
@@ -320,6 +321,7 @@ def goes_on_after(rank):
         opt.step()
 
 
+@pytest.mark.slow  # it waits for a timeout
 def test_a_backward_that_breaks_off_on_one_rank_is_an_error_on_both(tmp_path):
     world = World(2, tmp_path, timeout=4)
     try:
@@ -330,6 +332,7 @@ def test_a_backward_that_breaks_off_on_one_rank_is_an_error_on_both(tmp_path):
         world.close()
 
 
+@pytest.mark.slow  # it waits for a timeout
 def test_the_message_names_the_rank_and_what_pytorch_said(tmp_path):
     world = World(2, tmp_path, timeout=3)
     try:
