@@ -202,6 +202,10 @@ class Buffers:
                 offsets.append(end)
                 end += -(-local_of(slot.param).numel() // ALIGNMENT) * ALIGNMENT
             block = Block(torch.empty(end, dtype=dtype, device=device), home != device)
+            ends = [offset + local_of(slot.param).numel() for slot, offset in zip(members, offsets, strict=True)]
+            torch._foreach_zero_(
+                [block.flat[i:j] for i, j in zip(ends, [*offsets[1:], end], strict=True)]
+            )  # they travel between ranks
             self.blocks.append(block)
             for slot, offset in zip(members, offsets, strict=True):
                 slot.block, slot.buffer, slot.placed = block, block.view(block.flat, slot, offset), True

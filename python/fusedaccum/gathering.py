@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -56,12 +57,12 @@ class Gathering:
         slots = self.sums.buffers.slots
         self._replicas = Replicas(replicas_of([slot.param for slot in slots]))
         self._fully_sharded = FullySharded(slots)
-        self._fully_sharded.before_forward(self.hide_shards)
+        self._fully_sharded.before_backward(self.hide_shards)
         group = group or self._replicas.group or self._fully_sharded.group
         if group is None:
             check_alone(comm_dtype, shard)
             return
-        check_shared(self._settings, shard, self.sums.sharded)
+        check_shared(self._settings, shard, self.sums.sharded, [slot.name for slot in self.sums.lent])
         self.ranks = Ranks(group, comm_dtype, self.sums, self.ledger, self._settings.backend, shard)
         self.ledger.ranks, self.ledger.over_ranks = self.ranks.group.size, self.ranks.group.weight
         if self._settings.reduction == "none":  # of which the mean over the ranks is taken
@@ -121,7 +122,11 @@ class Gathering:
     # -- a micro-batch -----------------------------------------------------------------------------------------
 
     def hide_shards(self) -> None:
-        """FSDP2 begins a forward, and its backward shall find no ``p.grad``."""
+        """FSDP2 begins a backward, which shall find no ``p.grad``. Raises RuntimeError for one that lacks the micro-batch's weight."""
+        if self.weighs_loss and self.ledger.has_micro and self.ledger.micro.in_loss and not self.inside:
+            raise RuntimeError(
+                "this micro-batch has a weight, which FSDP2 needs in the loss of all its backward passes; use opt.backward(loss) for each"
+            )
         self.sums.hide()
 
     @property
@@ -147,7 +152,7 @@ class Gathering:
     def grouped(self, weight: Scalar | None, last: bool, in_loss: bool) -> Iterator[None]:
         """All passes within are one micro-batch; an exception drops it. ``in_loss``: their losses are multiplied by the weight."""
         self.open(weight, last)
-        self.ledger.micro.in_loss = in_loss
+        self.ledger.micro.in_loss = self.ledger.micro.in_loss or in_loss
         self.inside = True
         self._adds_before = self.ledger.micro.adds
         try:
@@ -205,6 +210,7 @@ class Gathering:
         self.ledger.drop_window()
         self.sums.begin()
         self.sums.lend(self.sums.lent)
+        self._fully_sharded.drop()
         if self.ranks is not None:
             self.ranks.forget()
 
@@ -245,6 +251,9 @@ class Gathering:
             return self.ledger.is_open
         if not self.ledger.has_window:
             self.begin_window()
+        if self._settings.schedule.window_weight is not None:
+            with self._or_dropped():
+                self.ranks.group.weight(self.ledger.window.weight, flushes=True)
         self.agree(False)
         if self.ledger.window.empty:
             self.ledger.drop_window()
@@ -256,6 +265,11 @@ class Gathering:
             return overflow
         window = self.ledger.window
         if not self._agreed:
+            if self._fully_sharded.held_back():
+                raise RuntimeError(
+                    "the window ends, and FSDP2 still holds gradients of it that it was told not to reduce; "
+                    "call model.set_requires_gradient_sync(True) before the window's last backward (also before one that flush() follows)"
+                )
             with self._or_dropped():
                 self.ranks.agree(window.micro_batches, window.weight, overflow)
             self._replicas.window_ended()
@@ -309,6 +323,13 @@ class Gathering:
                 "the model was wrapped in DistributedDataParallel after its optimizer was wrapped, and DDP would add up the ranks' "
                 "gradients a second time; make the DistributedDataParallel module first, then AccumulatingOptimizer"
             )
+        trained = [named for module in self._replicas.modules for named in module.module.named_parameters()]
+        left_out = [name for name, p in trained if p.requires_grad and self.of(p) is None]
+        if left_out:
+            raise RuntimeError(
+                f"parameter {left_out[0]} of the DistributedDataParallel module belongs to no AccumulatingOptimizer ({len(left_out)} such "
+                "in all), and its gradient would differ between ranks, for DDP is kept quiet; wrap its optimizer too, or freeze it"
+            )
 
     def _is_last(self) -> bool:
         """Does the window end with this pass? Under DistributedDataParallel, no_sync() says when it does not."""
@@ -337,11 +358,27 @@ class Gathering:
         if self.inside or not self.ledger.has_micro:
             return
         self.sums.unhide()
-        if self._settings.drops_micro_batches:
-            self._judge()
+        bad = self._judge() if self._settings.drops_micro_batches else None
         if self.ranks is not None and self.ranks.segments.in_last_pass:
             with self._or_dropped():
                 self.ranks.segments.send_rest()
+            finish = functools.partial(self._sums_arrive, self.ranks, bad)
+            if torch._C._current_graph_task_id() == -1:
+                finish()
+            else:
+                # Other wrappers' passes end with the same backward, on some ranks before this one: their sums go before anybody waits.
+                torch.autograd.Variable._execution_engine.queue_callback(finish)
+        elif bad is not None:
+            self._rejected.reject(bad, self.sums.buffers.slots)
+
+    @torch.no_grad()
+    def _sums_arrive(self, ranks: Ranks, bad: dict[Slot, Tensor] | None) -> None:
+        with self._or_dropped():
+            ranks.segments.arrive()
+            if self._settings.schedule.caller_owned and self._replicas.modules:
+                ranks.show_all()
+        if bad is not None:
+            self._rejected.reject(bad, self.sums.buffers.slots)
         if self._settings.schedule.caller_owned:
             self._commit(None)
 
@@ -378,25 +415,25 @@ class Gathering:
             )
 
     @torch.no_grad()
-    def _judge(self) -> None:
-        """Let the held gradients in, or reject the micro-batch (waits for the device)."""
+    def _judge(self) -> dict[Slot, Tensor] | None:
+        """Let the held gradients in, or drop the micro-batch and return those that are not finite (waits for the device)."""
         micro, held = self.ledger.micro, self._intake.held
         micro.judged = bool(held)
         found = self.sums.count_nonfinite(held)
         if self.ranks is not None and self.sums.sharded:  # the ranks hold parts of one gradient, and drop it together
             found = int(self.ranks.group.total([found])[0])
-        if not found or float(micro.value()) == 0:
+        weightless = float(micro.value()) == 0 and not self.sums.sharded
+        if not found or weightless:
             self._intake.release()
-            return
+            return None
         micro.bad = True
         batches = self._intake.drop()
-        bad = {
+        return {
             slot: grad
             for slots, grads in batches
             for slot, grad in zip(slots, grads, strict=True)
             if not torch.isfinite(local_of(grad)).all()
         }
-        self._rejected.reject(bad, self.sums.buffers.slots)
 
 
 @dataclass

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -12,6 +15,49 @@ from torch import Tensor
 from .buffers import Slot
 from .ledger import Ledger
 from .window import Scalar
+
+_OWN: dict[
+    int, tuple[dist.ProcessGroup, list[Own]]
+] = {}  # by the id of the caller's group, which is kept, so that it stays its
+
+
+_STRANDED: list[Group] = []  # whose group nobody may take over
+
+
+@dataclass
+class Own:
+    """A group of ours, of the ranks of a caller's one."""
+
+    group: dist.ProcessGroup
+    user: weakref.ref[Group]
+
+
+def own_group(theirs: dist.ProcessGroup, device: torch.device, user: Group) -> dist.ProcessGroup:
+    """A group of the same ranks for one wrapper alone: collectives of another, or of the caller's, may come in between on some rank.
+
+    Taken over from a wrapper that is no more, on all ranks; they agree on which. Raises ValueError where the group cannot reach ``device``.
+    """
+    try:
+        timeout = theirs._get_backend(device).options._timeout
+    except RuntimeError as error:
+        raise ValueError(
+            f"process_group has no backend for the {device}, where the buffers are: {error}; make it with one, as in "
+            "init_process_group('cpu:gloo,cuda:nccl')"
+        ) from error
+    _, known = _OWN.setdefault(id(theirs), (theirs, []))
+    free = {i for i, own in enumerate(known) if own.user() is None}
+    frees: list = [None] * dist.get_world_size(theirs)
+    dist.all_gather_object(frees, free, group=theirs)
+    common = set.intersection(*frees)
+    if common:
+        own = known[min(common)]
+        own.user = weakref.ref(user)
+        return own.group
+    ranks = dist.get_process_group_ranks(theirs)
+    group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)  # this rank is in it
+    known.append(Own(group, weakref.ref(user)))
+    return group
 
 
 class Group:
@@ -23,9 +69,9 @@ class Group:
     """
 
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device, ledger: Ledger):
-        self.process_group = process_group
         self.size, self.rank = dist.get_world_size(process_group), dist.get_rank(process_group)
         self.name = f"{self.rank} of {self.size}"
+        self.process_group = own_group(process_group, device, self)
         self._device = device  # of numbers that travel
         self._ledger = ledger
         self._out_of_step = False  # has this rank left out collectives that others wait for?
@@ -38,9 +84,10 @@ class Group:
         """Sums over the ranks of a list of numbers; waits for the device."""
         return self.sum(torch.tensor(mine, dtype=torch.float64)).tolist()
 
-    def weight(self, mine: Scalar) -> float:
-        """The sum over the ranks of a weight; waits for the device."""
-        return self.total([float(mine)])[0]
+    def weight(self, mine: Scalar, flushes: bool = False) -> float:
+        """The sum over the ranks of a weight, infinite where one of them ``flushes``, and so ends the window; waits for the device."""
+        total, flushing = self.total([float(mine), float(flushes)])
+        return math.inf if flushing else total
 
     def sum(self, mine: Tensor) -> Tensor:
         """The sum over the ranks of a small tensor."""
@@ -60,7 +107,7 @@ class Group:
         try:
             yield
         except RuntimeError as error:
-            self._out_of_step = True
+            self.out_of_step()
             raise RuntimeError(
                 f"rank {self.rank} could not reach the others at the end of window {self._ledger.index}: one of them has probably "
                 "raised or died, or closes fewer windows than this one (every rank must call step() or flush() as often as windows "
@@ -70,6 +117,7 @@ class Group:
     def out_of_step(self) -> None:
         """This rank leaves out what others may be waiting for."""
         self._out_of_step = True
+        _STRANDED.append(self)
 
     # -- are the ranks alike? ----------------------------------------------------------------------------------
 

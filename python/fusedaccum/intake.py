@@ -111,8 +111,8 @@ class Intake:
                     queue.put(slot, grad)
                 elif slot.placed and not slot.block.untouched_by_user:
                     raise RuntimeError(
-                        f"FSDP2 has added a gradient to {slot.name}.grad by itself, because its forward went past the module that "
-                        "fully_shard was called on last (the root); call that module"
+                        f"FSDP2 has added a gradient to {slot.name}.grad by itself, because this backward did not begin at an output of "
+                        "the module that fully_shard was called on last (the root); call that module, and use what it returns"
                     )
 
         return take

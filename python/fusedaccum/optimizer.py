@@ -194,8 +194,8 @@ class AccumulatingOptimizer(Optimizer):
         """
         in_loss = self._gathering.weighs_loss and weight is not None
         with self._grouped(weight, last, in_loss):
-            if in_loss:
-                loss = loss * weight  # type: ignore[operator]
+            if self._ledger.micro.in_loss:
+                loss = loss * self._ledger.micro.value()
             loss.backward(**kwargs)
 
     @contextmanager

@@ -57,6 +57,7 @@ class Ranks:
     def take(self, slots: Sequence[Slot]) -> None:
         """Share these, too. Raises ValueError unless all ranks have the like."""
         self.group.compare_shapes(slots)
+        self._compared = False
         if self.shard:
             self.owners.update(owners(slots, self.group.size))
 
@@ -81,17 +82,18 @@ class Ranks:
             RuntimeError: the other ranks cannot be reached, or are not alike.
         """
         self.segments.send_rest()  # first, as on ranks whose last backward has done so
+        self.segments.arrive()
         slots, window = self._sums.buffers.slots, self._ledger.window
         if not self._compared:
             self.group.compare_values([slot for slot in slots if not slot.sharded])
             self._compared = True
         unit = 0.0 if window.unit is None else float(window.unit)
         counts = micro_batches, window.dropped, float(window.nonfinite)
-        mine = [float(weight), *counts, bool(overflow), window.overflowed, unit]
-        mine += [slot.shown is not None and slot not in self.segments.unseen for slot in slots]
+        mine = [float(weight), *counts, bool(overflow), window.overflowed, unit, unit**2]
+        mine += [self.segments.has(slot) for slot in slots]
         totals = self.group.total([*mine, *self.segments.again])
-        numbers, has, again = totals[:7], totals[7 : 7 + len(slots)], totals[7 + len(slots) :]
-        if numbers[6] != self.group.size * unit:
+        numbers, has, again = totals[:8], totals[8 : 8 + len(slots)], totals[8 + len(slots) :]
+        if numbers[6] ** 2 != self.group.size * numbers[7]:  # equal scales, and no others, have this mean square
             raise RuntimeError(
                 f"the loss scale is {unit:g} on this rank and another on others: every rank's GradScaler has looked at its own gradients "
                 "only; use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler(process_group=...). The window is dropped"
@@ -101,6 +103,12 @@ class Ranks:
         self.gathered = {slot for slot, ranks in zip(slots, has, strict=True) if ranks}
         self.segments.finish(self.gathered, again)
         self.agreed = True
+
+    def show_all(self) -> None:
+        """Show the sums of what other ranks have a gradient of, too: somebody is going to look at ``p.grad`` before the window ends."""
+        slots = self._sums.buffers.slots
+        has = self.group.total([self.segments.has(slot) for slot in slots])
+        self.segments.show([slot for slot, ranks in zip(slots, has, strict=True) if ranks])
 
     def take_back(self) -> None:
         """Make the buffers this rank's part of the sums again, as a checkpoint inside a window holds them."""

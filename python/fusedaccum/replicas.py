@@ -31,42 +31,72 @@ def replicas_of(parameters: Collection[Tensor]) -> list[DistributedDataParallel]
 
 
 class Silence:
-    """Runs every forward of a module without synchronisation, and notes what the caller has asked for."""
+    """Runs every forward of a module without synchronisation while it lives, and notes what the caller has asked for."""
 
     def __init__(self, module: DistributedDataParallel):
-        self.asked = self.synced = bool(module.require_backward_grad_sync)
-        self.handles = [
-            module.register_forward_pre_hook(self.begin),
-            module.register_forward_hook(self.end, always_call=True),
-        ]
+        self._asked = asked = {"synced": bool(module.require_backward_grad_sync), "now": True}
 
-    def begin(self, module: Any, args: Any) -> None:
-        self.asked = module.require_backward_grad_sync
-        if torch.is_grad_enabled():
-            self.synced = self.asked
-        module.require_backward_grad_sync = False
+        def begin(module: Any, args: Any) -> None:
+            asked["now"] = module.require_backward_grad_sync
+            if torch.is_grad_enabled():
+                asked["synced"] = asked["now"]
+            module.require_backward_grad_sync = False
 
-    def end(self, module: Any, args: Any, output: Any) -> None:
-        module.require_backward_grad_sync = self.asked
+        def end(module: Any, args: Any, output: Any) -> None:
+            module.require_backward_grad_sync = asked["now"]
 
-
-class Replicas:
-    """The modules of one wrapper, silenced while it lives."""
-
-    def __init__(self, modules: list[DistributedDataParallel]):
-        self.modules = modules
-        self.group: dist.ProcessGroup | None = modules[0].process_group if modules else None
-        self._silences = [Silence(module) for module in modules]
-        for silence in self._silences:
-            for handle in silence.handles:
-                weakref.finalize(self, handle.remove).atexit = False
+        module.require_forward_param_sync = False  # module buffers follow the windows
+        for handle in (module.register_forward_pre_hook(begin), module.register_forward_hook(end, always_call=True)):
+            weakref.finalize(self, handle.remove).atexit = False
+        weakref.finalize(self, setattr, module, "require_forward_param_sync", True).atexit = False
 
     @property
     def synced(self) -> bool:
         """Would the backward of the last forward have been synchronised?"""
+        return self._asked["synced"]
+
+
+# One a module, whichever wrappers gather its parameters.
+_SILENCES: weakref.WeakValueDictionary[int, Silence] = weakref.WeakValueDictionary()
+
+
+class Replicas:
+    """The modules of one wrapper. Raises ValueError for what they have been asked to do, and cannot."""
+
+    def __init__(self, modules: list[DistributedDataParallel]):
+        self.modules = modules
+        for module in modules:
+            check(module)
+        self.group: dist.ProcessGroup | None = modules[0].process_group if modules else None
+        if any(module.process_group is not self.group for module in modules):
+            raise ValueError(
+                "the optimizer's parameters are in DistributedDataParallel modules of different process groups; wrap an optimizer for each"
+            )
+        self._silences = [_SILENCES.get(id(module)) or Silence(module) for module in modules]
+        for module, silence in zip(modules, self._silences, strict=True):
+            _SILENCES[id(module)] = silence
+
+    @property
+    def synced(self) -> bool:
+        """Would the backward of a module's last forward have been synchronised?"""
         return any(silence.synced for silence in self._silences)
 
+    @torch.no_grad()
     def window_ended(self) -> None:
-        """The next forward gives all ranks the first one's module buffers (batch statistics), as DDP does after a synchronised backward."""
+        """Give all ranks the first one's module buffers (batch statistics), as DDP does after a synchronised backward."""
         for module in self.modules:
-            module.require_forward_param_sync = True
+            if module.broadcast_buffers and module.modules_buffers:
+                module._sync_buffers()
+
+
+def check(module: DistributedDataParallel) -> None:
+    """Raises ValueError for what DDP does in a reduction that does not take place."""
+    if module.static_graph:
+        raise ValueError(
+            "the DistributedDataParallel module has static_graph=True, which needs a reduction in the first backward, and sums are reduced "
+            "once a window here; leave it out"
+        )
+    if getattr(module, "_comm_hooks", None):
+        raise ValueError(
+            "the DistributedDataParallel module has a communication hook, which would not be called; comm_dtype=torch.bfloat16 sends half"
+        )

@@ -118,7 +118,11 @@ class Segments:
         self._gone = []
         for segment in self._segments:
             segment.again = False
-        self._missing = {segment: set(segment.slots) for segment in self._segments if not segment.narrow}
+        self._missing = {
+            segment: {slot for slot in segment.slots if slot.param.requires_grad}
+            for segment in self._segments
+            if not segment.narrow
+        }
         self.in_last_pass = True
 
     def before_add(self, slots: Sequence[Slot]) -> None:
@@ -143,7 +147,7 @@ class Segments:
     # -- at the end --------------------------------------------------------------------------------------------
 
     def send_rest(self) -> None:
-        """All wide segments have gone and come back after this."""
+        """All wide segments are on their way after this."""
         self._sums.gathered()  # takes over what was put into p.grad by hand
         self._divide_up()
         self._missing, self.in_last_pass = {}, False
@@ -151,7 +155,6 @@ class Segments:
         for segment in self._segments:
             if not segment.narrow and segment not in gone:
                 self._send(segment)
-        self._arrive()
 
     def finish(self, gathered: set[Slot], again: Sequence[float]) -> None:
         """Send what has to go once more on any rank, and what needed the window's weight; show what is ``gathered``."""
@@ -163,7 +166,7 @@ class Segments:
                 if not segment.again:
                     self._take_back(gone[segment])
                 self._send(segment)
-        self._arrive()
+        self.arrive()
         for segment in self._segments:
             ours = segment.owner in (None, self._group.rank)
             shown = [slot for slot in segment.slots if slot in gathered and ours]
@@ -242,7 +245,8 @@ class Segments:
             return dist.all_reduce(sent, group=group, async_op=True)
         return dist.reduce(sent, self._group.global_rank(owner), group=group, async_op=True)
 
-    def _arrive(self) -> None:
+    def arrive(self) -> None:
+        """Wait for what is on its way."""
         for going in self._gone:
             going.arrive(self._group, self._backend)
 
@@ -260,7 +264,15 @@ class Segments:
         elif self._mean != 1.0:
             segment.memory.mul_(self._group.size)
             segment.block.written()
-        unseen = [slot for slot in segment.slots if slot.shown is None]
+        self.show(segment.slots)
+
+    def has(self, slot: Slot) -> bool:
+        """Has this rank a gradient of it?"""
+        return slot.shown is not None and slot not in self.unseen
+
+    def show(self, slots: Sequence[Slot]) -> None:
+        """Show sums that hold what other ranks have gathered, or may have."""
+        unseen = [slot for slot in slots if slot.shown is None]
         self._sums.written(unseen, 1.0)
         self.unseen.update(unseen)
 

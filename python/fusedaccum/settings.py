@@ -209,8 +209,17 @@ def check_alone(comm_dtype: torch.dtype | None, shard: bool) -> None:
             )
 
 
-def check_shared(settings: Settings, shard: bool, sharded: bool) -> None:
-    """Raises ValueError for settings that do not work over ranks, or not with ``shard``; ``sharded``: there are DTensors."""
+def check_shared(settings: Settings, shard: bool, sharded: bool, lent: list[str]) -> None:
+    """Raises ValueError for what does not work over ranks, or not with ``shard``.
+
+    Args:
+        sharded: there are DTensors. lent: parameters whose layers add to main_grad.
+    """
+    if lent and settings.schedule.caller_owned:
+        raise ValueError(
+            f"the layer of parameter {lent[0]} adds to main_grad by itself, and where the caller owns windows nothing tells when that has "
+            "to be added up over the ranks; give accum_steps, or switch the layer's gradient accumulation fusion off"
+        )
     if settings.nonfinite == "raise":
         raise ValueError(
             "nonfinite='raise' would raise on one rank while the others wait for it; use 'skip_micro_batch' or 'skip_window', and look "

@@ -138,7 +138,7 @@ def test_running_means_do_not_overflow_over_the_ranks(worlds, settings):
 # -- where windows end ----------------------------------------------------------------------------------------------------
 
 
-def uneven(rank, counts, equal_windows):
+def uneven(rank, counts):
     """Ranks with different numbers of micro-batches: rank r takes ``counts[r]`` of them, and the window is closed by flush() on all."""
     model = made()
     opt = wrapped(model, accum_steps=max(counts), process_group=dist.group.WORLD)
@@ -162,7 +162,7 @@ def test_ranks_with_unequal_numbers_of_micro_batches(worlds, counts):
     opt = sgd(model.parameters())
     for window in range(WINDOWS):
         big_batch(model, opt, window, sum(counts))
-    for ours in worlds(2).run(uneven, counts=counts, equal_windows=False):
+    for ours in worlds(2).run(uneven, counts=counts):
         assert_close(ours, contents(model, opt))
 
 

@@ -1,0 +1,310 @@
+"""What else a script does: several wrappers, DDP's own options, hands on p.grad, other orders of calls. Each was wrong once."""
+
+import fusedaccum as fa
+import pytest
+import torch
+import torch.distributed as dist
+from parts import assert_close, contents, made, mean_loss, sgd, share, wrapped
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+DDP = nn.parallel.DistributedDataParallel
+
+
+def one(value=1.0, size=2):
+    return nn.Parameter(torch.full((size,), value))
+
+
+# -- windows that a rank ends alone -----------------------------------------------------------------------------------------
+
+
+def last_is_bad(rank, how):
+    """The bad micro-batch is the last of its window, whose sums go at once."""
+    model = made()
+    module = DDP(model, find_unused_parameters=True) if how == "owned" else model
+    settings = {"reduction": "none"} if how == "owned" else {"accum_steps": 2}
+    group = None if how == "owned" else dist.group.WORLD
+    if how == "fsdp2":
+        fully_shard(model)
+        group = None
+    opt = wrapped(model, process_group=group, nonfinite="skip_micro_batch", **settings)
+    for number, (x, y, _, _) in enumerate(share(0, 4, rank, 2, True)):
+        loss = mean_loss(module, x, y, False) / (2 if how == "owned" else 1)
+        if number == 1 and rank == 1:
+            loss = loss * float("nan")
+        loss.backward()
+        if how != "owned":
+            opt.step()
+            opt.zero_grad()
+    if how == "owned":
+        opt.step()
+    assert opt.updated and opt.last_window.micro_batches == (2 if how == "fsdp2" else 3)
+    return [(p.full_tensor() if isinstance(p, DTensor) else p).detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("how", ["counted", "owned", "fsdp2"])
+def test_a_bad_last_micro_batch_is_left_out(worlds, how):
+    model = made()
+    opt = sgd(model.parameters())
+    parts = [share(0, 4, rank, 2, True) for rank in range(2)]
+    kept = [parts[0][0], parts[1][0], *([] if how == "fsdp2" else [parts[0][1]])]
+    for x, y, _, _ in kept:
+        (mean_loss(model, x, y, False) / (4 if how == "owned" else len(kept))).backward()
+    opt.step()
+    for ours in worlds(2).run(last_is_bad, how=how):
+        assert_close(ours, list(model.parameters()))
+
+
+def weighed_and_flushed(rank):
+    """window_weight, and one rank that runs out of data: its flush() ends the window of all."""
+    p = one()
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), window_weight=100, process_group=dist.group.WORLD)
+    for _ in range(2 - rank):
+        opt.backward((p * (rank + 1)).sum(), weight=3)
+        opt.step()
+    if rank == 1:
+        opt.flush()
+    return p.detach(), float(opt.last_window.weight)
+
+
+def test_a_flush_ends_a_weighed_window_on_all_ranks(worlds):
+    for p, weight in worlds(2).run(weighed_and_flushed):
+        assert weight == 9 and torch.allclose(p, torch.full((2,), 1 - (3 + 3 + 6) / 9))
+
+
+def unequal_with_batch_norm(rank):
+    torch.manual_seed(3)
+    module = DDP(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2)))
+    opt = wrapped(module, accum_steps=2)
+    torch.manual_seed(rank)
+    for _ in range(2 if rank == 0 else 0):
+        opt.backward(module(torch.randn(3, 4)).square().mean())
+        opt.step()
+    if rank == 1:
+        opt.flush()
+    return module.module[0].running_mean
+
+
+def test_a_rank_without_data_gets_the_batch_statistics_too(worlds):
+    first, second = worlds(2).run(unequal_with_batch_norm)
+    assert torch.equal(first, second) and first.abs().sum() > 0
+
+
+# -- several wrappers -------------------------------------------------------------------------------------------------------
+
+
+def two_wrappers(rank):
+    """On one group; one backward brings gradients to both, in an order that depends on the rank."""
+    a, b = [one(), one()], [one(), one()]
+    group = dist.group.WORLD
+    first = fa.AccumulatingOptimizer(torch.optim.SGD(a, lr=1.0), 1, process_group=group)
+    second = fa.AccumulatingOptimizer(torch.optim.SGD(b, lr=1.0), 1, process_group=group)
+    loss = (a[0] * 1).sum() + (b[0] * 100 + b[1] * 100).sum()
+    if rank == 0:
+        loss = loss + (a[1] * 4).sum()
+    loss.backward()
+    for opt in (first, second):
+        opt.step()
+    return [float(p[0].detach()) for p in (*a, *b)]
+
+
+def test_two_wrappers_do_not_mix_their_sums(worlds):
+    for found in worlds(2).run(two_wrappers):
+        assert found == [1 - 1, 1 - 2, 1 - 100, 1 - 100]
+
+
+def shared_module(rank):
+    """Two wrappers over one DDP module, dropped in the order that they were made in."""
+    model = made()
+    module = DDP(model, find_unused_parameters=True)
+    rest = [p for name, p in model.named_parameters() if not name.startswith("second") and p.requires_grad]
+    first = fa.AccumulatingOptimizer(sgd(model.second.parameters()), 2)
+    second = fa.AccumulatingOptimizer(sgd(rest), 2)
+    for x, y, weight, _ in share(0, 4, rank, 2):
+        with first.micro_batch(weight=weight), second.micro_batch(weight=weight):
+            mean_loss(module, x, y, False).backward()
+        first.step()
+        second.step()
+    assert module.require_backward_grad_sync
+    found = [p.detach().clone() for p in model.parameters()]
+    del first, second
+    assert module.require_backward_grad_sync
+    model.zero_grad()
+    x, y, _, _ = share(1 + rank, 1, 0, 1)[0]
+    mean_loss(module, x, y, False).backward()  # DDP reduces by itself again
+    return found, model.second.weight.grad.clone()
+
+
+def test_two_wrappers_over_one_ddp_module(worlds):
+    model = made()
+    opt = sgd(model.parameters())
+    parts = share(0, 4, 0, 1)
+    sum(mean_loss(model, x, y, False) * (w / sum(p[2] for p in parts)) for x, y, w, _ in parts).backward()
+    opt.step()
+    (ours, grad), (others, other_grad) = worlds(2).run(shared_module)
+    assert_close(ours, list(model.parameters()))
+    assert_close(others, list(model.parameters()))
+    assert torch.equal(grad, other_grad)
+
+
+def partly(rank):
+    model = made()
+    module = DDP(model, find_unused_parameters=True)
+    opt = wrapped(model.first, accum_steps=1)
+    x, y, _, _ = share(0, 1, 0, 1)[0]
+    with pytest.raises(RuntimeError, match=r"parameter scale of the .* belongs to no AccumulatingOptimizer \(4 such"):
+        mean_loss(module, x, y, False).backward()
+    del opt
+
+
+def test_parameters_that_no_wrapper_gathers_are_told_of(worlds):
+    worlds(2).run(partly)
+
+
+def ddp_options(rank):
+    model = made()
+    with pytest.raises(ValueError, match="static_graph=True"):
+        wrapped(DDP(model, static_graph=True))
+    module = DDP(model, find_unused_parameters=True)
+    module.register_comm_hook(None, lambda state, bucket: bucket.buffer())
+    with pytest.raises(ValueError, match="communication hook"):
+        wrapped(module)
+
+
+def test_what_ddp_cannot_do_without_its_reduction_is_refused(worlds):
+    worlds(2).run(ddp_options)
+
+
+# -- hands on p.grad ----------------------------------------------------------------------------------------------------------
+
+
+def clipped_with_one_unused(rank):
+    model = nn.ModuleDict({"a": nn.Linear(2, 1, bias=False), "b": nn.Linear(2, 1, bias=False)})
+    for p in model.parameters():
+        nn.init.ones_(p)
+    module = DDP(Both(model), find_unused_parameters=True)
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), reduction="none")
+    module(torch.ones(1, 2), rank == 0).backward()
+    norm = float(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+    opt.step()
+    return norm, contents(model, opt)
+
+
+class Both(nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x, use_b):
+        y = self.layers["a"](x).sum()
+        return y + 3 * self.layers["b"](x).sum() if use_b else y
+
+
+def test_clipping_by_hand_sees_what_other_ranks_have(worlds):
+    grad = torch.tensor([1.0, 1.0, 1.5, 1.5])  # the mean over two ranks
+    expected = 1 - 0.5 * grad / grad.norm()
+    for norm, (a, b) in worlds(2).run(clipped_with_one_unused):
+        assert norm == pytest.approx(float(grad.norm()))
+        torch.testing.assert_close(torch.cat([a[0], b[0]]), expected, rtol=1e-5, atol=1e-5)
+
+
+def new_group_of_other_values(rank):
+    p, q = one(), one(1.0 + rank)
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 1, process_group=dist.group.WORLD)
+    p.sum().backward()
+    opt.step()
+    opt.add_param_group({"params": [q]})
+    (p + q).sum().backward()
+    with pytest.raises(RuntimeError, match="hold different values"):
+        opt.step()
+
+
+def test_groups_that_are_added_are_compared_too(worlds):
+    worlds(2).run(new_group_of_other_values)
+
+
+# -- FSDP2 in other orders ----------------------------------------------------------------------------------------------------
+
+
+def in_other_orders(rank, how):
+    model = made()
+    fully_shard([model.first, model.second], reshard_after_forward=how != "late")
+    fully_shard(model, reshard_after_forward=how != "late")
+    inner = sgd(model.parameters())
+    if how == "late":
+        with torch.no_grad():
+            model(torch.ones(1, 12))
+    opt = fa.AccumulatingOptimizer(inner, None if how in ("zero after forward", "eval between") else 2)
+    for window in range(2):
+        losses = []
+        for x, y, weight, _ in share(window, 4, rank, 2, how != "late" and how != "weight once"):
+            loss = mean_loss(model, x, y, False)
+            if how == "weight once":
+                opt.backward(loss / 2, weight=weight)
+                opt.backward(mean_loss(model, x, y, False) / 2)
+            elif how in ("two forwards", "zero after forward", "eval between"):
+                losses.append(loss)
+                continue
+            else:
+                opt.backward(loss, weight=weight)
+            opt.step()
+            opt.zero_grad()
+        if how == "two forwards":
+            for loss in losses:
+                loss.backward()
+                opt.step()
+        if how == "zero after forward":
+            opt.zero_grad()
+            (sum(losses) / 2).backward()
+            opt.step()
+        if how == "eval between":
+            (sum(losses) / 2).backward()
+            model(torch.ones(1, 12))
+            opt.normalize_()
+            assert float(nn.utils.clip_grad_norm_(model.parameters(), 1e9).full_tensor()) > 0
+            opt.step()
+            opt.zero_grad()
+    return [p.full_tensor().detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("how", ["zero after forward", "two forwards", "eval between", "weight once", "late"])
+def test_fsdp2_in_other_orders(worlds, how):
+    model = made()
+    opt = sgd(model.parameters())
+    for window in range(2):
+        opt.zero_grad()
+        parts = share(window, 4, 0, 1, how not in ("late", "weight once"))
+        total = sum(part[2] for part in parts)
+        sum(mean_loss(model, x, y, False) * (w / total) for x, y, w, _ in parts).backward()
+        opt.step()
+    for ours in worlds(2).run(in_other_orders, how=how):
+        assert_close(ours, list(model.parameters()))
+
+
+def unreduced(rank):
+    model = fully_shard(made())
+    opt = wrapped(model, accum_steps=2)
+    x, y, weight, _ = share(0, 1, 0, 1)[0]
+    model.set_requires_gradient_sync(False)
+    opt.backward(mean_loss(model, x, y, False), weight=weight)
+    opt.step()
+    with pytest.raises(RuntimeError, match=r"still holds gradients.*set_requires_gradient_sync\(True\)"):
+        opt.flush()
+    opt.reset()
+    model.set_requires_gradient_sync(True)
+    for _ in range(2):
+        opt.backward(mean_loss(model, x, y, False), weight=weight)
+        opt.step()
+    plain = made()
+    theirs = sgd(plain.parameters())
+    mean_loss(plain, x, y, False).backward()
+    theirs.step()
+    assert_close([p.full_tensor() for p in model.parameters()], list(plain.parameters()))
+    opt.backward(mean_loss(model, x, y, False), weight=weight)
+    with pytest.raises(RuntimeError, match=r"use opt\.backward\(loss\) for each"):
+        mean_loss(model, x, y, False).backward()
+
+
+def test_gradients_that_fsdp2_holds_back(worlds):
+    worlds(2).run(unreduced)
