@@ -147,6 +147,17 @@ class FullySharded:
                     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
                     yield from (group for group in groups if group is not None)
 
+    def check_nothing_held(self) -> None:
+        """Raises RuntimeError where FSDP2 keeps gradients to itself, which it has not added up over the ranks yet."""
+        for group in self._parameter_groups():
+            for p in group.fsdp_params:
+                unsharded = getattr(p, "_unsharded_param", None)
+                if p.unsharded_accumulated_grad is not None or getattr(unsharded, "grad", None) is not None:
+                    raise RuntimeError(
+                        "state_dict() after a backward under set_requires_gradient_sync(False): FSDP2 holds that micro-batch's gradients "
+                        "itself, and they would be lost; save after a backward that synchronises, or at a window's end"
+                    )
+
     def before_forward(self, call: Callable[[], None]) -> None:
         """Have ``call`` called when a forward begins, as long as its owner lives."""
         method = weakref.WeakMethod(call)
