@@ -76,6 +76,7 @@ def test_users_of_the_package_use_its_public_api(folder):
         "fusedaccum.ops",
         "fusedaccum.__version__",
         "fusedaccum.AccumulatingOptimizer",
+        "fusedaccum.DistributedState",
         "fusedaccum.LastWindow",
         "fusedaccum.fuse_embedding",
         "fusedaccum.fuse_linear",

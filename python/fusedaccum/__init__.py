@@ -2,8 +2,18 @@
 
 from . import ops
 from ._version import __version__
+from .distributed_checkpoint import DistributedState
 from .fuse import fuse_embedding, fuse_linear, unfuse
 from .optimizer import AccumulatingOptimizer
 from .window import LastWindow
 
-__all__ = ["AccumulatingOptimizer", "LastWindow", "__version__", "fuse_embedding", "fuse_linear", "ops", "unfuse"]
+__all__ = [
+    "AccumulatingOptimizer",
+    "DistributedState",
+    "LastWindow",
+    "__version__",
+    "fuse_embedding",
+    "fuse_linear",
+    "ops",
+    "unfuse",
+]

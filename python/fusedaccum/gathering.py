@@ -265,15 +265,19 @@ class Gathering:
             return overflow
         window = self.ledger.window
         if not self._agreed:
-            if self._fully_sharded.held_back():
-                raise RuntimeError(
-                    "the window ends, and FSDP2 still holds gradients of it that it was told not to reduce; "
-                    "call model.set_requires_gradient_sync(True) before the window's last backward (also before one that flush() follows)"
-                )
+            self.check_reduced("the window ends")
             with self._or_dropped():
                 self.ranks.agree(window.micro_batches, window.weight, overflow)
             self._replicas.window_ended()
         return self.ranks.overflow or overflow
+
+    def check_reduced(self, what: str) -> None:
+        """Raises RuntimeError where FSDP2 keeps gradients that it has not added up over the ranks yet."""
+        if self._fully_sharded.held_back():
+            raise RuntimeError(
+                f"{what}, and FSDP2 still holds gradients of it that it was told not to reduce; call "
+                "model.set_requires_gradient_sync(True) before the last backward (also before one that flush() or state_dict() follows)"
+            )
 
     @contextmanager
     def _or_dropped(self) -> Iterator[None]:
@@ -370,6 +374,8 @@ class Gathering:
                 torch.autograd.Variable._execution_engine.queue_callback(finish)
         elif bad is not None:
             self._rejected.reject(bad, self.sums.buffers.slots)
+        if self._settings.schedule.caller_owned:
+            self._commit(None)
 
     @torch.no_grad()
     def _sums_arrive(self, ranks: Ranks, bad: dict[Slot, Tensor] | None) -> None:
@@ -379,8 +385,6 @@ class Gathering:
                 ranks.show_all()
         if bad is not None:
             self._rejected.reject(bad, self.sums.buffers.slots)
-        if self._settings.schedule.caller_owned:
-            self._commit(None)
 
     def _commit(self, weight: Scalar | None) -> None:
         # Under "propagate" nobody asks, unless a GradScaler does, and the thread of offloaded gradients need not be waited for.

@@ -164,7 +164,8 @@ class Ledger:
     @property
     def _steps(self) -> int:
         """What a count of micro-batches has come to. A rank that drops one must not fall behind the others, which wait for it."""
-        return self.window.micro_batches + (self.window.dropped if self.ranks > 1 else 0)
+        window = self.window
+        return window.micro_batches + (window.dropped if self.ranks > 1 else 0) + (window.carried or 0)
 
     def _complete(self, steps: int, weight: Scalar) -> bool:
         if self.schedule.window_weight is not None:
@@ -174,7 +175,7 @@ class Ledger:
     def may_be_last(self) -> bool:
         """May the micro-batch being gathered complete the window? Does not wait for a device, and says True in doubt."""
         window = self.window
-        return self.schedule.may_complete(window.length, window.micro_batches + 1, window.weight + self.micro.value())
+        return self.schedule.may_complete(window.length, self._steps + 1, window.weight + self.micro.value())
 
     def is_last(self) -> bool:
         """Is it known that the micro-batch being gathered completes the window?"""

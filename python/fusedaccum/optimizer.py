@@ -22,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from . import checkpoint, main_grad
 from .amp import LossScale
 from .closing import Conclusion, apply, conclude
+from .distributed_checkpoint import refuse_torchs_functions
 from .gathering import Gathering
 from .masters import MasterWeights
 from .settings import Settings, check_group, check_lent, check_optimizer, check_parameter, checked_device
@@ -248,6 +249,8 @@ class AccumulatingOptimizer(Optimizer):
             self._forget_unapplied()
             self._gathering.settle()
             self._sums.check()
+            if not self._ledger.has_window:
+                refuse_torchs_functions("step()")
             self._updated = False
             if self._unapplied is not None and not self._ledger.has_window:
                 self._apply(self._unapplied)
@@ -360,7 +363,9 @@ class AccumulatingOptimizer(Optimizer):
         it too, and ignores the key.
         """
         self._not_inside("state_dict()")
+        refuse_torchs_functions("state_dict()")
         self._gathering.settle()
+        self._gathering.check_reduced("state_dict() would lose gradients of the open window")
         return {**self.optimizer.state_dict(), checkpoint.KEY: checkpoint.save(self)}
 
     @_outside_graphs
@@ -374,6 +379,7 @@ class AccumulatingOptimizer(Optimizer):
             ValueError: saved from other parameters, or with an open window and other window settings; nothing is loaded then.
         """
         self._not_inside("load_state_dict()")
+        refuse_torchs_functions("load_state_dict()")
         self._gathering.settle()
         own = state_dict.get(checkpoint.KEY)
         if own is not None:

@@ -167,10 +167,13 @@ class Window:
     unit: Scalar | None = None  # the loss scale the sums carry; None: as far as we know there is none
     unit_lost: bool = False  # were they unscaled by a scaler that we have not met, so that later scales are unknown?
     overflowed: bool = False  # has a GradScaler found an overflow? Then the rest of the window adds nothing
+    carried: int | None = (
+        None  # micro-batches to count beyond those held here, in a window that another number of ranks began
+    )
 
     @property
     def empty(self) -> bool:
-        return self.micro_batches == 0
+        return self.micro_batches == 0 and self.carried is None
 
     def commit(self, micro: MicroBatch, weight: Scalar | None) -> None:
         """Count a finished micro-batch. ``weight`` None leaves it to be weighed later."""

@@ -160,6 +160,8 @@ def refused(rank):
     with pytest.raises(RuntimeError, match=r"normalize_\(\).*shard=True.*max_grad_norm"):
         opt.normalize_()
     opt.step()
+    with pytest.raises(ValueError, match="shard=True, whose state is spread over the ranks"):
+        fa.DistributedState(opt)
     with pytest.raises(ValueError, match="buffer_device='cpu'"):
         fa.AccumulatingOptimizer(
             sgd(made().parameters()), process_group=dist.group.WORLD, shard=True, buffer_device="cpu"

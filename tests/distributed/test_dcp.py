@@ -1,0 +1,432 @@
+"""torch.distributed.checkpoint: saved on some ranks, gone on with on as many or on others, against the big batch."""
+
+import contextlib
+
+import fusedaccum as fa
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from fusedaccum import resharding
+from parts import adamw, assert_close, made, mean_loss, micro_batches, sgd, wrapped
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_model_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+WINDOWS, COUNT = 2, 8
+INSIDE = COUNT + 4  # micro-batches of all ranks: half of the second window
+PLACES = {"window's end": COUNT, "inside": INSIDE}
+MOVES = [(2, 2), (2, 4), (4, 2), (2, 1)]
+
+
+def stream(equal=False):
+    """The micro-batches of all windows and one more, in the order in which the ranks take them."""
+    return [part for window in range(WINDOWS + 1) for part in micro_batches(window, COUNT, equal)]
+
+
+def loss_of(model, part, kind):
+    x, y, _, use = part
+    return mean_loss(model, x, y, use and not kind.startswith("fsdp"))
+
+
+def job(kind, make=sgd, dtype=torch.float32, seed=1, **settings):
+    """A model, its module and its wrapper, as a script makes them on every rank."""
+    model = made(dtype, seed)
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    group = dist.group.WORLD if kind == "plain" and size > 1 else None
+    module = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True) if kind == "ddp" else model
+    if kind == "fsdp":
+        policy = MixedPrecisionPolicy(
+            reduce_dtype=torch.float32
+        )  # or sums over four ranks are rounded otherwise than over two
+        fully_shard([model.first, model.second], mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+    if not settings.keys() & {"accum_steps", "window_weight"}:
+        settings["accum_steps"] = COUNT // size
+    return module, wrapped(module, make, process_group=group, **settings)
+
+
+def train(module, opt, kind, begin, end):
+    """Micro-batches [begin, end) of the stream, every rank its own. Returns what last_window said of each."""
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    told = []
+    equal = opt.settings.reduction == "none"
+    for part in stream(equal)[begin + rank : end : size]:
+        loss = loss_of(module, part, kind)
+        if equal:
+            (loss / (COUNT // size)).backward()
+        else:
+            opt.backward(loss, weight=torch.tensor(part[2]))
+        opt.step()
+        opt.zero_grad()
+        if opt.updated:
+            told.append((opt.last_window.micro_batches, float(opt.last_window.weight)))
+    return told
+
+
+def save(path, module, opt):
+    dcp.save({"model": get_model_state_dict(module), "opt": fa.DistributedState(opt)}, checkpoint_id=path)
+
+
+def load(path, module, opt):
+    state = {"model": get_model_state_dict(module), "opt": fa.DistributedState(opt, path)}
+    dcp.load(state, checkpoint_id=path)
+    set_model_state_dict(module, state["model"])
+
+
+def full(x):
+    return (x.full_tensor() if isinstance(x, DTensor) else x).detach().clone()
+
+
+def contents(module, opt):
+    state = [value for entry in opt.state.values() for value in entry.values() if isinstance(value, torch.Tensor)]
+    masters = [opt._masters.of[p] for p in module.parameters() if p in opt._masters.of]
+    return [full(x) for x in [*module.parameters(), *state, *masters]]
+
+
+def saving(rank, path, kind, at, **settings):
+    """Train, save at ``at`` where there is a path, go on."""
+    module, opt = job(kind, **settings)
+    told = train(module, opt, kind, 0, at)
+    if path is not None:
+        save(path, module, opt)
+    told += train(module, opt, kind, at, WINDOWS * COUNT)
+    return contents(module, opt), told
+
+
+def loading(rank, path, kind, at, fault=None, **settings):
+    """Another job, which goes on with what ``saving`` has saved."""
+    module, opt = job(kind, seed=7, **settings)
+    torch.manual_seed(3)
+    train(module, opt, kind, 0, dist.get_world_size())  # which loading forgets
+    with planted(fault):
+        load(path, module, opt)
+    opt.zero_grad()
+    told = train(module, opt, kind, at, WINDOWS * COUNT)
+    return contents(module, opt), told
+
+
+@contextlib.contextmanager
+def planted(fault):
+    """A mistake in what falls to each rank."""
+    patch = pytest.MonkeyPatch()
+    window, added_up = resharding.window, resharding.added_up
+    if fault == "weights not summed":
+        patch.setattr(
+            resharding, "window", lambda opt, ranks: {**window(opt, ranks), "weight": ranks[0]["window"]["weight"]}
+        )
+    elif fault == "sums not summed":
+        patch.setattr(
+            resharding, "added_up", lambda opt, i, rows, ranks: added_up(opt, i, {min(rows): rows[min(rows)]}, ranks)
+        )
+    elif fault == "all take all":
+        patch.setattr(resharding, "falls_to", lambda opt, saved_rank: True)
+    yield
+    patch.undo()
+
+
+def literal(make=sgd, kind="plain", lengths=(COUNT,) * WINDOWS, equal=False):
+    """The literal thing: windows of these lengths, each one gradient of all its tokens."""
+    model = made()
+    opt = make(model.parameters())
+    told, parts = [], stream(equal)
+    for length in lengths:
+        held, parts = parts[:length], parts[length:]
+        total = sum(w for *_, w, _ in held)
+        opt.zero_grad()
+        sum(loss_of(model, part, kind) * (part[2] / total) for part in held).backward()
+        opt.step()
+        told.append((length, total))
+    state = [value for entry in opt.state.values() for value in entry.values() if isinstance(value, torch.Tensor)]
+    return [x.detach().clone() for x in [*model.parameters(), *state]], told
+
+
+def assert_equal(ours, theirs):
+    assert len(ours) == len(theirs)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
+
+
+# -- the same number of ranks, and another -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def straight(worlds):
+    """What a job that is never interrupted ends with."""
+    ends = {}
+
+    def of(size, kind):
+        if (size, kind) not in ends:
+            ends[size, kind] = worlds(size).run(saving, path=None, kind=kind, at=0)
+        return ends[size, kind]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def saved(worlds, tmp_path_factory):
+    """Where a job has saved on its way, and what it ended with."""
+    jobs = {}
+
+    def of(size, kind, at=INSIDE):
+        if (size, kind, at) not in jobs:
+            path = tmp_path_factory.mktemp("checkpoint")
+            jobs[size, kind, at] = path, worlds(size).run(saving, path=path, kind=kind, at=at)
+        return jobs[size, kind, at]
+
+    return of
+
+
+@pytest.mark.parametrize("at", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize("before, after", MOVES)
+@pytest.mark.parametrize("kind", ["plain", "fsdp"])
+def test_gone_on_with_elsewhere_is_the_big_batch(worlds, straight, saved, kind, before, after, at):
+    theirs, told = literal(kind=kind)
+    path, ends = saved(before, kind, at)
+    loaded = worlds(after).run(loading, path=path, kind=kind, at=at)
+    for (a, told_a), (b, told_b) in zip(ends, straight(before, kind)):
+        assert_equal(a, b)  # the job that saves goes on as if it had not
+        assert told_a == told_b == told
+    for ours, told_here in loaded:
+        assert_close(ours, theirs)
+        assert told_here == told[at // COUNT :]
+    if before == after:
+        for (a, _), (b, _) in zip(loaded, straight(before, kind)):
+            assert_equal(a, b)
+
+
+@pytest.mark.parametrize("kinds", [("ddp", "ddp"), ("ddp", "fsdp"), ("fsdp", "plain")], ids="-".join)
+def test_from_one_kind_of_parallelism_to_another(worlds, tmp_path, kinds, at=INSIDE):
+    """With the losses of one model in which nobody uses the parameter that FSDP2 would have all ranks use."""
+    before, after = kinds
+    flavour = "fsdp" if "fsdp" in kinds else "plain"
+    theirs, _ = literal(make=adamw, kind=flavour)
+    worlds(2).run(moving, path=tmp_path, kind=before, flavour=flavour, at=at, load_from=None)
+    for ours in worlds(4).run(moving, path=tmp_path, kind=after, flavour=flavour, at=at, load_from=tmp_path):
+        assert_close(ours, theirs, 1e-5)  # AdamW divides by small numbers
+
+
+def moving(rank, path, kind, flavour, at, load_from):
+    module, opt = job(kind, adamw)
+    if load_from is None:
+        train(module, opt, flavour, 0, at)
+        save(path, module, opt)
+        return None
+    load(load_from, module, opt)
+    train(module, opt, flavour, at, WINDOWS * COUNT)
+    return contents(module, opt)
+
+
+def test_read_without_any_process_group(saved):
+    module, opt = job("plain", seed=7)
+    with pytest.warns(UserWarning, match="in a single process"):
+        load(saved(2, "plain")[0], module, opt)
+    told = train(module, opt, "plain", INSIDE, WINDOWS * COUNT)
+    theirs, all_told = literal()
+    assert_close(contents(module, opt), theirs)
+    assert told == all_told[1:]
+
+
+SETTINGS = {
+    "weighed": {"window_weight": 30.0},
+    "none": {"reduction": "none"},
+    "stochastic": {"buffer_dtype": torch.bfloat16, "rounding": "stochastic", "dtype": torch.bfloat16},
+    "skip_window": {"nonfinite": "skip_window", "max_grad_norm": 0.05},
+    "masters": {"master_weights": True, "dtype": torch.bfloat16},
+}
+
+
+@pytest.mark.parametrize("kind", ["plain", "fsdp"])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_as_many_ranks_go_on_bit_by_bit(worlds, tmp_path, kind, setting):
+    settings = {"make": adamw, **SETTINGS[setting]}
+    straight = worlds(2).run(saving, path=None, kind=kind, at=INSIDE, **settings)
+    saved = worlds(2).run(saving, path=tmp_path, kind=kind, at=INSIDE, **settings)
+    loaded = worlds(2).run(loading, path=tmp_path, kind=kind, at=INSIDE, **settings)
+    for (a, told), (b, _), (c, told_there) in zip(straight, saved, loaded):
+        assert_equal(a, b)
+        assert_equal(a, c)
+        assert told[-len(told_there) :] == told_there and told_there
+
+
+# -- what the numbers become -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind, before, after", [("plain", 2, 4), ("plain", 2, 1), ("fsdp", 4, 2)])
+def test_gradients_that_come_normalised(worlds, tmp_path, kind, before, after):
+    """Under "none" the window's gradient is a mean over the ranks, also over those there were."""
+    theirs, _ = literal(kind=kind, equal=True)
+    worlds(before).run(saving, path=tmp_path, kind=kind, at=INSIDE, reduction="none")
+    for ours, _ in worlds(after).run(loading, path=tmp_path, kind=kind, at=INSIDE, reduction="none"):
+        assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("kind, before, after", [("plain", 2, 4), ("fsdp", 4, 2)])
+def test_master_weights_and_their_state(worlds, tmp_path, kind, before, after):
+    """To the end of the window that is open: after that the models' 16 bits may differ, where a rounding falls otherwise."""
+    at = INSIDE
+    settings = {"make": adamw, "master_weights": True, "dtype": torch.bfloat16}
+    straight = worlds(before).run(saving, path=tmp_path, kind=kind, at=at, **settings)[0][0]
+    there = worlds(before).run(until, path=tmp_path, kind=kind, begin=0, end=0, **settings)[0][0]
+    for ours, _ in worlds(after).run(until, path=tmp_path, kind=kind, begin=0, end=0, **settings):
+        assert_equal(ours, there)
+        assert {x.dtype for x in ours} == {torch.bfloat16, torch.float32}
+    for ours, _ in worlds(after).run(loading, path=tmp_path, kind=kind, at=at, **settings):
+        masters, theirs = ([x for x in all_of if x.dtype == torch.float32] for all_of in (ours, straight))
+        # FSDP2 rounds every micro-batch's sum over the ranks to the parameter's 16 bits, and other ranks have other micro-batches.
+        assert_close(masters, theirs, 1e-6 if kind == "plain" else 4e-3)
+
+
+@pytest.mark.parametrize("kind, before, after", [("plain", 4, 2), ("fsdp", 2, 4)])
+def test_buffers_of_16_bits(worlds, tmp_path, kind, before, after):
+    at = INSIDE
+    settings = {"dtype": torch.float16, "buffer_dtype": None, "make": heavy}
+    straight = worlds(before).run(saving, path=tmp_path, kind=kind, at=at, **settings)
+    for ours, _ in worlds(after).run(loading, path=tmp_path, kind=kind, at=at, **settings):
+        assert_close(ours, straight[0][0], 2e-3)
+
+
+def heavy(params):
+    return torch.optim.SGD(params, lr=0.3, momentum=0.9)
+
+
+@pytest.mark.parametrize("kind", ["plain", "fsdp"])
+def test_a_count_that_does_not_divide_is_rounded_down(worlds, tmp_path, kind):
+    """Two micro-batches, for four ranks: that window has two more than the others, and is the big batch of what it holds."""
+    theirs, told = literal(kind=kind, lengths=(COUNT, COUNT + 2))
+    worlds(2).run(saving, path=tmp_path, kind=kind, at=COUNT + 2)
+    for ours, told_here in worlds(4).run(until, path=tmp_path, kind=kind, begin=COUNT + 2, end=2 * COUNT + 2):
+        assert_close(ours, theirs)
+        assert told_here == told[1:]
+
+
+def until(rank, path, kind, begin, end, **settings):
+    module, opt = job(kind, seed=7, **settings)
+    load(path, module, opt)
+    opt.zero_grad()
+    told = train(module, opt, kind, begin, end)
+    return contents(module, opt), told
+
+
+def test_windows_that_the_caller_closes(worlds, tmp_path):
+    theirs, told = literal(lengths=(COUNT + 3,))
+    worlds(2).run(callers, path=tmp_path, begin=0, end=3)
+    for ours, told_here in worlds(4).run(callers, path=tmp_path, begin=3, end=COUNT + 3):
+        assert_close(ours, theirs)
+        assert told_here == told
+
+
+def callers(rank, path, begin, end):
+    """The ranks may have gathered differently many."""
+    module, opt = job("plain", accum_steps=None)
+    size = dist.get_world_size()
+    if begin:
+        load(path, module, opt)
+    for part in stream()[begin + rank : end : size]:
+        opt.backward(loss_of(module, part, "plain"), weight=part[2])
+    if not begin:
+        save(path, module, opt)
+        return None
+    opt.step()
+    return contents(module, opt), [(opt.last_window.micro_batches, float(opt.last_window.weight))]
+
+
+def test_a_mistake_would_show(worlds, saved):
+    theirs, _ = literal()
+    for fault in (None, "weights not summed", "sums not summed", "all take all"):
+        loaded = worlds(2).run(loading, path=saved(4, "plain")[0], kind="plain", at=INSIDE, fault=fault)
+        for ours, _ in loaded:
+            with pytest.raises(AssertionError) if fault else contextlib.nullcontext():
+                assert_close(ours, theirs)
+
+
+# -- what is in the file, and what is refused ----------------------------------------------------------------------------------
+
+
+def test_sums_are_written_of_open_windows_only(saved):
+    for kind in ("plain", "fsdp"):
+        for at in PLACES.values():
+            stored = dcp.FileSystemReader(saved(2, kind, at)[0]).read_metadata().state_dict_metadata
+            sums = {name for name in stored if name.startswith("opt.sums.")}
+            # Four parameters, and the one that a single micro-batch uses: the second rank's.
+            assert len(sums) == (0 if at == COUNT else 4 if kind == "fsdp" else 2 * 4 + 1), sums
+
+
+def refused(rank, path):
+    module, opt = job("plain")
+    train(module, opt, "plain", 0, INSIDE)
+    save(path / "one", module, opt)
+    dcp.save(
+        {"a": fa.DistributedState(opt), "b": {"c": fa.DistributedState(opt).state_dict()}}, checkpoint_id=path / "two"
+    )
+    before = contents(module, opt)
+
+    other = nn.Sequential(nn.Linear(12, 41), nn.Linear(41, 3))
+    with pytest.raises(ValueError, match=r"of 7 parameters and the optimizer has 4; another model's"):
+        load(path / "one", other, wrapped(other, process_group=dist.group.WORLD))
+    shaped = made()
+    shaped.second = nn.Linear(40, 4, bias=False)
+    with pytest.raises(ValueError, match=r"shape \(3, 40\) for parameter .*, which is \(4, 40\); another model's"):
+        load(path / "one", shaped, wrapped(shaped, process_group=dist.group.WORLD))
+    with pytest.raises(ValueError, match=r"accum_steps=4, and this wrapper has accum_steps=5"):
+        load(path / "one", *job("plain", accum_steps=5))
+    with pytest.raises(ValueError, match=r"reduction=mean, and this wrapper has reduction=sum"):
+        load(path / "one", *job("plain", accum_steps=4, reduction="sum"))
+    with pytest.raises(
+        ValueError, match=r"window holds 4 micro-batches, and here it closes with 1 x 4 .*accum_steps=5"
+    ):
+        load(path / "one", *job("alone", accum_steps=4))
+    with pytest.raises(ValueError, match=r"holds 2 DistributedStates \['a', 'b.c'\]; say which: key="):
+        dcp.load({"a": fa.DistributedState(opt, path / "two")}, checkpoint_id=path / "two")
+    with pytest.raises(ValueError, match=r"key='d' is no DistributedState"):
+        dcp.load({"d": fa.DistributedState(opt, path / "two", key="d")}, checkpoint_id=path / "two")
+    dcp.load({"a": fa.DistributedState(opt, path / "two", key="a")}, checkpoint_id=path / "two")
+    with pytest.raises(RuntimeError, match=r"DistributedState\(opt, path\)"):
+        dcp.load({"opt": fa.DistributedState(opt)}, checkpoint_id=path / "one")
+    for make in (adamw, sgd):
+        plain, fresh = job("plain", make)
+        with pytest.raises(RuntimeError, match=r"step an optimizer .*fusedaccum\.DistributedState\(opt\)"):
+            get_optimizer_state_dict(plain, fresh)
+    with pytest.raises(RuntimeError, match=r"called state_dict\(\)"):
+        get_optimizer_state_dict(module, opt)
+
+    part = stream()[0]
+    opt.backward(loss_of(module, part, "plain"), weight=part[2])
+    with pytest.raises(RuntimeError, match=r"inside a micro-batch; call opt\.step\(\) first"):
+        save(path / "three", module, opt)
+    opt.step()
+    assert_equal(contents(module, opt), before)
+    module, opt = job("plain")
+    train(module, opt, "plain", 0, 3)  # two for the first rank, one for the second
+    with pytest.raises(ValueError, match=r"have gathered \[2, 1\] micro-batches in the open window"):
+        save(path / "three", module, opt)
+
+
+def test_what_cannot_be_meant_is_refused(worlds, tmp_path):
+    worlds(2).run(refused, path=tmp_path)
+
+
+def held_back(rank, path):
+    module, opt = job("fsdp")
+    module.set_requires_gradient_sync(False)
+    train(module, opt, "fsdp", 0, 2)
+    with pytest.raises(RuntimeError, match=r"state_dict\(\) would lose gradients.*set_requires_gradient_sync\(True\)"):
+        opt.state_dict()
+    module.set_requires_gradient_sync(True)
+    train(module, opt, "fsdp", 2, 4)
+    save(path, module, opt)
+
+
+def test_what_fsdp2_holds_back_is_not_lost(worlds, tmp_path):
+    worlds(2).run(held_back, path=tmp_path)
+
+
+def to_fill_saved(rank, path):
+    module, opt = job("plain")
+    save(path, module, opt)
+    with pytest.raises(dcp.api.CheckpointException, match=r"save DistributedState\(opt\)"):
+        dcp.save({"opt": fa.DistributedState(opt, path)}, checkpoint_id=path / "other")
+
+
+def test_room_for_what_is_read_is_not_taken_for_a_checkpoint(worlds, tmp_path):
+    worlds(1).run(to_fill_saved, path=tmp_path)
