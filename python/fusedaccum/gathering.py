@@ -62,7 +62,8 @@ class Gathering:
         if group is None:
             check_alone(comm_dtype, shard)
             return
-        check_shared(self._settings, shard, self.sums.sharded, [slot.name for slot in self.sums.lent])
+        parts = [slot.name for slot in slots if slot.sharded and slot not in self._fully_sharded.slots]
+        check_shared(self._settings, shard, self.sums.sharded, [slot.name for slot in self.sums.lent], parts)
         self.ranks = Ranks(group, comm_dtype, self.sums, self.ledger, self._settings.backend, shard)
         self.ledger.ranks, self.ledger.over_ranks = self.ranks.group.size, self.ranks.group.weight
         if self._settings.reduction == "none":  # of which the mean over the ranks is taken

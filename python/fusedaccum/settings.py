@@ -209,12 +209,17 @@ def check_alone(comm_dtype: torch.dtype | None, shard: bool) -> None:
             )
 
 
-def check_shared(settings: Settings, shard: bool, sharded: bool, lent: list[str]) -> None:
+def check_shared(settings: Settings, shard: bool, sharded: bool, lent: list[str], parts: list[str]) -> None:
     """Raises ValueError for what does not work over ranks, or not with ``shard``.
 
     Args:
-        sharded: there are DTensors. lent: parameters whose layers add to main_grad.
+        sharded: there are DTensors. lent: parameters whose layers add to main_grad. parts: DTensors that are not FSDP2's.
     """
+    if parts:
+        raise ValueError(
+            f"parameter {parts[0]} is a DTensor that FSDP2 does not add up over the ranks of process_group; call fully_shard on the model "
+            "with the mesh of these ranks, or leave process_group out where all ranks see the same micro-batches (tensor parallelism alone)"
+        )
     if lent and settings.schedule.caller_owned:
         raise ValueError(
             f"the layer of parameter {lent[0]} adds to main_grad by itself, and where the caller owns windows nothing tells when that has "

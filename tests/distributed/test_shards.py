@@ -252,6 +252,44 @@ def test_checkpoints_of_shards_go_on_bit_by_bit(worlds, tmp_path):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
 
 
+def parts_over_ranks(rank):
+    model = Block()
+    mesh = init_device_mesh("cpu", (2,))
+    parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    with pytest.raises(ValueError, match=r"is a DTensor that FSDP2 does not add up.*fully_shard"):
+        wrapped(model, process_group=dist.group.WORLD)
+
+
+def test_tensor_parallelism_over_data_parallel_ranks_is_fsdp2s(worlds):
+    worlds(2).run(parts_over_ranks)
+
+
+def two_dimensions(rank):
+    """Tensor parallelism within pairs, FSDP2 between them: weights are summed over the second only."""
+    torch.manual_seed(2)
+    model = Block()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    parallelize_module(model, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["data"])
+    opt = wrapped(model, accum_steps=COUNT // 2, max_grad_norm=0.05)
+    norms = []
+    for window in range(WINDOWS):
+        for x, y, weight, _ in share(window, COUNT, mesh["data"].get_local_rank(), 2):
+            opt.backward((model(x) - y).square().mean(), weight=weight)
+            opt.step()
+            opt.zero_grad()
+        assert opt.last_window.micro_batches == COUNT
+        norms.append(float(opt.last_window.grad_norm))
+    return whole_contents(model, opt), norms
+
+
+def test_fsdp2_over_tensor_parallelism(worlds):
+    theirs, norms = tensor_parallel(0, False)
+    for ours, ours_norms in worlds(4).run(two_dimensions):
+        assert_close(ours, theirs, 1e-5)
+        assert ours_norms == pytest.approx(norms, rel=1e-5)
+
+
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
