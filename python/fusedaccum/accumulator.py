@@ -70,6 +70,12 @@ class Accumulator:
             weakref.finalize(self, main_grad.take_back, [slot.param for slot in lent]).atexit = False
         return slots
 
+    def leave(self, slots: Sequence[Slot]) -> None:
+        """Undo :meth:`take` of the last ones, which cannot be gathered."""
+        del self.buffers.slots[-len(slots) :]
+        for slot in slots:
+            del self.buffers.of[slot.param], self._first_draw[slot]
+
     # -- adding ------------------------------------------------------------------------------------------------
 
     def add(

@@ -7,7 +7,6 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,9 +20,10 @@ from .buffers import Slot
 from .intake import Intake
 from .ledger import Ledger
 from .ranks import Ranks
+from .rejected import Rejected
 from .replicas import Replicas, replicas_of
 from .settings import Settings, check_alone, check_shared, check_weight_of_lent
-from .shards import FullySharded, local_of, whole
+from .shards import FullySharded, local_of
 from .window import Scalar
 
 _GATHERING_OF: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak reference to a Gathering
@@ -54,29 +54,47 @@ class Gathering:
 
     def share(self, group: dist.ProcessGroup | None, comm_dtype: torch.dtype | None, shard: bool) -> None:
         """Gather windows together with the ranks of ``group``; None for that of the DistributedDataParallel or FSDP2 modules, if any."""
-        slots = self.sums.buffers.slots
-        self._replicas = Replicas(replicas_of([slot.param for slot in slots]))
-        self._fully_sharded = FullySharded(slots)
-        self._fully_sharded.before_backward(self.hide_shards)
+        self._find_modules()
         group = group or self._replicas.group or self._fully_sharded.group
         if group is None:
             check_alone(comm_dtype, shard)
             return
-        parts = [slot.name for slot in slots if slot.sharded and slot not in self._fully_sharded.slots]
-        check_shared(self._settings, shard, self.sums.sharded, [slot.name for slot in self.sums.lent], parts)
+        self._check_shared(shard)
         self.ranks = Ranks(group, comm_dtype, self.sums, self.ledger, self._settings.backend, shard)
         self.ledger.ranks, self.ledger.over_ranks = self.ranks.group.size, self.ranks.group.weight
-        if self._settings.reduction == "none":  # of which the mean over the ranks is taken
-            for slot in self._fully_sharded.slots:
-                slot.factor /= self.ranks.group.size
+        self._average_shards()
         if shard:
             self.sums.owned_apart, self.sums.over_owners = True, self.ranks.group.sum
+
+    def _find_modules(self) -> None:
+        slots = self.sums.buffers.slots
+        self._replicas = Replicas(replicas_of([slot.param for slot in slots]))
+        self._fully_sharded = FullySharded(slots)
+        self._fully_sharded.before_backward(self.hide_shards)
+
+    def _check_shared(self, shard: bool) -> None:
+        slots = self.sums.buffers.slots
+        parts = [slot.name for slot in slots if slot.sharded and slot not in self._fully_sharded.slots]
+        check_shared(self._settings, shard, self.sums.sharded, [slot.name for slot in self.sums.lent], parts)
+
+    def _average_shards(self) -> None:
+        """Of gradients that come normalised the mean over the ranks is taken, and FSDP2's are not added up here."""
+        if self.ranks is not None and self._settings.reduction == "none":
+            for slot in self._fully_sharded.slots:
+                slot.factor /= self.ranks.group.size
 
     def take(self, parameters: Iterable[tuple[str, Parameter]]) -> None:
         """Gather the gradients of these parameters from now on."""
         slots = self.sums.take(parameters)
         if self.ranks is not None:
-            self.ranks.take(slots)
+            try:
+                self._find_modules()
+                self._check_shared(self.ranks.shard)
+                self.ranks.take(slots)
+            except Exception:
+                self.sums.leave(slots)
+                raise
+            self._average_shards()
         self._begun = False
         for slot in slots:
             self._intake.hook(slot)
@@ -439,34 +457,3 @@ class Gathering:
             for slot, grad in zip(slots, grads, strict=True)
             if not torch.isfinite(local_of(grad)).all()
         }
-
-
-@dataclass
-class Rejected:
-    """Micro-batches that ``nonfinite`` has rejected since the last ``step()``.
-
-    Until then one gradient that is not finite is all that ``p.grad`` shows, of all parameters: so a GradScaler, which looks
-    there, learns of the overflow, and nothing that it or anybody else does to it reaches a buffer.
-    """
-
-    names: list[str] = field(default_factory=list)
-    _hidden: list[tuple[Slot, Tensor | None]] = field(default_factory=list)
-
-    def reject(self, bad: dict[Slot, Tensor], slots: Sequence[Slot]) -> None:
-        """These gradients are not finite; ``slots`` are hidden behind the first of them."""
-        self.names += [slot.name for slot in bad]
-        self._hidden = [(slot, slot.param.grad) for slot in slots]
-        for slot in slots:
-            slot.param.grad = None
-        for slot, grad in list(bad.items())[:1]:  # none, where another rank has the bad part of a sharded gradient
-            slot.param.grad = whole(grad, slot.param) if slot.sharded else grad
-
-    def withdraw(self) -> None:
-        """Put back what ``p.grad`` was."""
-        for slot, grad in self._hidden:
-            slot.param.grad = grad
-        self._hidden = []
-
-    def __str__(self) -> str:
-        more = len(self.names) - 5
-        return ", ".join(self.names[:5]) + (f" and {more} more parameters" if more > 0 else "")

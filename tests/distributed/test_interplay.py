@@ -224,6 +224,23 @@ def test_groups_that_are_added_are_compared_too(worlds):
     worlds(2).run(new_group_of_other_values)
 
 
+def new_group_of_other_shapes(rank):
+    p, q = one(), one(size=2 + rank)
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 1, process_group=dist.group.WORLD)
+    with pytest.raises(ValueError, match="must have the same parameters"):
+        opt.add_param_group({"params": [q]})
+    assert len(opt.param_groups) == 1
+    opt.add_param_group({"params": [one()]})  # and one can go on
+    p.sum().backward()
+    opt.step()
+    return p.detach(), len(opt.state_dict()["fusedaccum"]["shapes"])
+
+
+def test_a_group_that_cannot_be_added_leaves_nothing_behind(worlds):
+    for p, count in worlds(2).run(new_group_of_other_shapes):
+        assert torch.equal(p, torch.zeros(2)) and count == 2
+
+
 # -- FSDP2 in other orders ----------------------------------------------------------------------------------------------------
 
 

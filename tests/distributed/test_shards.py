@@ -290,6 +290,28 @@ def test_fsdp2_over_tensor_parallelism(worlds):
         assert ours_norms == pytest.approx(norms, rel=1e-5)
 
 
+def added_later(rank):
+    """A group of shards that is added to a wrapper of shards."""
+    model = sharded()
+    opt = fa.AccumulatingOptimizer(sgd([model.second.weight, model.scale]), accum_steps=COUNT // 2)
+    opt.add_param_group({"params": list(model.first.parameters())})
+    for window in range(WINDOWS):
+        for x, y, weight, _ in share(window, COUNT, rank, 2):
+            opt.backward(mean_loss(model, x, y, False), weight=weight)
+            opt.step()
+            opt.zero_grad()
+    return [full(p) for p in model.parameters()]
+
+
+def test_groups_of_shards_that_are_added_later(worlds):
+    model = made()
+    opt = sgd(model.parameters())
+    for window in range(WINDOWS):
+        big_batch(model, opt, window, COUNT, sometimes=False)
+    for ours in worlds(2).run(added_later):
+        assert_close(ours, list(model.parameters()))
+
+
 class Block(nn.Module):
     def __init__(self):
         super().__init__()

@@ -1,0 +1,42 @@
+"""Micro-batches that were left out because a gradient was not finite, and what ``p.grad`` shows of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from .buffers import Slot
+from .shards import whole
+
+
+@dataclass
+class Rejected:
+    """Micro-batches that ``nonfinite`` has rejected since the last ``step()``.
+
+    Until then one gradient that is not finite is all that ``p.grad`` shows, of all parameters: so a GradScaler, which looks
+    there, learns of the overflow, and nothing that it or anybody else does to it reaches a buffer.
+    """
+
+    names: list[str] = field(default_factory=list)
+    _hidden: list[tuple[Slot, Tensor | None]] = field(default_factory=list)
+
+    def reject(self, bad: dict[Slot, Tensor], slots: Sequence[Slot]) -> None:
+        """These gradients are not finite; ``slots`` are hidden behind the first of them."""
+        self.names += [slot.name for slot in bad]
+        self._hidden = [(slot, slot.param.grad) for slot in slots]
+        for slot in slots:
+            slot.param.grad = None
+        for slot, grad in list(bad.items())[:1]:  # none, where another rank has the bad part of a sharded gradient
+            slot.param.grad = whole(grad, slot.param) if slot.sharded else grad
+
+    def withdraw(self) -> None:
+        """Put back what ``p.grad`` was."""
+        for slot, grad in self._hidden:
+            slot.param.grad = grad
+        self._hidden = []
+
+    def __str__(self) -> str:
+        more = len(self.names) - 5
+        return ", ".join(self.names[:5]) + (f" and {more} more parameters" if more > 0 else "")
