@@ -21,6 +21,6 @@ def worlds(tmp_path_factory):
         world.close()
 
 
-@pytest.fixture(params=[2, 4])
+@pytest.fixture(params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def world(worlds, request):
     return worlds(request.param)

@@ -195,6 +195,7 @@ def test_gone_on_with_elsewhere_is_the_big_batch(worlds, straight, saved, kind, 
             assert_equal(a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", [("ddp", "ddp"), ("ddp", "fsdp"), ("fsdp", "plain")], ids="-".join)
 def test_from_one_kind_of_parallelism_to_another(worlds, tmp_path, kinds, at=INSIDE):
     """With the losses of one model in which nobody uses the parameter that FSDP2 would have all ranks use."""
@@ -236,6 +237,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "fsdp"])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_as_many_ranks_go_on_bit_by_bit(worlds, tmp_path, kind, setting):
@@ -252,6 +254,7 @@ def test_as_many_ranks_go_on_bit_by_bit(worlds, tmp_path, kind, setting):
 # -- what the numbers become -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, before, after", [("plain", 2, 4), ("plain", 2, 1), ("fsdp", 4, 2)])
 def test_gradients_that_come_normalised(worlds, tmp_path, kind, before, after):
     """Under "none" the window's gradient is a mean over the ranks, also over those there were."""
@@ -261,6 +264,7 @@ def test_gradients_that_come_normalised(worlds, tmp_path, kind, before, after):
         assert_close(ours, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, before, after", [("plain", 2, 4), ("fsdp", 4, 2)])
 def test_master_weights_and_their_state(worlds, tmp_path, kind, before, after):
     """To the end of the window that is open: after that the models' 16 bits may differ, where a rounding falls otherwise."""
@@ -277,6 +281,7 @@ def test_master_weights_and_their_state(worlds, tmp_path, kind, before, after):
         assert_close(masters, theirs, 1e-6 if kind == "plain" else 4e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, before, after", [("plain", 4, 2), ("fsdp", 2, 4)])
 def test_buffers_of_16_bits(worlds, tmp_path, kind, before, after):
     at = INSIDE
