@@ -233,12 +233,8 @@ def batch_statistics(rank):
 def test_module_buffers_are_the_first_ranks_once_a_window(worlds):
     first, second = worlds(2).run(batch_statistics)
     momentum = 0.1
-    for window in range(3):
-        # Both begin a window with the first rank's statistics, and then see batches of their own.
+    for window in range(3):  # in between each rank follows its own batches
         assert not torch.equal(first[2 * window], second[2 * window])
-        if window:
-            before = first[2 * window - 1] * (1 - momentum)
-            assert (second[2 * window] - before).norm() < (second[2 * window] - second[2 * window - 1] * 0.9).norm() + 1
     torch.manual_seed(1)
     batch = [torch.randn(4, 12) for _ in range(6)]
     for window in range(1, 3):
@@ -309,10 +305,14 @@ def big_model(rank):
 
 def test_few_segments_are_under_way_in_memory_of_their_own(worlds):
     for most in worlds(2).run(big_model):
-        assert len(most) == 12 and max(most) < fusedaccum.segments.UNDER_WAY
+        assert len(most) == 12 and max(most) == fusedaccum.segments.UNDER_WAY - 1
 
 
-def test_big_batch_helper_is_itself_right():
-    model, other = made(), made()
-    big_batch(model, sgd(model.parameters()), 0, 3)
-    assert not torch.equal(model.first.weight, other.first.weight)
+def test_the_big_batch_that_ranks_are_compared_with_is_one_mean_over_all_tokens():
+    ours, theirs = made(), made()
+    big_batch(ours, sgd(ours.parameters()), 0, 3, sometimes=False)
+    parts = share(0, 3, 0, 1)
+    opt = sgd(theirs.parameters())
+    mean_loss(theirs, torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts]), False).backward()
+    opt.step()
+    assert_close(list(ours.parameters()), list(theirs.parameters()))

@@ -62,7 +62,7 @@ def test_windows_over_devices_are_the_big_batch(one_device_each, how, settings):
     opt = adamw(model.parameters())
     norms = [big_batch(model, opt, window, COUNT, limit=0.05, sometimes=False) for window in range(WINDOWS)]
     arguments = {"kind": kind, "how": how, "settings": {**settings, "max_grad_norm": 0.05}}
-    tolerance = 5e-2 if settings and how != "fsdp2" else 1e-4 if kind == "cuda" else 1e-5
+    tolerance = 2e-2 if settings and how != "fsdp2" else 1e-4 if kind == "cuda" else 1e-5
     for ours, ours_norms in world.run(train, **arguments):
-        assert ours_norms == pytest.approx(norms, rel=1e-2 if settings else 1e-4)
+        assert ours_norms == pytest.approx(norms, rel=2**-8 if settings else 1e-4)
         assert_close(ours, list(model.parameters()), tolerance)
