@@ -5,7 +5,9 @@ Counts and weights only; the sums themselves are the accumulator's.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from typing import Protocol
 
 from .window import MicroBatch, Scalar, Schedule, Window, checked_weight
 
@@ -13,6 +15,22 @@ MISSING_WEIGHT = (
     "reduction='sum' divides by the sum of the weights, and this micro-batch was given none; "
     "pass the number of items: opt.backward(loss, weight=n) or opt.step(weight=n)"
 )
+
+
+class Follower(Protocol):
+    """Who keeps something of his own for every micro-batch (batch statistics), and is told what has become of it."""
+
+    def micro_batch_counted(self) -> None:
+        """The micro-batch is over, and part of the open window."""
+
+    def micro_batch_dropped(self) -> None:
+        """The micro-batch counts for nothing."""
+
+    def window_closed(self) -> None:
+        """The open window is complete. Over ranks, all of them are told at the same place between their collectives."""
+
+    def window_dropped(self) -> None:
+        """The micro-batches that the open window has counted do not count any more."""
 
 
 class Ledger:
@@ -34,6 +52,16 @@ class Ledger:
         self.index = 0
         self._window: Window | None = None
         self._micro: MicroBatch | None = None
+        self._followers: list[weakref.ref[Follower]] = []
+
+    @property
+    def followers(self) -> list[Follower]:
+        """Who is told, in the order in which they came (the same on all ranks)."""
+        return [alive for follower in self._followers if (alive := follower()) is not None]
+
+    def tell(self, follower: Follower) -> None:
+        """Keep ``follower`` up to date while it lives."""
+        self._followers.append(weakref.ref(follower))
 
     @property
     def has_window(self) -> bool:
@@ -73,12 +101,20 @@ class Ledger:
 
     def drop_micro_batch(self) -> None:
         self._micro = None
+        for follower in self.followers:
+            follower.micro_batch_dropped()
 
     def drop_window(self) -> None:
-        self._window = self._micro = None
+        if self.has_micro:
+            self.drop_micro_batch()
+        self._window = None
+        for follower in self.followers:
+            follower.window_dropped()
 
     def close_window(self) -> None:
         self._window, self.index = None, self.index + 1
+        for follower in self.followers:
+            follower.window_closed()
 
     def restore(self, index: int, window: Window | None, micro: MicroBatch | None) -> None:
         """Go on where a checkpoint was taken."""
@@ -120,9 +156,12 @@ class Ledger:
         window, micro = self.window, self.micro
         if micro.bad:
             window.dropped += 1
-        else:
-            window.commit(micro, self._weight_of(micro, late))
+            self.drop_micro_batch()
+            return
+        window.commit(micro, self._weight_of(micro, late))
         self._micro = None
+        for follower in self.followers:
+            follower.micro_batch_counted()
 
     def _weight_of(self, micro: MicroBatch, late: Scalar | None) -> Scalar | None:
         """A micro-batch's weight at its end; None where a caller-owned window may still be told it."""

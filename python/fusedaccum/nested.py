@@ -1,0 +1,110 @@
+"""Batches as people nest them: tensors in dicts, lists, tuples and dataclasses, cut along the first dimension."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+from torch import Tensor
+
+
+def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
+    """``tree`` with ``function`` of every leaf in the leaf's place; containers are copied, what is no container is a leaf.
+
+    Containers are mappings, lists and tuples (named ones too) and instances of dataclasses.
+    """
+    parts = _parts(tree)
+    if parts is None:
+        return function(tree)
+    return _with(tree, {key: mapped(function, value) for key, value in parts.items()})
+
+
+def leaves(tree: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
+    """Every leaf, with the expression that leads to it: ``batch['image']``, ``batch[0].mask``."""
+    parts = _parts(tree)
+    if parts is None:
+        yield path, tree
+        return
+    fields = dataclasses.is_dataclass(tree) and not isinstance(tree, Mapping)
+    for key, value in parts.items():
+        yield from leaves(value, f"{path}.{key}" if fields else f"{path}[{key!r}]")
+
+
+def batch_size(batch: Any) -> int:
+    """The first dimension that all arrays in ``batch`` share. What has none (numbers, strings, 0-d tensors) belongs to all samples.
+
+    Raises:
+        ValueError: the arrays' first dimensions differ, or there are no arrays, or no samples.
+    """
+    sizes = {path: leaf.shape[0] for path, leaf in leaves(batch) if _is_array(leaf)}
+    if not sizes:
+        raise ValueError(
+            f"the batch, a {type(batch).__name__}, holds no tensors to cut into micro-batches; give it tensors whose first dimension is "
+            "the sample, nested in dicts, lists, tuples or dataclasses as you like"
+        )
+    (first, n), *others = sizes.items()
+    for path, size in others:
+        if size != n:
+            raise ValueError(
+                f"{first} holds {n} samples and {path} holds {size}; the first dimension of every tensor in a batch is the sample. "
+                "What all samples share goes into the function instead (a closure), and samples of differing sizes must be padded"
+            )
+    if n == 0:
+        raise ValueError(f"{first} holds no samples: its first dimension is 0; leave empty batches out")
+    return n
+
+
+def cut(batch: Any, start: int, stop: int) -> Any:
+    """Samples ``start`` to ``stop`` of a batch: views of its arrays, and the rest as it is. Lists without arrays that have an item a
+    sample (texts, names) are cut too.
+    """
+    return _cut(batch, start, stop, batch_size(batch))
+
+
+def _cut(tree: Any, start: int, stop: int, n: int) -> Any:
+    if _is_array(tree):
+        return tree[start:stop]
+    plain = isinstance(tree, (list, tuple)) and not hasattr(tree, "_fields")
+    if plain and len(tree) == n and not any(_is_array(leaf) for _, leaf in leaves(tree)):
+        return tree[start:stop]
+    parts = _parts(tree)
+    if parts is None:
+        return tree
+    return _with(tree, {key: _cut(value, start, stop, n) for key, value in parts.items()})
+
+
+def _is_array(leaf: Any) -> bool:
+    """A tensor with dimensions, or what is cut like one (a NumPy array)."""
+    if isinstance(leaf, Tensor):
+        return leaf.dim() > 0
+    return hasattr(leaf, "__array__") and len(getattr(leaf, "shape", ())) > 0
+
+
+def _parts(tree: Any) -> Mapping[Any, Any] | None:
+    """A container's parts by their keys; None for a leaf."""
+    if isinstance(tree, Mapping):
+        return tree
+    if isinstance(tree, (list, tuple)):
+        return dict(enumerate(tree))
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
+    return None
+
+
+def _with(tree: Any, parts: dict[Any, Any]) -> Any:
+    """A container like ``tree``, of these parts."""
+    if isinstance(tree, MutableMapping):
+        new = copy.copy(tree)  # keeps what a subclass has beside its items, such as defaultdict's factory
+        for key, value in parts.items():
+            new[key] = value
+        return new
+    if isinstance(tree, Mapping):
+        return type(tree)(parts)  # type: ignore[call-arg]
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(*parts.values()) if hasattr(tree, "_fields") else type(tree)(parts.values())
+    new = copy.copy(tree)
+    for name, value in parts.items():
+        object.__setattr__(new, name, value)  # frozen ones too
+    return new

@@ -1,0 +1,83 @@
+"""Batches in containers, cut into micro-batches and put together again."""
+
+import collections
+import types
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from fusedaccum.nested import batch_size, cut, leaves, mapped
+
+Pair = collections.namedtuple("Pair", "x y")
+
+
+@dataclass(frozen=True)
+class Frozen:
+    x: torch.Tensor
+    name: str = "all"
+    made: torch.Tensor = field(init=False, default=torch.tensor(1.0))
+
+
+X = torch.randn(7, 3)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        X,
+        [X, X[:, 0]],
+        (X, {"a": X, "b": [X, X]}),
+        Pair(X, X[:, :1]),
+        Frozen(X),
+        collections.OrderedDict(x=X),
+        collections.defaultdict(list, x=X),
+        collections.UserDict(x=X),
+        types.MappingProxyType({"x": X}),
+        {"x": X, "scale": 2.0, "t": torch.tensor(3.0), "none": None, "name": "abcdefg"},
+        {"x": X, "texts": list("abcdefg"), "pairs": [(1, 2)] * 7},
+        {"x": X, "array": np.arange(14).reshape(7, 2)},
+    ],
+    ids=lambda batch: type(batch).__name__,
+)
+def test_cut_keeps_the_structure_and_every_sample_once(batch):
+    assert batch_size(batch) == 7
+    parts = [cut(batch, start, stop) for start, stop in ((0, 3), (3, 6), (6, 7))]
+    assert all(type(part) is type(batch) for part in parts)
+    assert [batch_size(part) for part in parts] == [3, 3, 1]
+    whole = dict(leaves(batch))
+    for path, leaf in leaves(parts[1]):
+        if isinstance(leaf, torch.Tensor) and leaf.dim():
+            assert torch.equal(leaf, whole[path][3:6])
+            assert leaf.data_ptr() == whole[path][3:6].data_ptr()  # a view
+        elif isinstance(leaf, np.ndarray):
+            assert (leaf == whole[path][3:6]).all()
+    if isinstance(batch, dict) and "texts" in batch:
+        assert parts[1]["texts"] == list("def") and len(parts[2]["pairs"]) == 1
+    if isinstance(batch, dict) and "scale" in batch:
+        assert {k: v for k, v in parts[2].items() if k != "x"} == {k: v for k, v in batch.items() if k != "x"}
+    if isinstance(batch, collections.defaultdict):
+        assert parts[0].default_factory is list
+    assert torch.equal(torch.cat([next(leaf for _, leaf in leaves(p)) for p in parts]), X)
+
+
+def test_mapped_leaves_the_tree_alone():
+    tree = {"a": [X, 2], "b": Frozen(X)}
+    doubled = mapped(lambda leaf: leaf * 2, tree)
+    assert torch.equal(doubled["a"][0], 2 * X) and doubled["a"][1] == 4 and doubled["b"].name == "allall"
+    assert tree["a"][0] is X and tree["b"].x is X
+
+
+@pytest.mark.parametrize(
+    ("batch", "says"),
+    [
+        ({"x": X, "mask": torch.ones(3, 3)}, r"batch\['x'\] holds 7 samples and batch\['mask'\] holds 3"),
+        ([Frozen(X), torch.ones(2)], r"batch\[0\].x holds 7 samples and batch\[1\] holds 2"),
+        ({"text": "abc"}, "a dict, holds no tensors"),
+        (torch.tensor(1.0), "a Tensor, holds no tensors"),
+        (torch.ones(0, 3), "holds no samples"),
+    ],
+)
+def test_what_is_no_batch_is_refused_by_name(batch, says):
+    with pytest.raises(ValueError, match=says):
+        batch_size(batch)
