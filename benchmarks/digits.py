@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -10,8 +10,6 @@ from torch.nn import functional as F
 
 from demo import data
 from demo.models import DigitsCNN
-
-BATCH = 128
 
 
 def model() -> nn.Module:
@@ -26,10 +24,9 @@ def samples(count: int) -> tuple[Tensor, Tensor]:
     return images[:count], labels[:count]
 
 
-def batches(count: int, epochs: int, size: int = BATCH) -> Iterator[Tensor]:
-    """Indices of big batches, shuffled every epoch; an epoch's last one holds what is left."""
-    for epoch in range(epochs):
-        yield from torch.randperm(count, generator=torch.Generator().manual_seed(epoch)).split(size)
+def batches(count: int, epoch: int, size: int) -> Sequence[Tensor]:
+    """Indices of an epoch's big batches, shuffled; the last one holds what is left."""
+    return torch.randperm(count, generator=torch.Generator().manual_seed(epoch)).split(size)
 
 
 def loss(net: nn.Module, x: Tensor, y: Tensor, reduction: str = "mean") -> Tensor:
@@ -37,9 +34,19 @@ def loss(net: nn.Module, x: Tensor, y: Tensor, reduction: str = "mean") -> Tenso
     return F.cross_entropy(net(x), y, reduction=reduction)
 
 
+def sgd(net: nn.Module, lr: float = 0.02) -> torch.optim.Optimizer:
+    """The optimizer of all ways."""
+    return torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9)
+
+
 def flat(net: nn.Module) -> Tensor:
     """All parameters in one vector, FP64."""
     return torch.cat([p.detach().double().flatten() for p in net.parameters()])
+
+
+def gradient(net: nn.Module) -> Tensor:
+    """All gradients in one vector, FP64."""
+    return torch.cat([p.grad.double().flatten() for p in net.parameters()])
 
 
 def drift(net: nn.Module, big: nn.Module) -> float:

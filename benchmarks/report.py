@@ -39,6 +39,8 @@ def load(name: str, folder: Path = RESULTS) -> list[Row]:
 
 def printed(name: str, rows: Sequence[Row]) -> str:
     """The tables of a benchmark for the terminal."""
+    if name == "questions":
+        return "\n\n".join(["", *(": ".join(line) for line in tables.questions(rows)[1]), ""])
     parts = [tables.text(TABLES[name](rows))]
     if name == "accumulate":
         parts.append(tables.text(tables.stats_cost(rows)))

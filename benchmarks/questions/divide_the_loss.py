@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import fusedaccum as fa
-import torch
 from matplotlib.axes import Axes
 from torch import Tensor, nn
 
@@ -13,14 +12,14 @@ from .. import digits
 from ..harness import OURS, Row
 from ..style import BLUE, GREEN, ORANGE, PURPLE
 
-PARTS = 8  # micro-batches a window
+BATCH, PARTS = 128, 8  # samples and micro-batches a window
 COLOURS = {"loss / N": ORANGE, "not divided": PURPLE, OURS: BLUE, "fusedaccum, sum": GREEN}
 
 
 def measure(quick: bool) -> list[Row]:
     """Train by every way on the same windows; the drift after each."""
     x, y = digits.samples(512)
-    windows = list(digits.batches(512, 1 if quick else 10))
+    windows = [batch for epoch in range(1 if quick else 10) for batch in digits.batches(512, epoch, BATCH)]
     rows: list[Row] = []
     for sizes, cut in {
         "equal": lambda batch, i: batch.tensor_split(PARTS),
@@ -28,12 +27,15 @@ def measure(quick: bool) -> list[Row]:
     }.items():
         nets = {way: digits.model() for way in ("big batch", *COLOURS)}
         steps = {way: WAYS[way](net, x, y) for way, net in nets.items()}
+        drifts: dict[str, list[float]] = {way: [] for way in COLOURS}
         for i, batch in enumerate(windows):
             for way, step in steps.items():
                 step([batch] if way == "big batch" else cut(batch, i))
             for way in COLOURS:
-                apart = digits.drift(nets[way], nets["big batch"])
-                rows.append({"contestant": way, "sizes": sizes, "window": i + 1, "drift": apart})
+                drifts[way].append(digits.drift(nets[way], nets["big batch"]))
+        rows += [
+            {"contestant": way, "sizes": sizes, "drifts": drifts[way], "drift": drifts[way][-1]} for way in COLOURS
+        ]
     return rows
 
 
@@ -41,31 +43,27 @@ def finding(rows: Sequence[Row]) -> str:
     """The drift at the end, of the ways that people take for right."""
     last = {(r["contestant"], r["sizes"]): r["drift"] for r in rows}
     return (
-        f"With unequal micro-batches, loss / N ends {last['loss / N', 'unequal']:.1%} of the way away from the big batch "
-        f"(weighed: {last[OURS, 'unequal']:.0e}); not divided at all, {last['not divided', 'equal']:.0%}."
+        f"With unequal micro-batches, loss / N ends {last['loss / N', 'unequal']:.0%} of the distance trained away from the big batch, "
+        f"weighed losses {last[OURS, 'unequal']:.0e} of it; a mean that nobody divides {last['not divided', 'equal']:.0%}."
     )
 
 
 def draw(rows: Sequence[Row], axes: Axes) -> None:
     """Drift by window; unequal micro-batches drawn through, equal ones dashed."""
-    for way, colour in COLOURS.items():
-        for sizes, dashes in (("unequal", "-"), ("equal", "--")):
-            mine = [r for r in rows if (r["contestant"], r["sizes"]) == (way, sizes)]
-            label = f"{way}, {sizes}"
-            axes.semilogy([r["window"] for r in mine], [r["drift"] for r in mine], dashes, color=colour, label=label)
-    axes.set(xlabel="window", ylabel="distance from the big batch / distance trained")
+    for r in sorted(rows, key=lambda r: str(r["sizes"]), reverse=True):
+        dashes = "-" if r["sizes"] == "unequal" else "--"
+        windows = range(1, len(r["drifts"]) + 1)
+        label = f"{r['contestant']}, {r['sizes']}"
+        axes.semilogy(windows, r["drifts"], dashes, color=COLOURS[r["contestant"]], label=label)
+    axes.set(xlabel="window", ylabel="distance from the big batch / distance trained", ylim=(None, 1e4))
     axes.legend(frameon=False, ncols=2, fontsize=8.5)
 
 
 Step = Callable[[Sequence[Tensor]], object]  # the micro-batches of a window
 
 
-def _sgd(net: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9)
-
-
 def _plain(net: nn.Module, x: Tensor, y: Tensor, divide_by: int = 1) -> Step:
-    opt = _sgd(net)
+    opt = digits.sgd(net)
 
     def step(parts: Sequence[Tensor]) -> None:
         for i in parts:
@@ -77,7 +75,7 @@ def _plain(net: nn.Module, x: Tensor, y: Tensor, divide_by: int = 1) -> Step:
 
 
 def _ours(net: nn.Module, x: Tensor, y: Tensor) -> Step:
-    opt = fa.AccumulatingOptimizer(_sgd(net), accum_steps=PARTS)
+    opt = fa.AccumulatingOptimizer(digits.sgd(net), accum_steps=PARTS)
 
     def step(parts: Sequence[Tensor]) -> None:
         for i in parts:
@@ -88,7 +86,7 @@ def _ours(net: nn.Module, x: Tensor, y: Tensor) -> Step:
 
 
 def _summed(net: nn.Module, x: Tensor, y: Tensor) -> Step:
-    opt = fa.AccumulatingOptimizer(_sgd(net), accum_steps=PARTS, reduction="sum")
+    opt = fa.AccumulatingOptimizer(digits.sgd(net), accum_steps=PARTS, reduction="sum")
 
     def step(parts: Sequence[Tensor]) -> None:
         for i in parts:
