@@ -1,4 +1,4 @@
-"""How long should a window be? The noise scale that windows measure through training, against the covariance of single samples' gradients."""
+"""How long should a window be? The noise scale that windows measure, against the covariance of single samples' gradients."""
 
 from __future__ import annotations
 
