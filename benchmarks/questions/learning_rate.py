@@ -12,7 +12,7 @@ from .. import digits
 from ..harness import OURS, Row
 from ..style import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY
 
-LR, BATCH, PARTS, GROWN = 0.03, 32, 4, 4
+LR, BATCH, PARTS, GROWN = 0.06, 32, 4, 4
 BIG, SUMMED = "big batch", "loss not divided"
 UNCHANGED, ROOT, LINEAR = "batch × 4, lr × 1", "batch × 4, lr × 2", "batch × 4, lr × 4"
 # reduction, batch, learning rate
@@ -57,9 +57,10 @@ def finding(rows: Sequence[Row]) -> str:
     losses = {r["contestant"]: r["losses"] for r in rows}
     apart = max(abs(a - b) / a for a, b in zip(losses[BIG], losses[OURS]))
     return (
-        f"With the window's mean the rate stays: at most {apart:.0e} from the big batch's loss, which ends at {losses[BIG][-1]:.3f}. Not divided: "
-        f"{losses[SUMMED][-1]:.3f}. A batch four times as large: {losses[LINEAR][-1]:.3f} with four times the rate, "
-        f"{losses[ROOT][-1]:.3f} with twice, {losses[UNCHANGED][-1]:.3f} with the same."
+        f"With the window's mean the rate stays: at most {apart:.0e} from the big batch's loss, which ends at "
+        f"{losses[BIG][-1]:.3f}. Not divided: {losses[SUMMED][-1]:.3f}. A batch {GROWN} times as large: "
+        f"{losses[LINEAR][-1]:.3f} with {GROWN} times the rate, {losses[ROOT][-1]:.3f} with its root, "
+        f"{losses[UNCHANGED][-1]:.3f} with the same."
     )
 
 
