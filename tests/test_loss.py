@@ -117,7 +117,7 @@ def test_unknown_where_a_micro_batchs_loss_is():
     assert opt.last_window.loss is None and "loss" not in opt.last_window.as_dict()
 
 
-@pytest.mark.parametrize("settings", [{}, {"accum_steps": 3}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"accum_steps": 4}], ids=str)
 def test_dropped_and_weightless_micro_batches_have_no_part(settings):
     net, (x, y) = model(), data(12)
     (a, b), (c, d) = parts(x, y, (4, 8))
