@@ -177,6 +177,20 @@ def test_grad_scaler(accum_steps):
     assert opt.last_window.noise_scale.item() == pytest.approx(expected, rel=1e-4)
 
 
+def test_an_overflow_leaves_no_trace():
+    model, data = telling([(4, 4, 4)] * 2, torch.float32)
+    opt = wrapped(model.parameters(), accum_steps=3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    known = []
+    for window, factor in zip(data, (1.0, math.inf)):
+        for i, (x, y) in enumerate(window):
+            scaler.scale(nn.functional.mse_loss(model(x), y) * (factor if i == 1 else 1.0)).backward()
+            scaler.step(opt)
+            scaler.update()
+        known.append(opt.last_window.noise_scale.item())
+    assert not opt.last_window.applied and known[1] == known[0] > 0
+
+
 def test_state_is_kept_inside_a_window():
     model, data = telling([(4, 4, 4)] * 3, torch.float32)
 
