@@ -90,11 +90,19 @@ def _blocks_of(folder: Path) -> dict[str, str]:
 
 
 def rewrite(page: Path, texts: dict[str, str]) -> list[str]:
-    """Rewrite the marked blocks of a page; the names of those that there are no results for.
+    """Rewrite the marked blocks of a page; the names of those that there are no results for."""
+    before = page.read_text(encoding="utf-8")
+    after, missing = rewritten(before, page.parent, texts)
+    if after != before:
+        page.write_text(after, encoding="utf-8")
+    return missing
+
+
+def rewritten(before: str, folder: Path, texts: dict[str, str]) -> tuple[str, list[str]]:
+    """A page of a folder with its marked blocks rewritten, and the names of those that there are no results for.
 
     Pictures of the texts are named from the project's root, and on the page from where it is.
     """
-    before = page.read_text(encoding="utf-8")
     missing = []
 
     def block(match: re.Match[str]) -> str:
@@ -102,16 +110,12 @@ def rewrite(page: Path, texts: dict[str, str]) -> list[str]:
         if name not in texts and not name.endswith("_plots"):
             missing.append(name)
         text = texts.get(name, "" if name.endswith("_plots") else "Not measured yet.")
-        up = os.path.relpath(ROOT, page.parent)
+        up = os.path.relpath(ROOT, folder)
         text = re.sub(r"\]\((?=benchmarks/)", "](" if up == "." else f"]({up}/", text)
         return f"<!-- benchmarks:{name} -->\n{text}\n<!-- /benchmarks:{name} -->"
 
-    after = re.sub(
-        r"<!-- benchmarks:(?P<name>[\w-]+) -->.*?<!-- /benchmarks:(?P=name) -->", block, before, flags=re.DOTALL
-    )
-    if after != before:
-        page.write_text(after, encoding="utf-8")
-    return missing
+    blocks = r"<!-- benchmarks:(?P<name>[\w-]+) -->.*?<!-- /benchmarks:(?P=name) -->"
+    return re.sub(blocks, block, before, flags=re.DOTALL), missing
 
 
 def _where(rows: Sequence[Row]) -> str:

@@ -40,7 +40,7 @@ def finding(rows: Sequence[Row]) -> str:
     """The worst of every way, and what even the full window is off by."""
     errors = {r["contestant"]: r["errors"] for r in rows}
     return (
-        f"loss / {N} is up to {max(errors[FULL]):.0%} off, and {errors[FULL][-1]:.0%} where the window is full, for "
+        f"The gradient of loss / {N} is up to {max(errors[FULL]):.0%} off, and {errors[FULL][-1]:.0%} where the window is full, for "
         f"{DESIRED} is not {N} × {MICRO_BATCH}; divided by the micro-batches held up to {max(errors[HELD]):.0%}; "
         f"weighed and flushed {max(errors[OURS]):.0e}."
     )
@@ -49,7 +49,7 @@ def finding(rows: Sequence[Row]) -> str:
 def draw(rows: Sequence[Row], axes: Axes) -> None:
     """Relative error by samples in the window."""
     for r in rows:
-        axes.semilogy(r["samples"], r["errors"], "o-", ms=3, color=COLOURS[r["contestant"]], label=r["contestant"])
+        axes.plot(r["samples"], r["errors"], "o-", ms=3, color=COLOURS[r["contestant"]], label=r["contestant"])
     for edge in range(MICRO_BATCH, DESIRED, MICRO_BATCH):
         axes.axvline(edge, color="black", lw=0.8, ls=":")
     axes.set(
