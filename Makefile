@@ -34,7 +34,7 @@ demo: $(VENV)/built  ## train two small models with big batches and with accumul
 # Material's notice that MkDocs 2 is coming is for whoever chooses the tool: docs/decisions.md, "The site".
 docs: $(VENV)/built  ## the documentation as a site, in build/site; a link that leads nowhere is an error
 	$(SAY) "Documentation"
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 test: lint docs $(VENV)/built $(if $(SECOND_TORCH),$(SECOND_VENV)/built)  ## lint, build, and run all tests, against two versions of torch
 	$(SAY) "Tests against torch $(TORCH)"
