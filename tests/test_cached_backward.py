@@ -90,7 +90,8 @@ def unequal_batches(dtype):
     queries, passages = Tower(5), Tower(5)
 
     def loss(q, p):
-        return F.cross_entropy(20 * q @ p["embedding"].T, 3 * torch.arange(len(q)))
+        scores = (20 * q @ p["embedding"].T + p["given"].sum(1)).masked_fill(p["mask"], -5)
+        return F.cross_entropy(scores, 3 * torch.arange(len(q)))
 
     x = (torch.randn(SAMPLES, 5, dtype=dtype), torch.rand(SAMPLES, 1, dtype=dtype))
     y = {"tokens": torch.randn(3 * SAMPLES, 5, dtype=dtype)}
@@ -105,7 +106,8 @@ class Encode:
         self.tower = tower
 
     def __call__(self, batch):
-        return {"embedding": self.tower(batch["tokens"]), "mask": batch["tokens"] > 0, "cache": None}
+        given = batch["tokens"]
+        return {"embedding": self.tower(given), "mask": given[:, 0] > 0, "given": given.abs(), "cache": None}
 
 
 CASES = [clip, info_nce_of_shared_weights, supcon, barlow, unequal_batches]
@@ -256,15 +258,20 @@ def test_running_statistics_move_once():
         assert torch.equal(ours, theirs)
 
 
-def test_buffers_are_as_before_when_the_first_pass_or_the_loss_fails():
+@pytest.mark.parametrize("place", ["first pass", "loss"])
+def test_buffers_are_as_before_when_the_first_pass_or_the_loss_fails(place):
     net = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
-    before = copy.deepcopy(net.state_dict())
+    before, calls = copy.deepcopy(net.state_dict()), []
 
-    def broken(z):
-        raise KeyError("broken")
+    def fails(*_):
+        calls.append(1)
+        if place == "loss" or len(calls) == 2:
+            raise KeyError("broken")
 
+    if place == "first pass":
+        net.register_forward_hook(fails)
     with pytest.raises(KeyError):
-        fa.cached_backward(broken, net, torch.randn(12, 5), micro_batch_size=4)
+        fa.cached_backward(fails, net, torch.randn(12, 5), micro_batch_size=4)
     for name, value in net.state_dict().items():
         assert torch.equal(value, before[name])
 
