@@ -51,8 +51,8 @@ def cached_backward(
         inputs: the whole batch, nested likewise; for a list of encoders, a list of one batch an encoder. Tensors in it that require
             a gradient get one.
         micro_batch_size: samples that are encoded at once; the last micro-batch may be smaller.
-        opt: the wrapper that gathers the gradients: the call is one micro-batch of it, of this ``weight``. Not needed with a plain
-            optimizer, nor within ``opt.micro_batch()``.
+        opt: the wrapper that gathers the gradients: the call is one micro-batch of it, of this ``weight``, and its loss is recorded. Not
+            needed with a plain optimizer, nor within ``opt.micro_batch()``.
 
     Returns:
         what ``loss_fn`` returned, detached.
@@ -77,6 +77,8 @@ def cached_backward(
             encoding.keep_gradients(embedding)
         del embeddings, embedding
         loss = loss.detach()
+        if opt is not None:
+            opt.record_loss(loss)
         after_loss = RandomState(tensor for encoding in encodings for tensor in encoding.placed)
         try:
             for encoding in encodings:
