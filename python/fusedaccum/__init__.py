@@ -2,6 +2,7 @@
 
 from . import ops, schedules
 from ._version import __version__
+from .cached import cached_backward
 from .distributed_checkpoint import DistributedState
 from .fuse import fuse_embedding, fuse_linear, unfuse
 from .optimizer import AccumulatingOptimizer
@@ -12,6 +13,7 @@ __all__ = [
     "DistributedState",
     "LastWindow",
     "__version__",
+    "cached_backward",
     "fuse_embedding",
     "fuse_linear",
     "ops",

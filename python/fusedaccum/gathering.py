@@ -153,6 +153,11 @@ class Gathering:
         """Must a weight be in the loss, because FSDP2 adds up the ranks' gradients before they get here?"""
         return bool(self._fully_sharded.slots) and self._settings.reduction == "mean"
 
+    @property
+    def tells_passes_apart(self) -> bool:
+        """Would several backward passes, as things are, be more than one micro-batch, or be refused?"""
+        return not self.inside and (self._settings.schedule.caller_owned or self._settings.drops_micro_batches)
+
     def open(self, weight: Scalar | None, last: bool = False) -> None:
         """The micro-batch that gathers from now on; joins the one that is open already. Raises as Ledger.weigh does."""
         ledger = self.ledger
