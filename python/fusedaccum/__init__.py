@@ -2,6 +2,7 @@
 
 from . import ops
 from ._version import __version__
+from .batchnorm import accumulate_batchnorm, restore_batchnorm
 from .distributed_checkpoint import DistributedState
 from .fuse import fuse_embedding, fuse_linear, unfuse
 from .optimizer import AccumulatingOptimizer
@@ -12,8 +13,10 @@ __all__ = [
     "DistributedState",
     "LastWindow",
     "__version__",
+    "accumulate_batchnorm",
     "fuse_embedding",
     "fuse_linear",
     "ops",
+    "restore_batchnorm",
     "unfuse",
 ]
