@@ -260,9 +260,9 @@ def note_unpooled(buffers: Buffers) -> None:
         _noted = True
         slot, module = min(found, key=lambda pair: pair[0].index)
         warnings.warn(
-            f"{len(found)} BatchNorm layer(s), the first the {type(module).__name__} with the weight {slot.name}, move their running statistics on every "
-            "micro-batch, and not once a window with the whole window's; call fa.accumulate_batchnorm(model), or, if you mean it, "
-            "warnings.filterwarnings('ignore', '.*BatchNorm layer'). See docs/batch-norm.md",
+            f"{len(found)} BatchNorm layer(s), the first the {type(module).__name__} with the weight {slot.name}, move their running "
+            "statistics on every micro-batch, and not once a window with the whole window's; call fa.accumulate_batchnorm(model), or, "
+            "if you mean it, warnings.filterwarnings('ignore', '.*BatchNorm layer'). See docs/batch-norm.md",
             UserWarning,
             stacklevel=10,
         )
@@ -270,4 +270,7 @@ def note_unpooled(buffers: Buffers) -> None:
 
 def subclasses(of: type) -> set[type]:
     """A class and all that derive from it."""
-    return {of}.union(*(subclasses(derived) for derived in of.__subclasses__()))
+    found = {of}
+    for derived in of.__subclasses__():
+        found |= subclasses(derived)
+    return found
