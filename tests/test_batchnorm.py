@@ -12,7 +12,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-NAMES = ("running_mean", "running_var", "num_batches_tracked")
+
+@pytest.fixture(autouse=True)
+def one_thread(threads):
+    threads(1)
 
 
 def statistics(model):
@@ -438,7 +441,7 @@ def test_model_and_optimizer_copied_together_inside_a_window():
 @pytest.mark.parametrize("wrong", [3, [nn.BatchNorm1d(3)]])
 def test_what_is_no_module_is_refused(wrong):
     for function in (fa.accumulate_batchnorm, fa.restore_batchnorm):
-        with pytest.raises(TypeError, match="must be a torch.nn.Module"):
+        with pytest.raises(TypeError, match="must be a torch"):
             function(wrong)
 
 

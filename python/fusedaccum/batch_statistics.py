@@ -139,14 +139,16 @@ class Statistics:
             )
 
     def load(self, saved: dict[str, Any]) -> None:
-        device = self._buffers.slots[0].param.device if self._buffers.slots else torch.device("cpu")
+        slots = self._buffers.slots
         self._micro_batches = saved["micro_batches"]
         self._pending = {
-            (slot, number): [Call(n, moments.to(device, copy=True), ranks) for n, moments, ranks in of]
+            (slot, number): [
+                Call(n, moments.to(slots[slot].param.device, copy=True), ranks) for n, moments, ranks in of
+            ]
             for slot, number, of in saved["pending"]
         }
         self._counted = {
-            (slot, number): [Total(n, moments.to(device, copy=True)) for n, moments in of]
+            (slot, number): [Total(n, moments.to(slots[slot].param.device, copy=True)) for n, moments in of]
             for slot, number, of in saved["counted"]
         }
 
@@ -270,7 +272,7 @@ def note_unpooled(buffers: Buffers) -> None:
 
 def subclasses(of: type) -> set[type]:
     """A class and all that derive from it."""
-    found = {of}
-    for derived in of.__subclasses__():
-        found |= subclasses(derived)
-    return found
+    found = [of]
+    for known in found:
+        found += type.__subclasses__(known)
+    return set(found)
