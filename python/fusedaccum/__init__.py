@@ -1,6 +1,6 @@
 """Exact, fast gradient accumulation for PyTorch: ``opt = fusedaccum.AccumulatingOptimizer(opt, accum_steps=8)``."""
 
-from . import ops
+from . import ops, schedules
 from ._version import __version__
 from .batchnorm import accumulate_batchnorm, restore_batchnorm
 from .distributed_checkpoint import DistributedState
@@ -18,5 +18,6 @@ __all__ = [
     "fuse_linear",
     "ops",
     "restore_batchnorm",
+    "schedules",
     "unfuse",
 ]

@@ -57,6 +57,8 @@ def save(opt: AccumulatingOptimizer) -> dict[str, Any]:
         "draws": [slot.draws for slot in sums.buffers.slots],
         "loss_scale": None if live is None else live.clone(),
         "batch_statistics": opt._gathering.statistics.saved(),
+        "noise": None if opt._noise is None else opt._noise.averages,
+        "schedule": None if settings.schedule.adaptive is None else settings.schedule.adaptive.state_dict(),
     }
 
 
@@ -138,3 +140,8 @@ def load(opt: AccumulatingOptimizer, own: dict[str, Any]) -> None:
     sums.loss_scale.live = None if live is None else live.clone()
     if "batch_statistics" in own:
         opt._gathering.statistics.load(own["batch_statistics"])
+    if opt._noise is not None:
+        opt._noise.averages = own.get("noise")
+    adaptive = opt.settings.schedule.adaptive
+    if adaptive is not None and own.get("schedule") is not None:
+        adaptive.load_state_dict(own["schedule"])
