@@ -110,6 +110,23 @@ def test_ranks_without_data_move_along(worlds, kind):
     assert_statistics(states[0], oracle([([0, 1, 2], 0), ([0, 1], 1)]), 2)
 
 
+def unequal_calls(rank):
+    module, model = made("plain")
+    opt = wrapped(module, "plain", accum_steps=1)
+    sum(module(micro_batch(0, number)).square().mean() for number in ([0, 1] if rank == 0 else [2])).backward()
+    opt.step()
+    return model.state_dict()
+
+
+def test_a_second_call_on_one_rank_moves_all(worlds):
+    states = worlds(2).run(unequal_calls)
+    assert_alike(states)
+    expected = nn.BatchNorm1d(3)
+    for numbers in ([0, 2], [1]):
+        expected(torch.cat([micro_batch(0, number) for number in numbers]))
+    assert_statistics(states[0], expected.state_dict(), 2)
+
+
 def saving(rank, path):
     size = dist.get_world_size()
     module, model = made("plain")
