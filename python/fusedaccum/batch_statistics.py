@@ -103,15 +103,15 @@ class Statistics:
     def window_closed(self) -> None:
         micro_batches, self._micro_batches = self._micro_batches, 0
         counted, self._counted = self._counted, {}
-        if micro_batches > 1 and not self._looked:
-            self._looked = True
-            note_unpooled(self._buffers)
         layers = self._layers()
         if self.group is not None and layers:
             counted = over_ranks(self.group, layers, counted)
         for key, layer in layers.items():
             for total in counted.get(key, ()):
                 move(layer, total)
+        if micro_batches > 1 and not self._looked:
+            self._looked = True
+            note_unpooled(self._buffers)
 
     def _layers(self) -> dict[Key, Layer]:
         """In the same order on all ranks, whether they have been called or not."""

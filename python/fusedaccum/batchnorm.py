@@ -103,7 +103,7 @@ class Pooled(_BatchNorm):
     def _observed(self, input: Tensor) -> Tensor:
         """The forward, with buffers in place of the layer's own in which it leaves the micro-batch's statistics."""
         again = torch._C._current_graph_task_id() != -1  # activation checkpointing, within a backward pass
-        if not (again or torch.is_grad_enabled() or _within_checkpoint()):
+        if not (torch.is_grad_enabled() or _within_checkpoint()):
             return super().forward(input)
         follows = self.follows()
         if follows is None:
