@@ -2,6 +2,7 @@
 
 from . import ops, schedules
 from ._version import __version__
+from .batchnorm import accumulate_batchnorm, restore_batchnorm
 from .cached import cached_backward
 from .distributed_checkpoint import DistributedState
 from .fuse import fuse_embedding, fuse_linear, unfuse
@@ -13,10 +14,12 @@ __all__ = [
     "DistributedState",
     "LastWindow",
     "__version__",
+    "accumulate_batchnorm",
     "cached_backward",
     "fuse_embedding",
     "fuse_linear",
     "ops",
+    "restore_batchnorm",
     "schedules",
     "unfuse",
 ]

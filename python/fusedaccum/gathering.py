@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .accumulator import Accumulator, Write
+from .batch_statistics import Statistics
 from .buffers import Slot
 from .intake import Intake
 from .ledger import Ledger
@@ -42,6 +43,8 @@ class Gathering:
         self.sums = Accumulator(
             settings.buffer_dtype, settings.buffer_device, settings.reduction, settings.backend, seed
         )
+        self.statistics = Statistics(self.sums.buffers)  # of BatchNorm layers that are pooled
+        self.ledger.tell(self.statistics)
         self.inside = False  # within micro_batch()
         self._adds_before = 0  # of the open micro-batch, when the pass (or the group of them) under way began
         self._settings = settings
@@ -62,6 +65,7 @@ class Gathering:
         self._check_shared(shard)
         self.ranks = Ranks(group, comm_dtype, self.sums, self.ledger, self._settings.backend, shard)
         self.ledger.ranks, self.ledger.over_ranks = self.ranks.group.size, self.ranks.group.weight
+        self.statistics.group = self.ranks.group
         self._average_shards()
         if shard:
             self.sums.owned_apart, self.sums.over_owners = True, self.ranks.group.sum
