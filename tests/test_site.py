@@ -36,6 +36,7 @@ def test_figures_are_drawn_from_results(tmp_path):
         drawn |= {folder / path.name: path for path in report.draw_all(out)}
     for page in PAGES:
         for path in images(page):
+            assert path in drawn, f"no results draw {path}"
             assert texts(path) == texts(drawn[path]), path
 
 
