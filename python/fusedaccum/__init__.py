@@ -4,6 +4,7 @@ from . import ops
 from ._version import __version__
 from .distributed_checkpoint import DistributedState
 from .fuse import fuse_embedding, fuse_linear, unfuse
+from .micro_batcher import MicroBatcher
 from .optimizer import AccumulatingOptimizer
 from .window import LastWindow
 
@@ -11,6 +12,7 @@ __all__ = [
     "AccumulatingOptimizer",
     "DistributedState",
     "LastWindow",
+    "MicroBatcher",
     "__version__",
     "fuse_embedding",
     "fuse_linear",

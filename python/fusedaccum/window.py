@@ -10,10 +10,13 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from .attempts import Attempt
 
 Scalar = float | Tensor
 
@@ -147,6 +150,7 @@ class MicroBatch:
     nonfinite: Scalar = 0  # elements that were not finite, as far as anybody counted
     counts: list[Tensor] = field(default_factory=list)  # those that are not part of it yet
     bad: bool = False  # dropped, because a gradient was not finite
+    attempt: Attempt | None = None  # will it come again in parts if it breaks off?
 
     def value(self) -> Scalar:
         """The weight, 1 where nobody gave one."""
