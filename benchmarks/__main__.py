@@ -12,6 +12,7 @@ from . import (
     bench_fused,
     bench_memory,
     bench_overhead,
+    bench_questions,
     bench_ranks,
     bench_step,
     bench_training,
@@ -33,6 +34,7 @@ BENCHMARKS = {
         bench_overhead,
         bench_memory,
         bench_ranks,
+        bench_questions,
     )
 }
 

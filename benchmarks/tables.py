@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from .harness import BARE, HOOKS_ALONE, OURS, PYTHON_HOOKS, PYTHON_HOOKS_ALONE, Row
+from .questions import QUESTIONS
 
 Table = tuple[list[str], list[list[str]]]
 
@@ -159,6 +160,20 @@ def memory(rows: Sequence[Row]) -> Table:
         columns = ("parameter_bytes", "sum_bytes", "excess_bytes", "peak_bytes")
         lines.append([f"{r['weights']} weights: {r['contestant']}", *(f"{r[c] / 2**20:.1f}" for c in columns)])
     return ["way", "parameters MiB", "sums MiB", "gradients and the rest MiB", "peak MiB"], lines
+
+
+def questions(rows: Sequence[Row]) -> Table:
+    """One line a question: what was found."""
+    found = by_question(rows)
+    return ["question", "found"], [[name.replace("_", " "), QUESTIONS[name].finding(found[name])] for name in found]
+
+
+def by_question(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """The rows of every question that was measured."""
+    groups: dict[str, list[Row]] = {}
+    for r in rows:
+        groups.setdefault(str(r["question"]), []).append(r)
+    return groups
 
 
 def summary(accumulated: Sequence[Row], windows: Sequence[Row]) -> Table:

@@ -67,13 +67,14 @@ class Net(nn.Module):
         super().__init__()
         self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6, bias=False)
         self.second.weight = self.first.weight
-        self.head = nn.Linear(6, 3)
+        self.third, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
         self.frozen, self.unused = nn.Parameter(torch.ones(3), requires_grad=False), nn.Parameter(torch.ones(2))
         self.sometimes = nn.Parameter(torch.ones(3))
         self.to(dtype)
 
     def forward(self, x):
-        y = self.head(torch.tanh(self.second(torch.tanh(self.first(x))))) + self.frozen
+        y = torch.tanh(self.third(torch.tanh(self.second(torch.tanh(self.first(x))))))
+        y = self.head(y) + self.frozen
         uses = x[:, :1] > 0.5
         return y + self.sometimes * uses if uses.any() else y
 

@@ -1,6 +1,6 @@
 """Exact, fast gradient accumulation for PyTorch: ``opt = fusedaccum.AccumulatingOptimizer(opt, accum_steps=8)``."""
 
-from . import ops
+from . import ops, schedules
 from ._version import __version__
 from .distributed_checkpoint import DistributedState
 from .fuse import fuse_embedding, fuse_linear, unfuse
@@ -17,5 +17,6 @@ __all__ = [
     "fuse_embedding",
     "fuse_linear",
     "ops",
+    "schedules",
     "unfuse",
 ]

@@ -56,6 +56,8 @@ def save(opt: AccumulatingOptimizer) -> dict[str, Any]:
         "seed": sums.seed,
         "draws": [slot.draws for slot in sums.buffers.slots],
         "loss_scale": None if live is None else live.clone(),
+        "noise": None if opt._noise is None else opt._noise.averages,
+        "schedule": None if settings.schedule.adaptive is None else settings.schedule.adaptive.state_dict(),
     }
 
 
@@ -133,3 +135,8 @@ def load(opt: AccumulatingOptimizer, own: dict[str, Any]) -> None:
         slot.draws = draws
     live = own["loss_scale"]
     sums.loss_scale.live = None if live is None else live.clone()
+    if opt._noise is not None:
+        opt._noise.averages = own.get("noise")
+    adaptive = opt.settings.schedule.adaptive
+    if adaptive is not None and own.get("schedule") is not None:
+        adaptive.load_state_dict(own["schedule"])

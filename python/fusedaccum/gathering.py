@@ -25,7 +25,7 @@ from .rejected import Rejected
 from .replicas import Replicas, replicas_of
 from .settings import Settings, check_alone, check_shared, check_weight_of_lent
 from .shards import FullySharded, local_of
-from .window import Scalar
+from .window import MicroBatch, Scalar, Window, on, times
 
 _GATHERING_OF: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak reference to a Gathering
 
@@ -416,7 +416,11 @@ class Gathering:
     def _measures(self) -> bool:
         """Shall adds take norms and look for what is not finite? (Norms of all ranks' sums are taken when these have come.)"""
         takes_norm = self._settings.wants_norm and self.ranks is None
-        return self._settings.nonfinite == "skip_window" or (takes_norm and self.ledger.may_be_last())
+        return (
+            self._settings.nonfinite == "skip_window"
+            or (takes_norm and self.ledger.may_be_last())
+            or (self._settings.noise_scale is not None and self.ledger.window.empty)
+        )
 
     def pass_ends(self) -> None:
         if self.inside or not self.ledger.has_micro:
@@ -450,7 +454,36 @@ class Gathering:
         # Under "propagate" nobody asks, unless a GradScaler does, and the thread of offloaded gradients need not be waited for.
         if self._settings.nonfinite != "propagate" or not self.sums.buffers.offloaded:
             self.sums.count(self.ledger.micro)
+        window, micro = self.ledger.window, self.ledger.micro
+        first, sent = window.empty, self.ranks is not None and self.ranks.segments.in_last_pass
         self.ledger.commit(weight)
+        if self._settings.schedule.caller_owned:
+            window.unrecorded = None if micro.bad or micro.loss is not None else self.sums.contribution(window, micro)
+        mixed = micro.attempt is not None and micro.attempt.done  # the buffers hold more than this micro-batch
+        if self._settings.noise_scale is not None and first and not (micro.bad or sent or mixed):
+            self._measure_small(window, micro)
+
+    def _measure_small(self, window: Window, micro: MicroBatch) -> None:
+        """The window holds one micro-batch, whose norm its adds have taken; on this rank, for no sums have gone to others yet."""
+        unit = 1.0 if window.unit is None else window.unit
+        sq_norm = self.sums.norms.total(self.sums.gathered(), self._settings.backend)
+        window.small_sq_norm = sq_norm / on(unit, sq_norm.device) ** 2
+        if not window.unweighed:
+            window.weigh_small(micro.value())
+
+    def record_loss(self, loss: Scalar) -> None:
+        """The loss of the micro-batch that is open, or of the one counted last; raises RuntimeError where there is none."""
+        ledger = self.ledger
+        if ledger.has_micro:
+            ledger.micro.record(times(self.sums.contribution(ledger.window, ledger.micro), loss))
+        elif ledger.has_window and ledger.window.unrecorded is not None:
+            ledger.window.record(times(ledger.window.unrecorded, loss))
+            ledger.window.unrecorded = None
+        elif not self.has_rejected:
+            raise RuntimeError(
+                "record_loss() found no micro-batch that lacks its loss; call it once a micro-batch, between its backward and step() "
+                "(opt.backward(loss) needs no such call)"
+            )
 
     def pass_failed(self) -> None:
         if self.ranks is not None:

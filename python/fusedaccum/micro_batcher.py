@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -78,7 +79,7 @@ class MicroBatcher:
             batch: tensors (or NumPy arrays) whose first dimension is the sample, in dicts, lists, tuples and dataclasses as you like.
 
         Returns:
-            the window's loss, a detached 0-d tensor on its device: of the micro-batches' as the gradient is of theirs (of this rank's).
+            ``opt.last_window.loss``, a 0-d float64 tensor: the desired batch's loss. NaN for a window without weight.
 
         Raises:
             ValueError: ``batch`` cannot be cut. RuntimeError: ``opt`` holds an open window.
@@ -94,12 +95,16 @@ class MicroBatcher:
                 "opt.reset()"
             )
         try:
-            loss = self._window(batch, samples) if self._fixed is None else self._window_of(self._fixed, batch, samples)
+            if self._fixed is None:
+                self._window(batch, samples)
+            else:
+                self._window_of(self._fixed, batch, samples)
             self._opt.step()
         except BaseException:
             self._opt.reset()
             raise
-        return loss
+        last = self._opt.last_window
+        return torch.tensor(math.nan) if last is None or last.loss is None else last.loss
 
     def epoch(self, batches: Iterable[Any]) -> Iterator[Tensor]:
         """:meth:`step` for each of ``batches``, such as a DataLoader's; yields their losses."""
@@ -116,9 +121,8 @@ class MicroBatcher:
 
     # -- windows -----------------------------------------------------------------------------------------------
 
-    def _window_of(self, size: int, batch: Any, samples: int) -> Tensor:
+    def _window_of(self, size: int, batch: Any, samples: int) -> None:
         """All micro-batches, of ``size`` samples and what is left over."""
-        losses = Losses(self._opt.settings.reduction)
         for start in range(0, samples, size):
             stop = min(start + size, samples)
             micro_batch = nested.cut(batch, start, stop)
@@ -130,16 +134,14 @@ class MicroBatcher:
             except Exception as error:
                 _raise_if_out_of_memory(error, f"micro_batch_size={size} does not fit; give less, or 'auto'")
                 raise
-            losses.add(loss, weight)
-        return losses.of_window()
 
-    def _window(self, batch: Any, samples: int) -> Tensor:
+    def _window(self, batch: Any, samples: int) -> None:
         """All micro-batches, of what fits."""
         known, ranks = self._sizes.of(batch), self._opt._gathering.ranks
         limit = float(known.limit or samples)
         size = self.micro_batch_size = min(samples, int(limit if ranks is None else ranks.group.least(limit)))
         whole = Part(0, samples, frozenset())
-        losses, fitted = Losses(self._opt.settings.reduction), True
+        fitted = True
         rest = [whole]  # the next one is the last
         while rest:
             part = rest.pop()
@@ -147,21 +149,20 @@ class MicroBatcher:
                 rest += part.split(size)
                 continue
             attempt = Attempt(part.done)
-            if self._fits(batch, part, attempt, losses):
+            if self._fits(batch, part, attempt):
                 continue
             make_room()
             fitted = False
             size = self.micro_batch_size = min(size, known.failed(part.samples))
             if attempt.lost:
                 self._opt.reset()
-                losses, rest = Losses(self._opt.settings.reduction), [whole]
+                rest = [whole]
             else:
                 rest.append(Part(part.start, part.stop, part.done | attempt.taken))
         if fitted:
             known.fitted(size, samples)
-        return losses.of_window()
 
-    def _fits(self, batch: Any, part: Part, attempt: Attempt, losses: Losses) -> bool:
+    def _fits(self, batch: Any, part: Part, attempt: Attempt) -> bool:
         """Forward and backward of a part. False where there was no memory for it: then only ``attempt`` knows of it.
 
         Returns rather than raises, because an exception keeps the tensors of all frames that it has passed.
@@ -173,7 +174,7 @@ class MicroBatcher:
             with self._opt._gathering.attempted(weight, attempt):
                 loss = self._loss(micro_batch)
                 loss.backward()
-            losses.add(loss, weight)
+                self._opt.record_loss(loss)
             return True
         except Exception as error:
             if part.samples == 1:
@@ -235,23 +236,6 @@ class Part:
         """The first ``size`` samples, last, and before them the rest."""
         middle = self.start + size
         return [Part(middle, self.stop, self.done), Part(self.start, middle, self.done)]
-
-
-class Losses:
-    """A window's loss, from those of its micro-batches."""
-
-    def __init__(self, reduction: str):
-        self._reduction = reduction
-        self._parts: list[tuple[Tensor, Scalar]] = []
-
-    def add(self, loss: Tensor, weight: Scalar) -> None:
-        self._parts.append((loss.detach().reshape(()), weight))  # no new memory: this micro-batch counts already
-
-    def of_window(self) -> Tensor:
-        total = torch.stack(
-            [loss * weight if self._reduction == "mean" else loss for loss, weight in self._parts]
-        ).sum()
-        return total if self._reduction == "none" else total / sum(weight for _, weight in self._parts)
 
 
 def _called(model: Callable[..., Any], micro_batch: Any) -> Any:

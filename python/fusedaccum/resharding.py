@@ -59,6 +59,8 @@ def own(opt: AccumulatingOptimizer, header: dict[str, Any]) -> dict[str, Any]:
         "seed": first["seed"],
         "draws": first["draws"],
         "loss_scale": ranks[0]["loss_scale"],
+        "noise": ranks[0]["noise"],
+        "schedule": ranks[0]["schedule"],
     }
 
 
@@ -73,7 +75,7 @@ def window(opt: AccumulatingOptimizer, ranks: list[dict[str, Any]]) -> dict[str,
     mine = Window(index, opt.settings.schedule.length(index), unit=held[0]["unit"], carried=0)
     for s, rank in enumerate(ranks):
         if falls_to(opt, s) and rank["window"] is not None:
-            for name in ("micro_batches", "weight", "unweighed", "dropped", "nonfinite"):
+            for name in ("micro_batches", "weight", "unweighed", "dropped", "nonfinite", "loss", "losses"):
                 setattr(mine, name, getattr(mine, name) + rank["window"][name])
             mine.unit_lost = mine.unit_lost or rank["window"]["unit_lost"]
             mine.overflowed = mine.overflowed or rank["window"]["overflowed"]
