@@ -47,14 +47,14 @@ def test_an_error_at_every_point_of_a_window(monkeypatch, each_intake, reduction
     expected, loss = oracle([batch()])
     _, points, _, _ = ran(monkeypatch, reduction=reduction)
     partial = 0
-    for point in range(1, points.met + 1):
+    for point in range(1, points.met + 1, 1 if reduction == "mean" else 3):
         model, broken, losses, opt = ran(monkeypatch, [point], reduction=reduction)
         assert_close(model, expected, 1e-12)
         torch.testing.assert_close(losses[0], loss, rtol=1e-12, atol=0)
         assert opt.last_window.weight == weight(batch()) and opt.last_window.micro_batches in (4, 5, 6)
         assert not any(attempt.lost for attempt in broken.attempts)
         partial += broken.partial
-    assert points.met > 50 and partial > 10
+    assert points.met > 50 and partial > 5
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_grad_norm": 0.1}, {"nonfinite": "skip_micro_batch"}], ids=str)
@@ -67,15 +67,16 @@ def test_fp32_with_errors_within_errors(monkeypatch, settings):
         ran(monkeypatch, windows=3, make=make, dtype=torch.float32, **settings),
     )
     assert_close(model, expected, 1e-6)
+    monkeypatch.setattr(fusedaccum.intake, "BUCKET_BYTES", 1)
     chance, depth = random.Random(0), 0
-    for _ in range(40):
-        fail = chance.sample(range(1, points.met + 20), 2)
-        fail += [fail[0] + chance.randint(12, 20)]
+    for _ in range(30):
+        first = chance.randint(12, 30)
+        fail = [first, first + chance.randint(14, 30), points.met + chance.randint(-60, 0)]
         model, broken, _, opt = ran(monkeypatch, fail, 11, dtype=torch.float32, windows=3, make=make, **settings)
         assert_close(model, expected, 1e-6)
         assert opt.last_window.weight == weight(batch())
         depth += any(attempt.done and attempt.taken for attempt in broken.broken)
-    assert depth > 4 or settings.get("nonfinite")
+    assert depth > 4 or settings.get("nonfinite")  # which adds nothing before it has seen all
 
 
 def oracle_of(make, settings):
@@ -91,8 +92,7 @@ def oracle_of(make, settings):
     return model
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("dtype", "reduction"), [(torch.bfloat16, "mean"), (torch.float16, "sum")])
 def test_16_bit_buffers_hold_means_of_their_own(monkeypatch, dtype, reduction):
     """A part counted twice, or left out, or a mean over the wrong weight, is a tenth or more."""
     make = lambda params: torch.optim.SGD(params, lr=1.0)  # noqa: E731
@@ -100,7 +100,7 @@ def test_16_bit_buffers_hold_means_of_their_own(monkeypatch, dtype, reduction):
     start = made()[0]
     settings = {"dtype": dtype, "buffer_dtype": None, "reduction": reduction, "make": make}
     _, points, _, _ = ran(monkeypatch, **settings)
-    for point in range(1, points.met + 1, 7):
+    for point in range(1, points.met + 1, 11):
         _, _, _, opt = ran(monkeypatch, [point, point + 13], **settings)
         for p, q, before in zip(opt.param_groups[0]["params"], expected.parameters(), start.parameters(), strict=True):
             if p.grad is not None:
@@ -142,12 +142,12 @@ def test_reentrant_checkpoints(monkeypatch, each_intake):
     expected = oracle([batch()], net=Segments)[0]
     _, points, _, _ = ran(monkeypatch, net=Segments)
     lost = 0
-    for point in range(1, points.met + 1):
+    for point in range(1, points.met + 1, 3):
         model, broken, _, opt = ran(monkeypatch, [point], net=Segments)
         assert_close(model, expected, 1e-12)
         assert opt.last_window.weight == weight(batch())
         lost += sum(attempt.lost for attempt in broken.attempts)
-    assert lost > 10
+    assert lost > 5
 
 
 def test_fused_layers(monkeypatch):
@@ -162,7 +162,7 @@ def test_fused_layers(monkeypatch):
     assert_close(model, expected, 1e-12)
     assert calls
     _, points, _, _ = ran(monkeypatch, net=fused)
-    for point in range(1, points.met + 1):
+    for point in range(1, points.met + 1, 3):
         assert_close(ran(monkeypatch, [point], net=fused)[0], expected, 1e-12)
 
 
@@ -180,7 +180,7 @@ def test_what_is_not_finite_is_seen_also_where_it_broke_off(monkeypatch, nonfini
     start = made()[0]
     kept = {key: torch.cat([value[:4], value[8:]]) for key, value in whole.items()}
     _, points, _, _ = ran(monkeypatch, net=Poisoned, nonfinite=nonfinite)
-    for point in range(1, points.met + 1):
+    for point in range(1, points.met + 1, 2):
         model, _, _, opt = ran(monkeypatch, [point], net=Poisoned, nonfinite=nonfinite)
         assert opt.last_window.nonfinite >= 1
         if nonfinite == "skip_window":
@@ -304,12 +304,12 @@ def test_sizes_are_halved_remembered_and_tried_again_ever_more_rarely():
         batcher.step(torch.randn(20, 1))
     assert memory.errors == 2
     errors = []
-    for window in range(300):
+    for window in range(160):
         before = memory.errors
         batcher.step(torch.randn(20, 1))
         if memory.errors > before:
             errors.append(window)
-    assert 3 <= len(errors) <= 5
+    assert 2 <= len(errors) <= 4
     assert all(
         later - earlier > 1.9 * (earlier - first)
         for first, earlier, later in zip(errors, errors[1:], errors[2:], strict=False)

@@ -138,8 +138,8 @@ class MicroBatcher:
     def _window(self, batch: Any, samples: int) -> None:
         """All micro-batches, of what fits."""
         known, ranks = self._sizes.of(batch), self._opt._gathering.ranks
-        limit = float(known.limit or samples)
-        size = self.micro_batch_size = min(samples, int(limit if ranks is None else ranks.group.least(limit)))
+        limit = math.inf if known.limit is None else known.limit
+        size = self.micro_batch_size = int(min(samples, limit if ranks is None else ranks.group.least(limit)))
         whole = Part(0, samples, frozenset())
         fitted = True
         rest = [whole]  # the next one is the last
