@@ -504,7 +504,7 @@ def test_the_error_that_pytorch_raises_here():
 
     def loss(x):
         if len(x) > 2:
-            torch.empty(1 << 50)
+            torch.empty(1 << 50, device="cuda" if torch.cuda.is_available() else "cpu")
         return memory(x)
 
     fa.MicroBatcher(loss, memory.opt).step(torch.randn(5, 1))

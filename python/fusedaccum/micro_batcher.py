@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -19,7 +18,7 @@ from .attempts import Attempt
 from .buffers import Slot
 from .memory_errors import is_out_of_memory, make_room
 from .optimizer import AccumulatingOptimizer
-from .sizes import Sizes
+from .sizes import Sizes, checked_size
 from .window import Scalar, checked_weight
 
 
@@ -65,7 +64,9 @@ class MicroBatcher:
         if weight is not None and not callable(weight):
             raise TypeError(f"weight must be a function of a micro-batch, or None to count samples, got {weight!r}")
         _check_optimizer(opt)
-        self._fixed = _checked_size(micro_batch_size, opt)
+        self._fixed = checked_size(micro_batch_size)
+        if self._fixed is None:
+            _check_repeatable(opt)
         self._model, self._opt = model_or_fn, opt
         self._weight = weight or nested.batch_size
         self._device = None if device is None else torch.device(device)
@@ -268,27 +269,16 @@ def _check_optimizer(opt: Any) -> None:
         )
 
 
-def _checked_size(size: Any, opt: AccumulatingOptimizer) -> int | None:
-    """``micro_batch_size`` as an int, None for "auto". Raises TypeError or ValueError for what it cannot be, or not with ``opt``."""
-    if isinstance(size, str) and size == "auto":
-        sums = opt._gathering.sums
-        if sums.sharded:
-            raise ValueError(
-                "micro_batch_size='auto' repeats what did not fit, and a rank alone cannot repeat a forward that gathers shards (FSDP2, "
-                "DTensor); give a number"
-            )
-        if sums.lent:
-            raise ValueError(
-                f"micro_batch_size='auto' leaves gradients out that were added before, and the layer of parameter {sums.lent[0].name} adds "
-                "to main_grad by itself; give a number, or switch the layer's gradient accumulation fusion off"
-            )
-        return None
-    try:
-        count = operator.index(size)
-    except TypeError:
-        count = None
-    if count is None or isinstance(size, bool):
-        raise TypeError(f"micro_batch_size must be a number of samples or 'auto', got {size!r}")
-    if count < 1:
-        raise ValueError(f"micro_batch_size must be at least 1, got {count}; 'auto' finds what fits")
-    return count
+def _check_repeatable(opt: AccumulatingOptimizer) -> None:
+    """Raises ValueError for an optimizer whose micro-batches cannot come again in parts."""
+    sums = opt._gathering.sums
+    if sums.sharded:
+        raise ValueError(
+            "micro_batch_size='auto' repeats what did not fit, and a rank alone cannot repeat a forward that gathers shards (FSDP2, "
+            "DTensor); give a number"
+        )
+    if sums.lent:
+        raise ValueError(
+            f"micro_batch_size='auto' leaves gradients out that were added before, and the layer of parameter {sums.lent[0].name} adds "
+            "to main_grad by itself; give a number, or switch the layer's gradient accumulation fusion off"
+        )
