@@ -582,6 +582,14 @@ def test_a_forward_that_broke_off_has_drawn_nothing():
     assert all(all(map(torch.equal, ends[0], end)) for end in ends[1:])
 
 
+def test_the_noise_scale_is_not_measured_of_a_mixture(monkeypatch):
+    """The window's first micro-batch is the small sample, unless some parameters hold more than it."""
+    *_, opt = ran(monkeypatch, noise_scale=0.9)
+    assert opt.last_window.noise_scale is not None
+    _, points, _, opt = ran(monkeypatch, [22], noise_scale=0.9)
+    assert points.partial == 1 and opt.last_window.noise_scale is None
+
+
 def test_an_error_after_it_was_counted_begins_the_window_anew():
     class Follower:
         calls = 0
