@@ -69,6 +69,18 @@ def test_recorded_in_a_group_and_in_parts():
     assert opt.last_window.loss.item() == pytest.approx(expected, rel=1e-12)
 
 
+def test_recorded_once_a_micro_batch_where_backward_counts_it():
+    net, (x, y) = model(), data(8)
+    opt = wrapped(net)
+    loss = mean_loss(net, x, y)
+    loss.backward()
+    opt.record_loss(loss)
+    with pytest.raises(RuntimeError, match="lacks its loss"):
+        opt.record_loss(loss)
+    opt.step()
+    assert opt.last_window.loss.item() == loss.item()
+
+
 def test_a_closures_result_is_recorded():
     net, (x, y) = model(), data(8)
     expected = mean_loss(net, x, y).item()
@@ -105,20 +117,21 @@ def test_unknown_where_a_micro_batchs_loss_is():
     assert opt.last_window.loss is None and "loss" not in opt.last_window.as_dict()
 
 
-@pytest.mark.parametrize("settings", [{}, {"accum_steps": 3}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"accum_steps": 4}], ids=str)
 def test_dropped_and_weightless_micro_batches_have_no_part(settings):
     net, (x, y) = model(), data(12)
     (a, b), (c, d) = parts(x, y, (4, 8))
     expected = mean_loss(net, x, y).item()
     opt = wrapped(net, nonfinite="skip_micro_batch", **settings)
-    micro_batches = [(a, b, 4), (a * math.nan, b, 4), (a * math.nan, b, 0), (c, d, torch.tensor(8))]
+    nan = a * math.nan
+    micro_batches = [(a, b, 4), (nan, b, 4), (nan, b, 0), (nan, b, torch.tensor(0)), (c, d, torch.tensor(8))]
     for inputs, targets, weight in micro_batches:
         opt.backward(mean_loss(net, inputs, targets), weight=weight)
         if settings:
             opt.step()
     if not settings:
         opt.step()
-    assert opt.last_window.micro_batches == 3 and opt.last_window.nonfinite == 1
+    assert opt.last_window.micro_batches == 4 and opt.last_window.nonfinite == 1
     assert opt.last_window.loss.item() == pytest.approx(expected, rel=1e-12)
 
 

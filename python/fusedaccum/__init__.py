@@ -2,6 +2,8 @@
 
 from . import ops, schedules
 from ._version import __version__
+from .batchnorm import accumulate_batchnorm, restore_batchnorm
+from .cached import cached_backward
 from .distributed_checkpoint import DistributedState
 from .fuse import fuse_embedding, fuse_linear, unfuse
 from .micro_batcher import MicroBatcher
@@ -14,9 +16,12 @@ __all__ = [
     "LastWindow",
     "MicroBatcher",
     "__version__",
+    "accumulate_batchnorm",
+    "cached_backward",
     "fuse_embedding",
     "fuse_linear",
     "ops",
+    "restore_batchnorm",
     "schedules",
     "unfuse",
 ]

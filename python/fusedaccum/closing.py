@@ -59,7 +59,7 @@ class Conclusion:
     def measured(self, ledger: Ledger) -> tuple[Measured, Measured] | None:
         """What the window was when it held one micro-batch, and what it is; None where either is not known."""
         window = self.window
-        if window.overflowed or self.weightless or self.norm is None:
+        if window.overflowed or self.norm is None:
             return None
         if window.small_sq_norm is None or window.small_weight is None or window.small_square is None:
             return None

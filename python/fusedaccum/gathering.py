@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .accumulator import Accumulator, Write
 from .attempts import Attempt
+from .batch_statistics import Statistics
 from .buffers import Slot
 from .intake import Intake
 from .ledger import Ledger
@@ -43,6 +44,8 @@ class Gathering:
         self.sums = Accumulator(
             settings.buffer_dtype, settings.buffer_device, settings.reduction, settings.backend, seed
         )
+        self.statistics = Statistics(self.sums.buffers)  # of BatchNorm layers that are pooled
+        self.ledger.tell(self.statistics)
         self.inside = False  # within micro_batch()
         self._counts_left: list[Tensor] = []  # of what is not finite, in attempts at the open window that broke off
         self._adds_before = 0  # of the open micro-batch, when the pass (or the group of them) under way began
@@ -64,6 +67,7 @@ class Gathering:
         self._check_shared(shard)
         self.ranks = Ranks(group, comm_dtype, self.sums, self.ledger, self._settings.backend, shard)
         self.ledger.ranks, self.ledger.over_ranks = self.ranks.group.size, self.ranks.group.weight
+        self.statistics.group = self.ranks.group
         self._average_shards()
         if shard:
             self.sums.owned_apart, self.sums.over_owners = True, self.ranks.group.sum
@@ -154,6 +158,11 @@ class Gathering:
     def weighs_loss(self) -> bool:
         """Must a weight be in the loss, because FSDP2 adds up the ranks' gradients before they get here?"""
         return bool(self._fully_sharded.slots) and self._settings.reduction == "mean"
+
+    @property
+    def tells_passes_apart(self) -> bool:
+        """Would several backward passes, as things are, be more than one micro-batch, or be refused?"""
+        return not self.inside and (self._settings.schedule.caller_owned or self._settings.drops_micro_batches)
 
     def open(self, weight: Scalar | None, last: bool = False) -> None:
         """The micro-batch that gathers from now on; joins the one that is open already. Raises as Ledger.weigh does."""

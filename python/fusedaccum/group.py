@@ -98,9 +98,16 @@ class Group:
 
     def sum(self, mine: Tensor) -> Tensor:
         """The sum over the ranks of a small tensor."""
+        return self._reduced(mine, dist.ReduceOp.SUM)
+
+    def most(self, mine: list[int]) -> list[float]:
+        """The largest over the ranks of each number; waits for the device."""
+        return self._reduced(torch.tensor(mine, dtype=torch.float64), dist.ReduceOp.MAX).tolist()
+
+    def _reduced(self, mine: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         total = mine.to(self._device, copy=True)
         with self.talking():
-            dist.all_reduce(total, group=self.process_group)
+            dist.all_reduce(total, operation, group=self.process_group)
         return total
 
     @contextmanager

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Module
 
 
 def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -61,6 +62,17 @@ def cut(batch: Any, start: int, stop: int) -> Any:
     sample (texts, names) are cut too.
     """
     return _cut(batch, start, stop, batch_size(batch))
+
+
+def call(function: Callable[..., Any], micro_batch: Any) -> Any:
+    """A module is called as its ``forward`` is written: ``**micro_batch`` for a dict, ``*micro_batch`` for a list or tuple, and
+    ``micro_batch`` otherwise. Any other function is called with the micro-batch as it is.
+    """
+    if isinstance(function, Module) and isinstance(micro_batch, Mapping):
+        return function(**micro_batch)
+    if isinstance(function, Module) and isinstance(micro_batch, (list, tuple)):
+        return function(*micro_batch)
+    return function(micro_batch)
 
 
 def _cut(tree: Any, start: int, stop: int, n: int) -> Any:

@@ -53,11 +53,10 @@ class NoiseScale:
             ]
             for m in (small, large)
         )
-        apart = w * t - v * s  # zero where both sums hold the same
+        apart = w * t - v * s  # zero, so that nothing finite is found, where both sums hold the same
         found = torch.stack([b * w - a * v, a * t - b * s]) / apart
         before = torch.zeros_like(found) if self.averages is None else self.averages.to(device)
-        tells = (apart > 0) & torch.isfinite(found).all()
-        self.averages = torch.where(tells, self.decay * before + (1 - self.decay) * found, before)
+        self.averages = torch.where(torch.isfinite(found).all(), self.decay * before + (1 - self.decay) * found, before)
 
     @property
     def value(self) -> Tensor | None:

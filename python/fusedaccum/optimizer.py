@@ -317,10 +317,11 @@ class AccumulatingOptimizer(Optimizer):
 
     @_outside_graphs
     def reset(self) -> None:
-        """Drop a partial window; the next micro-batch begins it anew, under the same index."""
+        """Drop a partial window, and forwards that no backward has followed; the next micro-batch begins it anew, under the same index."""
         self._not_inside("reset()")
         self._gathering.settle()
         self._gathering.reset()
+        self._gathering.statistics.micro_batch_dropped()  # which zero_grad(), often called between forward and backward, leaves alone
         self._unapplied = None
 
     @_outside_graphs

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .batch_statistics import joined
 from .window import Window
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def own(opt: AccumulatingOptimizer, header: dict[str, Any]) -> dict[str, Any]:
         "seed": first["seed"],
         "draws": first["draws"],
         "loss_scale": ranks[0]["loss_scale"],
+        "batch_statistics": joined(rank["batch_statistics"] for rank in mine if "batch_statistics" in rank),
         "noise": ranks[0]["noise"],
         "schedule": ranks[0]["schedule"],
     }

@@ -48,7 +48,7 @@ def times(factor: Scalar, value: Scalar) -> Scalar:
     """Their product in float64, and 0 where ``factor`` is, also of what is not finite."""
     if isinstance(value, Tensor):
         wide = torch.float32 if value.device.type == "mps" else torch.float64  # which has none
-        value = value.detach().to(wide, copy=True).reshape(())
+        value = value.detach().to(wide).reshape(())
         factor = beside(factor, value)
     if isinstance(factor, Tensor):
         product = factor * value

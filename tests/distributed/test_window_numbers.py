@@ -31,6 +31,25 @@ def train(rank, settings):
     return said
 
 
+def one_rank_alone(rank):
+    model = made(torch.float64)
+    opt = wrapped(model, sgd, process_group=dist.group.WORLD, noise_scale=DECAY)
+    said = []
+    for window in range(2):
+        for x, y, weight, use in share(window, COUNT, rank, 2) if rank == 0 or window == 0 else ():
+            opt.backward(mean_loss(model, x, y, use), weight=weight)
+        opt.step()
+        said.append((opt.last_window.loss.item(), opt.last_window.noise_scale.item()))
+    return said
+
+
+def test_a_window_that_not_all_ranks_have_measured_changes_nothing(worlds):
+    results = worlds(2).run(one_rank_alone)
+    assert results[0] == results[1]
+    (_, before), (loss, after) = results[0]
+    assert math.isfinite(loss) and before == after
+
+
 def gradient(model, micro_batches):
     """Of ``sum(weight * loss)``, flat."""
     total = sum(weight * mean_loss(model, x, y, use).double() for x, y, weight, use in micro_batches)
