@@ -582,6 +582,24 @@ def test_a_forward_that_broke_off_has_drawn_nothing():
     assert all(all(map(torch.equal, ends[0], end)) for end in ends[1:])
 
 
+def test_pooled_batch_statistics_hold_every_sample_once(monkeypatch):
+    class Normed(Net):
+        def __init__(self, dtype):
+            super().__init__(dtype)
+            self.norm = nn.BatchNorm1d(6).to(dtype)
+
+        def forward(self, x):
+            return super().forward(self.norm(x))
+
+    plain = nn.BatchNorm1d(6).double()
+    plain(batch()["x"])
+    net = lambda dtype: fa.accumulate_batchnorm(Normed(dtype))  # noqa: E731
+    _, points, _, _ = ran(monkeypatch, net=net)
+    for point in range(1, points.met + 1, 7):
+        norm = ran(monkeypatch, [point], net=net)[0].norm
+        torch.testing.assert_close((norm.running_mean, norm.running_var), (plain.running_mean, plain.running_var))
+
+
 def test_the_noise_scale_is_not_measured_of_a_mixture(monkeypatch):
     """The window's first micro-batch is the small sample, unless some parameters hold more than it."""
     *_, opt = ran(monkeypatch, noise_scale=0.9)
