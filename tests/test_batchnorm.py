@@ -345,6 +345,18 @@ def test_layers_whose_parameters_nobody_gathers_follow_the_nearest():
     assert net[0].num_batches_tracked == net[2][0].num_batches_tracked == 3
 
 
+def test_own_parameters_come_before_the_nearest_and_these_before_others():
+    inner = nn.Sequential(
+        nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, affine=False)), nn.BatchNorm1d(3)
+    )
+    net = fa.accumulate_batchnorm(nn.Sequential(inner))
+    often = wrapped(nn.ModuleList([inner[1], inner[2]]), 1)
+    seldom = wrapped(inner[0], 2)  # the first parameter of every module round the layers, but for inner[1]
+    backward(net, torch.randn(4, 3))
+    often.step(), seldom.step()
+    assert inner[1][1].num_batches_tracked == inner[2].num_batches_tracked == 1
+
+
 def test_lbfgs_counts_its_last_evaluation():
     layer, oracle = pair(nn.BatchNorm1d(3))
     opt = fa.AccumulatingOptimizer(torch.optim.LBFGS(layer.parameters(), lr=0.1, max_iter=3))

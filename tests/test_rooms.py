@@ -78,6 +78,7 @@ def test_users_of_the_package_use_its_public_api(folder):
         "fusedaccum.AccumulatingOptimizer",
         "fusedaccum.DistributedState",
         "fusedaccum.LastWindow",
+        "fusedaccum.MicroBatcher",
         "fusedaccum.cached_backward",
         "fusedaccum.accumulate_batchnorm",
         "fusedaccum.fuse_embedding",

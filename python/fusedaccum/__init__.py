@@ -6,6 +6,7 @@ from .batchnorm import accumulate_batchnorm, restore_batchnorm
 from .cached import cached_backward
 from .distributed_checkpoint import DistributedState
 from .fuse import fuse_embedding, fuse_linear, unfuse
+from .micro_batcher import MicroBatcher
 from .optimizer import AccumulatingOptimizer
 from .window import LastWindow
 
@@ -13,6 +14,7 @@ __all__ = [
     "AccumulatingOptimizer",
     "DistributedState",
     "LastWindow",
+    "MicroBatcher",
     "__version__",
     "accumulate_batchnorm",
     "cached_backward",

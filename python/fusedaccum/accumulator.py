@@ -109,6 +109,8 @@ class Accumulator:
                 backend=self._backend,
             )
             micro.adds += 1  # after a call: one that raises, for want of memory say, has added nothing
+            if micro.attempt is not None:
+                micro.attempt.taken.update(members)
             self.written(members, divisor, shown=not first)
             if stats is not None:
                 self._measured(stats, members, divisor, micro)
@@ -192,6 +194,11 @@ class Accumulator:
         """Raises RuntimeError where a parameter has changed, or its gradients could not be added."""
         self.buffers.check_unchanged()
         self.offload.check()
+
+    @property
+    def half_written(self) -> bool:
+        """Has a call that raised written some of what it was to write?"""
+        return self.offload.failed or not all(block.untouched_by_user for block in self.buffers.blocks)
 
     def place(self, slots: Sequence[Slot]) -> None:
         """Give ``slots`` storage: together with all trainable parameters, so that these share it."""

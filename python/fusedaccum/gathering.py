@@ -6,7 +6,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .accumulator import Accumulator, Write
+from .attempts import Attempt
 from .batch_statistics import Statistics
 from .buffers import Slot
 from .intake import Intake
@@ -46,6 +47,7 @@ class Gathering:
         self.statistics = Statistics(self.sums.buffers)  # of BatchNorm layers that are pooled
         self.ledger.tell(self.statistics)
         self.inside = False  # within micro_batch()
+        self._counts_left: list[Tensor] = []  # of what is not finite, in attempts at the open window that broke off
         self._adds_before = 0  # of the open micro-batch, when the pass (or the group of them) under way began
         self._settings = settings
         self._intake = Intake(self, hold=settings.drops_micro_batches)
@@ -120,7 +122,7 @@ class Gathering:
         """
         slot = self.sums.buffers.of[parameter]
         seen_whole = self._settings.drops_micro_batches or slot.narrow or slot.offloaded or slot.sharded
-        if seen_whole or not self._intake.accumulates(slot):
+        if seen_whole or self._attempted or not self._intake.accumulates(slot):
             return False
         with self._intake.within_pass():
             if self.ranks is not None:
@@ -195,6 +197,38 @@ class Gathering:
             self.inside = False
         self.pass_ends()
 
+    @contextmanager
+    def attempted(self, weight: Scalar, attempt: Attempt) -> Iterator[None]:
+        """As :meth:`grouped`, of one forward and backward that come again, in parts, where an exception breaks them off.
+
+        Nothing of it counts then, but for what ``attempt`` tells. Sums go to other ranks only after the window's last pass.
+        """
+        self.open(weight)
+        micro = self.ledger.micro
+        micro.attempt, before = attempt, self.ledger.window.micro_batches
+        micro.counts, self._counts_left = self._counts_left, []
+        try:
+            with self.grouped(None, False, False):
+                yield
+        except BaseException:
+            self._intake.drop()
+            counted = self.ledger.window.micro_batches > before
+            attempt.lost = (
+                counted or micro.judged or self._intake.nested or self.sums.half_written or bool(self.sums.lent)
+            )
+            self._counts_left = micro.counts
+            if self.ledger.has_micro:
+                self.ledger.drop_micro_batch()
+            raise
+
+    def unsynced(self) -> AbstractContextManager[None]:
+        """Within are forward and backward of a micro-batch that is not the window's last."""
+        return self._replicas.unsynced()
+
+    @property
+    def _attempted(self) -> bool:
+        return self.ledger.has_micro and self.ledger.micro.attempt is not None
+
     def end_micro_batch(self, weight: Scalar | None) -> None:
         """What ``step()`` and ``flush()`` do before they look whether the window is complete: count, or refuse."""
         ledger, caller_owned = self.ledger, self._settings.schedule.caller_owned
@@ -226,6 +260,7 @@ class Gathering:
         live = self.sums.loss_scale.live
         self.ledger.begin_window(unit=None if live is None else live.detach().clone())
         self.sums.begin()
+        self._counts_left = []
         if self.ranks is not None:
             self.ranks.forget()
 
@@ -365,12 +400,18 @@ class Gathering:
 
     def _is_last(self) -> bool:
         """Does the window end with this pass? Under DistributedDataParallel, no_sync() says when it does not."""
+        if self._attempted:
+            return False
         if self._settings.schedule.caller_owned and self._replicas.modules:
             return self._replicas.synced
         return self.ledger.is_last() and self.ledger.micro.adds == 0
 
     @torch.no_grad()
     def add(self, slots: Sequence[Slot], grads: Sequence[Tensor]) -> None:
+        if self.ledger.micro.attempt is not None:
+            slots, grads = self.ledger.micro.attempt.wanted(slots, grads)
+            if not slots:
+                return
         if self.ranks is not None:
             self.ranks.segments.before_add(slots)
         self.sums.add(slots, grads, self.ledger.window, self.ledger.micro, self._measures())
@@ -427,7 +468,8 @@ class Gathering:
         self.ledger.commit(weight)
         if self._settings.schedule.caller_owned:
             window.unrecorded = None if micro.bad or micro.loss is not None else self.sums.contribution(window, micro)
-        if self._settings.noise_scale is not None and first and not (micro.bad or sent):
+        mixed = micro.attempt is not None and micro.attempt.done  # the buffers hold more than this micro-batch
+        if self._settings.noise_scale is not None and first and not (micro.bad or sent or mixed):
             self._measure_small(window, micro)
 
     def _measure_small(self, window: Window, micro: MicroBatch) -> None:
@@ -455,7 +497,7 @@ class Gathering:
     def pass_failed(self) -> None:
         if self.ranks is not None:
             self.ranks.broke_off()
-        if not self.ledger.has_micro:
+        if not self.ledger.has_micro or self._attempted:
             return
         if self.ledger.micro.adds > self._adds_before or self.sums.added_unseen:
             self._break_off("was broken off by an exception")

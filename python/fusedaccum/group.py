@@ -89,6 +89,13 @@ class Group:
         total, flushing = self.total([float(mine), float(flushes)])
         return math.inf if flushing else total
 
+    def least(self, mine: float) -> float:
+        """The smallest of the ranks' numbers; waits for the device."""
+        found = torch.tensor(mine, dtype=torch.float64, device=self._device)
+        with self.talking():
+            dist.all_reduce(found, dist.ReduceOp.MIN, group=self.process_group)
+        return float(found)
+
     def sum(self, mine: Tensor) -> Tensor:
         """The sum over the ranks of a small tensor."""
         return self._reduced(mine, dist.ReduceOp.SUM)

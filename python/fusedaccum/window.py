@@ -10,10 +10,13 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from .attempts import Attempt
 
 Scalar = float | Tensor
 
@@ -192,6 +195,7 @@ class MicroBatch:
     counts: list[Tensor] = field(default_factory=list)  # those that are not part of it yet
     bad: bool = False  # dropped, because a gradient was not finite
     loss: Scalar | None = None  # times what its gradients are added with; None: nobody has said
+    attempt: Attempt | None = None  # will it come again in parts if it breaks off?
 
     def value(self) -> Scalar:
         """The weight, 1 where nobody gave one."""
