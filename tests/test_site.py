@@ -2,6 +2,7 @@
 
 import re
 
+import fusedaccum as fa
 import pytest
 from pages import PAGES, ROOT
 
@@ -20,6 +21,11 @@ def test_every_page_is_in_the_navigation_once():
     named = re.findall(r"[\w/-]+\.md", SITE[SITE.index("\nnav:") :])
     ours = {page.relative_to(ROOT / "docs").as_posix() for page in PAGES if page.is_relative_to(ROOT / "docs")}
     assert sorted(named) == sorted(ours | FROM_OUTSIDE)
+
+
+def test_the_reference_has_all_that_is_public():
+    named = set(re.findall(r"^::: fusedaccum\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE))
+    assert set(fa.__all__) - {"__version__"} <= named
 
 
 def test_figures_are_drawn_from_results(tmp_path):
