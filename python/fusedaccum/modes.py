@@ -89,7 +89,7 @@ class Mode:
         memory: bytes by what they are for ("model", "buffers", "gradients", "masters", "optimizer"), on the parameters' device, at
             the peak; activations and what the inner step takes by itself left out.
         cpu: the same in CPU memory, where the parameters are elsewhere.
-        passes: over memory, in a window.
+        elements: that are trained. passes: over memory, in a window.
         seconds: that they take a window; None where not measured.
     """
 
@@ -97,6 +97,7 @@ class Mode:
     arguments: str
     memory: dict[str, int]
     cpu: dict[str, int]
+    elements: int
     passes: list[Pass] = field(repr=False)
     seconds: float | None = None
 
@@ -111,10 +112,13 @@ class Mode:
 
     @property
     def formula(self) -> str:
-        """:attr:`moved` an element of the parameters' most frequent dtype, pass by pass."""
-        most = max(self.passes, key=lambda p: p.elements, default=None)
-        alike = [p for p in self.passes if most and p.elements == most.elements]
-        return " + ".join(f"{p.times} × {p.kernel.bytes}" if p.times > 1 else f"{p.kernel.bytes}" for p in alike) or "0"
+        """:attr:`moved` an element, pass by pass; "of 12%" where a pass goes over a part of the elements."""
+        terms = []
+        for p in self.passes:
+            share = p.elements / self.elements
+            term = f"{p.times} × {p.kernel.bytes}" if p.times > 1 else f"{p.kernel.bytes}"
+            terms.append(term if share > 0.995 else f"{term} of {share:.0%}")
+        return " + ".join(terms) or "0"
 
 
 @dataclass(frozen=True)
@@ -208,7 +212,8 @@ def priced(way: Way, of: Parameters, micro_batches: int, optimizer: Any) -> Mode
     state = state_bytes(optimizer, of.trained, way.stepped)
     if state is not None:
         (cpu if way.offloaded and way.masters else memory)["optimizer"] = state
-    return Mode(way.name, way.arguments, memory, cpu, passes(way, of, micro_batches, optimizer))
+    elements = sum(local_of(p).numel() for p in of.trained)
+    return Mode(way.name, way.arguments, memory, cpu, elements, passes(way, of, micro_batches, optimizer))
 
 
 def bucket(gradients: Sequence[Tensor]) -> int:
@@ -231,7 +236,7 @@ def part_brought(gradients: Sequence[Tensor]) -> int:
 def passes(way: Way, of: Parameters, micro_batches: int, optimizer: Any) -> list[Pass]:
     """The passes of accumulation in a window, dtype by dtype."""
     handed_on = _scales(optimizer) and all(
-        buffer_dtype(p.dtype, way.buffers) == way.stepped(p.dtype) for p in of.trained
+        buffer_dtype(p.dtype, way.buffers) == way.stepped(p.dtype) and p.dtype.itemsize <= 4 for p in of.trained
     )
     found: list[Pass] = []
     for dtype in dict.fromkeys(p.dtype for p in of.trained):
