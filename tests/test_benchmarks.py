@@ -109,6 +109,7 @@ def test_a_step_tells_accumulation_from_forward_and_backward(tmp_path: Path) -> 
     assert "tiny, 8 × 64 tokens: fusedaccum" in report.printed("step", rows)
 
 
+@pytest.mark.slow
 def test_explain_is_measured_beside_what_it_says(tmp_path: Path) -> None:
     options = harness.Options(quick=True, rounds=2, sets=("resnet-101",), out=tmp_path, backend="reference")
     rows = bench_explain.run(options)

@@ -14,7 +14,7 @@ from . import ops
 from .buffers import ALIGNMENT, Block
 from .intake import BUCKET_BYTES
 from .modes import Kernel
-from .offload import STAGE_BYTES
+from .offload import STAGE_BYTES, recorded
 from .optimizer import AccumulatingOptimizer
 
 SAMPLE = 1 << 25  # elements, of the parameters whose gradients come first
@@ -59,7 +59,7 @@ def median_seconds(run: Callable[[], object], device: torch.device) -> float:
 
 def _wait(device: torch.device) -> None:
     if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+        recorded(device).synchronize()
 
 
 def _one_pass(kernel: Kernel, sizes: list[int], device: torch.device) -> Callable[[], object]:

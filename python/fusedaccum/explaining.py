@@ -84,8 +84,9 @@ def explain(
         TypeError, ValueError: no model, nothing to train, several devices; sizes that are not whole numbers, below 1, or a micro-batch
             larger than the batch.
 
-    Measures with the library's own calls on memory of its own: about a second on a CPU, and at most 1.5 GiB at a time, which it frees.
-    Waits for the device. Parameters, gradients and the optimizer stay untouched.
+    Measures with the library's own calls on memory of its own: about a second on a CPU, and at most 768 MiB at a time, which it frees
+    (beside an almost full device, where that is too much: explain a copy on ``"meta"``). Waits for the device. Parameters, gradients and
+    the optimizer stay untouched.
     """
     desired_batch, micro_batch = _checked("desired_batch", desired_batch), _checked("micro_batch", micro_batch)
     if micro_batch > desired_batch:
