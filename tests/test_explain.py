@@ -218,6 +218,14 @@ def test_says_so_where_nothing_fits():
     assert found.recommended.peak == min(mode.peak for mode in found.modes if mode.name != "plain p.grad")
 
 
+def test_does_not_trade_exactness_for_memory():
+    params = list(layers(torch.float32).parameters())
+    plain = modes(params)["plain p.grad"]
+    found = fa.explain(params, desired_batch=32, micro_batch=8, memory=int(plain.peak / 0.8) + 8, show=False)
+    assert plain.peak < min(mode.peak for mode in found.modes if mode.name != plain.name)
+    assert found.recommended.name == "FP32 buffers"
+
+
 def test_a_batch_that_fits_at_once_needs_no_accumulation():
     found = fa.explain(layers(torch.bfloat16), desired_batch=8, micro_batch=8, show=False)
     assert found.micro_batches == 1 and found.recommended.name == "plain p.grad"

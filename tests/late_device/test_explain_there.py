@@ -39,7 +39,6 @@ def test_cpu_side_of_buffers_in_cpu_memory(device, small, monkeypatch, name, dty
     ring = sum(stage.there.nbytes for ring in opt._sums.offload._rings.values() for stage in ring)
     assert mode.cpu == {"buffers": buffers, "ring": ring, **({"masters": masters} if masters else {})}
     assert mode.memory["ring"] == ring
-    # That 1 KiB stages hold two lines for numbers is no part of what gradients take.
     assert sum(p.bytes for p in mode.passes if p.kernel.lane == "cpu") == sum(moved)
 
 
