@@ -21,7 +21,7 @@ INTERPRETED := -n auto -m "not slow" -W ignore::RuntimeWarning $(foreach t,bits 
 SANITIZED := PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --report-api-errors no --error-exitcode 1
 SAY = @printf '\n== %s\n'
 
-.PHONY: help demo test test-gpu bench bench-gpu lint format build clean
+.PHONY: help demo docs test test-gpu bench bench-gpu lint format build clean
 .DEFAULT_GOAL := help
 
 help:  ## what can be made
@@ -31,7 +31,12 @@ demo: $(VENV)/built  ## train two small models with big batches and with accumul
 	$(SAY) "Demo: big batch, fusedaccum, and PyTorch's own accumulation"
 	$(BIN)/python -m demo
 
-test: lint $(VENV)/built $(if $(SECOND_TORCH),$(SECOND_VENV)/built)  ## lint, build, and run all tests, against two versions of torch
+# Material's notice that MkDocs 2 is coming is for whoever chooses the tool: docs/decisions.md, "The site".
+docs: $(VENV)/built  ## the documentation as a site, in build/site; a link that leads nowhere is an error
+	$(SAY) "Documentation"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+
+test: lint docs $(VENV)/built $(if $(SECOND_TORCH),$(SECOND_VENV)/built)  ## lint, build, and run all tests, against two versions of torch
 	$(SAY) "Tests against torch $(TORCH)"
 	$(BIN)/python -m pytest -q
 	$(SAY) "Buffers in CPU memory, for parameters on a device made for that"
@@ -89,7 +94,7 @@ $(VENV)/ready:
 
 $(VENV)/built: $(VENV)/ready $(NATIVE)
 	$(SAY) "Building fusedaccum in $(VENV)"
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install --quiet --no-build-isolation --editable '.[test,lint,bench,demo,frameworks]'
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install --quiet --no-build-isolation --editable '.[test,lint,bench,demo,docs,frameworks]'
 	@$(BIN)/python -m fusedaccum
 	@touch $@
 

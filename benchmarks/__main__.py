@@ -13,6 +13,7 @@ from . import (
     bench_fused,
     bench_memory,
     bench_overhead,
+    bench_questions,
     bench_ranks,
     bench_step,
     bench_training,
@@ -35,6 +36,7 @@ BENCHMARKS = {
         bench_memory,
         bench_ranks,
         bench_explain,
+        bench_questions,
     )
 }
 

@@ -21,6 +21,7 @@ from .harness import OURS, Contestant, Options, Row, Sink, filled, race, rows_of
 from .shapes import SETS
 
 NAME = "training"
+NOISE_SCALE = "fusedaccum, noise scale"  # the first add's norm, beside the last one's
 PAIRS = (("bf16", "fp32"), ("fp32", "fp32"))
 
 
@@ -66,13 +67,16 @@ class Work:
 def _contestants(work: Work, backend: str) -> list[Contestant]:
     return [
         Contestant(OURS, wrapped(work, work.own_params(), backend), kind="ours"),
+        Contestant(NOISE_SCALE, wrapped(work, work.own_params(), backend, noise_scale=0.95), kind="variant"),
         Contestant("add after backward", added_after(work)),
         Contestant("a hook a parameter", hooked(work, work.own_params())),
         Contestant("backward alone", lambda _: backward_alone(work), kind="variant"),
     ]
 
 
-def wrapped(work: Work, params: list[torch.nn.Parameter], backend: str | None = None) -> Callable[[int], object]:
+def wrapped(
+    work: Work, params: list[torch.nn.Parameter], backend: str | None = None, noise_scale: float | None = None
+) -> Callable[[int], object]:
     """Through the wrapper. It drops ``p.grad`` in ``zero_grad()``, which is left to the next window here."""
     opt = fa.AccumulatingOptimizer(
         Hold(params),
@@ -80,6 +84,7 @@ def wrapped(work: Work, params: list[torch.nn.Parameter], backend: str | None = 
         buffer_dtype=work.sums[0].dtype,
         max_grad_norm=MAX_NORM,
         backend=backend,
+        noise_scale=noise_scale,
     )
 
     def window(_: int) -> None:

@@ -193,12 +193,18 @@ class Sink:
     def add(self, rows: list[Row]) -> None:
         """Write the rows of one finished case."""
         for row in rows:
-            rounded = {k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in row.items()}
+            rounded = {k: _rounded(v) for k, v in row.items()}
             full = {"benchmark": self._name, **rounded, **self.environment}
             self.rows.append(full)
             self._file.write(json.dumps(full) + "\n")
         self._file.flush()
         self.bar.update()
+
+
+def _rounded(value: object) -> object:
+    if isinstance(value, list) and all(isinstance(v, float) for v in value):
+        return [_rounded(v) for v in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def filled(shapes: Iterable[tuple[int, ...]], dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:

@@ -42,6 +42,13 @@ class Timeline:
         stretches = [m for m in self.marks if m[0] in names]
         return max(max(self.within(start, end), default=0) for _, start, end in stretches)
 
+    def highest(self, name: str, points: int) -> list[int]:
+        """A stretch in at most ``points`` parts of as many events each, and the peak of each: it has no clock in it."""
+        ((_, start, end),) = [m for m in self.marks if m[0] == name]
+        levels = self.within(start, end)
+        size = -(-len(levels) // points)
+        return [max(levels[i : i + size]) for i in range(0, len(levels), size)]
+
 
 @contextmanager
 def recorded(device_type: str) -> Iterator[Timeline]:

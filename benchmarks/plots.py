@@ -1,8 +1,10 @@
-"""Plots of the results: one finding each, said in its title, in colours that the colour-blind can tell apart."""
+"""Plots of the results: one finding each, said in its title."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import matplotlib
@@ -15,58 +17,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
 from . import tables
-from .harness import BARE, HOOKS_ALONE, OURS, PYTHON_HOOKS, PYTHON_HOOKS_ALONE, Row
+from .harness import OURS, Row
+from .questions import QUESTIONS
+from .style import BLUE, COLOURS, STYLE
 
-# Okabe and Ito's palette: ours in the strong colour, everybody else in the others.
-BLUE, ORANGE, GREEN, YELLOW, SKY, PURPLE, GREY = (
-    "#0072B2",
-    "#E69F00",
-    "#009E73",
-    "#F0E442",
-    "#56B4E9",
-    "#CC79A7",
-    "#8C8C8C",
-)
-COLOURS = {
-    OURS: BLUE,
-    "add_ a tensor": ORANGE,
-    "torch._foreach_add_": GREEN,
-    "cast then add": PURPLE,
-    "torch.compile of the list": YELLOW,
-    "torch.compile of the adds, folded": YELLOW,
-    "add_ a tensor, folded": "#D55E00",
-    PYTHON_HOOKS: SKY,
-    HOOKS_ALONE: "#003F63",
-    PYTHON_HOOKS_ALONE: PURPLE,
-    BARE: "#999999",
-    "fusedaccum, coefficient handed on": SKY,
-    "fusedaccum, from a graph": SKY,
-    "fusedaccum, triton": "#003F63",
-    "p.grad in bf16": ORANGE,
-    "p.grad in FP32": ORANGE,
-    "fusedaccum, bf16 sums": SKY,
-    "fusedaccum, skip_micro_batch": YELLOW,
-    "fusedaccum, FP32 weights": BLUE,
-    "fusedaccum, fused layers": SKY,
-    "add after backward": PURPLE,
-    "a hook a parameter": GREEN,
-    "a hook a parameter, FP32 main_grad": GREEN,
-    "PyTorch's own p.grad, bf16": ORANGE,
-}
 HEADLINES = [("bf16", "fp32"), ("fp16", "fp32"), ("bf16", "bf16"), ("fp32", "fp32")]
-STYLE = {
-    "font.size": 9.5,
-    "axes.titlesize": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.axisbelow": True,
-    "grid.color": "#DDDDDD",
-    "figure.titlesize": 12.5,
-    "figure.titleweight": "bold",
-    "svg.hashsalt": "fusedaccum",  # the same rows give the same file
-}
 
 
 def accumulate(rows: Sequence[Row]) -> Figure:
@@ -227,7 +182,16 @@ def overhead(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-PLOTS = {
+def question(name: str, rows: Sequence[Row]) -> Figure:
+    """What was measured of one question, under what was found."""
+    figure, axes = plt.subplots(figsize=(7.5, 4), layout="constrained")
+    QUESTIONS[name].draw(rows, axes)
+    figure.suptitle(textwrap.fill(QUESTIONS[name].finding(rows), 80), fontsize=10.5)
+    return figure
+
+
+Plot = Callable[[Sequence[Row]], Figure]
+PLOTS: dict[str, tuple[tuple[str, Plot], ...]] = {
     "accumulate": (("accumulate", accumulate), ("accumulate_pairs", pairs)),
     "window": (("window", window),),
     "memory": (("memory", memory),),
@@ -237,15 +201,18 @@ PLOTS = {
 
 def draw(benchmark: str, rows: Sequence[Row], folder: Path) -> list[Path]:
     """Draw a benchmark's plots into ``folder``; their paths."""
-    drawn = []
+    if benchmark == "questions":
+        found = tables.by_question(rows)
+        return [_saved(partial(question, name), found[name], folder / f"questions-{name}.svg") for name in found]
+    return [_saved(plot, rows, folder / f"{name}.svg") for name, plot in PLOTS.get(benchmark, ())]
+
+
+def _saved(plot: Plot, rows: Sequence[Row], path: Path) -> Path:
     with plt.rc_context(STYLE):
-        for name, plot in PLOTS[benchmark]:
-            figure = plot(rows)
-            path = folder / f"{name}.svg"
-            figure.savefig(path, metadata={"Date": None})
-            plt.close(figure)
-            drawn.append(path)
-    return drawn
+        figure = plot(rows)
+        figure.savefig(path, metadata={"Date": None})
+        plt.close(figure)
+    return path
 
 
 def _bars(axes: Axes, at: float, bars: Sequence[tuple[str, float]]) -> None:

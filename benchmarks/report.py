@@ -1,4 +1,4 @@
-"""Puts the results files into README.md and docs/performance.md: ``python -m benchmarks.report``.
+"""Puts the results files into README.md and docs/: ``python -m benchmarks.report``.
 
 Rewrites what stands between ``<!-- benchmarks:NAME -->`` and ``<!-- /benchmarks:NAME -->``; no figure is typed by hand.
 """
@@ -6,6 +6,7 @@ Rewrites what stands between ``<!-- benchmarks:NAME -->`` and ``<!-- /benchmarks
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -14,8 +15,9 @@ from pathlib import Path
 from . import plots, tables
 from .environment import ROOT
 from .harness import RESULTS, Row
+from .questions import QUESTIONS
 
-PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+PAGES = (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")))
 TABLES: dict[str, Callable[[Sequence[Row]], tables.Table]] = {
     "accumulate": tables.accumulate,
     "window": tables.window,
@@ -26,6 +28,7 @@ TABLES: dict[str, Callable[[Sequence[Row]], tables.Table]] = {
     "memory": tables.memory,
     "ranks": tables.ranks,
     "explain": tables.explain,
+    "questions": tables.questions,
 }
 
 
@@ -37,6 +40,8 @@ def load(name: str, folder: Path = RESULTS) -> list[Row]:
 
 def printed(name: str, rows: Sequence[Row]) -> str:
     """The tables of a benchmark for the terminal."""
+    if name == "questions":
+        return "\n\n".join(["", *(": ".join(line) for line in tables.questions(rows)[1]), ""])
     parts = [tables.text(TABLES[name](rows))]
     if name == "accumulate":
         parts.append(tables.text(tables.stats_cost(rows)))
@@ -45,17 +50,26 @@ def printed(name: str, rows: Sequence[Row]) -> str:
 
 def draw_all(folder: Path = RESULTS) -> list[Path]:
     """Draw every plot there are results for, beside them."""
-    return [path for name in plots.PLOTS if (rows := load(name, folder)) for path in plots.draw(name, rows, folder)]
+    return [path for name in TABLES if (rows := load(name, folder)) for path in plots.draw(name, rows, folder)]
 
 
 def blocks() -> dict[str, str]:
     """The text of every block that a page may ask for; those of the results on a GPU begin with ``gpu_``."""
     texts = _blocks_of(RESULTS)
     if load("accumulate"):
-        picture = "![bandwidth of every way](benchmarks/results/accumulate.svg)"
-        texts["summary"] = f"{picture}\n\n{_summary(RESULTS)}"
+        texts["summary"] = f"![bandwidth of every way](benchmarks/results/accumulate.svg)\n\n{_summary(RESULTS)}"
+    texts |= _questions(load("questions"))
     texts["machines"] = "\n\n".join(_summary(folder) for folder in sorted((RESULTS / "machines").iterdir()))
     return texts | {f"gpu_{name}": text for name, text in _blocks_of(RESULTS / "gpu").items()}
+
+
+def _questions(rows: Sequence[Row]) -> dict[str, str]:
+    """Of every question that was measured: what was found, the plot, and where it was measured."""
+    texts = {}
+    for name, of_question in tables.by_question(rows).items():
+        picture = f"![{name.replace('_', ' ')}](benchmarks/results/questions-{name}.svg)"
+        texts[f"questions-{name}"] = f"{QUESTIONS[name].finding(of_question)}\n\n{picture}\n\n{_where(of_question)}"
+    return texts
 
 
 def _summary(folder: Path) -> str:
@@ -70,7 +84,7 @@ def _blocks_of(folder: Path) -> dict[str, str]:
     texts = {name: f"{_where(rows)}\n\n{tables.markdown(TABLES[name](rows))}" for name, rows in found.items()}
     for name in found.keys() & plots.PLOTS.keys():
         files = [folder.relative_to(ROOT) / f"{plot}.svg" for plot, _ in plots.PLOTS[name]]
-        texts[f"{name}_plots"] = "\n\n".join(f"![{name}](../{file})" for file in files)
+        texts[f"{name}_plots"] = "\n\n".join(f"![{name}]({file})" for file in files)
     if "accumulate" in found:
         texts["stats"] = tables.markdown(tables.stats_cost(found["accumulate"]))
     return texts
@@ -79,6 +93,17 @@ def _blocks_of(folder: Path) -> dict[str, str]:
 def rewrite(page: Path, texts: dict[str, str]) -> list[str]:
     """Rewrite the marked blocks of a page; the names of those that there are no results for."""
     before = page.read_text(encoding="utf-8")
+    after, missing = rewritten(before, page.parent, texts)
+    if after != before:
+        page.write_text(after, encoding="utf-8")
+    return missing
+
+
+def rewritten(before: str, folder: Path, texts: dict[str, str]) -> tuple[str, list[str]]:
+    """A page of a folder with its marked blocks rewritten, and the names of those that there are no results for.
+
+    Pictures of the texts are named from the project's root, and on the page from where it is.
+    """
     missing = []
 
     def block(match: re.Match[str]) -> str:
@@ -86,14 +111,12 @@ def rewrite(page: Path, texts: dict[str, str]) -> list[str]:
         if name not in texts and not name.endswith("_plots"):
             missing.append(name)
         text = texts.get(name, "" if name.endswith("_plots") else "Not measured yet.")
+        up = os.path.relpath(ROOT, folder)
+        text = re.sub(r"\]\((?=benchmarks/)", "](" if up == "." else f"]({up}/", text)
         return f"<!-- benchmarks:{name} -->\n{text}\n<!-- /benchmarks:{name} -->"
 
-    after = re.sub(
-        r"<!-- benchmarks:(?P<name>\w+) -->.*?<!-- /benchmarks:(?P=name) -->", block, before, flags=re.DOTALL
-    )
-    if after != before:
-        page.write_text(after, encoding="utf-8")
-    return missing
+    blocks = r"<!-- benchmarks:(?P<name>[\w-]+) -->.*?<!-- /benchmarks:(?P=name) -->"
+    return re.sub(blocks, block, before, flags=re.DOTALL), missing
 
 
 def _where(rows: Sequence[Row]) -> str:

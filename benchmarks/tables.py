@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from .harness import BARE, HOOKS_ALONE, OURS, PYTHON_HOOKS, PYTHON_HOOKS_ALONE, Row
+from .questions import QUESTIONS
 
 Table = tuple[list[str], list[list[str]]]
 
@@ -170,6 +171,20 @@ def explain(rows: Sequence[Row]) -> Table:
             [f"{r['set']} {r['weights']}: {r['contestant']}", f"{r['said_ms']:.1f}", f"{r['median_ms']:.1f}", ratio]
         )
     return ["window of 8", "explain says ms", "measured ms", "said / measured (p10–p90)"], lines
+
+
+def questions(rows: Sequence[Row]) -> Table:
+    """One line a question: what was found."""
+    found = by_question(rows)
+    return ["question", "found"], [[name.replace("_", " "), QUESTIONS[name].finding(found[name])] for name in found]
+
+
+def by_question(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """The rows of every question that was measured."""
+    groups: dict[str, list[Row]] = {}
+    for r in rows:
+        groups.setdefault(str(r["question"]), []).append(r)
+    return groups
 
 
 def summary(accumulated: Sequence[Row], windows: Sequence[Row]) -> Table:

@@ -15,6 +15,7 @@ import fusedaccum as fa
 from benchmarks import (
     bench_accumulate,
     bench_explain,
+    bench_questions,
     bench_ranks,
     bench_step,
     bench_training,
@@ -23,6 +24,7 @@ from benchmarks import (
     memory,
     models,
     peers,
+    questions,
     report,
     shapes,
     tables,
@@ -141,6 +143,19 @@ def test_quick_run_writes_rows_tables_and_plots(tmp_path: Path) -> None:
     assert "gpt2-124m bf16→fp32 add" in report.printed("accumulate", rows)
     assert tables.markdown(tables.accumulate(rows)).startswith("| case |")
     assert all(path.stat().st_size > 1000 for path in report.draw_all(tmp_path))
+
+
+def test_questions_are_measured_found_and_drawn(tmp_path: Path) -> None:
+    rows = bench_questions.run(harness.Options(quick=True, out=tmp_path))
+    assert {str(row["question"]) for row in rows} == set(questions.QUESTIONS)
+    assert all("contestant" in row for row in rows)
+    printed = report.printed("questions", rows)
+    assert all(
+        question.finding(tables.by_question(rows)[name]) in printed for name, question in questions.QUESTIONS.items()
+    )
+    drawn = {path.name: path.stat().st_size for path in report.draw_all(tmp_path)}
+    assert drawn.keys() == {f"questions-{name}.svg" for name in questions.QUESTIONS}
+    assert min(drawn.values()) > 5000
 
 
 def test_report_rewrites_marked_blocks_only(tmp_path: Path) -> None:

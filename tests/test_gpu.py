@@ -195,6 +195,25 @@ def test_nothing_waits_for_the_device(backend):
 
 @needs_gpu
 @pytest.mark.filterwarnings(NO_WAITING)
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_pooled_batch_statistics_wait_for_nothing(momentum):
+    layer = fa.accumulate_batchnorm(nn.BatchNorm2d(3, momentum=momentum)).to(DEVICE)
+    oracle = nn.BatchNorm2d(3, momentum=momentum)
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1), accum_steps=2)
+    micro_batches = [torch.randn(4, 3, 5, 5) for _ in range(4)]
+    there = [x.to(DEVICE) for x in micro_batches]
+    for i, x in enumerate(there):
+        with no_waiting() if i else contextlib.nullcontext():
+            layer(x).square().mean().backward()
+            opt.step()
+    for window in (micro_batches[:2], micro_batches[2:]):
+        oracle(torch.cat(window))
+    for ours, theirs in zip(layer.buffers(), oracle.buffers()):
+        torch.testing.assert_close(ours.cpu(), theirs)
+
+
+@needs_gpu
+@pytest.mark.filterwarnings(NO_WAITING)
 @pytest.mark.parametrize("settings", [{}, {"max_grad_norm": 1.0}, {"nonfinite": "skip_window"}], ids=str)
 def test_a_window_with_a_fused_optimizer_waits_for_nothing(settings):
     net = model(torch.float32).to(DEVICE)

@@ -77,6 +77,8 @@ def _run(
 ) -> None:
     tally = None if stats is None else _Tally(outs)
     host = (1.0 if isinstance(scale, Tensor) else scale, 1.0 if isinstance(decay, Tensor) else decay)
+    # Before the launches: should one fail, nobody takes the outputs for what they were.
+    torch.autograd.graph.increment_version([x for x in outs if not x.is_inference()])
     with _device_of(outs[0]):
         device_scale, device_decay = (x.double() if isinstance(x, Tensor) else None for x in (scale, decay))
         for (out, dtype, aligned, stochastic), members in _groups(outs, ins, rounding).items():
@@ -101,7 +103,6 @@ def _run(
                 num_warps=WARPS,
                 enable_fp_fusion=False,
             )
-    torch.autograd.graph.increment_version([x for x in outs if not x.is_inference()])
     if tally is not None and stats is not None:
         tally.finish(stats)
 

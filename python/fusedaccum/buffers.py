@@ -206,6 +206,7 @@ class Buffers:
             torch._foreach_zero_(
                 [block.flat[i:j] for i, j in zip(ends, [*offsets[1:], end], strict=True)]
             )  # they travel between ranks
+            block.written()
             self.blocks.append(block)
             for slot, offset in zip(members, offsets, strict=True):
                 slot.block, slot.buffer, slot.placed = block, block.view(block.flat, slot, offset), True

@@ -1,4 +1,4 @@
-"""The wrapper's own part of a checkpoint: the open window with its buffers, and master weights."""
+"""The wrapper's own part of a checkpoint: the open window with its buffers and batch statistics, and master weights."""
 
 from __future__ import annotations
 
@@ -56,6 +56,9 @@ def save(opt: AccumulatingOptimizer) -> dict[str, Any]:
         "seed": sums.seed,
         "draws": [slot.draws for slot in sums.buffers.slots],
         "loss_scale": None if live is None else live.clone(),
+        "batch_statistics": opt._gathering.statistics.saved(),
+        "noise": None if opt._noise is None else opt._noise.averages,
+        "schedule": None if settings.schedule.adaptive is None else settings.schedule.adaptive.state_dict(),
     }
 
 
@@ -86,6 +89,8 @@ def check(opt: AccumulatingOptimizer, own: dict[str, Any]) -> None:
             raise ValueError(
                 f"the checkpoint has shape {tuple(shape)} for parameter {slot.name}, which is {tuple(slot.param.shape)}; another model's?"
             )
+    if "batch_statistics" in own:  # not in older checkpoints
+        opt._gathering.statistics.check(own["batch_statistics"])
     ranks = opt._gathering.ranks
     rank = own["settings"].get("rank")
     if own["settings"].get("shard") and (ranks is None or ranks.group.name != rank):
@@ -133,3 +138,10 @@ def load(opt: AccumulatingOptimizer, own: dict[str, Any]) -> None:
         slot.draws = draws
     live = own["loss_scale"]
     sums.loss_scale.live = None if live is None else live.clone()
+    if "batch_statistics" in own:
+        opt._gathering.statistics.load(own["batch_statistics"])
+    if opt._noise is not None:
+        opt._noise.averages = own.get("noise")
+    adaptive = opt.settings.schedule.adaptive
+    if adaptive is not None and own.get("schedule") is not None:
+        adaptive.load_state_dict(own["schedule"])

@@ -17,6 +17,7 @@ from .accumulator import Accumulator
 from .buffers import Slot
 from .ledger import Ledger
 from .masters import MasterWeights
+from .noise import Measured
 from .offload import STAGE_BYTES
 from .settings import Settings
 from .window import LastWindow, Scalar, Window, beside, identity, on
@@ -33,12 +34,14 @@ class Conclusion:
     norm: Tensor | None
     overflow: bool | Tensor  # of the last micro-batch, as a GradScaler saw it
     skip: bool | Tensor
+    weightless: bool
     finished: bool = False  # has the gradient been made, so that applying it again only steps?
     stepped: set[Slot] = field(default_factory=set)  # has the optimizer stepped these already, where it steps in parts?
     applied: bool | Tensor = False  # has it stepped all, so that applying it again only writes masters back?
 
-    def report(self, settings: Settings, applied: bool | Tensor) -> LastWindow:
+    def report(self, settings: Settings, applied: bool | Tensor, noise_scale: Tensor | None) -> LastWindow:
         window = self.window
+        known = 0 < window.losses == window.micro_batches and not self.weightless
         nonfinite = as_tensor(window.nonfinite + window.dropped)
         if settings.nonfinite != "skip_window":  # which has counted an overflow with the adds
             nonfinite = nonfinite + as_tensor(self.overflow)
@@ -49,7 +52,21 @@ class Conclusion:
             self.norm,
             nonfinite if looked else None,
             as_tensor(applied),
+            as_tensor(beside(window.loss, self.divisor) / self.divisor).double() if known else None,
+            noise_scale,
         )
+
+    def measured(self, ledger: Ledger) -> tuple[Measured, Measured] | None:
+        """What the window was when it held one micro-batch, and what it is; None where either is not known."""
+        window = self.window
+        if window.overflowed or self.norm is None:
+            return None
+        if window.small_sq_norm is None or window.small_weight is None or window.small_square is None:
+            return None
+        # The gradient's norm is over this; a mean over ranks, where it comes normalised.
+        sums = self.norm * (float(ledger.ranks) if ledger.reduction == "none" else on(window.weight, self.norm.device))
+        small = Measured(window.small_sq_norm, window.small_weight, window.small_square)
+        return small, Measured(sums**2, window.weight, window.weight**2)
 
 
 def as_tensor(value: Scalar) -> Tensor:
@@ -84,7 +101,7 @@ def conclude(ledger: Ledger, sums: Accumulator, settings: Settings, overflow: bo
             skip = ~torch.isfinite(sq_norm) | bad | skip
     if weightless or window.overflowed:
         skip = True
-    return Conclusion(window, slots, divisor, clip_coef(settings.max_grad_norm, norm), norm, overflow, skip)
+    return Conclusion(window, slots, divisor, clip_coef(settings.max_grad_norm, norm), norm, overflow, skip, weightless)
 
 
 def clip_coef(limit: float | None, norm: Tensor | None) -> Scalar:

@@ -69,7 +69,7 @@ def explain(
 
     counted over the parameters as they are; each term is explained in docs/memory.md and docs/performance.md. Gradients are taken to
     come from the last parameter to the first. Not counted, because no input is known: activations, the rows of a fused embedding, what
-    fused layers' GEMMs take longer, and what the inner step takes for itself. (``fa.MicroBatcher("auto")`` finds the largest
+    fused layers' GEMMs take longer, and what the inner step takes for itself. (``fa.MicroBatcher(model, opt)`` finds the largest
     micro-batch that fits.)
 
     Args:
@@ -210,7 +210,7 @@ def _text(found: Explanation) -> Iterator[str]:
     yield _speeds(found)
     if "optimizer" not in found.modes[0].memory:
         yield "The optimizer's state is left out: none was given (optimizer=torch.optim.AdamW), or it cannot be told before it steps."
-    yield 'How many samples fit, activations included: fa.MicroBatcher("auto") tries it.'
+    yield 'How many samples fit, activations included: fa.MicroBatcher(model, opt) tries it.'
     yield ""
     yield f"Take {found.recommended.name}: {found.reason}."
     yield f"    {found.call}"

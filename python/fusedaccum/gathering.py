@@ -6,7 +6,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .accumulator import Accumulator, Write
+from .attempts import Attempt
+from .batch_statistics import Statistics
 from .buffers import Slot
 from .intake import Intake
 from .ledger import Ledger
@@ -24,7 +26,7 @@ from .rejected import Rejected
 from .replicas import Replicas, replicas_of
 from .settings import Settings, check_alone, check_shared, check_weight_of_lent
 from .shards import FullySharded, local_of
-from .window import Scalar
+from .window import MicroBatch, Scalar, Window, on, times
 
 _GATHERING_OF: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak reference to a Gathering
 
@@ -42,7 +44,10 @@ class Gathering:
         self.sums = Accumulator(
             settings.buffer_dtype, settings.buffer_device, settings.reduction, settings.backend, seed
         )
+        self.statistics = Statistics(self.sums.buffers)  # of BatchNorm layers that are pooled
+        self.ledger.tell(self.statistics)
         self.inside = False  # within micro_batch()
+        self._counts_left: list[Tensor] = []  # of what is not finite, in attempts at the open window that broke off
         self._adds_before = 0  # of the open micro-batch, when the pass (or the group of them) under way began
         self._settings = settings
         self._intake = Intake(self, hold=settings.drops_micro_batches)
@@ -62,6 +67,7 @@ class Gathering:
         self._check_shared(shard)
         self.ranks = Ranks(group, comm_dtype, self.sums, self.ledger, self._settings.backend, shard)
         self.ledger.ranks, self.ledger.over_ranks = self.ranks.group.size, self.ranks.group.weight
+        self.statistics.group = self.ranks.group
         self._average_shards()
         if shard:
             self.sums.owned_apart, self.sums.over_owners = True, self.ranks.group.sum
@@ -116,7 +122,7 @@ class Gathering:
         """
         slot = self.sums.buffers.of[parameter]
         seen_whole = self._settings.drops_micro_batches or slot.narrow or slot.offloaded or slot.sharded
-        if seen_whole or not self._intake.accumulates(slot):
+        if seen_whole or self._attempted or not self._intake.accumulates(slot):
             return False
         with self._intake.within_pass():
             if self.ranks is not None:
@@ -153,6 +159,11 @@ class Gathering:
         """Must a weight be in the loss, because FSDP2 adds up the ranks' gradients before they get here?"""
         return bool(self._fully_sharded.slots) and self._settings.reduction == "mean"
 
+    @property
+    def tells_passes_apart(self) -> bool:
+        """Would several backward passes, as things are, be more than one micro-batch, or be refused?"""
+        return not self.inside and (self._settings.schedule.caller_owned or self._settings.drops_micro_batches)
+
     def open(self, weight: Scalar | None, last: bool = False) -> None:
         """The micro-batch that gathers from now on; joins the one that is open already. Raises as Ledger.weigh does."""
         ledger = self.ledger
@@ -186,6 +197,38 @@ class Gathering:
             self.inside = False
         self.pass_ends()
 
+    @contextmanager
+    def attempted(self, weight: Scalar, attempt: Attempt) -> Iterator[None]:
+        """As :meth:`grouped`, of one forward and backward that come again, in parts, where an exception breaks them off.
+
+        Nothing of it counts then, but for what ``attempt`` tells. Sums go to other ranks only after the window's last pass.
+        """
+        self.open(weight)
+        micro = self.ledger.micro
+        micro.attempt, before = attempt, self.ledger.window.micro_batches
+        micro.counts, self._counts_left = self._counts_left, []
+        try:
+            with self.grouped(None, False, False):
+                yield
+        except BaseException:
+            self._intake.drop()
+            counted = self.ledger.window.micro_batches > before
+            attempt.lost = (
+                counted or micro.judged or self._intake.nested or self.sums.half_written or bool(self.sums.lent)
+            )
+            self._counts_left = micro.counts
+            if self.ledger.has_micro:
+                self.ledger.drop_micro_batch()
+            raise
+
+    def unsynced(self) -> AbstractContextManager[None]:
+        """Within are forward and backward of a micro-batch that is not the window's last."""
+        return self._replicas.unsynced()
+
+    @property
+    def _attempted(self) -> bool:
+        return self.ledger.has_micro and self.ledger.micro.attempt is not None
+
     def end_micro_batch(self, weight: Scalar | None) -> None:
         """What ``step()`` and ``flush()`` do before they look whether the window is complete: count, or refuse."""
         ledger, caller_owned = self.ledger, self._settings.schedule.caller_owned
@@ -217,6 +260,7 @@ class Gathering:
         live = self.sums.loss_scale.live
         self.ledger.begin_window(unit=None if live is None else live.detach().clone())
         self.sums.begin()
+        self._counts_left = []
         if self.ranks is not None:
             self.ranks.forget()
 
@@ -356,12 +400,18 @@ class Gathering:
 
     def _is_last(self) -> bool:
         """Does the window end with this pass? Under DistributedDataParallel, no_sync() says when it does not."""
+        if self._attempted:
+            return False
         if self._settings.schedule.caller_owned and self._replicas.modules:
             return self._replicas.synced
         return self.ledger.is_last() and self.ledger.micro.adds == 0
 
     @torch.no_grad()
     def add(self, slots: Sequence[Slot], grads: Sequence[Tensor]) -> None:
+        if self.ledger.micro.attempt is not None:
+            slots, grads = self.ledger.micro.attempt.wanted(slots, grads)
+            if not slots:
+                return
         if self.ranks is not None:
             self.ranks.segments.before_add(slots)
         self.sums.add(slots, grads, self.ledger.window, self.ledger.micro, self._measures())
@@ -375,7 +425,11 @@ class Gathering:
     def _measures(self) -> bool:
         """Shall adds take norms and look for what is not finite? (Norms of all ranks' sums are taken when these have come.)"""
         takes_norm = self._settings.wants_norm and self.ranks is None
-        return self._settings.nonfinite == "skip_window" or (takes_norm and self.ledger.may_be_last())
+        return (
+            self._settings.nonfinite == "skip_window"
+            or (takes_norm and self.ledger.may_be_last())
+            or (self._settings.noise_scale is not None and self.ledger.window.empty)
+        )
 
     def pass_ends(self) -> None:
         if self.inside or not self.ledger.has_micro:
@@ -409,12 +463,41 @@ class Gathering:
         # Under "propagate" nobody asks, unless a GradScaler does, and the thread of offloaded gradients need not be waited for.
         if self._settings.nonfinite != "propagate" or not self.sums.buffers.offloaded:
             self.sums.count(self.ledger.micro)
+        window, micro = self.ledger.window, self.ledger.micro
+        first, sent = window.empty, self.ranks is not None and self.ranks.segments.in_last_pass
         self.ledger.commit(weight)
+        if self._settings.schedule.caller_owned:
+            window.unrecorded = None if micro.bad or micro.loss is not None else self.sums.contribution(window, micro)
+        mixed = micro.attempt is not None and micro.attempt.done  # the buffers hold more than this micro-batch
+        if self._settings.noise_scale is not None and first and not (micro.bad or sent or mixed):
+            self._measure_small(window, micro)
+
+    def _measure_small(self, window: Window, micro: MicroBatch) -> None:
+        """The window holds one micro-batch, whose norm its adds have taken; on this rank, for no sums have gone to others yet."""
+        unit = 1.0 if window.unit is None else window.unit
+        sq_norm = self.sums.norms.total(self.sums.gathered(), self._settings.backend)
+        window.small_sq_norm = sq_norm / on(unit, sq_norm.device) ** 2
+        if not window.unweighed:
+            window.weigh_small(micro.value())
+
+    def record_loss(self, loss: Scalar) -> None:
+        """The loss of the micro-batch that is open, or of the one counted last; raises RuntimeError where there is none."""
+        ledger = self.ledger
+        if ledger.has_micro:
+            ledger.micro.record(times(self.sums.contribution(ledger.window, ledger.micro), loss))
+        elif ledger.has_window and ledger.window.unrecorded is not None:
+            ledger.window.record(times(ledger.window.unrecorded, loss))
+            ledger.window.unrecorded = None
+        elif not self.has_rejected:
+            raise RuntimeError(
+                "record_loss() found no micro-batch that lacks its loss; call it once a micro-batch, between its backward and step() "
+                "(opt.backward(loss) needs no such call)"
+            )
 
     def pass_failed(self) -> None:
         if self.ranks is not None:
             self.ranks.broke_off()
-        if not self.ledger.has_micro:
+        if not self.ledger.has_micro or self._attempted:
             return
         if self.ledger.micro.adds > self._adds_before or self.sums.added_unseen:
             self._break_off("was broken off by an exception")

@@ -89,11 +89,25 @@ class Group:
         total, flushing = self.total([float(mine), float(flushes)])
         return math.inf if flushing else total
 
+    def least(self, mine: float) -> float:
+        """The smallest of the ranks' numbers; waits for the device."""
+        found = torch.tensor(mine, dtype=torch.float64, device=self._device)
+        with self.talking():
+            dist.all_reduce(found, dist.ReduceOp.MIN, group=self.process_group)
+        return float(found)
+
     def sum(self, mine: Tensor) -> Tensor:
         """The sum over the ranks of a small tensor."""
+        return self._reduced(mine, dist.ReduceOp.SUM)
+
+    def most(self, mine: list[int]) -> list[float]:
+        """The largest over the ranks of each number; waits for the device."""
+        return self._reduced(torch.tensor(mine, dtype=torch.float64), dist.ReduceOp.MAX).tolist()
+
+    def _reduced(self, mine: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         total = mine.to(self._device, copy=True)
         with self.talking():
-            dist.all_reduce(total, group=self.process_group)
+            dist.all_reduce(total, operation, group=self.process_group)
         return total
 
     @contextmanager

@@ -9,6 +9,8 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol
 
+from torch import Tensor
+
 from .window import MicroBatch, Scalar, Schedule, Window, checked_weight
 
 MISSING_WEIGHT = (
@@ -194,11 +196,26 @@ class Ledger:
             if self.reduction == "sum":
                 raise ValueError(MISSING_WEIGHT)
             late = float(window.unweighed)
+            if window.small_weight is None:
+                window.weigh_small(1.0)
         window.weight, window.unweighed = window.weight + late, 0
 
     def complete(self) -> bool:
         """Is the window full, or does every call close it? (Reads a tensor weight, when the sum of weights decides.)"""
         return self._complete(self._steps, self.window.weight)
+
+    @property
+    def progress(self) -> dict[str, int | str]:
+        """The open window's index (or the next one's), and what it holds of what it closes at, as far as the host knows."""
+        window = self._window
+        shown: dict[str, int | str] = {"window": self.index}
+        length = self.schedule.length(self.index) if window is None else window.length
+        count = 0 if window is None else self._steps
+        shown["micro_batch"] = f"{count}/{length}" if length is not None else count
+        weight = 0.0 if window is None else window.weight
+        if self.schedule.window_weight is not None and not isinstance(weight, Tensor):
+            shown["weight"] = f"{weight:g}/{self.schedule.window_weight:g}"
+        return shown
 
     @property
     def _steps(self) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Module
 
 
 def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -38,7 +39,7 @@ def batch_size(batch: Any) -> int:
     Raises:
         ValueError: the arrays' first dimensions differ, or there are no arrays, or no samples.
     """
-    sizes = {path: leaf.shape[0] for path, leaf in leaves(batch) if _is_array(leaf)}
+    sizes = {path: leaf.shape[0] for path, leaf in leaves(batch) if is_array(leaf)}
     if not sizes:
         raise ValueError(
             f"the batch, a {type(batch).__name__}, holds no tensors to cut into micro-batches; give it tensors whose first dimension is "
@@ -63,11 +64,22 @@ def cut(batch: Any, start: int, stop: int) -> Any:
     return _cut(batch, start, stop, batch_size(batch))
 
 
+def call(function: Callable[..., Any], micro_batch: Any) -> Any:
+    """A module is called as its ``forward`` is written: ``**micro_batch`` for a dict, ``*micro_batch`` for a list or tuple, and
+    ``micro_batch`` otherwise. Any other function is called with the micro-batch as it is.
+    """
+    if isinstance(function, Module) and isinstance(micro_batch, Mapping):
+        return function(**micro_batch)
+    if isinstance(function, Module) and isinstance(micro_batch, (list, tuple)):
+        return function(*micro_batch)
+    return function(micro_batch)
+
+
 def _cut(tree: Any, start: int, stop: int, n: int) -> Any:
-    if _is_array(tree):
+    if is_array(tree):
         return tree[start:stop]
     plain = isinstance(tree, (list, tuple)) and not hasattr(tree, "_fields")
-    if plain and len(tree) == n and not any(_is_array(leaf) for _, leaf in leaves(tree)):
+    if plain and len(tree) == n and not any(is_array(leaf) for _, leaf in leaves(tree)):
         return tree[start:stop]
     parts = _parts(tree)
     if parts is None:
@@ -75,7 +87,7 @@ def _cut(tree: Any, start: int, stop: int, n: int) -> Any:
     return _with(tree, {key: _cut(value, start, stop, n) for key, value in parts.items()})
 
 
-def _is_array(leaf: Any) -> bool:
+def is_array(leaf: Any) -> bool:
     """A tensor with dimensions, or what is cut like one (a NumPy array)."""
     if isinstance(leaf, Tensor):
         return leaf.dim() > 0

@@ -195,6 +195,11 @@ class Offload:
         self._last = self._thread.submit(guarded)
         return self._last
 
+    @property
+    def failed(self) -> bool:
+        """Is it known that something could not be added? Does not wait."""
+        return self._failure is not None
+
     def check(self) -> None:
         """Raises RuntimeError where the thread is known to have failed, until :meth:`forget_failure`; does not wait for it."""
         if self._failure is not None:

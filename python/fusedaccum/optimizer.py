@@ -25,8 +25,9 @@ from .closing import Conclusion, apply, conclude
 from .distributed_checkpoint import refuse_torchs_functions
 from .gathering import Gathering
 from .masters import MasterWeights
+from .noise import NoiseScale
 from .settings import Settings, check_group, check_lent, check_optimizer, check_parameter, checked_device
-from .window import LastWindow, Scalar, Schedule, checked_weight
+from .window import LastWindow, Scalar, Schedule, checked_loss, checked_weight
 
 # Which wrapper takes a parameter's gradients. (Keyed by identity: tensors compare by element.)
 _wrapped = WeakIdKeyDictionary()
@@ -65,6 +66,7 @@ class AccumulatingOptimizer(Optimizer):
         comm_dtype: sums travel in ``torch.bfloat16`` or ``torch.float32``; None for the buffers' dtype.
         shard: each rank steps a part of the parameters only, and keeps the optimizer's state and the master weights of these (ZeRO-1):
             sums are reduced to the rank that steps them, which hands the stepped parameters out. ``state_dict()`` is a rank's own.
+        noise_scale: measure the gradient noise scale, as ``last_window.noise_scale``, with averages of this decay a window (0.95).
 
     Raises:
         TypeError, ValueError: an argument, an optimizer or a parameter that cannot be meant, named with the fix.
@@ -93,6 +95,7 @@ class AccumulatingOptimizer(Optimizer):
         process_group: dist.ProcessGroup | None = None,
         comm_dtype: torch.dtype | None = None,
         shard: bool = False,
+        noise_scale: float | None = None,
     ):
         schedule = Schedule.checked(accum_steps, window_weight)
         settings = Settings(
@@ -105,6 +108,7 @@ class AccumulatingOptimizer(Optimizer):
             nonfinite,
             backend,
             checked_device(buffer_device),
+            noise_scale,
         )
         check_optimizer(optimizer, settings, AccumulatingOptimizer)
         check_group(process_group, comm_dtype, shard)
@@ -128,6 +132,7 @@ class AccumulatingOptimizer(Optimizer):
         self._gathering = Gathering(settings, seed)
         self._ledger, self._sums = self._gathering.ledger, self._gathering.sums
         self._masters = MasterWeights(settings.buffer_device)
+        self._noise = None if settings.noise_scale is None else NoiseScale(settings.noise_scale)
         self._sharing = process_group, comm_dtype, shard
         groups = range(len(self.param_groups))
         self._take(groups)
@@ -198,6 +203,23 @@ class AccumulatingOptimizer(Optimizer):
             if self._ledger.micro.in_loss:
                 loss = loss * self._ledger.micro.value()
             loss.backward(**kwargs)
+            if loss.numel() == 1:  # others come with a gradient of their own
+                self._gathering.record_loss(loss)
+
+    def record_loss(self, loss: Scalar) -> None:
+        """Tell the loss of a micro-batch whose ``loss.backward()`` was called by somebody else, for ``last_window.loss``.
+
+        Call it after that backward, before ``step()``, with what it was called on (``scaler.scale(loss)`` where a GradScaler is used).
+        Losses of several backward passes of one micro-batch add up. :meth:`backward`, and a closure's result, are recorded without it.
+        Does not wait for the device.
+
+        Args:
+            loss: number or tensor of one element.
+
+        Raises:
+            TypeError, ValueError: not a number, or several. RuntimeError: no micro-batch that lacks its loss.
+        """
+        self._gathering.record_loss(checked_loss(loss))
 
     @contextmanager
     def micro_batch(self, *, weight: Scalar | None = None, last: bool = False) -> Iterator[None]:
@@ -246,6 +268,7 @@ class AccumulatingOptimizer(Optimizer):
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
+                self._record_result(loss)
             self._forget_unapplied()
             self._gathering.settle()
             self._sums.check()
@@ -294,10 +317,11 @@ class AccumulatingOptimizer(Optimizer):
 
     @_outside_graphs
     def reset(self) -> None:
-        """Drop a partial window; the next micro-batch begins it anew, under the same index."""
+        """Drop a partial window, and forwards that no backward has followed; the next micro-batch begins it anew, under the same index."""
         self._not_inside("reset()")
         self._gathering.settle()
         self._gathering.reset()
+        self._gathering.statistics.micro_batch_dropped()  # which zero_grad(), often called between forward and backward, leaves alone
         self._unapplied = None
 
     @_outside_graphs
@@ -336,6 +360,11 @@ class AccumulatingOptimizer(Optimizer):
             self._gathering.agree(False)
             divisor = self._ledger.divisor(self._ledger.window.weight) or 1.0
         self._sums.divide_(self._sums.gathered(), divisor)
+
+    @property
+    def progress(self) -> dict[str, int | str]:
+        """Where the open window stands, for a progress bar: ``bar.set_postfix(opt.progress)``. Does not wait for the device."""
+        return self._ledger.progress
 
     @property
     def updated(self) -> bool:
@@ -468,6 +497,7 @@ class AccumulatingOptimizer(Optimizer):
             window.unit = (scale.live if window.unit is None else window.unit) / scale.live
         elif window.unit is None:
             window.unit = scale.live.detach().clone()
+            window.small_sq_norm = None  # was measured before anybody knew
         return torch.as_tensor(self.__dict__["found_inf"]) != 0
 
     # -- the window's end --------------------------------------------------------------------------------------
@@ -489,9 +519,22 @@ class AccumulatingOptimizer(Optimizer):
         self._gathering.hand_out(applied)
         self._report(end, applied)
 
+    def _record_result(self, result: Any) -> None:
+        """What a closure has returned is its micro-batch's loss, if it is one and nobody has told that."""
+        ledger = self._ledger
+        one = isinstance(result, (float, Tensor)) and torch.as_tensor(result).numel() == 1
+        if one and ledger.has_micro and ledger.micro.loss is None:
+            self._gathering.record_loss(result)
+
     def _report(self, end: Conclusion, applied: bool | Tensor) -> None:
         self._unapplied = None
-        self.last_window = end.report(self.settings, applied)
+        measured = None if self._noise is None else end.measured(self._ledger)
+        if self._noise is not None and measured is not None:
+            self._noise.update(*measured)
+        self.last_window = end.report(self.settings, applied, None if self._noise is None else self._noise.value)
+        adaptive = self.settings.schedule.adaptive
+        if adaptive is not None:
+            adaptive.window_closed(self.last_window, self._ledger.ranks)
         self._updated = applied if self._gathering.anything(end.slots) else False
         self._sums.shown_as_is()
         self._sums.lend(self._sums.lent)

@@ -18,7 +18,7 @@ from .buffers import Slot
 from .group import Group
 from .ledger import Ledger
 from .segments import Segments
-from .window import Scalar
+from .window import Scalar, Window
 
 
 class Ranks:
@@ -90,9 +90,11 @@ class Ranks:
         unit = 0.0 if window.unit is None else float(window.unit)
         counts = micro_batches, window.dropped, float(window.nonfinite)
         mine = [float(weight), *counts, bool(overflow), window.overflowed, unit, unit**2]
+        mine += [float(window.loss), window.losses, *small_sums(window)]
         mine += [self.segments.has(slot) for slot in slots]
         totals = self.group.total([*mine, *self.segments.again])
-        numbers, has, again = totals[:8], totals[8 : 8 + len(slots)], totals[8 + len(slots) :]
+        first, end = NUMBERS, NUMBERS + len(slots)
+        numbers, has, again = totals[:first], totals[first:end], totals[end:]
         if numbers[6] ** 2 != self.group.size * numbers[7]:  # equal scales, and no others, have this mean square
             raise RuntimeError(
                 f"the loss scale is {unit:g} on this rank and another on others: every rank's GradScaler has looked at its own gradients "
@@ -100,6 +102,12 @@ class Ranks:
             )
         window.weight, window.micro_batches, window.dropped = numbers[0], int(numbers[1]), int(numbers[2])
         window.nonfinite, self.overflow, window.overflowed = int(numbers[3]), bool(numbers[4]), bool(numbers[5])
+        # Of losses that come normalised the mean over the ranks is taken, as of their gradients.
+        window.loss = numbers[8] / (self.group.size if self._ledger.reduction == "none" else 1)
+        window.losses = int(numbers[9])
+        window.small_sq_norm, window.small_weight, window.small_square = (
+            numbers[10:13] if numbers[13] == self.group.size else (None, None, None)
+        )
         self.gathered = {slot for slot, ranks in zip(slots, has, strict=True) if ranks}
         self.segments.finish(self.gathered, again)
         self.agreed = True
@@ -123,6 +131,16 @@ class Ranks:
         """A backward pass of this rank has failed; others may be waiting for segments that did not go."""
         if self.segments.any_gone:
             self.group.out_of_step()
+
+
+NUMBERS = 14  # of a window, that its ranks add up
+
+
+def small_sums(window: Window) -> list[float]:
+    """Of the one micro-batch that was measured by itself: squared norm, weight and its square; and whether there was one."""
+    if window.small_sq_norm is None or window.small_weight is None or window.small_square is None:
+        return [0.0, 0.0, 0.0, 0.0]
+    return [float(window.small_sq_norm), float(window.small_weight), float(window.small_square), 1.0]
 
 
 def owners(slots: Sequence[Slot], ranks: int) -> dict[Slot, int]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -80,6 +81,14 @@ class Replicas:
     def synced(self) -> bool:
         """Would the backward of a module's last forward have been synchronised?"""
         return any(silence.synced for silence in self._silences)
+
+    @contextmanager
+    def unsynced(self) -> Iterator[None]:
+        """``no_sync()`` of all modules."""
+        with ExitStack() as stack:
+            for module in self.modules:
+                stack.enter_context(module.no_sync())
+            yield
 
     @torch.no_grad()
     def window_ended(self) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .batch_statistics import joined
 from .window import Window
 
 if TYPE_CHECKING:
@@ -59,6 +60,9 @@ def own(opt: AccumulatingOptimizer, header: dict[str, Any]) -> dict[str, Any]:
         "seed": first["seed"],
         "draws": first["draws"],
         "loss_scale": ranks[0]["loss_scale"],
+        "batch_statistics": joined(rank["batch_statistics"] for rank in mine if "batch_statistics" in rank),
+        "noise": ranks[0]["noise"],
+        "schedule": ranks[0]["schedule"],
     }
 
 
@@ -73,7 +77,7 @@ def window(opt: AccumulatingOptimizer, ranks: list[dict[str, Any]]) -> dict[str,
     mine = Window(index, opt.settings.schedule.length(index), unit=held[0]["unit"], carried=0)
     for s, rank in enumerate(ranks):
         if falls_to(opt, s) and rank["window"] is not None:
-            for name in ("micro_batches", "weight", "unweighed", "dropped", "nonfinite"):
+            for name in ("micro_batches", "weight", "unweighed", "dropped", "nonfinite", "loss", "losses"):
                 setattr(mine, name, getattr(mine, name) + rank["window"][name])
             mine.unit_lost = mine.unit_lost or rank["window"]["unit_lost"]
             mine.overflowed = mine.overflowed or rank["window"]["overflowed"]

@@ -36,6 +36,7 @@ class Settings:
     nonfinite: str
     backend: str
     buffer_device: torch.device | None = None
+    noise_scale: float | None = None
 
     def __post_init__(self) -> None:
         one_of("reduction", self.reduction, REDUCTIONS)
@@ -61,6 +62,7 @@ class Settings:
                 raise ValueError(
                     f"max_grad_norm must be greater than 0, got {norm}; None does not clip, math.inf only measures"
                 )
+        check_noise_scale(self.noise_scale, self.schedule)
         backend = backends.check(self.backend)
         if self.buffer_device is not None and backend in ("cuda", "triton"):
             how = "backend" if self.backend == backend else "the environment's FUSEDACCUM_BACKEND"
@@ -73,7 +75,7 @@ class Settings:
 
     @property
     def wants_norm(self) -> bool:
-        return self.max_grad_norm is not None or self.nonfinite == "skip_window"
+        return self.max_grad_norm is not None or self.nonfinite == "skip_window" or self.noise_scale is not None
 
 
 def one_of(name: str, value: Any, allowed: tuple) -> None:
@@ -145,6 +147,11 @@ def check_parameter(name: str, parameter: Tensor, settings: Settings) -> None:
             f"parameter {name} is {parameter.dtype}; only real floating-point parameters can be accumulated "
             "(store a complex one as two real ones, torch.view_as_real)"
         )
+    if settings.noise_scale is not None and is_shard(parameter):
+        raise ValueError(
+            f"noise_scale does not work with parameter {name}, which is a DTensor, for its gradient comes added up over the ranks; "
+            "leave it out"
+        )
     if parameter.dtype.itemsize < 2:
         raise ValueError(
             f"parameter {name} is {parameter.dtype}; FP64, FP32, bf16 and fp16 parameters can be accumulated"
@@ -154,6 +161,24 @@ def check_parameter(name: str, parameter: Tensor, settings: Settings) -> None:
     if parameter.grad is not None:
         raise ValueError(
             f"parameter {name} has a gradient already, which would be in no window; call optimizer.zero_grad() before wrapping it"
+        )
+
+
+def check_noise_scale(decay: Any, schedule: Schedule) -> None:
+    """Raises TypeError or ValueError for what is no decay, and where a schedule needs one."""
+    if decay is None:
+        if schedule.adaptive is not None:
+            raise ValueError(
+                "accum_steps follows the noise scale, and nothing measures that; add noise_scale=0.95, the decay a window of its averages"
+            )
+    elif isinstance(decay, bool) or not isinstance(decay, (int, float)):
+        raise TypeError(
+            f"noise_scale must be a number or None, got {decay!r}; it is the decay a window of its averages: 0.95"
+        )
+    elif not 0 <= decay < 1:
+        raise ValueError(
+            f"noise_scale must be at least 0 and less than 1, got {decay}; it is the decay a window of its averages: 0.95 averages over "
+            "about the last 20 windows"
         )
 
 

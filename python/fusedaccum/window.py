@@ -9,11 +9,14 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from .attempts import Attempt
 
 Scalar = float | Tensor
 
@@ -41,6 +44,18 @@ def beside(scalar: Scalar, other: Scalar) -> Scalar:
     return scalar
 
 
+def times(factor: Scalar, value: Scalar) -> Scalar:
+    """Their product in float64, and 0 where ``factor`` is, also of what is not finite."""
+    if isinstance(value, Tensor):
+        wide = torch.float32 if value.device.type == "mps" else torch.float64  # which has none
+        value = value.detach().to(wide).reshape(())
+        factor = beside(factor, value)
+    if isinstance(factor, Tensor):
+        product = factor * value
+        return torch.where(factor == 0, torch.zeros_like(product), product)
+    return factor * value if factor else 0.0
+
+
 def checked_weight(weight: Any, name: str = "weight") -> Scalar:
     """A micro-batch's weight as a float or a 0-d float64 tensor of its own (the caller may overwrite his).
 
@@ -63,6 +78,19 @@ def checked_weight(weight: Any, name: str = "weight") -> Scalar:
     if not (math.isfinite(number) and number >= 0):
         raise ValueError(f"{name} must be finite and not negative, got {number}; it counts samples or tokens")
     return result
+
+
+def checked_loss(loss: Any) -> Scalar:
+    """Raises TypeError for what is no number or tensor, ValueError for several elements."""
+    if isinstance(loss, Tensor):
+        if loss.numel() != 1:
+            raise ValueError(
+                f"loss must be one number, got a tensor of shape {tuple(loss.shape)}; give what backward() was called on"
+            )
+        return loss
+    if isinstance(loss, bool) or not isinstance(loss, (int, float)):
+        raise TypeError(f"loss must be a number or a tensor of one element, got {loss!r}")
+    return float(loss)
 
 
 def checked_steps(steps: Any, name: str = "accum_steps") -> int:
@@ -88,6 +116,21 @@ def checked_steps(steps: Any, name: str = "accum_steps") -> int:
     return count
 
 
+@runtime_checkable
+class AdaptiveSteps(Protocol):
+    """``accum_steps`` that look at the windows that have closed."""
+
+    def __call__(self, index: int) -> int: ...
+
+    def window_closed(self, window: LastWindow, ranks: int) -> None:
+        """Told of every window that has closed, gathered by so many ranks."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain values, for checkpoints."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
 @dataclass(frozen=True)
 class Schedule:
     """When a window closes: after ``accum_steps`` micro-batches, at a sum of weights, or when the caller says so."""
@@ -109,6 +152,10 @@ class Schedule:
             if window_weight == 0:
                 raise ValueError("window_weight must be greater than 0, got 0.0")
         return cls(accum_steps, window_weight)
+
+    @property
+    def adaptive(self) -> AdaptiveSteps | None:
+        return self.accum_steps if isinstance(self.accum_steps, AdaptiveSteps) else None
 
     @property
     def caller_owned(self) -> bool:
@@ -147,10 +194,16 @@ class MicroBatch:
     nonfinite: Scalar = 0  # elements that were not finite, as far as anybody counted
     counts: list[Tensor] = field(default_factory=list)  # those that are not part of it yet
     bad: bool = False  # dropped, because a gradient was not finite
+    loss: Scalar | None = None  # times what its gradients are added with; None: nobody has said
+    attempt: Attempt | None = None  # will it come again in parts if it breaks off?
 
     def value(self) -> Scalar:
         """The weight, 1 where nobody gave one."""
         return 1.0 if self.weight is None else self.weight
+
+    def record(self, loss: Scalar) -> None:
+        """The loss of a part of it, times what its gradients are added with."""
+        self.loss = loss if self.loss is None else beside(self.loss, loss) + loss
 
 
 @dataclass
@@ -170,6 +223,12 @@ class Window:
     carried: int | None = (
         None  # micro-batches to count beyond those held here, in a window that another number of ranks began
     )
+    loss: Scalar = 0.0  # unit * sum(c_i * loss_i)
+    losses: int = 0  # micro-batches in it
+    unrecorded: Scalar | None = None  # unit * c_i of the micro-batch counted last, where its loss may still be told
+    small_sq_norm: Scalar | None = None  # of sum(c_i * g_i) when that held one micro-batch (a rank); None: not measured
+    small_weight: Scalar | None = None  # of that micro-batch (the sum over ranks); None: still to come
+    small_square: Scalar | None = None  # its square (the sum over ranks)
 
     @property
     def empty(self) -> bool:
@@ -183,6 +242,16 @@ class Window:
             self.unweighed += 1
         else:
             self.weight = self.weight + weight
+        if micro.loss is not None:
+            self.record(micro.loss)
+
+    def weigh_small(self, weight: Scalar) -> None:
+        """The weight of the one micro-batch that :attr:`small_sq_norm` is of."""
+        self.small_weight, self.small_square = weight, weight**2
+
+    def record(self, loss: Scalar) -> None:
+        """The loss of the micro-batch counted last, times what its gradients are added with."""
+        self.loss, self.losses = beside(self.loss, loss) + loss, self.losses + 1
 
 
 @dataclass(frozen=True)
@@ -195,6 +264,11 @@ class LastWindow:
         grad_norm: 0-d tensor, 2-norm of the window's gradient before clipping, or None where nothing asked for it.
         nonfinite: 0-d tensor, micro-batches in which a value was not finite, dropped ones included; None where nobody looked.
         applied: 0-d bool tensor: did the inner optimizer apply it?
+        loss: 0-d float64 tensor, the window's loss: as its gradient is taken from the micro-batches' (``sum(w_i * loss_i) / sum(w_i)``
+            for ``reduction="mean"``), a loss scale taken off. None unless every micro-batch's loss is known: from ``opt.backward(loss)``,
+            a closure, or ``opt.record_loss(loss)``.
+        noise_scale: 0-d float64 tensor, the simple gradient noise scale in units of the weights, averaged over windows; None unless
+            ``noise_scale=`` asked for it and a window has been long enough to tell.
     """
 
     micro_batches: int
@@ -202,3 +276,13 @@ class LastWindow:
     grad_norm: Tensor | None
     nonfinite: Tensor | None
     applied: Tensor
+    loss: Tensor | None
+    noise_scale: Tensor | None
+
+    def as_dict(self, prefix: str = "") -> dict[str, float]:
+        """All that is known of the window as numbers, for a log: ``writer.add_scalar(*item, step)`` of each, ``wandb.log(...)``.
+
+        Waits for the device, once. ``prefix`` comes before every name.
+        """
+        known = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {prefix + name: float(value) for name, value in known.items() if value is not None}

@@ -1,5 +1,7 @@
 """How often, and when, sums travel: once a window and segment, while the last backward still computes, and never by DDP's own means."""
 
+import warnings
+
 import fusedaccum as fa
 import fusedaccum.intake
 import fusedaccum.segments
@@ -222,11 +224,13 @@ def batch_statistics(rank):
     opt = wrapped(module, accum_steps=2)
     means = []
     torch.manual_seed(rank)
-    for _ in range(6):
-        opt.backward(module(torch.randn(4, 12)).square().mean())
-        means.append(module.module.norm.running_mean.clone())
-        opt.step()
-        opt.zero_grad()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*BatchNorm layer")
+        for _ in range(6):
+            opt.backward(module(torch.randn(4, 12)).square().mean())
+            means.append(module.module.norm.running_mean.clone())
+            opt.step()
+            opt.zero_grad()
     return means
 
 

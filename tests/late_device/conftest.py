@@ -3,6 +3,7 @@
 Not part of the other tests' process, for PyTorch can have one such device and then treats it as the machine's accelerator.
 """
 
+import contextlib
 from pathlib import Path
 from types import ModuleType
 
@@ -30,7 +31,11 @@ def late_device():
     as_torch_has_it.device_count = lambda: 2
     as_torch_has_it.current_device = module.current_device
     as_torch_has_it._is_in_bad_fork = lambda: False
-    as_torch_has_it.manual_seed_all = lambda seed: None  # it has no random numbers of its own
+    as_torch_has_it.device = lambda index: contextlib.nullcontext()
+    as_torch_has_it.manual_seed_all = as_torch_has_it.set_rng_state = lambda seed: (
+        None
+    )  # it has no random numbers of its own
+    as_torch_has_it.get_rng_state = lambda: None
     torch._register_device_module("late", as_torch_has_it)
     return module
 

@@ -1,0 +1,113 @@
+"""Why did accuracy fall at micro-batch size 1? BatchNorm, its running statistics pooled or not, and GroupNorm, at one desired batch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from statistics import mean
+
+import fusedaccum as fa
+import torch
+from matplotlib.axes import Axes
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from demo import data
+from demo.models import DigitsCNN
+
+from ..harness import Row
+from ..style import BLUE, GREEN, ORANGE
+
+DESIRED = 32
+MICRO_BATCHES = (1, 2, 4, 32)
+TRAINED = 640  # images, of 1,797; the others are the test set
+PLAIN, POOLED, GROUPS = "BatchNorm", "BatchNorm, accumulate_batchnorm", "GroupNorm"
+WAYS = {PLAIN: ORANGE, POOLED: BLUE, GROUPS: GREEN}
+
+
+def measure(quick: bool) -> list[Row]:
+    """Train by every way, at every size of the micro-batch, from a few seeds."""
+    epochs, seeds = (1, 1) if quick else (4, 2)
+    x, y = (each[: 2 * DESIRED] if quick else each for each in data.digits())
+    trained = DESIRED if quick else TRAINED
+    rows: list[Row] = []
+    for seed in range(seeds):
+        for way in WAYS:
+            for size in MICRO_BATCHES:
+                net = _model(way, seed)
+                _train(net, x[:trained], y[:trained], size, epochs, way == POOLED)
+                told = {"seed": seed, **_told(net, x, y, trained)}
+                rows.append({"contestant": way, "micro_batch": size, **told})
+    return rows
+
+
+def finding(rows: Sequence[Row]) -> str:
+    """Test accuracy at micro-batch 1 and at the desired batch."""
+    one, all_ = ({way: _mean(rows, way, size, "accuracy") for way in WAYS} for size in (1, DESIRED))
+    plain, pooled = (_mean(rows, way, 1, "variance_error") for way in (PLAIN, POOLED))
+    return (
+        f"Micro-batch 1 instead of {DESIRED} at once takes BatchNorm's test accuracy from {all_[PLAIN]:.1%} to {one[PLAIN]:.1%}, "
+        f"with accumulate_batchnorm to {one[POOLED]:.1%}, GroupNorm's from {all_[GROUPS]:.1%} to {one[GROUPS]:.1%}. "
+        f"The first layer's running variance is then off by {plain:.1%}, pooled by {pooled:.1%}."
+    )
+
+
+def draw(rows: Sequence[Row], axes: Axes) -> None:
+    """Accuracy by micro-batch: the mean of the seeds, and every seed."""
+    for way, colour in WAYS.items():
+        axes.plot(
+            MICRO_BATCHES, [_mean(rows, way, s, "accuracy") for s in MICRO_BATCHES], "o-", color=colour, label=way
+        )
+        mine = [r for r in rows if r["contestant"] == way]
+        axes.plot([r["micro_batch"] for r in mine], [r["accuracy"] for r in mine], ".", color=colour, alpha=0.4)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(MICRO_BATCHES, [str(size) for size in MICRO_BATCHES])
+    axes.set(xlabel=f"samples a micro-batch, of {DESIRED} a window", ylabel="test accuracy")
+    axes.legend(frameon=False)
+
+
+def _model(way: str, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    net = DigitsCNN(8)
+    if way != GROUPS:
+        for i, layer in enumerate(net):
+            if isinstance(layer, nn.GroupNorm):
+                net[i] = nn.BatchNorm2d(layer.num_channels)
+    return net
+
+
+def _train(net: nn.Module, x: Tensor, y: Tensor, size: int, epochs: int, pooled: bool) -> None:
+    if pooled:
+        fa.accumulate_batchnorm(net)
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), accum_steps=DESIRED // size)
+    # To nothing, so that the statistics of every way end where the model does, and not some windows behind it.
+    decay = torch.optim.lr_scheduler.LinearLR(opt, 1.0, 0.0, epochs * len(x) // DESIRED)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*BatchNorm layer")  # it is what is measured
+        for batch in _batches(len(x), epochs):
+            for i in batch.split(size):
+                F.cross_entropy(net(x[i]), y[i]).backward()
+                opt.step()
+            decay.step()
+
+
+def _batches(count: int, epochs: int) -> Iterator[Tensor]:
+    """Indices of batches of the desired size, shuffled every epoch, the same for every way."""
+    for epoch in range(epochs):
+        yield from torch.randperm(count, generator=torch.Generator().manual_seed(epoch)).split(DESIRED)
+
+
+@torch.no_grad()
+def _told(net: nn.Module, x: Tensor, y: Tensor, trained: int) -> Row:
+    """Of the trained model, as it is used: in eval(). Of its first layer's running variance, how far it is from that of all images."""
+    norm = net.eval()[1]
+    right = (net(x[trained:]).argmax(1) == y[trained:]).double().mean().item()
+    error = 0.0
+    if isinstance(norm, nn.BatchNorm2d):
+        true = net[0](x[:trained]).var((0, 2, 3))
+        error = ((norm.running_var - true).norm() / true.norm()).item()
+    return {"accuracy": right, "loss": F.cross_entropy(net(x[:trained]), y[:trained]).item(), "variance_error": error}
+
+
+def _mean(rows: Sequence[Row], way: str, size: int, name: str) -> float:
+    return mean(float(r[name]) for r in rows if r["contestant"] == way and r["micro_batch"] == size)

@@ -1,0 +1,90 @@
+"""Must the learning rate change? Training curves of the big batch, of windows with its rate, and of a batch grown fourfold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import fusedaccum as fa
+from matplotlib.axes import Axes
+from torch import Tensor
+
+from .. import digits
+from ..harness import OURS, Row
+from ..style import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY
+
+LR, BATCH, PARTS, GROWN = 0.06, 32, 4, 4
+BIG, SUMMED = "big batch", "loss not divided"
+UNCHANGED, ROOT, LINEAR = "batch × 4, lr × 1", "batch × 4, lr × 2", "batch × 4, lr × 4"
+# reduction, batch, learning rate
+WAYS = {
+    BIG: (None, BATCH, LR),
+    OURS: ("mean", BATCH, LR),
+    SUMMED: ("none", BATCH, LR),
+    LINEAR: ("mean", GROWN * BATCH, GROWN * LR),
+    ROOT: ("mean", GROWN * BATCH, GROWN**0.5 * LR),
+    UNCHANGED: ("mean", GROWN * BATCH, LR),
+}
+STYLES = {
+    BIG: (GREY, "-", 3.5),
+    OURS: (BLUE, "-", 1.6),
+    SUMMED: (ORANGE, "-", 1.4),
+    LINEAR: (GREEN, "--", 1.6),
+    ROOT: (SKY, "-.", 1.6),
+    UNCHANGED: (PURPLE, ":", 1.8),
+}
+
+
+def measure(quick: bool) -> list[Row]:
+    """Train by every way; the loss over all samples after every epoch."""
+    x, y = digits.samples(1024)
+    epochs = 1 if quick else 8
+    return [
+        {
+            "contestant": name,
+            "reduction": str(reduction),
+            "batch": batch,
+            "lr": lr,
+            "losses": losses,
+            "loss": losses[-1],
+        }
+        for name, (reduction, batch, lr) in WAYS.items()
+        for losses in [_trained(x, y, epochs, reduction, batch, lr)]
+    ]
+
+
+def finding(rows: Sequence[Row]) -> str:
+    """How far windows are from the big batch, and where the other ways end."""
+    losses = {r["contestant"]: r["losses"] for r in rows}
+    apart = max(abs(a - b) / a for a, b in zip(losses[BIG], losses[OURS]))
+    return (
+        f"With the window's mean the rate stays: at most {apart:.0e} from the big batch's loss, which ends at "
+        f"{losses[BIG][-1]:.3f}. Not divided: {losses[SUMMED][-1]:.3f}. A batch {GROWN} times as large: "
+        f"{losses[LINEAR][-1]:.3f} with {GROWN} times the rate, {losses[ROOT][-1]:.3f} with its root, "
+        f"{losses[UNCHANGED][-1]:.3f} with the same."
+    )
+
+
+def draw(rows: Sequence[Row], axes: Axes) -> None:
+    """Loss by epoch."""
+    for r in rows:
+        colour, dashes, width = STYLES[r["contestant"]]
+        epochs = range(1, len(r["losses"]) + 1)
+        label = f"{r['contestant']} (batch {r['batch']}, lr {r['lr']:g})"
+        axes.semilogy(epochs, r["losses"], ls=dashes, color=colour, lw=width, label=label)
+    axes.set(xlabel="epoch", ylabel="loss over all samples")
+    axes.legend(frameon=False, fontsize=8.5)
+
+
+def _trained(x: Tensor, y: Tensor, epochs: int, reduction: str | None, batch: int, lr: float) -> list[float]:
+    net = digits.model()
+    inner = digits.sgd(net, lr)
+    opt = inner if reduction is None else fa.AccumulatingOptimizer(inner, accum_steps=PARTS, reduction=reduction)
+    losses = []
+    for epoch in range(epochs):
+        for window in digits.batches(len(x), epoch, batch):
+            for part in window.tensor_split(1 if reduction is None else PARTS):
+                digits.loss(net, x[part], y[part]).backward()
+                opt.step()
+                opt.zero_grad()
+        losses.append(digits.loss(net, x, y).item())
+    return losses

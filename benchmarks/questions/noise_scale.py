@@ -1,0 +1,93 @@
+"""How long should a window be? The noise scale that windows measure, against the covariance of single samples' gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import fusedaccum as fa
+import torch
+from matplotlib.axes import Axes
+from torch import Tensor, nn
+
+from .. import digits
+from ..harness import OURS, Row
+from ..style import BLUE, GREY, SKY
+
+WINDOWS = 200  # at every look
+DIRECT, FIXED = "covariance of single samples", f"fusedaccum, averaged over {WINDOWS} windows at that point"
+LOOKS = (0, 5, 20, 60)  # windows trained
+WINDOW, FIRST = 512, 16  # samples, and those of the first of its two micro-batches
+
+
+def measure(quick: bool) -> list[Row]:
+    """Train; at every look leave the model as it is, and measure its noise scale both ways."""
+    x, y = digits.samples(200 if quick else 1797)
+    model = digits.model()
+    opt = _wrapped(model, lr=0.05, decay=0.95)
+    rows: list[Row] = []
+    for trained in range(3 if quick else LOOKS[-1] + 1):
+        if trained in LOOKS:
+            known = {DIRECT: direct(model, x, y), FIXED: _at(model, x, y, 2 if quick else WINDOWS)}
+            rows += [{"contestant": way, "trained": trained, "noise_scale": value} for way, value in known.items()]
+        _window(opt, model, x, y, trained)
+        running = opt.last_window.noise_scale.item()
+        rows.append({"contestant": OURS, "trained": trained + 1, "noise_scale": running})
+    return rows
+
+
+def finding(rows: Sequence[Row]) -> str:
+    """How far apart the two are at the same points, and where the noise scale goes."""
+    of = {way: {r["trained"]: r["noise_scale"] for r in rows if r["contestant"] == way} for way in (DIRECT, FIXED)}
+    apart = max(abs(of[FIXED][t] / of[DIRECT][t] - 1) for t in of[DIRECT])
+    first, last = min(of[DIRECT]), max(of[DIRECT])
+    return (
+        f"From norms of windows and from single samples: at most {apart:.0%} apart. In {last} windows, the batch that still pays goes from "
+        f"{of[DIRECT][first]:.0f} to {of[DIRECT][last]:.0f} samples."
+    )
+
+
+def draw(rows: Sequence[Row], axes: Axes) -> None:
+    """Over training: the running average as a line, the others as points."""
+    for way, style in {
+        OURS: {"color": SKY, "label": "fusedaccum while training, noise_scale=0.95"},
+        DIRECT: {"color": GREY, "marker": "o", "ms": 11, "ls": "", "mfc": "none", "mew": 2, "label": DIRECT},
+        FIXED: {"color": BLUE, "marker": "x", "ms": 8, "ls": "", "mew": 2, "label": FIXED},
+    }.items():
+        points = [(r["trained"], r["noise_scale"]) for r in rows if r["contestant"] == way]
+        axes.semilogy(*zip(*points), **style)
+    axes.set(xlabel="windows trained", ylabel="noise scale (samples)")
+    axes.legend(frameon=False)
+
+
+def direct(model: nn.Module, x: Tensor, y: Tensor) -> float:
+    """``tr(Sigma) / |G|^2`` over these samples, as it is defined."""
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def of_one(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(torch.func.functional_call(model, parameters, x[None]), y[None])
+
+    each = torch.func.vmap(torch.func.grad(of_one), (None, 0, 0), chunk_size=300)(parameters, x, y)
+    trace = sum(g.double().var(0, correction=0).sum() for g in each.values())
+    return (trace / sum(g.double().mean(0).square().sum() for g in each.values())).item()
+
+
+def _at(model: nn.Module, x: Tensor, y: Tensor, windows: int) -> float:
+    """By windows that change nothing, of a copy: one parameter belongs to one wrapper."""
+    twin = digits.model()
+    twin.load_state_dict(model.state_dict())
+    opt = _wrapped(twin, lr=0.0, decay=1 - 1e-6)  # all windows count alike
+    for i in range(windows):
+        _window(opt, twin, x, y, 1000 + i)
+    return opt.last_window.noise_scale.item()
+
+
+def _wrapped(model: nn.Module, lr: float, decay: float) -> fa.AccumulatingOptimizer:
+    return fa.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=lr), noise_scale=decay)
+
+
+def _window(opt: fa.AccumulatingOptimizer, model: nn.Module, x: Tensor, y: Tensor, seed: int) -> None:
+    """Of samples drawn independently, as the formula has it."""
+    drawn = torch.randint(len(x), (WINDOW,), generator=torch.Generator().manual_seed(seed))
+    for i in drawn.split([FIRST, WINDOW - FIRST]):
+        opt.backward(digits.loss(model, x[i], y[i]), weight=len(i))
+    opt.step()

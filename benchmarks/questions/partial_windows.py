@@ -1,0 +1,83 @@
+"""A last window that is not full, a batch that the micro-batch does not divide: the gradient's error by what the window holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import fusedaccum as fa
+import torch
+from matplotlib.axes import Axes
+from torch import Tensor, nn
+
+from .. import digits
+from ..harness import OURS, Row
+from ..style import BLUE, ORANGE, PURPLE
+
+DESIRED, MICRO_BATCH = 100, 32  # three of 32 samples and one of 4
+N = -(-DESIRED // MICRO_BATCH)
+FULL, HELD = "loss / N", "loss / micro-batches held"
+COLOURS = {FULL: ORANGE, HELD: PURPLE, OURS: BLUE}
+
+
+def measure(quick: bool) -> list[Row]:
+    """Windows of 4 to ``DESIRED`` samples; each way's gradient against that of the samples as one batch."""
+    x, y = digits.samples(DESIRED)
+    held = [4, 50, DESIRED] if quick else list(range(4, DESIRED + 1, 4))
+    rows: list[Row] = []
+    for way in COLOURS:
+        errors = []
+        for n in held:
+            big, net = digits.model(), digits.model()
+            digits.loss(big, x[:n], y[:n]).backward()
+            WAYS[way](net, x[:n].split(MICRO_BATCH), y[:n].split(MICRO_BATCH))
+            wanted = digits.gradient(big)
+            errors.append(((digits.gradient(net) - wanted).norm() / wanted.norm()).item())
+        rows.append({"contestant": way, "samples": held, "errors": errors})
+    return rows
+
+
+def finding(rows: Sequence[Row]) -> str:
+    """The worst of every way, and what even the full window is off by."""
+    errors = {r["contestant"]: r["errors"] for r in rows}
+    return (
+        f"The gradient of loss / {N} is up to {max(errors[FULL]):.0%} off, and {errors[FULL][-1]:.0%} where the window is full, for "
+        f"{DESIRED} is not {N} × {MICRO_BATCH}; divided by the micro-batches held up to {max(errors[HELD]):.0%}; "
+        f"weighed and flushed {max(errors[OURS]):.0e}."
+    )
+
+
+def draw(rows: Sequence[Row], axes: Axes) -> None:
+    """Relative error by samples in the window."""
+    for r in rows:
+        axes.plot(r["samples"], r["errors"], "o-", ms=3, color=COLOURS[r["contestant"]], label=r["contestant"])
+    for edge in range(MICRO_BATCH, DESIRED, MICRO_BATCH):
+        axes.axvline(edge, color="black", lw=0.8, ls=":")
+    axes.set(
+        xlabel=f"samples in the window (dotted: a micro-batch of {MICRO_BATCH} is full)",
+        ylabel="relative error of the gradient",
+    )
+    axes.legend(frameon=False)
+
+
+Way = Callable[[nn.Module, Sequence[Tensor], Sequence[Tensor]], object]
+
+
+def _divided(net: nn.Module, xs: Sequence[Tensor], ys: Sequence[Tensor], by: int) -> None:
+    for x, y in zip(xs, ys):
+        (digits.loss(net, x, y) / by).backward()
+
+
+def _flushed(net: nn.Module, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=0.0), window_weight=DESIRED)
+    for x, y in zip(xs, ys):
+        opt.backward(digits.loss(net, x, y), weight=len(x))
+        opt.step()
+    if not opt.updated:
+        opt.flush()
+
+
+WAYS: dict[str, Way] = {
+    FULL: lambda net, xs, ys: _divided(net, xs, ys, by=N),
+    HELD: lambda net, xs, ys: _divided(net, xs, ys, by=len(xs)),
+    OURS: _flushed,
+}

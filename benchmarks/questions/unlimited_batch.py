@@ -1,0 +1,99 @@
+"""Is there a limit to the batch? Peak memory by the desired batch, of one big batch and of windows of micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import fusedaccum as fa
+import torch
+from matplotlib.axes import Axes
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from demo.models import SmallGPT
+
+from .. import digits
+from ..harness import OURS, Row
+from ..memory import mark, recorded
+from ..style import BLUE, GREY
+
+TOKENS, MICRO_BATCH = 64, 4  # tokens a sequence, sequences a micro-batch
+BIG = "big batch"
+COLOURS = {BIG: GREY, OURS: BLUE}
+
+
+def measure(quick: bool) -> list[Row]:
+    """The peak of one step of every batch size, by both ways, and how far their gradients are apart."""
+    rows: list[Row] = []
+    for batch in (4, 8) if quick else (4, 8, 16, 32, 64, 128, 256):
+        tokens = torch.randint(0, 256, (batch, TOKENS))
+        gradients = {}
+        for name, way in ((BIG, _big), (OURS, _windows)):
+            torch.manual_seed(0)
+            with recorded("cpu") as timeline:
+                with mark("build"):
+                    net = SmallGPT(32 if quick else 128, 2, 4, TOKENS)
+                    window = way(net, batch)
+                with mark("window"):
+                    window(tokens)
+            gradients[name] = digits.gradient(net)
+            error = ((gradients[name] - gradients[BIG]).norm() / gradients[BIG].norm()).item()
+            elements = sum(p.numel() for p in net.parameters())
+            row: Row = {"contestant": name, "batch": batch, "peak_bytes": timeline.peak_of("window"), "error": error}
+            rows.append(row | {"parameter_bytes": 4 * elements, "sum_bytes": 4 * elements})
+            del net, window
+    return rows
+
+
+def finding(rows: Sequence[Row]) -> str:
+    """From the smallest batch to the largest."""
+    peaks = {name: [r["peak_bytes"] / 2**20 for r in rows if r["contestant"] == name] for name in COLOURS}
+    sizes = [r["batch"] for r in rows]
+    error = max(r["error"] for r in rows)
+    return (
+        f"From a batch of {min(sizes)} to {max(sizes)} the big batch's peak goes from {peaks[BIG][0]:.0f} to "
+        f"{peaks[BIG][-1]:.0f} MiB; in windows of {MICRO_BATCH} sequences from {peaks[OURS][0]:.1f} to "
+        f"{peaks[OURS][-1]:.1f} MiB, for a gradient at most {error:.0e} away."
+    )
+
+
+def draw(rows: Sequence[Row], axes: Axes) -> None:
+    """Peaks by batch, over the floors that they stand on."""
+    for name, colour in COLOURS.items():
+        mine = [r for r in rows if r["contestant"] == name]
+        axes.loglog([r["batch"] for r in mine], [r["peak_bytes"] / 2**20 for r in mine], "o-", color=colour, label=name)
+    floor = rows[0]["parameter_bytes"] / 2**20
+    total = floor + rows[0]["sum_bytes"] / 2**20
+    for level, text in (
+        (floor, "parameters"),
+        (total, 'parameters + sums (the sums can go to CPU memory: buffer_device="cpu")'),
+    ):
+        axes.axhline(level, color="black", lw=0.9, ls=":")
+        axes.text(max(r["batch"] for r in rows), level, text, ha="right", va="bottom", fontsize=8.5)
+    ticks = sorted({r["batch"] for r in rows})
+    axes.set_xticks(ticks, [str(t) for t in ticks])
+    axes.minorticks_off()
+    axes.set(xlabel=f"desired batch, sequences of {TOKENS} tokens", ylabel="peak of a step, MiB")
+    axes.legend(frameon=False)
+
+
+Window = Callable[[Tensor], object]
+
+
+def _loss(net: nn.Module, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(net(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def _big(net: nn.Module, _: int) -> Window:
+    return lambda tokens: _loss(net, tokens).backward()
+
+
+def _windows(net: nn.Module, batch: int) -> Window:
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=0.0), accum_steps=batch // MICRO_BATCH)
+
+    def window(tokens: Tensor) -> None:
+        for part in tokens.split(MICRO_BATCH):
+            _loss(net, part).backward()
+            opt.step()
+
+    return window

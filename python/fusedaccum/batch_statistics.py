@@ -1,0 +1,278 @@
+"""Batch statistics of a window: what the BatchNorm layers of one wrapper have seen, pooled, and moved into their buffers once.
+
+A layer's *call* is its k-th forward within a micro-batch. The k-th calls of all micro-batches are one population, as the k-th call of the
+big batch would see it. Nothing here waits for the device, except over ranks.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from .buffers import Buffers
+
+if TYPE_CHECKING:
+    from .group import Group
+
+Key = tuple[int, int]  # the slot by which a layer follows its wrapper, and its number among the model's modules
+
+
+class Layer(Protocol):
+    """A BatchNorm layer that leaves its running statistics to its wrapper."""
+
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
+    momentum: float | None
+
+    def follows(self) -> tuple[Statistics, Key] | None:
+        """The statistics that the layer takes part in now, and its key there."""
+
+
+LAYERS: weakref.WeakSet[Any] = weakref.WeakSet()  # every Layer that is alive
+
+
+@dataclass
+class Total:
+    """Of one population: values a channel, and in FP64 the channels' means and sums of squares about these, of shape [2, C]."""
+
+    n: float
+    moments: Tensor
+
+
+@dataclass
+class Call:
+    """One forward: values a channel on this rank, their mean and unbiased variance [2, C], and how many ranks these two are of."""
+
+    n: int
+    moments: Tensor
+    ranks: int
+
+
+class Statistics:
+    """A ledger's Follower. Keeps calls as pending until their micro-batch is counted, and totals until their window closes.
+
+    Args:
+        buffers: of the wrapper, whose slots tell which layers should be here.
+    """
+
+    def __init__(self, buffers: Buffers):
+        self._buffers = buffers
+        self.group: Group | None = None  # with whom windows are shared
+        self._looked = False  # for layers that should be here
+        self._micro_batches = 0  # counted since a window closed
+        self._pending: dict[Key, list[Call]] = {}
+        self._counted: dict[Key, list[Total]] = {}
+
+    def record(self, key: Key, call: Call) -> None:
+        self._pending.setdefault(key, []).append(call)
+
+    # -- what the ledger tells (its Follower) ------------------------------------------------------------------
+
+    @torch.no_grad()
+    def micro_batch_counted(self) -> None:
+        self._micro_batches += 1
+        totals, calls = list[Total](), list[Call]()
+        for key, pending in self._pending.items():
+            counted = self._counted.setdefault(key, [])
+            for call in pending[len(counted) :]:
+                counted.append(Total(0.0, torch.zeros_like(call.moments, dtype=torch.float64)))
+            totals += counted[: len(pending)]
+            calls += pending
+        self._pending.clear()
+        if calls:
+            merge(totals, calls)
+
+    def micro_batch_dropped(self) -> None:
+        self._pending.clear()
+
+    def window_dropped(self) -> None:
+        self._counted.clear()
+        self._micro_batches = 0
+
+    @torch.no_grad()
+    def window_closed(self) -> None:
+        micro_batches, self._micro_batches = self._micro_batches, 0
+        counted, self._counted = self._counted, {}
+        layers = self._layers()
+        if self.group is not None and layers:
+            counted = over_ranks(self.group, layers, counted)
+        for key, layer in layers.items():
+            for total in counted.get(key, ()):
+                move(layer, total)
+        if micro_batches > 1 and not self._looked:
+            self._looked = True
+            note_unpooled(self._buffers)
+
+    def _layers(self) -> dict[Key, Layer]:
+        """In the same order on all ranks, whether they have been called or not."""
+        found = [(place[1], layer) for layer in list(LAYERS) if (place := layer.follows()) and place[0] is self]
+        return dict(sorted(found, key=lambda pair: pair[0]))
+
+    # -- checkpoints -------------------------------------------------------------------------------------------
+
+    def saved(self) -> dict[str, Any]:
+        """Copies, as tensors and plain values."""
+        return {
+            "micro_batches": self._micro_batches,
+            "pending": [[*key, [[c.n, c.moments.clone(), c.ranks] for c in of]] for key, of in self._pending.items()],
+            "counted": [[*key, [[t.n, t.moments.clone()] for t in of]] for key, of in self._counted.items()],
+        }
+
+    def check(self, saved: dict[str, Any]) -> None:
+        """Raises ValueError where layers of ``saved`` are not here."""
+        here = self._layers()
+        missing = [key for *key, _ in saved["pending"] + saved["counted"] if tuple(key) not in here]
+        if missing:
+            raise ValueError(
+                f"the checkpoint was taken inside a window and holds batch statistics of {len(missing)} BatchNorm layers that do not "
+                "gather theirs here; call fa.accumulate_batchnorm(model) before load_state_dict(), or save at a window's end"
+            )
+
+    def load(self, saved: dict[str, Any]) -> None:
+        slots = self._buffers.slots
+        self._micro_batches = saved["micro_batches"]
+        self._pending = {
+            (slot, number): [
+                Call(n, moments.to(slots[slot].param.device, copy=True), ranks) for n, moments, ranks in of
+            ]
+            for slot, number, of in saved["pending"]
+        }
+        self._counted = {
+            (slot, number): [Total(n, moments.to(slots[slot].param.device, copy=True)) for n, moments in of]
+            for slot, number, of in saved["counted"]
+        }
+
+
+def merge(totals: list[Total], calls: list[Call]) -> None:
+    """Add each call to its total, in some ten kernels for all of them (Chan, Golub and LeVeque 1979).
+
+    The unbiased variance is ``squares / (n - 1)`` with the n of all ranks that it is of, which one rank does not know: its share of the
+    squares is ``variance * (its n - 1 / ranks)``, and the shares add up.
+    """
+    fresh = [torch.empty_like(total.moments) for total in totals]
+    torch._foreach_copy_(fresh, [call.moments for call in calls])
+    means, squares = [total.moments[0] for total in totals], [total.moments[1] for total in totals]
+    deltas, variances = [moments[0] for moments in fresh], [moments[1] for moments in fresh]
+    both = [max(total.n + call.n, 1) for total, call in zip(totals, calls, strict=True)]
+    shares = [call.n / n for call, n in zip(calls, both, strict=True)]
+    torch._foreach_sub_(deltas, means)
+    torch._foreach_mul_(variances, [call.n - 1 / call.ranks for call in calls])
+    torch._foreach_add_(squares, variances)
+    torch._foreach_addcmul_(
+        squares, deltas, deltas, [total.n * share for total, share in zip(totals, shares, strict=True)]
+    )
+    torch._foreach_mul_(deltas, shares)
+    torch._foreach_add_(means, deltas)
+    for total, call in zip(totals, calls, strict=True):
+        total.n += call.n
+
+
+def joined(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """What several ranks have saved between two micro-batches, as one rank would have."""
+    counted: dict[Key, list[Total]] = {}
+    micro_batches = 0
+    for part in parts:
+        micro_batches += part["micro_batches"]
+        for slot, number, of in part["counted"]:
+            mine = counted.setdefault((slot, number), [])
+            for k, (n, moments) in enumerate(of):
+                if k == len(mine):
+                    mine.append(Total(0.0, torch.zeros_like(moments)))
+                delta, both = moments[0] - mine[k].moments[0], max(mine[k].n + n, 1)
+                mine[k].moments += torch.stack([delta * (n / both), moments[1] + delta**2 * (mine[k].n * n / both)])
+                mine[k].n += n
+    totals = [[*key, [[t.n, t.moments] for t in of]] for key, of in counted.items()]
+    return {"micro_batches": micro_batches, "pending": [], "counted": totals}
+
+
+def over_ranks(group: Group, layers: dict[Key, Layer], counted: dict[Key, list[Total]]) -> dict[Key, list[Total]]:
+    """The totals of all ranks: means first and then squares about them, so that nothing cancels. Three small collectives."""
+    calls = group.most([len(counted.get(key, ())) for key in layers])
+    places = [(key, k) for key, most in zip(layers, calls, strict=True) for k in range(int(most))]
+    if not places:
+        return {}
+    mine = []
+    for key, k in places:
+        of, buffer = counted.get(key, ()), layers[key].running_mean
+        empty = torch.zeros(2, len(buffer), dtype=torch.float64, device=buffer.device)
+        mine.append(of[k] if k < len(of) else Total(0.0, empty))
+    channels = [total.moments.shape[1] for total in mine]
+    sums = group.sum(together([total.moments[0] * total.n for total in mine])).split(channels)
+    counts = group.total([total.n for total in mine])
+    means = [mean / n for mean, n in zip(sums, counts, strict=True)]
+    squares = [
+        t.moments[1] + t.n * (t.moments[0] - mean.to(t.moments.device)) ** 2
+        for t, mean in zip(mine, means, strict=True)
+    ]
+    result: dict[Key, list[Total]] = {}
+    for (key, _), n, *moments in zip(places, counts, means, group.sum(together(squares)).split(channels), strict=True):
+        result.setdefault(key, []).append(Total(n, torch.stack(moments)))
+    return result
+
+
+def together(parts: list[Tensor]) -> Tensor:
+    """One tensor to send, on the first one's device."""
+    return torch.cat([part.to(parts[0].device) for part in parts])
+
+
+def move(layer: Layer, total: Total) -> None:
+    """What one forward of the whole window would do to the layer's buffers, in place; nothing where a value is not finite."""
+    mean, squares = total.moments.to(layer.running_mean.device)
+    var = squares / (total.n - 1)
+    finite = torch.isfinite(mean).all() & torch.isfinite(var).all()
+    layer.num_batches_tracked += finite
+    momentum = 1 / layer.num_batches_tracked.double() if layer.momentum is None else layer.momentum
+    for running, pooled in ((layer.running_mean, mean), (layer.running_var, var)):
+        moved = running.double() * (1 - momentum) + pooled * momentum
+        running.copy_(torch.where(finite, moved.to(running.dtype), running))
+
+
+_noted = False
+
+
+def note_unpooled(buffers: Buffers) -> None:
+    """Warns, once a process, when layers whose weights are gathered move their running statistics on every micro-batch.
+
+    A wrapper knows parameters only, so all modules that are alive are looked through, unless no two vectors are of one size, as a
+    BatchNorm's weight and bias are.
+    """
+    global _noted
+    vectors = Counter(slot.param.numel() for slot in buffers.slots if slot.param.dim() == 1)
+    if _noted or not vectors or max(vectors.values()) < 2:
+        return
+    slots = {id(slot.param): slot for slot in buffers.slots}
+    classes = subclasses(_BatchNorm)
+    found = [
+        (slots[id(module.weight)], module)
+        for module in gc.get_objects()
+        if type(module) in classes and module not in LAYERS and id(module.weight) in slots
+        if module.training and module.track_running_stats
+    ]
+    if found:
+        _noted = True
+        slot, module = min(found, key=lambda pair: pair[0].index)
+        warnings.warn(
+            f"{len(found)} BatchNorm layer(s), the first the {type(module).__name__} with the weight {slot.name}, move their running "
+            "statistics on every micro-batch, and not once a window with the whole window's; call fa.accumulate_batchnorm(model), or, "
+            "if you mean it, warnings.filterwarnings('ignore', '.*BatchNorm layer'). See docs/batch-norm.md",
+            UserWarning,
+            stacklevel=10,
+        )
+
+
+def subclasses(of: type) -> set[type]:
+    """A class and all that derive from it."""
+    found = [of]
+    for known in found:
+        found += type.__subclasses__(known)
+    return set(found)

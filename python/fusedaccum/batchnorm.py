@@ -1,0 +1,171 @@
+"""BatchNorm layers whose running statistics are those of the window: pooled over its micro-batches, and moved once."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from types import FrameType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo as _outside_graphs
+from torch.nn import Parameter
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.utils.checkpoint import CheckpointFunction
+
+from .batch_statistics import LAYERS, Call, Key, Statistics
+from .gathering import Gathering
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def accumulate_batchnorm(model: Model) -> Model:
+    """Give every BatchNorm layer in ``model`` the running statistics that the big batch would leave in it; returns ``model``.
+
+    With n_i values a channel of mean m_i and unbiased variance v_i in micro-batch i, and N = sum(n_i), when a window closes::
+
+        mean = sum(n_i * m_i) / N
+        var  = (sum((n_i - 1) * v_i) + sum(n_i * (m_i - mean)**2)) / (N - 1)
+        running = (1 - momentum) * running + momentum * pooled          (momentum None: 1 / num_batches_tracked)
+
+    in FP64, in place, and ``num_batches_tracked`` counts one. Normalisation itself still sees one micro-batch at a time: what a layer
+    gives on, and its gradients, stay those of the micro-batch. Exact for a layer whose inputs are those of the big batch (the first
+    one); a later layer's are the pooled statistics of its own inputs.
+
+    ``BatchNorm1d``, ``2d``, ``3d``, ``SyncBatchNorm`` and subclasses, which must pass ``running_mean``, ``running_var`` and ``momentum``
+    on as they are. Layers in ``eval()``, without running statistics, and training forwards under ``no_grad()`` work as before. Forwards
+    that activation checkpointing runs again count once. A layer that is called several times in a micro-batch moves as often, its k-th
+    calls pooled with each other. Micro-batches that are dropped count for nothing. Statistics that are not finite are not written. With a
+    process group the population is that of all ranks.
+
+    In place: modules keep their names, parameters, buffers, state dicts and forward results, bit by bit. Before or after wrapping the
+    optimizer; after ``convert_sync_batchnorm`` and ``fully_shard``. A layer follows the wrapper that gathers its weight or bias, or else
+    the first gathered parameter of the nearest module round it. :func:`restore_batchnorm` undoes it. Under ``torch.compile`` each layer
+    is a graph break. The statistics are a by-product of the forward: no pass over the input is added, nothing waits for the device
+    (over ranks: three small collectives a window), and 16 bytes a channel and call are kept in an open window.
+
+    Raises:
+        TypeError: ``model`` is no module. ValueError: a lazy layer that does not know its channels yet. At a training forward,
+        RuntimeError: no ``AccumulatingOptimizer`` gathers a parameter of the model.
+    """
+    _check(model)
+    modules = dict(model.named_modules())
+    found = [(number, name) for number, (name, m) in enumerate(modules.items()) if isinstance(m, _BatchNorm)]
+    for _, name in found:
+        if isinstance(modules[name], LazyModuleMixin):
+            raise ValueError(
+                f"{name or 'model'} is a {type(modules[name]).__name__} that has seen no input yet; run one forward of the model, then "
+                "call accumulate_batchnorm(model)"
+            )
+    for number, name in found:
+        layer = modules[name]
+        if not isinstance(layer, Pooled):
+            parents = [modules[name[:end]] for end, letter in enumerate(name) if letter == "."][::-1]
+            near = {id(p): p for module in (*parents, model) for p in module.parameters()}
+            layer.__class__ = _pooled(type(layer))  # type: ignore[arg-type]
+            assert isinstance(layer, Pooled)
+            layer._place = number, tuple(near.values())
+            LAYERS.add(layer)
+    return model
+
+
+def restore_batchnorm(model: Model) -> Model:
+    """Undo :func:`accumulate_batchnorm`; returns ``model``. Buffers stay as they are; what an open window has pooled is left out."""
+    _check(model)
+    for layer in model.modules():
+        if isinstance(layer, Pooled):
+            LAYERS.discard(layer)
+            del layer._place
+            layer.__class__ = layer._plain  # type: ignore[assignment]
+    return model
+
+
+def _check(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+
+
+class Pooled(_BatchNorm):
+    """What a pooled layer does otherwise than the class that it was of, which comes next in its method resolution order."""
+
+    _plain: type[_BatchNorm]
+    _place: tuple[int, tuple[Parameter, ...]]  # number among the model's modules; the parameters around, nearest first
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.training and self.track_running_stats:
+            return self._observed(input)
+        return super().forward(input)
+
+    @_outside_graphs
+    def _observed(self, input: Tensor) -> Tensor:
+        """The forward, with buffers in place of the layer's own in which it leaves the micro-batch's statistics."""
+        again = torch._C._current_graph_task_id() != -1  # activation checkpointing, within a backward pass
+        if not (torch.is_grad_enabled() or _within_checkpoint()):
+            return super().forward(input)
+        follows = self.follows()
+        if follows is None:
+            raise RuntimeError(
+                f"accumulate_batchnorm: no AccumulatingOptimizer gathers a parameter of this {type(self).__name__} or of the modules "
+                "round it, so nobody says when its window ends; wrap the model's optimizer, or call fa.restore_batchnorm(model)"
+            )
+        kept, momentum = self._buffers.copy(), self.momentum
+        assert self.running_mean is not None
+        # What the forward writes is (1 - 1) * 0 + 1 * statistic.
+        moments = self.running_mean.new_zeros(2, len(self.running_mean))
+        tracked = torch.zeros((), dtype=torch.long, device="cpu")
+        self._buffers.update(running_mean=moments[0], running_var=moments[1], num_batches_tracked=tracked)
+        self.momentum = 1.0
+        try:
+            output = super().forward(input)
+        finally:
+            self._buffers.update(kept)
+            self.momentum = momentum
+        if not again:
+            statistics, key = follows
+            statistics.record(key, Call(input.numel() // input.shape[1], moments, _ranks_of(self)))
+        return output
+
+    def follows(self) -> tuple[Statistics, Key] | None:
+        """The statistics that the layer takes part in now, and its key there."""
+        number, near = self._place
+        for p in (*self._parameters.values(), *near):
+            gathering = None if p is None else Gathering.of(p)
+            if p is not None and gathering is not None:
+                return gathering.statistics, (gathering.sums.buffers.of[p].index, number)
+        return None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        LAYERS.add(self)  # a copy
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _new, (self._plain,), self.__dict__
+
+
+@functools.cache
+def _pooled(plain: type[_BatchNorm]) -> type[Pooled]:
+    """A class of the same name, since what prints or looks for a layer's name need not change."""
+    return type(plain.__name__, (Pooled, plain), {"_plain": plain, "__module__": plain.__module__})
+
+
+def _new(plain: type[_BatchNorm]) -> Pooled:
+    pooled: type[Pooled] = _pooled(plain)  # type: ignore[arg-type]
+    return pooled.__new__(pooled)
+
+
+def _ranks_of(layer: nn.Module) -> int:
+    """How many ranks the statistics of a forward are of."""
+    if isinstance(layer, nn.SyncBatchNorm) and dist.is_available() and dist.is_initialized():
+        return dist.get_world_size(layer.process_group)
+    return 1
+
+
+def _within_checkpoint() -> bool:
+    """Is this the forward of a re-entrant checkpoint, which runs without gradients, and again with them?"""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
+        frame = frame.f_back
+    return frame is not None

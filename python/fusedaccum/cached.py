@@ -1,0 +1,282 @@
+"""Losses that are no sum over samples, of a batch whose graph does not fit: ``cached_backward(loss_fn, encoders, inputs, ...)``.
+
+Two passes over the encoders, micro-batch by micro-batch, and the loss of the whole batch between them: Gao et al., "Scaling Deep
+Contrastive Learning Batch Size under Memory Limited Setup" (2021), https://arxiv.org/abs/2101.06983; its implementation is GradCache.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, ModuleList
+
+from .gathering import Gathering
+from .nested import batch_size, call, cut, leaves, mapped
+from .optimizer import AccumulatingOptimizer
+from .replay import RandomState, unmoved
+from .window import Scalar
+
+
+def cached_backward(
+    loss_fn: Callable[..., Tensor],
+    encoders: Callable[..., Any] | Sequence[Callable[..., Any]],
+    inputs: Any,
+    *,
+    micro_batch_size: int,
+    opt: AccumulatingOptimizer | None = None,
+    weight: Scalar | None = None,
+) -> Tensor:
+    """The backward pass of the loss of a whole batch, ``loss_fn(encoder(batch), ...)``, with the graph of one micro-batch.
+
+    With E the embeddings of all samples, ``dL/dp = sum over micro-batches i of dL/dE_i * dE_i/dp``. The first pass makes E without a
+    graph; dL/dE comes from the loss of all of it; the second pass encodes every micro-batch again, with the random numbers that it
+    drew before from PyTorch's default generators, and goes backward from its part of dL/dE. That is the gradient of the one big
+    backward, up to the order of its sums, where a sample's embedding depends on that sample alone (with batch normalisation it does
+    not).
+
+    Beside the graph of a micro-batch, memory holds E, dL/dE, the graph of the loss (until the second pass) and a copy of the modules'
+    buffers (until the loss). Trained encoders run forward twice, frozen ones once. Waits for no device by itself.
+
+    Args:
+        loss_fn: the scalar loss of the embeddings of all samples, one argument an encoder; called once. Parameters that it uses (a
+            temperature) get their gradients too. With a GradScaler, it returns ``scaler.scale(loss)``.
+        encoders: a module or function, or a list of them, where one may be twice. A module is called with ``**batch`` for a dict,
+            ``*batch`` for a list or tuple, and ``batch`` otherwise; a function with the micro-batch as it is. It returns a tensor,
+            or tensors nested in dicts, lists, tuples or dataclasses, whose first dimension is the sample.
+        inputs: the whole batch, nested likewise; for a list of encoders, a list of one batch an encoder. Tensors in it that require
+            a gradient get one.
+        micro_batch_size: samples that are encoded at once; the last micro-batch may be smaller.
+        opt: the wrapper that gathers the gradients: the call is one micro-batch of it, of this ``weight``, and its loss is recorded. Not
+            needed with a plain optimizer, nor within ``opt.micro_batch()``.
+
+    Returns:
+        what ``loss_fn`` returned, detached.
+
+    Raises:
+        TypeError, ValueError: an argument, a loss or an encoder's output that cannot be meant; nothing has been added by then.
+        RuntimeError: a wrapper would count the passes as several micro-batches, or an encoder changes its inputs in place. Of any
+            exception, ``opt`` makes what :meth:`AccumulatingOptimizer.micro_batch` says; without it, ``p.grad`` may hold a part.
+    """
+    encodings = _encodings(encoders, inputs, _checked_size(micro_batch_size))
+    with _one_micro_batch(opt, weight):
+        functions = [encoding.encoder for encoding in encodings] + [loss_fn]
+        _check_grouped(p for module in functions if isinstance(module, Module) for p in module.parameters())
+        with unmoved([encoding.encoder for encoding in encodings if not encoding.frozen]):
+            embeddings = [encoding.embed() for encoding in encodings]
+        # What autocast has kept of weights cast without a graph must not serve where there is one: PyTorch's issue 112583.
+        torch.clear_autocast_cache()
+        loss = loss_fn(*embeddings)
+        _check_loss(loss)
+        _backward([(loss, None)])
+        for encoding, embedding in zip(encodings, embeddings, strict=True):
+            encoding.keep_gradients(embedding)
+        del embeddings, embedding
+        loss = loss.detach()
+        if opt is not None:
+            opt.record_loss(loss)
+        after_loss = RandomState(tensor for encoding in encodings for tensor in encoding.placed)
+        try:
+            for encoding in encodings:
+                encoding.backward()
+        finally:
+            after_loss.restore()
+        _backward([pair for encoding in encodings for pair in encoding.of_inputs()])
+    return loss
+
+
+class _Encoding:
+    """One encoder and its batch, in two passes.
+
+    Attributes:
+        frozen: does it need no second pass?
+        placed: tensors on every device that it is known to use.
+    """
+
+    def __init__(self, name: str, encoder: Callable[..., Any], inputs: Any, size: int):
+        n = batch_size(inputs)
+        self._name, self.encoder = name, encoder
+        self._bounds = [(start, min(start + size, n)) for start in range(0, n, size)]
+        self._trained_inputs: list[tuple[Tensor, Tensor]] = []
+        self._inputs = mapped(self._apart, inputs)
+        parameters = list(encoder.parameters()) if isinstance(encoder, Module) else []
+        trained = not isinstance(encoder, Module) or any(p.requires_grad for p in parameters)
+        self.frozen = not trained and not self._trained_inputs
+        self.placed = [*_tensors(inputs), *parameters]
+        self._random: list[RandomState] = []  # before each micro-batch
+        self._gradients: list[Tensor | None] = []  # of every leaf of the embeddings
+
+    def _apart(self, leaf: Any) -> Any:
+        """Inputs that need a gradient, cut off from what they were made of, through which only one backward may go."""
+        if not isinstance(leaf, Tensor) or not leaf.requires_grad:
+            return leaf
+        self._trained_inputs.append((leaf, leaf.detach().requires_grad_()))
+        return self._trained_inputs[-1][1]
+
+    def embed(self) -> Any:
+        """The first pass: the embeddings of all samples, as leaves. (A frozen encoder makes no graph, and runs as it always does.)"""
+        versions = self._versions()
+        parts = []
+        with nullcontext() if self.frozen else torch.no_grad():
+            for start, stop in self._bounds:
+                self._random.append(RandomState(self.placed))
+                parts.append(self._encode(start, stop))
+                self._check_embedding(parts[-1], stop - start)
+        if self._versions() != versions and not self.frozen:
+            raise RuntimeError(
+                f"{self._name} changes its inputs in place, so that a second pass would not see what the first one saw; let it make new "
+                "tensors (inplace=False), or change them before the call"
+            )
+        tensors = iter([torch.cat(same).detach() for same in zip(*map(_tensors, parts), strict=True)])
+        embedding = mapped(lambda leaf: next(tensors) if isinstance(leaf, Tensor) else leaf, parts[0])
+        for tensor in _tensors(embedding):
+            tensor.requires_grad_(not self.frozen and (tensor.is_floating_point() or tensor.is_complex()))
+        return embedding
+
+    def keep_gradients(self, embedding: Any) -> None:
+        """Keep what the loss has sent to the embeddings."""
+        self._gradients = [tensor.grad for tensor in _tensors(embedding)]
+
+    def backward(self) -> None:
+        """The second pass. Forward also where the loss has used no embedding: running statistics move on."""
+        if self.frozen:
+            return
+        for (start, stop), random in zip(self._bounds, self._random, strict=True):
+            random.restore()
+            outputs = _tensors(self._encode(start, stop))
+            sent = [
+                (output, gradient[start:stop])
+                for output, gradient in zip(outputs, self._gradients, strict=True)
+                if gradient is not None and output.requires_grad
+            ]
+            del outputs
+            if start == 0:
+                _check_grouped(_parameters_under([output for output, _ in sent]))
+            _backward(sent)
+
+    def of_inputs(self) -> list[tuple[Tensor, Tensor]]:
+        """The inputs that need a gradient, and what they got."""
+        return [(given, leaf.grad) for given, leaf in self._trained_inputs if leaf.grad is not None]
+
+    def _encode(self, start: int, stop: int) -> Any:
+        return call(self.encoder, cut(self._inputs, start, stop))
+
+    def _versions(self) -> list[int]:
+        return [tensor._version for tensor in _tensors(self._inputs) if not tensor.is_inference()]
+
+    def _check_embedding(self, output: Any, samples: int) -> None:
+        for path, leaf in leaves(output, f"{self._name}(...)"):
+            if not isinstance(leaf, Tensor) and leaf is not None:
+                raise TypeError(
+                    f"{path} is a {type(leaf).__name__}, and only tensors can be put together to those of all samples; let the "
+                    "encoder return the tensors that the loss uses"
+                )
+            if isinstance(leaf, Tensor) and (leaf.dim() == 0 or leaf.shape[0] != samples):
+                raise ValueError(
+                    f"{path} has the shape {tuple(leaf.shape)} for {samples} samples; the first dimension of what an encoder returns "
+                    "must be the sample, and what is taken over all of them (a mean, a norm) belongs into loss_fn"
+                )
+
+
+def _encodings(encoders: Any, inputs: Any, size: int) -> list[_Encoding]:
+    if not isinstance(encoders, (list, tuple, ModuleList)):
+        return _encodings([encoders], [inputs], size)
+    if not isinstance(inputs, (list, tuple)) or len(inputs) != len(encoders) or not inputs:
+        got = len(inputs) if isinstance(inputs, (list, tuple)) else f"one {type(inputs).__name__}"
+        raise ValueError(
+            f"encoders holds {len(encoders)} and inputs holds {got}; give a list of one batch an encoder, or one encoder and its "
+            "batch without lists round them"
+        )
+    for i, encoder in enumerate(encoders):
+        if not callable(encoder):
+            raise TypeError(f"encoders[{i}] must be a module or a function, got {encoder!r}")
+    return [
+        _Encoding(f"encoders[{i}]", encoder, batch, size)
+        for i, (encoder, batch) in enumerate(zip(encoders, inputs, strict=True))
+    ]
+
+
+def _checked_size(size: Any) -> int:
+    try:
+        count = operator.index(size)
+    except TypeError:
+        count = None
+    if count is None or isinstance(size, bool):
+        hint = f"; write {int(size)}" if isinstance(size, float) and size.is_integer() else ""
+        raise TypeError(
+            f"micro_batch_size must be an int, got {size!r}{hint} (batch // parts divides without leaving int)"
+        )
+    if count < 1:
+        raise ValueError(
+            f"micro_batch_size must be at least 1, got {count}; it is the samples that are encoded at once"
+        )
+    return count
+
+
+def _one_micro_batch(opt: Any, weight: Scalar | None) -> AbstractContextManager[None]:
+    if isinstance(opt, AccumulatingOptimizer):
+        return opt.micro_batch(weight=weight)
+    if opt is not None:
+        raise TypeError(
+            f"opt must be an AccumulatingOptimizer, got a {type(opt).__name__}; leave it out for a plain optimizer, which need not know"
+        )
+    if weight is not None:
+        raise ValueError(f"weight={weight!r} is that of a wrapper's micro-batch; give opt= too, or leave weight out")
+    return nullcontext()
+
+
+def _check_grouped(parameters: Iterable[Tensor]) -> None:
+    """Raises RuntimeError where somebody gathers these parameters' gradients for whom every pass is a micro-batch of its own."""
+    for parameter in parameters:
+        gathering = Gathering.of(parameter) if parameter.requires_grad else None
+        if gathering is not None and gathering.tells_passes_apart:
+            raise RuntimeError(
+                "an AccumulatingOptimizer gathers these parameters' gradients and would take every backward pass of cached_backward for a "
+                "micro-batch of its own; give opt=, or call it within `with opt.micro_batch():` (of every such wrapper)"
+            )
+
+
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise ValueError(f"loss_fn must return one number as a tensor, got {got}; take its mean() or sum()")
+    if not loss.requires_grad:
+        raise ValueError(
+            "the loss that loss_fn returned depends on nothing that requires a gradient: all encoders are frozen, loss_fn detaches the "
+            "embeddings, or the call is within torch.no_grad()"
+        )
+    _check_grouped(_parameters_under([loss]))
+
+
+def _parameters_under(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The leaves of the graph of these tensors: those that functions use cannot be had otherwise."""
+    nodes = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if hasattr(node, "variable"):
+            yield node.variable
+        fresh = {parent for parent, _ in node.next_functions if parent is not None} - seen
+        seen |= fresh
+        nodes += fresh
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for _, leaf in leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _backward(sent: Sequence[tuple[Tensor, Tensor | None]]) -> None:
+    """Backward from these tensors, each of which is sent its gradient. Outside of the caller's autocast, which would cast also what a
+    forward has kept out of it.
+    """
+    if not sent:
+        return
+    with ExitStack() as stack:
+        for device in {tensor.device.type for tensor, _ in sent}:
+            if torch.amp.is_autocast_available(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        torch.autograd.backward([tensor for tensor, _ in sent], [gradient for _, gradient in sent])

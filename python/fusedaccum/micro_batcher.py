@@ -1,0 +1,284 @@
+"""The desired batch, whatever fits into memory: ``loss = MicroBatcher(model, opt).step(batch)``."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+from . import nested
+from .attempts import Attempt
+from .buffers import Slot
+from .memory_errors import is_out_of_memory, make_room
+from .optimizer import AccumulatingOptimizer
+from .sizes import Sizes, checked_size
+from .window import Scalar, checked_weight
+
+
+class MicroBatcher:
+    """Splits each desired batch into micro-batches that fit into memory, runs them as one window, and steps the optimizer.
+
+    The window's gradient is that of the desired batch, ``sum(w_i * g_i) / sum(w_i)`` under ``reduction="mean"``, however it is split: also
+    where a micro-batch does not divide it, and where memory ends in the middle. An out-of-memory error frees what the micro-batch holds,
+    halves it and goes on in the same window. What parameters have already taken of it stays, and is left out when its samples come again.
+
+    Args:
+        model_or_fn: what makes a micro-batch's loss: a function of it; or a module, called with ``**`` of a mapping, ``*`` of a list or
+            tuple, else with the micro-batch itself. The loss is what it returns, or its ``.loss`` or ``["loss"]``: one number, a mean over
+            the micro-batch's items under ``opt``'s ``reduction="mean"``, a sum under ``"sum"``, and under ``"none"`` such that the losses
+            of a window's micro-batches add up to the window's.
+        opt: an :class:`AccumulatingOptimizer` whose windows the caller owns (neither ``accum_steps`` nor ``window_weight``).
+        micro_batch_size: samples; or ``"auto"``, which begins with the whole batch, halves on an error, remembers for each shape what has
+            fitted, and tries twice that after 16 windows without an error (after 32, 64, ... where it does not fit again). Ranks that
+            share windows begin each with the smallest of their sizes (one number is reduced a window, which waits for the device). With a
+            number an out-of-memory error is raised; layers of ``fuse_linear`` then add by themselves, and sums go to other ranks during
+            the last backward, as in a loop by hand.
+        weight: function of a micro-batch, before it is moved, to the number of its items (or a 0-d tensor); that of a batch must be the
+            sum of its parts'. None counts samples.
+        device: micro-batches are moved there one by one, so the desired batch may stay in CPU memory.
+
+    Attributes:
+        micro_batch_size: samples a micro-batch of the latest window; None before the first one of ``"auto"``.
+
+    Raises:
+        TypeError, ValueError: an argument that cannot be meant, or not together, named with the fix.
+    """
+
+    def __init__(
+        self,
+        model_or_fn: Callable[..., Any],
+        opt: AccumulatingOptimizer,
+        micro_batch_size: int | str = "auto",
+        weight: Callable[[Any], Scalar] | None = None,
+        device: str | torch.device | None = None,
+    ):
+        if not callable(model_or_fn):
+            raise TypeError(f"model_or_fn must be a module or a function of a micro-batch, got {model_or_fn!r}")
+        if weight is not None and not callable(weight):
+            raise TypeError(f"weight must be a function of a micro-batch, or None to count samples, got {weight!r}")
+        _check_optimizer(opt)
+        self._fixed = checked_size(micro_batch_size)
+        if self._fixed is None:
+            _check_repeatable(opt)
+        self._model, self._opt = model_or_fn, opt
+        self._weight = weight or nested.batch_size
+        self._device = None if device is None else torch.device(device)
+        self._sizes = Sizes()
+        self.micro_batch_size = self._fixed
+
+    def step(self, batch: Any) -> Tensor:
+        """One window: forward and backward of every sample of ``batch``, and the optimizer's step.
+
+        Args:
+            batch: tensors (or NumPy arrays) whose first dimension is the sample, in dicts, lists, tuples and dataclasses as you like.
+
+        Returns:
+            ``opt.last_window.loss``, a 0-d float64 tensor: the desired batch's loss. NaN for a window without weight.
+
+        Raises:
+            ValueError: ``batch`` cannot be cut. RuntimeError: ``opt`` holds an open window.
+            torch.OutOfMemoryError: one sample, or ``micro_batch_size`` samples, do not fit.
+            Whatever the model or ``opt.step()`` raise. The window is dropped then, and the batch can be handed in again.
+
+        Waits for the device only where ``opt.step()`` does, and where ranks agree on a size.
+        """
+        samples = nested.batch_size(batch)
+        if self._opt._ledger.is_open:
+            raise RuntimeError(
+                "opt holds an open window, and MicroBatcher.step() runs a whole one; end it first with opt.step(), or drop it with "
+                "opt.reset()"
+            )
+        try:
+            if self._fixed is None:
+                self._window(batch, samples)
+            else:
+                self._window_of(self._fixed, batch, samples)
+            self._opt.step()
+        except BaseException:
+            self._opt.reset()
+            raise
+        last = self._opt.last_window
+        return torch.tensor(math.nan) if last is None or last.loss is None else last.loss
+
+    def epoch(self, batches: Iterable[Any]) -> Iterator[Tensor]:
+        """:meth:`step` for each of ``batches``, such as a DataLoader's; yields their losses."""
+        for batch in batches:
+            yield self.step(batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sizes that were found, by shape, in plain values."""
+        return {"sizes": self._sizes.state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the sizes of :meth:`state_dict`."""
+        self._sizes.load(state_dict["sizes"])
+
+    # -- windows -----------------------------------------------------------------------------------------------
+
+    def _window_of(self, size: int, batch: Any, samples: int) -> None:
+        """All micro-batches, of ``size`` samples and what is left over."""
+        for start in range(0, samples, size):
+            stop = min(start + size, samples)
+            micro_batch = nested.cut(batch, start, stop)
+            weight, last = checked_weight(self._weight(micro_batch)), stop == samples
+            try:
+                with contextlib.nullcontext() if last else self._opt._gathering.unsynced():
+                    loss = self._loss(micro_batch)
+                    self._opt.backward(loss, weight=weight, last=last)
+            except Exception as error:
+                _raise_if_out_of_memory(error, f"micro_batch_size={size} does not fit; give less, or 'auto'")
+                raise
+
+    def _window(self, batch: Any, samples: int) -> None:
+        """All micro-batches, of what fits."""
+        known, ranks = self._sizes.of(batch), self._opt._gathering.ranks
+        limit = math.inf if known.limit is None else known.limit
+        size = self.micro_batch_size = int(min(samples, limit if ranks is None else ranks.group.least(limit)))
+        whole = Part(0, samples, frozenset())
+        fitted = True
+        rest = [whole]  # the next one is the last
+        while rest:
+            part = rest.pop()
+            if part.samples > size:
+                rest += part.split(size)
+                continue
+            attempt = Attempt(part.done)
+            if self._fits(batch, part, attempt):
+                continue
+            make_room()
+            fitted = False
+            size = self.micro_batch_size = min(size, known.failed(part.samples))
+            if attempt.lost:
+                self._opt.reset()
+                rest = [whole]
+            else:
+                rest.append(Part(part.start, part.stop, part.done | attempt.taken))
+        if fitted:
+            known.fitted(size, samples)
+
+    def _fits(self, batch: Any, part: Part, attempt: Attempt) -> bool:
+        """Forward and backward of a part. False where there was no memory for it: then only ``attempt`` knows of it.
+
+        Returns rather than raises, because an exception keeps the tensors of all frames that it has passed.
+        """
+        random = self._random_state()
+        try:
+            micro_batch = nested.cut(batch, part.start, part.stop)
+            weight = checked_weight(self._weight(micro_batch))
+            with self._opt._gathering.attempted(weight, attempt):
+                loss = self._loss(micro_batch)
+                loss.backward()
+                self._opt.record_loss(loss)
+            return True
+        except Exception as error:
+            if part.samples == 1:
+                _raise_if_out_of_memory(
+                    error,
+                    "one sample does not fit into memory; activation checkpointing, buffer_device='cpu', a smaller model or shorter "
+                    "samples need less",
+                )
+            if not is_out_of_memory(error):
+                raise
+        random()  # the same numbers again, so that nothing depends on where it broke off
+        return False
+
+    def _random_state(self) -> Callable[[], None]:
+        """Returns what puts PyTorch's generators back to where they are now."""
+        params = {p.device: p for group in self._opt.param_groups for p in group["params"] if p.device.type != "cpu"}
+        here, (devices, there) = torch.get_rng_state(), get_device_states(*params.values())
+
+        def put_back() -> None:
+            torch.set_rng_state(here)
+            for device in params:
+                set_device_states(devices, there, device_type=device.type)
+
+        return put_back
+
+    def _loss(self, micro_batch: Any) -> Tensor:
+        if self._device is not None:
+            micro_batch = nested.mapped(self._moved, micro_batch)
+        output = _called(self._model, micro_batch)
+        if isinstance(output, Mapping):
+            loss = output.get("loss")
+        else:
+            loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = f"a loss of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(output).__name__}"
+            raise TypeError(
+                f"model_or_fn must return the micro-batch's loss, one number, or something with .loss or ['loss']; got {got}. Give a "
+                "function that does: fa.MicroBatcher(lambda batch: criterion(model(batch['x']), batch['y']), opt)"
+            )
+        return loss
+
+    def _moved(self, leaf: Any) -> Any:
+        return leaf.to(self._device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Samples ``start`` to ``stop`` of the desired batch, which the slots in ``done`` have taken already."""
+
+    start: int
+    stop: int
+    done: frozenset[Slot]
+
+    @property
+    def samples(self) -> int:
+        return self.stop - self.start
+
+    def split(self, size: int) -> list[Part]:
+        """The first ``size`` samples, last, and before them the rest."""
+        middle = self.start + size
+        return [Part(middle, self.stop, self.done), Part(self.start, middle, self.done)]
+
+
+def _called(model: Callable[..., Any], micro_batch: Any) -> Any:
+    if isinstance(model, nn.Module) and isinstance(micro_batch, Mapping):
+        return model(**micro_batch)
+    if isinstance(model, nn.Module) and isinstance(micro_batch, (list, tuple)):
+        return model(*micro_batch)
+    return model(micro_batch)
+
+
+def _raise_if_out_of_memory(error: Exception, advice: str) -> None:
+    if is_out_of_memory(error):
+        raise torch.OutOfMemoryError(f"{advice}. The window was dropped. PyTorch says: {error}") from error
+
+
+def _check_optimizer(opt: Any) -> None:
+    """Raises TypeError or ValueError for an optimizer whose windows cannot be run here."""
+    if not isinstance(opt, AccumulatingOptimizer):
+        raise TypeError(
+            f"opt must be an AccumulatingOptimizer, got a {type(opt).__name__}; wrap it: fa.AccumulatingOptimizer(opt)"
+        )
+    if not opt.settings.schedule.caller_owned:
+        raise ValueError(
+            "opt closes windows itself, and here each batch is a window, in as many micro-batches as it takes; leave accum_steps and "
+            "window_weight out of fa.AccumulatingOptimizer(...)"
+        )
+    if isinstance(opt.optimizer, LBFGS):
+        raise ValueError(
+            "opt is LBFGS, which evaluates a window as often as it likes; run its micro-batches in a closure: opt.step(closure)"
+        )
+
+
+def _check_repeatable(opt: AccumulatingOptimizer) -> None:
+    """Raises ValueError for an optimizer whose micro-batches cannot come again in parts."""
+    sums = opt._gathering.sums
+    if sums.sharded:
+        raise ValueError(
+            "micro_batch_size='auto' repeats what did not fit, and a rank alone cannot repeat a forward that gathers shards (FSDP2, "
+            "DTensor); give a number"
+        )
+    if sums.lent:
+        raise ValueError(
+            f"micro_batch_size='auto' leaves gradients out that were added before, and the layer of parameter {sums.lent[0].name} adds "
+            "to main_grad by itself; give a number, or switch the layer's gradient accumulation fusion off"
+        )

@@ -1,0 +1,67 @@
+"""The simple gradient noise scale: how large a batch still pays, from norms that the adds have measured anyway.
+
+McCandlish, Kaplan, Amodei and the OpenAI Dota Team, "An Empirical Model of Large-Batch Training" (2018), arXiv:1812.06162, section 2.2
+and appendix A.1: ``tr(Sigma) / |G|^2``, with G the true gradient and Sigma the covariance of one sample's. Two sums of gradients, of
+a small batch and of a large one, tell both, for a sum over samples of weight w has ``E|S|^2 = w^2 |G|^2 + w tr(Sigma)``. The small one is
+a window when it holds its first micro-batch, the large one is the whole window.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .window import Scalar, on
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A sum of weighed gradients, or several sums added up: ``E[sq_norm] = square |G|^2 + weight tr(Sigma)``.
+
+    Attributes:
+        sq_norm: squared norm of the sum. weight: of what it holds. square: the weight's square, of each sum by itself.
+    """
+
+    sq_norm: Scalar
+    weight: Scalar
+    square: Scalar
+
+
+class NoiseScale:
+    """``|G|^2`` and ``tr(Sigma)``, averaged over windows one by one: their ratio is biased, and noisier than either.
+
+    Args:
+        decay: a window of the exponential averages.
+
+    Attributes:
+        averages: both, as one float64 tensor; None before the first window. (They begin at zero, which their ratio does not show.)
+    """
+
+    def __init__(self, decay: float):
+        self.decay = decay
+        self.averages: Tensor | None = None
+
+    def update(self, small: Measured, large: Measured) -> None:
+        """Take in a window; one that tells nothing (a single micro-batch, or a value that is not finite) changes nothing. No wait."""
+        device = torch.as_tensor(large.sq_norm).device
+        (a, w, s), (b, v, t) = (
+            [
+                torch.as_tensor(on(x, device), dtype=torch.float64, device=device)
+                for x in (m.sq_norm, m.weight, m.square)
+            ]
+            for m in (small, large)
+        )
+        apart = w * t - v * s  # zero, so that nothing finite is found, where both sums hold the same
+        found = torch.stack([b * w - a * v, a * t - b * s]) / apart
+        before = torch.zeros_like(found) if self.averages is None else self.averages.to(device)
+        self.averages = torch.where(torch.isfinite(found).all(), self.decay * before + (1 - self.decay) * found, before)
+
+    @property
+    def value(self) -> Tensor | None:
+        """The noise scale in units of the weights: infinite while no gradient is seen through the noise, NaN while nothing is known."""
+        if self.averages is None:
+            return None
+        sq_gradient, trace = self.averages.clamp(min=0)
+        return trace / sq_gradient

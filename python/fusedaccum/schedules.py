@@ -1,0 +1,154 @@
+"""Windows that change their length as training goes on, for ``accum_steps=``; and the learning rate that goes with a larger batch."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .window import LastWindow, checked_steps
+
+Steps = Callable[[int], int]
+
+
+def piecewise(steps: Mapping[int, int]) -> Steps:
+    """``piecewise({0: 4, 1000: 8})``: 4 micro-batches a window, and 8 from window 1000 on.
+
+    Raises:
+        ValueError: no entry for window 0, or one that is no window or no count of micro-batches.
+    """
+    if 0 not in steps:
+        raise ValueError(f"steps must say what window 0 holds, got {dict(steps)!r}; begin with {{0: 1, ...}}")
+    for window, count in steps.items():
+        if isinstance(window, bool) or not isinstance(window, int) or window < 0:
+            raise ValueError(f"steps maps windows, counted from 0, to micro-batches, got the window {window!r}")
+        checked_steps(count, f"steps[{window}]")
+    return functools.partial(_piecewise, dict(sorted(steps.items())))
+
+
+def _piecewise(steps: dict[int, int], index: int) -> int:
+    return next(count for window, count in reversed(steps.items()) if window <= index)
+
+
+def linear(start: int, end: int, windows: int) -> Steps:
+    """From ``start`` micro-batches a window to ``end``, by equal amounts over the first ``windows`` windows; ``end`` from then on.
+
+    The ramp of GPT-3 (Brown et al., 2020, section 2.3), there in samples. Raises as :func:`geometric`.
+    """
+    return functools.partial(_linear, *_ramp(start, end, windows))
+
+
+def _linear(start: int, end: int, windows: int, index: int) -> int:
+    return round(start + (end - start) * min(index / windows, 1.0))
+
+
+def geometric(start: int, end: int, windows: int) -> Steps:
+    """From ``start`` micro-batches a window to ``end``, by equal factors over the first ``windows`` windows; ``end`` from then on.
+
+    Raises:
+        TypeError, ValueError: an argument that is no int of at least 1.
+    """
+    return functools.partial(_geometric, *_ramp(start, end, windows))
+
+
+def _geometric(start: int, end: int, windows: int, index: int) -> int:
+    return round(start * (end / start) ** min(index / windows, 1.0))
+
+
+def _ramp(start: int, end: int, windows: int) -> tuple[int, int, int]:
+    return checked_steps(start, "start"), checked_steps(end, "end"), checked_steps(windows, "windows")
+
+
+class noise_scale:  # named as the functions beside it
+    """Windows as long as the gradient noise scale says that a batch still pays.
+
+    ``accum_steps=noise_scale(start=4, at_most=64), noise_scale=0.95``: every ``every`` windows, the next ones hold ``fraction`` of
+    ``last_window.noise_scale``, in micro-batches of the weight that the last window's had, on all ranks together. At a batch of the noise
+    scale, training takes twice the steps that a far larger batch would take, and twice the samples that a far smaller one would
+    (McCandlish et al., 2018, equation 2.11).
+
+    Args:
+        start: micro-batches a window until something is known.
+        at_most, at_least: bounds. With at_least=1 a window may hold one micro-batch, which measures no noise, and stays so.
+        every: windows between two looks. Each waits for the device.
+        fraction: of the noise scale.
+        growth: the most that a look changes the length by, as a factor.
+
+    Raises:
+        TypeError, ValueError: an argument that cannot be meant.
+    """
+
+    def __init__(
+        self,
+        start: int,
+        *,
+        at_most: int,
+        at_least: int = 2,
+        every: int = 20,
+        fraction: float = 1.0,
+        growth: float = 2.0,
+    ):
+        bounds = {"at_least": at_least, "start": start, "at_most": at_most}
+        if (
+            not checked_steps(at_least, "at_least")
+            <= checked_steps(start, "start")
+            <= checked_steps(at_most, "at_most")
+        ):
+            raise ValueError(f"at_least <= start <= at_most does not hold for {bounds}")
+        if not (math.isfinite(fraction) and fraction > 0):
+            raise ValueError(
+                f"fraction must be greater than 0, got {fraction!r}; 1.0 makes windows as large as the noise scale"
+            )
+        if not growth > 1:
+            raise ValueError(f"growth must be greater than 1, got {growth!r}; 2.0 doubles or halves a window at most")
+        self.steps = start
+        self._bounds = at_least, at_most
+        self._every, self._fraction, self._growth = checked_steps(every, "every"), fraction, growth
+        self._seen = 0
+
+    def __call__(self, index: int) -> int:
+        return self.steps
+
+    def window_closed(self, window: LastWindow, ranks: int) -> None:
+        """The wrapper tells of every window that has closed, gathered by ``ranks`` ranks."""
+        self._seen += 1
+        if self._seen % self._every or window.noise_scale is None or not window.micro_batches:
+            return
+        each = float(window.weight) * ranks / window.micro_batches
+        wanted = self._fraction * float(window.noise_scale) / each if each else math.nan
+        if not math.isnan(wanted):
+            least, most = self._bounds
+            wanted = min(max(wanted, self.steps / self._growth), self.steps * self._growth)
+            self.steps = min(max(round(wanted), least), most)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What ``opt.state_dict()`` keeps of it."""
+        return {"steps": self.steps, "seen": self._seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """What :meth:`state_dict` returned."""
+        self.steps, self._seen = state["steps"], state["seen"]
+
+
+def scaled_lr(lr: float, *, batch: float, base_batch: float, rule: str) -> float:
+    """The learning rate for batches of ``batch``, where ``lr`` is good for ``base_batch`` (both in samples, or both in tokens).
+
+    Accumulating does not change a batch: a window of 8 micro-batches takes the learning rate of the batch that they make up. This is for
+    batches that become larger or smaller.
+
+    Args:
+        rule: ``"linear"``, ``lr * batch / base_batch``, for SGD while batches are small beside the noise scale (Goyal et al., 2017,
+            "Accurate, Large Minibatch SGD", with a warmup); ``"sqrt"``, ``lr * sqrt(batch / base_batch)``, for Adam and its like (Malladi
+            et al., 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms"; Krizhevsky, 2014, for SGD).
+
+    Raises:
+        ValueError: another rule; a batch or a learning rate that is not greater than 0.
+    """
+    powers = {"linear": 1.0, "sqrt": 0.5}
+    if rule not in powers:
+        raise ValueError(f"rule must be one of {', '.join(map(repr, powers))}, got {rule!r}")
+    for name, value in (("lr", lr), ("batch", batch), ("base_batch", base_batch)):
+        if not (math.isfinite(value) and value > 0):
+            raise ValueError(f"{name} must be finite and greater than 0, got {value!r}")
+    return lr * (batch / base_batch) ** powers[rule]

@@ -1,0 +1,98 @@
+"""Which micro-batch size fits into memory: found by error, remembered for each shape, tried anew now and then."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+from . import nested
+
+GROW_AFTER = 16  # windows without an error, after which twice the size is tried
+
+
+def checked_size(size: Any) -> int | None:
+    """``micro_batch_size`` as an int, None for "auto". Raises TypeError or ValueError for what it cannot be."""
+    if isinstance(size, str) and size == "auto":
+        return None
+    try:
+        count = operator.index(size)
+    except TypeError:
+        count = None
+    if count is None or isinstance(size, bool):
+        raise TypeError(f"micro_batch_size must be a number of samples or 'auto', got {size!r}")
+    if count < 1:
+        raise ValueError(f"micro_batch_size must be at least 1, got {count}; 'auto' finds what fits")
+    return count
+
+
+@dataclass
+class Size:
+    """What is known of batches of one shape.
+
+    Attributes:
+        elements: of a sample.
+        limit: the most samples a micro-batch is given; None while there has been no error.
+        clean: windows in a row that ``limit`` has fitted.
+        patience: after so many it doubles; each doubling that turns out not to fit doubles this.
+        trial: has it doubled, and not fitted yet?
+    """
+
+    elements: int
+    limit: int | None = None
+    clean: int = 0
+    patience: int = GROW_AFTER
+    trial: bool = False
+
+    def failed(self, samples: int) -> int:
+        """So many did not fit. Returns how many to try next."""
+        if self.trial:
+            self.patience *= 2
+        self.limit, self.clean, self.trial = -(-samples // 2), 0, False
+        return self.limit
+
+    def fitted(self, used: int, samples: int) -> None:
+        """A window of ``samples`` went through in micro-batches of ``used`` (fewer than the limit where other ranks had to)."""
+        if self.limit is None or used < self.limit or samples <= self.limit:
+            return  # that tells nothing of the limit
+        self.clean, self.trial = self.clean + 1, False
+        if self.clean >= self.patience:
+            self.limit, self.clean, self.trial = 2 * self.limit, 0, True
+
+
+class Sizes:
+    """The sizes for batches of all shapes met so far."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Size] = {}
+
+    def of(self, batch: Any) -> Size:
+        """What is known of such a batch, to be changed in place. A new shape begins with as many elements as fitted in the nearest one."""
+        key, elements = _described(batch)
+        if key not in self._known:
+            size = self._known[key] = Size(elements)
+            near = [known for known in self._known.values() if known.limit is not None]
+            if near:
+                like = min(near, key=lambda known: abs(math.log(known.elements / elements)))
+                size.limit = max(1, (like.limit or 1) * like.elements // elements)
+        return self._known[key]
+
+    def state(self) -> dict[str, dict[str, Any]]:
+        """All of it in plain values, by shape."""
+        return {key: dataclasses.asdict(size) for key, size in self._known.items()}
+
+    def load(self, state: dict[str, dict[str, Any]]) -> None:
+        """What :meth:`state` returned."""
+        self._known = {key: Size(**size) for key, size in state.items()}
+
+
+def _described(batch: Any) -> tuple[str, int]:
+    """A batch's shape as text, without the number of samples (``float32[3, 224, 224] int64[]``), and the elements of a sample."""
+    arrays = [leaf for _, leaf in nested.leaves(batch) if nested.is_array(leaf)]
+    shapes = [tuple(array.shape[1:]) for array in arrays]
+    texts = [
+        f"{str(array.dtype).removeprefix('torch.')}{list(shape)}" for array, shape in zip(arrays, shapes, strict=True)
+    ]
+    return " ".join(texts), max(1, sum(math.prod(shape) for shape in shapes))

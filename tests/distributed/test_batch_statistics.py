@@ -1,0 +1,158 @@
+"""BatchNorm over ranks: the statistics of a window are those of all ranks' micro-batches, on all ranks."""
+
+import fusedaccum as fa
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.nn.functional import batch_norm
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+WINDOWS, COUNT = 2, 4  # micro-batches a window, of all ranks
+
+
+class FakeSync(nn.SyncBatchNorm):
+    """SyncBatchNorm runs on GPUs only; this does the like of it on the CPU. Gradients stay those of the rank's own samples."""
+
+    def forward(self, x):
+        if not self.training:
+            return super().forward(x)
+        rank, size = dist.get_rank(), dist.get_world_size()
+        parts = [None] * size
+        dist.all_gather_object(parts, x.detach())
+        parts[rank] = x
+        self.num_batches_tracked.add_(1)
+        y = batch_norm(
+            torch.cat(parts), self.running_mean, self.running_var, self.weight, self.bias, True, self.momentum, self.eps
+        )
+        return y.split([len(part) for part in parts])[rank]
+
+
+def micro_batch(window, number):
+    generator = torch.Generator().manual_seed(100 * window + number)
+    n = int(torch.randint(2, 7, (), generator=generator))
+    return torch.randn(n, 3, generator=generator) * 2 + number
+
+
+def made(kind):
+    torch.manual_seed(2)
+    layer = FakeSync(3) if kind == "sync" else nn.BatchNorm1d(3)
+    model = nn.Sequential(layer, nn.Linear(3, 2), nn.BatchNorm1d(2, affine=False))
+    fa.accumulate_batchnorm(model)
+    return (DDP(model) if kind == "ddp" else model), model
+
+
+def wrapped(module, kind, **settings):
+    group = None if kind == "ddp" or not dist.is_initialized() else dist.group.WORLD
+    return fa.AccumulatingOptimizer(torch.optim.SGD(module.parameters(), lr=0.01), process_group=group, **settings)
+
+
+def gather(module, opt, window, numbers):
+    for number in numbers:
+        module(micro_batch(window, number)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+
+
+def oracle(windows):
+    layer = nn.BatchNorm1d(3)
+    for numbers, window in windows:
+        layer(torch.cat([micro_batch(window, number) for number in numbers]))
+    return layer.state_dict()
+
+
+def assert_statistics(state, expected, moves):
+    for name in ("running_mean", "running_var"):
+        torch.testing.assert_close(state[f"0.{name}"], expected[name], rtol=1e-6, atol=1e-6)
+    assert state["0.num_batches_tracked"] == state["2.num_batches_tracked"] == moves
+
+
+def assert_alike(states):
+    for state in states[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(state.values(), states[0].values()))
+
+
+def all_train(rank, kind):
+    size = dist.get_world_size()
+    module, model = made(kind)
+    opt = wrapped(module, kind, accum_steps=COUNT // size)
+    for window in range(WINDOWS):
+        gather(module, opt, window, range(rank, COUNT, size))
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("kind", ["plain", "ddp", "sync"])
+def test_the_population_is_that_of_all_ranks(world, kind):
+    states = world.run(all_train, kind=kind)
+    assert_alike(states)
+    assert_statistics(states[0], oracle([(range(COUNT), window) for window in range(WINDOWS)]), WINDOWS)
+
+
+def without_data(rank, kind):
+    """The second rank runs out of data: a window with less from it, then one with none."""
+    module, model = made(kind)
+    opt = wrapped(module, kind, accum_steps=2)
+    gather(module, opt, 0, [0, 1] if rank == 0 else [2])
+    if rank == 1:
+        opt.flush()
+    gather(module, opt, 1, [0, 1] if rank == 0 else [])
+    if rank == 1:
+        opt.flush()
+    opt.flush()  # of nothing, anywhere
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("kind", ["plain", "ddp"])
+def test_ranks_without_data_move_along(worlds, kind):
+    states = worlds(2).run(without_data, kind=kind)
+    assert_alike(states)
+    assert_statistics(states[0], oracle([([0, 1, 2], 0), ([0, 1], 1)]), 2)
+
+
+def unequal_calls(rank):
+    module, model = made("plain")
+    opt = wrapped(module, "plain", accum_steps=1)
+    sum(module(micro_batch(0, number)).square().mean() for number in ([0, 1] if rank == 0 else [2])).backward()
+    opt.step()
+    return model.state_dict()
+
+
+def test_a_second_call_on_one_rank_moves_all(worlds):
+    states = worlds(2).run(unequal_calls)
+    assert_alike(states)
+    expected = nn.BatchNorm1d(3)
+    for numbers in ([0, 2], [1]):
+        expected(torch.cat([micro_batch(0, number) for number in numbers]))
+    assert_statistics(states[0], expected.state_dict(), 2)
+
+
+def saving(rank, path):
+    size = dist.get_world_size()
+    module, model = made("plain")
+    opt = wrapped(module, "plain", accum_steps=2)
+    gather(module, opt, 0, range(rank, 4, size))
+    gather(module, opt, 1, [rank])
+    dcp.save({"opt": fa.DistributedState(opt)}, checkpoint_id=path)
+    return model.state_dict()
+
+
+def loading(rank, path, model_state):
+    module, model = made("plain")
+    model.load_state_dict(model_state)
+    opt = wrapped(module, "plain", accum_steps=2 if dist.is_initialized() else 4)
+    dcp.load({"opt": fa.DistributedState(opt, path)}, checkpoint_id=path)
+    gather(module, opt, 1, [2 + rank] if dist.is_initialized() else [2, 3])
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("ranks", [2, 1])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_resumed_inside_a_window_on_as_many_ranks_or_one(worlds, tmp_path, ranks):
+    saved = worlds(2).run(saving, path=tmp_path)[0]
+    if ranks == 1:
+        states = [loading(0, tmp_path, saved)]
+    else:
+        states = worlds(2).run(loading, path=tmp_path, model_state=saved)
+        assert_alike(states)
+    assert_statistics(states[0], oracle([(range(COUNT), 0), (range(COUNT), 1)]), 2)

@@ -1,0 +1,92 @@
+"""MicroBatcher over ranks: each gets through its part of the desired batch in its own way."""
+
+import fusedaccum as fa
+import fusedaccum.intake
+import pytest
+import torch
+import torch.distributed as dist
+from parts import assert_close, contents, made, sgd, wrapped
+from torch import nn
+
+SAMPLES = (11, 6)  # of each rank's batch
+
+
+def whole(window):
+    generator = torch.Generator().manual_seed(window)
+    return [torch.randn(sum(SAMPLES), size, generator=generator) for size in (12, 3)]
+
+
+def train(rank, size, ddp, broken_rank, point):
+    """Three windows; on one rank the ``point``-th gradient finds no memory. Returns what there is then, the sizes and the losses."""
+    fusedaccum.intake.BUCKET_BYTES, before = 1, fusedaccum.intake.BUCKET_BYTES
+    model = made()
+    module = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True) if ddp else model
+    opt = wrapped(model, sgd, **({} if ddp else {"process_group": dist.group.WORLD}))
+    fusedaccum.intake.BUCKET_BYTES = before
+    met, sizes, losses = 0, [], []
+
+    def arrives(_):
+        nonlocal met
+        met += 1
+        if rank == broken_rank and met == point:
+            raise torch.OutOfMemoryError("injected")
+
+    for p in model.parameters():
+        if p.requires_grad:
+            p.register_hook(arrives)
+    batcher = fa.MicroBatcher(lambda part: (module(part[0], True) - part[1]).square().mean(), opt, size)
+    for window in range(3):
+        losses.append(float(batcher.step([x.split(SAMPLES)[rank] for x in whole(window)])))
+        sizes.append(batcher.micro_batch_size)
+    assert opt.last_window.weight == sum(SAMPLES)
+    return contents(model, opt), sizes, losses
+
+
+@pytest.mark.parametrize("ddp", [False, True], ids=["plain", "ddp"])
+@pytest.mark.parametrize(("size", "point"), [("auto", 3), ("auto", 8), (4, 0)])
+def test_a_window_is_the_big_batch_of_all_ranks(worlds, size, ddp, point):
+    model = made()
+    opt = sgd(model.parameters())
+    expected = []
+    for window in range(3):
+        opt.zero_grad()
+        x, y = whole(window)
+        loss = (model(x, True) - y).square().mean()
+        loss.backward()
+        opt.step()
+        expected.append(float(loss.detach()))
+    results = worlds(2).run(train, size=size, ddp=ddp, broken_rank=1, point=point)
+    for ours, _, losses in results:
+        assert_close(ours, contents(model, opt), 3e-6)  # FP32, and three steps
+        assert losses == pytest.approx(expected, rel=1e-6)
+    sizes = [sizes for _, sizes, _ in results]
+    if size == 4:
+        assert sizes == [[4] * 3] * 2
+    elif point == 3:  # in the first window, after which both begin with what has fitted the one
+        assert sizes == [[11, 3, 3], [3, 3, 3]]
+    else:
+        assert sizes == [[11, 11, 3], [6, 3, 3]]
+
+
+def shards(rank):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = made()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, foreach=False))
+    with pytest.raises(ValueError, match=r"micro_batch_size='auto' repeats.*FSDP2.*give a number"):
+        fa.MicroBatcher(model, opt)
+    batcher = fa.MicroBatcher(lambda part: (model(part[0], True) - part[1]).square().mean(), opt, 3)
+    batcher.step([x[rank * 8 : rank * 8 + 8] for x in whole(0)])
+    return [(p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for p in model.parameters()]
+
+
+def test_shards_take_a_number_of_samples(worlds):
+    model = made()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = (x[:16] for x in whole(0))
+    (model(x, True) - y).square().mean().backward()
+    opt.step()
+    for ours in worlds(2).run(shards):
+        assert_close(ours, list(model.parameters()), 1e-6)

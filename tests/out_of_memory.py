@@ -1,0 +1,136 @@
+"""Memory that ends where a test wants it to: every place in a window where PyTorch may ask for some is a point, and points can fail."""
+
+import fusedaccum as fa
+import fusedaccum.micro_batcher
+import fusedaccum.ops
+import torch
+from fusedaccum.attempts import Attempt
+from torch import nn
+
+
+class Points:
+    """Counts the points that it meets, and raises at those in ``fail``.
+
+    Attributes:
+        attempts: every try of the batcher's. broken: those that broke off.
+    """
+
+    def __init__(self, monkeypatch, net, fail=(), error=torch.OutOfMemoryError):
+        self.met, self.fail, self.error = 0, set(fail), error
+        self.attempts, self.broken = [], []
+        for module in net.modules():
+            module.register_forward_pre_hook(self)
+            module.register_forward_hook(self._made)
+        fused = {
+            module.weight for module in net.modules() if isinstance(module, nn.Linear) and type(module) is not nn.Linear
+        }
+        for p in net.parameters():
+            if p.requires_grad and p not in fused:  # which go the plain way where they have hooks
+                p.register_hook(self)  # a gradient that is about to arrive
+        self._inside(monkeypatch, fusedaccum.ops, "accumulate_")
+        self._inside(monkeypatch, fusedaccum.micro_batcher.nested, "cut")
+        monkeypatch.setattr(fusedaccum.micro_batcher, "Attempt", self._tried)
+        # What it does is not looked at here, and to look through all garbage takes long.
+        monkeypatch.setattr(fusedaccum.micro_batcher, "make_room", lambda: self.broken.append(self.attempts[-1]))
+
+    def __call__(self, *_):
+        self.met += 1
+        if self.met in self.fail:
+            raise self.error("injected: CUDA out of memory")
+
+    def _made(self, module, args, output):
+        if output.requires_grad:
+            output.register_hook(self)
+        self()
+
+    def _inside(self, monkeypatch, module, name):
+        plain = getattr(module, name)
+
+        def asks(*args, **kwargs):
+            self()
+            return plain(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, asks)
+
+    def _tried(self, done):
+        self.attempts.append(Attempt(done))
+        return self.attempts[-1]
+
+    @property
+    def partial(self):
+        """How many broke off with some, and not all, of their gradients added."""
+        most = max(len(attempt.taken) for attempt in self.attempts)
+        return sum(0 < len(attempt.taken) < most for attempt in self.broken if not attempt.done)
+
+
+class Net(nn.Module):
+    """A tied weight, a parameter that some samples use only, one that is frozen, one that nobody uses."""
+
+    def __init__(self, dtype=torch.float64):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6, bias=False)
+        self.second.weight = self.first.weight
+        self.third, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.frozen, self.unused = nn.Parameter(torch.ones(3), requires_grad=False), nn.Parameter(torch.ones(2))
+        self.sometimes = nn.Parameter(torch.ones(3))
+        self.to(dtype)
+
+    def forward(self, x):
+        y = torch.tanh(self.third(torch.tanh(self.second(torch.tanh(self.first(x))))))
+        y = self.head(y) + self.frozen
+        uses = x[:, :1] > 0
+        return y + self.sometimes * uses if uses.any() else y
+
+
+def made(dtype=torch.float64, make=None, net=Net, **settings):
+    torch.manual_seed(1)
+    model = net(dtype)
+    inner = (make or sgd)(model.parameters())
+    return model, fa.AccumulatingOptimizer(inner, **settings)
+
+
+def sgd(params):
+    return torch.optim.SGD(params, lr=0.5, momentum=0.9)
+
+
+def batch(n=11, dtype=torch.float64, seed=3):
+    """Inputs and targets, and a weight a sample, which are 0 for some."""
+    generator = torch.Generator().manual_seed(seed)
+    x, y = (torch.randn(n, size, generator=generator, dtype=torch.float64) for size in (6, 3))
+    return {"x": x.to(dtype), "y": y.to(dtype), "weight": torch.arange(n) * 5 % 4}
+
+
+def function(net, reduction="mean", total=None):
+    """The loss of a micro-batch, weighted by ``batch``'s weights."""
+
+    def loss(part):
+        each = (net(part["x"]) - part["y"]).square().mean(1)
+        summed = (each * part["weight"]).sum()
+        return {"sum": summed, "mean": summed / part["weight"].sum().clamp(min=1), "none": summed / (total or 1)}[
+            reduction
+        ]
+
+    return loss
+
+
+def weight(part):
+    return part["weight"].sum()
+
+
+def oracle(whole, dtype=torch.float64, make=None, net=Net):
+    """What plain PyTorch makes of it as one big batch: the model, and the loss."""
+    torch.manual_seed(1)
+    model = net(dtype)
+    optimizer = (make or sgd)(model.parameters())
+    for samples in whole:
+        optimizer.zero_grad()
+        loss = function(model)(samples)
+        loss.backward()
+        optimizer.step()
+    return model, loss.detach()
+
+
+def assert_close(model, expected, tolerance):
+    for (name, p), q in zip(model.named_parameters(), expected.parameters(), strict=True):
+        error = (p.detach().double() - q.detach().double()).norm() / q.detach().double().norm()
+        assert error <= tolerance, f"{name}: relative error {float(error):.3g}"

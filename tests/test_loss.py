@@ -1,0 +1,248 @@
+"""last_window.loss is the big batch's loss; what a log and a progress bar are given."""
+
+import math
+
+import fusedaccum as fa
+import pytest
+import torch
+from torch import nn
+from training import data, mean_loss, model, parts, sgd, sum_loss, wrapped
+
+SIZES = (5, 9, 3, 7)
+
+
+@pytest.mark.parametrize("tensors", [False, True], ids=["numbers", "tensors"])
+@pytest.mark.parametrize("settings", [{}, {"accum_steps": 4}, {"window_weight": 24}], ids=str)
+def test_loss_is_the_big_batchs(settings, tensors):
+    net, (x, y) = model(), data(sum(SIZES))
+    expected = mean_loss(net, x, y).item()
+    opt = wrapped(net, **settings)
+    for i, (a, b) in enumerate(parts(x, y, SIZES)):
+        opt.backward(mean_loss(net, a, b), weight=torch.tensor(len(a)) if tensors else len(a))
+        if settings or i == 3:
+            opt.step()
+    assert opt.updated
+    loss = opt.last_window.loss
+    assert loss.dtype == torch.float64 and loss.shape == () and not loss.requires_grad
+    assert loss.item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_loss_of_sums_with_a_late_weight():
+    net, (x, y) = model(), data(sum(SIZES))
+    expected = sum_loss(net, x, y).item() / len(x)
+    opt = wrapped(net, reduction="sum")
+    for a, b in parts(x, y, SIZES):
+        loss = sum_loss(net, a, b)
+        loss.backward()
+        opt.record_loss(loss)
+    opt.step(weight=len(x))
+    assert opt.last_window.loss.item() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("settings", [{"reduction": "none"}, {"reduction": "none", "accum_steps": 4}], ids=str)
+def test_loss_that_the_caller_has_normalised(settings):
+    net, (x, y) = model(), data(sum(SIZES))
+    expected = mean_loss(net, x, y).item()
+    opt = wrapped(net, **settings)
+    for i, (a, b) in enumerate(parts(x, y, SIZES)):
+        loss = mean_loss(net, a, b) * len(a) / len(x)
+        loss.backward()
+        opt.record_loss(loss.item() if i == 2 else loss)
+        if "accum_steps" in settings or i == 3:
+            opt.step()
+    assert opt.last_window.loss.item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_recorded_in_a_group_and_in_parts():
+    net, (x, y) = model(), data(12)
+    opt = wrapped(net)
+    (a, b), (c, d), (e, f) = parts(x, y, (4, 4, 4))
+    first, second = mean_loss(net, a, b), mean_loss(net, c, d)
+    with opt.micro_batch(weight=8):  # two losses of one micro-batch
+        first.backward()
+        second.backward()
+        opt.record_loss(first)
+        opt.record_loss(second)
+    opt.backward(mean_loss(net, e, f), weight=4)
+    expected = (8 * (first + second) + 4 * mean_loss(net, e, f)).item() / 12
+    opt.step()
+    assert opt.last_window.loss.item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_recorded_once_a_micro_batch_where_backward_counts_it():
+    net, (x, y) = model(), data(8)
+    opt = wrapped(net)
+    loss = mean_loss(net, x, y)
+    loss.backward()
+    opt.record_loss(loss)
+    with pytest.raises(RuntimeError, match="lacks its loss"):
+        opt.record_loss(loss)
+    opt.step()
+    assert opt.last_window.loss.item() == loss.item()
+
+
+def test_a_closures_result_is_recorded():
+    net, (x, y) = model(), data(8)
+    expected = mean_loss(net, x, y).item()
+    opt = wrapped(net, accum_steps=2)
+    for a, b in parts(x, y, (4, 4)):
+
+        def closure(a=a, b=b):
+            loss = mean_loss(net, a, b)
+            loss.backward()
+            return loss
+
+        opt.step(closure)
+    assert opt.last_window.loss.item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_loss_written_to_afterwards_stays_what_it_was():
+    net, (x, y) = model(), data(8)
+    opt = wrapped(net)
+    loss = mean_loss(net, x, y)
+    expected = loss.item()
+    opt.backward(loss)
+    loss.detach().zero_()
+    opt.step()
+    assert opt.last_window.loss.item() == expected
+
+
+def test_unknown_where_a_micro_batchs_loss_is():
+    net, (x, y) = model(), data(8)
+    opt = wrapped(net, accum_steps=2)
+    opt.backward(mean_loss(net, x, y))
+    opt.step()
+    mean_loss(net, x, y).backward()
+    opt.step()
+    assert opt.last_window.loss is None and "loss" not in opt.last_window.as_dict()
+
+
+@pytest.mark.parametrize("settings", [{}, {"accum_steps": 4}], ids=str)
+def test_dropped_and_weightless_micro_batches_have_no_part(settings):
+    net, (x, y) = model(), data(12)
+    (a, b), (c, d) = parts(x, y, (4, 8))
+    expected = mean_loss(net, x, y).item()
+    opt = wrapped(net, nonfinite="skip_micro_batch", **settings)
+    nan = a * math.nan
+    micro_batches = [(a, b, 4), (nan, b, 4), (nan, b, 0), (nan, b, torch.tensor(0)), (c, d, torch.tensor(8))]
+    for inputs, targets, weight in micro_batches:
+        opt.backward(mean_loss(net, inputs, targets), weight=weight)
+        if settings:
+            opt.step()
+    if not settings:
+        opt.step()
+    assert opt.last_window.micro_batches == 4 and opt.last_window.nonfinite == 1
+    assert opt.last_window.loss.item() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("accum_steps", [None, 2])
+def test_a_grad_scalers_scale_is_taken_off(accum_steps):
+    net, (x, y) = model(torch.float32), data(8, torch.float32)
+    opt = wrapped(net, accum_steps=accum_steps, make=lambda p: torch.optim.SGD(p, lr=0.0))
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1)
+    expected = mean_loss(net, x, y).item()
+    for _ in range(3):
+        for i, (a, b) in enumerate(parts(x, y, (4, 4))):
+            scaled = scaler.scale(mean_loss(net, a, b))
+            if i == 0:
+                opt.backward(scaled)
+            else:
+                scaled.backward()
+                opt.record_loss(scaled)
+            if accum_steps or i == 1:
+                scaler.step(opt)
+                scaler.update()
+        assert opt.last_window.loss.item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_loss_over_a_checkpoint_inside_a_window():
+    net, (x, y) = model(), data(8)
+    opt = wrapped(net, accum_steps=2, make=lambda p: torch.optim.SGD(p, lr=0.0))
+    expected = mean_loss(net, x, y).item()
+    (a, b), (c, d) = parts(x, y, (4, 4))
+    opt.backward(mean_loss(net, a, b))
+    opt.step()
+    state = opt.state_dict()
+    opt.reset()
+    opt.load_state_dict(state)
+    opt.backward(mean_loss(net, c, d))
+    opt.step()
+    assert opt.last_window.loss.item() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("loss", "error", "says"),
+    [
+        ("0.5", TypeError, "loss must be a number or a tensor of one element, got '0.5'"),
+        (torch.ones(2), ValueError, r"shape \(2,\)"),
+        (0.5, RuntimeError, "no micro-batch that lacks its loss"),
+    ],
+)
+@pytest.mark.parametrize("accum_steps", [None, 2])
+def test_bad_input(accum_steps, loss, error, says):
+    net, (x, y) = model(), data(8)
+    opt = wrapped(net, accum_steps)
+    with pytest.raises(error, match=says):
+        opt.record_loss(loss)
+    opt.backward(mean_loss(net, x, y))
+    if accum_steps is None:
+        with pytest.raises(RuntimeError, match="lacks its loss"):
+            opt.record_loss(1.0)
+    opt.step()
+    with pytest.raises(error, match=says):
+        opt.record_loss(loss)
+
+
+def test_as_dict_for_a_log():
+    net, (x, y) = model(), data(8)
+    opt = wrapped(net, max_grad_norm=math.inf, noise_scale=0.5)
+    for a, b in parts(x, y, (4, 4)):
+        opt.backward(mean_loss(net, a, b), weight=4)
+    opt.step()
+    log = opt.last_window.as_dict("window/")
+    assert all(type(value) is float for value in log.values())
+    assert set(log) == {
+        f"window/{k}" for k in ("micro_batches", "weight", "loss", "grad_norm", "applied", "noise_scale")
+    }
+    assert log["window/micro_batches"] == 2 and log["window/weight"] == 8 and log["window/applied"] == 1
+    assert log["window/loss"] == opt.last_window.loss.item()
+    assert set(wrapped_once(nonfinite="skip_window").as_dict()) >= {"nonfinite"}
+
+
+def wrapped_once(**settings):
+    net, (x, y) = model(), data(8)
+    opt = wrapped(net, **settings)
+    opt.backward(mean_loss(net, x, y))
+    opt.step()
+    return opt.last_window
+
+
+def test_progress():
+    p = nn.Parameter(torch.ones(1))
+
+    def steps(weight, count, **settings):
+        opt = fa.AccumulatingOptimizer(sgd([p]), **settings)
+        seen = [opt.progress]
+        for _ in range(count):
+            opt.backward(p.sum(), weight=weight)
+            if settings:
+                opt.step()
+            seen.append(opt.progress)
+        opt.zero_grad()
+        p.grad = None
+        return seen
+
+    counted = [
+        {"window": 0, "micro_batch": "0/2"},
+        {"window": 0, "micro_batch": "1/2"},
+        {"window": 1, "micro_batch": "0/3"},
+    ]
+    assert steps(None, 2, accum_steps=lambda index: 2 + index) == counted
+    weighed = [
+        {"window": 0, "micro_batch": 0, "weight": "0/5"},
+        {"window": 0, "micro_batch": 1, "weight": "2.5/5"},
+        {"window": 1, "micro_batch": 0, "weight": "0/5"},
+    ]
+    assert steps(2.5, 2, window_weight=5) == weighed
+    assert steps(torch.tensor(2.5), 1, window_weight=5)[1] == {"window": 0, "micro_batch": 1}
+    assert steps(None, 2) == [{"window": 0, "micro_batch": n} for n in range(3)]

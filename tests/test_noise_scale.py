@@ -1,0 +1,320 @@
+"""last_window.noise_scale against the paper's formulas, against per-sample gradients, and what follows it."""
+
+import copy
+import math
+
+import fusedaccum as fa
+import pytest
+import torch
+from fusedaccum import schedules
+from torch import nn
+
+
+def wrapped(parameters, lr=0.0, **settings):
+    return fa.AccumulatingOptimizer(torch.optim.SGD(parameters, lr=lr), **{"noise_scale": 0.9, **settings})
+
+
+def windows(sizes, dtype=torch.float64):
+    """Micro-batches of these sizes, of linear regression with much noise."""
+    return [[(torch.randn(n, 6).to(dtype), torch.randn(n, 1).to(dtype)) for n in window] for window in sizes]
+
+
+def sq_norm(model, x, y):
+    grads = torch.autograd.grad(nn.functional.mse_loss(model(x), y), list(model.parameters()))
+    return sum(g.double().square().sum() for g in grads).item()
+
+
+def of_paper(model, data, decay):
+    """Appendix A.1, as it is printed, averaged one window after the other."""
+    sq_gradient = trace = 0.0
+    for window in data:
+        small, large = window[0], [torch.cat(parts) for parts in zip(*window)]
+        b, n = len(small[0]), len(large[0])
+        if b == n:
+            continue
+        of_small, of_large = sq_norm(model, *small), sq_norm(model, *large)
+        sq_gradient = decay * sq_gradient + (1 - decay) * (n * of_large - b * of_small) / (n - b)
+        trace = decay * trace + (1 - decay) * (of_small - of_large) / (1 / b - 1 / n)
+    return trace / sq_gradient if sq_gradient > 0 else math.inf
+
+
+def telling(sizes, dtype=torch.float64, decay=0.9):
+    """A model and windows of these sizes in which both averages are positive, so that no clamp decides anything."""
+    while True:
+        model, data = nn.Linear(6, 1).to(dtype), windows(sizes, dtype)
+        with torch.no_grad():
+            model.weight.fill_(0.7)
+        if all(0 < of_paper(model, data[: i + 1], decay) < math.inf for i in range(len(data))):
+            return model, data
+
+
+@pytest.mark.parametrize(
+    ("dtype", "settings"),
+    [
+        (torch.float64, {}),
+        (torch.float32, {}),
+        (torch.float64, {"max_grad_norm": 0.1}),
+        (torch.float64, {"nonfinite": "skip_micro_batch"}),
+        (torch.float64, {"nonfinite": "skip_window"}),
+        (torch.float64, {"reduction": "sum"}),
+        (torch.float64, {"backend": "reference"}),
+    ],
+    ids=str,
+)
+def test_noise_scale_is_the_papers(dtype, settings):
+    model, data = telling([(9, 20, 5), (16, 8), (7,), (20, 9, 1, 30)], dtype)
+    opt = wrapped(model.parameters(), **settings)
+    total = settings.get("reduction") == "sum"
+    loss_of = nn.MSELoss(reduction="sum" if total else "mean")
+    for i, window in enumerate(data):
+        for x, y in window:
+            opt.backward(loss_of(model(x), y), weight=len(x))
+        opt.step()
+        expected = of_paper(model, data[: i + 1], 0.9)
+        assert opt.last_window.noise_scale.item() == pytest.approx(
+            expected, rel=1e-9 if dtype == torch.float64 else 1e-4
+        )
+
+
+@pytest.mark.parametrize("settings", [{"accum_steps": 3}, {"accum_steps": 3, "reduction": "none"}, {}], ids=str)
+def test_without_weights_the_unit_is_the_micro_batch(settings):
+    model, data = telling([(4, 4, 4)] * 4)
+    opt = wrapped(model.parameters(), **settings)
+    for window in data:
+        for i, (x, y) in enumerate(window):
+            nn.functional.mse_loss(model(x), y).backward()
+            if "accum_steps" in settings or i == 2:
+                opt.step()
+    assert opt.last_window.noise_scale.item() == pytest.approx(of_paper(model, data, 0.9) / 4, rel=1e-9)
+
+
+@pytest.mark.slow
+def test_within_ten_percent_of_per_sample_gradients(threads):
+    """tr(Sigma) / |G|^2 of a convolutional network at a fixed point, from the covariance of its single samples."""
+    pytest.importorskip("sklearn")
+    from demo.data import digits
+    from demo.models import DigitsCNN
+
+    threads(1)  # layers as small as these gain nothing from a second one, and lose much where others use it
+    images, labels = digits()
+    model = DigitsCNN(width=8)
+    loss_of = nn.functional.cross_entropy
+
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def of_one(parameters, x, y):
+        return loss_of(torch.func.functional_call(model, parameters, x[None]), y[None])
+
+    each = torch.func.vmap(torch.func.grad(of_one), (None, 0, 0), chunk_size=300)(parameters, images, labels)
+    mean = sum(g.double().mean(0).square().sum() for g in each.values())
+    trace = sum(g.double().var(0, correction=0).sum() for g in each.values())
+
+    opt = wrapped(model.parameters(), noise_scale=0.999)
+    for _ in range(400):  # which leaves an error of about 4%
+        for picked in torch.randint(len(images), (256,)).split([16, 240]):
+            opt.backward(loss_of(model(images[picked]), labels[picked]), weight=len(picked))
+        opt.step()
+    assert opt.last_window.noise_scale.item() == pytest.approx((trace / mean).item(), rel=0.1)
+
+
+def test_no_pass_over_the_buffers_of_its_own(monkeypatch):
+    """Norms come from the adds: ops.stats, which reads buffers, is never called."""
+    opt = wrapped(nn.Linear(6, 1).parameters(), accum_steps=3)
+    monkeypatch.setattr(fa.ops, "stats", None)
+    (weight, bias) = opt.param_groups[0]["params"]
+    for _ in range(6):
+        (weight.sum() * torch.randn(()) + bias.sum()).backward()
+        opt.step()
+    assert opt.last_window.noise_scale is not None
+
+
+def test_dropped_micro_batches_and_windows_leave_no_trace():
+    model, (window,) = telling([(4, 4, 4)])
+    opt = wrapped(model.parameters(), nonfinite="skip_micro_batch")
+    for x, y in [(torch.full((4, 6), math.nan).double(), window[0][1]), *window]:
+        opt.backward(nn.functional.mse_loss(model(x), y), weight=4)
+    opt.step()
+    known = opt.last_window.noise_scale.item()
+    assert known == pytest.approx(of_paper(model, [window], 0.9), rel=1e-9)
+
+    del opt
+    model.zero_grad()
+    opt = wrapped(model.parameters())
+    for bad in (False, True):
+        for x, y in window:
+            opt.backward(nn.functional.mse_loss(model(x), y) * (math.inf if bad else 1), weight=4)
+        opt.step()
+        assert opt.last_window.noise_scale.item() == pytest.approx(known, rel=1e-9)
+
+
+def test_one_micro_batch_a_window_tells_nothing():
+    model = nn.Linear(6, 1)
+    opt = wrapped(model.parameters(), accum_steps=1)
+    model(torch.randn(4, 6)).sum().backward()
+    opt.step()
+    assert math.isnan(opt.last_window.noise_scale)
+    del opt
+    model.zero_grad()
+    opt = wrapped(model.parameters(), noise_scale=None)
+    model(torch.randn(4, 6)).sum().backward()
+    opt.step()
+    assert opt.last_window.noise_scale is None
+
+
+@pytest.mark.parametrize("accum_steps", [None, 2])
+def test_grad_scaler(accum_steps):
+    """Whatever the scale, also where it changes inside a window (the first window's of which nobody knows in time is left out)."""
+    model, data = telling([(4, 4)] * 5, torch.float32)
+    opt = wrapped(model.parameters(), accum_steps=accum_steps, reduction="none")
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1)
+    for window in data:
+        for i, (x, y) in enumerate(window):
+            scaler.scale(nn.functional.mse_loss(model(x), y)).backward()
+            if accum_steps or i == 1:
+                scaler.step(opt)
+                scaler.update()
+    expected = of_paper(model, data if accum_steps else data[1:], 0.9) / 4
+    assert opt.last_window.noise_scale.item() == pytest.approx(expected, rel=1e-4)
+
+
+def test_an_overflow_leaves_no_trace():
+    model, data = telling([(4, 4, 4)] * 2, torch.float32)
+    opt = wrapped(model.parameters(), accum_steps=3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    known = []
+    for window, factor in zip(data, (1.0, math.inf)):
+        for i, (x, y) in enumerate(window):
+            scaler.scale(nn.functional.mse_loss(model(x), y) * (factor if i == 1 else 1.0)).backward()
+            scaler.step(opt)
+            scaler.update()
+        known.append(opt.last_window.noise_scale.item())
+    assert not opt.last_window.applied and known[1] == known[0] > 0
+
+
+def test_state_is_kept_inside_a_window():
+    model, data = telling([(4, 4, 4)] * 3, torch.float32)
+
+    def run(opt, micro_batches):
+        for x, y in micro_batches:
+            opt.backward(nn.functional.mse_loss(model(x), y), weight=len(x))
+            opt.step()
+
+    def make():
+        return wrapped(model.parameters(), accum_steps=schedules.noise_scale(3, at_most=3))
+
+    micro_batches = [pair for window in data for pair in window]
+    opt = make()
+    run(opt, micro_batches[:4])
+    state = copy.deepcopy(opt.state_dict())
+    run(opt, micro_batches[4:])
+    expected = opt.last_window
+    opt.reset()
+    opt = None
+    opt = make()
+    opt.load_state_dict(state)
+    run(opt, micro_batches[4:])
+    assert torch.equal(opt.last_window.noise_scale, expected.noise_scale)
+    assert torch.equal(opt.last_window.loss, expected.loss)
+    assert opt.settings.schedule.accum_steps.state_dict() == {"steps": 3, "seen": 3}
+
+
+# -- what follows it -------------------------------------------------------------------------------------------------------
+
+
+def test_schedule_makes_windows_as_large_as_the_noise_scale():
+    torch.manual_seed(5)
+    model = nn.Linear(6, 1)
+    schedule = schedules.noise_scale(start=3, at_most=1000)
+    opt = wrapped(model.parameters(), accum_steps=schedule, noise_scale=0.99)
+    for _ in range(3000):  # samples of g = G + noise, with |G|^2 = 1 and tr(Sigma) = 40
+        g = torch.eye(6)[0] + torch.randn(6) * (40 / 6 / 4) ** 0.5
+        opt.backward((model.weight[0] * g).sum(), weight=4)
+        opt.step()
+    assert schedule.steps == schedule(0) == pytest.approx(40 / 4, rel=0.3)
+
+
+def closed(noise_scale, weight=80.0, micro_batches=10):
+    of = torch.tensor
+    return fa.LastWindow(micro_batches, of(weight), None, None, of(True), None, of(noise_scale))
+
+
+def test_schedule_looks_every_so_often_and_keeps_its_bounds():
+    schedule = schedules.noise_scale(start=4, at_most=20, every=3, growth=2.0)
+    seen = []
+    for _ in range(12):
+        schedule.window_closed(closed(1e6), 1)
+        seen.append(schedule.steps)
+    assert seen == [4, 4, 8, 8, 8, 16, 16, 16, 20, 20, 20, 20]
+    for value, steps in ((math.nan, 20), (80.0, 10), (0.0, 5), (0.0, 2), (0.0, 2), (math.inf, 4), (24.0, 3)):
+        for _ in range(3):
+            schedule.window_closed(closed(value), 1)
+        assert schedule.steps == steps
+    over_ranks = schedules.noise_scale(start=4, at_most=20, every=1)
+    over_ranks.window_closed(closed(64.0), 2)  # 8 samples a micro-batch, on each of two ranks
+    assert over_ranks.steps == 4
+    half = schedules.noise_scale(start=4, at_most=20, every=1, fraction=0.5)
+    half.window_closed(closed(64.0), 1)
+    assert half.steps == 4
+
+
+def test_ramps():
+    ramp = schedules.linear(2, 10, windows=4)
+    assert [ramp(i) for i in range(7)] == [2, 4, 6, 8, 10, 10, 10]
+    ramp = schedules.geometric(16, 1, windows=4)
+    assert [ramp(i) for i in range(6)] == [16, 8, 4, 2, 1, 1]
+    ramp = schedules.piecewise({10: 8, 0: 3, 20: 1})
+    assert [ramp(i) for i in (0, 9, 10, 19, 20, 10**9)] == [3, 3, 8, 8, 1, 1]
+    model = nn.Linear(2, 1)
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(model.parameters()), schedules.linear(1, 3, windows=2))
+    sizes = []
+    for _ in range(9):
+        model(torch.ones(1, 2)).sum().backward()
+        opt.step()
+        if opt.updated:
+            sizes.append(opt.last_window.micro_batches)
+    assert sizes == [1, 2, 3, 3]
+    copy.deepcopy(opt)
+
+
+def test_scaled_lr():
+    assert schedules.scaled_lr(0.1, batch=1024, base_batch=256, rule="linear") == pytest.approx(0.4)
+    assert schedules.scaled_lr(0.1, batch=1024, base_batch=256, rule="sqrt") == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "says"),
+    [
+        (
+            lambda: wrapped([nn.Parameter(torch.ones(1))], noise_scale=True),
+            TypeError,
+            "noise_scale must be a number or None",
+        ),
+        (lambda: wrapped([nn.Parameter(torch.ones(1))], noise_scale=1.0), ValueError, "less than 1, got 1.0"),
+        (lambda: wrapped([nn.Parameter(torch.ones(1))], noise_scale=-0.1), ValueError, "at least 0"),
+        (
+            lambda: wrapped(
+                [nn.Parameter(torch.ones(1))], noise_scale=None, accum_steps=schedules.noise_scale(2, at_most=4)
+            ),
+            ValueError,
+            "add noise_scale=0.95",
+        ),
+        (lambda: schedules.piecewise({1: 4}), ValueError, "window 0"),
+        (lambda: schedules.piecewise({0: 4, 1.5: 2}), ValueError, "got the window 1.5"),
+        (lambda: schedules.piecewise({0: 2.0}), ValueError, r"steps\[0\] must be an int, got the float 2.0"),
+        (lambda: schedules.linear(0, 4, 2), ValueError, "start must be at least 1"),
+        (lambda: schedules.geometric(1, 4.0, 2), ValueError, "end must be an int"),
+        (lambda: schedules.linear(1, 4, 0), ValueError, "windows must be at least 1"),
+        (lambda: schedules.noise_scale(8, at_most=4), ValueError, "at_least <= start <= at_most"),
+        (lambda: schedules.noise_scale(2, at_most=4, fraction=0.0), ValueError, "fraction must be greater than 0"),
+        (lambda: schedules.noise_scale(2, at_most=4, growth=1.0), ValueError, "growth must be greater than 1"),
+        (lambda: schedules.scaled_lr(0.1, batch=1, base_batch=0, rule="sqrt"), ValueError, "base_batch must be finite"),
+        (
+            lambda: schedules.scaled_lr(0.1, batch=1, base_batch=1, rule="root"),
+            ValueError,
+            "rule must be one of 'linear', 'sqrt'",
+        ),
+    ],
+)
+def test_bad_input(call, error, says):
+    with pytest.raises(error, match=says):
+        call()

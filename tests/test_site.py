@@ -1,0 +1,77 @@
+"""The documentation as a site: every page has its place, every figure is drawn from results, every question is answered in code."""
+
+import re
+
+import fusedaccum as fa
+import pytest
+from pages import PAGES, ROOT
+
+QUESTIONS = sorted(ROOT.glob("docs/questions/[!i]*.md"))
+SITE = (ROOT / "mkdocs.yml").read_text()
+# Pages of the site that have their source outside docs/: see docs/site.py.
+FROM_OUTSIDE = {"index.md", "contributing.md", "changelog.md"}
+
+
+def images(page):
+    """The files that a page shows."""
+    return [(page.parent / target).resolve() for target in re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", page.read_text())]
+
+
+def test_every_page_is_in_the_navigation_once():
+    named = re.findall(r"[\w/-]+\.md", SITE[SITE.index("\nnav:") :])
+    ours = {page.relative_to(ROOT / "docs").as_posix() for page in PAGES if page.is_relative_to(ROOT / "docs")}
+    assert sorted(named) == sorted(ours | FROM_OUTSIDE)
+
+
+def test_the_reference_has_all_that_is_public():
+    named = set(re.findall(r"^::: fusedaccum\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE))
+    assert set(fa.__all__) - {"__version__"} <= named
+
+
+def test_figures_are_drawn_from_results(tmp_path):
+    """And say what the results that are here say."""
+    pytest.importorskip("matplotlib")
+    from benchmarks import report
+
+    drawn = {}
+    for folder in {path.parent for page in PAGES for path in images(page)}:
+        out = tmp_path / folder.relative_to(ROOT)
+        out.mkdir(parents=True)
+        for rows in folder.glob("*.jsonl"):
+            (out / rows.name).symlink_to(rows)
+        drawn |= {folder / path.name: path for path in report.draw_all(out)}
+    for page in PAGES:
+        for path in images(page):
+            assert path in drawn, f"no results draw {path}"
+            assert texts(path) == texts(drawn[path]), path
+
+
+def texts(figure):
+    """Titles and legends: matplotlib names in a file what it draws. (Short texts are ticks, which its versions choose.)"""
+    return [text for text in re.findall(r"<!-- (.*?) -->", figure.read_text()) if len(text) > 15]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_say_what_the_results_say(page):
+    pytest.importorskip("matplotlib")
+    from benchmarks import report
+
+    before = page.read_text()
+    assert report.rewritten(before, page.parent, report.blocks())[0] == before
+
+
+def test_there_are_eight_questions():
+    listed = re.findall(r"^\d\. \[.*\]\(([\w-]+\.md)\)", (ROOT / "docs/questions/index.md").read_text(), re.MULTILINE)
+    assert len(listed) == 8
+    assert sorted(listed) == [page.name for page in QUESTIONS]
+
+
+@pytest.mark.parametrize("page", QUESTIONS, ids=lambda page: page.stem)
+def test_every_question_is_answered_by_code_that_proves_it_and_a_figure(page):
+    text = page.read_text()
+    assert text.startswith("# ")
+    assert any("assert" in block for block in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    assert "## What goes wrong otherwise" in text
+    name = f"questions-{page.stem.replace('-', '_')}"
+    assert f"<!-- benchmarks:{name} -->" in text
+    assert [path.name for path in images(page)] == [f"{name}.svg"]
