@@ -17,7 +17,7 @@ from .modes import Kernel
 from .offload import STAGE_BYTES, recorded
 from .optimizer import AccumulatingOptimizer
 
-SAMPLE = 1 << 25  # elements, of the parameters whose gradients come first
+SAMPLE = 1 << 26  # elements, of the parameters whose gradients come first
 ROUNDS = 5
 HOOKED = 256  # parameters of one element, on which the cost of hooks is measured
 
@@ -67,11 +67,9 @@ def _one_pass(kernel: Kernel, sizes: list[int], device: torch.device) -> Callabl
     op, source, into = kernel.op, kernel.source, kernel.into
     flat, views = _flat(sizes, into, device)
     if op in ("overwrite", "add", "add_", "pack"):
-        buckets = _buckets(sizes, source)
-        fresh = _flat([max(sum(map(_padded, sizes[i:j])) for i, j in buckets)], source, device)[
-            0
-        ]  # each takes the one's before place
-        calls = [(views[i:j], _views(fresh, sizes[i:j])) for i, j in buckets]
+        # Each bucket's gradients in memory of their own: what lies in the cache from the last pass would look too fast.
+        grads = _flat(sizes, source, device)[1]
+        calls = [(views[i:j], grads[i:j]) for i, j in _buckets(sizes, source)]
         return {"add_": _adds, "pack": _packs}.get(op, _accumulations)(kernel, calls)
     if op == "scale":
         return lambda: ops.scale_(views, 0.999)
@@ -90,17 +88,9 @@ def _one_pass(kernel: Kernel, sizes: list[int], device: torch.device) -> Callabl
 
 def _flat(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, list[Tensor]]:
     """Ones, in one piece, and its views of these sizes."""
-    flat = torch.ones(sum(map(_padded, sizes)), dtype=dtype, device=device)
-    return flat, _views(flat, sizes)
-
-
-def _views(flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    parts = flat[: sum(map(_padded, sizes))].split([_padded(size) for size in sizes])
-    return [part[:size] for part, size in zip(parts, sizes, strict=True)]
-
-
-def _padded(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
+    padded = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+    flat = torch.ones(sum(padded), dtype=dtype, device=device)
+    return flat, [part[:size] for part, size in zip(flat.split(padded), sizes, strict=True)]
 
 
 def _buckets(sizes: Sequence[int], dtype: torch.dtype) -> list[tuple[int, int]]:

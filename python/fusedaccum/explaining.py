@@ -84,7 +84,7 @@ def explain(
         TypeError, ValueError: no model, nothing to train, several devices; sizes that are not whole numbers, below 1, or a micro-batch
             larger than the batch.
 
-    Measures with the library's own calls on memory of its own: about a second on a CPU, and at most 768 MiB at a time, which it frees
+    Measures with the library's own calls on memory of its own: about a second on a CPU, and at most 1 GiB (of FP64), which it frees
     (beside an almost full device, where that is too much: explain a copy on ``"meta"``). Waits for the device. Parameters, gradients and
     the optimizer stay untouched.
     """
@@ -210,7 +210,7 @@ def _text(found: Explanation) -> Iterator[str]:
     yield _speeds(found)
     if "optimizer" not in found.modes[0].memory:
         yield "The optimizer's state is left out: none was given (optimizer=torch.optim.AdamW), or it cannot be told before it steps."
-    yield 'How many samples fit, activations included: fa.MicroBatcher(model, opt) tries it.'
+    yield "How many samples fit, activations included: fa.MicroBatcher(model, opt) tries it."
     yield ""
     yield f"Take {found.recommended.name}: {found.reason}."
     yield f"    {found.call}"
