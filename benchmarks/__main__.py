@@ -9,6 +9,7 @@ import torch
 
 from . import (
     bench_accumulate,
+    bench_explain,
     bench_fused,
     bench_memory,
     bench_overhead,
@@ -34,6 +35,7 @@ BENCHMARKS = {
         bench_overhead,
         bench_memory,
         bench_ranks,
+        bench_explain,
         bench_questions,
     )
 }

@@ -27,6 +27,7 @@ TABLES: dict[str, Callable[[Sequence[Row]], tables.Table]] = {
     "overhead": tables.overhead,
     "memory": tables.memory,
     "ranks": tables.ranks,
+    "explain": tables.explain,
     "questions": tables.questions,
 }
 

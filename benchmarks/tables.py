@@ -162,6 +162,17 @@ def memory(rows: Sequence[Row]) -> Table:
     return ["way", "parameters MiB", "sums MiB", "gradients and the rest MiB", "peak MiB"], lines
 
 
+def explain(rows: Sequence[Row]) -> Table:
+    """What explain foretold of a window's accumulation, what it took, and the ratio within a round."""
+    lines = []
+    for r in rows:
+        ratio = f"{r['said_of_measured']:.2f} ({r['p10']:.2f}–{r['p90']:.2f})"
+        lines.append(
+            [f"{r['set']} {r['weights']}: {r['contestant']}", f"{r['said_ms']:.1f}", f"{r['median_ms']:.1f}", ratio]
+        )
+    return ["window of 8", "explain says ms", "measured ms", "said / measured (p10–p90)"], lines
+
+
 def questions(rows: Sequence[Row]) -> Table:
     """One line a question: what was found."""
     found = by_question(rows)

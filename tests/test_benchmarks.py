@@ -14,6 +14,7 @@ import fusedaccum as fa
 
 from benchmarks import (
     bench_accumulate,
+    bench_explain,
     bench_questions,
     bench_ranks,
     bench_step,
@@ -108,6 +109,15 @@ def test_a_step_tells_accumulation_from_forward_and_backward(tmp_path: Path) -> 
     assert shares[bench_step.ALONE] == 0
     assert all(share < 1 for share in shares.values())
     assert "tiny, 8 × 64 tokens: fusedaccum" in report.printed("step", rows)
+
+
+@pytest.mark.slow
+def test_explain_is_measured_beside_what_it_says(tmp_path: Path) -> None:
+    options = harness.Options(quick=True, rounds=2, sets=("resnet-101",), out=tmp_path, backend="reference")
+    rows = bench_explain.run(options)
+    assert {row["contestant"] for row in rows} == {*bench_explain.SETTINGS, bench_explain.PLAIN} - bench_explain.AWAY
+    assert all(row["said_ms"] > 0 and row["median_ms"] > 0 for row in rows)
+    assert "resnet-101 bf16: plain p.grad" in report.printed("explain", rows)
 
 
 def test_memory_records_the_peak_of_a_stretch() -> None:

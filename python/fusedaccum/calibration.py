@@ -1,0 +1,171 @@
+"""How fast this device makes the passes of a window: measured there and then, on memory of its own laid out like the model's."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import ops
+from .buffers import ALIGNMENT, Block
+from .intake import BUCKET_BYTES
+from .modes import Kernel
+from .offload import STAGE_BYTES, recorded
+from .optimizer import AccumulatingOptimizer
+
+SAMPLE = 1 << 26  # elements, of the parameters whose gradients come first
+ROUNDS = 5
+HOOKED = 256  # parameters of one element, on which the cost of hooks is measured
+
+
+def bandwidths(kernels: Iterable[Kernel], sizes: Sequence[int], device: torch.device) -> dict[Kernel, float]:
+    """Bytes a second of every kernel, over parameters of these sizes (in elements, in the order of their gradients)."""
+    sample = _sample(sizes)
+    return {kernel: _bandwidth(kernel, sample, device) for kernel in dict.fromkeys(kernels)}
+
+
+def _sample(sizes: Sequence[int]) -> list[int]:
+    taken: list[int] = []
+    left = SAMPLE
+    for size in sizes:
+        taken.append(min(size, left))
+        left -= taken[-1]
+        if not left:
+            break
+    return taken
+
+
+def _bandwidth(kernel: Kernel, sizes: list[int], device: torch.device) -> float:
+    where = torch.device("cpu") if kernel.lane == "cpu" else device
+    seconds = median_seconds(_one_pass(kernel, sizes, where), device)
+    return kernel.bytes * sum(sizes) / seconds
+
+
+def median_seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Of a call that is over when the device is idle again."""
+    found = []
+    for _ in range(ROUNDS + 1):  # the first touches the memory
+        _wait(device)
+        start = time.perf_counter()
+        run()
+        _wait(device)
+        found.append(time.perf_counter() - start)
+    return statistics.median(found[1:])
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        recorded(device).synchronize()
+
+
+def _one_pass(kernel: Kernel, sizes: list[int], device: torch.device) -> Callable[[], object]:
+    """The pass over tensors of these sizes, in the calls in which a window makes it."""
+    op, source, into = kernel.op, kernel.source, kernel.into
+    flat, views = _flat(sizes, into, device)
+    if op in ("overwrite", "add", "add_", "pack"):
+        # Each bucket's gradients in memory of their own: what lies in the cache from the last pass would look too fast.
+        grads = _flat(sizes, source, device)[1]
+        calls = [(views[i:j], grads[i:j]) for i, j in _buckets(sizes, source)]
+        return {"add_": _adds, "pack": _packs}.get(op, _accumulations)(kernel, calls)
+    if op == "scale":
+        return lambda: ops.scale_(views, 0.999)
+    if op == "narrow":
+        wide = Block(_flat(sizes, source, device)[0], hidden=False)
+        return lambda: wide.narrow_(into, 0.999, [], "auto")
+    if op == "cast":
+        others = _flat(sizes, source, device)[1]
+        return lambda: ops.cast_(views, others)
+    if op == "read":
+        return lambda: ops.stats(views)
+    if op == "zero":
+        return flat.zero_
+    return _over_link(kernel, sum(sizes), device)
+
+
+def _flat(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    """Ones, in one piece, and its views of these sizes."""
+    padded = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+    flat = torch.ones(sum(padded), dtype=dtype, device=device)
+    return flat, [part[:size] for part, size in zip(flat.split(padded), sizes, strict=True)]
+
+
+def _buckets(sizes: Sequence[int], dtype: torch.dtype) -> list[tuple[int, int]]:
+    """Where each bucket begins and ends among the gradients."""
+    found, begin, held = [], 0, 0
+    for i, size in enumerate(sizes):
+        held += size * dtype.itemsize
+        if held >= BUCKET_BYTES or i == len(sizes) - 1:
+            found.append((begin, i + 1))
+            begin, held = i + 1, 0
+    return found
+
+
+Calls = list[tuple[list[Tensor], list[Tensor]]]
+
+
+def _accumulations(kernel: Kernel, calls: Calls) -> Callable[[], object]:
+    overwrite = kernel.op == "overwrite"
+    mean = 0.5 if kernel.into.itemsize < 4 and not overwrite else 1.0  # 16-bit buffers hold a running mean
+
+    def run() -> None:
+        for buffers, grads in calls:
+            draws = ops.StochasticRounding(1, [0] * len(buffers)) if kernel.stochastic else None
+            ops.accumulate_(buffers, grads, mean, overwrite=overwrite, decay=mean, rounding=draws)
+
+    return run
+
+
+def _adds(_: Kernel, calls: Calls) -> Callable[[], object]:
+    return lambda: [sums.add_(grad) for call in calls for sums, grad in zip(*call, strict=True)]
+
+
+def _packs(_: Kernel, calls: Calls) -> Callable[[], object]:
+    def run() -> None:
+        for call in calls:
+            torch._foreach_copy_(*call)
+
+    return run
+
+
+def _over_link(kernel: Kernel, elements: int, device: torch.device) -> Callable[[], object]:
+    here = torch.ones(STAGE_BYTES, dtype=torch.uint8, pin_memory=True)
+    there = torch.ones(STAGE_BYTES, dtype=torch.uint8, device=device)
+    left = [
+        min(STAGE_BYTES, elements * kernel.bytes - begin) for begin in range(0, elements * kernel.bytes, STAGE_BYTES)
+    ]
+    return lambda: [here[:n].copy_(there[:n], non_blocking=True) for n in left]
+
+
+class _Ones(torch.autograd.Function):
+    """A scalar whose backward hands every parameter a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, *params: Tensor) -> Tensor:
+        ctx.params = params
+        return torch.zeros((), device=params[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> tuple[Tensor, ...]:
+        return tuple(torch.ones_like(p) for p in ctx.params)
+
+
+def hook_seconds(dtype: torch.dtype, device: torch.device) -> float:
+    """What the wrapper adds to a backward pass a parameter, whatever its size: hooks, queue, and a share of the call that adds."""
+    ours, plain = ([nn.Parameter(torch.zeros(1, dtype=dtype, device=device)) for _ in range(HOOKED)] for _ in range(2))
+    opt = AccumulatingOptimizer(torch.optim.SGD(ours), accum_steps=1 << 30)
+
+    def alone() -> None:
+        _Ones.apply(*plain).backward()
+        for p in plain:
+            p.grad = None
+
+    def wrapped() -> None:
+        _Ones.apply(*ours).backward()
+        opt.step()
+
+    difference = median_seconds(wrapped, device) - median_seconds(alone, device)
+    return max(0.0, difference / HOOKED)

@@ -1,0 +1,255 @@
+"""``fa.explain(model, desired_batch=64, micro_batch=8)``: what a window will cost here under each mode, and which to take."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import calibration
+from .modes import FUSED, HELD, MASTERS, PLAIN, Kernel, Mode, Parameters, priced
+from .shards import local_of
+
+ROOM = (
+    0.2  # of the memory that is to be had, for what is not known here: activations, and what the step takes by itself
+)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What :func:`explain` found; ``str()`` of it is the text.
+
+    Attributes:
+        modes: what there is to choose among.
+        recommended: one of them. reason: why. call: to paste, for the window that was asked for.
+        micro_batches: of a window. last: samples in the last of them.
+        available: bytes on the parameters' device for the model and all that comes with it; None where not known.
+        bandwidths: bytes a second of each pass, as measured.
+        hook_seconds: what the wrapper adds to a window's backward passes beside :attr:`Mode.seconds`; None where not measured.
+    """
+
+    modes: list[Mode]
+    recommended: Mode
+    reason: str
+    call: str
+    micro_batches: int
+    micro_batch: int
+    last: int
+    available: int | None
+    device: torch.device
+    bandwidths: dict[Kernel, float]
+    hook_seconds: float | None
+
+    def __str__(self) -> str:
+        return "\n".join(_text(self))
+
+
+def explain(
+    model: nn.Module | Iterable[Tensor],
+    *,
+    desired_batch: int,
+    micro_batch: int,
+    optimizer: Any = None,
+    memory: int | None = None,
+    show: bool = True,
+) -> Explanation:
+    """Print, and return, what a window will hold in memory, move in bytes and cost in time under each mode, and which one to take.
+
+    A window has ``N = ceil(desired_batch / micro_batch)`` micro-batches. For parameters of p bytes an element, buffers of b::
+
+        bytes in memory = model + buffers + gradients on their way (a bucket) + masters + optimizer's state
+        bytes moved     = (p + b) + (N - 1) * (p + 2b) + closing      closing: b + p to cast, 2b to scale, 0 where handed on
+        seconds         = sum over the passes of bytes / measured bandwidth      (+ hooks, a parameter and micro-batch)
+
+    counted over the parameters as they are; each term is explained in docs/memory.md and docs/performance.md. Gradients are taken to
+    come from the last parameter to the first. Not counted, because no input is known: activations, the rows of a fused embedding, what
+    fused layers' GEMMs take longer, and what the inner step takes for itself. (``fa.MicroBatcher(model, opt)`` finds the largest
+    micro-batch that fits.)
+
+    Args:
+        model: a module, or its parameters, on one device. On ``"meta"`` it takes no memory, and nothing is measured.
+        desired_batch: samples a window.
+        micro_batch: samples that go through the model at once.
+        optimizer: an instance or a class, whose state is counted as it will be after the first step; None leaves it out.
+        memory: bytes to be had on the device, of another machine's say; None asks this device.
+        show: print the text.
+
+    Raises:
+        TypeError, ValueError: no model, nothing to train, several devices; sizes that are not whole numbers, below 1, or a micro-batch
+            larger than the batch.
+
+    Measures with the library's own calls on memory of its own: about a second on a CPU, and at most 1 GiB (of FP64), which it frees
+    (beside an almost full device, where that is too much: explain a copy on ``"meta"``). Waits for the device. Parameters, gradients and
+    the optimizer stay untouched.
+    """
+    desired_batch, micro_batch = _checked("desired_batch", desired_batch), _checked("micro_batch", micro_batch)
+    if micro_batch > desired_batch:
+        raise ValueError(
+            f"micro_batch is {micro_batch}, more than desired_batch ({desired_batch}); a window is made of micro-batches: "
+            f"use micro_batch={desired_batch} (which needs no accumulation), or a larger desired_batch"
+        )
+    of = Parameters.of(model)
+    micro_batches = -(-desired_batch // micro_batch)
+    last = desired_batch - (micro_batches - 1) * micro_batch
+    modes = [priced(way, of, micro_batches, optimizer) for way in of.ways()]
+    speeds: dict[Kernel, float] = {}
+    hooks = None
+    if of.device.type != "meta":
+        sizes = [local_of(p).numel() for p in reversed(of.trained)]
+        speeds = calibration.bandwidths((p.kernel for mode in modes for p in mode.passes), sizes, of.device)
+        hooks = calibration.hook_seconds(of.trained[0].dtype, of.device) * len(sizes) * micro_batches
+        modes = [dataclasses.replace(mode, seconds=_seconds(mode, speeds)) for mode in modes]
+    available = memory if memory is not None else _available(of)
+    recommended, reason = _recommend(modes, of.narrow, micro_batches, available)
+    call = _call(recommended, desired_batch, micro_batches, last == micro_batch)
+    found = Explanation(
+        modes, recommended, reason, call, micro_batches, micro_batch, last, available, of.device, speeds, hooks
+    )
+    if show:
+        print(found)
+    return found
+
+
+def _checked(name: str, value: Any) -> int:
+    """A number of samples; raises TypeError or ValueError for what is none."""
+    if isinstance(value, float):
+        raise ValueError(f"{name} must be an int (samples), got the float {value!r}; write {max(1, round(value))}")
+    try:
+        count = operator.index(value)
+    except TypeError:
+        count = None
+    if count is None or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int (samples), got {value!r}")
+    if count < 1:
+        raise ValueError(f"{name} must be at least 1, got {count}; it counts samples")
+    return count
+
+
+def _seconds(mode: Mode, speeds: dict[Kernel, float]) -> float:
+    """While gradients come, device, link and CPU work side by side; at the window's end, one after the other."""
+    lanes: dict[str, float] = {}
+    closing = 0.0
+    for p in mode.passes:
+        seconds = p.bytes / speeds[p.kernel]
+        if p.closing:
+            closing += seconds
+        else:
+            lanes[p.kernel.lane] = lanes.get(p.kernel.lane, 0.0) + seconds
+    return max(lanes.values(), default=0.0) + closing
+
+
+def _available(of: Parameters) -> int | None:
+    """Free memory of the device, and what the model takes of it already."""
+    if of.device.type == "cuda":
+        unused = torch.cuda.memory_reserved(of.device) - torch.cuda.memory_allocated(of.device)
+        return torch.cuda.mem_get_info(of.device)[0] + unused + of.model_bytes
+    known = Path("/proc/meminfo")
+    if of.device.type == "cpu" and known.exists():
+        lines = dict(line.split(":", 1) for line in known.read_text().splitlines())
+        return int(lines["MemAvailable"].split()[0]) * 1024 + of.model_bytes
+    return None
+
+
+def _recommend(modes: list[Mode], narrow: bool, micro_batches: int, available: int | None) -> tuple[Mode, str]:
+    """The mode to take, and why: the first in the order of preference that leaves room."""
+    named = {mode.name: mode for mode in modes}
+    if micro_batches == 1:
+        return named[PLAIN.name], "one micro-batch is the whole batch, so there is nothing to accumulate"
+    policies = (HELD.name, PLAIN.name, MASTERS.name)  # chosen for what they do, not for what they cost
+    ours = [mode for mode in modes if mode.name not in policies]
+    first = (
+        "16-bit sums lose what is small beside them (in bf16 256 + 1 is 256), FP32 sums do not"
+        if narrow
+        else "p.grad sums in FP32 as well; the wrapper adds exact windows of unequal micro-batches, clipping and checks"
+    )
+    if available is None:
+        return ours[0], f"{first}; how much memory is free is not known here"
+    for mode in ours:
+        if mode.peak <= (1 - ROOM) * available:
+            left = f"it leaves {_size(available - mode.peak)} of {_size(available)} to activations and the step"
+            if mode is ours[0]:
+                return mode, f"{first}; {left}"
+            return mode, f"of the modes before it in the table none leaves a fifth of the device's memory; {left}"
+    least = min(ours, key=lambda mode: mode.peak)
+    return (
+        least,
+        f"it takes least, but leaves less than a fifth of {_size(available)}: shard the model, or train less of it",
+    )
+
+
+def _call(mode: Mode, desired_batch: int, micro_batches: int, even: bool) -> str:
+    if mode.name == PLAIN.name:
+        return "optimizer.step() after every batch"
+    window = f"accum_steps={micro_batches}" if even else f"window_weight={desired_batch}"
+    call = f"opt = fa.AccumulatingOptimizer(optimizer, {', '.join(filter(None, [window, mode.arguments]))})"
+    return call + ("; fa.fuse_embedding(fa.fuse_linear(model))" if mode.name == FUSED.name else "")
+
+
+# -- the text --------------------------------------------------------------------------------------------------
+
+
+def _text(found: Explanation) -> Iterator[str]:
+    n, micro_batch = found.micro_batches, found.micro_batch
+    batch = (n - 1) * micro_batch + found.last
+    yield f"A window of {batch} samples: {n} micro-batch{'es' if n > 1 else ''} of {micro_batch}, parameters on {found.device}."
+    if found.last != micro_batch:
+        yield (
+            f"The last one holds {found.last}: call opt.backward(loss, weight=len(x)), and the window is the mean over {batch} samples."
+        )
+    yield ""
+    yield from _table(found)
+    yield ""
+    yield "memory = model + buffers + gradients on their way + masters + optimizer's state; activations and the step's own come on top."
+    yield f"bytes an element: first micro-batch + {n - 1} more + the window's end; moved = these × elements; ms = moved / bandwidth:"
+    yield _speeds(found)
+    if "optimizer" not in found.modes[0].memory:
+        yield "The optimizer's state is left out: none was given (optimizer=torch.optim.AdamW), or it cannot be told before it steps."
+    yield "How many samples fit, activations included: fa.MicroBatcher(model, opt) tries it."
+    yield ""
+    yield f"Take {found.recommended.name}: {found.reason}."
+    yield f"    {found.call}"
+
+
+def _table(found: Explanation) -> Iterator[str]:
+    columns = list(dict.fromkeys(part for mode in found.modes for part in (*mode.memory, *mode.cpu)))
+    away = found.device.type != "cpu"
+    header = ["mode", *columns, "memory", *(["CPU memory"] if away else []), "moved", "ms", "bytes an element"]
+    lines = [header]
+    for mode in found.modes:
+        parts = [
+            _size(mode.memory.get(part, 0)) + ("*" if part in mode.cpu and part not in mode.memory else "")
+            for part in columns
+        ]
+        cpu = [_size(sum(mode.cpu.values()))] if away else []
+        ms = "not measured" if mode.seconds is None else f"{1e3 * mode.seconds:.1f}"
+        lines.append([mode.name, *parts, _size(mode.peak), *cpu, _size(mode.moved), ms, mode.formula])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        yield "  ".join(
+            [line[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
+        )
+    if any(mode.cpu for mode in found.modes):
+        yield "* in CPU memory"
+
+
+def _speeds(found: Explanation) -> str:
+    if not found.bandwidths or found.hook_seconds is None:
+        return "    not measured, for the model has no device."
+    speeds = ", ".join(f"{kernel} {speed / 1e9:.1f}" for kernel, speed in found.bandwidths.items())
+    return (
+        f"    GB/s measured here: {speeds}.\n"
+        f"    Hooks add about {1e3 * found.hook_seconds:.1f} ms a window to every mode but {PLAIN.name}; gradients' own cost is not in it."
+    )
+
+
+def _size(count: float) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return "0" if not count else f"{count / 2**10:.1f} KiB"

@@ -1,0 +1,320 @@
+"""What a window holds and moves under each mode: the formulas of docs/memory.md and docs/performance.md over real parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .buffers import ALIGNMENT, buffer_dtype
+from .fuse import Embedding, Linear, has_product
+from .intake import BUCKET_BYTES
+from .offload import STAGE_BYTES, STAGES
+from .shards import local_of
+
+
+class Kernel(NamedTuple):
+    """A kind of pass over memory: what it does, between which dtypes, and where ("device", "cpu", or "link" between the two)."""
+
+    op: str
+    source: torch.dtype
+    into: torch.dtype
+    lane: str = "device"
+    stochastic: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that it reads and writes an element."""
+        g, b = self.source.itemsize, self.into.itemsize
+        return {"add": g + 2 * b, "add_": g + 2 * b, "scale": 2 * b, "read": g, "zero": b, "link": g}.get(
+            self.op, g + b
+        )
+
+    def __str__(self) -> str:
+        short = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+        return f"{self.op} {short[self.source]}→{short[self.into]}{' stochastic' if self.stochastic else ''}"
+
+
+class Pass(NamedTuple):
+    """``times`` in a window, a kernel goes over this many elements."""
+
+    kernel: Kernel
+    elements: int
+    times: int
+    closing: bool = False  # at the window's end, and not during its backward passes
+
+    @property
+    def bytes(self) -> int:
+        return self.kernel.bytes * self.elements * self.times
+
+
+@dataclass(frozen=True)
+class Way:
+    """A mode as it is asked for: ``arguments`` of the wrapper, and what they mean here."""
+
+    name: str
+    arguments: str = ""
+    buffers: torch.dtype | None = torch.float32
+    masters: bool = False
+    held: bool = False
+    offloaded: bool = False
+    fused: bool = False
+    plain: bool = False
+
+    def stepped(self, dtype: torch.dtype) -> torch.dtype:
+        """What the inner optimizer steps in place of a parameter of ``dtype``."""
+        return torch.promote_types(dtype, torch.float32) if self.masters else dtype
+
+
+DEFAULT = Way("FP32 buffers")
+FUSED = Way("fused layers", fused=True)
+STOCHASTIC = Way("16-bit buffers", 'buffer_dtype=None, rounding="stochastic"', buffers=None)
+MASTERS = Way("master weights", "master_weights=True", masters=True)
+HELD = Way("skip_micro_batch", 'nonfinite="skip_micro_batch"', held=True)
+OFFLOADED = Way("buffers in CPU memory", 'buffer_device="cpu"', offloaded=True)
+ALL_OFFLOADED = Way("masters there too", 'buffer_device="cpu", master_weights=True', offloaded=True, masters=True)
+PLAIN = Way("plain p.grad", plain=True)
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way to accumulate, and what a window costs under it.
+
+    Attributes:
+        name, arguments: of the mode, and of the wrapper to get it.
+        memory: bytes by what they are for ("model", "buffers", "gradients", "masters", "optimizer"), on the parameters' device, at
+            the peak; activations and what the inner step takes by itself left out.
+        cpu: the same in CPU memory, where the parameters are elsewhere.
+        elements: that are trained. passes: over memory, in a window.
+        seconds: that they take a window; None where not measured.
+    """
+
+    name: str
+    arguments: str
+    memory: dict[str, int]
+    cpu: dict[str, int]
+    elements: int
+    passes: list[Pass] = field(repr=False)
+    seconds: float | None = None
+
+    @property
+    def peak(self) -> int:
+        return sum(self.memory.values())
+
+    @property
+    def moved(self) -> int:
+        """Bytes read and written a window by accumulation, wherever."""
+        return sum(p.bytes for p in self.passes)
+
+    @property
+    def formula(self) -> str:
+        """:attr:`moved` an element, pass by pass; "of 12%" where a pass goes over a part of the elements."""
+        terms = []
+        for p in self.passes:
+            share = p.elements / self.elements
+            term = f"{p.times} × {p.kernel.bytes}" if p.times > 1 else f"{p.kernel.bytes}"
+            terms.append(term if share > 0.995 else f"{term} of {share:.0%}")
+        return " + ".join(terms) or "0"
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """What there is to accumulate for: the model's trained parameters and its size."""
+
+    trained: list[Tensor]
+    model_bytes: int
+    device: torch.device
+    linear: frozenset[Tensor]  # weights that fuse_linear, and fuse_embedding, would take off the way of gradients
+    embedding: frozenset[Tensor]
+
+    @classmethod
+    def of(cls, model: nn.Module | Iterable[Tensor]) -> Parameters:
+        """Raises TypeError or ValueError for what is no model, trains nothing, or is on several devices."""
+        if isinstance(model, Tensor) or not isinstance(model, (nn.Module, Iterable)):
+            raise TypeError(
+                f"model must be a torch.nn.Module or its parameters, got {type(model).__name__}; pass model.parameters()"
+            )
+        module = model if isinstance(model, nn.Module) else nn.Module()
+        known = list(model.parameters()) if isinstance(model, nn.Module) else list(dict.fromkeys(model))
+        trained = [p for p in known if p.requires_grad]
+        if not trained:
+            raise ValueError(
+                "model has no parameter that requires a gradient, so there is nothing to accumulate; thaw what is trained"
+            )
+        devices = {p.device for p in trained}
+        if len(devices) > 1:
+            raise ValueError(
+                f"the model's parameters are on {' and '.join(sorted(map(str, devices)))}; explain those of one device at a time"
+            )
+        for p in trained:
+            if not p.is_floating_point() or p.dtype.itemsize < 2:
+                raise ValueError(f"a parameter is {p.dtype}; FP64, FP32, bf16 and fp16 parameters can be accumulated")
+        size = sum(local_of(x).nbytes for x in [*known, *module.buffers()])
+        device = devices.pop()
+        linear: set[Tensor] = set()
+        embedding: set[Tensor] = set()
+        for m in module.modules():
+            if isinstance(m, nn.Linear) and type(m) in (nn.Linear, Linear) and _product(m.weight.dtype, device):
+                linear.add(m.weight)
+            if type(m) in (nn.Embedding, Embedding):
+                table: Any = m
+                if not (table.sparse or table.scale_grad_by_freq or table.max_norm is not None):
+                    embedding.add(table.weight)
+        wanted = set(trained)
+        return cls(trained, size, device, frozenset(linear & wanted), frozenset(embedding & wanted - linear))
+
+    @property
+    def narrow(self) -> bool:
+        """Are any 16 bits wide?"""
+        return any(p.dtype.itemsize < 4 for p in self.trained)
+
+    def ways(self) -> list[Way]:
+        """What can be chosen among for these, ours in the order of preference where memory allows."""
+        ways = [DEFAULT]
+        ways += [FUSED] if self.linear or self.embedding else []
+        ways += [STOCHASTIC] if self.narrow else []
+        ways += [OFFLOADED, ALL_OFFLOADED] if self.device.type != "cpu" else []
+        ways += [MASTERS] if self.narrow else []
+        return [*ways, HELD, PLAIN]
+
+
+def _product(dtype: torch.dtype, device: torch.device) -> bool:
+    wide = buffer_dtype(dtype, torch.float32)
+    return dtype == wide if device.type == "meta" else has_product(dtype, wide, device.type)
+
+
+def priced(way: Way, of: Parameters, micro_batches: int, optimizer: Any) -> Mode:
+    """The mode's bytes, in memory and moved; no seconds yet."""
+    on_the_way = [p for p in of.trained if not (way.fused and p in of.linear | of.embedding)]
+    memory: dict[str, int] = {"model": of.model_bytes}
+    cpu: dict[str, int] = {}
+    there = cpu if way.offloaded else memory
+    if way.plain:
+        memory["buffers"] = sum(local_of(p).nbytes for p in of.trained)
+        memory["gradients"] = max(local_of(p).nbytes for p in of.trained) if micro_batches > 1 else 0
+    else:
+        there["buffers"] = sum(
+            -(-local_of(p).numel() // ALIGNMENT) * ALIGNMENT * buffer_dtype(p.dtype, way.buffers).itemsize
+            for p in of.trained
+        )
+        memory["gradients"] = sum(local_of(p).nbytes for p in on_the_way) if way.held else bucket(on_the_way)
+    if way.masters:
+        theirs = [p for p in of.trained if way.offloaded or p.dtype.itemsize < 4]
+        there["masters"] = sum(local_of(p).numel() * way.stepped(p.dtype).itemsize for p in theirs)
+    if way.offloaded:
+        memory["ring"] = cpu["ring"] = STAGES * STAGE_BYTES
+        if not way.masters:
+            memory["gradients"] = max(memory["gradients"], part_brought(of.trained))
+    state = state_bytes(optimizer, of.trained, way.stepped)
+    if state is not None:
+        (cpu if way.offloaded and way.masters else memory)["optimizer"] = state
+    elements = sum(local_of(p).numel() for p in of.trained)
+    return Mode(way.name, way.arguments, memory, cpu, elements, passes(way, of, micro_batches, optimizer))
+
+
+def bucket(gradients: Sequence[Tensor]) -> int:
+    """The most that a bucket holds, where gradients come from the last parameter to the first."""
+    most = held = 0
+    for p in reversed(gradients):
+        held += local_of(p).nbytes
+        most = max(most, held)
+        if held >= BUCKET_BYTES:
+            held = 0
+    return most
+
+
+def part_brought(gradients: Sequence[Tensor]) -> int:
+    """The most of a window's gradient that is on the device at once, for an optimizer that is stepped in parts."""
+    sizes = [local_of(p).nbytes for p in gradients]
+    return max(*sizes, min(sum(sizes), STAGE_BYTES)) if sizes else 0
+
+
+def passes(way: Way, of: Parameters, micro_batches: int, optimizer: Any) -> list[Pass]:
+    """The passes of accumulation in a window, dtype by dtype."""
+    handed_on = _scales(optimizer) and all(
+        buffer_dtype(p.dtype, way.buffers) == way.stepped(p.dtype) and p.dtype.itemsize <= 4 for p in of.trained
+    )
+    found: list[Pass] = []
+    for dtype in dict.fromkeys(p.dtype for p in of.trained):
+        alike = [p for p in of.trained if p.dtype == dtype]
+        fused = [p for p in alike if way.fused and p in of.linear | of.embedding]
+        elements = sum(local_of(p).numel() for p in alike)
+        buffers = buffer_dtype(dtype, way.buffers)
+        if way.plain:
+            found.append(Pass(Kernel("add_", dtype, dtype), elements, micro_batches - 1))
+            continue
+        if fused:
+            zeroed = sum(local_of(p).numel() for p in fused if p in of.embedding)
+            found.append(Pass(Kernel("zero", buffers, buffers), zeroed, 1))
+        here = elements - sum(local_of(p).numel() for p in fused)
+        found += _gathering(way, dtype, buffers, here, micro_batches)
+        found += _closing(way, dtype, buffers, elements, micro_batches == 1 or handed_on)
+    return [p for p in found if p.times and p.elements]
+
+
+def _gathering(way: Way, dtype: torch.dtype, buffers: torch.dtype, elements: int, times: int) -> list[Pass]:
+    lane = "cpu" if way.offloaded else "device"
+    stochastic = "stochastic" in way.arguments and buffers.itemsize < 4
+    found = [Pass(Kernel("read", dtype, dtype), elements, times)] if way.held else []
+    if way.offloaded:
+        found += [Pass(Kernel(op, dtype, dtype, lane), elements, times) for op, lane in LEAVING]
+    found.append(Pass(Kernel("overwrite", dtype, buffers, lane, stochastic), elements, 1))
+    found.append(Pass(Kernel("add", dtype, buffers, lane, stochastic), elements, times - 1))
+    return found
+
+
+LEAVING = (("pack", "device"), ("link", "link"))  # what takes a gradient off its device
+
+
+def _closing(way: Way, dtype: torch.dtype, buffers: torch.dtype, elements: int, as_it_is: bool) -> list[Pass]:
+    lane = "cpu" if way.offloaded else "device"
+    stepped = way.stepped(dtype)
+    kernels = []
+    if buffers != stepped:
+        kernels.append(Kernel("narrow", buffers, stepped, lane))
+    elif buffers.itemsize >= 4 and not as_it_is:  # narrower buffers hold the mean already
+        kernels.append(Kernel("scale", buffers, buffers, lane))
+    if way.offloaded or stepped != dtype:  # back: the gradient, or the stepped masters
+        kernels.append(Kernel("cast", stepped, dtype, lane))
+    if way.offloaded:
+        kernels.append(Kernel("link", dtype, dtype, "link"))
+    return [Pass(kernel, elements, 1, closing=True) for kernel in kernels]
+
+
+def _scales(optimizer: Any) -> bool:
+    """Will the optimizer divide by the weights in its own pass?"""
+    groups = getattr(optimizer, "param_groups", [])
+    return bool(groups) and all(group.get("fused") for group in groups)
+
+
+def state_bytes(optimizer: Any, trained: Sequence[Tensor], stepped: Callable[[torch.dtype], torch.dtype]) -> int | None:
+    """What the optimizer will keep, found by a step of one of its kind on tensors without memory; None where that cannot be."""
+    if optimizer is None:
+        return None
+    kind: Any
+    if isinstance(optimizer, Optimizer):
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # of a wrapper's, the one inside
+        groups, kind = [dict(group) for group in optimizer.param_groups], type(optimizer)
+    else:
+        groups, kind = [{"params": trained}], optimizer
+    for group in groups:
+        for choice in ("fused", "foreach", "capturable"):  # of how it computes, which is refused for such tensors
+            group.pop(choice, None)
+        group["params"] = [
+            nn.Parameter(torch.empty(local_of(p).shape, dtype=stepped(p.dtype), device="meta"))
+            for p in group["params"]
+            if p.requires_grad
+        ]
+    try:
+        trial = kind(groups)
+        for group in trial.param_groups:
+            for p in group["params"]:
+                p.grad = torch.empty_like(p)
+        trial.step()
+    except Exception:  # somebody else's code, which may want anything
+        return None
+    return sum(x.nbytes for entry in trial.state.values() for x in entry.values() if isinstance(x, Tensor))

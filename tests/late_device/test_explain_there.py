@@ -1,0 +1,66 @@
+"""fa.explain of parameters on another device: what buffers in CPU memory hold and move, on either side and between."""
+
+import fusedaccum as fa
+import pytest
+import torch
+from torch import nn
+
+SETTINGS = {
+    "buffers in CPU memory": {},
+    "masters there too": {"master_weights": True},
+}
+
+
+@pytest.fixture
+def small(monkeypatch):
+    for module in ("modes", "calibration"):
+        monkeypatch.setattr(f"fusedaccum.{module}.STAGE_BYTES", 1024)
+        monkeypatch.setattr(f"fusedaccum.{module}.BUCKET_BYTES", 3000)
+    monkeypatch.setattr("fusedaccum.calibration.HOOKED", 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_cpu_side_of_buffers_in_cpu_memory(device, small, monkeypatch, name, dtype):
+    net = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4))).to(device, dtype)
+    found = fa.explain(net, desired_batch=8, micro_batch=2, show=False)
+    mode = next(mode for mode in found.modes if mode.name == name)
+    assert mode.seconds > 0 and set(found.bandwidths) >= {p.kernel for p in mode.passes}
+    opt = fa.AccumulatingOptimizer(
+        torch.optim.SGD(net.parameters(), lr=0.1), accum_steps=4, buffer_device="cpu", **SETTINGS[name]
+    )
+    moved = []
+    watched(monkeypatch, moved)
+    for _ in range(4):
+        sum((p.float() ** 2).sum() for p in net.parameters()).backward()
+        opt.step()
+    buffers = sum(block.flat.nbytes for block in opt._sums.buffers.blocks)
+    masters = sum(m.nbytes for m in opt._masters.of.values())
+    ring = sum(stage.there.nbytes for ring in opt._sums.offload._rings.values() for stage in ring)
+    assert mode.cpu == {"buffers": buffers, "ring": ring, **({"masters": masters} if masters else {})}
+    assert mode.memory["ring"] == ring
+    assert sum(p.bytes for p in mode.passes if p.kernel.lane == "cpu") == sum(moved)
+
+
+def watched(monkeypatch, moved):
+    """Notes what the ops that run on the CPU read and write."""
+    accumulate_, cast_, scale_ = fa.ops.accumulate_, fa.ops.cast_, fa.ops.scale_
+
+    def size(tensors):
+        return sum(x.nbytes for x in tensors)
+
+    def watched_accumulate_(buffers, grads, *args, overwrite=False, **kwargs):
+        moved.append(size(grads) + (1 if overwrite else 2) * size(buffers))
+        accumulate_(buffers, grads, *args, overwrite=overwrite, **kwargs)
+
+    def watched_cast_(outs, ins, *args, **kwargs):
+        moved.append(size(outs) + size(ins))
+        cast_(outs, ins, *args, **kwargs)
+
+    def watched_scale_(tensors, *args, **kwargs):
+        moved.append(2 * size(tensors))
+        scale_(tensors, *args, **kwargs)
+
+    monkeypatch.setattr(fa.ops, "accumulate_", watched_accumulate_)
+    monkeypatch.setattr(fa.ops, "cast_", watched_cast_)
+    monkeypatch.setattr(fa.ops, "scale_", watched_scale_)

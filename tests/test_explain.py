@@ -1,0 +1,305 @@
+"""fa.explain against what really happens: bytes allocated, bytes handed to the ops, the state of a real optimizer."""
+
+import fusedaccum as fa
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("tqdm")
+
+from benchmarks import memory
+
+BATCH, MICRO_BATCH = 32, 8
+SETTINGS = {
+    "FP32 buffers": {},
+    "16-bit buffers": {"buffer_dtype": None, "rounding": "stochastic"},
+    "master weights": {"master_weights": True},
+    "skip_micro_batch": {"nonfinite": "skip_micro_batch"},
+    "fused layers": {},
+}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch):
+    """What is not about seconds need not measure them on much."""
+    monkeypatch.setattr("fusedaccum.calibration.SAMPLE", 1 << 12)
+    monkeypatch.setattr("fusedaccum.calibration.HOOKED", 4)
+
+
+def layers(dtype, width=96):
+    """Deep enough that a bucket, all gradients and the largest of them are three different sizes."""
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(6)), nn.Linear(width, 3 * width)).to(dtype)
+
+
+def modes(model, **how):
+    found = fa.explain(model, **{"desired_batch": BATCH, "micro_batch": MICRO_BATCH, "show": False, **how})
+    return {mode.name: mode for mode in found.modes}
+
+
+def window(model, step, micro_batches=BATCH // MICRO_BATCH):
+    """A window through a model of :func:`layers`."""
+    p = next(model.parameters())
+    for _ in range(micro_batches):
+        model(torch.randn(2, p.shape[1]).to(p.dtype)).float().square().mean().backward()
+        step()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("name", [*SETTINGS, "plain p.grad"])
+def test_memory_is_what_a_window_allocates(monkeypatch, name, dtype):
+    monkeypatch.setattr("fusedaccum.intake.BUCKET_BYTES", 1 << 16)
+    monkeypatch.setattr("fusedaccum.modes.BUCKET_BYTES", 1 << 16)
+    said = modes(layers(DTYPES[dtype]), optimizer=torch.optim.AdamW)
+    if name not in said:
+        pytest.skip(f"no mode for {dtype} parameters on the CPU")
+    with memory.recorded("cpu") as timeline:
+        model = layers(DTYPES[dtype])
+        opt = torch.optim.AdamW(model.parameters(), fused=True)
+        if name != "plain p.grad":
+            opt = fa.AccumulatingOptimizer(opt, accum_steps=4, **SETTINGS[name])
+        if name == "fused layers":
+            fa.fuse_linear(model)
+        step = opt.step if name != "plain p.grad" else lambda: None
+        window(model, step)
+        if name == "plain p.grad":
+            opt.step()
+            opt.zero_grad()
+        with memory.mark("second window"):  # from which on the optimizer has its state
+            window(model, step)
+    assert said[name].peak == pytest.approx(timeline.peak_of("second window"), rel=0.1)
+
+
+OPTIMIZERS = {"SGD": {}, "fused AdamW": {"fused": True}}
+
+
+@pytest.mark.parametrize(("micro_batches", "optimizer"), [(1, "SGD"), (4, "SGD"), (4, "fused AdamW")])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp64", "mixed"])
+@pytest.mark.parametrize("name", [name for name in SETTINGS if name != "fused layers"])
+def test_bytes_moved_are_those_of_the_calls(monkeypatch, name, dtype, micro_batches, optimizer):
+    model = layers(DTYPES.get(dtype, torch.bfloat16), width=64)
+    if dtype == "mixed":
+        model[0].weight = nn.Parameter(model[0].weight.float())
+    opt = getattr(torch.optim, optimizer.split()[-1])(model.parameters(), lr=1e-3, **OPTIMIZERS[optimizer])
+    said = modes(model, desired_batch=micro_batches * MICRO_BATCH, optimizer=opt)
+    if name not in said:
+        pytest.skip(f"no mode for {dtype} parameters on the CPU")
+    opt = fa.AccumulatingOptimizer(opt, accum_steps=micro_batches, **SETTINGS[name])
+    counted = counts(monkeypatch)
+    for _ in range(micro_batches):
+        sum((p.float() ** 2).sum() for p in model.parameters()).backward()
+        opt.step()
+    assert said[name].moved == pytest.approx(sum(counted), rel=0.1 if dtype == "mixed" else 0.01)
+
+
+def counts(monkeypatch):
+    """A list that grows by the bytes that each call of an op reads and writes."""
+    found = []
+    ops = {name: getattr(fa.ops, name) for name in ("accumulate_", "scale_", "cast_", "stats")}
+
+    def size(tensors):
+        return sum(x.nbytes for x in tensors)
+
+    def accumulate_(buffers, grads, *args, overwrite=False, **kwargs):
+        found.append(size(grads) + (1 if overwrite else 2) * size(buffers))
+        return ops["accumulate_"](buffers, grads, *args, overwrite=overwrite, **kwargs)
+
+    def scale_(tensors, *args, **kwargs):
+        found.append(2 * size(tensors))
+        return ops["scale_"](tensors, *args, **kwargs)
+
+    def cast_(outs, ins, *args, **kwargs):
+        found.append(size(outs) + size(ins))
+        return ops["cast_"](outs, ins, *args, **kwargs)
+
+    def stats(tensors, **kwargs):
+        found.append(size(tensors))
+        return ops["stats"](tensors, **kwargs)
+
+    for op in (accumulate_, scale_, cast_, stats):
+        monkeypatch.setattr(fa.ops, op.__name__, op)
+    return found
+
+
+def test_fused_layers_leave_only_the_rest_to_be_moved(monkeypatch):
+    model = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 8))
+    said = modes(model)["fused layers"]
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(model.parameters()), accum_steps=4)
+    fa.fuse_embedding(fa.fuse_linear(model))
+    counted = counts(monkeypatch)
+    for _ in range(4):
+        model(torch.arange(8)).sum().backward()
+        opt.step()
+    zeroing = 50 * 16 * 4
+    assert said.moved == sum(counted) + zeroing
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda params: torch.optim.SGD(params, lr=0.1),
+        lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+        lambda params: torch.optim.AdamW(params, amsgrad=True, fused=True),
+        lambda params: torch.optim.RMSprop(params, centered=True),
+    ],
+)
+@pytest.mark.parametrize("masters", [False, True])
+def test_the_optimizers_state_is_what_it_keeps(build, masters):
+    model = layers(torch.bfloat16, width=16)
+    opt = build(model.parameters())
+    said = modes(model, optimizer=opt)["master weights" if masters else "FP32 buffers"].memory["optimizer"]
+    assert not opt.state  # of the user's own
+    opt = fa.AccumulatingOptimizer(opt, accum_steps=4, master_weights=masters)
+    window(model, opt.step)
+    kept = sum(x.nbytes for entry in opt.state.values() for x in entry.values() if isinstance(x, torch.Tensor))
+    assert said == pytest.approx(kept, rel=0.01)
+
+
+def test_what_an_optimizer_keeps_is_left_out_where_it_cannot_be_told():
+    class Refuses(torch.optim.SGD):
+        def step(self, closure=None):
+            raise RuntimeError("not here")
+
+    model = layers(torch.float32)
+    found = fa.explain(model, desired_batch=2, micro_batch=1, optimizer=Refuses(model.parameters(), lr=0.1), show=False)
+    assert "optimizer" not in found.modes[0].memory
+    assert "state is left out" in str(found)
+
+
+# -- elsewhere: bytes on a device that need not be there -------------------------------------------------------
+
+
+def on_meta(dtype, width=4096):
+    with torch.device("meta"):
+        return layers(dtype, width)
+
+
+def test_on_meta_nothing_is_measured_and_buffers_may_be_in_cpu_memory():
+    found = fa.explain(on_meta(torch.bfloat16), desired_batch=32, micro_batch=8, show=False)
+    said = {mode.name: mode for mode in found.modes}
+    elements = 6 * (4096 * 4096 + 4096) + 3 * (4096 * 4096 + 4096)
+    assert not found.bandwidths and all(mode.seconds is None for mode in found.modes)
+    assert said["FP32 buffers"].peak == 2 * elements + 4 * elements + 3 * 4096 * 4096 * 2 + 3 * 4096 * 2
+    away = said["buffers in CPU memory"]
+    assert away.memory["model"] == 2 * elements and away.memory["ring"] == away.cpu["ring"] == 96 << 20
+    assert away.cpu["buffers"] == 4 * elements
+    assert said["masters there too"].cpu["masters"] == 4 * elements
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("dtype", "memory", "name"),
+    [
+        # 0.3 GiB of bf16, 0.6 GiB of FP32 buffers; layers whose gradients are 96 MiB at most
+        ("bf16", None, "FP32 buffers"),
+        ("bf16", 2 * GIB, "FP32 buffers"),
+        ("bf16", int(1.78 * GIB), "fused layers"),
+        ("bf16", int(0.90 * GIB), "16-bit buffers"),
+        ("bf16", int(0.64 * GIB), "buffers in CPU memory"),
+        ("fp32", 4 * GIB, "FP32 buffers"),
+        ("fp32", int(1.2 * GIB), "buffers in CPU memory"),
+    ],
+)
+def test_recommends_what_fits(dtype, memory, name):
+    model = on_meta(DTYPES[dtype])
+    if name == "fused layers":
+        model.append(nn.Embedding(20000, 4096, dtype=DTYPES[dtype], device="meta"))
+    found = fa.explain(model, desired_batch=32, micro_batch=8, memory=memory, show=False)
+    assert found.recommended.name == name, str(found)
+    if memory is not None:
+        assert found.recommended.peak <= 0.8 * memory
+
+
+def test_says_so_where_nothing_fits():
+    found = fa.explain(on_meta(torch.bfloat16), desired_batch=32, micro_batch=8, memory=GIB // 8, show=False)
+    assert "less than a fifth" in found.reason
+    assert found.recommended.peak == min(mode.peak for mode in found.modes if mode.name != "plain p.grad")
+
+
+def test_does_not_trade_exactness_for_memory():
+    params = list(layers(torch.float32).parameters())
+    plain = modes(params)["plain p.grad"]
+    found = fa.explain(params, desired_batch=32, micro_batch=8, memory=int(plain.peak / 0.8) + 8, show=False)
+    assert plain.peak < min(mode.peak for mode in found.modes if mode.name != plain.name)
+    assert found.recommended.name == "FP32 buffers"
+
+
+def test_a_batch_that_fits_at_once_needs_no_accumulation():
+    found = fa.explain(layers(torch.bfloat16), desired_batch=8, micro_batch=8, show=False)
+    assert found.micro_batches == 1 and found.recommended.name == "plain p.grad"
+
+
+@pytest.mark.parametrize(("desired", "micro"), [(32, 8), (30, 8), (33, 8)])
+def test_the_call_makes_the_window_that_was_asked_for(desired, micro):
+    model = layers(torch.float32, width=8)
+    found = fa.explain(model, desired_batch=desired, micro_batch=micro, show=False)
+    names = {"fa": fa, "torch": torch, "model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.0)}
+    exec(found.call, names)
+    opt, x = names["opt"], torch.randn(desired, 8)
+    sizes = [len(part) for part in x.split(micro)]
+    assert (found.micro_batches, found.last) == (len(sizes), sizes[-1])
+    updates = []
+    for part in x.split(micro):
+        opt.backward(model(part).square().mean(), weight=len(part))
+        opt.step()
+        updates.append(opt.updated)
+    assert updates == [False] * (len(sizes) - 1) + [True]
+    sums = [p.grad.clone() for p in model.parameters()]
+    del opt, names
+    whole = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+    for ours, theirs in zip(sums, whole):
+        torch.testing.assert_close(ours, theirs)
+
+
+# -- the text, and what is refused -----------------------------------------------------------------------------
+
+
+def test_prints_what_it_returns_and_leaves_the_model_alone(capsys):
+    model = layers(torch.bfloat16)
+    before = [p.detach().clone() for p in model.parameters()]
+    found = fa.explain(model, desired_batch=30, micro_batch=8)
+    text = capsys.readouterr().out
+    assert text == f"{found}\n"
+    assert "last one holds 6" in text and found.call in text
+    for mode in found.modes:
+        assert mode.name in text and mode.formula in text and mode.seconds > 0
+    assert all(p.grad is None and torch.equal(p, q) for p, q in zip(model.parameters(), before))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(model.parameters()), accum_steps=4)  # nothing was left hooked
+    assert opt is not None
+
+
+def test_seconds_are_bytes_over_bandwidth():
+    found = fa.explain(layers(torch.bfloat16), desired_batch=32, micro_batch=8, show=False)
+    for mode in found.modes:
+        assert mode.seconds == pytest.approx(sum(p.bytes / found.bandwidths[p.kernel] for p in mode.passes))
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "message"),
+    [
+        ({"desired_batch": 32.0}, ValueError, "desired_batch must be an int .* write 32"),
+        ({"micro_batch": 0}, ValueError, "micro_batch must be at least 1, got 0"),
+        ({"micro_batch": 64}, ValueError, "micro_batch is 64, more than desired_batch .*use micro_batch=32"),
+        ({"desired_batch": "32"}, TypeError, "desired_batch must be an int"),
+        ({"desired_batch": True}, TypeError, "desired_batch must be an int"),
+        ({"model": nn.ReLU()}, ValueError, "nothing to accumulate; thaw"),
+        ({"model": torch.zeros(3)}, TypeError, "model must be a torch.nn.Module .*pass model.parameters"),
+        (
+            {"model": [nn.Parameter(torch.zeros(2, dtype=torch.complex64))]},
+            ValueError,
+            "a parameter is torch.complex64",
+        ),
+        (
+            {"model": [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, device="meta"))]},
+            ValueError,
+            "on cpu and meta; explain those of one device",
+        ),
+    ],
+)
+def test_refuses_what_cannot_be_meant(how, error, message):
+    arguments = {"model": nn.Linear(2, 2), "desired_batch": 32, "micro_batch": 8, **how}
+    model = arguments.pop("model")
+    with pytest.raises(error, match=message):
+        fa.explain(model, **arguments)
