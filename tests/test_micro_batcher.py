@@ -10,8 +10,8 @@ import weakref
 
 import fusedaccum as fa
 import fusedaccum.intake
-import fusedaccum.micro_batcher
 import fusedaccum.ops
+import fusedaccum.recipes.micro_batcher
 import numpy as np
 import pytest
 import torch
@@ -517,7 +517,7 @@ def test_bad_batches_and_weights(reduction):
     ],
 )
 def test_what_is_an_out_of_memory_error(error, is_one):
-    assert fusedaccum.micro_batcher.is_out_of_memory(error) is is_one
+    assert fusedaccum.recipes.micro_batcher.is_out_of_memory(error) is is_one
 
 
 def test_the_error_that_pytorch_raises_here():

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import Module, ModuleList
 
-from .gathering import Gathering
+from ..gathering import Gathering
+from ..optimizer import AccumulatingOptimizer
+from ..window import Scalar, checked_count
 from .nested import batch_size, call, cut, leaves, mapped
-from .optimizer import AccumulatingOptimizer
 from .replay import RandomState, unmoved
-from .window import Scalar, checked_count
 
 
 def cached_backward(

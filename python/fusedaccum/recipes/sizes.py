@@ -7,8 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from ..window import checked_count
 from . import nested
-from .window import checked_count
 
 GROW_AFTER = 16  # windows without an error, after which twice the size is tried
 

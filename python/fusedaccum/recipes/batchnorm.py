@@ -16,8 +16,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils.checkpoint import CheckpointFunction
 
-from .batch_statistics import LAYERS, Key, Statistics
-from .gathering import Gathering
+from ..batch_statistics import LAYERS, Key, Statistics
+from ..gathering import Gathering
 
 Model = TypeVar("Model", bound=nn.Module)
 

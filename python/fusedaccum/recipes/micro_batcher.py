@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.optim import LBFGS
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from ..attempts import Attempt
+from ..buffers import Slot
+from ..optimizer import AccumulatingOptimizer
+from ..window import Scalar, checked_weight
 from . import nested
-from .attempts import Attempt
-from .buffers import Slot
 from .memory_errors import is_out_of_memory, make_room
-from .optimizer import AccumulatingOptimizer
 from .sizes import Sizes, checked_size
-from .window import Scalar, checked_weight
 
 
 class MicroBatcher:
