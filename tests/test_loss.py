@@ -136,23 +136,46 @@ def test_dropped_and_weightless_micro_batches_have_no_part(settings):
 
 
 @pytest.mark.parametrize("accum_steps", [None, 2])
-def test_a_grad_scalers_scale_is_taken_off(accum_steps):
+@pytest.mark.parametrize("unscale", [False, True], ids=["", "unscaled"])
+def test_a_grad_scalers_scale_is_taken_off(accum_steps, unscale):
     net, (x, y) = model(torch.float32), data(8, torch.float32)
     opt = wrapped(net, accum_steps=accum_steps, make=lambda p: torch.optim.SGD(p, lr=0.0))
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1)
     expected = mean_loss(net, x, y).item()
-    for _ in range(3):
+    for window in range(3):
         for i, (a, b) in enumerate(parts(x, y, (4, 4))):
-            scaled = scaler.scale(mean_loss(net, a, b))
-            if i == 0:
-                opt.backward(scaled)
+            loss = mean_loss(net, a, b)
+            if (i + window) % 2:
+                opt.backward(scaler.scale(loss))
             else:
-                scaled.backward()
-                opt.record_loss(scaled)
+                scaler.scale(loss).backward()
+                opt.record_loss(loss)
+            if unscale and window and i == 1:
+                scaler.unscale_(opt)
             if accum_steps or i == 1:
                 scaler.step(opt)
                 scaler.update()
         assert opt.last_window.loss.item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_unknown_where_a_loss_scale_came_and_went_unseen():
+    net, (x, y) = model(torch.float32), data(8, torch.float32)
+    opt = wrapped(net, accum_steps=1, make=lambda p: torch.optim.SGD(p, lr=0.0))
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    said = []
+    for unscale, through in ((True, True), (False, True), (False, False), (False, False)):
+        loss = mean_loss(net, x, y)
+        opt.backward(scaler.scale(loss) if through else loss)
+        if unscale:
+            scaler.unscale_(opt)
+        if through:
+            scaler.step(opt)
+            scaler.update()
+        else:
+            opt.step()
+        said.append(opt.last_window.loss)
+    right = pytest.approx(loss.item())
+    assert said == [None, right, None, right]
 
 
 def test_loss_over_a_checkpoint_inside_a_window():

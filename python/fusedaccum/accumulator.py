@@ -92,7 +92,7 @@ class Accumulator:
             grads = [local_gradient(grad, slot.param) for slot, grad in zip(slots, grads, strict=True)]
         if micro.divisor is None:
             micro.divisor = running_divisor(self._reduction, window, micro)
-        scale = self.contribution(window, micro)
+        scale = self._contribution(window, micro)
         for (device, first, narrow, *_), members, theirs in one_call_each(slots, grads):
             divisor = micro.divisor if narrow else 1.0
             here = scale * members[0].factor
@@ -120,7 +120,7 @@ class Accumulator:
 
         False, and nothing done, where the gradient's factor is 0, or not known to the host.
         """
-        scale = self.contribution(window, micro)
+        scale = self._contribution(window, micro)
         if isinstance(scale, Tensor) and scale.device.type != "cpu":
             return False
         scale = float(scale)
@@ -140,7 +140,7 @@ class Accumulator:
 
     def added(self, slot: Slot, window: Window, micro: MicroBatch, measure: bool) -> None:
         """The layer of a slot that is lent has added its gradient, times 1. Waits for the device where a loss scale is there."""
-        scale = float(self.contribution(window, micro))
+        scale = float(self._contribution(window, micro))
         slot.check_added(scale)
         self._notice_writes(slot)
         if scale == 0.0:  # the window is not going to be applied: nothing more is let in
@@ -206,7 +206,7 @@ class Accumulator:
             self.buffers.allocate([slot for slot in self.buffers.slots if slot.param.requires_grad])
             self.buffers.allocate(slots)
 
-    def contribution(self, window: Window, micro: MicroBatch) -> Scalar:
+    def _contribution(self, window: Window, micro: MicroBatch) -> Scalar:
         """The factor of this micro-batch's gradients: its weight, in the window's unit; 0 where nothing more shall be added."""
         if window.overflowed:
             return 0.0

@@ -34,14 +34,13 @@ class Conclusion:
     norm: Tensor | None
     overflow: bool | Tensor  # of the last micro-batch, as a GradScaler saw it
     skip: bool | Tensor
-    weightless: bool
+    loss: Tensor | None
     finished: bool = False  # has the gradient been made, so that applying it again only steps?
     stepped: set[Slot] = field(default_factory=set)  # has the optimizer stepped these already, where it steps in parts?
     applied: bool | Tensor = False  # has it stepped all, so that applying it again only writes masters back?
 
     def report(self, settings: Settings, applied: bool | Tensor, noise_scale: Tensor | None) -> LastWindow:
         window = self.window
-        known = 0 < window.losses == window.micro_batches and not self.weightless
         nonfinite = as_tensor(window.nonfinite + window.dropped)
         if settings.nonfinite != "skip_window":  # which has counted an overflow with the adds
             nonfinite = nonfinite + as_tensor(self.overflow)
@@ -52,7 +51,7 @@ class Conclusion:
             self.norm,
             nonfinite if looked else None,
             as_tensor(applied),
-            as_tensor(beside(window.loss, self.divisor) / self.divisor).double() if known else None,
+            self.loss,
             noise_scale,
         )
 
@@ -90,6 +89,8 @@ def conclude(ledger: Ledger, sums: Accumulator, settings: Settings, overflow: bo
         message = f"window {window.index} has weight 0 (no tokens?): nothing is applied"
         warnings.warn(message, RuntimeWarning, stacklevel=4)
         divisor = 1.0
+    known = 0 < window.losses == window.micro_batches and not weightless
+    loss = as_tensor(beside(window.loss, divisor) / divisor).double() if known else None
     if window.unit is not None:
         divisor = divisor * beside(window.unit, divisor)
     skip, norm = overflow, None
@@ -101,7 +102,7 @@ def conclude(ledger: Ledger, sums: Accumulator, settings: Settings, overflow: bo
             skip = ~torch.isfinite(sq_norm) | bad | skip
     if weightless or window.overflowed:
         skip = True
-    return Conclusion(window, slots, divisor, clip_coef(settings.max_grad_norm, norm), norm, overflow, skip, weightless)
+    return Conclusion(window, slots, divisor, clip_coef(settings.max_grad_norm, norm), norm, overflow, skip, loss)
 
 
 def clip_coef(limit: float | None, norm: Tensor | None) -> Scalar:

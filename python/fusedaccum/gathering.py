@@ -26,7 +26,7 @@ from .rejected import Rejected
 from .replicas import Replicas, replicas_of
 from .settings import Settings, check_alone, check_shared, check_weight_of_lent
 from .shards import FullySharded, local_of
-from .window import MicroBatch, Scalar, Window, on, times
+from .window import MicroBatch, Scalar, Window, on
 
 _GATHERING_OF: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak reference to a Gathering
 
@@ -466,8 +466,6 @@ class Gathering:
         window, micro = self.ledger.window, self.ledger.micro
         first, sent = window.empty, self.ranks is not None and self.ranks.segments.in_last_pass
         self.ledger.commit(weight)
-        if self._settings.schedule.caller_owned:
-            window.unrecorded = None if micro.bad or micro.loss is not None else self.sums.contribution(window, micro)
         mixed = micro.attempt is not None and micro.attempt.done  # the buffers hold more than this micro-batch
         if self._settings.noise_scale is not None and first and not (micro.bad or sent or mixed):
             self._measure_small(window, micro)
@@ -480,19 +478,12 @@ class Gathering:
         if not window.unweighed:
             window.weigh_small(micro.value())
 
-    def record_loss(self, loss: Scalar) -> None:
-        """The loss of the micro-batch that is open, or of the one counted last; raises RuntimeError where there is none."""
-        ledger = self.ledger
-        if ledger.has_micro:
-            ledger.micro.record(times(self.sums.contribution(ledger.window, ledger.micro), loss))
-        elif ledger.has_window and ledger.window.unrecorded is not None:
-            ledger.window.record(times(ledger.window.unrecorded, loss))
-            ledger.window.unrecorded = None
-        elif not self.has_rejected:
-            raise RuntimeError(
-                "record_loss() found no micro-batch that lacks its loss; call it once a micro-batch, between its backward and step() "
-                "(opt.backward(loss) needs no such call)"
-            )
+    def record_loss(self, loss: Scalar, scaled: bool = False) -> None:
+        """Of the micro-batch that is open, or of the one counted last. ``scaled``: carries the loss scale, if there is one."""
+        if self.has_rejected and not self.ledger.has_micro:
+            return
+        live = self.sums.loss_scale.live if scaled else None
+        self.ledger.record_loss(loss if live is None else loss / live, raw=scaled and live is None)
 
     def pass_failed(self) -> None:
         if self.ranks is not None:

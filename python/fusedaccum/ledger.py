@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from .window import MicroBatch, Scalar, Schedule, Window, checked_weight
+from .window import MicroBatch, Scalar, Schedule, Window, beside, checked_weight, times
 
 MISSING_WEIGHT = (
     "reduction='sum' divides by the sum of the weights, and this micro-batch was given none; "
@@ -161,6 +161,7 @@ class Ledger:
             self.drop_micro_batch()
             return
         window.commit(micro, self._weight_of(micro, late))
+        window.unrecorded = self._factor(micro) if self.schedule.caller_owned and micro.loss is None else None
         self._micro = None
         for follower in self.followers:
             follower.micro_batch_counted()
@@ -179,6 +180,41 @@ class Ledger:
         if self.reduction == "sum":
             raise ValueError(MISSING_WEIGHT)
         return 1.0
+
+    def _factor(self, micro: MicroBatch) -> Scalar:
+        """c_i, which multiplies its loss, and its gradients."""
+        return micro.value() if self.reduction == "mean" else 1.0
+
+    def record_loss(self, loss: Scalar, raw: bool) -> None:
+        """Of the micro-batch that is open, or of the one counted last. ``raw``: carries a loss scale that we have not met, if any.
+
+        Raises RuntimeError where there is no such micro-batch.
+        """
+        if self.has_micro:
+            self.micro.record(times(self._factor(self.micro), loss), raw)
+        elif self.has_window and self.window.unrecorded is not None:
+            loss = times(self.window.unrecorded, loss)
+            self.window.record(loss, loss if raw else 0.0)
+            self.window.unrecorded = None
+        else:
+            raise RuntimeError(
+                "record_loss() found no micro-batch that lacks its loss; call it once a micro-batch, between its backward and step() "
+                "(opt.backward(loss) needs no such call)"
+            )
+
+    def unscale_losses(self, loss_scale: Scalar) -> None:
+        """Losses that carried an unknown loss scale carried this one."""
+        known: list[Window | MicroBatch | None] = [self._window, self._micro]
+        for record in known:
+            if record is not None and record.loss is not None:
+                raw = record.raw_loss
+                record.loss, record.raw_loss = record.loss - raw + raw / beside(loss_scale, raw), 0.0
+
+    def forget_losses(self) -> None:
+        """What losses there are cannot be told."""
+        self.window.losses = -1
+        if self.has_micro:
+            self.micro.loss = None
 
     def weigh_the_rest(self, late: Scalar | None) -> None:
         """Before a window closes: ``late`` is the weight of all its micro-batches that were given none.

@@ -200,21 +200,19 @@ class AccumulatingOptimizer(Optimizer):
         """
         in_loss = self._gathering.weighs_loss and weight is not None
         with self._grouped(weight, last, in_loss):
-            if self._ledger.micro.in_loss:
-                loss = loss * self._ledger.micro.value()
-            loss.backward(**kwargs)
+            weighed = loss * self._ledger.micro.value() if self._ledger.micro.in_loss else loss
+            weighed.backward(**kwargs)
             if loss.numel() == 1:  # others come with a gradient of their own
-                self._gathering.record_loss(loss)
+                self._gathering.record_loss(loss, scaled=True)
 
     def record_loss(self, loss: Scalar) -> None:
         """Tell the loss of a micro-batch whose ``loss.backward()`` was called by somebody else, for ``last_window.loss``.
 
-        Call it after that backward, before ``step()``, with what it was called on (``scaler.scale(loss)`` where a GradScaler is used).
-        Losses of several backward passes of one micro-batch add up. :meth:`backward`, and a closure's result, are recorded without it.
-        Does not wait for the device.
+        Call it after that backward, before ``step()``. Losses of several backward passes of one micro-batch add up. :meth:`backward`, and a
+        closure's result, are recorded without it. Does not wait for the device.
 
         Args:
-            loss: number or tensor of one element.
+            loss: number or tensor of one element: what ``backward()`` was called on, but for a GradScaler's factor.
 
         Raises:
             TypeError, ValueError: not a number, or several. RuntimeError: no micro-batch that lacks its loss.
@@ -485,6 +483,7 @@ class AccumulatingOptimizer(Optimizer):
                 scale.live = None
                 if window is not None:
                     window.unit = None
+                    self._ledger.forget_losses()
             return False
         self._refuse_unshown("GradScaler looks for overflows in p.grad", "use bf16, which needs no loss scale")
         if window is None or window.overflowed or self._gathering.has_rejected:
@@ -493,11 +492,13 @@ class AccumulatingOptimizer(Optimizer):
             self._sums.norms.forget_all()  # GradScaler writes without raising the tensors' versions
         if scale.live is None:  # unscaled before we ever met the scaler
             window.unit, window.unit_lost = 1.0, True
+            self._ledger.forget_losses()
         elif scale.unscaled:
             window.unit = (scale.live if window.unit is None else window.unit) / scale.live
         elif window.unit is None:
             window.unit = scale.live.detach().clone()
             window.small_sq_norm = None  # was measured before anybody knew
+            self._ledger.unscale_losses(window.unit)
         return torch.as_tensor(self.__dict__["found_inf"]) != 0
 
     # -- the window's end --------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def window(opt: AccumulatingOptimizer, ranks: list[dict[str, Any]]) -> dict[str,
     mine = Window(index, opt.settings.schedule.length(index), unit=held[0]["unit"], carried=0)
     for s, rank in enumerate(ranks):
         if falls_to(opt, s) and rank["window"] is not None:
-            for name in ("micro_batches", "weight", "unweighed", "dropped", "nonfinite", "loss", "losses"):
+            for name in ("micro_batches", "weight", "unweighed", "dropped", "nonfinite", "loss", "raw_loss", "losses"):
                 setattr(mine, name, getattr(mine, name) + rank["window"][name])
             mine.unit_lost = mine.unit_lost or rank["window"]["unit_lost"]
             mine.overflowed = mine.overflowed or rank["window"]["overflowed"]

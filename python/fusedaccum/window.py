@@ -198,16 +198,19 @@ class MicroBatch:
     nonfinite: Scalar = 0  # elements that were not finite, as far as anybody counted
     counts: list[Tensor] = field(default_factory=list)  # those that are not part of it yet
     bad: bool = False  # dropped, because a gradient was not finite
-    loss: Scalar | None = None  # times what its gradients are added with; None: nobody has said
+    loss: Scalar | None = None  # c_i * loss_i; None: nobody has said
+    raw_loss: Scalar = 0.0  # the part of that which carries a loss scale, if there is one, that we have not met yet
     attempt: Attempt | None = None  # will it come again in parts if it breaks off?
 
     def value(self) -> Scalar:
         """The weight, 1 where nobody gave one."""
         return 1.0 if self.weight is None else self.weight
 
-    def record(self, loss: Scalar) -> None:
-        """The loss of a part of it, times what its gradients are added with."""
+    def record(self, loss: Scalar, raw: bool) -> None:
+        """Its loss, or that of a part of it, weighed. ``raw``: carries a loss scale that we have not met, if any."""
         self.loss = loss if self.loss is None else beside(self.loss, loss) + loss
+        if raw:
+            self.raw_loss = beside(self.raw_loss, loss) + loss
 
 
 @dataclass
@@ -227,9 +230,10 @@ class Window:
     carried: int | None = (
         None  # micro-batches to count beyond those held here, in a window that another number of ranks began
     )
-    loss: Scalar = 0.0  # unit * sum(c_i * loss_i)
+    loss: Scalar = 0.0  # sum(c_i * loss_i)
+    raw_loss: Scalar = 0.0  # the part of that which carries a loss scale, if there is one, that we have not met yet
     losses: int = 0  # micro-batches in it
-    unrecorded: Scalar | None = None  # unit * c_i of the micro-batch counted last, where its loss may still be told
+    unrecorded: Scalar | None = None  # c_i of the micro-batch counted last, where its loss may still be told
     small_sq_norm: Scalar | None = None  # of sum(c_i * g_i) when that held one micro-batch (a rank); None: not measured
     small_weight: Scalar | None = None  # of that micro-batch (the sum over ranks); None: still to come
     small_square: Scalar | None = None  # its square (the sum over ranks)
@@ -247,15 +251,16 @@ class Window:
         else:
             self.weight = self.weight + weight
         if micro.loss is not None:
-            self.record(micro.loss)
+            self.record(micro.loss, micro.raw_loss)
 
     def weigh_small(self, weight: Scalar) -> None:
         """The weight of the one micro-batch that :attr:`small_sq_norm` is of."""
         self.small_weight, self.small_square = weight, weight**2
 
-    def record(self, loss: Scalar) -> None:
-        """The loss of the micro-batch counted last, times what its gradients are added with."""
+    def record(self, loss: Scalar, raw_loss: Scalar) -> None:
+        """The weighed loss of the micro-batch counted last."""
         self.loss, self.losses = beside(self.loss, loss) + loss, self.losses + 1
+        self.raw_loss = beside(self.raw_loss, raw_loss) + raw_loss
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ def cached_backward(
         del embeddings, embedding
         loss = loss.detach()
         if opt is not None:
-            opt.record_loss(loss)
+            opt._gathering.record_loss(loss, scaled=True)
         after_loss = RandomState(tensor for encoding in encodings for tensor in encoding.placed)
         try:
             for encoding in encodings:
