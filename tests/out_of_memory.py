@@ -1,8 +1,8 @@
 """Memory that ends where a test wants it to: every place in a window where PyTorch may ask for some is a point, and points can fail."""
 
 import fusedaccum as fa
-import fusedaccum.micro_batcher
 import fusedaccum.ops
+import fusedaccum.recipes.micro_batcher
 import torch
 from fusedaccum.attempts import Attempt
 from torch import nn
@@ -28,10 +28,12 @@ class Points:
             if p.requires_grad and p not in fused:  # which go the plain way where they have hooks
                 p.register_hook(self)  # a gradient that is about to arrive
         self._inside(monkeypatch, fusedaccum.ops, "accumulate_")
-        self._inside(monkeypatch, fusedaccum.micro_batcher.nested, "cut")
-        monkeypatch.setattr(fusedaccum.micro_batcher, "Attempt", self._tried)
+        self._inside(monkeypatch, fusedaccum.recipes.micro_batcher.nested, "cut")
+        monkeypatch.setattr(fusedaccum.recipes.micro_batcher, "Attempt", self._tried)
         # What it does is not looked at here, and to look through all garbage takes long.
-        monkeypatch.setattr(fusedaccum.micro_batcher, "make_room", lambda: self.broken.append(self.attempts[-1]))
+        monkeypatch.setattr(
+            fusedaccum.recipes.micro_batcher, "make_room", lambda: self.broken.append(self.attempts[-1])
+        )
 
     def __call__(self, *_):
         self.met += 1

@@ -518,8 +518,8 @@ def refused(message, *, error=ValueError, loss_fn=None, encoders=None, inputs=No
 @pytest.mark.parametrize(
     ("size", "error", "message"),
     [
-        (2.0, TypeError, "got 2.0; write 2 "),
-        (2.5, TypeError, "got 2.5 ("),
+        (2.0, ValueError, "got the float 2.0; write 2 "),
+        (2.5, ValueError, "got the float 2.5; round it"),
         (True, TypeError, "got True"),
         (None, TypeError, "got None"),
         (0, ValueError, "at least 1, got 0"),
@@ -561,3 +561,27 @@ def test_refuses_what_is_no_wrapper():
     refused(
         "got a SGD; leave it out", error=TypeError, opt=torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), weight=3
     )
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_pooled_batch_statistics_are_the_big_batchs(calls):
+    """The parts of a cached micro-batch are one population, and those of the first pass, without a graph, are not counted."""
+    torch.manual_seed(0)
+    encoder = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)).double()
+    views = [torch.randn(10, 3).double() * (i + 1) + i for i in range(calls)]
+    oracle = copy.deepcopy(encoder)
+    for view in views:
+        oracle(view)
+
+    fa.accumulate_batchnorm(encoder)
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(encoder.parameters(), lr=0.0))
+    fa.cached_backward(
+        lambda *embeddings: sum(e.square().mean() for e in embeddings),
+        [encoder] * calls,
+        views,
+        micro_batch_size=4,
+        opt=opt,
+    )
+    opt.step()
+    for name, buffer in encoder[0].named_buffers():
+        torch.testing.assert_close(buffer, getattr(oracle[0], name), rtol=1e-12, atol=1e-12)

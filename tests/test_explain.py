@@ -23,8 +23,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch):
     """What is not about seconds need not measure them on much."""
-    monkeypatch.setattr("fusedaccum.calibration.SAMPLE", 1 << 12)
-    monkeypatch.setattr("fusedaccum.calibration.HOOKED", 4)
+    monkeypatch.setattr("fusedaccum.recipes.calibration.SAMPLE", 1 << 12)
+    monkeypatch.setattr("fusedaccum.recipes.calibration.HOOKED", 4)
 
 
 def layers(dtype, width=96):
@@ -49,7 +49,7 @@ def window(model, step, micro_batches=BATCH // MICRO_BATCH):
 @pytest.mark.parametrize("name", [*SETTINGS, "plain p.grad"])
 def test_memory_is_what_a_window_allocates(monkeypatch, name, dtype):
     monkeypatch.setattr("fusedaccum.intake.BUCKET_BYTES", 1 << 16)
-    monkeypatch.setattr("fusedaccum.modes.BUCKET_BYTES", 1 << 16)
+    monkeypatch.setattr("fusedaccum.recipes.modes.BUCKET_BYTES", 1 << 16)
     said = modes(layers(DTYPES[dtype]), optimizer=torch.optim.AdamW)
     if name not in said:
         pytest.skip(f"no mode for {dtype} parameters on the CPU")
@@ -279,7 +279,7 @@ def test_seconds_are_bytes_over_bandwidth():
 @pytest.mark.parametrize(
     ("how", "error", "message"),
     [
-        ({"desired_batch": 32.0}, ValueError, "desired_batch must be an int .* write 32"),
+        ({"desired_batch": 32.0}, ValueError, "desired_batch must be an int.* write 32"),
         ({"micro_batch": 0}, ValueError, "micro_batch must be at least 1, got 0"),
         ({"micro_batch": 64}, ValueError, "micro_batch is 64, more than desired_batch .*use micro_batch=32"),
         ({"desired_batch": "32"}, TypeError, "desired_batch must be an int"),

@@ -10,8 +10,8 @@ import weakref
 
 import fusedaccum as fa
 import fusedaccum.intake
-import fusedaccum.micro_batcher
 import fusedaccum.ops
+import fusedaccum.recipes.micro_batcher
 import numpy as np
 import pytest
 import torch
@@ -374,12 +374,24 @@ def test_one_sample_that_does_not_fit():
     assert memory.opt.updated and memory.opt.last_window.micro_batches == 4
 
 
+@pytest.mark.parametrize(("samples", "sizes"), [(9, [5, 4]), (16, [8, 8]), (17, [6, 6, 5]), (7, [7])])
+def test_parts_are_as_few_and_as_equal_as_can_be(samples, sizes):
+    """So no last one is left with a single sample, which BatchNorm would refuse."""
+    for size in (8, "auto"):
+        memory = Memory(8)
+        batcher = fa.MicroBatcher(memory, memory.opt, size)
+        batch = torch.randn(samples, 1)
+        batcher._sizes.of(batch).limit = 8
+        batcher.step(batch)
+        assert memory.sizes == sizes
+
+
 def test_a_number_of_samples_that_does_not_fit():
     memory = Memory(7)
     with pytest.raises(
         torch.OutOfMemoryError, match=r"micro_batch_size=8 does not fit; give less, or 'auto'.*injected"
     ):
-        fa.MicroBatcher(memory, memory.opt, 8).step(torch.randn(9, 1))
+        fa.MicroBatcher(memory, memory.opt, 8).step(torch.randn(16, 1))
 
 
 @pytest.mark.parametrize("size", ["auto", 4])
@@ -423,9 +435,11 @@ def test_an_open_window_is_not_joined():
 
 def test_bad_arguments():
     model, opt = made()
-    for size in ("big", 2.0, None, True):
-        with pytest.raises(TypeError, match=r"micro_batch_size must be a number of samples or 'auto', got"):
+    for size in ("big", None, True):
+        with pytest.raises(TypeError, match=r"micro_batch_size must be an int, got .*; 'auto' finds what fits"):
             fa.MicroBatcher(model, opt, size)
+    with pytest.raises(ValueError, match=r"micro_batch_size must be an int, got the float 2.0; write 2 "):
+        fa.MicroBatcher(model, opt, 2.0)
     with pytest.raises(ValueError, match=r"micro_batch_size must be at least 1, got 0"):
         fa.MicroBatcher(model, opt, 0)
     with pytest.raises(TypeError, match=r"opt must be an AccumulatingOptimizer, got a SGD; wrap it"):
@@ -503,7 +517,7 @@ def test_bad_batches_and_weights(reduction):
     ],
 )
 def test_what_is_an_out_of_memory_error(error, is_one):
-    assert fusedaccum.micro_batcher.is_out_of_memory(error) is is_one
+    assert fusedaccum.recipes.micro_batcher.is_out_of_memory(error) is is_one
 
 
 def test_the_error_that_pytorch_raises_here():

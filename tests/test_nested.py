@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
-from fusedaccum.nested import batch_size, cut, leaves, mapped
+from fusedaccum.recipes.nested import batch_size, cut, leaves, mapped
 
 Pair = collections.namedtuple("Pair", "x y")
 

@@ -39,7 +39,8 @@ def imports(path, package="fusedaccum"):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            module = ".".join(filter(None, [package if node.level else "", node.module]))
+            above = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
+            module = ".".join(filter(None, [*above, node.module]))
             found |= {module} | {f"{module}.{alias.name}" for alias in node.names}
     return found
 
@@ -62,6 +63,18 @@ def test_wrapper_reaches_kernels_through_ops_only(module):
     assert not {
         name for name in imports(PACKAGE / f"{module}.py") if "_cpu" in name or "_cuda" in name or "triton" in name
     }
+
+
+@pytest.mark.parametrize("module", [module for module in WRAPPER if module != "__init__"])
+def test_the_wrapper_knows_no_recipe(module):
+    assert not {name for name in imports(PACKAGE / f"{module}.py") if name.startswith("fusedaccum.recipes")}
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "recipes").glob("*.py")), ids=lambda path: path.stem)
+def test_recipes_reach_kernels_through_ops_only(path):
+    found = imports(path, package="fusedaccum.recipes")
+    below = {f"fusedaccum.{module}" for module in set(FUNCTIONAL) - {"ops", "_version"}}
+    assert not [name for name in found if name in below or "_cpu" in name or "_cuda" in name or "triton" in name]
 
 
 def test_nothing_but_its_own_integration_imports_a_framework():

@@ -2,13 +2,13 @@
 
 from . import ops, schedules
 from ._version import __version__
-from .batchnorm import accumulate_batchnorm, restore_batchnorm
-from .cached import cached_backward
 from .distributed_checkpoint import DistributedState
-from .explaining import Explanation, explain
 from .fuse import fuse_embedding, fuse_linear, unfuse
-from .micro_batcher import MicroBatcher
 from .optimizer import AccumulatingOptimizer
+from .recipes.batchnorm import accumulate_batchnorm, restore_batchnorm
+from .recipes.cached import cached_backward
+from .recipes.explaining import Explanation, explain
+from .recipes.micro_batcher import MicroBatcher
 from .window import LastWindow
 
 __all__ = [

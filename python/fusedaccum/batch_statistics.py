@@ -1,7 +1,7 @@
 """Batch statistics of a window: what the BatchNorm layers of one wrapper have seen, pooled, and moved into their buffers once.
 
-A layer's *call* is its k-th forward within a micro-batch. The k-th calls of all micro-batches are one population, as the k-th call of the
-big batch would see it. Nothing here waits for the device, except over ranks.
+A layer's *call* is its k-th forward within a micro-batch, or within a part of one. The k-th calls of all of them are one population, as
+the k-th call of the big batch would see it. Nothing here waits for the device, except over ranks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import gc
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -51,8 +51,14 @@ class Total:
 
 @dataclass
 class Call:
-    """One forward: values a channel on this rank, their mean and unbiased variance [2, C], and how many ranks these two are of."""
+    """One forward.
 
+    Attributes:
+        k: which one of its part of the micro-batch.
+        n: values a channel on this rank. moments: their mean and unbiased variance [2, C]. ranks: how many these two are of.
+    """
+
+    k: int
     n: int
     moments: Tensor
     ranks: int
@@ -71,29 +77,47 @@ class Statistics:
         self._looked = False  # for layers that should be here
         self._micro_batches = 0  # counted since a window closed
         self._pending: dict[Key, list[Call]] = {}
+        self._in_part: Counter[Key] = Counter()  # calls in the part of a micro-batch that is under way
         self._counted: dict[Key, list[Total]] = {}
 
-    def record(self, key: Key, call: Call) -> None:
-        self._pending.setdefault(key, []).append(call)
+    def record(self, key: Key, n: int, moments: Tensor, ranks: int) -> None:
+        """A forward, as :class:`Call` has it."""
+        self._pending.setdefault(key, []).append(Call(self._in_part[key], n, moments, ranks))
+        self._in_part[key] += 1
+
+    def in_parts(self) -> Callable[[], None]:
+        """Forwards of a micro-batch's samples come part by part from here on. Returns what is to be called before each part."""
+        before = self._in_part.copy()
+
+        def part_begins() -> None:
+            self._in_part = before.copy()
+
+        return part_begins
 
     # -- what the ledger tells (its Follower) ------------------------------------------------------------------
 
     @torch.no_grad()
     def micro_batch_counted(self) -> None:
         self._micro_batches += 1
-        totals, calls = list[Total](), list[Call]()
+        rounds: list[tuple[list[Total], list[Call]]] = []  # in each, no total twice
         for key, pending in self._pending.items():
-            counted = self._counted.setdefault(key, [])
-            for call in pending[len(counted) :]:
-                counted.append(Total(0.0, torch.zeros_like(call.moments, dtype=torch.float64)))
-            totals += counted[: len(pending)]
-            calls += pending
-        self._pending.clear()
-        if calls:
+            counted, times = self._counted.setdefault(key, []), Counter[int]()
+            for call in pending:
+                if call.k == len(counted):
+                    counted.append(Total(0.0, torch.zeros_like(call.moments, dtype=torch.float64)))
+                if times[call.k] == len(rounds):
+                    rounds.append(([], []))
+                totals, calls = rounds[times[call.k]]
+                totals.append(counted[call.k])
+                calls.append(call)
+                times[call.k] += 1
+        self.micro_batch_dropped()
+        for totals, calls in rounds:
             merge(totals, calls)
 
     def micro_batch_dropped(self) -> None:
         self._pending.clear()
+        self._in_part.clear()
 
     def window_dropped(self) -> None:
         self._counted.clear()
@@ -124,7 +148,9 @@ class Statistics:
         """Copies, as tensors and plain values."""
         return {
             "micro_batches": self._micro_batches,
-            "pending": [[*key, [[c.n, c.moments.clone(), c.ranks] for c in of]] for key, of in self._pending.items()],
+            "pending": [
+                [*key, [[c.k, c.n, c.moments.clone(), c.ranks] for c in of]] for key, of in self._pending.items()
+            ],
             "counted": [[*key, [[t.n, t.moments.clone()] for t in of]] for key, of in self._counted.items()],
         }
 
@@ -143,7 +169,7 @@ class Statistics:
         self._micro_batches = saved["micro_batches"]
         self._pending = {
             (slot, number): [
-                Call(n, moments.to(slots[slot].param.device, copy=True), ranks) for n, moments, ranks in of
+                Call(k, n, moments.to(slots[slot].param.device, copy=True), ranks) for k, n, moments, ranks in of
             ]
             for slot, number, of in saved["pending"]
         }

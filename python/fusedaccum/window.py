@@ -93,27 +93,31 @@ def checked_loss(loss: Any) -> Scalar:
     return float(loss)
 
 
-def checked_steps(steps: Any, name: str = "accum_steps") -> int:
-    """``accum_steps`` as an int.
+def checked_count(count: Any, name: str, hint: str = "") -> int:
+    """``count`` as an int.
 
     Raises:
-        TypeError: not a number. ValueError: a float (``desired / tolerable`` is one) or a value below 1.
+        TypeError: not a number. ValueError: a float (``desired / tolerable`` is one) or a value below 1, with the ``hint``.
     """
-    if isinstance(steps, float):
-        hint = f"write {int(steps)}" if steps.is_integer() else "round it to the whole number you mean"
+    if isinstance(count, float):
+        write = f"write {int(count)}" if count.is_integer() else "round it to the whole number you mean"
         raise ValueError(
-            f"{name} must be an int, got the float {steps!r}; {hint} "
-            "(desired_batch // micro_batch_size divides without leaving int; flush() applies what is left over)"
+            f"{name} must be an int, got the float {count!r}; {write} (desired // tolerable divides without leaving int){hint}"
         )
     try:
-        count = operator.index(steps)
+        number = operator.index(count)
     except TypeError:
-        count = None
-    if count is None or isinstance(steps, bool):
-        raise TypeError(f"{name} must be an int or a callable(window_index) -> int, got {steps!r}")
-    if count < 1:
-        raise ValueError(f"{name} must be at least 1, got {count}; 1 steps the optimizer on every micro-batch")
-    return count
+        number = None
+    if number is None or isinstance(count, bool):
+        raise TypeError(f"{name} must be an int, got {count!r}{hint}")
+    if number < 1:
+        raise ValueError(f"{name} must be at least 1, got {number}{hint}")
+    return number
+
+
+def checked_steps(steps: Any, name: str = "accum_steps") -> int:
+    """``accum_steps`` as an int; raises as :func:`checked_count`."""
+    return checked_count(steps, name, "; it counts a window's micro-batches, and flush() applies what is left over")
 
 
 @runtime_checkable

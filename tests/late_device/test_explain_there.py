@@ -16,7 +16,7 @@ def small(monkeypatch):
     for module in ("modes", "calibration"):
         monkeypatch.setattr(f"fusedaccum.{module}.STAGE_BYTES", 1024)
         monkeypatch.setattr(f"fusedaccum.{module}.BUCKET_BYTES", 3000)
-    monkeypatch.setattr("fusedaccum.calibration.HOOKED", 4)
+    monkeypatch.setattr("fusedaccum.recipes.calibration.HOOKED", 4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -40,7 +40,7 @@ def test_errors_while_gradients_arrive(device, monkeypatch, where):
             if p.requires_grad:
                 p.register_hook(arrives)
         monkeypatch.setattr(
-            fusedaccum.micro_batcher, "Attempt", lambda done: attempts.append(Attempt(done)) or attempts[-1]
+            fusedaccum.recipes.micro_batcher, "Attempt", lambda done: attempts.append(Attempt(done)) or attempts[-1]
         )
         batcher = fa.MicroBatcher(lambda part: (model(part["x"]) - part["y"]).square().mean(), opt, device=device)  # noqa: B023
         batcher.step(whole())

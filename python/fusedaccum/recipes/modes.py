@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .buffers import ALIGNMENT, buffer_dtype
-from .fuse import Embedding, Linear, has_product
-from .intake import BUCKET_BYTES
-from .offload import STAGE_BYTES, STAGES
-from .shards import local_of
+from ..buffers import ALIGNMENT, buffer_dtype
+from ..fuse import Embedding, Linear, has_product
+from ..intake import BUCKET_BYTES
+from ..offload import STAGE_BYTES, STAGES
+from ..shards import local_of
 
 
 class Kernel(NamedTuple):

@@ -6,7 +6,6 @@ Contrastive Learning Batch Size under Memory Limited Setup" (2021), https://arxi
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
@@ -15,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import Module, ModuleList
 
-from .gathering import Gathering
+from ..gathering import Gathering
+from ..optimizer import AccumulatingOptimizer
+from ..window import Scalar, checked_count
 from .nested import batch_size, call, cut, leaves, mapped
-from .optimizer import AccumulatingOptimizer
 from .replay import RandomState, unmoved
-from .window import Scalar
 
 
 def cached_backward(
@@ -62,7 +61,8 @@ def cached_backward(
         RuntimeError: a wrapper would count the passes as several micro-batches, or an encoder changes its inputs in place. Of any
             exception, ``opt`` makes what :meth:`AccumulatingOptimizer.micro_batch` says; without it, ``p.grad`` may hold a part.
     """
-    encodings = _encodings(encoders, inputs, _checked_size(micro_batch_size))
+    size = checked_count(micro_batch_size, "micro_batch_size", "; it is the samples that are encoded at once")
+    encodings = _encodings(encoders, inputs, size)
     with _one_micro_batch(opt, weight):
         functions = [encoding.encoder for encoding in encodings] + [loss_fn]
         _check_grouped(p for module in functions if isinstance(module, Module) for p in module.parameters())
@@ -107,6 +107,7 @@ class _Encoding:
         trained = not isinstance(encoder, Module) or any(p.requires_grad for p in parameters)
         self.frozen = not trained and not self._trained_inputs
         self.placed = [*_tensors(inputs), *parameters]
+        self._gatherings = {found for p in parameters if (found := Gathering.of(p)) is not None}
         self._random: list[RandomState] = []  # before each micro-batch
         self._gradients: list[Tensor | None] = []  # of every leaf of the embeddings
 
@@ -145,8 +146,11 @@ class _Encoding:
         """The second pass. Forward also where the loss has used no embedding: running statistics move on."""
         if self.frozen:
             return
+        parts_begin = [gathering.statistics.in_parts() for gathering in self._gatherings]
         for (start, stop), random in zip(self._bounds, self._random, strict=True):
             random.restore()
+            for part_begins in parts_begin:
+                part_begins()
             outputs = _tensors(self._encode(start, stop))
             sent = [
                 (output, gradient[start:stop])
@@ -198,23 +202,6 @@ def _encodings(encoders: Any, inputs: Any, size: int) -> list[_Encoding]:
         _Encoding(f"encoders[{i}]", encoder, batch, size)
         for i, (encoder, batch) in enumerate(zip(encoders, inputs, strict=True))
     ]
-
-
-def _checked_size(size: Any) -> int:
-    try:
-        count = operator.index(size)
-    except TypeError:
-        count = None
-    if count is None or isinstance(size, bool):
-        hint = f"; write {int(size)}" if isinstance(size, float) and size.is_integer() else ""
-        raise TypeError(
-            f"micro_batch_size must be an int, got {size!r}{hint} (batch // parts divides without leaving int)"
-        )
-    if count < 1:
-        raise ValueError(
-            f"micro_batch_size must be at least 1, got {count}; it is the samples that are encoded at once"
-        )
-    return count
 
 
 def _one_micro_batch(opt: Any, weight: Scalar | None) -> AbstractContextManager[None]:

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import ops
-from .buffers import ALIGNMENT, Block
-from .intake import BUCKET_BYTES
+from .. import ops
+from ..buffers import ALIGNMENT, Block
+from ..intake import BUCKET_BYTES
+from ..offload import STAGE_BYTES, recorded
+from ..optimizer import AccumulatingOptimizer
 from .modes import Kernel
-from .offload import STAGE_BYTES, recorded
-from .optimizer import AccumulatingOptimizer
 
 SAMPLE = 1 << 26  # elements, of the parameters whose gradients come first
 ROUNDS = 5

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..shards import local_of
+from ..window import checked_count
 from . import calibration
 from .modes import FUSED, HELD, MASTERS, PLAIN, Kernel, Mode, Parameters, priced
-from .shards import local_of
 
 ROOM = (
     0.2  # of the memory that is to be had, for what is not known here: activations, and what the step takes by itself
@@ -88,7 +88,8 @@ def explain(
     (beside an almost full device, where that is too much: explain a copy on ``"meta"``). Waits for the device. Parameters, gradients and
     the optimizer stay untouched.
     """
-    desired_batch, micro_batch = _checked("desired_batch", desired_batch), _checked("micro_batch", micro_batch)
+    desired_batch = checked_count(desired_batch, "desired_batch", "; it counts samples")
+    micro_batch = checked_count(micro_batch, "micro_batch", "; it counts samples")
     if micro_batch > desired_batch:
         raise ValueError(
             f"micro_batch is {micro_batch}, more than desired_batch ({desired_batch}); a window is made of micro-batches: "
@@ -114,21 +115,6 @@ def explain(
     if show:
         print(found)
     return found
-
-
-def _checked(name: str, value: Any) -> int:
-    """A number of samples; raises TypeError or ValueError for what is none."""
-    if isinstance(value, float):
-        raise ValueError(f"{name} must be an int (samples), got the float {value!r}; write {max(1, round(value))}")
-    try:
-        count = operator.index(value)
-    except TypeError:
-        count = None
-    if count is None or isinstance(value, bool):
-        raise TypeError(f"{name} must be an int (samples), got {value!r}")
-    if count < 1:
-        raise ValueError(f"{name} must be at least 1, got {count}; it counts samples")
-    return count
 
 
 def _seconds(mode: Mode, speeds: dict[Kernel, float]) -> float:

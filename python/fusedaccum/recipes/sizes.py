@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 from dataclasses import dataclass
 from typing import Any
 
+from ..window import checked_count
 from . import nested
 
 GROW_AFTER = 16  # windows without an error, after which twice the size is tried
@@ -17,15 +17,7 @@ def checked_size(size: Any) -> int | None:
     """``micro_batch_size`` as an int, None for "auto". Raises TypeError or ValueError for what it cannot be."""
     if isinstance(size, str) and size == "auto":
         return None
-    try:
-        count = operator.index(size)
-    except TypeError:
-        count = None
-    if count is None or isinstance(size, bool):
-        raise TypeError(f"micro_batch_size must be a number of samples or 'auto', got {size!r}")
-    if count < 1:
-        raise ValueError(f"micro_batch_size must be at least 1, got {count}; 'auto' finds what fits")
-    return count
+    return checked_count(size, "micro_batch_size", "; 'auto' finds what fits")
 
 
 @dataclass

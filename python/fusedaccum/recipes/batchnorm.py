@@ -16,8 +16,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils.checkpoint import CheckpointFunction
 
-from .batch_statistics import LAYERS, Call, Key, Statistics
-from .gathering import Gathering
+from ..batch_statistics import LAYERS, Key, Statistics
+from ..gathering import Gathering
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -125,7 +125,7 @@ class Pooled(_BatchNorm):
             self.momentum = momentum
         if not again:
             statistics, key = follows
-            statistics.record(key, Call(input.numel() // input.shape[1], moments, _ranks_of(self)))
+            statistics.record(key, input.numel() // input.shape[1], moments, _ranks_of(self))
         return output
 
     def follows(self) -> tuple[Statistics, Key] | None:

@@ -9,17 +9,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import LBFGS
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from ..attempts import Attempt
+from ..buffers import Slot
+from ..optimizer import AccumulatingOptimizer
+from ..window import Scalar, checked_weight
 from . import nested
-from .attempts import Attempt
-from .buffers import Slot
 from .memory_errors import is_out_of_memory, make_room
-from .optimizer import AccumulatingOptimizer
 from .sizes import Sizes, checked_size
-from .window import Scalar, checked_weight
 
 
 class MicroBatcher:
@@ -35,17 +35,17 @@ class MicroBatcher:
             the micro-batch's items under ``opt``'s ``reduction="mean"``, a sum under ``"sum"``, and under ``"none"`` such that the losses
             of a window's micro-batches add up to the window's.
         opt: an :class:`AccumulatingOptimizer` whose windows the caller owns (neither ``accum_steps`` nor ``window_weight``).
-        micro_batch_size: samples; or ``"auto"``, which begins with the whole batch, halves on an error, remembers for each shape what has
-            fitted, and tries twice that after 16 windows without an error (after 32, 64, ... where it does not fit again). Ranks that
-            share windows begin each with the smallest of their sizes (one number is reduced a window, which waits for the device). With a
-            number an out-of-memory error is raised; layers of ``fuse_linear`` then add by themselves, and sums go to other ranks during
-            the last backward, as in a loop by hand.
+        micro_batch_size: samples at most, in parts as equal as can be; or ``"auto"``, which begins with the whole batch, halves on an
+            error, remembers for each shape what has fitted, and tries twice that after 16 windows without an error (after 32, 64, ...
+            where it does not fit again). Ranks that share windows begin each with the smallest of their sizes (one number is reduced a
+            window, which waits for the device). With a number an out-of-memory error is raised; layers of ``fuse_linear`` then add by
+            themselves, and sums go to other ranks during the last backward, as in a loop by hand.
         weight: function of a micro-batch, before it is moved, to the number of its items (or a 0-d tensor); that of a batch must be the
             sum of its parts'. None counts samples.
         device: micro-batches are moved there one by one, so the desired batch may stay in CPU memory.
 
     Attributes:
-        micro_batch_size: samples a micro-batch of the latest window; None before the first one of ``"auto"``.
+        micro_batch_size: the most samples in a micro-batch of the latest window; None before the first one of ``"auto"``.
 
     Raises:
         TypeError, ValueError: an argument that cannot be meant, or not together, named with the fix.
@@ -123,9 +123,10 @@ class MicroBatcher:
     # -- windows -----------------------------------------------------------------------------------------------
 
     def _window_of(self, size: int, batch: Any, samples: int) -> None:
-        """All micro-batches, of ``size`` samples and what is left over."""
-        for start in range(0, samples, size):
-            stop = min(start + size, samples)
+        """All micro-batches, of ``size`` samples at most."""
+        each = evenly(samples, size)
+        for start in range(0, samples, each):
+            stop = min(start + each, samples)
             micro_batch = nested.cut(batch, start, stop)
             weight, last = checked_weight(self._weight(micro_batch)), stop == samples
             try:
@@ -204,7 +205,7 @@ class MicroBatcher:
     def _loss(self, micro_batch: Any) -> Tensor:
         if self._device is not None:
             micro_batch = nested.mapped(self._moved, micro_batch)
-        output = _called(self._model, micro_batch)
+        output = nested.call(self._model, micro_batch)
         if isinstance(output, Mapping):
             loss = output.get("loss")
         else:
@@ -233,18 +234,15 @@ class Part:
     def samples(self) -> int:
         return self.stop - self.start
 
-    def split(self, size: int) -> list[Part]:
-        """The first ``size`` samples, last, and before them the rest."""
-        middle = self.start + size
+    def split(self, most: int) -> list[Part]:
+        """The first of as few parts of at most ``most`` samples as there can be, and as equal; before it the rest."""
+        middle = self.start + evenly(self.samples, most)
         return [Part(middle, self.stop, self.done), Part(self.start, middle, self.done)]
 
 
-def _called(model: Callable[..., Any], micro_batch: Any) -> Any:
-    if isinstance(model, nn.Module) and isinstance(micro_batch, Mapping):
-        return model(**micro_batch)
-    if isinstance(model, nn.Module) and isinstance(micro_batch, (list, tuple)):
-        return model(*micro_batch)
-    return model(micro_batch)
+def evenly(samples: int, most: int) -> int:
+    """Into how many samples each to cut so many: as few parts as ``most`` allows, none of them much smaller than the others."""
+    return -(-samples // -(-samples // most))
 
 
 def _raise_if_out_of_memory(error: Exception, advice: str) -> None:
