@@ -16,7 +16,9 @@ NATIVE := setup.py pyproject.toml $(shell find csrc -type f)
 PACKAGE := $(shell find python triton_kernels -name '*.py')
 CPP := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 # The tests of the ops, where NumPy, in which Triton interprets, may warn of the overflows that they are about.
-INTERPRETED := -n auto -m "not slow" -W ignore::RuntimeWarning $(foreach t,bits memory oracles properties rounding,tests/test_ops_$(t).py)
+INTERPRETED := -W ignore::RuntimeWarning $(foreach t,bits memory oracles properties rounding,tests/test_ops_$(t).py)
+# A process a core; each of them with a second thread would make them wait for each other.
+SPREAD := -n auto -m "not slow"
 # Without PyTorch's own caching of memory, so that an access outside of a tensor is one outside of an allocation.
 SANITIZED := PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --report-api-errors no --error-exitcode 1
 SAY = @printf '\n== %s\n'
@@ -44,9 +46,9 @@ test: lint docs $(VENV)/built $(if $(SECOND_TORCH),$(SECOND_VENV)/built)  ## lin
 	$(SAY) "Accelerate, Hugging Face Trainer, Lightning"
 	$(BIN)/python -m pytest -q tests/frameworks
 	$(SAY) "Triton kernels, interpreted on the CPU"
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q $(INTERPRETED)
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(SPREAD) $(INTERPRETED)
 	$(if $(SECOND_TORCH),$(SAY) "Tests against torch $(SECOND_TORCH)")
-	$(if $(SECOND_TORCH),$(SECOND_BIN)/python -m pytest -q -m "not slow")
+	$(if $(SECOND_TORCH),OMP_NUM_THREADS=1 $(SECOND_BIN)/python -m pytest -q $(SPREAD))
 	$(if $(SECOND_TORCH),$(SECOND_BIN)/python -m pytest -q tests/late_device)
 
 bench: $(VENV)/built  ## measure against plain PyTorch; writes benchmarks/results
