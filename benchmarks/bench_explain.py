@@ -33,7 +33,6 @@ SETTINGS: dict[str, dict[str, object]] = {
     "buffers in CPU memory": {"buffer_device": "cpu"},
     "masters there too": {"buffer_device": "cpu", "master_weights": True},
 }
-AWAY = {"buffers in CPU memory", "masters there too"}  # of parameters that are not on the CPU
 PLAIN = "plain p.grad"
 MEASURED = ("accumulate_", "scale_", "cast_", "stats")
 Window = Callable[[], float]  # runs one, and returns the seconds that accumulation took

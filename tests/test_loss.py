@@ -53,6 +53,20 @@ def test_loss_that_the_caller_has_normalised(settings):
     assert opt.last_window.loss.item() == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize("accum_steps", [None, 2])
+def test_not_recorded_again_where_backward_has(accum_steps):
+    net, (x, y) = model(), data(8)
+    opt = wrapped(net, accum_steps)
+    loss = mean_loss(net, x, y)
+    opt.backward(loss)
+    with pytest.raises(RuntimeError, match=r"leave record_loss\(\) out|lacks its loss"):
+        opt.record_loss(loss)
+    opt.step()
+    if accum_steps:
+        opt.flush()
+    assert opt.last_window.loss.item() == loss.item()
+
+
 def test_recorded_in_a_group_and_in_parts():
     net, (x, y) = model(), data(12)
     opt = wrapped(net)

@@ -1,9 +1,11 @@
 """MicroBatcher: the desired batch's gradient, however it is split and wherever memory ends."""
 
 import collections
+import copy
 import dataclasses
 import itertools
 import json
+import math
 import random
 import warnings
 import weakref
@@ -444,9 +446,9 @@ def test_bad_arguments():
         fa.MicroBatcher(model, opt, 0)
     with pytest.raises(TypeError, match=r"opt must be an AccumulatingOptimizer, got a SGD; wrap it"):
         fa.MicroBatcher(model, opt.optimizer)
-    with pytest.raises(TypeError, match=r"model_or_fn must be a module or a function.*got 3"):
+    with pytest.raises(TypeError, match=r"model_or_fn must be a module or a function.*got a int"):
         fa.MicroBatcher(3, opt)
-    with pytest.raises(TypeError, match=r"weight must be a function.*got 3"):
+    with pytest.raises(TypeError, match=r"weight must be a function.*got a int"):
         fa.MicroBatcher(model, opt, weight=3)
     del opt
     for how in ({"accum_steps": 2}, {"window_weight": 2.0}):
@@ -661,3 +663,40 @@ def test_followers_are_told_what_counts(monkeypatch):
         batcher.step(batch())
     counted, dropped, closed = "micro_batch_counted", "micro_batch_dropped", "window_closed"
     assert follower.told == [dropped, counted, counted, closed]
+
+
+@pytest.mark.parametrize("size", ["auto", 3])
+def test_a_grad_scaler_scales_steps_and_is_updated_once_a_window(size):
+    """As its own loop does with the whole batch; an overflow skips the window and backs off once."""
+    torch.manual_seed(0)
+    net, x, y = nn.Linear(4, 2), torch.randn(8, 4), torch.randn(8, 2)
+    twin = copy.deepcopy(net)
+    factors = (1.0, 1.0, math.inf, 1.0)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2) for _ in range(2)]
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+    theirs = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for factor in factors:
+
+        def loss_of(part, factor=factor):
+            return nn.functional.mse_loss(net(part[0]), part[1]) * factor
+
+        loss = fa.MicroBatcher(loss_of, opt, size, scaler=scalers[0]).step([x, y])
+        theirs.zero_grad()
+        big = nn.functional.mse_loss(twin(x), y) * factor
+        scalers[1].scale(big).backward()
+        scalers[1].step(theirs)
+        scalers[1].update()
+        assert loss.dtype == torch.float64 and loss.item() == pytest.approx(big.item(), rel=1e-6)
+        assert scalers[0].get_scale() == scalers[1].get_scale() and bool(opt.last_window.applied) is (factor == 1.0)
+    for p, q in zip(net.parameters(), twin.parameters()):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
+
+
+def test_what_is_no_loss_and_no_batch_is_refused():
+    net, x = nn.Linear(3, 1), torch.randn(6, 3)
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="has no graph"):
+        fa.MicroBatcher(lambda part: net(part).mean().detach(), opt).step(x)
+    with pytest.raises(TypeError, match=r"got a DataLoader; use `for loss in batcher.epoch\(loader\)"):
+        fa.MicroBatcher(lambda part: net(part).mean(), opt).step(torch.utils.data.DataLoader(x))
+    assert not opt._ledger.is_open

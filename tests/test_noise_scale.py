@@ -152,7 +152,7 @@ def test_one_micro_batch_a_window_tells_nothing():
     opt = wrapped(model.parameters(), accum_steps=1)
     model(torch.randn(4, 6)).sum().backward()
     opt.step()
-    assert math.isnan(opt.last_window.noise_scale)
+    assert opt.last_window.noise_scale is None
     del opt
     model.zero_grad()
     opt = wrapped(model.parameters(), noise_scale=None)
@@ -297,6 +297,12 @@ def test_scaled_lr():
             ),
             ValueError,
             "add noise_scale=0.95",
+        ),
+        (lambda: schedules.piecewise([(0, 4)]), TypeError, "steps must be a dict .* got a list"),
+        (
+            lambda: schedules.noise_scale(2, at_most=4, every=0),
+            ValueError,
+            "every must be at least 1, got 0; it counts windows",
         ),
         (lambda: schedules.piecewise({1: 4}), ValueError, "window 0"),
         (lambda: schedules.piecewise({0: 4, 1.5: 2}), ValueError, "got the window 1.5"),

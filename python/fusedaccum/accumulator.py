@@ -50,6 +50,7 @@ class Accumulator:
         self._reduction = reduction
         self._backend = backend
         self._warned_dropped = False
+        self.changed_by_user = False  # has somebody else written to the window's sums?
         self._first_draw: dict[Slot, int] = {}
         self.lent: list[Slot] = []
         self.sharded = False  # is any slot?
@@ -254,6 +255,7 @@ class Accumulator:
         grad, shown = slot.holder.grad, slot.shown
         if grad is shown:
             return
+        self.changed_by_user = True
         if grad is None:
             slot.shown = None
             self._warn_dropped(slot)
@@ -273,6 +275,7 @@ class Accumulator:
 
     def _notice_writes(self, slot: Slot) -> None:
         if not slot.block.untouched_by_user:
+            self.changed_by_user = True
             self.norms.forget_block(slot.block)
             slot.block.written()
 
@@ -298,6 +301,7 @@ class Accumulator:
             if slot.shown is not None and slot.holder.grad is slot.shown:
                 slot.holder.grad = None
             slot.shown, slot.divisor = None, 1.0
+        self.changed_by_user = False
         self.norms.forget_all()
         self.offload.forget_failure()
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .optimizer import AccumulatingOptimizer
 
 KEY = "fusedaccum"
-FORMAT = 1
+FORMAT = 2
 
 
 def save(opt: AccumulatingOptimizer) -> dict[str, Any]:
@@ -77,7 +77,8 @@ def check(opt: AccumulatingOptimizer, own: dict[str, Any]) -> None:
     """Raises ValueError when ``own`` was saved by a wrapper whose window this one cannot go on with."""
     if own.get("format") != FORMAT:
         raise ValueError(
-            f"the checkpoint's {KEY!r} part is of format {own.get('format')!r}, this version reads {FORMAT}; upgrade fusedaccum"
+            f"the checkpoint's {KEY!r} part is of format {own.get('format')!r}, and this version of fusedaccum reads {FORMAT}; use the "
+            "version that wrote it"
         )
     slots = opt._sums.buffers.slots
     if len(own["shapes"]) != len(slots):
@@ -89,8 +90,7 @@ def check(opt: AccumulatingOptimizer, own: dict[str, Any]) -> None:
             raise ValueError(
                 f"the checkpoint has shape {tuple(shape)} for parameter {slot.name}, which is {tuple(slot.param.shape)}; another model's?"
             )
-    if "batch_statistics" in own:  # not in older checkpoints
-        opt._gathering.statistics.check(own["batch_statistics"])
+    opt._gathering.statistics.check(own["batch_statistics"])
     ranks = opt._gathering.ranks
     rank = own["settings"].get("rank")
     if own["settings"].get("shard") and (ranks is None or ranks.group.name != rank):
@@ -138,10 +138,9 @@ def load(opt: AccumulatingOptimizer, own: dict[str, Any]) -> None:
         slot.draws = draws
     live = own["loss_scale"]
     sums.loss_scale.live = None if live is None else live.clone()
-    if "batch_statistics" in own:
-        opt._gathering.statistics.load(own["batch_statistics"])
+    opt._gathering.statistics.load(own["batch_statistics"])
     if opt._noise is not None:
-        opt._noise.averages = own.get("noise")
+        opt._noise.averages = own["noise"]
     adaptive = opt.settings.schedule.adaptive
-    if adaptive is not None and own.get("schedule") is not None:
+    if adaptive is not None and own["schedule"] is not None:
         adaptive.load_state_dict(own["schedule"])

@@ -58,7 +58,7 @@ class Conclusion:
     def measured(self, ledger: Ledger) -> tuple[Measured, Measured] | None:
         """What the window was when it held one micro-batch, and what it is; None where either is not known."""
         window = self.window
-        if window.overflowed or self.norm is None:
+        if window.overflowed or self.norm is None or window.micro_batches < 2:
             return None
         if window.small_sq_norm is None or window.small_weight is None or window.small_square is None:
             return None
@@ -83,6 +83,8 @@ def fp32_on(value: Scalar, device: torch.device) -> Tensor:
 def conclude(ledger: Ledger, sums: Accumulator, settings: Settings, overflow: bool | Tensor) -> Conclusion:
     """What the open window comes to. Waits for the device where weights are tensors there."""
     window, slots = ledger.window, sums.gathered()
+    if sums.changed_by_user:  # clipped by hand, say: then its norms are of different things
+        window.small_sq_norm = None
     divisor = 1.0 if window.empty else ledger.divisor(window.weight)
     weightless = not window.empty and float(divisor) == 0
     if weightless:

@@ -214,7 +214,12 @@ class Gathering:
             self._intake.drop()
             counted = self.ledger.window.micro_batches > before
             attempt.lost = (
-                counted or micro.judged or self._intake.nested or self.sums.half_written or bool(self.sums.lent)
+                counted
+                or micro.judged
+                or micro.passes > 1
+                or self._intake.nested
+                or self.sums.half_written
+                or bool(self.sums.lent)
             )
             self._counts_left = micro.counts
             if self.ledger.has_micro:
@@ -375,6 +380,7 @@ class Gathering:
                 "scaler.unscale_(opt) inside a window, before the first plain scaler.step(opt), hid the loss scale from the "
                 "wrapper; unscale only complete windows, or clip with max_grad_norm="
             )
+        self.ledger.micro.passes += 1
         if self.ranks is not None and self._is_last():
             self.ranks.segments.last_pass_begins()
 
@@ -479,11 +485,18 @@ class Gathering:
             window.weigh_small(micro.value())
 
     def record_loss(self, loss: Scalar, scaled: bool = False) -> None:
-        """Of the micro-batch that is open, or of the one counted last. ``scaled``: carries the loss scale, if there is one."""
-        if self.has_rejected and not self.ledger.has_micro:
+        """Of the micro-batch that is open, or of the one counted last. ``scaled``: as opt.backward() got it, with a loss scale if any."""
+        ledger = self.ledger
+        if self.has_rejected and not ledger.has_micro and not ledger.lacks_loss:
             return
+        if ledger.has_micro and ledger.micro.loss is not None and scaled is not ledger.micro.loss_by_backward:
+            raise RuntimeError(
+                "opt.backward() records a micro-batch's loss; leave record_loss() out, or call loss.backward()"
+            )
         live = self.sums.loss_scale.live if scaled else None
-        self.ledger.record_loss(loss if live is None else loss / live, raw=scaled and live is None)
+        ledger.record_loss(loss if live is None else loss / live, raw=scaled and live is None)
+        if ledger.has_micro:
+            ledger.micro.loss_by_backward = scaled
 
     def pass_failed(self) -> None:
         if self.ranks is not None:

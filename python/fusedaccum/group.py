@@ -91,10 +91,7 @@ class Group:
 
     def least(self, mine: float) -> float:
         """The smallest of the ranks' numbers; waits for the device."""
-        found = torch.tensor(mine, dtype=torch.float64, device=self._device)
-        with self.talking():
-            dist.all_reduce(found, dist.ReduceOp.MIN, group=self.process_group)
-        return float(found)
+        return float(self._reduced(torch.tensor(mine, dtype=torch.float64), dist.ReduceOp.MIN))
 
     def sum(self, mine: Tensor) -> Tensor:
         """The sum over the ranks of a small tensor."""

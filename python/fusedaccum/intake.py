@@ -84,9 +84,8 @@ class Intake:
         self._arrivals = arrivals_class()(weakref.ref(self), None if hold else BUCKET_BYTES)
         self._tasks: set[int] = set()  # graph tasks (outermost and re-entrant passes) that have begun and not ended
         self._root: weakref.ref | None = None  # of the open outermost pass: the tensor backward() was called on
-        self.nested = (
-            False  # has the last pass had re-entrant parts, each of which brings a parameter a gradient of its own?
-        )
+        # Has the last pass had re-entrant parts, each of which brings a parameter a gradient of its own?
+        self.nested = False
 
     def hook(self, slot: Slot) -> None:
         """Take this parameter's gradients from now on."""

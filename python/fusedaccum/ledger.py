@@ -157,9 +157,11 @@ class Ledger:
         """The micro-batch is over: count it, with the weight it was given, now or before. One that was rejected counts for nothing."""
         window, micro = self.window, self.micro
         if micro.bad:
-            window.dropped += 1
+            window.dropped, window.unrecorded = window.dropped + 1, None
             self.drop_micro_batch()
             return
+        if 0 < micro.told < micro.passes:  # somebody else has run a part of it
+            micro.loss = None
         window.commit(micro, self._weight_of(micro, late))
         window.unrecorded = self._factor(micro) if self.schedule.caller_owned and micro.loss is None else None
         self._micro = None
@@ -210,11 +212,24 @@ class Ledger:
                 raw = record.raw_loss
                 record.loss, record.raw_loss = record.loss - raw + raw / beside(loss_scale, raw), 0.0
 
-    def forget_losses(self) -> None:
-        """What losses there are cannot be told."""
-        self.window.losses = -1
-        if self.has_micro:
+    def forget_raw_losses(self) -> None:
+        """The loss scale that they may carry is not going to be known."""
+        if isinstance(self.window.raw_loss, Tensor) or self.window.raw_loss:
+            self.window.losses = -1
+        if self.has_micro and (isinstance(self.micro.raw_loss, Tensor) or self.micro.raw_loss):
             self.micro.loss = None
+
+    def told_a_pass(self) -> None:
+        """opt.backward() has run a pass, and recorded its loss."""
+        if self.has_micro:
+            self.micro.told += 1
+
+    @property
+    def lacks_loss(self) -> bool:
+        """Has nobody told the loss of the micro-batch that is open, or was counted last?"""
+        if self.has_micro:
+            return self.micro.loss is None
+        return self.has_window and self.window.unrecorded is not None
 
     def weigh_the_rest(self, late: Scalar | None) -> None:
         """Before a window closes: ``late`` is the weight of all its micro-batches that were given none.

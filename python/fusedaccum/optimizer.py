@@ -66,7 +66,8 @@ class AccumulatingOptimizer(Optimizer):
         comm_dtype: sums travel in ``torch.bfloat16`` or ``torch.float32``; None for the buffers' dtype.
         shard: each rank steps a part of the parameters only, and keeps the optimizer's state and the master weights of these (ZeRO-1):
             sums are reduced to the rank that steps them, which hands the stepped parameters out. ``state_dict()`` is a rank's own.
-        noise_scale: measure the gradient noise scale, as ``last_window.noise_scale``, with averages of this decay a window (0.95).
+        noise_scale: measure the gradient noise scale ``tr(Sigma) / |G|^2``, as ``last_window.noise_scale``; the decay a window of its
+            averages, at least 0 and less than 1 (0.95). Not for DTensors. McCandlish et al., 2018, appendix A.1.
 
     Raises:
         TypeError, ValueError: an argument, an optimizer or a parameter that cannot be meant, named with the fix.
@@ -189,6 +190,8 @@ class AccumulatingOptimizer(Optimizer):
     def backward(self, loss: Tensor, *, weight: Scalar | None = None, last: bool = False, **kwargs: Any) -> None:
         """``loss.backward(**kwargs)`` for a micro-batch of this weight; several before one ``step()`` are parts of one micro-batch.
 
+        Records the loss, where it is one number, for ``last_window.loss``.
+
         Args:
             weight: number or 0-d tensor (samples, tokens), finite, >= 0; 1 when left out. A micro-batch of weight 0 adds
                 nothing.
@@ -202,8 +205,9 @@ class AccumulatingOptimizer(Optimizer):
         with self._grouped(weight, last, in_loss):
             weighed = loss * self._ledger.micro.value() if self._ledger.micro.in_loss else loss
             weighed.backward(**kwargs)
-            if loss.numel() == 1:  # others come with a gradient of their own
+            if loss.numel() == 1 and kwargs.get("gradient") is None:  # others are not what their gradients are of
                 self._gathering.record_loss(loss, scaled=True)
+                self._ledger.told_a_pass()
 
     def record_loss(self, loss: Scalar) -> None:
         """Tell the loss of a micro-batch whose ``loss.backward()`` was called by somebody else, for ``last_window.loss``.
@@ -361,7 +365,11 @@ class AccumulatingOptimizer(Optimizer):
 
     @property
     def progress(self) -> dict[str, int | str]:
-        """Where the open window stands, for a progress bar: ``bar.set_postfix(opt.progress)``. Does not wait for the device."""
+        """Where the open window stands, for a progress bar: ``bar.set_postfix(opt.progress)``. Does not wait for the device.
+
+        ``"window"``, its index; ``"micro_batch"``, how many it holds, as ``"3/8"`` where a count closes it; ``"weight"``, as ``"96/4096"``,
+        where weights close it that the host knows. When a window has closed, that is the next one.
+        """
         return self._ledger.progress
 
     @property
@@ -483,7 +491,8 @@ class AccumulatingOptimizer(Optimizer):
                 scale.live = None
                 if window is not None:
                     window.unit = None
-                    self._ledger.forget_losses()
+                    if self._ledger.has_micro and self._ledger.micro.loss_by_backward:
+                        self._ledger.micro.loss = None  # a scale was taken off that it did not carry
             return False
         self._refuse_unshown("GradScaler looks for overflows in p.grad", "use bf16, which needs no loss scale")
         if window is None or window.overflowed or self._gathering.has_rejected:
@@ -491,8 +500,8 @@ class AccumulatingOptimizer(Optimizer):
         if scale.unscaled:
             self._sums.norms.forget_all()  # GradScaler writes without raising the tensors' versions
         if scale.live is None:  # unscaled before we ever met the scaler
-            window.unit, window.unit_lost = 1.0, True
-            self._ledger.forget_losses()
+            window.unit, window.unit_lost, window.small_sq_norm = 1.0, True, None
+            self._ledger.forget_raw_losses()
         elif scale.unscaled:
             window.unit = (scale.live if window.unit is None else window.unit) / scale.live
         elif window.unit is None:
@@ -522,9 +531,8 @@ class AccumulatingOptimizer(Optimizer):
 
     def _record_result(self, result: Any) -> None:
         """What a closure has returned is its micro-batch's loss, if it is one and nobody has told that."""
-        ledger = self._ledger
         one = isinstance(result, (float, Tensor)) and torch.as_tensor(result).numel() == 1
-        if one and ledger.has_micro and ledger.micro.loss is None:
+        if one and self._ledger.lacks_loss:
             self._gathering.record_loss(result)
 
     def _report(self, end: Conclusion, applied: bool | Tensor) -> None:

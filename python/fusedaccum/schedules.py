@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .window import LastWindow, checked_steps
+from .window import LastWindow, checked_count, checked_steps
 
 Steps = Callable[[int], int]
 
@@ -18,6 +18,10 @@ def piecewise(steps: Mapping[int, int]) -> Steps:
     Raises:
         ValueError: no entry for window 0, or one that is no window or no count of micro-batches.
     """
+    if not isinstance(steps, Mapping):
+        raise TypeError(
+            f"steps must be a dict of windows and micro-batches, got a {type(steps).__name__}; {{0: 4, 1000: 8}}"
+        )
     if 0 not in steps:
         raise ValueError(f"steps must say what window 0 holds, got {dict(steps)!r}; begin with {{0: 1, ...}}")
     for window, count in steps.items():
@@ -57,7 +61,7 @@ def _geometric(start: int, end: int, windows: int, index: int) -> int:
 
 
 def _ramp(start: int, end: int, windows: int) -> tuple[int, int, int]:
-    return checked_steps(start, "start"), checked_steps(end, "end"), checked_steps(windows, "windows")
+    return checked_steps(start, "start"), checked_steps(end, "end"), checked_count(windows, "windows")
 
 
 class noise_scale:  # named as the functions beside it
@@ -73,7 +77,7 @@ class noise_scale:  # named as the functions beside it
         at_most, at_least: bounds. With at_least=1 a window may hold one micro-batch, which measures no noise, and stays so.
         every: windows between two looks. Each waits for the device.
         fraction: of the noise scale.
-        growth: the most that a look changes the length by, as a factor.
+        growth: the most that a look changes the length by, as a factor (and by one micro-batch at least).
 
     Raises:
         TypeError, ValueError: an argument that cannot be meant.
@@ -104,7 +108,11 @@ class noise_scale:  # named as the functions beside it
             raise ValueError(f"growth must be greater than 1, got {growth!r}; 2.0 doubles or halves a window at most")
         self.steps = start
         self._bounds = at_least, at_most
-        self._every, self._fraction, self._growth = checked_steps(every, "every"), fraction, growth
+        self._every, self._fraction, self._growth = (
+            checked_count(every, "every", "; it counts windows"),
+            fraction,
+            growth,
+        )
         self._seen = 0
 
     def __call__(self, index: int) -> int:
@@ -119,7 +127,8 @@ class noise_scale:  # named as the functions beside it
         wanted = self._fraction * float(window.noise_scale) / each if each else math.nan
         if not math.isnan(wanted):
             least, most = self._bounds
-            wanted = min(max(wanted, self.steps / self._growth), self.steps * self._growth)
+            shorter, longer = self.steps / self._growth, self.steps * self._growth
+            wanted = min(max(wanted, min(shorter, self.steps - 1)), max(longer, self.steps + 1))
             self.steps = min(max(round(wanted), least), most)
 
     def state_dict(self) -> dict[str, Any]:

@@ -117,7 +117,11 @@ def checked_count(count: Any, name: str, hint: str = "") -> int:
 
 def checked_steps(steps: Any, name: str = "accum_steps") -> int:
     """``accum_steps`` as an int; raises as :func:`checked_count`."""
-    return checked_count(steps, name, "; it counts a window's micro-batches, and flush() applies what is left over")
+    return checked_count(
+        steps,
+        name,
+        "; it counts a window's micro-batches (a callable(window_index) may, too), and flush() applies what is left over",
+    )
 
 
 @runtime_checkable
@@ -200,6 +204,9 @@ class MicroBatch:
     bad: bool = False  # dropped, because a gradient was not finite
     loss: Scalar | None = None  # c_i * loss_i; None: nobody has said
     raw_loss: Scalar = 0.0  # the part of that which carries a loss scale, if there is one, that we have not met yet
+    loss_by_backward: bool = False  # has opt.backward() recorded it?
+    passes: int = 0  # outermost backward passes
+    told: int = 0  # of them, those whose loss opt.backward() has recorded
     attempt: Attempt | None = None  # will it come again in parts if it breaks off?
 
     def value(self) -> Scalar:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from enum import Enum, auto
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from torch._compile import _disable_dynamo as _outside_graphs
 from torch.nn import Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointFunction
 
 from ..batch_statistics import LAYERS, Key, Statistics
@@ -102,8 +104,8 @@ class Pooled(_BatchNorm):
     @_outside_graphs
     def _observed(self, input: Tensor) -> Tensor:
         """The forward, with buffers in place of the layer's own in which it leaves the micro-batch's statistics."""
-        again = torch._C._current_graph_task_id() != -1  # activation checkpointing, within a backward pass
-        if not (torch.is_grad_enabled() or _within_checkpoint()):
+        run = _run()
+        if run is _Run.PLAIN:
             return super().forward(input)
         follows = self.follows()
         if follows is None:
@@ -123,7 +125,7 @@ class Pooled(_BatchNorm):
         finally:
             self._buffers.update(kept)
             self.momentum = momentum
-        if not again:
+        if run is _Run.COUNTED:
             statistics, key = follows
             statistics.record(key, input.numel() // input.shape[1], moments, _ranks_of(self))
         return output
@@ -163,9 +165,28 @@ def _ranks_of(layer: nn.Module) -> int:
     return 1
 
 
-def _within_checkpoint() -> bool:
-    """Is this the forward of a re-entrant checkpoint, which runs without gradients, and again with them?"""
+class _Run(Enum):
+    """What a forward in training is."""
+
+    COUNTED = auto()  # the one of its samples that counts
+    AGAIN = auto()  # of samples that have counted, or will: activation checkpointing runs a forward twice
+    PLAIN = auto()  # without gradients: somebody else's business
+
+
+def _run() -> _Run:
+    """A re-entrant checkpoint runs without gradients and then again, with them, within backward; any other one with them both times."""
+    within_backward = torch._C._current_graph_task_id() != -1
+    if torch.is_grad_enabled() and not within_backward:
+        return _Run.COUNTED
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
+    while frame is not None:
+        code = frame.f_code
+        if within_backward and code is CheckpointFunction.backward.__code__:
+            return _Run.COUNTED
+        if within_backward and code.co_name == "unpack_hook" and code.co_filename == checkpoint.__file__:
+            return _Run.AGAIN
+        if code is CheckpointFunction.forward.__code__:
+            again = any(isinstance(x, Tensor) and x.requires_grad for x in frame.f_locals["args"])
+            return _Run.AGAIN if again else _Run.PLAIN
         frame = frame.f_back
-    return frame is not None
+    return _Run.AGAIN if within_backward else _Run.PLAIN

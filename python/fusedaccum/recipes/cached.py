@@ -66,7 +66,8 @@ def cached_backward(
     with _one_micro_batch(opt, weight):
         functions = [encoding.encoder for encoding in encodings] + [loss_fn]
         _check_grouped(p for module in functions if isinstance(module, Module) for p in module.parameters())
-        with unmoved([encoding.encoder for encoding in encodings if not encoding.frozen]):
+        frozen = [module for encoding in encodings if encoding.frozen for module in encoding.modules]
+        with unmoved([encoding.encoder for encoding in encodings if not encoding.frozen], but=frozen) as modules:
             embeddings = [encoding.embed() for encoding in encodings]
         # What autocast has kept of weights cast without a graph must not serve where there is one: PyTorch's issue 112583.
         torch.clear_autocast_cache()
@@ -82,7 +83,7 @@ def cached_backward(
         after_loss = RandomState(tensor for encoding in encodings for tensor in encoding.placed)
         try:
             for encoding in encodings:
-                encoding.backward()
+                encoding.backward(modules)
         finally:
             after_loss.restore()
         _backward([pair for encoding in encodings for pair in encoding.of_inputs()])
@@ -93,6 +94,7 @@ class _Encoding:
     """One encoder and its batch, in two passes.
 
     Attributes:
+        modules: that are known to be in it.
         frozen: does it need no second pass?
         placed: tensors on every device that it is known to use.
     """
@@ -103,11 +105,11 @@ class _Encoding:
         self._bounds = [(start, min(start + size, n)) for start in range(0, n, size)]
         self._trained_inputs: list[tuple[Tensor, Tensor]] = []
         self._inputs = mapped(self._apart, inputs)
+        self.modules = list(encoder.modules()) if isinstance(encoder, Module) else []
         parameters = list(encoder.parameters()) if isinstance(encoder, Module) else []
         trained = not isinstance(encoder, Module) or any(p.requires_grad for p in parameters)
         self.frozen = not trained and not self._trained_inputs
         self.placed = [*_tensors(inputs), *parameters]
-        self._gatherings = {found for p in parameters if (found := Gathering.of(p)) is not None}
         self._random: list[RandomState] = []  # before each micro-batch
         self._gradients: list[Tensor | None] = []  # of every leaf of the embeddings
 
@@ -122,9 +124,11 @@ class _Encoding:
         """The first pass: the embeddings of all samples, as leaves. (A frozen encoder makes no graph, and runs as it always does.)"""
         versions = self._versions()
         parts = []
+        new_part = _parts_of_statistics(self.modules if self.frozen else ())
         with nullcontext() if self.frozen else torch.no_grad():
             for start, stop in self._bounds:
                 self._random.append(RandomState(self.placed))
+                new_part()
                 parts.append(self._encode(start, stop))
                 self._check_embedding(parts[-1], stop - start)
         if self._versions() != versions and not self.frozen:
@@ -142,15 +146,14 @@ class _Encoding:
         """Keep what the loss has sent to the embeddings."""
         self._gradients = [tensor.grad for tensor in _tensors(embedding)]
 
-    def backward(self) -> None:
-        """The second pass. Forward also where the loss has used no embedding: running statistics move on."""
+    def backward(self, modules: Iterable[Module]) -> None:
+        """The second pass, by these modules. Forward also where the loss has used no embedding: running statistics move on."""
         if self.frozen:
             return
-        parts_begin = [gathering.statistics.in_parts() for gathering in self._gatherings]
+        new_part = _parts_of_statistics(modules)
         for (start, stop), random in zip(self._bounds, self._random, strict=True):
             random.restore()
-            for part_begins in parts_begin:
-                part_begins()
+            new_part()
             outputs = _tensors(self._encode(start, stop))
             sent = [
                 (output, gradient[start:stop])
@@ -184,6 +187,18 @@ class _Encoding:
                     f"{path} has the shape {tuple(leaf.shape)} for {samples} samples; the first dimension of what an encoder returns "
                     "must be the sample, and what is taken over all of them (a mean, a norm) belongs into loss_fn"
                 )
+
+
+def _parts_of_statistics(modules: Iterable[Module]) -> Callable[[], None]:
+    """For batch statistics that are pooled: the samples come in parts. Returns what is to be called before each."""
+    found = {Gathering.of(p) for module in modules for p in module.parameters()}
+    begin = [gathering.statistics.in_parts() for gathering in found if gathering is not None]
+
+    def new_part() -> None:
+        for part_begins in begin:
+            part_begins()
+
+    return new_part
 
 
 def _encodings(encoders: Any, inputs: Any, size: int) -> list[_Encoding]:

@@ -16,20 +16,19 @@ from ..window import checked_count
 from . import calibration
 from .modes import FUSED, HELD, MASTERS, PLAIN, Kernel, Mode, Parameters, priced
 
-ROOM = (
-    0.2  # of the memory that is to be had, for what is not known here: activations, and what the step takes by itself
-)
+# Of the memory that is to be had, for what is not known here: activations, and what the step takes by itself.
+ROOM = 0.2
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation:
     """What :func:`explain` found; ``str()`` of it is the text.
 
     Attributes:
         modes: what there is to choose among.
         recommended: one of them. reason: why. call: to paste, for the window that was asked for.
-        micro_batches: of a window. last: samples in the last of them.
-        available: bytes on the parameters' device for the model and all that comes with it; None where not known.
+        micro_batches: of a window. micro_batch: samples in each, last: in the last of them.
+        available: bytes on the parameters' device, :attr:`device`, for the model and all that comes with it; None where not known.
         bandwidths: bytes a second of each pass, as measured.
         hook_seconds: what the wrapper adds to a window's backward passes beside :attr:`Mode.seconds`; None where not measured.
     """
@@ -95,6 +94,10 @@ def explain(
             f"micro_batch is {micro_batch}, more than desired_batch ({desired_batch}); a window is made of micro-batches: "
             f"use micro_batch={desired_batch} (which needs no accumulation), or a larger desired_batch"
         )
+    if memory is not None:
+        memory = checked_count(memory, "memory", "; it is in bytes: 80 * 2**30")
+    if isinstance(optimizer, str):
+        raise TypeError(f"optimizer must be an optimizer or its class, got {optimizer!r}; torch.optim.AdamW, say")
     of = Parameters.of(model)
     micro_batches = -(-desired_batch // micro_batch)
     last = desired_batch - (micro_batches - 1) * micro_batch
@@ -152,7 +155,7 @@ def _recommend(modes: list[Mode], narrow: bool, micro_batches: int, available: i
     first = (
         "16-bit sums lose what is small beside them (in bf16 256 + 1 is 256), FP32 sums do not"
         if narrow
-        else "p.grad sums in FP32 as well; the wrapper adds exact windows of unequal micro-batches, clipping and checks"
+        else "exact windows of unequal micro-batches, clipping and checks, in sums as precise as p.grad's own"
     )
     if available is None:
         return ours[0], f"{first}; how much memory is free is not known here"
@@ -196,7 +199,7 @@ def _text(found: Explanation) -> Iterator[str]:
     yield _speeds(found)
     if "optimizer" not in found.modes[0].memory:
         yield "The optimizer's state is left out: none was given (optimizer=torch.optim.AdamW), or it cannot be told before it steps."
-    yield "How many samples fit, activations included: fa.MicroBatcher(model, opt) tries it."
+    yield "How many samples fit, activations included: fa.MicroBatcher finds it by trying."
     yield ""
     yield f"Take {found.recommended.name}: {found.reason}."
     yield f"    {found.call}"

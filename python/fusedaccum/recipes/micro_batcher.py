@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import LBFGS
-from torch.utils.checkpoint import get_device_states, set_device_states
+from torch.utils.data import DataLoader
 
 from ..attempts import Attempt
 from ..buffers import Slot
@@ -19,6 +19,7 @@ from ..optimizer import AccumulatingOptimizer
 from ..window import Scalar, checked_weight
 from . import nested
 from .memory_errors import is_out_of_memory, make_room
+from .replay import RandomState
 from .sizes import Sizes, checked_size
 
 
@@ -43,9 +44,10 @@ class MicroBatcher:
         weight: function of a micro-batch, before it is moved, to the number of its items (or a 0-d tensor); that of a batch must be the
             sum of its parts'. None counts samples.
         device: micro-batches are moved there one by one, so the desired batch may stay in CPU memory.
+        scaler: scales the losses, steps ``opt`` and is updated once a window. ``model_or_fn`` must not scale them too.
 
     Attributes:
-        micro_batch_size: the most samples in a micro-batch of the latest window; None before the first one of ``"auto"``.
+        micro_batch_size: the latest window's limit of samples a micro-batch; None before the first window of ``"auto"``.
 
     Raises:
         TypeError, ValueError: an argument that cannot be meant, or not together, named with the fix.
@@ -58,9 +60,12 @@ class MicroBatcher:
         micro_batch_size: int | str = "auto",
         weight: Callable[[Any], Scalar] | None = None,
         device: str | torch.device | None = None,
+        scaler: torch.amp.GradScaler | None = None,
     ):
         if not callable(model_or_fn):
-            raise TypeError(f"model_or_fn must be a module or a function of a micro-batch, got {model_or_fn!r}")
+            raise TypeError(
+                f"model_or_fn must be a module or a function of a micro-batch, got a {type(model_or_fn).__name__}"
+            )
         if weight is not None and not callable(weight):
             raise TypeError(f"weight must be a function of a micro-batch, or None to count samples, got {weight!r}")
         _check_optimizer(opt)
@@ -70,6 +75,7 @@ class MicroBatcher:
         self._model, self._opt = model_or_fn, opt
         self._weight = weight or nested.batch_size
         self._device = None if device is None else torch.device(device)
+        self._scaler = torch.amp.GradScaler(enabled=False) if scaler is None else scaler
         self._sizes = Sizes()
         self.micro_batch_size = self._fixed
 
@@ -89,6 +95,10 @@ class MicroBatcher:
 
         Waits for the device only where ``opt.step()`` does, and where ranks agree on a size.
         """
+        if isinstance(batch, DataLoader):
+            raise TypeError(
+                "step() takes one desired batch, got a DataLoader; use `for loss in batcher.epoch(loader): ...`"
+            )
         samples = nested.batch_size(batch)
         if self._opt._ledger.is_open:
             raise RuntimeError(
@@ -100,15 +110,19 @@ class MicroBatcher:
                 self._window(batch, samples)
             else:
                 self._window_of(self._fixed, batch, samples)
-            self._opt.step()
+            self._scaler.step(self._opt)
+            self._scaler.update()
         except BaseException:
             self._opt.reset()
             raise
         last = self._opt.last_window
-        return torch.tensor(math.nan) if last is None or last.loss is None else last.loss
+        return torch.tensor(math.nan, dtype=torch.float64) if last is None or last.loss is None else last.loss
 
     def epoch(self, batches: Iterable[Any]) -> Iterator[Tensor]:
-        """:meth:`step` for each of ``batches``, such as a DataLoader's; yields their losses."""
+        """:meth:`step` for each of ``batches``, such as a DataLoader's; yields their losses. Nothing runs but as it is iterated over.
+
+        A DataLoader's last batch may be a small one, and is a window like the others: ``drop_last=True`` leaves it out.
+        """
         for batch in batches:
             yield self.step(batch)
 
@@ -125,6 +139,7 @@ class MicroBatcher:
     def _window_of(self, size: int, batch: Any, samples: int) -> None:
         """All micro-batches, of ``size`` samples at most."""
         each = evenly(samples, size)
+        parts = -(-samples // each)
         for start in range(0, samples, each):
             stop = min(start + each, samples)
             micro_batch = nested.cut(batch, start, stop)
@@ -132,10 +147,16 @@ class MicroBatcher:
             try:
                 with contextlib.nullcontext() if last else self._opt._gathering.unsynced():
                     loss = self._loss(micro_batch)
-                    self._opt.backward(loss, weight=weight, last=last)
+                    self._opt.backward(self._scaler.scale(loss), weight=weight, last=last)
             except Exception as error:
                 _raise_if_out_of_memory(error, f"micro_batch_size={size} does not fit; give less, or 'auto'")
                 raise
+        ledger = self._opt._ledger
+        if not ledger.has_window or ledger.window.micro_batches + ledger.window.dropped != parts:
+            raise RuntimeError(
+                "model_or_fn has ended the window or dropped a part of it; it makes a loss, and leaves opt.step(), opt.zero_grad() and "
+                "opt.reset() to MicroBatcher"
+            )
 
     def _window(self, batch: Any, samples: int) -> None:
         """All micro-batches, of what fits."""
@@ -169,14 +190,15 @@ class MicroBatcher:
 
         Returns rather than raises, because an exception keeps the tensors of all frames that it has passed.
         """
-        random = self._random_state()
+        random = RandomState(p for group in self._opt.param_groups for p in group["params"])
         try:
             micro_batch = nested.cut(batch, part.start, part.stop)
             weight = checked_weight(self._weight(micro_batch))
             with self._opt._gathering.attempted(weight, attempt):
                 loss = self._loss(micro_batch)
-                loss.backward()
-                self._opt.record_loss(loss)
+                scaled = self._scaler.scale(loss)
+                scaled.backward()
+                self._opt._gathering.record_loss(scaled, scaled=True)
             return True
         except Exception as error:
             if part.samples == 1:
@@ -187,20 +209,8 @@ class MicroBatcher:
                 )
             if not is_out_of_memory(error):
                 raise
-        random()  # the same numbers again, so that nothing depends on where it broke off
+        random.restore()  # the same numbers again, so that nothing depends on where it broke off
         return False
-
-    def _random_state(self) -> Callable[[], None]:
-        """Returns what puts PyTorch's generators back to where they are now."""
-        params = {p.device: p for group in self._opt.param_groups for p in group["params"] if p.device.type != "cpu"}
-        here, (devices, there) = torch.get_rng_state(), get_device_states(*params.values())
-
-        def put_back() -> None:
-            torch.set_rng_state(here)
-            for device in params:
-                set_device_states(devices, there, device_type=device.type)
-
-        return put_back
 
     def _loss(self, micro_batch: Any) -> Tensor:
         if self._device is not None:
@@ -215,6 +225,11 @@ class MicroBatcher:
             raise TypeError(
                 f"model_or_fn must return the micro-batch's loss, one number, or something with .loss or ['loss']; got {got}. Give a "
                 "function that does: fa.MicroBatcher(lambda batch: criterion(model(batch['x']), batch['y']), opt)"
+            )
+        if not loss.requires_grad:
+            raise ValueError(
+                "the loss that model_or_fn returned has no graph: it must not be detached or made under torch.no_grad(), and is not to "
+                "call backward() itself"
             )
         return loss
 

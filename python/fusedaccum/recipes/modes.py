@@ -125,6 +125,7 @@ class Mode:
 class Parameters:
     """What there is to accumulate for: the model's trained parameters and its size."""
 
+    known: Sequence[Tensor]  # frozen ones, which the optimizer may hold too, and make masters of
     trained: list[Tensor]
     model_bytes: int
     device: torch.device
@@ -165,7 +166,7 @@ class Parameters:
                 if not (table.sparse or table.scale_grad_by_freq or table.max_norm is not None):
                     embedding.add(table.weight)
         wanted = set(trained)
-        return cls(trained, size, device, frozenset(linear & wanted), frozenset(embedding & wanted - linear))
+        return cls(known, trained, size, device, frozenset(linear & wanted), frozenset(embedding & wanted - linear))
 
     @property
     def narrow(self) -> bool:
@@ -203,7 +204,7 @@ def priced(way: Way, of: Parameters, micro_batches: int, optimizer: Any) -> Mode
         )
         memory["gradients"] = sum(local_of(p).nbytes for p in on_the_way) if way.held else bucket(on_the_way)
     if way.masters:
-        theirs = [p for p in of.trained if way.offloaded or p.dtype.itemsize < 4]
+        theirs = [p for p in of.known if way.offloaded or p.dtype.itemsize < 4]
         there["masters"] = sum(local_of(p).numel() * way.stepped(p.dtype).itemsize for p in theirs)
     if way.offloaded:
         memory["ring"] = cpu["ring"] = STAGES * STAGE_BYTES

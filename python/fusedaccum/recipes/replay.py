@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 
 class RandomState:
@@ -38,17 +39,30 @@ class RandomState:
 
 
 @contextmanager
-def unmoved(functions: Iterable[Any]) -> Iterator[None]:
-    """Whatever happens within to the buffers of those that are modules (running statistics) is undone. Holds a copy of them meanwhile."""
-    modules = {module for function in functions if isinstance(function, Module) for module in function.modules()}
-    saved = [
-        (module._buffers, name, buffer, buffer.detach().clone() if buffer is not None else None)
-        for module in modules
-        for name, buffer in module._buffers.items()
-    ]
+def unmoved(functions: Sequence[Any], but: Iterable[Module] = ()) -> Iterator[set[Module]]:
+    """Whatever happens within to the buffers of modules (running statistics) that ``functions`` are, or call, is undone.
+
+    Holds a copy of the buffers meanwhile. ``but``: leave these alone. Yields the modules, which are all known when the block is left.
+    """
+    modules, left = set[Module](), set(but)
+    saved: list[tuple[dict[str, Tensor | None], str, Tensor | None, Tensor | None]] = []
+
+    def keep(module: Module, args: Any = None) -> None:
+        if module not in modules and module not in left:
+            modules.add(module)
+            for name, buffer in module._buffers.items():
+                saved.append((module._buffers, name, buffer, None if buffer is None else buffer.detach().clone()))
+
+    for function in functions:
+        for module in function.modules() if isinstance(function, Module) else ():
+            keep(module)
+    calls_others = not all(isinstance(function, Module) for function in functions)
+    hook = register_module_forward_pre_hook(keep) if calls_others else None
     try:
-        yield
+        yield modules
     finally:
+        if hook is not None:
+            hook.remove()
         with torch.no_grad():
             for buffers, name, buffer, before in saved:
                 buffers[name] = buffer
