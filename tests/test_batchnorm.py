@@ -511,6 +511,29 @@ def test_a_window_with_statistics_does_not_load_where_nobody_takes_them():
         opt.load_state_dict(saved)
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_update_bn_of_a_checkpointed_model_is_as_before(reentrant):
+    def made(pooled):
+        torch.manual_seed(0)
+        norm = nn.BatchNorm1d(3)
+        return fa.accumulate_batchnorm(norm) if pooled else norm
+
+    batches = [torch.randn(6, 3) + i for i in range(3)]
+    plain, pooled = made(False), made(True)
+    opt = wrapped(pooled, 1)
+    for norm in (plain, pooled):
+        through = lambda x, norm=norm: checkpoint(norm, x, use_reentrant=reentrant)  # noqa: E731
+        with torch.no_grad():
+            for x in batches:
+                through(x)
+    for name, buffer in plain.named_buffers():
+        torch.testing.assert_close(getattr(pooled, name), buffer)
+    backward(pooled, torch.randn(4, 3))
+    opt.step()
+    assert pooled.num_batches_tracked == 4
+
+
 # -- the note ----------------------------------------------------------------------------------------------------------------
 
 

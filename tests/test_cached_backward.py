@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 SAMPLES = 13
 SIZES = [1, 4, 13, 50]  # dividing the batch or not, all of it, and more
@@ -563,11 +564,21 @@ def test_refuses_what_is_no_wrapper():
     )
 
 
+WAYS = {
+    "module": lambda encoder: encoder,
+    "function": lambda encoder: lambda x: encoder(x),
+    "method": lambda encoder: encoder.forward,
+}
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # in the first pass
+@pytest.mark.parametrize("checkpointed", [None, False, True], ids=["", "checkpointed", "re-entrant"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("calls", [1, 2])
-def test_pooled_batch_statistics_are_the_big_batchs(calls):
+def test_pooled_batch_statistics_are_the_big_batchs(calls, way, checkpointed):
     """The parts of a cached micro-batch are one population, and those of the first pass, without a graph, are not counted."""
     torch.manual_seed(0)
-    encoder = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)).double()
+    encoder = Checkpointed(checkpointed)
     views = [torch.randn(10, 3).double() * (i + 1) + i for i in range(calls)]
     oracle = copy.deepcopy(encoder)
     for view in views:
@@ -583,5 +594,49 @@ def test_pooled_batch_statistics_are_the_big_batchs(calls):
         opt=opt,
     )
     opt.step()
-    for name, buffer in encoder[0].named_buffers():
-        torch.testing.assert_close(buffer, getattr(oracle[0], name), rtol=1e-12, atol=1e-12)
+    for name, buffer in encoder.norm.named_buffers():
+        torch.testing.assert_close(buffer, getattr(oracle.norm, name), rtol=1e-12, atol=1e-12)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.first, self.norm, self.last = (
+            nn.Linear(3, 3).double(),
+            nn.BatchNorm1d(3).double(),
+            nn.Linear(3, 2).double(),
+        )
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        x = self.first(x)
+        x = self.norm(x) if self.reentrant is None else checkpoint(self.norm, x, use_reentrant=self.reentrant)
+        return self.last(x)
+
+
+def test_a_frozen_encoder_is_pooled_too():
+    encoder, frozen = Checkpointed(None), Checkpointed(None).requires_grad_(False)
+    x = torch.randn(10, 3).double()
+    oracle = copy.deepcopy(frozen)
+    oracle(x)
+    fa.accumulate_batchnorm(frozen)
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([*encoder.parameters(), *frozen.parameters()], lr=0.0))
+    fa.cached_backward(lambda a, b: (a * b).mean(), [encoder, frozen], [x, x], micro_batch_size=4, opt=opt)
+    opt.step()
+    for name, buffer in frozen.norm.named_buffers():
+        torch.testing.assert_close(buffer, getattr(oracle.norm, name), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_layer_that_changes_its_buffers_in_a_forward_finds_them_as_they_were(way):
+    torch.manual_seed(0)
+    encoder, x = nn.utils.parametrizations.spectral_norm(nn.Linear(5, 4)).double(), torch.randn(8, 5).double()
+    twin = copy.deepcopy(encoder)
+    # The literal thing: all parts in one graph, each moving the power iteration on.
+    embeddings = torch.cat([twin(part) for part in x.split(4)])
+    embeddings.square().mean().backward()
+    fa.cached_backward(lambda e: e.square().mean(), WAYS[way](encoder), x, micro_batch_size=4)
+    for p, q in zip(encoder.parameters(), twin.parameters()):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-14)
+    for p, q in zip(encoder.buffers(), twin.buffers()):
+        torch.testing.assert_close(p, q)

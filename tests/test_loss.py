@@ -95,11 +95,57 @@ def test_recorded_once_a_micro_batch_where_backward_counts_it():
     assert opt.last_window.loss.item() == loss.item()
 
 
-def test_a_closures_result_is_recorded():
+def test_unknown_where_somebody_else_has_run_a_part():
+    net, (x, y) = model(), data(8)
+    opt = wrapped(net, accum_steps=1)
+    mean_loss(net, x, y).backward()
+    opt.backward(mean_loss(net, x, y))
+    opt.step()
+    assert opt.last_window.loss is None
+    loss = mean_loss(net, x, y)
+    opt.backward(loss, gradient=torch.tensor(0.5, dtype=loss.dtype))
+    opt.step()
+    assert opt.last_window.loss is None
+
+
+def test_told_after_a_micro_batch_was_rejected():
+    """Where the caller owns windows, what was rejected is known until step()."""
+    net, (x, y) = model(), data(12)
+    (a, b), (c, d) = parts(x, y, (4, 8))
+    opt = wrapped(net, nonfinite="skip_micro_batch")
+    told = []
+    for inputs, targets in ((a, b), (a * math.nan, b), (c, d)):
+        loss = mean_loss(net, inputs, targets)
+        loss.backward()
+        opt.record_loss(loss)
+        told.append(loss.item())
+    opt.step()
+    assert opt.last_window.micro_batches == 2
+    assert opt.last_window.loss.item() == pytest.approx((told[0] + told[2]) / 2, rel=1e-12)
+
+
+@pytest.mark.parametrize("accum_steps", [None, 1])
+def test_told_plainly_where_every_window_is_unscaled(accum_steps):
+    net, (x, y) = model(torch.float32), data(8, torch.float32)
+    opt = wrapped(net, accum_steps)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    for _ in range(2):
+        loss = mean_loss(net, x, y)
+        scaler.scale(loss).backward()
+        opt.record_loss(loss)
+        scaler.unscale_(opt)
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+        assert opt.last_window.loss.item() == loss.item()
+
+
+@pytest.mark.parametrize("accum_steps", [None, 1, 2])
+def test_a_closures_result_is_recorded(accum_steps):
     net, (x, y) = model(), data(8)
     expected = mean_loss(net, x, y).item()
-    opt = wrapped(net, accum_steps=2)
-    for a, b in parts(x, y, (4, 4)):
+    opt = wrapped(net, accum_steps)
+    for a, b in parts(x, y, (4, 4) if accum_steps == 2 else (8,)):
 
         def closure(a=a, b=b):
             loss = mean_loss(net, a, b)

@@ -448,7 +448,7 @@ def test_bad_arguments():
         fa.MicroBatcher(model, opt.optimizer)
     with pytest.raises(TypeError, match=r"model_or_fn must be a module or a function.*got a int"):
         fa.MicroBatcher(3, opt)
-    with pytest.raises(TypeError, match=r"weight must be a function.*got a int"):
+    with pytest.raises(TypeError, match=r"weight must be a function.*got 3"):
         fa.MicroBatcher(model, opt, weight=3)
     del opt
     for how in ({"accum_steps": 2}, {"window_weight": 2.0}):
@@ -700,3 +700,57 @@ def test_what_is_no_loss_and_no_batch_is_refused():
     with pytest.raises(TypeError, match=r"got a DataLoader; use `for loss in batcher.epoch\(loader\)"):
         fa.MicroBatcher(lambda part: net(part).mean(), opt).step(torch.utils.data.DataLoader(x))
     assert not opt._ledger.is_open
+
+
+def test_a_function_that_runs_a_backward_of_its_own(monkeypatch):
+    """An attempt that breaks off cannot tell then which pass a parameter has taken, and the window begins anew."""
+    lost = 0
+    for point in range(5, 200, 12):
+        with monkeypatch.context() as patched:
+            patched.setattr(fusedaccum.intake, "BUCKET_BYTES", 1)
+            model, opt = made()
+            expected, loss_of = twin_step(model), function(model)
+
+            def twice(part, loss_of=loss_of):
+                (loss_of(part) / 4).backward()
+                return loss_of(part) * 0.75
+
+            points = Points(patched, model, [point])
+            fa.MicroBatcher(twice, opt, weight=weight).step(batch())
+            assert_close(model, expected, 1e-12)
+            lost += sum(attempt.lost for attempt in points.attempts)
+            if points.met < point:
+                break
+    assert lost > 3
+
+
+def twin_step(model):
+    """The parameters after a plain step on the whole batch."""
+    twin = copy.deepcopy(model)
+    opt = sgd(twin.parameters())
+    function(twin)(batch()).backward()
+    opt.step()
+    return twin
+
+
+def test_two_wrappers_cannot_share_a_batcher():
+    a, b = nn.Linear(3, 3), nn.Linear(3, 1)
+    opt, other = (fa.AccumulatingOptimizer(torch.optim.SGD(m.parameters(), lr=0.1)) for m in (a, b))
+    with pytest.raises(ValueError, match=r"a parameter of shape .* belongs to another Acc"):
+        fa.MicroBatcher(lambda part: b(a(part)).mean(), opt).step(torch.randn(4, 3))
+    assert not opt._ledger.is_open and not other._ledger.is_open
+
+
+@pytest.mark.parametrize("call", ["zero_grad", "reset"])
+def test_a_function_that_drops_the_window_is_found_out(call):
+    net, x = nn.Linear(3, 1), torch.randn(8, 3)
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+
+    def whole_script(part):
+        getattr(opt, call)()
+        return net(part).mean()
+
+    before = net.weight.clone()
+    with pytest.raises(RuntimeError, match=r"leaves opt\.step"):
+        fa.MicroBatcher(whole_script, opt, 4).step(x)
+    assert torch.equal(net.weight, before)

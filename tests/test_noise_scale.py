@@ -191,6 +191,49 @@ def test_an_overflow_leaves_no_trace():
     assert not opt.last_window.applied and known[1] == known[0] > 0
 
 
+@pytest.mark.parametrize("way", ["normalize_", "unscale_"])
+def test_a_window_clipped_by_hand_tells_nothing(way):
+    """Its norm is of something else than its first micro-batch's."""
+    model, data = telling([(4, 4, 4)] * 2, torch.float32)
+    opt = wrapped(model.parameters(), accum_steps=3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=way == "unscale_")
+    known = []
+    for clips, window in zip((False, True), data):
+        for i, (x, y) in enumerate(window):
+            scaler.scale(nn.functional.mse_loss(model(x), y)).backward()
+            if clips and i == 2:
+                scaler.unscale_(opt)
+                opt.normalize_()
+                nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            scaler.step(opt)
+            scaler.update()
+        known.append(opt.last_window.noise_scale.item())
+    assert known[0] == known[1] > 0
+
+
+def test_normalized_by_us_is_still_measured():
+    model, (window,) = telling([(4, 4, 4)])
+    opt = wrapped(model.parameters())
+    for x, y in window:
+        opt.backward(nn.functional.mse_loss(model(x), y), weight=4)
+    opt.normalize_()
+    opt.step()
+    assert opt.last_window.noise_scale.item() == pytest.approx(of_paper(model, [window], 0.9), rel=1e-9)
+
+
+def test_unscaled_before_anybody_knew_the_scale():
+    model, data = telling([(4, 4)] * 3, torch.float32)
+    opt = wrapped(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    for window in data:
+        for x, y in window:
+            scaler.scale(nn.functional.mse_loss(model(x), y)).backward()
+        scaler.unscale_(opt)
+        scaler.step(opt)
+        scaler.update()
+        assert opt.last_window.noise_scale is None
+
+
 def test_state_is_kept_inside_a_window():
     model, data = telling([(4, 4, 4)] * 3, torch.float32)
 
@@ -249,6 +292,10 @@ def test_schedule_looks_every_so_often_and_keeps_its_bounds():
         for _ in range(3):
             schedule.window_closed(closed(value), 1)
         assert schedule.steps == steps
+    slow = schedules.noise_scale(start=2, at_most=4, every=1, growth=1.1)
+    for steps in (3, 4, 4):
+        slow.window_closed(closed(1e6), 1)
+        assert slow.steps == steps
     over_ranks = schedules.noise_scale(start=4, at_most=20, every=1)
     over_ranks.window_closed(closed(64.0), 2)  # 8 samples a micro-batch, on each of two ranks
     assert over_ranks.steps == 4

@@ -216,7 +216,7 @@ class Gathering:
             attempt.lost = (
                 counted
                 or micro.judged
-                or micro.passes > 1
+                or attempt.mixed
                 or self._intake.nested
                 or self.sums.half_written
                 or bool(self.sums.lent)
@@ -380,7 +380,10 @@ class Gathering:
                 "scaler.unscale_(opt) inside a window, before the first plain scaler.step(opt), hid the loss scale from the "
                 "wrapper; unscale only complete windows, or clip with max_grad_norm="
             )
-        self.ledger.micro.passes += 1
+        micro = self.ledger.micro
+        micro.passes += 1
+        if micro.attempt is not None and micro.attempt.forward:
+            micro.attempt.mixed = True
         if self.ranks is not None and self._is_last():
             self.ranks.segments.last_pass_begins()
 

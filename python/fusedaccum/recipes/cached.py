@@ -162,7 +162,7 @@ class _Encoding:
             ]
             del outputs
             if start == 0:
-                _check_grouped(_parameters_under([output for output, _ in sent]))
+                _check_grouped(parameters_under([output for output, _ in sent]))
             _backward(sent)
 
     def of_inputs(self) -> list[tuple[Tensor, Tensor]]:
@@ -251,10 +251,10 @@ def _check_loss(loss: Any) -> None:
             "the loss that loss_fn returned depends on nothing that requires a gradient: all encoders are frozen, loss_fn detaches the "
             "embeddings, or the call is within torch.no_grad()"
         )
-    _check_grouped(_parameters_under([loss]))
+    _check_grouped(parameters_under([loss]))
 
 
-def _parameters_under(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
+def parameters_under(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
     """The leaves of the graph of these tensors: those that functions use cannot be had otherwise."""
     nodes = [output.grad_fn for output in outputs if output.grad_fn is not None]
     seen = set(nodes)

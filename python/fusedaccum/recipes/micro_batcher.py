@@ -15,9 +15,11 @@ from torch.utils.data import DataLoader
 
 from ..attempts import Attempt
 from ..buffers import Slot
+from ..gathering import Gathering
 from ..optimizer import AccumulatingOptimizer
 from ..window import Scalar, checked_weight
 from . import nested
+from .cached import parameters_under
 from .memory_errors import is_out_of_memory, make_room
 from .replay import RandomState
 from .sizes import Sizes, checked_size
@@ -76,6 +78,7 @@ class MicroBatcher:
         self._weight = weight or nested.batch_size
         self._device = None if device is None else torch.device(device)
         self._scaler = torch.amp.GradScaler(enabled=False) if scaler is None else scaler
+        self._checked = False  # is no other wrapper known to gather gradients of these losses?
         self._sizes = Sizes()
         self.micro_batch_size = self._fixed
 
@@ -196,6 +199,7 @@ class MicroBatcher:
             weight = checked_weight(self._weight(micro_batch))
             with self._opt._gathering.attempted(weight, attempt):
                 loss = self._loss(micro_batch)
+                attempt.forward = False
                 scaled = self._scaler.scale(loss)
                 scaled.backward()
                 self._opt._gathering.record_loss(scaled, scaled=True)
@@ -231,6 +235,9 @@ class MicroBatcher:
                 "the loss that model_or_fn returned has no graph: it must not be detached or made under torch.no_grad(), and is not to "
                 "call backward() itself"
             )
+        if not self._checked:
+            _check_alone(self._opt, loss)
+            self._checked = True
         return loss
 
     def _moved(self, leaf: Any) -> Any:
@@ -280,6 +287,16 @@ def _check_optimizer(opt: Any) -> None:
         raise ValueError(
             "opt is LBFGS, which evaluates a window as often as it likes; run its micro-batches in a closure: opt.step(closure)"
         )
+
+
+def _check_alone(opt: AccumulatingOptimizer, loss: Tensor) -> None:
+    """Raises ValueError where another wrapper takes some of the loss's gradients, and would not know what the micro-batches weigh."""
+    for parameter in parameters_under([loss]):
+        if Gathering.of(parameter) not in (None, opt._gathering):
+            raise ValueError(
+                f"a parameter of shape {tuple(parameter.shape)} that the loss depends on belongs to another AccumulatingOptimizer, whose "
+                "windows MicroBatcher does not run; give all parameters to one optimizer, or freeze those of the other"
+            )
 
 
 def _check_repeatable(opt: AccumulatingOptimizer) -> None:
