@@ -17,7 +17,7 @@ PACKAGE := $(shell find python triton_kernels -name '*.py')
 CPP := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 # The tests of the ops, where NumPy, in which Triton interprets, may warn of the overflows that they are about.
 INTERPRETED := -W ignore::RuntimeWarning $(foreach t,bits memory oracles properties rounding,tests/test_ops_$(t).py)
-# A process a core; each of them with a second thread would make them wait for each other.
+# A process a core; each of them with a second thread would make them wait for each other. (Tests of ranks have processes of their own.)
 SPREAD := -n auto -m "not slow"
 # Without PyTorch's own caching of memory, so that an access outside of a tensor is one outside of an allocation.
 SANITIZED := PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --report-api-errors no --error-exitcode 1
@@ -48,7 +48,8 @@ test: lint docs $(VENV)/built $(if $(SECOND_TORCH),$(SECOND_VENV)/built)  ## lin
 	$(SAY) "Triton kernels, interpreted on the CPU"
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(SPREAD) $(INTERPRETED)
 	$(if $(SECOND_TORCH),$(SAY) "Tests against torch $(SECOND_TORCH)")
-	$(if $(SECOND_TORCH),OMP_NUM_THREADS=1 $(SECOND_BIN)/python -m pytest -q $(SPREAD))
+	$(if $(SECOND_TORCH),OMP_NUM_THREADS=1 $(SECOND_BIN)/python -m pytest -q $(SPREAD) --ignore tests/distributed)
+	$(if $(SECOND_TORCH),$(SECOND_BIN)/python -m pytest -q -m "not slow" tests/distributed)
 	$(if $(SECOND_TORCH),$(SECOND_BIN)/python -m pytest -q tests/late_device)
 
 bench: $(VENV)/built  ## measure against plain PyTorch; writes benchmarks/results
