@@ -39,7 +39,8 @@ def cached_backward(
     not).
 
     Beside the graph of a micro-batch, memory holds E, dL/dE, the graph of the loss (until the second pass) and a copy of the modules'
-    buffers (until the loss). Trained encoders run forward twice, frozen ones once. Waits for no device by itself.
+    buffers (until the loss). Trained encoders run forward twice, frozen ones once. Waits for no device by itself. The two passes are those
+    of GradCache: Gao et al., 2021, arXiv:2101.06983, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup".
 
     Args:
         loss_fn: the scalar loss of the embeddings of all samples, one argument an encoder; called once. Parameters that it uses (a
@@ -50,11 +51,12 @@ def cached_backward(
         inputs: the whole batch, nested likewise; for a list of encoders, a list of one batch an encoder. Tensors in it that require
             a gradient get one.
         micro_batch_size: samples that are encoded at once; the last micro-batch may be smaller.
-        opt: the wrapper that gathers the gradients: the call is one micro-batch of it, of this ``weight``, and its loss is recorded. Not
-            needed with a plain optimizer, nor within ``opt.micro_batch()``.
+        opt: the wrapper that gathers the gradients: the call is one micro-batch of it, and its loss is recorded. Not needed with a plain
+            optimizer, nor within ``opt.micro_batch()``.
+        weight: of that micro-batch, as :meth:`AccumulatingOptimizer.backward` takes it; only with ``opt``.
 
     Returns:
-        what ``loss_fn`` returned, detached.
+        what ``loss_fn`` returned, detached (with a GradScaler, scaled).
 
     Raises:
         TypeError, ValueError: an argument, a loss or an encoder's output that cannot be meant; nothing has been added by then.
