@@ -115,7 +115,10 @@ def test_a_step_tells_accumulation_from_forward_and_backward(tmp_path: Path) -> 
 def test_explain_is_measured_beside_what_it_says(tmp_path: Path) -> None:
     options = harness.Options(quick=True, rounds=2, sets=("resnet-101",), out=tmp_path, backend="reference")
     rows = bench_explain.run(options)
-    assert {row["contestant"] for row in rows} == {*bench_explain.SETTINGS, bench_explain.PLAIN} - bench_explain.AWAY
+    assert {row["contestant"] for row in rows} == {*bench_explain.SETTINGS, bench_explain.PLAIN} - {
+        "buffers in CPU memory",  # of parameters that are elsewhere
+        "masters there too",
+    }
     assert all(row["said_ms"] > 0 and row["median_ms"] > 0 for row in rows)
     assert "resnet-101 bf16: plain p.grad" in report.printed("explain", rows)
 
