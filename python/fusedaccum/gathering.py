@@ -331,11 +331,10 @@ class Gathering:
         """Before a window is concluded: make it that of all ranks. Returns whether a GradScaler has found an overflow on any."""
         if self.ranks is None:
             return overflow
-        window = self.ledger.window
         if not self._agreed:
             self.check_reduced("the window ends")
             with self._or_dropped():
-                self.ranks.agree(window.micro_batches, window.weight, overflow)
+                self.ranks.agree(overflow)
             self._replicas.window_ended()
         return self.ranks.overflow or overflow
 

@@ -7,6 +7,7 @@ rank so calls the same collectives in the same order, however many micro-batches
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from .buffers import Slot
 from .group import Group
 from .ledger import Ledger
 from .segments import Segments
-from .window import Scalar, Window
+from .window import Window
 
 
 class Ranks:
@@ -72,11 +73,11 @@ class Ranks:
         self.gathered: set[Slot] = set()
         self.segments.forget()
 
-    def agree(self, micro_batches: int, weight: Scalar, overflow: bool | Tensor) -> None:
+    def agree(self, overflow: bool | Tensor) -> None:
         """Make the open window's numbers, and the buffers, those of all ranks. Waits for the device.
 
         Args:
-            micro_batches, weight: of this rank. overflow: did a GradScaler find one here?
+            overflow: did a GradScaler find one here?
 
         Raises:
             RuntimeError: the other ranks cannot be reached, or are not alike.
@@ -87,27 +88,17 @@ class Ranks:
         if not self._compared:
             self.group.compare_values([slot for slot in slots if not slot.sharded])
             self._compared = True
-        unit = 0.0 if window.unit is None else float(window.unit)
-        counts = micro_batches, window.dropped, float(window.nonfinite)
-        mine = [float(weight), *counts, bool(overflow), window.overflowed, unit, unit**2]
-        mine += [float(window.loss), window.losses, *small_sums(window)]
-        mine += [self.segments.has(slot) for slot in slots]
-        totals = self.group.total([*mine, *self.segments.again])
-        first, end = NUMBERS, NUMBERS + len(slots)
-        numbers, has, again = totals[:first], totals[first:end], totals[end:]
-        if numbers[6] ** 2 != self.group.size * numbers[7]:  # equal scales, and no others, have this mean square
+        mine = Numbers.of(window, overflow)
+        totals = self.group.total([*mine, *(self.segments.has(slot) for slot in slots), *self.segments.again])
+        first, end = len(mine), len(mine) + len(slots)
+        numbers, has, again = Numbers(*totals[:first]), totals[first:end], totals[end:]
+        if not numbers.of_equal_units(self.group.size):
             raise RuntimeError(
-                f"the loss scale is {unit:g} on this rank and another on others: every rank's GradScaler has looked at its own gradients "
-                "only; use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler(process_group=...). The window is dropped"
+                f"the loss scale is {mine.unit:g} on this rank and another on others: every rank's GradScaler has looked at its own "
+                "gradients only; use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler(process_group=...). The window is dropped"
             )
-        window.weight, window.micro_batches, window.dropped = numbers[0], int(numbers[1]), int(numbers[2])
-        window.nonfinite, self.overflow, window.overflowed = int(numbers[3]), bool(numbers[4]), bool(numbers[5])
-        # Of losses that come normalised the mean over the ranks is taken, as of their gradients.
-        window.loss = numbers[8] / (self.group.size if self._ledger.reduction == "none" else 1)
-        window.losses = int(numbers[9])
-        window.small_sq_norm, window.small_weight, window.small_square = (
-            numbers[10:13] if numbers[13] == self.group.size else (None, None, None)
-        )
+        numbers.put_into(window, self.group.size, self._ledger.reduction)
+        self.overflow = bool(numbers.overflow)
         self.gathered = {slot for slot, ranks in zip(slots, has, strict=True) if ranks}
         self.segments.finish(self.gathered, again)
         self.agreed = True
@@ -133,14 +124,64 @@ class Ranks:
             self.group.out_of_step()
 
 
-NUMBERS = 14  # of a window, that its ranks add up
+class Numbers(NamedTuple):
+    """What a rank says of its window, or all ranks together: their numbers are added up."""
+
+    weight: float
+    micro_batches: float
+    dropped: float
+    nonfinite: float
+    overflow: float  # a GradScaler has found one at the window's end
+    overflowed: float  # or before it
+    unit: float
+    unit_square: float
+    loss: float
+    losses: float
+    small_sq_norm: float  # of the one micro-batch that was measured by itself
+    small_weight: float
+    small_square: float
+    small: float  # was one?
+
+    @classmethod
+    def of(cls, window: Window, overflow: bool | Tensor) -> Numbers:
+        """Waits for the device."""
+        unit = 0.0 if window.unit is None else float(window.unit)
+        return cls(
+            float(window.weight),
+            window.micro_batches,
+            window.dropped,
+            float(window.nonfinite),
+            bool(overflow),
+            window.overflowed,
+            unit,
+            unit**2,
+            float(window.loss),
+            window.losses,
+            *small_sums(window),
+        )
+
+    def of_equal_units(self, ranks: int) -> bool:
+        """Had all ranks the same loss scale? Equal numbers, and no others, have this mean square."""
+        return self.unit**2 == ranks * self.unit_square
+
+    def put_into(self, window: Window, ranks: int, reduction: str) -> None:
+        """Make ``window`` that of all ranks."""
+        window.weight, window.micro_batches, window.dropped = self.weight, int(self.micro_batches), int(self.dropped)
+        window.nonfinite, window.overflowed = int(self.nonfinite), bool(self.overflowed)
+        # Of losses that come normalised the mean over the ranks is taken, as of their gradients.
+        window.loss, window.losses = self.loss / (ranks if reduction == "none" else 1), int(self.losses)
+        if self.small == ranks:
+            window.small_sq_norm, window.small_weight = self.small_sq_norm, self.small_weight
+            window.small_square = self.small_square
+        else:
+            window.small_sq_norm = window.small_weight = window.small_square = None
 
 
-def small_sums(window: Window) -> list[float]:
-    """Of the one micro-batch that was measured by itself: squared norm, weight and its square; and whether there was one."""
+def small_sums(window: Window) -> tuple[float, float, float, float]:
+    """The last four :class:`Numbers`."""
     if window.small_sq_norm is None or window.small_weight is None or window.small_square is None:
-        return [0.0, 0.0, 0.0, 0.0]
-    return [float(window.small_sq_norm), float(window.small_weight), float(window.small_square), 1.0]
+        return 0.0, 0.0, 0.0, 0.0
+    return float(window.small_sq_norm), float(window.small_weight), float(window.small_square), 1.0
 
 
 def owners(slots: Sequence[Slot], ranks: int) -> dict[Slot, int]:
