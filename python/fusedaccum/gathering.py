@@ -19,13 +19,14 @@ from .accumulator import Accumulator, Write
 from .attempts import Attempt
 from .batch_statistics import Statistics
 from .buffers import Slot
+from .fsdp2 import FullySharded
 from .intake import Intake
 from .ledger import Ledger
 from .ranks import Ranks
 from .rejected import Rejected
 from .replicas import Replicas, replicas_of
 from .settings import Settings, check_alone, check_shared, check_weight_of_lent
-from .shards import FullySharded, local_of
+from .shards import local_of
 from .window import MicroBatch, Scalar, Window, on
 
 _GATHERING_OF: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak reference to a Gathering
