@@ -16,9 +16,10 @@ from .amp import LossScale
 from .buffers import Block, Buffers, Slot
 from .norms import SquaredNorms
 from .offload import Offload
+from .scalars import Scalar, beside, identity, on
 from .shards import ShardHolder, alike, local_gradient, local_of, sum_over_shards
 from .streams import capturing
-from .window import MicroBatch, Scalar, Window, beside, identity, on
+from .window import MicroBatch, Window
 
 Write = Callable[
     [Tensor, float, bool], None

@@ -13,8 +13,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
 from . import main_grad, ops
+from .scalars import Scalar
 from .shards import ShardHolder, is_shard, local_of
-from .window import Scalar
 
 ALIGNMENT = 64  # elements: a cache line or more in every dtype, also after narrow_() has halved their size
 NARROW_HEAD = 1 << 16  # elements that narrow_() moves through a temporary before it can work in place

@@ -19,8 +19,9 @@ from .ledger import Ledger
 from .masters import MasterWeights
 from .noise import Measured
 from .offload import STAGE_BYTES
+from .scalars import Scalar, beside, identity, on
 from .settings import Settings
-from .window import LastWindow, Scalar, Window, beside, identity, on
+from .window import LastWindow, Window
 
 
 @dataclass

@@ -25,9 +25,10 @@ from .ledger import Ledger
 from .ranks import Ranks
 from .rejected import Rejected
 from .replicas import Replicas, replicas_of
+from .scalars import Scalar, on
 from .settings import Settings, check_alone, check_shared, check_weight_of_lent
 from .shards import local_of
-from .window import MicroBatch, Scalar, Window, on
+from .window import MicroBatch, Window
 
 _GATHERING_OF: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak reference to a Gathering
 

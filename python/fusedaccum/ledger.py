@@ -11,7 +11,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from .window import MicroBatch, Scalar, Schedule, Window, beside, checked_weight, times
+from .scalars import Scalar, beside, checked_weight, times
+from .window import MicroBatch, Schedule, Window
 
 MISSING_WEIGHT = (
     "reduction='sum' divides by the sum of the weights, and this micro-batch was given none; "

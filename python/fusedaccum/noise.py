@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .window import Scalar, on
+from .scalars import Scalar, on
 
 
 @dataclass(frozen=True)

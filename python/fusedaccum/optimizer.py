@@ -26,8 +26,9 @@ from .distributed_checkpoint import refuse_torchs_functions
 from .gathering import Gathering
 from .masters import MasterWeights
 from .noise import NoiseScale
+from .scalars import Scalar, checked_loss, checked_weight
 from .settings import Settings, check_group, check_lent, check_optimizer, check_parameter, checked_device
-from .window import LastWindow, Scalar, Schedule, checked_loss, checked_weight
+from .window import LastWindow, Schedule
 
 # Which wrapper takes a parameter's gradients. (Keyed by identity: tensors compare by element.)
 _wrapped = WeakIdKeyDictionary()

@@ -18,7 +18,7 @@ from .accumulator import Accumulator
 from .buffers import Block, Slot
 from .group import Group
 from .ledger import Ledger
-from .window import Scalar
+from .scalars import Scalar
 
 SEGMENT_BYTES = 32 << 20  # of buffers that go in one collective
 UNDER_WAY = 2  # collectives through memory of their own, at once

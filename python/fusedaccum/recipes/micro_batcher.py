@@ -17,7 +17,7 @@ from ..attempts import Attempt
 from ..buffers import Slot
 from ..gathering import Gathering
 from ..optimizer import AccumulatingOptimizer
-from ..window import Scalar, checked_weight
+from ..scalars import Scalar, checked_weight
 from . import nested
 from .cached import parameters_under
 from .memory_errors import is_out_of_memory, make_room
