@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from .buffers import Slot
 from .shards import local_of, whole
-from .window import MicroBatch, Window
+from .window import Loss, MicroBatch, Window
 
 if TYPE_CHECKING:
     from .optimizer import AccumulatingOptimizer
 
 KEY = "fusedaccum"
 FORMAT = 2
+
+Record = TypeVar("Record", Window, MicroBatch)
 
 
 def save(opt: AccumulatingOptimizer) -> dict[str, Any]:
@@ -27,8 +29,8 @@ def save(opt: AccumulatingOptimizer) -> dict[str, Any]:
     sums.offload.wait()
     if ledger.has_micro:
         sums.count(ledger.micro)
-    window = _plain(ledger.window) if ledger.has_window else None
-    micro = _plain(ledger.micro) if ledger.has_micro else None
+    window = plain(ledger.window) if ledger.has_window else None
+    micro = plain(ledger.micro) if ledger.has_micro else None
     steps = settings.schedule.accum_steps
     live = sums.loss_scale.live
     return {
@@ -62,10 +64,18 @@ def save(opt: AccumulatingOptimizer) -> dict[str, Any]:
     }
 
 
-def _plain(record: Window | MicroBatch) -> dict[str, Any]:
-    return {
-        k: v.clone() if isinstance(v, Tensor) else v for k, v in vars(record).items() if k != "counts"
-    }  # all counted
+def plain(record: Window | MicroBatch) -> dict[str, Any]:
+    """Copies of what a record holds, as tensors and plain values."""
+    loss = record.loss or Loss()
+    kept = {k: v for k, v in vars(record).items() if k != "counts"}  # all counted
+    kept |= {"loss": None if record.loss is None else loss.total, "raw_loss": loss.raw}
+    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in kept.items()}
+
+
+def restored(kind: type[Record], saved: dict[str, Any]) -> Record:
+    """What :func:`plain` was given."""
+    loss = None if saved["loss"] is None else Loss(saved["loss"], saved["raw_loss"])
+    return kind(**{k: v for k, v in saved.items() if k != "raw_loss"} | {"loss": loss})
 
 
 def _saved(slot: Slot) -> dict[str, Any]:
@@ -122,8 +132,8 @@ def load(opt: AccumulatingOptimizer, own: dict[str, Any]) -> None:
     window, micro = own["window"], own["micro_batch"]
     opt._ledger.restore(
         own["index"],
-        None if window is None else Window(**window),
-        None if micro is None else MicroBatch(**micro),
+        None if window is None else restored(Window, window),
+        None if micro is None else restored(MicroBatch, micro),
     )
     for index, saved in own["buffers"].items():
         sums.restore(slots[index], local_of(saved["sum"]), saved["divisor"])

@@ -93,7 +93,7 @@ def conclude(ledger: Ledger, sums: Accumulator, settings: Settings, overflow: bo
         warnings.warn(message, RuntimeWarning, stacklevel=4)
         divisor = 1.0
     known = 0 < window.losses == window.micro_batches and not weightless
-    loss = as_tensor(beside(window.loss, divisor) / divisor).double() if known else None
+    loss = as_tensor(beside(window.loss.total, divisor) / divisor).double() if known else None
     if window.unit is not None:
         divisor = divisor * beside(window.unit, divisor)
     skip, norm = overflow, None

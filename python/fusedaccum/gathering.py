@@ -22,6 +22,7 @@ from .buffers import Slot
 from .fsdp2 import FullySharded
 from .intake import Intake
 from .ledger import Ledger
+from .losses import Losses
 from .ranks import Ranks
 from .rejected import Rejected
 from .replicas import Replicas, replicas_of
@@ -48,6 +49,7 @@ class Gathering:
         )
         self.statistics = Statistics(self.sums.buffers)  # of BatchNorm layers that are pooled
         self.ledger.tell(self.statistics)
+        self.losses = Losses(self.ledger, self.sums.loss_scale)
         self.inside = False  # within micro_batch()
         self._counts_left: list[Tensor] = []  # of what is not finite, in attempts at the open window that broke off
         self._adds_before = 0  # of the open micro-batch, when the pass (or the group of them) under way began
@@ -490,17 +492,8 @@ class Gathering:
 
     def record_loss(self, loss: Scalar, scaled: bool = False) -> None:
         """Of the micro-batch that is open, or of the one counted last. ``scaled``: as opt.backward() got it, with a loss scale if any."""
-        ledger = self.ledger
-        if self.has_rejected and not ledger.has_micro and not ledger.lacks_loss:
-            return
-        if ledger.has_micro and ledger.micro.loss is not None and scaled is not ledger.micro.loss_by_backward:
-            raise RuntimeError(
-                "opt.backward() records a micro-batch's loss; leave record_loss() out, or call loss.backward()"
-            )
-        live = self.sums.loss_scale.live if scaled else None
-        ledger.record_loss(loss if live is None else loss / live, raw=scaled and live is None)
-        if ledger.has_micro:
-            ledger.micro.loss_by_backward = scaled
+        if self.ledger.has_micro or self.losses.lacking or not self.has_rejected:  # else it is that of one rejected
+            self.losses.record(loss, scaled)
 
     def pass_failed(self) -> None:
         if self.ranks is not None:

@@ -208,7 +208,7 @@ class AccumulatingOptimizer(Optimizer):
             weighed.backward(**kwargs)
             if loss.numel() == 1 and kwargs.get("gradient") is None:  # others are not what their gradients are of
                 self._gathering.record_loss(loss, scaled=True)
-                self._ledger.told_a_pass()
+                self._gathering.losses.told_a_pass()
 
     def record_loss(self, loss: Scalar) -> None:
         """Tell the loss of a micro-batch whose ``loss.backward()`` was called by somebody else, for ``last_window.loss``.
@@ -492,8 +492,7 @@ class AccumulatingOptimizer(Optimizer):
                 scale.live = None
                 if window is not None:
                     window.unit = None
-                    if self._ledger.has_micro and self._ledger.micro.loss_by_backward:
-                        self._ledger.micro.loss = None  # a scale was taken off that it did not carry
+                    self._gathering.losses.there_is_no_scale()
             return False
         self._refuse_unshown("GradScaler looks for overflows in p.grad", "use bf16, which needs no loss scale")
         if window is None or window.overflowed or self._gathering.has_rejected:
@@ -502,13 +501,13 @@ class AccumulatingOptimizer(Optimizer):
             self._sums.norms.forget_all()  # GradScaler writes without raising the tensors' versions
         if scale.live is None:  # unscaled before we ever met the scaler
             window.unit, window.unit_lost, window.small_sq_norm = 1.0, True, None
-            self._ledger.forget_raw_losses()
+            self._gathering.losses.scale_stays_unknown()
         elif scale.unscaled:
             window.unit = (scale.live if window.unit is None else window.unit) / scale.live
         elif window.unit is None:
             window.unit = scale.live.detach().clone()
             window.small_sq_norm = None  # was measured before anybody knew
-            self._ledger.unscale_losses(window.unit)
+            self._gathering.losses.scale_is(window.unit)
         return torch.as_tensor(self.__dict__["found_inf"]) != 0
 
     # -- the window's end --------------------------------------------------------------------------------------
@@ -533,7 +532,7 @@ class AccumulatingOptimizer(Optimizer):
     def _record_result(self, result: Any) -> None:
         """What a closure has returned is its micro-batch's loss, if it is one and nobody has told that."""
         one = isinstance(result, (float, Tensor)) and torch.as_tensor(result).numel() == 1
-        if one and self._ledger.lacks_loss:
+        if one and self._gathering.losses.lacking:
             self._gathering.record_loss(result)
 
     def _report(self, end: Conclusion, applied: bool | Tensor) -> None:

@@ -19,7 +19,7 @@ from .buffers import Slot
 from .group import Group
 from .ledger import Ledger
 from .segments import Segments
-from .window import Window
+from .window import Loss, Window
 
 
 class Ranks:
@@ -155,7 +155,7 @@ class Numbers(NamedTuple):
             window.overflowed,
             unit,
             unit**2,
-            float(window.loss),
+            float(window.loss.total),
             window.losses,
             *small_sums(window),
         )
@@ -169,7 +169,7 @@ class Numbers(NamedTuple):
         window.weight, window.micro_batches, window.dropped = self.weight, int(self.micro_batches), int(self.dropped)
         window.nonfinite, window.overflowed = int(self.nonfinite), bool(self.overflowed)
         # Of losses that come normalised the mean over the ranks is taken, as of their gradients.
-        window.loss, window.losses = self.loss / (ranks if reduction == "none" else 1), int(self.losses)
+        window.loss, window.losses = Loss(self.loss / (ranks if reduction == "none" else 1)), int(self.losses)
         if self.small == ranks:
             window.small_sq_norm, window.small_weight = self.small_sq_norm, self.small_weight
             window.small_square = self.small_square

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .batch_statistics import joined
+from .checkpoint import plain, restored
 from .window import Window
 
 if TYPE_CHECKING:
@@ -77,10 +78,11 @@ def window(opt: AccumulatingOptimizer, ranks: list[dict[str, Any]]) -> dict[str,
     mine = Window(index, opt.settings.schedule.length(index), unit=held[0]["unit"], carried=0)
     for s, rank in enumerate(ranks):
         if falls_to(opt, s) and rank["window"] is not None:
-            for name in ("micro_batches", "weight", "unweighed", "dropped", "nonfinite", "loss", "raw_loss", "losses"):
-                setattr(mine, name, getattr(mine, name) + rank["window"][name])
-            mine.unit_lost = mine.unit_lost or rank["window"]["unit_lost"]
-            mine.overflowed = mine.overflowed or rank["window"]["overflowed"]
+            theirs = restored(Window, rank["window"])
+            for name in ("micro_batches", "weight", "unweighed", "dropped", "nonfinite", "loss", "losses"):
+                setattr(mine, name, getattr(mine, name) + getattr(theirs, name))
+            mine.unit_lost = mine.unit_lost or theirs.unit_lost
+            mine.overflowed = mine.overflowed or theirs.overflowed
     if mine.length is not None:
         each = count // size
         if each >= mine.length:
@@ -89,7 +91,7 @@ def window(opt: AccumulatingOptimizer, ranks: list[dict[str, Any]]) -> dict[str,
                 f"accum_steps); build the wrapper with accum_steps={each + 1} or more"
             )
         mine.carried = each - steps(vars(mine), size)
-    return vars(mine)
+    return plain(mine)
 
 
 def added_up(

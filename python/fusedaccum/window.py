@@ -92,6 +92,26 @@ class Schedule:
         return self.complete(length, micro_batches, weight)
 
 
+@dataclass(frozen=True)
+class Loss:
+    """A sum of weighed losses, ``c_i * loss_i``."""
+
+    total: Scalar = 0.0
+    raw: Scalar = 0.0  # the part of that which carries a loss scale, if there is one, that we have not met yet
+
+    def __add__(self, other: Loss) -> Loss:
+        return Loss(beside(self.total, other.total) + other.total, beside(self.raw, other.raw) + other.raw)
+
+    @property
+    def may_carry_scale(self) -> bool:
+        """Does not wait for a device, and says True in doubt."""
+        return isinstance(self.raw, Tensor) or bool(self.raw)
+
+    def unscaled(self, loss_scale: Scalar) -> Loss:
+        """The same, now that the loss scale is known."""
+        return Loss(self.total - self.raw + self.raw / beside(loss_scale, self.raw))
+
+
 @dataclass
 class MicroBatch:
     """The micro-batch being gathered: all that lies between two commits."""
@@ -105,8 +125,7 @@ class MicroBatch:
     nonfinite: Scalar = 0  # elements that were not finite, as far as anybody counted
     counts: list[Tensor] = field(default_factory=list)  # those that are not part of it yet
     bad: bool = False  # dropped, because a gradient was not finite
-    loss: Scalar | None = None  # c_i * loss_i; None: nobody has said
-    raw_loss: Scalar = 0.0  # the part of that which carries a loss scale, if there is one, that we have not met yet
+    loss: Loss | None = None  # c_i * loss_i; None: nobody has said
     loss_by_backward: bool = False  # has opt.backward() recorded it?
     passes: int = 0  # outermost backward passes
     told: int = 0  # of them, those whose loss opt.backward() has recorded
@@ -115,12 +134,6 @@ class MicroBatch:
     def value(self) -> Scalar:
         """The weight, 1 where nobody gave one."""
         return 1.0 if self.weight is None else self.weight
-
-    def record(self, loss: Scalar, raw: bool) -> None:
-        """Its loss, or that of a part of it, weighed. ``raw``: carries a loss scale that we have not met, if any."""
-        self.loss = loss if self.loss is None else beside(self.loss, loss) + loss
-        if raw:
-            self.raw_loss = beside(self.raw_loss, loss) + loss
 
 
 @dataclass
@@ -140,8 +153,7 @@ class Window:
     carried: int | None = (
         None  # micro-batches to count beyond those held here, in a window that another number of ranks began
     )
-    loss: Scalar = 0.0  # sum(c_i * loss_i)
-    raw_loss: Scalar = 0.0  # the part of that which carries a loss scale, if there is one, that we have not met yet
+    loss: Loss = Loss()  # sum(c_i * loss_i)
     losses: int = 0  # micro-batches in it
     unrecorded: Scalar | None = None  # c_i of the micro-batch counted last, where its loss may still be told
     small_sq_norm: Scalar | None = None  # of sum(c_i * g_i) when that held one micro-batch (a rank); None: not measured
@@ -161,16 +173,15 @@ class Window:
         else:
             self.weight = self.weight + weight
         if micro.loss is not None:
-            self.record(micro.loss, micro.raw_loss)
+            self.record(micro.loss)
 
     def weigh_small(self, weight: Scalar) -> None:
         """The weight of the one micro-batch that :attr:`small_sq_norm` is of."""
         self.small_weight, self.small_square = weight, weight**2
 
-    def record(self, loss: Scalar, raw_loss: Scalar) -> None:
-        """The weighed loss of the micro-batch counted last."""
-        self.loss, self.losses = beside(self.loss, loss) + loss, self.losses + 1
-        self.raw_loss = beside(self.raw_loss, raw_loss) + raw_loss
+    def record(self, loss: Loss) -> None:
+        """That of the micro-batch counted last."""
+        self.loss, self.losses = self.loss + loss, self.losses + 1
 
 
 @dataclass(frozen=True)
