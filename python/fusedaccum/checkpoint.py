@@ -24,8 +24,7 @@ def save(opt: AccumulatingOptimizer) -> dict[str, Any]:
     """Everything needed to go on bit-identically, as tensors and plain values; parameters by their position."""
     sums, settings, ledger = opt._sums, opt.settings, opt._ledger
     ranks = opt._gathering.ranks
-    if ranks is not None and ledger.has_window:
-        ranks.take_back()
+    ranks.take_back()
     sums.offload.wait()
     if ledger.has_micro:
         sums.count(ledger.micro)
@@ -41,15 +40,15 @@ def save(opt: AccumulatingOptimizer) -> dict[str, Any]:
             "accum_steps": "callable" if callable(steps) else steps,
             "window_weight": settings.schedule.window_weight,
             "buffer_dtype": str(settings.buffer_dtype),
-            "rank": None if ranks is None else ranks.group.name,
-            "shard": ranks is not None and ranks.shard,
+            "rank": ranks.name,
+            "shard": ranks.shard,
         },
         "index": ledger.index,
         "window": window,
         "micro_batch": micro,
         "norms": sums.norms.save(),
         "buffers": {} if window is None else {slot.index: _saved(slot) for slot in sums.gathered()},
-        "unseen": sorted(slot.index for slot in ranks.segments.unseen) if ranks is not None else [],
+        "unseen": sorted(slot.index for slot in ranks.unseen),
         "masters": {
             slot.index: opt._masters.of[slot.param].detach()
             for slot in sums.buffers.slots
@@ -101,9 +100,8 @@ def check(opt: AccumulatingOptimizer, own: dict[str, Any]) -> None:
                 f"the checkpoint has shape {tuple(shape)} for parameter {slot.name}, which is {tuple(slot.param.shape)}; another model's?"
             )
     opt._gathering.statistics.check(own["batch_statistics"])
-    ranks = opt._gathering.ranks
     rank = own["settings"].get("rank")
-    if own["settings"].get("shard") and (ranks is None or ranks.group.name != rank):
+    if own["settings"].get("shard") and opt._gathering.ranks.name != rank:
         raise ValueError(
             f"the checkpoint is of shard=True and holds what rank {rank} steps, which this one is not; load on every rank, of as many, "
             "what it has saved itself"
@@ -138,8 +136,7 @@ def load(opt: AccumulatingOptimizer, own: dict[str, Any]) -> None:
     for index, saved in own["buffers"].items():
         sums.restore(slots[index], local_of(saved["sum"]), saved["divisor"])
     sums.norms.load(own["norms"], slots)
-    if opt._gathering.ranks is not None:
-        opt._gathering.ranks.segments.unseen = {slots[index] for index in own.get("unseen", ())}
+    opt._gathering.ranks.unseen = {slots[index] for index in own.get("unseen", ())}
     opt._masters.load(
         {slots[i].param: saved for i, saved in own["masters"].items() if slots[i].param in opt._masters.of}
     )

@@ -56,13 +56,21 @@ class FullySharded:
         inner = {id(m) for module in modules for m in module.modules() if m is not module}
         self._roots = [m for m in modules if id(m) not in inner and any(x is y for x in m.modules() for y in ours)]
 
-    def held_back(self) -> list[Any]:
+    def check_reduced(self, what: str) -> None:
+        """Raises RuntimeError where FSDP2 keeps gradients that it has not added up over the ranks yet."""
+        if self._held_back():
+            raise RuntimeError(
+                f"{what}, and FSDP2 still holds gradients of it that it was told not to reduce; call "
+                "model.set_requires_gradient_sync(True) before the last backward (also before one that flush() or state_dict() follows)"
+            )
+
+    def _held_back(self) -> list[Any]:
         """FSDP2's records of parameters whose gradients it has not reduced yet (``set_requires_gradient_sync(False)``)."""
         return [p for p in self._params if _unreduced(p)]
 
     def drop(self) -> None:
-        """Forget such gradients."""
-        for param in self.held_back():
+        """Forget gradients that it has not reduced."""
+        for param in self._held_back():
             param.unsharded_accumulated_grad = None
             if getattr(param, "_unsharded_param", None) is not None:
                 param._unsharded_param.grad = None

@@ -7,7 +7,6 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,18 +15,17 @@ from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .accumulator import Accumulator, Write
+from .alone import Alone
 from .attempts import Attempt
 from .batch_statistics import Statistics
 from .buffers import Slot
-from .fsdp2 import FullySharded
 from .intake import Intake
 from .ledger import Ledger
 from .losses import Losses
-from .ranks import Ranks
+from .ranks import Ranks, modules_of
 from .rejected import Rejected
-from .replicas import Replicas, replicas_of
 from .scalars import Scalar, on
-from .settings import Settings, check_alone, check_shared, check_weight_of_lent
+from .settings import Settings, check_alone, check_weight_of_lent
 from .shards import local_of
 from .window import MicroBatch, Window
 
@@ -56,55 +54,34 @@ class Gathering:
         self._settings = settings
         self._intake = Intake(self, hold=settings.drops_micro_batches)
         self._rejected = Rejected()
-        self.ranks: Ranks | None = None  # with whom windows are shared
-        self._replicas = Replicas([])  # the DistributedDataParallel modules
+        self.ranks = Alone()  # with whom windows are shared
         self._begun = False  # has there been a backward?
-        self._fully_sharded = FullySharded([])  # the FSDP2 modules
 
     def share(self, group: dist.ProcessGroup | None, comm_dtype: torch.dtype | None, shard: bool) -> None:
         """Gather windows together with the ranks of ``group``; None for that of the DistributedDataParallel or FSDP2 modules, if any."""
-        self._find_modules()
-        group = group or self._replicas.group or self._fully_sharded.group
+        replicas, fully_sharded = modules_of(self.sums.buffers.slots)
+        group = group or replicas.group or fully_sharded.group
         if group is None:
             check_alone(comm_dtype, shard)
             return
-        self._check_shared(shard)
-        self.ranks = Ranks(group, comm_dtype, self.sums, self.ledger, self._settings.backend, shard)
-        self.ledger.ranks, self.ledger.over_ranks = self.ranks.group.size, self.ranks.group.weight
-        self.statistics.group = self.ranks.group
-        self._average_shards()
+        self.ranks = ranks = Ranks(
+            group, replicas, fully_sharded, comm_dtype, shard, self.sums, self.ledger, self._settings, self.reset
+        )
+        fully_sharded.before_backward(self.hide_shards)
+        self.ledger.ranks, self.ledger.over_ranks = ranks.size, ranks.group.weight
+        self.statistics.group = ranks.group
         if shard:
-            self.sums.owned_apart, self.sums.over_owners = True, self.ranks.group.sum
-
-    def _find_modules(self) -> None:
-        slots = self.sums.buffers.slots
-        self._replicas = Replicas(replicas_of([slot.param for slot in slots]))
-        self._fully_sharded = FullySharded(slots)
-        self._fully_sharded.before_backward(self.hide_shards)
-
-    def _check_shared(self, shard: bool) -> None:
-        slots = self.sums.buffers.slots
-        parts = [slot.name for slot in slots if slot.sharded and slot not in self._fully_sharded.slots]
-        check_shared(self._settings, shard, self.sums.sharded, [slot.name for slot in self.sums.lent], parts)
-
-    def _average_shards(self) -> None:
-        """Of gradients that come normalised the mean over the ranks is taken, and FSDP2's are not added up here."""
-        if self.ranks is not None and self._settings.reduction == "none":
-            for slot in self._fully_sharded.slots:
-                slot.factor /= self.ranks.group.size
+            self.sums.owned_apart, self.sums.over_owners = True, ranks.group.sum
 
     def take(self, parameters: Iterable[tuple[str, Parameter]]) -> None:
         """Gather the gradients of these parameters from now on."""
         slots = self.sums.take(parameters)
-        if self.ranks is not None:
-            try:
-                self._find_modules()
-                self._check_shared(self.ranks.shard)
-                self.ranks.take(slots)
-            except Exception:
-                self.sums.leave(slots)
-                raise
-            self._average_shards()
+        try:
+            self.ranks.take(slots)
+        except Exception:
+            self.sums.leave(slots)
+            raise
+        self.ranks.fully_sharded.before_backward(self.hide_shards)
         self._begun = False
         for slot in slots:
             self._intake.hook(slot)
@@ -129,11 +106,10 @@ class Gathering:
         if seen_whole or self._attempted or not self._intake.accumulates(slot):
             return False
         with self._intake.within_pass():
-            if self.ranks is not None:
-                self.ranks.segments.before_add([slot])
+            self.ranks.before_add([slot])
             added = self.sums.add_by(write, slot, self.ledger.window, self.ledger.micro, self._measures())
-            if self.ranks is not None and added:
-                self.ranks.segments.added([slot])
+            if added:
+                self.ranks.added([slot])
             return added
 
     def settle(self) -> None:
@@ -161,7 +137,7 @@ class Gathering:
     @property
     def weighs_loss(self) -> bool:
         """Must a weight be in the loss, because FSDP2 adds up the ranks' gradients before they get here?"""
-        return bool(self._fully_sharded.slots) and self._settings.reduction == "mean"
+        return bool(self.ranks.fully_sharded.slots) and self._settings.reduction == "mean"
 
     @property
     def tells_passes_apart(self) -> bool:
@@ -232,7 +208,7 @@ class Gathering:
 
     def unsynced(self) -> AbstractContextManager[None]:
         """Within are forward and backward of a micro-batch that is not the window's last."""
-        return self._replicas.unsynced()
+        return self.ranks.replicas.unsynced()
 
     @property
     def _attempted(self) -> bool:
@@ -241,7 +217,7 @@ class Gathering:
     def end_micro_batch(self, weight: Scalar | None) -> None:
         """What ``step()`` and ``flush()`` do before they look whether the window is complete: count, or refuse."""
         ledger, caller_owned = self.ledger, self._settings.schedule.caller_owned
-        if self._agreed:
+        if self.ranks.agreed:
             return  # normalize_() has been here before
         if not ledger.has_window:
             self.begin_window()
@@ -270,8 +246,7 @@ class Gathering:
         self.ledger.begin_window(unit=None if live is None else live.detach().clone())
         self.sums.begin()
         self._counts_left = []
-        if self.ranks is not None:
-            self.ranks.forget()
+        self.ranks.forget()
 
     def reset(self) -> None:
         """Drop what the open window has gathered, and what was put into ``p.grad`` meanwhile."""
@@ -282,90 +257,31 @@ class Gathering:
         self.ledger.drop_window()
         self.sums.begin()
         self.sums.lend(self.sums.lent)
-        self._fully_sharded.drop()
-        if self.ranks is not None:
-            self.ranks.forget()
-
-    # -- what the ranks share ----------------------------------------------------------------------------------
-
-    def owned(self, parameters: list[Parameter]) -> list[Parameter]:
-        """Those of them that this rank steps."""
-        return parameters if self.ranks is None else self.ranks.owned(parameters)
-
-    def forget_others(self, state: dict[Tensor, Any]) -> None:
-        """Drop what an optimizer's ``state`` holds of parameters that other ranks step."""
-        if self.ranks is not None and self.ranks.shard:
-            known = [p for p in state if isinstance(p, Parameter)]
-            for p in set(known).difference(self.ranks.owned(known)):
-                del state[p]
-
-    def hand_out(self, applied: bool | Tensor) -> None:
-        """Give all ranks the parameters that one of them has stepped."""
-        if applied is not False and self.ranks is not None:
-            self.ranks.segments.hand_out(self.ranks.gathered)
-
-    def anything(self, slots: list[Slot]) -> bool:
-        """Does the window that has closed hold a gradient, here or on another rank?"""
-        return bool(slots) or (self.ranks is not None and bool(self.ranks.gathered))
-
-    @property
-    def _agreed(self) -> bool:
-        """Is the open window that of all ranks already?"""
-        return self.ranks is not None and self.ledger.has_window and self.ranks.agreed
+        self.ranks.fully_sharded.drop()
+        self.ranks.forget()
 
     def complete(self) -> bool:
         """Does the window end here?"""
-        return self._agreed or self.ledger.complete()
+        return self.ranks.agreed or self.ledger.complete()
 
     def anything_to_flush(self) -> bool:
-        """Has the open window gathered anything, on this rank or another?"""
-        if self.ranks is None:
-            return self.ledger.is_open
-        if not self.ledger.has_window:
-            self.begin_window()
-        if self._settings.schedule.window_weight is not None:
-            with self._or_dropped():
-                self.ranks.group.weight(self.ledger.window.weight, flushes=True)
-        self.agree(False)
-        if self.ledger.window.empty:
-            self.ledger.drop_window()
-        return self.ledger.has_window
-
-    def agree(self, overflow: bool | Tensor) -> bool | Tensor:
-        """Before a window is concluded: make it that of all ranks. Returns whether a GradScaler has found an overflow on any."""
-        if self.ranks is None:
-            return overflow
-        if not self._agreed:
-            self.check_reduced("the window ends")
-            with self._or_dropped():
-                self.ranks.agree(overflow)
-            self._replicas.window_ended()
-        return self.ranks.overflow or overflow
-
-    def check_reduced(self, what: str) -> None:
-        """Raises RuntimeError where FSDP2 keeps gradients that it has not added up over the ranks yet."""
-        if self._fully_sharded.held_back():
-            raise RuntimeError(
-                f"{what}, and FSDP2 still holds gradients of it that it was told not to reduce; call "
-                "model.set_requires_gradient_sync(True) before the last backward (also before one that flush() or state_dict() follows)"
-            )
-
-    @contextmanager
-    def _or_dropped(self) -> Iterator[None]:
-        """What the ranks have half done is no window any more."""
-        try:
-            yield
-        except BaseException:
-            self.reset()
-            raise
+        """Has the open window gathered anything, on this rank or another? Over ranks, it is that of all ranks then."""
+        if not self.ranks.alone:
+            if not self.ledger.has_window:
+                self.begin_window()
+            self.ranks.flushes()
+            self.ranks.agree(False)
+            if self.ledger.window.empty:
+                self.ledger.drop_window()
+        return self.ledger.is_open
 
     # -- what the intake tells (its Owner) ---------------------------------------------------------------------
 
     def pass_begins(self) -> None:
         if not self._begun:
             self._begun = True
-            self._check_replicas()
-        if self._agreed:
+            self.ranks.replicas.check_all_gathered(self.sums.buffers.of, lambda p: self.of(p) is not None)
+        if self.ranks.agreed:
             raise RuntimeError(
                 "opt.normalize_() has added this window's sums over the ranks, and no gradient can join it after that; call opt.step() "
                 "before the next backward"
@@ -387,36 +303,7 @@ class Gathering:
         micro.passes += 1
         if micro.attempt is not None and micro.attempt.forward:
             micro.attempt.mixed = True
-        if self.ranks is not None and self._is_last():
-            self.ranks.segments.last_pass_begins()
-
-    def has_new_replicas(self) -> bool:
-        """Have DistributedDataParallel modules been made of the parameters since :meth:`share`?"""
-        found = replicas_of([slot.param for slot in self.sums.buffers.slots])
-        return any(module not in self._replicas.modules for module in found)
-
-    def _check_replicas(self) -> None:
-        """Raises RuntimeError for a DistributedDataParallel module made after the wrapper: it would replace the sums in ``p.grad``."""
-        if self.has_new_replicas():
-            raise RuntimeError(
-                "the model was wrapped in DistributedDataParallel after its optimizer was wrapped, and DDP would add up the ranks' "
-                "gradients a second time; make the DistributedDataParallel module first, then AccumulatingOptimizer"
-            )
-        trained = [named for module in self._replicas.modules for named in module.module.named_parameters()]
-        left_out = [name for name, p in trained if p.requires_grad and self.of(p) is None]
-        if left_out:
-            raise RuntimeError(
-                f"parameter {left_out[0]} of the DistributedDataParallel module belongs to no AccumulatingOptimizer ({len(left_out)} such "
-                "in all), and its gradient would differ between ranks, for DDP is kept quiet; wrap its optimizer too, or freeze it"
-            )
-
-    def _is_last(self) -> bool:
-        """Does the window end with this pass? Under DistributedDataParallel, no_sync() says when it does not."""
-        if self._attempted:
-            return False
-        if self._settings.schedule.caller_owned and self._replicas.modules:
-            return self._replicas.synced
-        return self.ledger.is_last() and self.ledger.micro.adds == 0
+        self.ranks.pass_begins()
 
     @torch.no_grad()
     def add(self, slots: Sequence[Slot], grads: Sequence[Tensor]) -> None:
@@ -424,11 +311,9 @@ class Gathering:
             slots, grads = self.ledger.micro.attempt.wanted(slots, grads)
             if not slots:
                 return
-        if self.ranks is not None:
-            self.ranks.segments.before_add(slots)
+        self.ranks.before_add(slots)
         self.sums.add(slots, grads, self.ledger.window, self.ledger.micro, self._measures())
-        if self.ranks is not None:
-            self.ranks.segments.added(slots)
+        self.ranks.added(slots)
 
     @torch.no_grad()
     def added(self, slot: Slot) -> None:
@@ -436,7 +321,7 @@ class Gathering:
 
     def _measures(self) -> bool:
         """Shall adds take norms and look for what is not finite? (Norms of all ranks' sums are taken when these have come.)"""
-        takes_norm = self._settings.wants_norm and self.ranks is None
+        takes_norm = self._settings.wants_norm and self.ranks.alone
         return (
             self._settings.nonfinite == "skip_window"
             or (takes_norm and self.ledger.may_be_last())
@@ -448,26 +333,11 @@ class Gathering:
             return
         self.sums.unhide()
         bad = self._judge() if self._settings.drops_micro_batches else None
-        if self.ranks is not None and self.ranks.segments.in_last_pass:
-            with self._or_dropped():
-                self.ranks.segments.send_rest()
-            finish = functools.partial(self._sums_arrive, self.ranks, bad)
-            if torch._C._current_graph_task_id() == -1:
-                finish()
-            else:
-                # Other wrappers' passes end with the same backward, on some ranks before this one: their sums go before anybody waits.
-                torch.autograd.Variable._execution_engine.queue_callback(finish)
-        elif bad is not None:
-            self._rejected.reject(bad, self.sums.buffers.slots)
+        self.ranks.pass_ends(functools.partial(self._reject, bad))
         if self._settings.schedule.caller_owned:
             self._commit(None)
 
-    @torch.no_grad()
-    def _sums_arrive(self, ranks: Ranks, bad: dict[Slot, Tensor] | None) -> None:
-        with self._or_dropped():
-            ranks.segments.arrive()
-            if self._settings.schedule.caller_owned and self._replicas.modules:
-                ranks.show_all()
+    def _reject(self, bad: dict[Slot, Tensor] | None) -> None:
         if bad is not None:
             self._rejected.reject(bad, self.sums.buffers.slots)
 
@@ -476,7 +346,7 @@ class Gathering:
         if self._settings.nonfinite != "propagate" or not self.sums.buffers.offloaded:
             self.sums.count(self.ledger.micro)
         window, micro = self.ledger.window, self.ledger.micro
-        first, sent = window.empty, self.ranks is not None and self.ranks.segments.in_last_pass
+        first, sent = window.empty, self.ranks.sent
         self.ledger.commit(weight)
         mixed = micro.attempt is not None and micro.attempt.done  # the buffers hold more than this micro-batch
         if self._settings.noise_scale is not None and first and not (micro.bad or sent or mixed):
@@ -496,8 +366,7 @@ class Gathering:
             self.losses.record(loss, scaled)
 
     def pass_failed(self) -> None:
-        if self.ranks is not None:
-            self.ranks.broke_off()
+        self.ranks.broke_off()
         if not self.ledger.has_micro or self._attempted:
             return
         if self.ledger.micro.adds > self._adds_before or self.sums.added_unseen:
@@ -526,9 +395,7 @@ class Gathering:
         """Let the held gradients in, or drop the micro-batch and return those that are not finite (waits for the device)."""
         micro, held = self.ledger.micro, self._intake.held
         micro.judged = bool(held)
-        found = self.sums.count_nonfinite(held)
-        if self.ranks is not None and self.sums.sharded:  # the ranks hold parts of one gradient, and drop it together
-            found = int(self.ranks.group.total([found])[0])
+        found = self.ranks.of_all_parts(self.sums.count_nonfinite(held))
         weightless = float(micro.value()) == 0 and not self.sums.sharded
         if not found or weightless:
             self._intake.release()

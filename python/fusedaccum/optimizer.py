@@ -139,7 +139,7 @@ class AccumulatingOptimizer(Optimizer):
         groups = range(len(self.param_groups))
         self._take(groups)
         self._gathering.share(*self._sharing)
-        if self._gathering.ranks is not None and isinstance(optimizer, LBFGS):
+        if isinstance(optimizer, LBFGS) and not self._gathering.ranks.alone:
             raise ValueError("process_group does not work with LBFGS, which decides by itself how often it evaluates")
         self._make_masters(groups)
 
@@ -167,7 +167,7 @@ class AccumulatingOptimizer(Optimizer):
 
     def _make_masters(self, groups: Sequence[int]) -> None:
         if self.settings.master_weights:
-            self._masters.add(self._gathering.owned([p for g in groups for p in self.param_groups[g]["params"]]))
+            self._masters.add(self._gathering.ranks.owned([p for g in groups for p in self.param_groups[g]["params"]]))
             self._masters.take_state(self.optimizer)
 
     def __getattr__(self, name: str) -> Any:
@@ -358,9 +358,9 @@ class AccumulatingOptimizer(Optimizer):
         self._gathering.settle()
         self._refuse_unshown("normalize_() makes p.grad the window's gradient", "clip with max_grad_norm=")
         divisor = self._ledger.divisor_at_end()
-        if self._gathering.ranks is not None:
+        if not self._gathering.ranks.alone:
             self._gathering.end_micro_batch(None)
-            self._gathering.agree(False)
+            self._gathering.ranks.agree(False)
             divisor = self._ledger.divisor(self._ledger.window.weight) or 1.0
         self._sums.divide_(self._sums.gathered(), divisor)
 
@@ -401,7 +401,7 @@ class AccumulatingOptimizer(Optimizer):
         self._not_inside("state_dict()")
         refuse_torchs_functions("state_dict()")
         self._gathering.settle()
-        self._gathering.check_reduced("state_dict() would lose gradients of the open window")
+        self._gathering.ranks.fully_sharded.check_reduced("state_dict() would lose gradients of the open window")
         return {**self.optimizer.state_dict(), checkpoint.KEY: checkpoint.save(self)}
 
     @_outside_graphs
@@ -420,18 +420,18 @@ class AccumulatingOptimizer(Optimizer):
         own = state_dict.get(checkpoint.KEY)
         if own is not None:
             checkpoint.check(self, own)
-        if self._sums.buffers.moved or self._gathering.has_new_replicas():
+        if self._sums.buffers.moved or self._gathering.ranks.replicas.outdated(self._sums.buffers.of):
             self._build_anew()
         with self._masters.at_work(self.optimizer):
             self.optimizer.load_state_dict({k: v for k, v in state_dict.items() if k != checkpoint.KEY})
-        self._gathering.forget_others(self.state)
+        self._gathering.ranks.forget_others(self.state)
         self.reset()
         if own is not None:
             checkpoint.load(self, own)
 
     def __getstate__(self) -> dict[str, Any]:
         self._not_inside("a copy")
-        if self._gathering.ranks is not None:
+        if not self._gathering.ranks.alone:
             raise RuntimeError(
                 "a wrapper with a process group cannot be copied or pickled, for the group belongs to this process; build one in each "
                 "process, and carry over with load_state_dict(state_dict())"
@@ -514,7 +514,7 @@ class AccumulatingOptimizer(Optimizer):
 
     def _close(self, overflow: bool | Tensor) -> None:
         """The window is over: the next gradient begins a new one, and this one is applied, unless something forbids it."""
-        overflow = self._gathering.agree(overflow)
+        overflow = self._gathering.ranks.agree(overflow)
         self._unapplied = conclude(self._ledger, self._sums, self.settings, overflow)
         self._ledger.close_window()
         self._apply(self._unapplied)
@@ -526,7 +526,7 @@ class AccumulatingOptimizer(Optimizer):
     def _apply(self, end: Conclusion) -> None:
         # When the inner optimizer raises, the window stays unapplied, and the next step() or flush() tries again.
         applied = apply(end, self.optimizer, self._masters, self._sums, self.settings)
-        self._gathering.hand_out(applied)
+        self._gathering.ranks.hand_out(applied)
         self._report(end, applied)
 
     def _record_result(self, result: Any) -> None:
@@ -544,7 +544,7 @@ class AccumulatingOptimizer(Optimizer):
         adaptive = self.settings.schedule.adaptive
         if adaptive is not None:
             adaptive.window_closed(self.last_window, self._ledger.ranks)
-        self._updated = applied if self._gathering.anything(end.slots) else False
+        self._updated = applied if self._gathering.ranks.anything(end.slots) else False
         self._sums.shown_as_is()
         self._sums.lend(self._sums.lent)
 

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
 def place(opt: AccumulatingOptimizer) -> tuple[int, int]:
     """This rank's number among those that gather windows together, and how many they are."""
-    ranks = opt._gathering.ranks
-    return (0, 1) if ranks is None else (ranks.group.rank, ranks.group.size)
+    return opt._gathering.ranks.rank, opt._gathering.ranks.size
 
 
 def steps(window: dict[str, Any], size: int) -> int:
@@ -36,10 +35,7 @@ def own(opt: AccumulatingOptimizer, header: dict[str, Any]) -> dict[str, Any]:
     """What this rank would have saved itself, but for the tensors."""
     ranks, (number, size), sums = header["ranks"], place(opt), opt._sums
     same = size == len(ranks)
-    settings = {
-        **ranks[0]["settings"],
-        "rank": None if opt._gathering.ranks is None else opt._gathering.ranks.group.name,
-    }
+    settings = {**ranks[0]["settings"], "rank": opt._gathering.ranks.name}
     if not same:
         # Other ranks may need another count to close the same windows.
         asked = opt.settings.schedule.accum_steps

@@ -165,7 +165,7 @@ class MicroBatcher:
         """All micro-batches, of what fits."""
         known, ranks = self._sizes.of(batch), self._opt._gathering.ranks
         limit = math.inf if known.limit is None else known.limit
-        size = self.micro_batch_size = int(min(samples, limit if ranks is None else ranks.group.least(limit)))
+        size = self.micro_batch_size = int(min(samples, ranks.least(limit)))
         whole = Part(0, samples, frozenset())
         fitted = True
         rest = [whole]  # the next one is the last
