@@ -22,16 +22,16 @@ Record = TypeVar("Record", Window, MicroBatch)
 
 def save(opt: AccumulatingOptimizer) -> dict[str, Any]:
     """Everything needed to go on bit-identically, as tensors and plain values; parameters by their position."""
-    sums, settings, ledger = opt._sums, opt.settings, opt._ledger
+    sums, settings, ledger, accumulator = opt._sums, opt.settings, opt._ledger, opt._gathering.accumulator
     ranks = opt._gathering.ranks
     ranks.take_back()
     sums.offload.wait()
     if ledger.has_micro:
-        sums.count(ledger.micro)
+        accumulator.count()
     window = plain(ledger.window) if ledger.has_window else None
     micro = plain(ledger.micro) if ledger.has_micro else None
     steps = settings.schedule.accum_steps
-    live = sums.loss_scale.live
+    live = opt._gathering.loss_scale.live
     return {
         "format": FORMAT,
         "shapes": [tuple(slot.param.shape) for slot in sums.buffers.slots],
@@ -54,7 +54,7 @@ def save(opt: AccumulatingOptimizer) -> dict[str, Any]:
             for slot in sums.buffers.slots
             if slot.param in opt._masters.of
         },
-        "seed": sums.seed,
+        "seed": accumulator.seed,
         "draws": [slot.draws for slot in sums.buffers.slots],
         "loss_scale": None if live is None else live.clone(),
         "batch_statistics": opt._gathering.statistics.saved(),
@@ -140,11 +140,12 @@ def load(opt: AccumulatingOptimizer, own: dict[str, Any]) -> None:
     opt._masters.load(
         {slots[i].param: saved for i, saved in own["masters"].items() if slots[i].param in opt._masters.of}
     )
-    sums.seed = own["seed"] if sums.seed is not None else None
+    accumulator = opt._gathering.accumulator
+    accumulator.seed = own["seed"] if accumulator.seed is not None else None
     for slot, draws in zip(slots, own["draws"], strict=True):
         slot.draws = draws
     live = own["loss_scale"]
-    sums.loss_scale.live = None if live is None else live.clone()
+    opt._gathering.loss_scale.live = None if live is None else live.clone()
     opt._gathering.statistics.load(own["batch_statistics"])
     if opt._noise is not None:
         opt._noise.averages = own["noise"]

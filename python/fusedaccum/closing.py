@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from .accumulator import Accumulator
 from .buffers import Slot
 from .ledger import Ledger
 from .masters import MasterWeights
@@ -21,6 +20,7 @@ from .noise import Measured
 from .offload import STAGE_BYTES
 from .scalars import Scalar, beside, identity, on
 from .settings import Settings
+from .sums import Sums
 from .window import LastWindow, Window
 
 
@@ -81,7 +81,7 @@ def fp32_on(value: Scalar, device: torch.device) -> Tensor:
     return torch.full((), value, dtype=torch.float32, device=device)
 
 
-def conclude(ledger: Ledger, sums: Accumulator, settings: Settings, overflow: bool | Tensor) -> Conclusion:
+def conclude(ledger: Ledger, sums: Sums, settings: Settings, overflow: bool | Tensor) -> Conclusion:
     """What the open window comes to. Waits for the device where weights are tensors there."""
     window, slots = ledger.window, sums.gathered()
     if sums.changed_by_user:  # clipped by hand, say: then its norms are of different things
@@ -115,7 +115,7 @@ def clip_coef(limit: float | None, norm: Tensor | None) -> Scalar:
     return (limit / (norm + 1e-6)).clamp(max=1.0)
 
 
-def apply(end: Conclusion, inner: Any, masters: MasterWeights, sums: Accumulator, settings: Settings) -> bool | Tensor:
+def apply(end: Conclusion, inner: Any, masters: MasterWeights, sums: Sums, settings: Settings) -> bool | Tensor:
     """Step the inner optimizer with the window's gradient, unless that is to be skipped. Returns whether it was applied.
 
     May be called again when the inner optimizer, or writing masters back, has raised.
@@ -127,9 +127,7 @@ def apply(end: Conclusion, inner: Any, masters: MasterWeights, sums: Accumulator
     return end.applied
 
 
-def step_all(
-    end: Conclusion, inner: Any, masters: MasterWeights, sums: Accumulator, settings: Settings
-) -> bool | Tensor:
+def step_all(end: Conclusion, inner: Any, masters: MasterWeights, sums: Sums, settings: Settings) -> bool | Tensor:
     """All of :func:`apply` but for the masters' way back into the model."""
     fused = not end.finished and inner_scales(inner, masters, end.slots)
     decided_there = fused and isinstance(end.skip, Tensor) and all(inner.state.get(slot.param) for slot in end.slots)
@@ -162,7 +160,7 @@ def stepped_of(slot: Slot, masters: MasterWeights) -> Tensor:
     return masters.of.get(slot.param, slot.param)
 
 
-def step(inner: Optimizer, end: Conclusion, masters: MasterWeights, sums: Accumulator) -> None:
+def step(inner: Optimizer, end: Conclusion, masters: MasterWeights, sums: Sums) -> None:
     """One step of the inner optimizer: by calls with a part of the gradients each, where they have to be brought to the device."""
     away = [slot for slot in end.slots if slot.offloaded and slot.param not in masters.of]
     if not away:
@@ -229,7 +227,7 @@ def inner_scales(inner: Optimizer, masters: MasterWeights, slots: list[Slot]) ->
     )
 
 
-def overflowed_in_cast(slots: list[Slot], masters: MasterWeights, sums: Accumulator) -> bool:
+def overflowed_in_cast(slots: list[Slot], masters: MasterWeights, sums: Sums) -> bool:
     """Is a finite FP32 gradient infinite as the FP16 one that is stepped? (bf16 has FP32's range.) Waits for the device."""
     cast = [slot.holder.grad for slot in slots if slot.param.dtype == torch.float16 and slot.param not in masters.of]
     found = sums.count_nonfinite(grad for grad in cast if grad is not None) if cast else 0

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .accumulator import Accumulator, Write
 from .alone import Alone
+from .amp import LossScale
 from .attempts import Attempt
 from .batch_statistics import Statistics
 from .buffers import Slot
@@ -27,6 +28,7 @@ from .rejected import Rejected
 from .scalars import Scalar, on
 from .settings import Settings, check_alone, check_weight_of_lent
 from .shards import local_of
+from .sums import Sums
 from .window import MicroBatch, Window
 
 _GATHERING_OF: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak reference to a Gathering
@@ -42,12 +44,14 @@ class Gathering:
 
     def __init__(self, settings: Settings, seed: int | None):
         self.ledger = Ledger(settings.schedule, settings.reduction)
-        self.sums = Accumulator(
-            settings.buffer_dtype, settings.buffer_device, settings.reduction, settings.backend, seed
+        self.sums = Sums(settings.buffer_dtype, settings.buffer_device, settings.backend)
+        self.loss_scale = LossScale()
+        self.accumulator = Accumulator(
+            self.sums, self.ledger, self.loss_scale, settings.reduction, settings.backend, seed
         )
         self.statistics = Statistics(self.sums.buffers)  # of BatchNorm layers that are pooled
         self.ledger.tell(self.statistics)
-        self.losses = Losses(self.ledger, self.sums.loss_scale)
+        self.losses = Losses(self.ledger, self.loss_scale)
         self.inside = False  # within micro_batch()
         self._counts_left: list[Tensor] = []  # of what is not finite, in attempts at the open window that broke off
         self._adds_before = 0  # of the open micro-batch, when the pass (or the group of them) under way began
@@ -75,18 +79,18 @@ class Gathering:
 
     def take(self, parameters: Iterable[tuple[str, Parameter]]) -> None:
         """Gather the gradients of these parameters from now on."""
-        slots = self.sums.take(parameters)
+        slots = self.sums.buffers.add(parameters)
         try:
             self.ranks.take(slots)
         except Exception:
-            self.sums.leave(slots)
+            self.sums.buffers.leave(slots)
             raise
         self.ranks.fully_sharded.before_backward(self.hide_shards)
         self._begun = False
         for slot in slots:
             self._intake.hook(slot)
             _GATHERING_OF[slot.param] = weakref.ref(self)
-        self.sums.lend([slot for slot in slots if slot.lent])
+        self.accumulator.lend([slot for slot in slots if slot.lent])
 
     @staticmethod
     def of(parameter: Tensor) -> Gathering | None:
@@ -107,7 +111,7 @@ class Gathering:
             return False
         with self._intake.within_pass():
             self.ranks.before_add([slot])
-            added = self.sums.add_by(write, slot, self.ledger.window, self.ledger.micro, self._measures())
+            added = self.accumulator.add_by(write, slot, self._measures())
             if added:
                 self.ranks.added([slot])
             return added
@@ -120,7 +124,7 @@ class Gathering:
             )
         self._intake.settle()
         self.sums.unhide()
-        if self.sums.added_unseen:
+        if self.accumulator.added_unseen:
             self._break_off("was broken off by an exception (or its gradients were taken by torch.autograd.grad)")
         self._rejected.withdraw()
 
@@ -147,8 +151,8 @@ class Gathering:
     def open(self, weight: Scalar | None, last: bool = False) -> None:
         """The micro-batch that gathers from now on; joins the one that is open already. Raises as Ledger.weigh does."""
         ledger = self.ledger
-        if weight is not None and self.sums.lent and self._settings.reduction == "mean":
-            check_weight_of_lent(weight, self.sums.lent[0].name)
+        if weight is not None and self.sums.buffers.lent and self._settings.reduction == "mean":
+            check_weight_of_lent(weight, self.sums.buffers.lent[0].name)
         if not ledger.has_window:
             self.begin_window()
         if not ledger.has_micro:
@@ -199,7 +203,7 @@ class Gathering:
                 or attempt.mixed
                 or self._intake.nested
                 or self.sums.half_written
-                or bool(self.sums.lent)
+                or bool(self.sums.buffers.lent)
             )
             self._counts_left = micro.counts
             if self.ledger.has_micro:
@@ -242,7 +246,7 @@ class Gathering:
     # -- the window's ends -------------------------------------------------------------------------------------
 
     def begin_window(self) -> None:
-        live = self.sums.loss_scale.live
+        live = self.loss_scale.live
         self.ledger.begin_window(unit=None if live is None else live.detach().clone())
         self.sums.begin()
         self._counts_left = []
@@ -256,7 +260,7 @@ class Gathering:
             self.sums.clear()
         self.ledger.drop_window()
         self.sums.begin()
-        self.sums.lend(self.sums.lent)
+        self.accumulator.lend(self.sums.buffers.lent)
         self.ranks.fully_sharded.drop()
         self.ranks.forget()
 
@@ -312,12 +316,12 @@ class Gathering:
             if not slots:
                 return
         self.ranks.before_add(slots)
-        self.sums.add(slots, grads, self.ledger.window, self.ledger.micro, self._measures())
+        self.accumulator.add(slots, grads, self._measures())
         self.ranks.added(slots)
 
     @torch.no_grad()
     def added(self, slot: Slot) -> None:
-        self.sums.added(slot, self.ledger.window, self.ledger.micro, self._measures())
+        self.accumulator.added(slot, self._measures())
 
     def _measures(self) -> bool:
         """Shall adds take norms and look for what is not finite? (Norms of all ranks' sums are taken when these have come.)"""
@@ -344,7 +348,7 @@ class Gathering:
     def _commit(self, weight: Scalar | None) -> None:
         # Under "propagate" nobody asks, unless a GradScaler does, and the thread of offloaded gradients need not be waited for.
         if self._settings.nonfinite != "propagate" or not self.sums.buffers.offloaded:
-            self.sums.count(self.ledger.micro)
+            self.accumulator.count()
         window, micro = self.ledger.window, self.ledger.micro
         first, sent = window.empty, self.ranks.sent
         self.ledger.commit(weight)
@@ -369,18 +373,18 @@ class Gathering:
         self.ranks.broke_off()
         if not self.ledger.has_micro or self._attempted:
             return
-        if self.ledger.micro.adds > self._adds_before or self.sums.added_unseen:
+        if self.ledger.micro.adds > self._adds_before or self.accumulator.added_unseen:
             self._break_off("was broken off by an exception")
         elif self.ledger.micro.adds == 0:
             self.ledger.drop_micro_batch()
 
     def _break_off(self, how: str) -> None:
-        mixed = self.sums.added_unseen and torch._C._current_graph_task_id() != -1
+        mixed = self.accumulator.added_unseen and torch._C._current_graph_task_id() != -1
         self.reset()
         instead = "; nonfinite='skip_micro_batch' adds a micro-batch only when it is complete, and loses nothing"
         warnings.warn(
             f"backward {how} after part of its gradients had been added, so the open window was dropped"
-            + ("" if self.sums.lent else instead),  # which refuses what is lent
+            + ("" if self.sums.buffers.lent else instead),  # which refuses what is lent
             RuntimeWarning,
             stacklevel=3,
         )
@@ -396,7 +400,7 @@ class Gathering:
         micro, held = self.ledger.micro, self._intake.held
         micro.judged = bool(held)
         found = self.ranks.of_all_parts(self.sums.count_nonfinite(held))
-        weightless = float(micro.value()) == 0 and not self.sums.sharded
+        weightless = float(micro.value()) == 0 and not self.sums.buffers.sharded
         if not found or weightless:
             self._intake.release()
             return None

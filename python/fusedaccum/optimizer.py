@@ -292,7 +292,7 @@ class AccumulatingOptimizer(Optimizer):
                 self._sums.zero_(self._sums.gathered())
             return loss
         finally:
-            self._sums.loss_scale.forget_step()
+            self._gathering.loss_scale.forget_step()
 
     @_outside_graphs
     @torch.no_grad()
@@ -468,11 +468,11 @@ class AccumulatingOptimizer(Optimizer):
 
     @property
     def grad_scale(self) -> LossScale:
-        return self._sums.loss_scale
+        return self._gathering.loss_scale
 
     @grad_scale.setter
     def grad_scale(self, value: object) -> None:
-        self._sums.loss_scale.told(value)
+        self._gathering.loss_scale.told(value)
 
     @grad_scale.deleter
     def grad_scale(self) -> None:
@@ -480,7 +480,7 @@ class AccumulatingOptimizer(Optimizer):
 
     def _overflow(self) -> bool | Tensor:
         """Brings the window's loss scale up to date; did a scaler find an overflow that no policy has dealt with yet?"""
-        scale = self._sums.loss_scale
+        scale = self._gathering.loss_scale
         window = self._ledger.window if self._ledger.has_window else None
         if not scale.through_scaler:
             if scale.live is not None:  # no scaler any more: these gradients carry no loss scale
@@ -546,7 +546,7 @@ class AccumulatingOptimizer(Optimizer):
             adaptive.window_closed(self.last_window, self._ledger.ranks)
         self._updated = applied if self._gathering.ranks.anything(end.slots) else False
         self._sums.shown_as_is()
-        self._sums.lend(self._sums.lent)
+        self._gathering.accumulator.lend(self._sums.buffers.lent)
 
     def _step_lbfgs(self, closure: Callable[[], Any] | None, weight: Scalar | None) -> Any:
         """LBFGS evaluates the closure as often as it likes; each time it runs a whole window."""

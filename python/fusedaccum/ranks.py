@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from .accumulator import Accumulator
 from .agreement import Numbers
 from .alone import Alone
 from .buffers import Slot
@@ -27,6 +26,7 @@ from .ledger import Ledger
 from .replicas import Replicas, replicas_of
 from .segments import Phase, Segments
 from .settings import Settings, check_shared
+from .sums import Sums
 
 
 class Ranks(Alone):
@@ -49,7 +49,7 @@ class Ranks(Alone):
         fully_sharded: FullySharded,
         comm_dtype: torch.dtype | None,
         shard: bool,
-        sums: Accumulator,
+        sums: Sums,
         ledger: Ledger,
         settings: Settings,
         drop: Callable[[], None],
@@ -77,8 +77,8 @@ class Ranks(Alone):
     def _check(self) -> None:
         slots = self._sums.buffers.slots
         parts = [slot.name for slot in slots if slot.sharded and slot not in self.fully_sharded.slots]
-        lent = [slot.name for slot in self._sums.lent]
-        check_shared(self._settings, self.shard, self._sums.sharded, lent, parts)
+        lent = [slot.name for slot in self._sums.buffers.lent]
+        check_shared(self._settings, self.shard, self._sums.buffers.sharded, lent, parts)
 
     def _share(self, slots: Sequence[Slot]) -> None:
         self.group.compare_shapes(slots)
@@ -176,7 +176,7 @@ class Ranks(Alone):
             self.group.out_of_step()
 
     def of_all_parts(self, found: int) -> int:
-        return int(self.group.total([found])[0]) if self._sums.sharded else found
+        return int(self.group.total([found])[0]) if self._sums.buffers.sharded else found
 
     # -- a window's end ----------------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ def falls_to(opt: AccumulatingOptimizer, saved_rank: int) -> bool:
 
 def own(opt: AccumulatingOptimizer, header: dict[str, Any]) -> dict[str, Any]:
     """What this rank would have saved itself, but for the tensors."""
-    ranks, (number, size), sums = header["ranks"], place(opt), opt._sums
+    ranks, (number, size), buffers = header["ranks"], place(opt), opt._sums.buffers
     same = size == len(ranks)
     settings = {**ranks[0]["settings"], "rank": opt._gathering.ranks.name}
     if not same:
@@ -42,7 +42,9 @@ def own(opt: AccumulatingOptimizer, header: dict[str, Any]) -> dict[str, Any]:
         settings["accum_steps"] = "callable" if callable(asked) else asked
     mine = [rank for s, rank in enumerate(ranks) if falls_to(opt, s)]
     seen = {index for rank in mine for index in rank["divisors"] if index not in rank["unseen"]}
-    first = mine[0] if mine else {"seed": sums.seed, "draws": [slot.draws for slot in sums.buffers.slots]}
+    first = (
+        mine[0] if mine else {"seed": opt._gathering.accumulator.seed, "draws": [slot.draws for slot in buffers.slots]}
+    )
     return {
         "format": header["format"],
         "shapes": header["shapes"],
@@ -51,7 +53,7 @@ def own(opt: AccumulatingOptimizer, header: dict[str, Any]) -> dict[str, Any]:
         "window": ranks[number]["window"] if same else window(opt, ranks),
         "micro_batch": None,
         # Sums of squares are of what a rank holds; a shard may be laid out anew.
-        "norms": first["norms"] if same and not sums.sharded else [],
+        "norms": first["norms"] if same and not buffers.sharded else [],
         "unseen": sorted({index for rank in mine for index in rank["unseen"]} - seen),
         "masters": {},
         "seed": first["seed"],

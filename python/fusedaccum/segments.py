@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import ops
-from .accumulator import Accumulator
 from .buffers import Block, Slot
 from .group import Group
 from .ledger import Ledger
 from .scalars import Scalar
+from .sums import Sums
 
 SEGMENT_BYTES = 32 << 20  # of buffers that go in one collective
 UNDER_WAY = 2  # collectives through memory of their own, at once
@@ -89,7 +89,7 @@ class Segments:
         self,
         group: Group,
         comm_dtype: torch.dtype | None,
-        sums: Accumulator,
+        sums: Sums,
         ledger: Ledger,
         backend: str,
         owners: dict[Slot, int],
@@ -121,7 +121,7 @@ class Segments:
 
     def last_pass_begins(self) -> None:
         """From here on segments go as soon as all their gradients are in; those that have gone before must go once more."""
-        if self._sums.lent or self._sums.buffers.offloaded:
+        if self._sums.buffers.lent or self._sums.buffers.offloaded:
             return  # what their layers, or a thread, add to a buffer is not told one by one
         self._divide_up()
         self.take_back_all()

@@ -301,14 +301,14 @@ def _check_alone(opt: AccumulatingOptimizer, loss: Tensor) -> None:
 
 def _check_repeatable(opt: AccumulatingOptimizer) -> None:
     """Raises ValueError for an optimizer whose micro-batches cannot come again in parts."""
-    sums = opt._gathering.sums
-    if sums.sharded:
+    buffers = opt._gathering.sums.buffers
+    if buffers.sharded:
         raise ValueError(
             "micro_batch_size='auto' repeats what did not fit, and a rank alone cannot repeat a forward that gathers shards (FSDP2, "
             "DTensor); give a number"
         )
-    if sums.lent:
+    if buffers.lent:
         raise ValueError(
-            f"micro_batch_size='auto' leaves gradients out that were added before, and the layer of parameter {sums.lent[0].name} adds "
+            f"micro_batch_size='auto' leaves gradients out that were added before, and the layer of parameter {buffers.lent[0].name} adds "
             "to main_grad by itself; give a number, or switch the layer's gradient accumulation fusion off"
         )
