@@ -62,7 +62,7 @@ class Alone:
 
     @property
     def sent(self) -> bool:
-        """Do sums of the open window go to other ranks?"""
+        """Have sums of the open window gone to other ranks?"""
         return False
 
     def pass_ends(self, then: Callable[[], None]) -> None:

@@ -133,7 +133,9 @@ class Ranks(Alone):
             return False
         if self._shows_to_replicas:
             return self.replicas.synced
-        return self._ledger.is_last() and self._ledger.micro.adds == 0
+        # Of the first micro-batch the norm is taken, of this rank's alone: then its sums go after that.
+        taken_apart = self._settings.noise_scale is not None and self._ledger.window.empty
+        return self._ledger.is_last() and self._ledger.micro.adds == 0 and not taken_apart
 
     @property
     def _shows_to_replicas(self) -> bool:
@@ -148,7 +150,7 @@ class Ranks(Alone):
 
     @property
     def sent(self) -> bool:
-        return self.segments.phase is Phase.GOING
+        return self.segments.phase is not Phase.APART
 
     def pass_ends(self, then: Callable[[], None]) -> None:
         if self.segments.phase is not Phase.GOING:
