@@ -58,7 +58,7 @@ def save(opt: AccumulatingOptimizer) -> dict[str, Any]:
         "draws": [slot.draws for slot in sums.buffers.slots],
         "loss_scale": None if live is None else live.clone(),
         "batch_statistics": opt._gathering.statistics.saved(),
-        "noise": None if opt._noise is None else opt._noise.averages,
+        "noise": None if opt._closing.noise is None else opt._closing.noise.averages,
         "schedule": None if settings.schedule.adaptive is None else settings.schedule.adaptive.state_dict(),
     }
 
@@ -147,8 +147,8 @@ def load(opt: AccumulatingOptimizer, own: dict[str, Any]) -> None:
     live = own["loss_scale"]
     opt._gathering.loss_scale.live = None if live is None else live.clone()
     opt._gathering.statistics.load(own["batch_statistics"])
-    if opt._noise is not None:
-        opt._noise.averages = own["noise"]
+    if opt._closing.noise is not None:
+        opt._closing.noise.averages = own["noise"]
     adaptive = opt.settings.schedule.adaptive
     if adaptive is not None and own["schedule"] is not None:
         adaptive.load_state_dict(own["schedule"])

@@ -23,13 +23,13 @@ from .buffers import Slot
 from .intake import Intake
 from .ledger import Ledger
 from .losses import Losses
+from .noise import measure_small
 from .ranks import Ranks, modules_of
 from .rejected import Rejected
-from .scalars import Scalar, on
+from .scalars import Scalar
 from .settings import Settings, check_alone, check_weight_of_lent
 from .shards import local_of
 from .sums import Sums
-from .window import MicroBatch, Window
 
 _GATHERING_OF: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak reference to a Gathering
 
@@ -354,15 +354,7 @@ class Gathering:
         self.ledger.commit(weight)
         mixed = micro.attempt is not None and micro.attempt.done  # the buffers hold more than this micro-batch
         if self._settings.noise_scale is not None and first and not (micro.bad or sent or mixed):
-            self._measure_small(window, micro)
-
-    def _measure_small(self, window: Window, micro: MicroBatch) -> None:
-        """The window holds one micro-batch, whose norm its adds have taken; on this rank, for no sums have gone to others yet."""
-        unit = 1.0 if window.unit is None else window.unit
-        sq_norm = self.sums.norms.total(self.sums.gathered(), self._settings.backend)
-        window.small_sq_norm = sq_norm / on(unit, sq_norm.device) ** 2
-        if not window.unweighed:
-            window.weigh_small(micro.value())
+            measure_small(window, micro, self.sums, self._settings.backend)
 
     def record_loss(self, loss: Scalar, scaled: bool = False) -> None:
         """Of the micro-batch that is open, or of the one counted last. ``scaled``: as opt.backward() got it, with a loss scale if any."""

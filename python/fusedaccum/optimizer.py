@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -17,21 +16,16 @@ from torch._compile import _disable_dynamo as _outside_graphs
 from torch.nn import Parameter
 from torch.optim import LBFGS
 from torch.optim.optimizer import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from . import checkpoint, main_grad
 from .amp import LossScale
-from .closing import Conclusion, apply, conclude
+from .closing import Closing
 from .distributed_checkpoint import refuse_torchs_functions
 from .gathering import Gathering
 from .masters import MasterWeights
-from .noise import NoiseScale
 from .scalars import Scalar, checked_loss, checked_weight
 from .settings import Settings, check_group, check_lent, check_optimizer, check_parameter, checked_device
 from .window import LastWindow, Schedule
-
-# Which wrapper takes a parameter's gradients. (Keyed by identity: tensors compare by element.)
-_wrapped = WeakIdKeyDictionary()
 
 
 class AccumulatingOptimizer(Optimizer):
@@ -127,14 +121,11 @@ class AccumulatingOptimizer(Optimizer):
         # Optimizer.__init__ is not run: groups, state, defaults and hooks are the inner optimizer's (see __getattr__).
         self.optimizer = optimizer
         self.settings = settings
-        self.last_window: LastWindow | None = None
-        self._updated: bool | Tensor = False
-        self._unapplied: Conclusion | None = None  # a closed window whose inner step has raised
         seed = int(torch.randint(2**62, ())) if settings.rounding == "stochastic" else None
         self._gathering = Gathering(settings, seed)
         self._ledger, self._sums = self._gathering.ledger, self._gathering.sums
         self._masters = MasterWeights(settings.buffer_device)
-        self._noise = None if settings.noise_scale is None else NoiseScale(settings.noise_scale)
+        self._closing = Closing(self._gathering, self._masters, settings)
         self._sharing = process_group, comm_dtype, shard
         groups = range(len(self.param_groups))
         self._take(groups)
@@ -154,7 +145,7 @@ class AccumulatingOptimizer(Optimizer):
             named += zip(names, group["params"], strict=True)
         for name, p in named:
             check_parameter(name, p, self.settings)
-            if _wrapped.get(p, lambda: None)() not in (None, self):
+            if Gathering.of(p) not in (None, self._gathering):
                 raise ValueError(
                     f"parameter {name} belongs to another AccumulatingOptimizer already, which would take its gradients; "
                     "delete that wrapper first (del opt; its scheduler holds it too)"
@@ -162,8 +153,6 @@ class AccumulatingOptimizer(Optimizer):
             if main_grad.asks(p):
                 check_lent(name, p, self.settings)
         self._gathering.take(named)
-        for _, p in named:
-            _wrapped[p] = weakref.ref(self)
 
     def _make_masters(self, groups: Sequence[int]) -> None:
         if self.settings.master_weights:
@@ -266,25 +255,22 @@ class AccumulatingOptimizer(Optimizer):
         given = self._ledger.late_weight(weight)
         try:
             if isinstance(self.optimizer, LBFGS):
-                return self._step_lbfgs(closure, given)
+                return self._closing.step_lbfgs(self.optimizer, closure, given)
             loss = None
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
                 self._record_result(loss)
-            self._forget_unapplied()
-            self._gathering.settle()
-            self._sums.check()
+            self._begin_step()
             if not self._ledger.has_window:
                 refuse_torchs_functions("step()")
-            self._updated = False
-            if self._unapplied is not None and not self._ledger.has_window:
-                self._apply(self._unapplied)
+            self._closing.updated = False
+            if self._closing.apply_again(self.optimizer):
                 return loss
             overflow = self._overflow()
             self._gathering.end_micro_batch(given)
             if self._gathering.complete():
-                self._close(overflow)
+                self._closing.close(self.optimizer, overflow)
             elif bool(overflow):
                 window = self._ledger.window
                 window.overflowed = True
@@ -305,18 +291,15 @@ class AccumulatingOptimizer(Optimizer):
             assert isinstance(self.optimizer, AccumulatingOptimizer)
             return self.optimizer.flush()
         self._not_inside("flush()")
-        self._forget_unapplied()
-        self._gathering.settle()
-        self._sums.check()
-        self._updated = False
-        if self._unapplied is not None and not self._ledger.has_window:
-            self._apply(self._unapplied)
+        self._begin_step()
+        self._closing.updated = False
+        self._closing.apply_again(self.optimizer)
         if self._ledger.has_micro or self._gathering.has_rejected:
             self._gathering.end_micro_batch(None)
         if self._ledger.is_open:
             self._ledger.weigh_the_rest(None)
         if self._gathering.anything_to_flush():
-            self._close(False)
+            self._closing.close(self.optimizer, False)
 
     @_outside_graphs
     def reset(self) -> None:
@@ -325,7 +308,7 @@ class AccumulatingOptimizer(Optimizer):
         self._gathering.settle()
         self._gathering.reset()
         self._gathering.statistics.micro_batch_dropped()  # which zero_grad(), often called between forward and backward, leaves alone
-        self._unapplied = None
+        self._closing.forget_unapplied()
 
     @_outside_graphs
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -334,7 +317,7 @@ class AccumulatingOptimizer(Optimizer):
         if self._ledger.has_counted and not self.settings.schedule.caller_owned:
             return
         self._not_inside("zero_grad()")
-        self._unapplied = None
+        self._closing.forget_unapplied()
         zeroed = [] if set_to_none else self._sums.buffers.gathered()
         self._gathering.reset()
         self.optimizer.zero_grad()
@@ -374,12 +357,17 @@ class AccumulatingOptimizer(Optimizer):
         return self._ledger.progress
 
     @property
+    def last_window(self) -> LastWindow | None:
+        """What the last closed window was; None before the first."""
+        return self._closing.last_window
+
+    @property
     def updated(self) -> bool:
         """Did the last ``step()`` or ``flush()`` change the parameters? (``if opt.updated: scheduler.step()``.)
 
         Waits for the device only where the decision was left to a fused optimizer there.
         """
-        return bool(self._updated)
+        return bool(self._closing.updated)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the inner optimizer, and accumulate its parameters too; raises as the constructor does."""
@@ -464,6 +452,17 @@ class AccumulatingOptimizer(Optimizer):
         if self._sums.owned_apart:
             raise RuntimeError(f"{why}, of which each rank has a part with shard=True; {instead}, or leave shard out")
 
+    def _begin_step(self) -> None:
+        self._closing.forget_overwritten()
+        self._gathering.settle()
+        self._sums.check()
+
+    def _record_result(self, result: Any) -> None:
+        """What a closure has returned is its micro-batch's loss, if it is one and nobody has told that."""
+        one = isinstance(result, (float, Tensor)) and torch.as_tensor(result).numel() == 1
+        if one and self._gathering.losses.lacking:
+            self._gathering.record_loss(result)
+
     # -- GradScaler.step() sets and deletes grad_scale and found_inf around our step() ---------------------------
 
     @property
@@ -483,91 +482,12 @@ class AccumulatingOptimizer(Optimizer):
         scale = self._gathering.loss_scale
         window = self._ledger.window if self._ledger.has_window else None
         if not scale.through_scaler:
-            if scale.live is not None:  # no scaler any more: these gradients carry no loss scale
-                if window is not None and not window.empty:
-                    raise RuntimeError(
-                        "opt.step() in a window that began with scaler.step(opt): its micro-batches carry a loss scale and this one "
-                        "does not; step all micro-batches of a window through the scaler"
-                    )
-                scale.live = None
-                if window is not None:
-                    window.unit = None
-                    self._gathering.losses.there_is_no_scale()
+            scale.left(window, self._gathering.losses)
             return False
         self._refuse_unshown("GradScaler looks for overflows in p.grad", "use bf16, which needs no loss scale")
         if window is None or window.overflowed or self._gathering.has_rejected:
             return False
         if scale.unscaled:
             self._sums.norms.forget_all()  # GradScaler writes without raising the tensors' versions
-        if scale.live is None:  # unscaled before we ever met the scaler
-            window.unit, window.unit_lost, window.small_sq_norm = 1.0, True, None
-            self._gathering.losses.scale_stays_unknown()
-        elif scale.unscaled:
-            window.unit = (scale.live if window.unit is None else window.unit) / scale.live
-        elif window.unit is None:
-            window.unit = scale.live.detach().clone()
-            window.small_sq_norm = None  # was measured before anybody knew
-            self._gathering.losses.scale_is(window.unit)
+        scale.met(window, self._gathering.losses)
         return torch.as_tensor(self.__dict__["found_inf"]) != 0
-
-    # -- the window's end --------------------------------------------------------------------------------------
-
-    def _close(self, overflow: bool | Tensor) -> None:
-        """The window is over: the next gradient begins a new one, and this one is applied, unless something forbids it."""
-        overflow = self._gathering.ranks.agree(overflow)
-        self._unapplied = conclude(self._ledger, self._sums, self.settings, overflow)
-        self._ledger.close_window()
-        self._apply(self._unapplied)
-
-    def _forget_unapplied(self) -> None:
-        if self._ledger.has_window:  # which has taken the buffers, whatever becomes of it
-            self._unapplied = None
-
-    def _apply(self, end: Conclusion) -> None:
-        # When the inner optimizer raises, the window stays unapplied, and the next step() or flush() tries again.
-        applied = apply(end, self.optimizer, self._masters, self._sums, self.settings)
-        self._gathering.ranks.hand_out(applied)
-        self._report(end, applied)
-
-    def _record_result(self, result: Any) -> None:
-        """What a closure has returned is its micro-batch's loss, if it is one and nobody has told that."""
-        one = isinstance(result, (float, Tensor)) and torch.as_tensor(result).numel() == 1
-        if one and self._gathering.losses.lacking:
-            self._gathering.record_loss(result)
-
-    def _report(self, end: Conclusion, applied: bool | Tensor) -> None:
-        self._unapplied = None
-        measured = None if self._noise is None else end.measured(self._ledger)
-        if self._noise is not None and measured is not None:
-            self._noise.update(*measured)
-        self.last_window = end.report(self.settings, applied, None if self._noise is None else self._noise.value)
-        adaptive = self.settings.schedule.adaptive
-        if adaptive is not None:
-            adaptive.window_closed(self.last_window, self._ledger.ranks)
-        self._updated = applied if self._gathering.ranks.anything(end.slots) else False
-        self._sums.shown_as_is()
-        self._gathering.accumulator.lend(self._sums.buffers.lent)
-
-    def _step_lbfgs(self, closure: Callable[[], Any] | None, weight: Scalar | None) -> Any:
-        """LBFGS evaluates the closure as often as it likes; each time it runs a whole window."""
-        if closure is None:
-            raise TypeError(
-                "step() with LBFGS needs a closure that runs the window's micro-batches and returns the loss"
-            )
-        ends: list[Conclusion] = []
-
-        def evaluate() -> Any:
-            self._gathering.reset()
-            loss = closure()
-            self._gathering.settle()
-            with torch.no_grad():
-                self._gathering.end_micro_batch(weight)
-                end = conclude(self._ledger, self._sums, self.settings, False)
-                self._sums.finish_(end.slots, end.divisor, end.coef, {})
-            ends.append(end)
-            return loss
-
-        loss = self.optimizer.step(evaluate)
-        self._ledger.close_window()
-        self._report(ends[-1], True)
-        return loss
