@@ -77,6 +77,12 @@ def test_recipes_reach_kernels_through_ops_only(path):
     assert not [name for name in found if name in below or "_cpu" in name or "_cuda" in name or "triton" in name]
 
 
+@pytest.mark.parametrize("path", sorted((PACKAGE / "recipes").glob("*.py")), ids=lambda path: path.stem)
+def test_recipes_take_from_a_wrapper_what_gathers_its_windows_and_nothing_else(path):
+    private = re.findall(r"opt(?:imizer)?\.(_\w+)", path.read_text())
+    assert set(private) <= {"_gathering"}
+
+
 def test_nothing_but_its_own_integration_imports_a_framework():
     extras = ("accelerate", "lightning", "transformers", "fusedaccum.integrations")
     assert not [name for path in PACKAGE.glob("*.py") for name in imports(path) if name.startswith(extras)]

@@ -92,30 +92,6 @@ class Gathering:
             _GATHERING_OF[slot.param] = weakref.ref(self)
         self.accumulator.lend([slot for slot in slots if slot.lent])
 
-    @staticmethod
-    def of(parameter: Tensor) -> Gathering | None:
-        """Who gathers this parameter's gradients, if anybody does."""
-        gathering = _GATHERING_OF.get(parameter)
-        return None if gathering is None else gathering()
-
-    @torch.no_grad()
-    def add_by(self, write: Write, parameter: Parameter) -> bool:
-        """Within a backward pass: let ``write`` add the gradient it makes itself, once, to the parameter's buffer.
-
-        False, and nothing done, where the gradient must come the ordinary way: the pass hands it to somebody else, or it must be seen
-        whole before it is added. Raises as a hook would.
-        """
-        slot = self.sums.buffers.of[parameter]
-        seen_whole = self._settings.drops_micro_batches or slot.narrow or slot.offloaded or slot.sharded
-        if seen_whole or self._attempted or not self._intake.accumulates(slot):
-            return False
-        with self._intake.within_pass():
-            self.ranks.before_add([slot])
-            added = self.accumulator.add_by(write, slot, self._measures())
-            if added:
-                self.ranks.added([slot])
-            return added
-
     def settle(self) -> None:
         """Every public call begins here: a pass that seems open still is over, or was broken off; ``p.grad`` is ours again."""
         if torch._C._current_graph_task_id() != -1:
@@ -142,11 +118,6 @@ class Gathering:
     def weighs_loss(self) -> bool:
         """Must a weight be in the loss, because FSDP2 adds up the ranks' gradients before they get here?"""
         return bool(self.ranks.fully_sharded.slots) and self._settings.reduction == "mean"
-
-    @property
-    def tells_passes_apart(self) -> bool:
-        """Would several backward passes, as things are, be more than one micro-batch, or be refused?"""
-        return not self.inside and (self._settings.schedule.caller_owned or self._settings.drops_micro_batches)
 
     def open(self, weight: Scalar | None, last: bool = False) -> None:
         """The micro-batch that gathers from now on; joins the one that is open already. Raises as Ledger.weigh does."""
@@ -181,6 +152,66 @@ class Gathering:
             self.inside = False
         self.pass_ends()
 
+    @property
+    def _attempted(self) -> bool:
+        return self.ledger.has_micro and self.ledger.micro.attempt is not None
+
+    def end_micro_batch(self, weight: Scalar | None) -> None:
+        """What ``step()`` and ``flush()`` do before they look whether the window is complete: count, or refuse."""
+        ledger, caller_owned = self.ledger, self._settings.schedule.caller_owned
+        if self.ranks.agreed:
+            return  # normalize_() has been here before
+        if not ledger.has_window:
+            self.begin_window()
+        if not ledger.has_micro and (not caller_owned or (ledger.window.empty and self.sums.gathered())):
+            # One without gradients; or, where passes are counted, with gradients that somebody put into p.grad by hand.
+            ledger.begin_micro_batch()
+        if ledger.has_micro:
+            self._commit(None if caller_owned else weight)
+        rejected, self._rejected = self._rejected, Rejected()
+        if rejected.names and self._settings.nonfinite == "raise":
+            raise FloatingPointError(
+                f"the gradient of {rejected} holds NaN or infinity; the micro-batch was dropped, and training can go on"
+            )
+        if caller_owned:
+            ledger.weigh_the_rest(weight)
+
+    @property
+    def has_rejected(self) -> bool:
+        """Was a micro-batch rejected since the last ``step()``?"""
+        return bool(self._rejected.names)
+
+    # -- what layers and recipes ask for -----------------------------------------------------------------------
+
+    @staticmethod
+    def of(parameter: Tensor) -> Gathering | None:
+        """Who gathers this parameter's gradients, if anybody does."""
+        gathering = _GATHERING_OF.get(parameter)
+        return None if gathering is None else gathering()
+
+    @torch.no_grad()
+    def add_by(self, write: Write, parameter: Parameter) -> bool:
+        """Within a backward pass: let ``write`` add the gradient it makes itself, once, to the parameter's buffer.
+
+        False, and nothing done, where the gradient must come the ordinary way: the pass hands it to somebody else, or it must be seen
+        whole before it is added. Raises as a hook would.
+        """
+        slot = self.sums.buffers.of[parameter]
+        seen_whole = self._settings.drops_micro_batches or slot.narrow or slot.offloaded or slot.sharded
+        if seen_whole or self._attempted or not self._intake.accumulates(slot):
+            return False
+        with self._intake.within_pass():
+            self.ranks.before_add([slot])
+            added = self.accumulator.add_by(write, slot, self._measures())
+            if added:
+                self.ranks.added([slot])
+            return added
+
+    @property
+    def tells_passes_apart(self) -> bool:
+        """Would several backward passes, as things are, be more than one micro-batch, or be refused?"""
+        return not self.inside and (self._settings.schedule.caller_owned or self._settings.drops_micro_batches)
+
     @contextmanager
     def attempted(self, weight: Scalar, attempt: Attempt) -> Iterator[None]:
         """As :meth:`grouped`, of one forward and backward that come again, in parts, where an exception breaks them off.
@@ -214,34 +245,10 @@ class Gathering:
         """Within are forward and backward of a micro-batch that is not the window's last."""
         return self.ranks.replicas.unsynced()
 
-    @property
-    def _attempted(self) -> bool:
-        return self.ledger.has_micro and self.ledger.micro.attempt is not None
-
-    def end_micro_batch(self, weight: Scalar | None) -> None:
-        """What ``step()`` and ``flush()`` do before they look whether the window is complete: count, or refuse."""
-        ledger, caller_owned = self.ledger, self._settings.schedule.caller_owned
-        if self.ranks.agreed:
-            return  # normalize_() has been here before
-        if not ledger.has_window:
-            self.begin_window()
-        if not ledger.has_micro and (not caller_owned or (ledger.window.empty and self.sums.gathered())):
-            # One without gradients; or, where passes are counted, with gradients that somebody put into p.grad by hand.
-            ledger.begin_micro_batch()
-        if ledger.has_micro:
-            self._commit(None if caller_owned else weight)
-        rejected, self._rejected = self._rejected, Rejected()
-        if rejected.names and self._settings.nonfinite == "raise":
-            raise FloatingPointError(
-                f"the gradient of {rejected} holds NaN or infinity; the micro-batch was dropped, and training can go on"
-            )
-        if caller_owned:
-            ledger.weigh_the_rest(weight)
-
-    @property
-    def has_rejected(self) -> bool:
-        """Was a micro-batch rejected since the last ``step()``?"""
-        return bool(self._rejected.names)
+    def record_loss(self, loss: Scalar, scaled: bool = False) -> None:
+        """Of the micro-batch that is open, or of the one counted last. ``scaled``: as opt.backward() got it, with a loss scale if any."""
+        if self.ledger.has_micro or self.losses.lacking or not self.has_rejected:  # else it is that of one rejected
+            self.losses.record(loss, scaled)
 
     # -- the window's ends -------------------------------------------------------------------------------------
 
@@ -355,11 +362,6 @@ class Gathering:
         mixed = micro.attempt is not None and micro.attempt.done  # the buffers hold more than this micro-batch
         if self._settings.noise_scale is not None and first and not (micro.bad or sent or mixed):
             measure_small(window, micro, self.sums, self._settings.backend)
-
-    def record_loss(self, loss: Scalar, scaled: bool = False) -> None:
-        """Of the micro-batch that is open, or of the one counted last. ``scaled``: as opt.backward() got it, with a loss scale if any."""
-        if self.ledger.has_micro or self.losses.lacking or not self.has_rejected:  # else it is that of one rejected
-            self.losses.record(loss, scaled)
 
     def pass_failed(self) -> None:
         self.ranks.broke_off()

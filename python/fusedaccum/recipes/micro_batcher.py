@@ -103,7 +103,7 @@ class MicroBatcher:
                 "step() takes one desired batch, got a DataLoader; use `for loss in batcher.epoch(loader): ...`"
             )
         samples = nested.batch_size(batch)
-        if self._opt._ledger.is_open:
+        if self._opt._gathering.ledger.is_open:
             raise RuntimeError(
                 "opt holds an open window, and MicroBatcher.step() runs a whole one; end it first with opt.step(), or drop it with "
                 "opt.reset()"
@@ -154,7 +154,7 @@ class MicroBatcher:
             except Exception as error:
                 _raise_if_out_of_memory(error, f"micro_batch_size={size} does not fit; give less, or 'auto'")
                 raise
-        ledger = self._opt._ledger
+        ledger = self._opt._gathering.ledger
         if not ledger.has_window or ledger.window.micro_batches + ledger.window.dropped != parts:
             raise RuntimeError(
                 "model_or_fn has ended the window or dropped a part of it; it makes a loss, and leaves opt.step(), opt.zero_grad() and "
