@@ -12,10 +12,11 @@ PACKAGE = ROOT / "python/fusedaccum"
 # The functional layer, and whom of the package each of its modules may import. All other modules are the wrapper.
 FUNCTIONAL = {
     "_version": set(),
-    "arguments": set(),
+    "memory": set(),
+    "arguments": {"memory"},
     "native": set(),
     "backends": {"native"},
-    "eager": {"arguments", "backends"},
+    "eager": {"arguments", "backends", "memory"},
     "traced": {"arguments", "backends", "eager"},
     "ops": {"arguments", "eager", "traced"},
     "reference": {"arguments"},
