@@ -1,6 +1,6 @@
 """The ledger of windows: which one is open, what its micro-batches weigh, when it is complete, what divides its sum.
 
-Counts and weights only; the sums themselves are the accumulator's.
+Counts and weights only; the sums themselves are in :mod:`fusedaccum.sums`.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from .sums import Sums
 
 
 class Ranks(Alone):
-    """One rank's side of the windows that a process group shares.
+    """One rank's side of the windows that a process group shares. What each call is for says :class:`Alone`.
 
     Args:
         replicas, fully_sharded: the modules, as :func:`modules_of` finds them.
