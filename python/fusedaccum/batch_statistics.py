@@ -6,7 +6,6 @@ the k-th call of the big batch would see it. Nothing here waits for the device, 
 
 from __future__ import annotations
 
-import gc
 import warnings
 import weakref
 from collections import Counter
@@ -19,6 +18,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .buffers import Buffers
+from .modules import modules_alive
 
 if TYPE_CHECKING:
     from .group import Group
@@ -277,13 +277,13 @@ def note_unpooled(buffers: Buffers) -> None:
     if _noted or not vectors or max(vectors.values()) < 2:
         return
     slots = {id(slot.param): slot for slot in buffers.slots}
-    classes = subclasses(_BatchNorm)
-    found = [
-        (slots[id(module.weight)], module)
-        for module in gc.get_objects()
-        if type(module) in classes and module not in LAYERS and id(module.weight) in slots
-        if module.training and module.track_running_stats
-    ]
+
+    def unpooled(module: _BatchNorm) -> bool:
+        return (
+            module not in LAYERS and id(module.weight) in slots and module.training and bool(module.track_running_stats)
+        )
+
+    found = [(slots[id(module.weight)], module) for module in modules_alive(_BatchNorm, unpooled)]
     if found:
         _noted = True
         slot, module = min(found, key=lambda pair: pair[0].index)
@@ -294,11 +294,3 @@ def note_unpooled(buffers: Buffers) -> None:
             UserWarning,
             stacklevel=10,
         )
-
-
-def subclasses(of: type) -> set[type]:
-    """A class and all that derive from it."""
-    found = [of]
-    for known in found:
-        found += type.__subclasses__(known)
-    return set(found)

@@ -389,8 +389,7 @@ class Gathering:
 
     def has_new_replicas(self) -> bool:
         """Have DistributedDataParallel modules been made of the parameters since :meth:`share`?"""
-        found = replicas_of([slot.param for slot in self.sums.buffers.slots])
-        return any(module not in self._replicas.modules for module in found)
+        return bool(replicas_of([slot.param for slot in self.sums.buffers.slots], besides=self._replicas.modules))
 
     def _check_replicas(self) -> None:
         """Raises RuntimeError for a DistributedDataParallel module made after the wrapper: it would replace the sums in ``p.grad``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -153,7 +154,7 @@ class AccumulatingOptimizer(Optimizer):
             named += zip(names, group["params"], strict=True)
         for name, p in named:
             check_parameter(name, p, self.settings)
-            if _wrapped.get(p, lambda: None)() not in (None, self):
+            if self._taken_by_another(p):
                 raise ValueError(
                     f"parameter {name} belongs to another AccumulatingOptimizer already, which would take its gradients; "
                     "delete that wrapper first (del opt; its scheduler holds it too)"
@@ -163,6 +164,12 @@ class AccumulatingOptimizer(Optimizer):
         self._gathering.take(named)
         for _, p in named:
             _wrapped[p] = weakref.ref(self)
+
+    def _taken_by_another(self, p: Parameter) -> bool:
+        known = _wrapped.get(p, lambda: None)
+        if known() not in (None, self):
+            gc.collect()  # it may have been dropped, in a cycle, and then is here or not as the garbage collector pleases
+        return known() not in (None, self)
 
     def _make_masters(self, groups: Sequence[int]) -> None:
         if self.settings.master_weights:
