@@ -73,7 +73,6 @@ class Statistics:
 
     def __init__(self, buffers: Buffers):
         self._buffers = buffers
-        self.group: Group | None = None  # with whom windows are shared
         self._looked = False  # for layers that should be here
         self._micro_batches = 0  # counted since a window closed
         self._pending: dict[Key, list[Call]] = {}
@@ -127,20 +126,26 @@ class Statistics:
     def window_closed(self) -> None:
         micro_batches, self._micro_batches = self._micro_batches, 0
         counted, self._counted = self._counted, {}
-        layers = self._layers()
-        if self.group is not None and layers:
-            counted = over_ranks(self.group, layers, counted)
-        for key, layer in layers.items():
+        for key, layer in self._layers():
             for total in counted.get(key, ()):
                 move(layer, total)
         if micro_batches > 1 and not self._looked:
             self._looked = True
             note_unpooled(self._buffers)
 
-    def _layers(self) -> dict[Key, Layer]:
-        """In the same order on all ranks, whether they have been called or not."""
-        found = [(place[1], layer) for layer in list(LAYERS) if (place := layer.follows()) and place[0] is self]
-        return dict(sorted(found, key=lambda pair: pair[0]))
+    @property
+    def any_counted(self) -> bool:
+        """Have layers been called in micro-batches that the open window has counted?"""
+        return bool(self._counted)
+
+    @torch.no_grad()
+    def add_up(self, group: Group) -> None:
+        """Make the totals those of all ranks."""
+        self._counted = over_ranks(group, self._counted)
+
+    def _layers(self) -> list[tuple[Key, Layer]]:
+        """Those that are here, or have been dropped and not collected; so nothing that ranks do together may depend on them."""
+        return [(place[1], layer) for layer in list(LAYERS) if (place := layer.follows()) and place[0] is self]
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 
@@ -156,7 +161,7 @@ class Statistics:
 
     def check(self, saved: dict[str, Any]) -> None:
         """Raises ValueError where layers of ``saved`` are not here."""
-        here = self._layers()
+        here = {key for key, _ in self._layers()}
         missing = [key for *key, _ in saved["pending"] + saved["counted"] if tuple(key) not in here]
         if missing:
             raise ValueError(
@@ -221,27 +226,24 @@ def joined(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return {"micro_batches": micro_batches, "pending": [], "counted": totals}
 
 
-def over_ranks(group: Group, layers: dict[Key, Layer], counted: dict[Key, list[Total]]) -> dict[Key, list[Total]]:
-    """The totals of all ranks: means first and then squares about them, so that nothing cancels. Three small collectives."""
-    calls = group.most([len(counted.get(key, ())) for key in layers])
-    places = [(key, k) for key, most in zip(layers, calls, strict=True) for k in range(int(most))]
-    if not places:
-        return {}
-    mine = []
-    for key, k in places:
-        of, buffer = counted.get(key, ()), layers[key].running_mean
-        empty = torch.zeros(2, len(buffer), dtype=torch.float64, device=buffer.device)
-        mine.append(of[k] if k < len(of) else Total(0.0, empty))
-    channels = [total.moments.shape[1] for total in mine]
-    sums = group.sum(together([total.moments[0] * total.n for total in mine])).split(channels)
-    counts = group.total([total.n for total in mine])
-    means = [mean / n for mean, n in zip(sums, counts, strict=True)]
+def over_ranks(group: Group, counted: dict[Key, list[Total]]) -> dict[Key, list[Total]]:
+    """The totals of all ranks: means first and then squares about them, so that nothing cancels. Four small collectives."""
+    here = {(key, k): total for key, of in counted.items() for k, total in enumerate(of)}
+    widths = {place: total.moments.shape[1] for place, total in here.items()}
+    places = sorted({place: width for theirs in group.gathered(widths) for place, width in theirs.items()}.items())
+    channels = [width for _, width in places]
+    mine = [here.get(place, Total(0.0, torch.zeros(2, width, dtype=torch.float64))) for place, width in places]
+    counts = torch.tensor([total.n for total in mine], dtype=torch.float64)
+    sent = together([*(total.moments[0] * total.n for total in mine), counts])
+    *sums, counts = group.sum(sent).split([*channels, len(mine)])
+    means = [mean / n for mean, n in zip(sums, counts.tolist(), strict=True)]
     squares = [
         t.moments[1] + t.n * (t.moments[0] - mean.to(t.moments.device)) ** 2
         for t, mean in zip(mine, means, strict=True)
     ]
+    sums = group.sum(together(squares)).split(channels)
     result: dict[Key, list[Total]] = {}
-    for (key, _), n, *moments in zip(places, counts, means, group.sum(together(squares)).split(channels), strict=True):
+    for ((key, _), _), n, *moments in zip(places, counts.tolist(), means, sums, strict=True):
         result.setdefault(key, []).append(Total(n, torch.stack(moments)))
     return result
 

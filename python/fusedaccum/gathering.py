@@ -67,7 +67,6 @@ class Gathering:
         self._check_shared(shard)
         self.ranks = Ranks(group, comm_dtype, self.sums, self.ledger, self._settings.backend, shard)
         self.ledger.ranks, self.ledger.over_ranks = self.ranks.group.size, self.ranks.group.weight
-        self.statistics.group = self.ranks.group
         self._average_shards()
         if shard:
             self.sums.owned_apart, self.sums.over_owners = True, self.ranks.group.sum
@@ -335,7 +334,9 @@ class Gathering:
         if not self._agreed:
             self.check_reduced("the window ends")
             with self._or_dropped():
-                self.ranks.agree(window.micro_batches, window.weight, overflow)
+                self.ranks.agree(window.micro_batches, window.weight, overflow, self.statistics.any_counted)
+                if self.ranks.pools:
+                    self.statistics.add_up(self.ranks.group)
             self._replicas.window_ended()
         return self.ranks.overflow or overflow
 

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -97,9 +98,12 @@ class Group:
         """The sum over the ranks of a small tensor."""
         return self._reduced(mine, dist.ReduceOp.SUM)
 
-    def most(self, mine: list[int]) -> list[float]:
-        """The largest over the ranks of each number; waits for the device."""
-        return self._reduced(torch.tensor(mine, dtype=torch.float64), dist.ReduceOp.MAX).tolist()
+    def gathered(self, mine: Any) -> list[Any]:
+        """What every rank hands in, of plain values; waits for the device."""
+        theirs: list[Any] = [None] * self.size
+        with self.talking():
+            dist.all_gather_object(theirs, mine, group=self.process_group)
+        return theirs
 
     def _reduced(self, mine: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         total = mine.to(self._device, copy=True)
@@ -135,10 +139,7 @@ class Group:
     def compare_shapes(self, slots: Sequence[Slot]) -> None:
         """Raises ValueError unless all ranks gather parameters of the same shapes and dtypes."""
         mine = [(slot.name, tuple(slot.param.shape), str(slot.param.dtype), slot.param.requires_grad) for slot in slots]
-        theirs: list = [None] * self.size
-        with self.talking():
-            dist.all_gather_object(theirs, mine, group=self.process_group)
-        for rank, other in enumerate(theirs):
+        for rank, other in enumerate(self.gathered(mine)):
             differing = [(a, b) for a, b in zip(mine, other, strict=False) if a[1:] != b[1:]]
             if differing or len(mine) != len(other):
                 a, b = differing[0] if differing else (f"{len(mine)} parameters", f"{len(other)}")

@@ -33,6 +33,7 @@ class Ranks:
         agreed: are the open window's numbers and sums those of all ranks?
         overflow: has a GradScaler found one on any rank?
         gathered: the slots that hold a gradient on any rank, once agreed.
+        pools: has any rank batch statistics of the window, once agreed?
     """
 
     def __init__(
@@ -68,15 +69,15 @@ class Ranks:
 
     def forget(self) -> None:
         """A window begins."""
-        self.agreed = self.overflow = False
+        self.agreed = self.overflow = self.pools = False
         self.gathered: set[Slot] = set()
         self.segments.forget()
 
-    def agree(self, micro_batches: int, weight: Scalar, overflow: bool | Tensor) -> None:
+    def agree(self, micro_batches: int, weight: Scalar, overflow: bool | Tensor, pools: bool) -> None:
         """Make the open window's numbers, and the buffers, those of all ranks. Waits for the device.
 
         Args:
-            micro_batches, weight: of this rank. overflow: did a GradScaler find one here?
+            micro_batches, weight: of this rank. overflow: did a GradScaler find one here? pools: are there batch statistics here?
 
         Raises:
             RuntimeError: the other ranks cannot be reached, or are not alike.
@@ -90,7 +91,7 @@ class Ranks:
         unit = 0.0 if window.unit is None else float(window.unit)
         counts = micro_batches, window.dropped, float(window.nonfinite)
         mine = [float(weight), *counts, bool(overflow), window.overflowed, unit, unit**2]
-        mine += [float(window.loss), window.losses, *small_sums(window)]
+        mine += [float(window.loss), window.losses, *small_sums(window), pools]
         mine += [self.segments.has(slot) for slot in slots]
         totals = self.group.total([*mine, *self.segments.again])
         first, end = NUMBERS, NUMBERS + len(slots)
@@ -108,6 +109,7 @@ class Ranks:
         window.small_sq_norm, window.small_weight, window.small_square = (
             numbers[10:13] if numbers[13] == self.group.size else (None, None, None)
         )
+        self.pools = bool(numbers[14])
         self.gathered = {slot for slot, ranks in zip(slots, has, strict=True) if ranks}
         self.segments.finish(self.gathered, again)
         self.agreed = True
@@ -133,7 +135,7 @@ class Ranks:
             self.group.out_of_step()
 
 
-NUMBERS = 14  # of a window, that its ranks add up
+NUMBERS = 15  # of a window, that its ranks add up
 
 
 def small_sums(window: Window) -> list[float]:

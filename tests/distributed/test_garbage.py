@@ -70,6 +70,28 @@ def test_a_dropped_ddp_module_shares_windows_on_no_rank(worlds):
             assert worlds(2).run(dropped_ddp, at=at, when=when) == [False, False]
 
 
+def dropped_batchnorm(rank, at):
+    """A layer that was replaced, beside one that stays."""
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2), nn.BatchNorm1d(2, affine=False))
+    fa.accumulate_batchnorm(model)
+    with collecting_by_hand():
+        in_a_cycle(model[2])
+        model[2] = nn.Identity()
+        only_on(rank, at)
+        opt = wrapped(model, accum_steps=1, process_group=dist.group.WORLD)
+        model(torch.randn(4, 3, generator=torch.Generator().manual_seed(rank))).square().mean().backward()
+        opt.step()
+    return model[0].running_mean
+
+
+def test_a_dropped_batchnorm_layer_is_pooled_on_no_rank(worlds):
+    samples = [torch.randn(4, 3, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+    for at in range(2):
+        for mean in worlds(2).run(dropped_batchnorm, at=at):
+            torch.testing.assert_close(mean, torch.cat(samples).mean(0) * 0.1)
+
+
 # -- the order in which modules are found ----------------------------------------------------------------------------------
 
 
