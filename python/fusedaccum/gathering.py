@@ -19,6 +19,7 @@ from .accumulator import Accumulator, Write
 from .attempts import Attempt
 from .batch_statistics import Statistics
 from .buffers import Slot
+from .group import RaisedByAllError
 from .intake import Intake
 from .ledger import Ledger
 from .ranks import Ranks
@@ -350,10 +351,12 @@ class Gathering:
 
     @contextmanager
     def _or_dropped(self) -> Iterator[None]:
-        """What the ranks have half done is no window any more."""
+        """What the ranks have half done is no window any more. A rank that breaks it off by itself (no memory, Ctrl-C) is out of step."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
+            if self.ranks is not None and not isinstance(error, RaisedByAllError):
+                self.ranks.group.out_of_step()
             self.reset()
             raise
 

@@ -25,6 +25,10 @@ _OWN: dict[
 _STRANDED: list[Group] = []  # whose group nobody may take over
 
 
+class RaisedByAllError(RuntimeError):
+    """All ranks raise it, at the same place between their collectives, and so can go on."""
+
+
 @dataclass
 class Own:
     """A group of ours, of the ranks of a caller's one."""
@@ -149,7 +153,7 @@ class Group:
                 )
 
     def compare_values(self, slots: Sequence[Slot]) -> None:
-        """Raises RuntimeError unless all ranks' parameters hold the same bits, as far as sums over them tell."""
+        """Raises RaisedByAllError unless all ranks' parameters hold the same bits, as far as sums over them tell."""
         if not slots:
             return
         bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -161,7 +165,7 @@ class Group:
         (differing,) = (mine != first).nonzero(as_tuple=True)
         if self.total([len(differing)])[0]:
             where = f", on this rank in {slots[int(differing[0])].name} first" if len(differing) else ""
-            raise RuntimeError(
+            raise RaisedByAllError(
                 f"the ranks' parameters hold different values{where}, and the same steps would leave them so; before the first window, "
                 "give all ranks the first one's: `for p in model.parameters(): torch.distributed.broadcast(p.data, 0)` "
                 "(DistributedDataParallel does that), or load the same checkpoint"

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from .accumulator import Accumulator
 from .buffers import Slot
-from .group import Group
+from .group import Group, RaisedByAllError
 from .ledger import Ledger
 from .segments import Segments
 from .window import Scalar, Window
@@ -97,7 +97,7 @@ class Ranks:
         first, end = NUMBERS, NUMBERS + len(slots)
         numbers, has, again = totals[:first], totals[first:end], totals[end:]
         if numbers[6] ** 2 != self.group.size * numbers[7]:  # equal scales, and no others, have this mean square
-            raise RuntimeError(
+            raise RaisedByAllError(
                 f"the loss scale is {unit:g} on this rank and another on others: every rank's GradScaler has looked at its own gradients "
                 "only; use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler(process_group=...). The window is dropped"
             )
