@@ -1,6 +1,7 @@
 """Running statistics of a window, against torch's own BatchNorm on the window's samples in one batch."""
 
 import copy
+import gc
 import io
 import pickle
 import warnings
@@ -576,6 +577,20 @@ def test_no_note(not_yet_noted, case):
         other, net = net, nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 3))
         assert other.training
     run_plain(net, 1 if case == "one micro-batch" else 2, windows=2)
+
+
+def test_a_layer_that_was_dropped_is_not_noted(not_yet_noted):
+    net = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3))
+    opt = wrapped(net, 2)
+    gc.disable()
+    try:
+        net[0].itself = [net[0]]  # so that it stays until the garbage collector comes by
+        net[0] = nn.Identity()
+        for _ in range(2):
+            backward(net, torch.randn(4, 3))
+            opt.step()  # warnings are errors
+    finally:
+        gc.enable()
 
 
 # -- torch.compile -----------------------------------------------------------------------------------------------------------

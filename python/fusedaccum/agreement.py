@@ -26,9 +26,10 @@ class Numbers(NamedTuple):
     small_weight: float
     small_square: float
     small: float  # was one?
+    pools: float  # are there batch statistics?
 
     @classmethod
-    def of(cls, window: Window, overflow: bool | Tensor) -> Numbers:
+    def of(cls, window: Window, overflow: bool | Tensor, pools: bool) -> Numbers:
         """Waits for the device."""
         unit = 0.0 if window.unit is None else float(window.unit)
         return cls(
@@ -43,6 +44,7 @@ class Numbers(NamedTuple):
             float(window.loss.total),
             window.losses,
             *small_sums(window),
+            pools,
         )
 
     def of_equal_units(self, ranks: int) -> bool:
@@ -63,7 +65,7 @@ class Numbers(NamedTuple):
 
 
 def small_sums(window: Window) -> tuple[float, float, float, float]:
-    """The last four :class:`Numbers`."""
+    """The four :class:`Numbers` of a small batch."""
     if window.small_sq_norm is None or window.small_weight is None or window.small_square is None:
         return 0.0, 0.0, 0.0, 0.0
     return float(window.small_sq_norm), float(window.small_weight), float(window.small_square), 1.0

@@ -6,7 +6,6 @@ the k-th call of the big batch would see it. Nothing here waits for the device, 
 
 from __future__ import annotations
 
-import gc
 import warnings
 import weakref
 from collections import Counter
@@ -19,6 +18,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .buffers import Buffers
+from .modules import modules_alive
 from .moments import Total, merge, summed
 
 if TYPE_CHECKING:
@@ -66,7 +66,6 @@ class Statistics:
 
     def __init__(self, buffers: Buffers):
         self._buffers = buffers
-        self.group: Group | None = None  # with whom windows are shared
         self._looked = False  # for layers that should be here
         self._micro_batches = 0  # counted since a window closed
         self._pending: dict[Key, list[Call]] = {}
@@ -120,20 +119,26 @@ class Statistics:
     def window_closed(self) -> None:
         micro_batches, self._micro_batches = self._micro_batches, 0
         counted, self._counted = self._counted, {}
-        layers = self._layers()
-        if self.group is not None and layers:
-            counted = over_ranks(self.group, layers, counted)
-        for key, layer in layers.items():
+        for key, layer in self._layers():
             for total in counted.get(key, ()):
                 move(layer, total)
         if micro_batches > 1 and not self._looked:
             self._looked = True
             note_unpooled(self._buffers)
 
-    def _layers(self) -> dict[Key, Layer]:
-        """In the same order on all ranks, whether they have been called or not."""
-        found = [(place[1], layer) for layer in list(LAYERS) if (place := layer.follows()) and place[0] is self]
-        return dict(sorted(found, key=lambda pair: pair[0]))
+    @property
+    def any_counted(self) -> bool:
+        """Have layers been called in micro-batches that the open window has counted?"""
+        return bool(self._counted)
+
+    @torch.no_grad()
+    def add_up(self, group: Group) -> None:
+        """Make the totals those of all ranks."""
+        self._counted = over_ranks(group, self._counted)
+
+    def _layers(self) -> list[tuple[Key, Layer]]:
+        """Those that are here, or have been dropped and not collected; so nothing that ranks do together may depend on them."""
+        return [(place[1], layer) for layer in list(LAYERS) if (place := layer.follows()) and place[0] is self]
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 
@@ -149,7 +154,7 @@ class Statistics:
 
     def check(self, saved: dict[str, Any]) -> None:
         """Raises ValueError where layers of ``saved`` are not here."""
-        here = self._layers()
+        here = {key for key, _ in self._layers()}
         missing = [key for *key, _ in saved["pending"] + saved["counted"] if tuple(key) not in here]
         if missing:
             raise ValueError(
@@ -200,17 +205,14 @@ def joined(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return {"micro_batches": micro_batches, "pending": [], "counted": totals}
 
 
-def over_ranks(group: Group, layers: dict[Key, Layer], counted: dict[Key, list[Total]]) -> dict[Key, list[Total]]:
-    """The totals of all ranks, also of what this one has not called."""
-    calls = group.most([len(counted.get(key, ())) for key in layers])
-    places = [(key, k) for key, most in zip(layers, calls, strict=True) for k in range(int(most))]
-    mine = []
-    for key, k in places:
-        of, buffer = counted.get(key, ()), layers[key].running_mean
-        empty = torch.zeros(2, len(buffer), dtype=torch.float64, device=buffer.device)
-        mine.append(of[k] if k < len(of) else Total(0.0, empty))
+def over_ranks(group: Group, counted: dict[Key, list[Total]]) -> dict[Key, list[Total]]:
+    """The totals of all ranks, also of what this one has not called. Four small collectives."""
+    here = {(key, k): total for key, of in counted.items() for k, total in enumerate(of)}
+    widths = {place: total.moments.shape[1] for place, total in here.items()}
+    places = sorted({place: width for theirs in group.gathered(widths) for place, width in theirs.items()}.items())
+    mine = [here.get(place) or Total(0.0, torch.zeros(2, width, dtype=torch.float64)) for place, width in places]
     result: dict[Key, list[Total]] = {}
-    for (key, _), total in zip(places, summed(mine, group), strict=True):
+    for ((key, _), _), total in zip(places, summed(mine, group), strict=True):
         result.setdefault(key, []).append(total)
     return result
 
@@ -241,13 +243,13 @@ def note_unpooled(buffers: Buffers) -> None:
     if _noted or not vectors or max(vectors.values()) < 2:
         return
     slots = {id(slot.param): slot for slot in buffers.slots}
-    classes = subclasses(_BatchNorm)
-    found = [
-        (slots[id(module.weight)], module)
-        for module in gc.get_objects()
-        if type(module) in classes and module not in LAYERS and id(module.weight) in slots
-        if module.training and module.track_running_stats
-    ]
+
+    def unpooled(module: _BatchNorm) -> bool:
+        return (
+            module not in LAYERS and id(module.weight) in slots and module.training and bool(module.track_running_stats)
+        )
+
+    found = [(slots[id(module.weight)], module) for module in modules_alive(_BatchNorm, unpooled)]
     if found:
         _noted = True
         slot, module = min(found, key=lambda pair: pair[0].index)
@@ -258,11 +260,3 @@ def note_unpooled(buffers: Buffers) -> None:
             UserWarning,
             stacklevel=10,
         )
-
-
-def subclasses(of: type) -> set[type]:
-    """A class and all that derive from it."""
-    found = [of]
-    for known in found:
-        found += type.__subclasses__(known)
-    return set(found)

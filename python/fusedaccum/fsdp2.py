@@ -5,7 +5,6 @@ Nothing public tells which ranks these are, what it divides by and what it holds
 
 from __future__ import annotations
 
-import gc
 import math
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
 from .buffers import Slot
+from .modules import modules_alive
 
 if dist.is_available():
     from torch.distributed.fsdp import FSDPModule
@@ -30,29 +30,27 @@ class FullySharded:
 
     Attributes:
         slots: those whose gradients FSDP2 adds up over the ranks.
-        group: of the ranks that it adds them up over, None where there is no such slot.
+        group: of the ranks that it adds the first one's up over, None where there is no such slot.
     """
 
     def __init__(self, slots: Sequence[Slot]):
-        self.group: dist.ProcessGroup | None = None
-        self.slots: list[Slot] = []
-        self._params: list[Any] = []  # FSDP2's own records of them
-        shards = {id(slot.param): slot for slot in slots if slot.sharded}
-        modules = [x for x in gc.get_objects() if issubclass(type(x), FSDPModule)] if shards else []
+        shards = {id(slot.param) for slot in slots if slot.sharded}
+        modules: list[Any] = modules_alive(FSDPModule) if shards else []
         ours = []
+        found: dict[int, tuple[Any, Any]] = {}  # FSDP2's records of a parameter, and of those that are sent with it
         for module in modules:
             for group in _parameter_groups(module):
                 # Not module.parameters(): between forward and backward these may be the unsharded ones.
                 params = [p for p in group.fsdp_params if id(p.sharded_param) in shards]
                 if params:
                     ours.append(module)
-                    self.group = self.group or _group_of(group.mesh_info.mesh)
-                for p in params:
-                    slot = shards[id(p.sharded_param)]
-                    if slot not in self.slots:  # modules that were sharded together share a group
-                        slot.factor = float(group.gradient_divide_factor or math.prod(group.mesh_info.mesh.shape))
-                        self.slots.append(slot)
-                        self._params.append(p)
+                found.update((id(p.sharded_param), (p, group)) for p in params)
+        self.slots = [slot for slot in slots if id(slot.param) in found]
+        records = [found[id(slot.param)] for slot in self.slots]
+        self._params = [param for param, _ in records]
+        self.group: dist.ProcessGroup | None = _group_of(records[0][1].mesh_info.mesh) if records else None
+        for slot, (_, group) in zip(self.slots, records, strict=True):
+            slot.factor = float(group.gradient_divide_factor or math.prod(group.mesh_info.mesh.shape))
         inner = {id(m) for module in modules for m in module.modules() if m is not module}
         self._roots = [m for m in modules if id(m) not in inner and any(x is y for x in m.modules() for y in ours)]
 

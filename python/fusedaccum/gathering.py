@@ -69,11 +69,19 @@ class Gathering:
             check_alone(comm_dtype, shard)
             return
         self.ranks = ranks = Ranks(
-            group, replicas, fully_sharded, comm_dtype, shard, self.sums, self.ledger, self._settings, self.reset
+            group,
+            replicas,
+            fully_sharded,
+            comm_dtype,
+            shard,
+            self.sums,
+            self.ledger,
+            self.statistics,
+            self._settings,
+            self.reset,
         )
         fully_sharded.before_backward(self.hide_shards)
         self.ledger.ranks, self.ledger.over_ranks = ranks.size, ranks.group.weight
-        self.statistics.group = ranks.group
         if shard:
             self.sums.owned_apart, self.sums.over_owners = True, ranks.group.sum
 

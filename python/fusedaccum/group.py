@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,10 @@ _OWN: dict[
 
 
 _STRANDED: list[Group] = []  # whose group nobody may take over
+
+
+class RaisedByAllError(RuntimeError):
+    """All ranks raise it, at the same place between their collectives, and so can go on."""
 
 
 @dataclass
@@ -97,9 +102,12 @@ class Group:
         """The sum over the ranks of a small tensor."""
         return self._reduced(mine, dist.ReduceOp.SUM)
 
-    def most(self, mine: list[int]) -> list[float]:
-        """The largest over the ranks of each number; waits for the device."""
-        return self._reduced(torch.tensor(mine, dtype=torch.float64), dist.ReduceOp.MAX).tolist()
+    def gathered(self, mine: Any) -> list[Any]:
+        """What every rank hands in, of plain values; waits for the device."""
+        theirs: list[Any] = [None] * self.size
+        with self.talking():
+            dist.all_gather_object(theirs, mine, group=self.process_group)
+        return theirs
 
     def _reduced(self, mine: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         total = mine.to(self._device, copy=True)
@@ -135,10 +143,7 @@ class Group:
     def compare_shapes(self, slots: Sequence[Slot]) -> None:
         """Raises ValueError unless all ranks gather parameters of the same shapes and dtypes."""
         mine = [(slot.name, tuple(slot.param.shape), str(slot.param.dtype), slot.param.requires_grad) for slot in slots]
-        theirs: list = [None] * self.size
-        with self.talking():
-            dist.all_gather_object(theirs, mine, group=self.process_group)
-        for rank, other in enumerate(theirs):
+        for rank, other in enumerate(self.gathered(mine)):
             differing = [(a, b) for a, b in zip(mine, other, strict=False) if a[1:] != b[1:]]
             if differing or len(mine) != len(other):
                 a, b = differing[0] if differing else (f"{len(mine)} parameters", f"{len(other)}")
@@ -148,7 +153,7 @@ class Group:
                 )
 
     def compare_values(self, slots: Sequence[Slot]) -> None:
-        """Raises RuntimeError unless all ranks' parameters hold the same bits, as far as sums over them tell."""
+        """Raises RaisedByAllError unless all ranks' parameters hold the same bits, as far as sums over them tell."""
         if not slots:
             return
         bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -160,7 +165,7 @@ class Group:
         (differing,) = (mine != first).nonzero(as_tuple=True)
         if self.total([len(differing)])[0]:
             where = f", on this rank in {slots[int(differing[0])].name} first" if len(differing) else ""
-            raise RuntimeError(
+            raise RaisedByAllError(
                 f"the ranks' parameters hold different values{where}, and the same steps would leave them so; before the first window, "
                 "give all ranks the first one's: `for p in model.parameters(): torch.distributed.broadcast(p.data, 0)` "
                 "(DistributedDataParallel does that), or load the same checkpoint"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -145,7 +146,7 @@ class AccumulatingOptimizer(Optimizer):
             named += zip(names, group["params"], strict=True)
         for name, p in named:
             check_parameter(name, p, self.settings)
-            if Gathering.of(p) not in (None, self._gathering):
+            if self._taken_by_another(p):
                 raise ValueError(
                     f"parameter {name} belongs to another AccumulatingOptimizer already, which would take its gradients; "
                     "delete that wrapper first (del opt; its scheduler holds it too)"
@@ -153,6 +154,11 @@ class AccumulatingOptimizer(Optimizer):
             if main_grad.asks(p):
                 check_lent(name, p, self.settings)
         self._gathering.take(named)
+
+    def _taken_by_another(self, p: Parameter) -> bool:
+        if Gathering.of(p) not in (None, self._gathering):
+            gc.collect()  # it may have been dropped, in a cycle, and then is here or not as the garbage collector pleases
+        return Gathering.of(p) not in (None, self._gathering)
 
     def _make_masters(self, groups: Sequence[int]) -> None:
         if self.settings.master_weights:

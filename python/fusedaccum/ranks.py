@@ -19,9 +19,10 @@ from torch.nn import Parameter
 
 from .agreement import Numbers
 from .alone import Alone
+from .batch_statistics import Statistics
 from .buffers import Slot
 from .fsdp2 import FullySharded
-from .group import Group
+from .group import Group, RaisedByAllError
 from .ledger import Ledger
 from .replicas import Replicas, replicas_of
 from .segments import Phase, Segments
@@ -36,7 +37,7 @@ class Ranks(Alone):
         replicas, fully_sharded: the modules, as :func:`modules_of` finds them.
         comm_dtype: sums travel in this dtype; None for the buffers' own.
         shard: each parameter is stepped by one rank, its owner.
-        sums, ledger: of this rank. settings: as the wrapper was asked to work.
+        sums, ledger, statistics: of this rank. settings: as the wrapper was asked to work.
         drop: a method that drops the open window, for what the ranks have half done is none any more. Held weakly.
     """
 
@@ -51,13 +52,15 @@ class Ranks(Alone):
         shard: bool,
         sums: Sums,
         ledger: Ledger,
+        statistics: Statistics,
         settings: Settings,
         drop: Callable[[], None],
     ):
         super().__init__()
         slots = sums.buffers.slots
         self.replicas, self.fully_sharded, self.shard = replicas, fully_sharded, shard
-        self._sums, self._ledger, self._settings, self._drop = sums, ledger, settings, weakref.WeakMethod(drop)
+        self._sums, self._ledger, self._statistics = sums, ledger, statistics
+        self._settings, self._drop = settings, weakref.WeakMethod(drop)
         self._check()
         self.group = Group(process_group, slots[0].device if slots else torch.device("cpu"), ledger)
         self.size, self.rank, self.name = self.group.size, self.group.rank, self.group.name
@@ -112,10 +115,12 @@ class Ranks(Alone):
 
     @contextmanager
     def _or_dropped(self) -> Iterator[None]:
-        """What the ranks have half done is no window any more."""
+        """What the ranks have half done is no window any more. A rank that breaks it off by itself (no memory, Ctrl-C) is out of step."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
+            if not isinstance(error, RaisedByAllError):
+                self.group.out_of_step()
             drop = self._drop()
             if drop is not None:
                 drop()
@@ -207,12 +212,12 @@ class Ranks(Alone):
         if not self._compared:
             self.group.compare_values([slot for slot in slots if not slot.sharded])
             self._compared = True
-        mine = Numbers.of(window, overflow)
+        mine = Numbers.of(window, overflow, self._statistics.any_counted)
         totals = self.group.total([*mine, *(self.segments.has(slot) for slot in slots), *self.segments.again])
         first, end = len(mine), len(mine) + len(slots)
         numbers, has, again = Numbers(*totals[:first]), totals[first:end], totals[end:]
         if not numbers.of_equal_units(self.size):
-            raise RuntimeError(
+            raise RaisedByAllError(
                 f"the loss scale is {mine.unit:g} on this rank and another on others: every rank's GradScaler has looked at its own "
                 "gradients only; use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler(process_group=...). The window is dropped"
             )
@@ -220,6 +225,8 @@ class Ranks(Alone):
         self._overflow = bool(numbers.overflow)
         self._gathered = {slot for slot, ranks in zip(slots, has, strict=True) if ranks}
         self.segments.finish(self._gathered, again)
+        if numbers.pools:
+            self._statistics.add_up(self.group)
 
     def anything(self, slots: Collection[Slot]) -> bool:
         return bool(slots or self._gathered)

@@ -6,7 +6,6 @@ DDP takes no part in a backward whose forward ran without synchronisation, so th
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,18 +16,22 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from .modules import modules_alive
 
-def replicas_of(parameters: Collection[Tensor]) -> list[DistributedDataParallel]:
-    """The DistributedDataParallel modules that hold some of ``parameters``.
 
-    Nothing on a parameter tells that such a module has taken it, so in a process that uses torch.distributed all that are alive are
-    looked through.
-    """
+def replicas_of(
+    parameters: Collection[Tensor], besides: Collection[DistributedDataParallel] = ()
+) -> list[DistributedDataParallel]:
+    """The DistributedDataParallel modules that hold some of ``parameters``, in their order (the same on all ranks); without ``besides``."""
     if not (dist.is_available() and dist.is_initialized()):
         return []
-    known = {id(p) for p in parameters}
-    modules = [x for x in gc.get_objects() if issubclass(type(x), DistributedDataParallel)]
-    return [module for module in modules if any(id(p) in known for p in module.parameters())]
+    number = {id(p): i for i, p in enumerate(parameters)}
+
+    def held(module: DistributedDataParallel) -> list[int]:
+        return [number[id(p)] for p in module.parameters() if id(p) in number]
+
+    found = modules_alive(DistributedDataParallel, lambda module: module not in besides and bool(held(module)))
+    return sorted(found, key=held)
 
 
 class Silence:

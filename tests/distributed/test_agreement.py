@@ -321,11 +321,37 @@ def goes_on_after(rank):
         opt.step()
 
 
+def goes_on_after_an_interruption(rank):
+    """Of several segments, which go in step(), one rank has sent the first."""
+    import fusedaccum.segments
+
+    fusedaccum.segments.SEGMENT_BYTES = 1
+    model = made()
+    opt = wrapped(model, process_group=dist.group.WORLD)
+    x, y, _, use = share(0, 1, 0, 1)[0]
+    real, calls = fusedaccum.segments.Segments._reduce, []
+
+    def reduce(*arguments):
+        calls.append(arguments)
+        if rank == 1 and len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    fusedaccum.segments.Segments._reduce = reduce
+    for _ in range(2):
+        with contextlib.suppress(KeyboardInterrupt):
+            opt.backward(mean_loss(model, x, y, use))
+            opt.step()
+            opt.zero_grad()
+
+
 @pytest.mark.slow  # it waits for a timeout
-def test_a_backward_that_breaks_off_on_one_rank_is_an_error_on_both(tmp_path):
+@pytest.mark.parametrize("case", ["backward", "step"])
+def test_what_breaks_off_on_one_rank_is_an_error_on_both(tmp_path, case):
     world = World(2, tmp_path, timeout=4)
     try:
-        (fine, answer), (other_fine, other) = world.answers(goes_on_after)
+        cases = {"backward": goes_on_after, "step": goes_on_after_an_interruption}
+        (fine, answer), (other_fine, other) = world.answers(cases[case])
         assert not fine and "could not reach the others" in answer
         assert not other_fine and "out of step with the others" in other
     finally:

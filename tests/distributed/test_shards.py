@@ -118,9 +118,8 @@ def low_precision(rank, kind):
     if settings:
         assert torch.equal(full(model.weight), after.bfloat16())
         state = opt.state_dict()
-        other = fa.AccumulatingOptimizer(
-            torch.optim.SGD(fully_shard(nn.Linear(4, 4, bias=False).bfloat16()).parameters(), lr=1.0), 64, **settings
-        )
+        fresh = fully_shard(nn.Linear(4, 4, bias=False).bfloat16())
+        other = fa.AccumulatingOptimizer(torch.optim.SGD(fresh.parameters(), lr=1.0), 64, **settings)
         other.load_state_dict(state)
         assert torch.equal(full(next(iter(other._masters.of.values()))), after)
     return before - after

@@ -7,24 +7,24 @@ import traceback
 import warnings
 
 
-def _serve(rank, size, store, timeout, backend, pipe):
+def _serve(rank, size, store, timeout, backend, pipe, together):
     import torch
     import torch.distributed as dist
 
     warnings.simplefilter("error")
     torch.set_num_threads(1)
+    case, arguments = pipe.recv()  # imports the test's module, on a busy machine for longer than a short timeout
+    together.wait()
     dist.init_process_group(
         backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=datetime.timedelta(seconds=timeout)
     )
-    while True:
-        case, arguments = pipe.recv()
-        if case is None:
-            break
+    while case is not None:
         try:
             torch.manual_seed(0)
             pipe.send((True, case(rank, **arguments)))
         except Exception:
             pipe.send((False, traceback.format_exc()))
+        case, arguments = pipe.recv()
     dist.destroy_process_group()
 
 
@@ -34,10 +34,11 @@ class World:
     def __init__(self, size, folder, timeout=20, backend="gloo"):
         context = multiprocessing.get_context("spawn")
         self.size, self._pipes, self.processes = size, [], []
+        self._together = context.Barrier(size)  # kept, for it goes with its last reference here
         self.broken = False  # may its ranks be out of step with each other?
         for rank in range(size):
             ours, theirs = context.Pipe()
-            arguments = (rank, size, folder / "store", timeout, backend, theirs)
+            arguments = (rank, size, folder / "store", timeout, backend, theirs, self._together)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -63,7 +64,7 @@ class World:
             return False, "no answer in two minutes"
         try:
             return pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             return False, "died"
 
     def close(self):
