@@ -12,10 +12,11 @@ PACKAGE = ROOT / "python/fusedaccum"
 # The functional layer, and whom of the package each of its modules may import. All other modules are the wrapper.
 FUNCTIONAL = {
     "_version": set(),
-    "arguments": set(),
+    "memory": set(),
+    "arguments": {"memory"},
     "native": set(),
     "backends": {"native"},
-    "eager": {"arguments", "backends"},
+    "eager": {"arguments", "backends", "memory"},
     "traced": {"arguments", "backends", "eager"},
     "ops": {"arguments", "eager", "traced"},
     "reference": {"arguments"},
@@ -75,6 +76,12 @@ def test_recipes_reach_kernels_through_ops_only(path):
     found = imports(path, package="fusedaccum.recipes")
     below = {f"fusedaccum.{module}" for module in set(FUNCTIONAL) - {"ops", "_version"}}
     assert not [name for name in found if name in below or "_cpu" in name or "_cuda" in name or "triton" in name]
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "recipes").glob("*.py")), ids=lambda path: path.stem)
+def test_recipes_take_from_a_wrapper_what_gathers_its_windows_and_nothing_else(path):
+    private = re.findall(r"opt(?:imizer)?\.(_\w+)", path.read_text())
+    assert set(private) <= {"_gathering"}
 
 
 def test_nothing_but_its_own_integration_imports_a_framework():

@@ -8,7 +8,13 @@ scale tensor, which ``update()`` changes in place: from then on the scale in for
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from .losses import Losses
+    from .window import Window
 
 
 class LossScale:
@@ -31,6 +37,32 @@ class LossScale:
         """``scale * optimizer.grad_scale``, as GradScaler.step() computes it: keeps hold of the tensor, changes nothing."""
         self.live = scale
         return scale
+
+    def left(self, window: Window | None, losses: Losses) -> None:
+        """``step()`` was called by no scaler: the gradients of ``window`` carry no loss scale."""
+        if self.live is None:
+            return
+        if window is not None and not window.empty:
+            raise RuntimeError(
+                "opt.step() in a window that began with scaler.step(opt): its micro-batches carry a loss scale and this one "
+                "does not; step all micro-batches of a window through the scaler"
+            )
+        self.live = None
+        if window is not None:
+            window.unit = None
+            losses.there_is_no_scale()
+
+    def met(self, window: Window, losses: Losses) -> None:
+        """``step()`` was called by a scaler: what the sums of ``window``, and its losses, carry is known now, or never will be."""
+        if self.live is None:  # unscaled before we ever met the scaler
+            window.unit, window.unit_lost, window.small_sq_norm = 1.0, True, None
+            losses.scale_stays_unknown()
+        elif self.unscaled:
+            window.unit = (self.live if window.unit is None else window.unit) / self.live
+        elif window.unit is None:
+            window.unit = self.live.detach().clone()
+            window.small_sq_norm = None  # was measured before anybody knew
+            losses.scale_is(window.unit)
 
     def told(self, grad_scale: object) -> None:
         """``optimizer.grad_scale = ...`` by GradScaler.step(): our own object back when the gradients are unscaled already."""

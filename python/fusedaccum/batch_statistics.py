@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .buffers import Buffers
+from .moments import Total, merge, summed
 
 if TYPE_CHECKING:
     from .group import Group
@@ -39,14 +40,6 @@ class Layer(Protocol):
 
 
 LAYERS: weakref.WeakSet[Any] = weakref.WeakSet()  # every Layer that is alive
-
-
-@dataclass
-class Total:
-    """Of one population: values a channel, and in FP64 the channels' means and sums of squares about these, of shape [2, C]."""
-
-    n: float
-    moments: Tensor
 
 
 @dataclass
@@ -113,7 +106,7 @@ class Statistics:
                 times[call.k] += 1
         self.micro_batch_dropped()
         for totals, calls in rounds:
-            merge(totals, calls)
+            merge(totals, parts_of(calls, totals))
 
     def micro_batch_dropped(self) -> None:
         self._pending.clear()
@@ -179,28 +172,16 @@ class Statistics:
         }
 
 
-def merge(totals: list[Total], calls: list[Call]) -> None:
-    """Add each call to its total, in some ten kernels for all of them (Chan, Golub and LeVeque 1979).
+def parts_of(calls: list[Call], totals: list[Total]) -> list[Total]:
+    """What each call adds to its total, in three kernels for all of them.
 
     The unbiased variance is ``squares / (n - 1)`` with the n of all ranks that it is of, which one rank does not know: its share of the
     squares is ``variance * (its n - 1 / ranks)``, and the shares add up.
     """
-    fresh = [torch.empty_like(total.moments) for total in totals]
-    torch._foreach_copy_(fresh, [call.moments for call in calls])
-    means, squares = [total.moments[0] for total in totals], [total.moments[1] for total in totals]
-    deltas, variances = [moments[0] for moments in fresh], [moments[1] for moments in fresh]
-    both = [max(total.n + call.n, 1) for total, call in zip(totals, calls, strict=True)]
-    shares = [call.n / n for call, n in zip(calls, both, strict=True)]
-    torch._foreach_sub_(deltas, means)
-    torch._foreach_mul_(variances, [call.n - 1 / call.ranks for call in calls])
-    torch._foreach_add_(squares, variances)
-    torch._foreach_addcmul_(
-        squares, deltas, deltas, [total.n * share for total, share in zip(totals, shares, strict=True)]
-    )
-    torch._foreach_mul_(deltas, shares)
-    torch._foreach_add_(means, deltas)
-    for total, call in zip(totals, calls, strict=True):
-        total.n += call.n
+    parts = [torch.empty_like(total.moments) for total in totals]
+    torch._foreach_copy_(parts, [call.moments for call in calls])
+    torch._foreach_mul_([moments[1] for moments in parts], [call.n - 1 / call.ranks for call in calls])
+    return [Total(call.n, moments) for call, moments in zip(calls, parts, strict=True)]
 
 
 def joined(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -214,41 +195,24 @@ def joined(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
             for k, (n, moments) in enumerate(of):
                 if k == len(mine):
                     mine.append(Total(0.0, torch.zeros_like(moments)))
-                delta, both = moments[0] - mine[k].moments[0], max(mine[k].n + n, 1)
-                mine[k].moments += torch.stack([delta * (n / both), moments[1] + delta**2 * (mine[k].n * n / both)])
-                mine[k].n += n
+                merge([mine[k]], [Total(n, moments)])
     totals = [[*key, [[t.n, t.moments] for t in of]] for key, of in counted.items()]
     return {"micro_batches": micro_batches, "pending": [], "counted": totals}
 
 
 def over_ranks(group: Group, layers: dict[Key, Layer], counted: dict[Key, list[Total]]) -> dict[Key, list[Total]]:
-    """The totals of all ranks: means first and then squares about them, so that nothing cancels. Three small collectives."""
+    """The totals of all ranks, also of what this one has not called."""
     calls = group.most([len(counted.get(key, ())) for key in layers])
     places = [(key, k) for key, most in zip(layers, calls, strict=True) for k in range(int(most))]
-    if not places:
-        return {}
     mine = []
     for key, k in places:
         of, buffer = counted.get(key, ()), layers[key].running_mean
         empty = torch.zeros(2, len(buffer), dtype=torch.float64, device=buffer.device)
         mine.append(of[k] if k < len(of) else Total(0.0, empty))
-    channels = [total.moments.shape[1] for total in mine]
-    sums = group.sum(together([total.moments[0] * total.n for total in mine])).split(channels)
-    counts = group.total([total.n for total in mine])
-    means = [mean / n for mean, n in zip(sums, counts, strict=True)]
-    squares = [
-        t.moments[1] + t.n * (t.moments[0] - mean.to(t.moments.device)) ** 2
-        for t, mean in zip(mine, means, strict=True)
-    ]
     result: dict[Key, list[Total]] = {}
-    for (key, _), n, *moments in zip(places, counts, means, group.sum(together(squares)).split(channels), strict=True):
-        result.setdefault(key, []).append(Total(n, torch.stack(moments)))
+    for (key, _), total in zip(places, summed(mine, group), strict=True):
+        result.setdefault(key, []).append(total)
     return result
-
-
-def together(parts: list[Tensor]) -> Tensor:
-    """One tensor to send, on the first one's device."""
-    return torch.cat([part.to(parts[0].device) for part in parts])
 
 
 def move(layer: Layer, total: Total) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -13,8 +14,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
 from . import main_grad, ops
+from .scalars import Scalar
 from .shards import ShardHolder, is_shard, local_of
-from .window import Scalar
 
 ALIGNMENT = 64  # elements: a cache line or more in every dtype, also after narrow_() has halved their size
 NARROW_HEAD = 1 << 16  # elements that narrow_() moves through a temporary before it can work in place
@@ -49,6 +50,7 @@ class Slot:
     param: Parameter
     name: str
     index: int  # position among the optimizer's parameters, as in its state_dict
+    before: int  # elements of the parameters before it
     dtype: torch.dtype  # of the buffer
     device: torch.device  # of the buffer
     block: Block = field(init=False)
@@ -177,17 +179,36 @@ class Buffers:
         self.slots: list[Slot] = []
         self.of: dict[Parameter, Slot] = {}
         self.blocks: list[Block] = []
+        self.lent: list[Slot] = []  # those whose layers add by themselves
+        self.sharded = False  # is any slot?
         self._checked: tuple | None = None  # what _seen() was at the last check
 
     def add(self, parameters: Iterable[tuple[str, Parameter]]) -> list[Slot]:
         """Make slots for parameters that have none yet."""
         fresh = []
+        end = self.slots[-1].before + local_of(self.slots[-1].param).numel() if self.slots else 0
         for name, p in parameters:
-            slot = Slot(p, name, len(self.slots), buffer_dtype(p.dtype, self._asked), self._device or p.device)
+            slot = Slot(p, name, len(self.slots), end, buffer_dtype(p.dtype, self._asked), self._device or p.device)
+            end += local_of(p).numel()
             self.slots.append(slot)
             self.of[p] = slot
             fresh.append(slot)
+        lent = [slot.param for slot in fresh if slot.lent]
+        if lent:
+            weakref.finalize(self, main_grad.take_back, lent).atexit = False
+        self._look()
         return fresh
+
+    def leave(self, slots: Sequence[Slot]) -> None:
+        """Undo :meth:`add` of the last ones, which cannot be gathered."""
+        del self.slots[len(self.slots) - len(slots) :]
+        for slot in slots:
+            del self.of[slot.param]
+        self._look()
+
+    def _look(self) -> None:
+        self.lent = [slot for slot in self.slots if slot.lent]
+        self.sharded = any(slot.sharded for slot in self.slots)
 
     def allocate(self, slots: Sequence[Slot]) -> None:
         """Give storage to those of ``slots`` that have none."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from .buffers import Slot
 from .shards import local_of, whole
-from .window import MicroBatch, Window
+from .window import Loss, MicroBatch, Window
 
 if TYPE_CHECKING:
     from .optimizer import AccumulatingOptimizer
@@ -17,20 +17,21 @@ if TYPE_CHECKING:
 KEY = "fusedaccum"
 FORMAT = 2
 
+Record = TypeVar("Record", Window, MicroBatch)
+
 
 def save(opt: AccumulatingOptimizer) -> dict[str, Any]:
     """Everything needed to go on bit-identically, as tensors and plain values; parameters by their position."""
-    sums, settings, ledger = opt._sums, opt.settings, opt._ledger
+    sums, settings, ledger, accumulator = opt._sums, opt.settings, opt._ledger, opt._gathering.accumulator
     ranks = opt._gathering.ranks
-    if ranks is not None and ledger.has_window:
-        ranks.take_back()
+    ranks.take_back()
     sums.offload.wait()
     if ledger.has_micro:
-        sums.count(ledger.micro)
-    window = _plain(ledger.window) if ledger.has_window else None
-    micro = _plain(ledger.micro) if ledger.has_micro else None
+        accumulator.count()
+    window = plain(ledger.window) if ledger.has_window else None
+    micro = plain(ledger.micro) if ledger.has_micro else None
     steps = settings.schedule.accum_steps
-    live = sums.loss_scale.live
+    live = opt._gathering.loss_scale.live
     return {
         "format": FORMAT,
         "shapes": [tuple(slot.param.shape) for slot in sums.buffers.slots],
@@ -39,33 +40,41 @@ def save(opt: AccumulatingOptimizer) -> dict[str, Any]:
             "accum_steps": "callable" if callable(steps) else steps,
             "window_weight": settings.schedule.window_weight,
             "buffer_dtype": str(settings.buffer_dtype),
-            "rank": None if ranks is None else ranks.group.name,
-            "shard": ranks is not None and ranks.shard,
+            "rank": ranks.name,
+            "shard": ranks.shard,
         },
         "index": ledger.index,
         "window": window,
         "micro_batch": micro,
         "norms": sums.norms.save(),
         "buffers": {} if window is None else {slot.index: _saved(slot) for slot in sums.gathered()},
-        "unseen": sorted(slot.index for slot in ranks.segments.unseen) if ranks is not None else [],
+        "unseen": sorted(slot.index for slot in ranks.unseen),
         "masters": {
             slot.index: opt._masters.of[slot.param].detach()
             for slot in sums.buffers.slots
             if slot.param in opt._masters.of
         },
-        "seed": sums.seed,
+        "seed": accumulator.seed,
         "draws": [slot.draws for slot in sums.buffers.slots],
         "loss_scale": None if live is None else live.clone(),
         "batch_statistics": opt._gathering.statistics.saved(),
-        "noise": None if opt._noise is None else opt._noise.averages,
+        "noise": None if opt._closing.noise is None else opt._closing.noise.averages,
         "schedule": None if settings.schedule.adaptive is None else settings.schedule.adaptive.state_dict(),
     }
 
 
-def _plain(record: Window | MicroBatch) -> dict[str, Any]:
-    return {
-        k: v.clone() if isinstance(v, Tensor) else v for k, v in vars(record).items() if k != "counts"
-    }  # all counted
+def plain(record: Window | MicroBatch) -> dict[str, Any]:
+    """Copies of what a record holds, as tensors and plain values."""
+    loss = record.loss or Loss()
+    kept = {k: v for k, v in vars(record).items() if k != "counts"}  # all counted
+    kept |= {"loss": None if record.loss is None else loss.total, "raw_loss": loss.raw}
+    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in kept.items()}
+
+
+def restored(kind: type[Record], saved: dict[str, Any]) -> Record:
+    """What :func:`plain` was given."""
+    loss = None if saved["loss"] is None else Loss(saved["loss"], saved["raw_loss"])
+    return kind(**{k: v for k, v in saved.items() if k != "raw_loss"} | {"loss": loss})
 
 
 def _saved(slot: Slot) -> dict[str, Any]:
@@ -91,9 +100,8 @@ def check(opt: AccumulatingOptimizer, own: dict[str, Any]) -> None:
                 f"the checkpoint has shape {tuple(shape)} for parameter {slot.name}, which is {tuple(slot.param.shape)}; another model's?"
             )
     opt._gathering.statistics.check(own["batch_statistics"])
-    ranks = opt._gathering.ranks
     rank = own["settings"].get("rank")
-    if own["settings"].get("shard") and (ranks is None or ranks.group.name != rank):
+    if own["settings"].get("shard") and opt._gathering.ranks.name != rank:
         raise ValueError(
             f"the checkpoint is of shard=True and holds what rank {rank} steps, which this one is not; load on every rank, of as many, "
             "what it has saved itself"
@@ -122,25 +130,25 @@ def load(opt: AccumulatingOptimizer, own: dict[str, Any]) -> None:
     window, micro = own["window"], own["micro_batch"]
     opt._ledger.restore(
         own["index"],
-        None if window is None else Window(**window),
-        None if micro is None else MicroBatch(**micro),
+        None if window is None else restored(Window, window),
+        None if micro is None else restored(MicroBatch, micro),
     )
     for index, saved in own["buffers"].items():
         sums.restore(slots[index], local_of(saved["sum"]), saved["divisor"])
     sums.norms.load(own["norms"], slots)
-    if opt._gathering.ranks is not None:
-        opt._gathering.ranks.segments.unseen = {slots[index] for index in own.get("unseen", ())}
+    opt._gathering.ranks.unseen = {slots[index] for index in own.get("unseen", ())}
     opt._masters.load(
         {slots[i].param: saved for i, saved in own["masters"].items() if slots[i].param in opt._masters.of}
     )
-    sums.seed = own["seed"] if sums.seed is not None else None
+    accumulator = opt._gathering.accumulator
+    accumulator.seed = own["seed"] if accumulator.seed is not None else None
     for slot, draws in zip(slots, own["draws"], strict=True):
         slot.draws = draws
     live = own["loss_scale"]
-    sums.loss_scale.live = None if live is None else live.clone()
+    opt._gathering.loss_scale.live = None if live is None else live.clone()
     opt._gathering.statistics.load(own["batch_statistics"])
-    if opt._noise is not None:
-        opt._noise.averages = own["noise"]
+    if opt._closing.noise is not None:
+        opt._closing.noise.averages = own["noise"]
     adaptive = opt.settings.schedule.adaptive
     if adaptive is not None and own["schedule"] is not None:
         adaptive.load_state_dict(own["schedule"])

@@ -1,237 +1,109 @@
-"""A window's end: its gradient is concluded from the sums, applied by the inner optimizer, and reported."""
+"""A window's end: it is concluded, applied by the inner optimizer, and reported."""
 
 from __future__ import annotations
 
-import math
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.optim import Optimizer
 
-from .accumulator import Accumulator
-from .buffers import Slot
-from .ledger import Ledger
+from .applying import apply
+from .conclusion import Conclusion, conclude
+from .gathering import Gathering
 from .masters import MasterWeights
-from .noise import Measured
-from .offload import STAGE_BYTES
+from .noise import NoiseScale, measured
+from .scalars import Scalar
 from .settings import Settings
-from .window import LastWindow, Scalar, Window, beside, identity, on
+from .window import LastWindow
 
 
-@dataclass
-class Conclusion:
-    """A complete window: its gradient is ``coef * sum / divisor`` in every slot, and ``skip`` forbids to apply it."""
+class Closing:
+    """Closes a wrapper's windows, one after another.
 
-    window: Window
-    slots: list[Slot]
-    divisor: Scalar
-    coef: Scalar
-    norm: Tensor | None
-    overflow: bool | Tensor  # of the last micro-batch, as a GradScaler saw it
-    skip: bool | Tensor
-    loss: Tensor | None
-    finished: bool = False  # has the gradient been made, so that applying it again only steps?
-    stepped: set[Slot] = field(default_factory=set)  # has the optimizer stepped these already, where it steps in parts?
-    applied: bool | Tensor = False  # has it stepped all, so that applying it again only writes masters back?
+    Args:
+        gathering: of the windows. masters: what the inner optimizer steps in place of parameters.
+        settings: as the wrapper was asked to work.
 
-    def report(self, settings: Settings, applied: bool | Tensor, noise_scale: Tensor | None) -> LastWindow:
-        window = self.window
-        nonfinite = as_tensor(window.nonfinite + window.dropped)
-        if settings.nonfinite != "skip_window":  # which has counted an overflow with the adds
-            nonfinite = nonfinite + as_tensor(self.overflow)
-        looked = settings.nonfinite != "propagate" or window.overflowed or self.overflow is not False
-        return LastWindow(
-            window.micro_batches,
-            as_tensor(window.weight).double(),
-            self.norm,
-            nonfinite if looked else None,
-            as_tensor(applied),
-            self.loss,
-            noise_scale,
-        )
-
-    def measured(self, ledger: Ledger) -> tuple[Measured, Measured] | None:
-        """What the window was when it held one micro-batch, and what it is; None where either is not known."""
-        window = self.window
-        if window.overflowed or self.norm is None or window.micro_batches < 2:
-            return None
-        if window.small_sq_norm is None or window.small_weight is None or window.small_square is None:
-            return None
-        # The gradient's norm is over this; a mean over ranks, where it comes normalised.
-        sums = self.norm * (float(ledger.ranks) if ledger.reduction == "none" else on(window.weight, self.norm.device))
-        small = Measured(window.small_sq_norm, window.small_weight, window.small_square)
-        return small, Measured(sums**2, window.weight, window.weight**2)
-
-
-def as_tensor(value: Scalar) -> Tensor:
-    """A number as a CPU tensor, whatever the user's default device is (to make one there would wait for it)."""
-    return value if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
-
-
-def fp32_on(value: Scalar, device: torch.device) -> Tensor:
-    """As a fused optimizer takes it; a number is filled in by a kernel, which nobody waits for."""
-    if isinstance(value, Tensor):
-        return value.to(device, torch.float32, non_blocking=device.type != "cpu")
-    return torch.full((), value, dtype=torch.float32, device=device)
-
-
-def conclude(ledger: Ledger, sums: Accumulator, settings: Settings, overflow: bool | Tensor) -> Conclusion:
-    """What the open window comes to. Waits for the device where weights are tensors there."""
-    window, slots = ledger.window, sums.gathered()
-    if sums.changed_by_user:  # clipped by hand, say: then its norms are of different things
-        window.small_sq_norm = None
-    divisor = 1.0 if window.empty else ledger.divisor(window.weight)
-    weightless = not window.empty and float(divisor) == 0
-    if weightless:
-        message = f"window {window.index} has weight 0 (no tokens?): nothing is applied"
-        warnings.warn(message, RuntimeWarning, stacklevel=4)
-        divisor = 1.0
-    known = 0 < window.losses == window.micro_batches and not weightless
-    loss = as_tensor(beside(window.loss, divisor) / divisor).double() if known else None
-    if window.unit is not None:
-        divisor = divisor * beside(window.unit, divisor)
-    skip, norm = overflow, None
-    if settings.wants_norm:
-        sq_norm = sums.sq_norm(slots)
-        norm = torch.as_tensor(beside(sq_norm.sqrt(), divisor)) / divisor
-        if settings.nonfinite == "skip_window":
-            bad = on(window.nonfinite, sq_norm.device) > 0
-            skip = ~torch.isfinite(sq_norm) | bad | skip
-    if weightless or window.overflowed:
-        skip = True
-    return Conclusion(window, slots, divisor, clip_coef(settings.max_grad_norm, norm), norm, overflow, skip, loss)
-
-
-def clip_coef(limit: float | None, norm: Tensor | None) -> Scalar:
-    """``min(1, limit / (norm + 1e-6))``, as torch.nn.utils.clip_grad_norm_ has it."""
-    if limit is None or norm is None or math.isinf(limit):
-        return 1.0
-    return (limit / (norm + 1e-6)).clamp(max=1.0)
-
-
-def apply(end: Conclusion, inner: Any, masters: MasterWeights, sums: Accumulator, settings: Settings) -> bool | Tensor:
-    """Step the inner optimizer with the window's gradient, unless that is to be skipped. Returns whether it was applied.
-
-    May be called again when the inner optimizer, or writing masters back, has raised.
+    Attributes:
+        last_window: what the last one was.
+        updated: have the parameters changed since :meth:`step_begins`?
+        noise: the noise scale, where it was asked for.
     """
-    if end.applied is False:
-        end.applied = step_all(end, inner, masters, sums, settings)
-    if end.applied is not False:
-        masters.write_back((slot.param for slot in end.slots), sums.offload, settings.backend)
-    return end.applied
 
+    def __init__(self, gathering: Gathering, masters: MasterWeights, settings: Settings):
+        self._gathering, self._masters, self._settings = gathering, masters, settings
+        self._sums, self._ledger = gathering.sums, gathering.ledger
+        self.last_window: LastWindow | None = None
+        self.updated: bool | Tensor = False
+        self.noise = None if settings.noise_scale is None else NoiseScale(settings.noise_scale)
+        self._unapplied: Conclusion | None = None  # a closed window whose inner step has raised
 
-def step_all(
-    end: Conclusion, inner: Any, masters: MasterWeights, sums: Accumulator, settings: Settings
-) -> bool | Tensor:
-    """All of :func:`apply` but for the masters' way back into the model."""
-    fused = not end.finished and inner_scales(inner, masters, end.slots)
-    decided_there = fused and isinstance(end.skip, Tensor) and all(inner.state.get(slot.param) for slot in end.slots)
-    decided_there = decided_there and not sums.owned_apart  # where it depends on what each rank steps
-    if not decided_there and bool(end.skip):
-        return False
-    masters.follow_model()
-    if fused:
-        # It divides by grad_scale, and heeds found_inf, in its own pass over the gradients.
-        device = stepped_of(end.slots[0], masters).device
-        grad_scale = end.divisor / (end.coef * end.slots[0].divisor)
-        inner.grad_scale = fp32_on(grad_scale, device)
-        inner.found_inf = fp32_on(end.skip, device) if decided_there else None
-    elif not end.finished:
-        sums.finish_(end.slots, end.divisor, end.coef, masters.of)
-        end.finished = True
-    if settings.nonfinite == "skip_window" and overflowed_in_cast(end.slots, masters, sums):
-        return False
-    try:
-        with masters.at_work(inner, end.slots) if masters.of else nullcontext():
-            step(inner, end, masters, sums)
-    finally:
-        if fused:
-            del inner.grad_scale, inner.found_inf
-    return ~end.skip if decided_there and isinstance(end.skip, Tensor) else True
+    def close(self, inner: Optimizer, overflow: bool | Tensor) -> None:
+        """The window is over: the next gradient begins a new one, and this one is applied, unless something forbids it."""
+        overflow = self._gathering.ranks.agree(overflow)
+        self._unapplied = conclude(self._ledger, self._sums, self._settings, overflow)
+        self._ledger.close_window()
+        self._apply(inner, self._unapplied)
 
+    def apply_again(self, inner: Optimizer) -> bool:
+        """Apply the window whose inner step has raised. False where there is none, or another has begun since."""
+        if self._unapplied is None or self._ledger.has_window:
+            return False
+        self._apply(inner, self._unapplied)
+        return True
 
-def stepped_of(slot: Slot, masters: MasterWeights) -> Tensor:
-    """What the inner optimizer steps: the parameter or its master."""
-    return masters.of.get(slot.param, slot.param)
+    def forget_unapplied(self) -> None:
+        """The window whose inner step has raised, if any, is not to be applied any more."""
+        self._unapplied = None
 
+    def forget_overwritten(self) -> None:
+        """As :meth:`forget_unapplied`, where another window has taken the buffers, whatever becomes of that."""
+        if self._ledger.has_window:
+            self._unapplied = None
 
-def step(inner: Optimizer, end: Conclusion, masters: MasterWeights, sums: Accumulator) -> None:
-    """One step of the inner optimizer: by calls with a part of the gradients each, where they have to be brought to the device."""
-    away = [slot for slot in end.slots if slot.offloaded and slot.param not in masters.of]
-    if not away:
-        inner.step()
-        return
-    left = [slot for slot in away if slot not in end.stepped]
-    brought = set(away)
-    here = [slot for slot in end.slots if slot not in brought]  # stepped with the first part
-    for part in parts(left) if steps_each_alone(inner) else filter(None, [left]):
-        with hidden([slot for slot in here if slot in end.stepped]), sums.brought(part):
-            inner.step()
-        end.stepped |= {*part, *here}
+    def _apply(self, inner: Optimizer, end: Conclusion) -> None:
+        # When the inner optimizer raises, the window stays unapplied, and the next step() or flush() tries again.
+        applied = apply(end, inner, self._masters, self._sums, self._settings)
+        self._gathering.ranks.hand_out(applied)
+        self._report(end, applied)
 
+    def _report(self, end: Conclusion, applied: bool | Tensor) -> None:
+        self._unapplied = None
+        noise = self.noise
+        if noise is not None:
+            both = measured(end.window, end.norm, self._ledger.ranks, self._settings.reduction)
+            if both is not None:
+                noise.update(*both)
+        self.last_window = end.report(self._settings, applied, None if noise is None else noise.value)
+        adaptive = self._settings.schedule.adaptive
+        if adaptive is not None:
+            adaptive.window_closed(self.last_window, self._ledger.ranks)
+        self.updated = applied if self._gathering.ranks.anything(end.slots) else False
+        self._sums.shown_as_is()
+        self._gathering.accumulator.lend(self._sums.buffers.lent)
 
-def steps_each_alone(inner: Optimizer) -> bool:
-    """Does stepping some of the parameters, then the others, come to the same? For PyTorch's own, where no hook counts the steps."""
-    hooks = (inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks)
-    everybody = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
-    patched = vars(inner).get("step")
-    patched = patched is not None and not hasattr(
-        patched, "_wrapped_by_lr_sched"
-    )  # which counts that it was called at all
-    return type(inner).__module__.startswith("torch.optim.") and not patched and not any((*hooks, *everybody))
+    def step_lbfgs(self, inner: Optimizer, closure: Callable[[], Any] | None, weight: Scalar | None) -> Any:
+        """LBFGS evaluates the closure as often as it likes; each time it runs a whole window."""
+        if closure is None:
+            raise TypeError(
+                "step() with LBFGS needs a closure that runs the window's micro-batches and returns the loss"
+            )
+        ends: list[Conclusion] = []
 
+        def evaluate() -> Any:
+            self._gathering.reset()
+            loss = closure()
+            self._gathering.settle()
+            with torch.no_grad():
+                self._gathering.end_micro_batch(weight)
+                end = conclude(self._ledger, self._sums, self._settings, False)
+                self._sums.finish_(end.slots, end.divisor, end.coef, {})
+            ends.append(end)
+            return loss
 
-def parts(slots: list[Slot]) -> Iterator[list[Slot]]:
-    """Slots whose gradients take as much memory as a stage of the ring."""
-    part: list[Slot] = []
-    taken = 0
-    for slot in slots:
-        needed = slot.param.nbytes
-        if part and taken + needed > STAGE_BYTES:
-            yield part
-            part, taken = [], 0
-        part.append(slot)
-        taken += needed
-    if part:
-        yield part
-
-
-@contextmanager
-def hidden(slots: list[Slot]) -> Iterator[None]:
-    """Within, ``p.grad`` of these is None."""
-    grads = [slot.param.grad for slot in slots]
-    for slot in slots:
-        slot.param.grad = None
-    try:
-        yield
-    finally:
-        for slot, grad in zip(slots, grads, strict=True):
-            slot.param.grad = grad
-
-
-def inner_scales(inner: Optimizer, masters: MasterWeights, slots: list[Slot]) -> bool:
-    """Can the inner optimizer scale the gradients itself? Not where a step pre-hook would see them before that."""
-    return (
-        getattr(inner, "_step_supports_amp_scaling", False)
-        and all(group.get("fused") for group in inner.param_groups)
-        and not (inner._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
-        and len({(identity(slot.divisor), stepped_of(slot, masters).device) for slot in slots}) == 1
-        and all(slot.dtype == stepped_of(slot, masters).dtype for slot in slots)
-        and all(slot.dtype.itemsize <= 4 for slot in slots)  # grad_scale is FP32: too coarse for FP64
-        and not any(slot.sharded for slot in slots)  # it is no DTensor
-    )
-
-
-def overflowed_in_cast(slots: list[Slot], masters: MasterWeights, sums: Accumulator) -> bool:
-    """Is a finite FP32 gradient infinite as the FP16 one that is stepped? (bf16 has FP32's range.) Waits for the device."""
-    cast = [slot.holder.grad for slot in slots if slot.param.dtype == torch.float16 and slot.param not in masters.of]
-    found = sums.count_nonfinite(grad for grad in cast if grad is not None) if cast else 0
-    if sums.owned_apart:
-        found = int(sums.over_owners(torch.tensor(found)))
-    return found > 0
+        loss = inner.step(evaluate)
+        self._ledger.close_window()
+        self._report(ends[-1], True)
+        return loss

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from . import checkpoint, resharding
 from .buffers import Slot
+from .ranks import Ranks
 from .shards import is_shard, local_of, whole
 
 if TYPE_CHECKING:
@@ -62,8 +63,7 @@ class DistributedState:
         *,
         key: str | None = None,
     ):
-        ranks = optimizer._gathering.ranks
-        if ranks is not None and ranks.shard:
+        if optimizer._gathering.ranks.shard:
             raise ValueError(
                 "DistributedState does not take an optimizer with shard=True, whose state is spread over the ranks; save every rank's "
                 "opt.state_dict() by torch.save, or use FSDP2"
@@ -200,8 +200,8 @@ def _gathered(opt: AccumulatingOptimizer, mine: dict[str, Any]) -> list[dict[str
     """What every rank has; the same list on all."""
     packed: list[Any] = [_packed(mine)]
     ranks = opt._gathering.ranks
-    if ranks is not None:
-        packed *= ranks.group.size
+    if isinstance(ranks, Ranks):
+        packed *= ranks.size
         dist.all_gather_object(packed, packed[0], group=ranks.group.process_group)
     return [_unpacked(one) for one in packed]
 

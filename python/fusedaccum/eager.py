@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import arguments, backends
 from .arguments import Layout, Scalar, Stats, StochasticRounding
+from .memory import is_flat, is_flat_pair
 
 
 def accumulate_(
@@ -46,7 +47,7 @@ def scale_(tensors: Sequence[Tensor], scale: Scalar, stats: Stats | None, backen
         arguments.check_stats(stats, device)
     if layout is Layout.FLAT:
         return module.scale_(tensors, scale, stats)
-    outs = [x if arguments.is_flat(x) else _flat_copy(x, x.dtype, x) for x in tensors]
+    outs = [x if is_flat(x) else _flat_copy(x, x.dtype, x) for x in tensors]
     module.scale_(outs, scale, stats)
     _copy_back(tensors, outs)
 
@@ -71,7 +72,7 @@ def stats(tensors: Sequence[Tensor], backend: str | None) -> Stats:
     module, device = _backend("stats", tensors, backend)
     into = Stats.empty(device)
     if layout is not Layout.FLAT:
-        tensors = [x if arguments.is_flat(x) else _flat_copy(x, x.dtype, x) for x in tensors]
+        tensors = [x if is_flat(x) else _flat_copy(x, x.dtype, x) for x in tensors]
     module.stats(tensors, into)
     return into
 
@@ -102,9 +103,9 @@ def _flattened(outs: Sequence[Tensor], ins: Sequence[Tensor]) -> tuple[list[Tens
     """The lists with copies in place of what a kernel cannot take as it is."""
     flat_outs, flat_ins = [], []
     for out, x in zip(outs, ins, strict=True):
-        flat = out if arguments.is_flat(out) else _flat_copy(out, out.dtype, out)
+        flat = out if is_flat(out) else _flat_copy(out, out.dtype, out)
         flat_outs.append(flat)
-        flat_ins.append(x if arguments.is_flat_pair(flat, x) else _flat_copy(x, x.dtype, flat))
+        flat_ins.append(x if is_flat_pair(flat, x) else _flat_copy(x, x.dtype, flat))
     return flat_outs, flat_ins
 
 

@@ -7,7 +7,6 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,17 +15,21 @@ from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .accumulator import Accumulator, Write
+from .alone import Alone
+from .amp import LossScale
 from .attempts import Attempt
 from .batch_statistics import Statistics
 from .buffers import Slot
 from .intake import Intake
 from .ledger import Ledger
-from .ranks import Ranks
+from .losses import Losses
+from .noise import measure_small
+from .ranks import Ranks, modules_of
 from .rejected import Rejected
-from .replicas import Replicas, replicas_of
-from .settings import Settings, check_alone, check_shared, check_weight_of_lent
-from .shards import FullySharded, local_of
-from .window import MicroBatch, Scalar, Window, on
+from .scalars import Scalar
+from .settings import Settings, check_alone, check_weight_of_lent
+from .shards import local_of
+from .sums import Sums
 
 _GATHERING_OF: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak reference to a Gathering
 
@@ -41,96 +44,53 @@ class Gathering:
 
     def __init__(self, settings: Settings, seed: int | None):
         self.ledger = Ledger(settings.schedule, settings.reduction)
-        self.sums = Accumulator(
-            settings.buffer_dtype, settings.buffer_device, settings.reduction, settings.backend, seed
+        self.sums = Sums(settings.buffer_dtype, settings.buffer_device, settings.backend)
+        self.loss_scale = LossScale()
+        self.accumulator = Accumulator(
+            self.sums, self.ledger, self.loss_scale, settings.reduction, settings.backend, seed
         )
         self.statistics = Statistics(self.sums.buffers)  # of BatchNorm layers that are pooled
         self.ledger.tell(self.statistics)
+        self.losses = Losses(self.ledger, self.loss_scale)
         self.inside = False  # within micro_batch()
         self._counts_left: list[Tensor] = []  # of what is not finite, in attempts at the open window that broke off
         self._adds_before = 0  # of the open micro-batch, when the pass (or the group of them) under way began
         self._settings = settings
         self._intake = Intake(self, hold=settings.drops_micro_batches)
         self._rejected = Rejected()
-        self.ranks: Ranks | None = None  # with whom windows are shared
-        self._replicas = Replicas([])  # the DistributedDataParallel modules
+        self.ranks = Alone()  # with whom windows are shared
         self._begun = False  # has there been a backward?
-        self._fully_sharded = FullySharded([])  # the FSDP2 modules
 
     def share(self, group: dist.ProcessGroup | None, comm_dtype: torch.dtype | None, shard: bool) -> None:
         """Gather windows together with the ranks of ``group``; None for that of the DistributedDataParallel or FSDP2 modules, if any."""
-        self._find_modules()
-        group = group or self._replicas.group or self._fully_sharded.group
+        replicas, fully_sharded = modules_of(self.sums.buffers.slots)
+        group = group or replicas.group or fully_sharded.group
         if group is None:
             check_alone(comm_dtype, shard)
             return
-        self._check_shared(shard)
-        self.ranks = Ranks(group, comm_dtype, self.sums, self.ledger, self._settings.backend, shard)
-        self.ledger.ranks, self.ledger.over_ranks = self.ranks.group.size, self.ranks.group.weight
-        self.statistics.group = self.ranks.group
-        self._average_shards()
+        self.ranks = ranks = Ranks(
+            group, replicas, fully_sharded, comm_dtype, shard, self.sums, self.ledger, self._settings, self.reset
+        )
+        fully_sharded.before_backward(self.hide_shards)
+        self.ledger.ranks, self.ledger.over_ranks = ranks.size, ranks.group.weight
+        self.statistics.group = ranks.group
         if shard:
-            self.sums.owned_apart, self.sums.over_owners = True, self.ranks.group.sum
-
-    def _find_modules(self) -> None:
-        slots = self.sums.buffers.slots
-        self._replicas = Replicas(replicas_of([slot.param for slot in slots]))
-        self._fully_sharded = FullySharded(slots)
-        self._fully_sharded.before_backward(self.hide_shards)
-
-    def _check_shared(self, shard: bool) -> None:
-        slots = self.sums.buffers.slots
-        parts = [slot.name for slot in slots if slot.sharded and slot not in self._fully_sharded.slots]
-        check_shared(self._settings, shard, self.sums.sharded, [slot.name for slot in self.sums.lent], parts)
-
-    def _average_shards(self) -> None:
-        """Of gradients that come normalised the mean over the ranks is taken, and FSDP2's are not added up here."""
-        if self.ranks is not None and self._settings.reduction == "none":
-            for slot in self._fully_sharded.slots:
-                slot.factor /= self.ranks.group.size
+            self.sums.owned_apart, self.sums.over_owners = True, ranks.group.sum
 
     def take(self, parameters: Iterable[tuple[str, Parameter]]) -> None:
         """Gather the gradients of these parameters from now on."""
-        slots = self.sums.take(parameters)
-        if self.ranks is not None:
-            try:
-                self._find_modules()
-                self._check_shared(self.ranks.shard)
-                self.ranks.take(slots)
-            except Exception:
-                self.sums.leave(slots)
-                raise
-            self._average_shards()
+        slots = self.sums.buffers.add(parameters)
+        try:
+            self.ranks.take(slots)
+        except Exception:
+            self.sums.buffers.leave(slots)
+            raise
+        self.ranks.fully_sharded.before_backward(self.hide_shards)
         self._begun = False
         for slot in slots:
             self._intake.hook(slot)
             _GATHERING_OF[slot.param] = weakref.ref(self)
-        self.sums.lend([slot for slot in slots if slot.lent])
-
-    @staticmethod
-    def of(parameter: Tensor) -> Gathering | None:
-        """Who gathers this parameter's gradients, if anybody does."""
-        gathering = _GATHERING_OF.get(parameter)
-        return None if gathering is None else gathering()
-
-    @torch.no_grad()
-    def add_by(self, write: Write, parameter: Parameter) -> bool:
-        """Within a backward pass: let ``write`` add the gradient it makes itself, once, to the parameter's buffer.
-
-        False, and nothing done, where the gradient must come the ordinary way: the pass hands it to somebody else, or it must be seen
-        whole before it is added. Raises as a hook would.
-        """
-        slot = self.sums.buffers.of[parameter]
-        seen_whole = self._settings.drops_micro_batches or slot.narrow or slot.offloaded or slot.sharded
-        if seen_whole or self._attempted or not self._intake.accumulates(slot):
-            return False
-        with self._intake.within_pass():
-            if self.ranks is not None:
-                self.ranks.segments.before_add([slot])
-            added = self.sums.add_by(write, slot, self.ledger.window, self.ledger.micro, self._measures())
-            if self.ranks is not None and added:
-                self.ranks.segments.added([slot])
-            return added
+        self.accumulator.lend([slot for slot in slots if slot.lent])
 
     def settle(self) -> None:
         """Every public call begins here: a pass that seems open still is over, or was broken off; ``p.grad`` is ours again."""
@@ -140,7 +100,7 @@ class Gathering:
             )
         self._intake.settle()
         self.sums.unhide()
-        if self.sums.added_unseen:
+        if self.accumulator.added_unseen:
             self._break_off("was broken off by an exception (or its gradients were taken by torch.autograd.grad)")
         self._rejected.withdraw()
 
@@ -157,18 +117,13 @@ class Gathering:
     @property
     def weighs_loss(self) -> bool:
         """Must a weight be in the loss, because FSDP2 adds up the ranks' gradients before they get here?"""
-        return bool(self._fully_sharded.slots) and self._settings.reduction == "mean"
-
-    @property
-    def tells_passes_apart(self) -> bool:
-        """Would several backward passes, as things are, be more than one micro-batch, or be refused?"""
-        return not self.inside and (self._settings.schedule.caller_owned or self._settings.drops_micro_batches)
+        return bool(self.ranks.fully_sharded.slots) and self._settings.reduction == "mean"
 
     def open(self, weight: Scalar | None, last: bool = False) -> None:
         """The micro-batch that gathers from now on; joins the one that is open already. Raises as Ledger.weigh does."""
         ledger = self.ledger
-        if weight is not None and self.sums.lent and self._settings.reduction == "mean":
-            check_weight_of_lent(weight, self.sums.lent[0].name)
+        if weight is not None and self.sums.buffers.lent and self._settings.reduction == "mean":
+            check_weight_of_lent(weight, self.sums.buffers.lent[0].name)
         if not ledger.has_window:
             self.begin_window()
         if not ledger.has_micro:
@@ -197,6 +152,66 @@ class Gathering:
             self.inside = False
         self.pass_ends()
 
+    @property
+    def _attempted(self) -> bool:
+        return self.ledger.has_micro and self.ledger.micro.attempt is not None
+
+    def end_micro_batch(self, weight: Scalar | None) -> None:
+        """What ``step()`` and ``flush()`` do before they look whether the window is complete: count, or refuse."""
+        ledger, caller_owned = self.ledger, self._settings.schedule.caller_owned
+        if self.ranks.agreed:
+            return  # normalize_() has been here before
+        if not ledger.has_window:
+            self.begin_window()
+        if not ledger.has_micro and (not caller_owned or (ledger.window.empty and self.sums.gathered())):
+            # One without gradients; or, where passes are counted, with gradients that somebody put into p.grad by hand.
+            ledger.begin_micro_batch()
+        if ledger.has_micro:
+            self._commit(None if caller_owned else weight)
+        rejected, self._rejected = self._rejected, Rejected()
+        if rejected.names and self._settings.nonfinite == "raise":
+            raise FloatingPointError(
+                f"the gradient of {rejected} holds NaN or infinity; the micro-batch was dropped, and training can go on"
+            )
+        if caller_owned:
+            ledger.weigh_the_rest(weight)
+
+    @property
+    def has_rejected(self) -> bool:
+        """Was a micro-batch rejected since the last ``step()``?"""
+        return bool(self._rejected.names)
+
+    # -- what layers and recipes ask for -----------------------------------------------------------------------
+
+    @staticmethod
+    def of(parameter: Tensor) -> Gathering | None:
+        """Who gathers this parameter's gradients, if anybody does."""
+        gathering = _GATHERING_OF.get(parameter)
+        return None if gathering is None else gathering()
+
+    @torch.no_grad()
+    def add_by(self, write: Write, parameter: Parameter) -> bool:
+        """Within a backward pass: let ``write`` add the gradient it makes itself, once, to the parameter's buffer.
+
+        False, and nothing done, where the gradient must come the ordinary way: the pass hands it to somebody else, or it must be seen
+        whole before it is added. Raises as a hook would.
+        """
+        slot = self.sums.buffers.of[parameter]
+        seen_whole = self._settings.drops_micro_batches or slot.narrow or slot.offloaded or slot.sharded
+        if seen_whole or self._attempted or not self._intake.accumulates(slot):
+            return False
+        with self._intake.within_pass():
+            self.ranks.before_add([slot])
+            added = self.accumulator.add_by(write, slot, self._measures())
+            if added:
+                self.ranks.added([slot])
+            return added
+
+    @property
+    def tells_passes_apart(self) -> bool:
+        """Would several backward passes, as things are, be more than one micro-batch, or be refused?"""
+        return not self.inside and (self._settings.schedule.caller_owned or self._settings.drops_micro_batches)
+
     @contextmanager
     def attempted(self, weight: Scalar, attempt: Attempt) -> Iterator[None]:
         """As :meth:`grouped`, of one forward and backward that come again, in parts, where an exception breaks them off.
@@ -219,7 +234,7 @@ class Gathering:
                 or attempt.mixed
                 or self._intake.nested
                 or self.sums.half_written
-                or bool(self.sums.lent)
+                or bool(self.sums.buffers.lent)
             )
             self._counts_left = micro.counts
             if self.ledger.has_micro:
@@ -228,46 +243,21 @@ class Gathering:
 
     def unsynced(self) -> AbstractContextManager[None]:
         """Within are forward and backward of a micro-batch that is not the window's last."""
-        return self._replicas.unsynced()
+        return self.ranks.replicas.unsynced()
 
-    @property
-    def _attempted(self) -> bool:
-        return self.ledger.has_micro and self.ledger.micro.attempt is not None
-
-    def end_micro_batch(self, weight: Scalar | None) -> None:
-        """What ``step()`` and ``flush()`` do before they look whether the window is complete: count, or refuse."""
-        ledger, caller_owned = self.ledger, self._settings.schedule.caller_owned
-        if self._agreed:
-            return  # normalize_() has been here before
-        if not ledger.has_window:
-            self.begin_window()
-        if not ledger.has_micro and (not caller_owned or (ledger.window.empty and self.sums.gathered())):
-            # One without gradients; or, where passes are counted, with gradients that somebody put into p.grad by hand.
-            ledger.begin_micro_batch()
-        if ledger.has_micro:
-            self._commit(None if caller_owned else weight)
-        rejected, self._rejected = self._rejected, Rejected()
-        if rejected.names and self._settings.nonfinite == "raise":
-            raise FloatingPointError(
-                f"the gradient of {rejected} holds NaN or infinity; the micro-batch was dropped, and training can go on"
-            )
-        if caller_owned:
-            ledger.weigh_the_rest(weight)
-
-    @property
-    def has_rejected(self) -> bool:
-        """Was a micro-batch rejected since the last ``step()``?"""
-        return bool(self._rejected.names)
+    def record_loss(self, loss: Scalar, scaled: bool = False) -> None:
+        """Of the micro-batch that is open, or of the one counted last. ``scaled``: as opt.backward() got it, with a loss scale if any."""
+        if self.ledger.has_micro or self.losses.lacking or not self.has_rejected:  # else it is that of one rejected
+            self.losses.record(loss, scaled)
 
     # -- the window's ends -------------------------------------------------------------------------------------
 
     def begin_window(self) -> None:
-        live = self.sums.loss_scale.live
+        live = self.loss_scale.live
         self.ledger.begin_window(unit=None if live is None else live.detach().clone())
         self.sums.begin()
         self._counts_left = []
-        if self.ranks is not None:
-            self.ranks.forget()
+        self.ranks.forget()
 
     def reset(self) -> None:
         """Drop what the open window has gathered, and what was put into ``p.grad`` meanwhile."""
@@ -277,92 +267,32 @@ class Gathering:
             self.sums.clear()
         self.ledger.drop_window()
         self.sums.begin()
-        self.sums.lend(self.sums.lent)
-        self._fully_sharded.drop()
-        if self.ranks is not None:
-            self.ranks.forget()
-
-    # -- what the ranks share ----------------------------------------------------------------------------------
-
-    def owned(self, parameters: list[Parameter]) -> list[Parameter]:
-        """Those of them that this rank steps."""
-        return parameters if self.ranks is None else self.ranks.owned(parameters)
-
-    def forget_others(self, state: dict[Tensor, Any]) -> None:
-        """Drop what an optimizer's ``state`` holds of parameters that other ranks step."""
-        if self.ranks is not None and self.ranks.shard:
-            known = [p for p in state if isinstance(p, Parameter)]
-            for p in set(known).difference(self.ranks.owned(known)):
-                del state[p]
-
-    def hand_out(self, applied: bool | Tensor) -> None:
-        """Give all ranks the parameters that one of them has stepped."""
-        if applied is not False and self.ranks is not None:
-            self.ranks.segments.hand_out(self.ranks.gathered)
-
-    def anything(self, slots: list[Slot]) -> bool:
-        """Does the window that has closed hold a gradient, here or on another rank?"""
-        return bool(slots) or (self.ranks is not None and bool(self.ranks.gathered))
-
-    @property
-    def _agreed(self) -> bool:
-        """Is the open window that of all ranks already?"""
-        return self.ranks is not None and self.ledger.has_window and self.ranks.agreed
+        self.accumulator.lend(self.sums.buffers.lent)
+        self.ranks.fully_sharded.drop()
+        self.ranks.forget()
 
     def complete(self) -> bool:
         """Does the window end here?"""
-        return self._agreed or self.ledger.complete()
+        return self.ranks.agreed or self.ledger.complete()
 
     def anything_to_flush(self) -> bool:
-        """Has the open window gathered anything, on this rank or another?"""
-        if self.ranks is None:
-            return self.ledger.is_open
-        if not self.ledger.has_window:
-            self.begin_window()
-        if self._settings.schedule.window_weight is not None:
-            with self._or_dropped():
-                self.ranks.group.weight(self.ledger.window.weight, flushes=True)
-        self.agree(False)
-        if self.ledger.window.empty:
-            self.ledger.drop_window()
-        return self.ledger.has_window
-
-    def agree(self, overflow: bool | Tensor) -> bool | Tensor:
-        """Before a window is concluded: make it that of all ranks. Returns whether a GradScaler has found an overflow on any."""
-        if self.ranks is None:
-            return overflow
-        window = self.ledger.window
-        if not self._agreed:
-            self.check_reduced("the window ends")
-            with self._or_dropped():
-                self.ranks.agree(window.micro_batches, window.weight, overflow)
-            self._replicas.window_ended()
-        return self.ranks.overflow or overflow
-
-    def check_reduced(self, what: str) -> None:
-        """Raises RuntimeError where FSDP2 keeps gradients that it has not added up over the ranks yet."""
-        if self._fully_sharded.held_back():
-            raise RuntimeError(
-                f"{what}, and FSDP2 still holds gradients of it that it was told not to reduce; call "
-                "model.set_requires_gradient_sync(True) before the last backward (also before one that flush() or state_dict() follows)"
-            )
-
-    @contextmanager
-    def _or_dropped(self) -> Iterator[None]:
-        """What the ranks have half done is no window any more."""
-        try:
-            yield
-        except BaseException:
-            self.reset()
-            raise
+        """Has the open window gathered anything, on this rank or another? Over ranks, it is that of all ranks then."""
+        if not self.ranks.alone:
+            if not self.ledger.has_window:
+                self.begin_window()
+            self.ranks.flushes()
+            self.ranks.agree(False)
+            if self.ledger.window.empty:
+                self.ledger.drop_window()
+        return self.ledger.is_open
 
     # -- what the intake tells (its Owner) ---------------------------------------------------------------------
 
     def pass_begins(self) -> None:
         if not self._begun:
             self._begun = True
-            self._check_replicas()
-        if self._agreed:
+            self.ranks.replicas.check_all_gathered(self.sums.buffers.of, lambda p: self.of(p) is not None)
+        if self.ranks.agreed:
             raise RuntimeError(
                 "opt.normalize_() has added this window's sums over the ranks, and no gradient can join it after that; call opt.step() "
                 "before the next backward"
@@ -384,36 +314,7 @@ class Gathering:
         micro.passes += 1
         if micro.attempt is not None and micro.attempt.forward:
             micro.attempt.mixed = True
-        if self.ranks is not None and self._is_last():
-            self.ranks.segments.last_pass_begins()
-
-    def has_new_replicas(self) -> bool:
-        """Have DistributedDataParallel modules been made of the parameters since :meth:`share`?"""
-        found = replicas_of([slot.param for slot in self.sums.buffers.slots])
-        return any(module not in self._replicas.modules for module in found)
-
-    def _check_replicas(self) -> None:
-        """Raises RuntimeError for a DistributedDataParallel module made after the wrapper: it would replace the sums in ``p.grad``."""
-        if self.has_new_replicas():
-            raise RuntimeError(
-                "the model was wrapped in DistributedDataParallel after its optimizer was wrapped, and DDP would add up the ranks' "
-                "gradients a second time; make the DistributedDataParallel module first, then AccumulatingOptimizer"
-            )
-        trained = [named for module in self._replicas.modules for named in module.module.named_parameters()]
-        left_out = [name for name, p in trained if p.requires_grad and self.of(p) is None]
-        if left_out:
-            raise RuntimeError(
-                f"parameter {left_out[0]} of the DistributedDataParallel module belongs to no AccumulatingOptimizer ({len(left_out)} such "
-                "in all), and its gradient would differ between ranks, for DDP is kept quiet; wrap its optimizer too, or freeze it"
-            )
-
-    def _is_last(self) -> bool:
-        """Does the window end with this pass? Under DistributedDataParallel, no_sync() says when it does not."""
-        if self._attempted:
-            return False
-        if self._settings.schedule.caller_owned and self._replicas.modules:
-            return self._replicas.synced
-        return self.ledger.is_last() and self.ledger.micro.adds == 0
+        self.ranks.pass_begins()
 
     @torch.no_grad()
     def add(self, slots: Sequence[Slot], grads: Sequence[Tensor]) -> None:
@@ -421,19 +322,17 @@ class Gathering:
             slots, grads = self.ledger.micro.attempt.wanted(slots, grads)
             if not slots:
                 return
-        if self.ranks is not None:
-            self.ranks.segments.before_add(slots)
-        self.sums.add(slots, grads, self.ledger.window, self.ledger.micro, self._measures())
-        if self.ranks is not None:
-            self.ranks.segments.added(slots)
+        self.ranks.before_add(slots)
+        self.accumulator.add(slots, grads, self._measures())
+        self.ranks.added(slots)
 
     @torch.no_grad()
     def added(self, slot: Slot) -> None:
-        self.sums.added(slot, self.ledger.window, self.ledger.micro, self._measures())
+        self.accumulator.added(slot, self._measures())
 
     def _measures(self) -> bool:
         """Shall adds take norms and look for what is not finite? (Norms of all ranks' sums are taken when these have come.)"""
-        takes_norm = self._settings.wants_norm and self.ranks is None
+        takes_norm = self._settings.wants_norm and self.ranks.alone
         return (
             self._settings.nonfinite == "skip_window"
             or (takes_norm and self.ledger.may_be_last())
@@ -445,79 +344,41 @@ class Gathering:
             return
         self.sums.unhide()
         bad = self._judge() if self._settings.drops_micro_batches else None
-        if self.ranks is not None and self.ranks.segments.in_last_pass:
-            with self._or_dropped():
-                self.ranks.segments.send_rest()
-            finish = functools.partial(self._sums_arrive, self.ranks, bad)
-            if torch._C._current_graph_task_id() == -1:
-                finish()
-            else:
-                # Other wrappers' passes end with the same backward, on some ranks before this one: their sums go before anybody waits.
-                torch.autograd.Variable._execution_engine.queue_callback(finish)
-        elif bad is not None:
-            self._rejected.reject(bad, self.sums.buffers.slots)
+        self.ranks.pass_ends(functools.partial(self._reject, bad))
         if self._settings.schedule.caller_owned:
             self._commit(None)
 
-    @torch.no_grad()
-    def _sums_arrive(self, ranks: Ranks, bad: dict[Slot, Tensor] | None) -> None:
-        with self._or_dropped():
-            ranks.segments.arrive()
-            if self._settings.schedule.caller_owned and self._replicas.modules:
-                ranks.show_all()
+    def _reject(self, bad: dict[Slot, Tensor] | None) -> None:
         if bad is not None:
             self._rejected.reject(bad, self.sums.buffers.slots)
 
     def _commit(self, weight: Scalar | None) -> None:
         # Under "propagate" nobody asks, unless a GradScaler does, and the thread of offloaded gradients need not be waited for.
         if self._settings.nonfinite != "propagate" or not self.sums.buffers.offloaded:
-            self.sums.count(self.ledger.micro)
+            self.accumulator.count()
         window, micro = self.ledger.window, self.ledger.micro
-        first, sent = window.empty, self.ranks is not None and self.ranks.segments.in_last_pass
+        first, sent = window.empty, self.ranks.sent
         self.ledger.commit(weight)
         mixed = micro.attempt is not None and micro.attempt.done  # the buffers hold more than this micro-batch
         if self._settings.noise_scale is not None and first and not (micro.bad or sent or mixed):
-            self._measure_small(window, micro)
-
-    def _measure_small(self, window: Window, micro: MicroBatch) -> None:
-        """The window holds one micro-batch, whose norm its adds have taken; on this rank, for no sums have gone to others yet."""
-        unit = 1.0 if window.unit is None else window.unit
-        sq_norm = self.sums.norms.total(self.sums.gathered(), self._settings.backend)
-        window.small_sq_norm = sq_norm / on(unit, sq_norm.device) ** 2
-        if not window.unweighed:
-            window.weigh_small(micro.value())
-
-    def record_loss(self, loss: Scalar, scaled: bool = False) -> None:
-        """Of the micro-batch that is open, or of the one counted last. ``scaled``: as opt.backward() got it, with a loss scale if any."""
-        ledger = self.ledger
-        if self.has_rejected and not ledger.has_micro and not ledger.lacks_loss:
-            return
-        if ledger.has_micro and ledger.micro.loss is not None and scaled is not ledger.micro.loss_by_backward:
-            raise RuntimeError(
-                "opt.backward() records a micro-batch's loss; leave record_loss() out, or call loss.backward()"
-            )
-        live = self.sums.loss_scale.live if scaled else None
-        ledger.record_loss(loss if live is None else loss / live, raw=scaled and live is None)
-        if ledger.has_micro:
-            ledger.micro.loss_by_backward = scaled
+            measure_small(window, micro, self.sums, self._settings.backend)
 
     def pass_failed(self) -> None:
-        if self.ranks is not None:
-            self.ranks.broke_off()
+        self.ranks.broke_off()
         if not self.ledger.has_micro or self._attempted:
             return
-        if self.ledger.micro.adds > self._adds_before or self.sums.added_unseen:
+        if self.ledger.micro.adds > self._adds_before or self.accumulator.added_unseen:
             self._break_off("was broken off by an exception")
         elif self.ledger.micro.adds == 0:
             self.ledger.drop_micro_batch()
 
     def _break_off(self, how: str) -> None:
-        mixed = self.sums.added_unseen and torch._C._current_graph_task_id() != -1
+        mixed = self.accumulator.added_unseen and torch._C._current_graph_task_id() != -1
         self.reset()
         instead = "; nonfinite='skip_micro_batch' adds a micro-batch only when it is complete, and loses nothing"
         warnings.warn(
             f"backward {how} after part of its gradients had been added, so the open window was dropped"
-            + ("" if self.sums.lent else instead),  # which refuses what is lent
+            + ("" if self.sums.buffers.lent else instead),  # which refuses what is lent
             RuntimeWarning,
             stacklevel=3,
         )
@@ -532,10 +393,8 @@ class Gathering:
         """Let the held gradients in, or drop the micro-batch and return those that are not finite (waits for the device)."""
         micro, held = self.ledger.micro, self._intake.held
         micro.judged = bool(held)
-        found = self.sums.count_nonfinite(held)
-        if self.ranks is not None and self.sums.sharded:  # the ranks hold parts of one gradient, and drop it together
-            found = int(self.ranks.group.total([found])[0])
-        weightless = float(micro.value()) == 0 and not self.sums.sharded
+        found = self.ranks.of_all_parts(self.sums.count_nonfinite(held))
+        weightless = float(micro.value()) == 0 and not self.sums.buffers.sharded
         if not found or weightless:
             self._intake.release()
             return None

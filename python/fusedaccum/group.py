@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .buffers import Slot
 from .ledger import Ledger
-from .window import Scalar
+from .scalars import Scalar
 
 _OWN: dict[
     int, tuple[dist.ProcessGroup, list[Own]]

@@ -9,21 +9,19 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import _engine_run_backward, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from . import arrivals, main_grad, native
 from .buffers import Slot
+from .passes import outermost_backward, roots_under_way, running_backward
 from .shards import ShardHolder
 from .streams import join
 
@@ -254,61 +252,3 @@ class Intake:
     def held(self) -> list[Tensor]:
         """The gradients in the queue."""
         return self._arrivals.held()
-
-
-def outermost_backward() -> tuple[object, bool]:
-    """Root tensor of the outermost backward pass under way, and whether the one running here is nested in another.
-
-    Autograd gives no name to the pass around a re-entrant one (activation checkpointing with ``use_reentrant=True``), so
-    this reads it off the Python stack: every pass is a call of ``_engine_run_backward``. For parameters on a GPU the hooks
-    run in a thread of the engine's, whose stack begins inside the engine; there the outermost call is on another thread's.
-    """
-    frames, begins_inside = _backward_frames(sys._getframe())
-    nested = len(frames) > 1 or (begins_inside and bool(frames))
-    if begins_inside or not frames:
-        here = threading.get_ident()
-        for thread, frame in sys._current_frames().items():
-            others, inside = _backward_frames(frame) if thread != here else ([], False)
-            if others and not inside:
-                frames = others
-                break
-    if not frames:  # called from C++
-        return _NO_ROOT, nested
-    root = frames[-1].f_locals["t_outputs"][0]
-    return root if isinstance(root, Tensor) else _NO_ROOT, nested
-
-
-def running_backward() -> FrameType | None:
-    """The call of ``_engine_run_backward`` that this thread, or the thread that waits for it, is in."""
-    frames = _backward_frames(sys._getframe())[0]
-    if not frames:
-        stacks = [_backward_frames(frame)[0] for frame in sys._current_frames().values()]
-        frames = next((stack for stack in stacks if stack), [])
-    return frames[0] if frames else None
-
-
-def roots_under_way() -> list[object]:
-    """What backward() has been called on, in all threads, and has not returned from."""
-    stacks = [_backward_frames(frame)[0] for frame in sys._current_frames().values()]
-    return [frames[-1].f_locals["t_outputs"][0] for frames in stacks if frames]
-
-
-def _backward_frames(frame: FrameType | None) -> tuple[list[FrameType], bool]:
-    """A stack's backward calls, innermost first, and whether the last lies within a node that the engine runs."""
-    found: list[FrameType] = []
-    inside = False
-    while frame is not None:
-        if frame.f_code is _engine_run_backward.__code__:
-            found.append(frame)
-            inside = False
-        elif frame.f_code is BackwardCFunction.apply.__code__:
-            inside = True
-        frame = frame.f_back
-    return found, inside
-
-
-class _NoRoot:
-    """Stands for a root that cannot be seen."""
-
-
-_NO_ROOT = _NoRoot()

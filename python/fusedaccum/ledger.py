@@ -1,6 +1,6 @@
 """The ledger of windows: which one is open, what its micro-batches weigh, when it is complete, what divides its sum.
 
-Counts and weights only; the sums themselves are the accumulator's.
+Counts and weights only; the sums themselves are in :mod:`fusedaccum.sums`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from .window import MicroBatch, Scalar, Schedule, Window, beside, checked_weight, times
+from .scalars import Scalar, checked_weight
+from .window import MicroBatch, Schedule, Window
 
 MISSING_WEIGHT = (
     "reduction='sum' divides by the sum of the weights, and this micro-batch was given none; "
@@ -163,7 +164,7 @@ class Ledger:
         if 0 < micro.told < micro.passes:  # somebody else has run a part of it
             micro.loss = None
         window.commit(micro, self._weight_of(micro, late))
-        window.unrecorded = self._factor(micro) if self.schedule.caller_owned and micro.loss is None else None
+        window.unrecorded = self.factor(micro) if self.schedule.caller_owned and micro.loss is None else None
         self._micro = None
         for follower in self.followers:
             follower.micro_batch_counted()
@@ -183,53 +184,9 @@ class Ledger:
             raise ValueError(MISSING_WEIGHT)
         return 1.0
 
-    def _factor(self, micro: MicroBatch) -> Scalar:
+    def factor(self, micro: MicroBatch) -> Scalar:
         """c_i, which multiplies its loss, and its gradients."""
         return micro.value() if self.reduction == "mean" else 1.0
-
-    def record_loss(self, loss: Scalar, raw: bool) -> None:
-        """Of the micro-batch that is open, or of the one counted last. ``raw``: carries a loss scale that we have not met, if any.
-
-        Raises RuntimeError where there is no such micro-batch.
-        """
-        if self.has_micro:
-            self.micro.record(times(self._factor(self.micro), loss), raw)
-        elif self.has_window and self.window.unrecorded is not None:
-            loss = times(self.window.unrecorded, loss)
-            self.window.record(loss, loss if raw else 0.0)
-            self.window.unrecorded = None
-        else:
-            raise RuntimeError(
-                "record_loss() found no micro-batch that lacks its loss; call it once a micro-batch, between its backward and step() "
-                "(opt.backward(loss) needs no such call)"
-            )
-
-    def unscale_losses(self, loss_scale: Scalar) -> None:
-        """Losses that carried an unknown loss scale carried this one."""
-        known: list[Window | MicroBatch | None] = [self._window, self._micro]
-        for record in known:
-            if record is not None and record.loss is not None:
-                raw = record.raw_loss
-                record.loss, record.raw_loss = record.loss - raw + raw / beside(loss_scale, raw), 0.0
-
-    def forget_raw_losses(self) -> None:
-        """The loss scale that they may carry is not going to be known."""
-        if isinstance(self.window.raw_loss, Tensor) or self.window.raw_loss:
-            self.window.losses = -1
-        if self.has_micro and (isinstance(self.micro.raw_loss, Tensor) or self.micro.raw_loss):
-            self.micro.loss = None
-
-    def told_a_pass(self) -> None:
-        """opt.backward() has run a pass, and recorded its loss."""
-        if self.has_micro:
-            self.micro.told += 1
-
-    @property
-    def lacks_loss(self) -> bool:
-        """Has nobody told the loss of the micro-batch that is open, or was counted last?"""
-        if self.has_micro:
-            return self.micro.loss is None
-        return self.has_window and self.window.unrecorded is not None
 
     def weigh_the_rest(self, late: Scalar | None) -> None:
         """Before a window closes: ``late`` is the weight of all its micro-batches that were given none.

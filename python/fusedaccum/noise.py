@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .window import Scalar, on
+from .scalars import Scalar, on
+from .sums import Sums
+from .window import MicroBatch, Window
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,27 @@ class Measured:
     sq_norm: Scalar
     weight: Scalar
     square: Scalar
+
+
+def measure_small(window: Window, micro: MicroBatch, sums: Sums, backend: str) -> None:
+    """The window holds one micro-batch, whose norm its adds have taken; on this rank, for no sums have gone to others yet."""
+    unit = 1.0 if window.unit is None else window.unit
+    sq_norm = sums.norms.total(sums.gathered(), backend)
+    window.small_sq_norm = sq_norm / on(unit, sq_norm.device) ** 2
+    if not window.unweighed:
+        window.weigh_small(micro.value())
+
+
+def measured(window: Window, norm: Tensor | None, ranks: int, reduction: str) -> tuple[Measured, Measured] | None:
+    """What a window was when it held one micro-batch, and what it is, with a gradient of this norm; None where either is not known."""
+    if window.overflowed or norm is None or window.micro_batches < 2:
+        return None
+    if window.small_sq_norm is None or window.small_weight is None or window.small_square is None:
+        return None
+    # The gradient's norm is over this; a mean over ranks, where it comes normalised.
+    sums = norm * (float(ranks) if reduction == "none" else on(window.weight, norm.device))
+    small = Measured(window.small_sq_norm, window.small_weight, window.small_square)
+    return small, Measured(sums**2, window.weight, window.weight**2)
 
 
 class NoiseScale:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import ops
 from .buffers import Block, Slot
-from .window import Scalar, identity, on
+from .scalars import Scalar, identity, on
 
 
 @dataclass(eq=False)

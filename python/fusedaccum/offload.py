@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import ops
 from .buffers import is_dense
-from .window import Scalar
+from .scalars import Scalar
 
 STAGES = 3  # one that fills, one on its way, one that is being added
 STAGE_BYTES = 32 << 20  # a power of two, to which PyTorch rounds pinned memory up

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -17,20 +16,16 @@ from torch._compile import _disable_dynamo as _outside_graphs
 from torch.nn import Parameter
 from torch.optim import LBFGS
 from torch.optim.optimizer import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from . import checkpoint, main_grad
 from .amp import LossScale
-from .closing import Conclusion, apply, conclude
+from .closing import Closing
 from .distributed_checkpoint import refuse_torchs_functions
 from .gathering import Gathering
 from .masters import MasterWeights
-from .noise import NoiseScale
+from .scalars import Scalar, checked_loss, checked_weight
 from .settings import Settings, check_group, check_lent, check_optimizer, check_parameter, checked_device
-from .window import LastWindow, Scalar, Schedule, checked_loss, checked_weight
-
-# Which wrapper takes a parameter's gradients. (Keyed by identity: tensors compare by element.)
-_wrapped = WeakIdKeyDictionary()
+from .window import LastWindow, Schedule
 
 
 class AccumulatingOptimizer(Optimizer):
@@ -126,19 +121,16 @@ class AccumulatingOptimizer(Optimizer):
         # Optimizer.__init__ is not run: groups, state, defaults and hooks are the inner optimizer's (see __getattr__).
         self.optimizer = optimizer
         self.settings = settings
-        self.last_window: LastWindow | None = None
-        self._updated: bool | Tensor = False
-        self._unapplied: Conclusion | None = None  # a closed window whose inner step has raised
         seed = int(torch.randint(2**62, ())) if settings.rounding == "stochastic" else None
         self._gathering = Gathering(settings, seed)
         self._ledger, self._sums = self._gathering.ledger, self._gathering.sums
         self._masters = MasterWeights(settings.buffer_device)
-        self._noise = None if settings.noise_scale is None else NoiseScale(settings.noise_scale)
+        self._closing = Closing(self._gathering, self._masters, settings)
         self._sharing = process_group, comm_dtype, shard
         groups = range(len(self.param_groups))
         self._take(groups)
         self._gathering.share(*self._sharing)
-        if self._gathering.ranks is not None and isinstance(optimizer, LBFGS):
+        if isinstance(optimizer, LBFGS) and not self._gathering.ranks.alone:
             raise ValueError("process_group does not work with LBFGS, which decides by itself how often it evaluates")
         self._make_masters(groups)
 
@@ -153,7 +145,7 @@ class AccumulatingOptimizer(Optimizer):
             named += zip(names, group["params"], strict=True)
         for name, p in named:
             check_parameter(name, p, self.settings)
-            if _wrapped.get(p, lambda: None)() not in (None, self):
+            if Gathering.of(p) not in (None, self._gathering):
                 raise ValueError(
                     f"parameter {name} belongs to another AccumulatingOptimizer already, which would take its gradients; "
                     "delete that wrapper first (del opt; its scheduler holds it too)"
@@ -161,12 +153,10 @@ class AccumulatingOptimizer(Optimizer):
             if main_grad.asks(p):
                 check_lent(name, p, self.settings)
         self._gathering.take(named)
-        for _, p in named:
-            _wrapped[p] = weakref.ref(self)
 
     def _make_masters(self, groups: Sequence[int]) -> None:
         if self.settings.master_weights:
-            self._masters.add(self._gathering.owned([p for g in groups for p in self.param_groups[g]["params"]]))
+            self._masters.add(self._gathering.ranks.owned([p for g in groups for p in self.param_groups[g]["params"]]))
             self._masters.take_state(self.optimizer)
 
     def __getattr__(self, name: str) -> Any:
@@ -207,7 +197,7 @@ class AccumulatingOptimizer(Optimizer):
             weighed.backward(**kwargs)
             if loss.numel() == 1 and kwargs.get("gradient") is None:  # others are not what their gradients are of
                 self._gathering.record_loss(loss, scaled=True)
-                self._ledger.told_a_pass()
+                self._gathering.losses.told_a_pass()
 
     def record_loss(self, loss: Scalar) -> None:
         """Tell the loss of a micro-batch whose ``loss.backward()`` was called by somebody else, for ``last_window.loss``.
@@ -265,25 +255,22 @@ class AccumulatingOptimizer(Optimizer):
         given = self._ledger.late_weight(weight)
         try:
             if isinstance(self.optimizer, LBFGS):
-                return self._step_lbfgs(closure, given)
+                return self._closing.step_lbfgs(self.optimizer, closure, given)
             loss = None
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
                 self._record_result(loss)
-            self._forget_unapplied()
-            self._gathering.settle()
-            self._sums.check()
+            self._begin_step()
             if not self._ledger.has_window:
                 refuse_torchs_functions("step()")
-            self._updated = False
-            if self._unapplied is not None and not self._ledger.has_window:
-                self._apply(self._unapplied)
+            self._closing.updated = False
+            if self._closing.apply_again(self.optimizer):
                 return loss
             overflow = self._overflow()
             self._gathering.end_micro_batch(given)
             if self._gathering.complete():
-                self._close(overflow)
+                self._closing.close(self.optimizer, overflow)
             elif bool(overflow):
                 window = self._ledger.window
                 window.overflowed = True
@@ -291,7 +278,7 @@ class AccumulatingOptimizer(Optimizer):
                 self._sums.zero_(self._sums.gathered())
             return loss
         finally:
-            self._sums.loss_scale.forget_step()
+            self._gathering.loss_scale.forget_step()
 
     @_outside_graphs
     @torch.no_grad()
@@ -304,18 +291,15 @@ class AccumulatingOptimizer(Optimizer):
             assert isinstance(self.optimizer, AccumulatingOptimizer)
             return self.optimizer.flush()
         self._not_inside("flush()")
-        self._forget_unapplied()
-        self._gathering.settle()
-        self._sums.check()
-        self._updated = False
-        if self._unapplied is not None and not self._ledger.has_window:
-            self._apply(self._unapplied)
+        self._begin_step()
+        self._closing.updated = False
+        self._closing.apply_again(self.optimizer)
         if self._ledger.has_micro or self._gathering.has_rejected:
             self._gathering.end_micro_batch(None)
         if self._ledger.is_open:
             self._ledger.weigh_the_rest(None)
         if self._gathering.anything_to_flush():
-            self._close(False)
+            self._closing.close(self.optimizer, False)
 
     @_outside_graphs
     def reset(self) -> None:
@@ -324,7 +308,7 @@ class AccumulatingOptimizer(Optimizer):
         self._gathering.settle()
         self._gathering.reset()
         self._gathering.statistics.micro_batch_dropped()  # which zero_grad(), often called between forward and backward, leaves alone
-        self._unapplied = None
+        self._closing.forget_unapplied()
 
     @_outside_graphs
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -333,7 +317,7 @@ class AccumulatingOptimizer(Optimizer):
         if self._ledger.has_counted and not self.settings.schedule.caller_owned:
             return
         self._not_inside("zero_grad()")
-        self._unapplied = None
+        self._closing.forget_unapplied()
         zeroed = [] if set_to_none else self._sums.buffers.gathered()
         self._gathering.reset()
         self.optimizer.zero_grad()
@@ -357,9 +341,9 @@ class AccumulatingOptimizer(Optimizer):
         self._gathering.settle()
         self._refuse_unshown("normalize_() makes p.grad the window's gradient", "clip with max_grad_norm=")
         divisor = self._ledger.divisor_at_end()
-        if self._gathering.ranks is not None:
+        if not self._gathering.ranks.alone:
             self._gathering.end_micro_batch(None)
-            self._gathering.agree(False)
+            self._gathering.ranks.agree(False)
             divisor = self._ledger.divisor(self._ledger.window.weight) or 1.0
         self._sums.divide_(self._sums.gathered(), divisor)
 
@@ -373,12 +357,17 @@ class AccumulatingOptimizer(Optimizer):
         return self._ledger.progress
 
     @property
+    def last_window(self) -> LastWindow | None:
+        """What the last closed window was; None before the first."""
+        return self._closing.last_window
+
+    @property
     def updated(self) -> bool:
         """Did the last ``step()`` or ``flush()`` change the parameters? (``if opt.updated: scheduler.step()``.)
 
         Waits for the device only where the decision was left to a fused optimizer there.
         """
-        return bool(self._updated)
+        return bool(self._closing.updated)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the inner optimizer, and accumulate its parameters too; raises as the constructor does."""
@@ -400,7 +389,7 @@ class AccumulatingOptimizer(Optimizer):
         self._not_inside("state_dict()")
         refuse_torchs_functions("state_dict()")
         self._gathering.settle()
-        self._gathering.check_reduced("state_dict() would lose gradients of the open window")
+        self._gathering.ranks.fully_sharded.check_reduced("state_dict() would lose gradients of the open window")
         return {**self.optimizer.state_dict(), checkpoint.KEY: checkpoint.save(self)}
 
     @_outside_graphs
@@ -419,18 +408,18 @@ class AccumulatingOptimizer(Optimizer):
         own = state_dict.get(checkpoint.KEY)
         if own is not None:
             checkpoint.check(self, own)
-        if self._sums.buffers.moved or self._gathering.has_new_replicas():
+        if self._sums.buffers.moved or self._gathering.ranks.replicas.outdated(self._sums.buffers.of):
             self._build_anew()
         with self._masters.at_work(self.optimizer):
             self.optimizer.load_state_dict({k: v for k, v in state_dict.items() if k != checkpoint.KEY})
-        self._gathering.forget_others(self.state)
+        self._gathering.ranks.forget_others(self.state)
         self.reset()
         if own is not None:
             checkpoint.load(self, own)
 
     def __getstate__(self) -> dict[str, Any]:
         self._not_inside("a copy")
-        if self._gathering.ranks is not None:
+        if not self._gathering.ranks.alone:
             raise RuntimeError(
                 "a wrapper with a process group cannot be copied or pickled, for the group belongs to this process; build one in each "
                 "process, and carry over with load_state_dict(state_dict())"
@@ -463,15 +452,26 @@ class AccumulatingOptimizer(Optimizer):
         if self._sums.owned_apart:
             raise RuntimeError(f"{why}, of which each rank has a part with shard=True; {instead}, or leave shard out")
 
+    def _begin_step(self) -> None:
+        self._closing.forget_overwritten()
+        self._gathering.settle()
+        self._sums.check()
+
+    def _record_result(self, result: Any) -> None:
+        """What a closure has returned is its micro-batch's loss, if it is one and nobody has told that."""
+        one = isinstance(result, (float, Tensor)) and torch.as_tensor(result).numel() == 1
+        if one and self._gathering.losses.lacking:
+            self._gathering.record_loss(result)
+
     # -- GradScaler.step() sets and deletes grad_scale and found_inf around our step() ---------------------------
 
     @property
     def grad_scale(self) -> LossScale:
-        return self._sums.loss_scale
+        return self._gathering.loss_scale
 
     @grad_scale.setter
     def grad_scale(self, value: object) -> None:
-        self._sums.loss_scale.told(value)
+        self._gathering.loss_scale.told(value)
 
     @grad_scale.deleter
     def grad_scale(self) -> None:
@@ -479,95 +479,15 @@ class AccumulatingOptimizer(Optimizer):
 
     def _overflow(self) -> bool | Tensor:
         """Brings the window's loss scale up to date; did a scaler find an overflow that no policy has dealt with yet?"""
-        scale = self._sums.loss_scale
+        scale = self._gathering.loss_scale
         window = self._ledger.window if self._ledger.has_window else None
         if not scale.through_scaler:
-            if scale.live is not None:  # no scaler any more: these gradients carry no loss scale
-                if window is not None and not window.empty:
-                    raise RuntimeError(
-                        "opt.step() in a window that began with scaler.step(opt): its micro-batches carry a loss scale and this one "
-                        "does not; step all micro-batches of a window through the scaler"
-                    )
-                scale.live = None
-                if window is not None:
-                    window.unit = None
-                    if self._ledger.has_micro and self._ledger.micro.loss_by_backward:
-                        self._ledger.micro.loss = None  # a scale was taken off that it did not carry
+            scale.left(window, self._gathering.losses)
             return False
         self._refuse_unshown("GradScaler looks for overflows in p.grad", "use bf16, which needs no loss scale")
         if window is None or window.overflowed or self._gathering.has_rejected:
             return False
         if scale.unscaled:
             self._sums.norms.forget_all()  # GradScaler writes without raising the tensors' versions
-        if scale.live is None:  # unscaled before we ever met the scaler
-            window.unit, window.unit_lost, window.small_sq_norm = 1.0, True, None
-            self._ledger.forget_raw_losses()
-        elif scale.unscaled:
-            window.unit = (scale.live if window.unit is None else window.unit) / scale.live
-        elif window.unit is None:
-            window.unit = scale.live.detach().clone()
-            window.small_sq_norm = None  # was measured before anybody knew
-            self._ledger.unscale_losses(window.unit)
+        scale.met(window, self._gathering.losses)
         return torch.as_tensor(self.__dict__["found_inf"]) != 0
-
-    # -- the window's end --------------------------------------------------------------------------------------
-
-    def _close(self, overflow: bool | Tensor) -> None:
-        """The window is over: the next gradient begins a new one, and this one is applied, unless something forbids it."""
-        overflow = self._gathering.agree(overflow)
-        self._unapplied = conclude(self._ledger, self._sums, self.settings, overflow)
-        self._ledger.close_window()
-        self._apply(self._unapplied)
-
-    def _forget_unapplied(self) -> None:
-        if self._ledger.has_window:  # which has taken the buffers, whatever becomes of it
-            self._unapplied = None
-
-    def _apply(self, end: Conclusion) -> None:
-        # When the inner optimizer raises, the window stays unapplied, and the next step() or flush() tries again.
-        applied = apply(end, self.optimizer, self._masters, self._sums, self.settings)
-        self._gathering.hand_out(applied)
-        self._report(end, applied)
-
-    def _record_result(self, result: Any) -> None:
-        """What a closure has returned is its micro-batch's loss, if it is one and nobody has told that."""
-        one = isinstance(result, (float, Tensor)) and torch.as_tensor(result).numel() == 1
-        if one and self._ledger.lacks_loss:
-            self._gathering.record_loss(result)
-
-    def _report(self, end: Conclusion, applied: bool | Tensor) -> None:
-        self._unapplied = None
-        measured = None if self._noise is None else end.measured(self._ledger)
-        if self._noise is not None and measured is not None:
-            self._noise.update(*measured)
-        self.last_window = end.report(self.settings, applied, None if self._noise is None else self._noise.value)
-        adaptive = self.settings.schedule.adaptive
-        if adaptive is not None:
-            adaptive.window_closed(self.last_window, self._ledger.ranks)
-        self._updated = applied if self._gathering.anything(end.slots) else False
-        self._sums.shown_as_is()
-        self._sums.lend(self._sums.lent)
-
-    def _step_lbfgs(self, closure: Callable[[], Any] | None, weight: Scalar | None) -> Any:
-        """LBFGS evaluates the closure as often as it likes; each time it runs a whole window."""
-        if closure is None:
-            raise TypeError(
-                "step() with LBFGS needs a closure that runs the window's micro-batches and returns the loss"
-            )
-        ends: list[Conclusion] = []
-
-        def evaluate() -> Any:
-            self._gathering.reset()
-            loss = closure()
-            self._gathering.settle()
-            with torch.no_grad():
-                self._gathering.end_micro_batch(weight)
-                end = conclude(self._ledger, self._sums, self.settings, False)
-                self._sums.finish_(end.slots, end.divisor, end.coef, {})
-            ends.append(end)
-            return loss
-
-        loss = self.optimizer.step(evaluate)
-        self._ledger.close_window()
-        self._report(ends[-1], True)
-        return loss

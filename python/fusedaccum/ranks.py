@@ -6,141 +6,251 @@ rank so calls the same collectives in the same order, however many micro-batches
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import functools
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from .accumulator import Accumulator
+from .agreement import Numbers
+from .alone import Alone
 from .buffers import Slot
+from .fsdp2 import FullySharded
 from .group import Group
 from .ledger import Ledger
-from .segments import Segments
-from .window import Scalar, Window
+from .replicas import Replicas, replicas_of
+from .segments import Phase, Segments
+from .settings import Settings, check_shared
+from .sums import Sums
 
 
-class Ranks:
-    """One rank's side of the windows that a process group shares.
+class Ranks(Alone):
+    """One rank's side of the windows that a process group shares. What each call is for says :class:`Alone`.
 
     Args:
+        replicas, fully_sharded: the modules, as :func:`modules_of` finds them.
         comm_dtype: sums travel in this dtype; None for the buffers' own.
-        sums, ledger: of this rank. backend: of casts on the way.
         shard: each parameter is stepped by one rank, its owner.
-
-    Attributes:
-        agreed: are the open window's numbers and sums those of all ranks?
-        overflow: has a GradScaler found one on any rank?
-        gathered: the slots that hold a gradient on any rank, once agreed.
+        sums, ledger: of this rank. settings: as the wrapper was asked to work.
+        drop: a method that drops the open window, for what the ranks have half done is none any more. Held weakly.
     """
+
+    alone = False
 
     def __init__(
         self,
         process_group: dist.ProcessGroup,
+        replicas: Replicas,
+        fully_sharded: FullySharded,
         comm_dtype: torch.dtype | None,
-        sums: Accumulator,
-        ledger: Ledger,
-        backend: str,
         shard: bool,
+        sums: Sums,
+        ledger: Ledger,
+        settings: Settings,
+        drop: Callable[[], None],
     ):
+        super().__init__()
         slots = sums.buffers.slots
+        self.replicas, self.fully_sharded, self.shard = replicas, fully_sharded, shard
+        self._sums, self._ledger, self._settings, self._drop = sums, ledger, settings, weakref.WeakMethod(drop)
+        self._check()
         self.group = Group(process_group, slots[0].device if slots else torch.device("cpu"), ledger)
-        self.shard = shard
+        self.size, self.rank, self.name = self.group.size, self.group.rank, self.group.name
         self.owners: dict[Slot, int] = {}  # empty unless ``shard``
-        self.segments = Segments(self.group, comm_dtype, sums, ledger, backend, self.owners)
-        self._sums, self._ledger = sums, ledger
-        self._compared = False  # are the parameters known to be equal on all ranks?
-        self.take(slots)
+        self.segments = Segments(self.group, comm_dtype, sums, ledger, settings.backend, self.owners)
+        self._share(slots)
+        self._average_shards()
         self.forget()
 
     def take(self, slots: Sequence[Slot]) -> None:
         """Share these, too. Raises ValueError unless all ranks have the like."""
+        self.replicas, self.fully_sharded = modules_of(self._sums.buffers.slots)
+        self._average_shards()
+        self._check()
+        self._share(slots)
+
+    def _check(self) -> None:
+        slots = self._sums.buffers.slots
+        parts = [slot.name for slot in slots if slot.sharded and slot not in self.fully_sharded.slots]
+        lent = [slot.name for slot in self._sums.buffers.lent]
+        check_shared(self._settings, self.shard, self._sums.buffers.sharded, lent, parts)
+
+    def _share(self, slots: Sequence[Slot]) -> None:
         self.group.compare_shapes(slots)
-        self._compared = False
+        self._compared = False  # are the parameters known to be equal on all ranks?
         if self.shard:
-            self.owners.update(owners(slots, self.group.size))
+            self.owners.update(owners(slots, self.size))
+
+    def _average_shards(self) -> None:
+        """Of gradients that come normalised the mean over the ranks is taken, and FSDP2's are not added up here."""
+        if self._settings.reduction == "none":
+            for slot in self.fully_sharded.slots:
+                slot.factor /= self.size
 
     def owned(self, parameters: Collection[Parameter]) -> list[Parameter]:
-        """Those that this rank steps."""
         slots = [self._sums.buffers.of[p] for p in parameters]
-        return [slot.param for slot in slots if self.owners.get(slot, self.group.rank) == self.group.rank]
+        return [slot.param for slot in slots if self.owners.get(slot, self.rank) == self.rank]
+
+    def least(self, mine: float) -> float:
+        return self.group.least(mine)
 
     def forget(self) -> None:
-        """A window begins."""
-        self.agreed = self.overflow = False
-        self.gathered: set[Slot] = set()
+        self._overflow = False  # has a GradScaler found one on any rank?
+        self._gathered: set[Slot] = set()  # slots that hold a gradient on any rank, once agreed
         self.segments.forget()
 
-    def agree(self, micro_batches: int, weight: Scalar, overflow: bool | Tensor) -> None:
-        """Make the open window's numbers, and the buffers, those of all ranks. Waits for the device.
+    def forget_others(self, state: dict[Tensor, Any]) -> None:
+        if self.shard:
+            known = [p for p in state if isinstance(p, Parameter)]
+            for p in set(known).difference(self.owned(known)):
+                del state[p]
 
-        Args:
-            micro_batches, weight: of this rank. overflow: did a GradScaler find one here?
+    @contextmanager
+    def _or_dropped(self) -> Iterator[None]:
+        """What the ranks have half done is no window any more."""
+        try:
+            yield
+        except BaseException:
+            drop = self._drop()
+            if drop is not None:
+                drop()
+            raise
 
-        Raises:
-            RuntimeError: the other ranks cannot be reached, or are not alike.
-        """
+    # -- a pass ------------------------------------------------------------------------------------------------
+
+    def pass_begins(self) -> None:
+        if self._is_last():
+            self.segments.last_pass_begins()
+
+    def _is_last(self) -> bool:
+        """Does the window end with this pass? Under DistributedDataParallel, no_sync() says when it does not."""
+        if self._ledger.micro.attempt is not None:
+            return False
+        if self._shows_to_replicas:
+            return self.replicas.synced
+        # Of the first micro-batch the norm is taken, of this rank's alone: then its sums go after that.
+        taken_apart = self._settings.noise_scale is not None and self._ledger.window.empty
+        return self._ledger.is_last() and self._ledger.micro.adds == 0 and not taken_apart
+
+    @property
+    def _shows_to_replicas(self) -> bool:
+        """Is somebody, as under DistributedDataParallel, going to look at ``p.grad`` before the window ends?"""
+        return self._settings.schedule.caller_owned and bool(self.replicas.modules)
+
+    def before_add(self, slots: Sequence[Slot]) -> None:
+        self.segments.before_add(slots)
+
+    def added(self, slots: Sequence[Slot]) -> None:
+        self.segments.added(slots)
+
+    @property
+    def sent(self) -> bool:
+        return self.segments.phase is not Phase.APART
+
+    def pass_ends(self, then: Callable[[], None]) -> None:
+        if self.segments.phase is not Phase.GOING:
+            return then()
+        with self._or_dropped():
+            self.segments.send_rest()
+        finish = functools.partial(self._sums_arrive, then)
+        if torch._C._current_graph_task_id() == -1:
+            finish()
+        else:
+            # Other wrappers' passes end with the same backward, on some ranks before this one: their sums go before anybody waits.
+            torch.autograd.Variable._execution_engine.queue_callback(finish)
+
+    @torch.no_grad()
+    def _sums_arrive(self, then: Callable[[], None]) -> None:
+        with self._or_dropped():
+            self.segments.arrive()
+            if self._shows_to_replicas:
+                has = self.group.total([self.segments.has(slot) for slot in self._sums.buffers.slots])
+                self.segments.show([slot for slot, n in zip(self._sums.buffers.slots, has, strict=True) if n])
+        then()
+
+    def broke_off(self) -> None:
+        if self.segments.any_gone:
+            self.group.out_of_step()
+
+    def of_all_parts(self, found: int) -> int:
+        return int(self.group.total([found])[0]) if self._sums.buffers.sharded else found
+
+    # -- a window's end ----------------------------------------------------------------------------------------
+
+    @property
+    def agreed(self) -> bool:
+        return self._ledger.has_window and self.segments.phase is Phase.AGREED
+
+    def flushes(self) -> None:
+        if self._settings.schedule.window_weight is not None:
+            with self._or_dropped():
+                self.group.weight(self._ledger.window.weight, flushes=True)
+
+    def agree(self, overflow: bool | Tensor) -> bool | Tensor:
+        if not self.agreed:
+            self.fully_sharded.check_reduced("the window ends")
+            with self._or_dropped():
+                self._agree(overflow)
+            self.replicas.window_ended()
+        return self._overflow or overflow
+
+    def _agree(self, overflow: bool | Tensor) -> None:
+        """Make the open window's numbers, and the buffers, those of all ranks. Waits for the device."""
         self.segments.send_rest()  # first, as on ranks whose last backward has done so
         self.segments.arrive()
         slots, window = self._sums.buffers.slots, self._ledger.window
         if not self._compared:
             self.group.compare_values([slot for slot in slots if not slot.sharded])
             self._compared = True
-        unit = 0.0 if window.unit is None else float(window.unit)
-        counts = micro_batches, window.dropped, float(window.nonfinite)
-        mine = [float(weight), *counts, bool(overflow), window.overflowed, unit, unit**2]
-        mine += [float(window.loss), window.losses, *small_sums(window)]
-        mine += [self.segments.has(slot) for slot in slots]
-        totals = self.group.total([*mine, *self.segments.again])
-        first, end = NUMBERS, NUMBERS + len(slots)
-        numbers, has, again = totals[:first], totals[first:end], totals[end:]
-        if numbers[6] ** 2 != self.group.size * numbers[7]:  # equal scales, and no others, have this mean square
+        mine = Numbers.of(window, overflow)
+        totals = self.group.total([*mine, *(self.segments.has(slot) for slot in slots), *self.segments.again])
+        first, end = len(mine), len(mine) + len(slots)
+        numbers, has, again = Numbers(*totals[:first]), totals[first:end], totals[end:]
+        if not numbers.of_equal_units(self.size):
             raise RuntimeError(
-                f"the loss scale is {unit:g} on this rank and another on others: every rank's GradScaler has looked at its own gradients "
-                "only; use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler(process_group=...). The window is dropped"
+                f"the loss scale is {mine.unit:g} on this rank and another on others: every rank's GradScaler has looked at its own "
+                "gradients only; use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler(process_group=...). The window is dropped"
             )
-        window.weight, window.micro_batches, window.dropped = numbers[0], int(numbers[1]), int(numbers[2])
-        window.nonfinite, self.overflow, window.overflowed = int(numbers[3]), bool(numbers[4]), bool(numbers[5])
-        # Of losses that come normalised the mean over the ranks is taken, as of their gradients.
-        window.loss = numbers[8] / (self.group.size if self._ledger.reduction == "none" else 1)
-        window.losses = int(numbers[9])
-        window.small_sq_norm, window.small_weight, window.small_square = (
-            numbers[10:13] if numbers[13] == self.group.size else (None, None, None)
-        )
-        self.gathered = {slot for slot, ranks in zip(slots, has, strict=True) if ranks}
-        self.segments.finish(self.gathered, again)
-        self.agreed = True
+        numbers.put_into(window, self.size, self._ledger.reduction)
+        self._overflow = bool(numbers.overflow)
+        self._gathered = {slot for slot, ranks in zip(slots, has, strict=True) if ranks}
+        self.segments.finish(self._gathered, again)
 
-    def show_all(self) -> None:
-        """Show the sums of what other ranks have a gradient of, too: somebody is going to look at ``p.grad`` before the window ends."""
-        slots = self._sums.buffers.slots
-        has = self.group.total([self.segments.has(slot) for slot in slots])
-        self.segments.show([slot for slot, ranks in zip(slots, has, strict=True) if ranks])
+    def anything(self, slots: Collection[Slot]) -> bool:
+        return bool(slots or self._gathered)
+
+    def hand_out(self, applied: bool | Tensor) -> None:
+        if applied is not False:
+            self.segments.hand_out(self._gathered)
+
+    # -- checkpoints -------------------------------------------------------------------------------------------
 
     def take_back(self) -> None:
-        """Make the buffers this rank's part of the sums again, as a checkpoint inside a window holds them."""
         if self.agreed:
             raise RuntimeError(
                 "opt.normalize_() has added this window's sums over the ranks, and none of them holds its part any more; call opt.step() "
                 "before state_dict()"
             )
-        self.segments.take_back_all()
+        if self._ledger.has_window:
+            self.segments.take_back_all()
 
-    def broke_off(self) -> None:
-        """A backward pass of this rank has failed; others may be waiting for segments that did not go."""
-        if self.segments.any_gone:
-            self.group.out_of_step()
+    @property
+    def unseen(self) -> set[Slot]:
+        return self.segments.unseen
+
+    @unseen.setter
+    def unseen(self, slots: set[Slot]) -> None:
+        self.segments.unseen = slots
 
 
-NUMBERS = 14  # of a window, that its ranks add up
-
-
-def small_sums(window: Window) -> list[float]:
-    """Of the one micro-batch that was measured by itself: squared norm, weight and its square; and whether there was one."""
-    if window.small_sq_norm is None or window.small_weight is None or window.small_square is None:
-        return [0.0, 0.0, 0.0, 0.0]
-    return [float(window.small_sq_norm), float(window.small_weight), float(window.small_square), 1.0]
+def modules_of(slots: Sequence[Slot]) -> tuple[Replicas, FullySharded]:
+    """The DistributedDataParallel and FSDP2 modules that hold the parameters of all of a wrapper's slots."""
+    return Replicas(replicas_of([slot.param for slot in slots])), FullySharded(slots)
 
 
 def owners(slots: Sequence[Slot], ranks: int) -> dict[Slot, int]:

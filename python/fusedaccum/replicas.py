@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -76,6 +76,29 @@ class Replicas:
         self._silences = [_SILENCES.get(id(module)) or Silence(module) for module in modules]
         for module, silence in zip(modules, self._silences, strict=True):
             _SILENCES[id(module)] = silence
+
+    def outdated(self, parameters: Collection[Tensor]) -> bool:
+        """Have DistributedDataParallel modules been made of ``parameters`` since?"""
+        return any(module not in self.modules for module in replicas_of(parameters))
+
+    def check_all_gathered(self, parameters: Collection[Tensor], gathered: Callable[[Tensor], bool]) -> None:
+        """Raises RuntimeError where a module would replace the sums in ``p.grad``, or has trained parameters that nobody gathers.
+
+        Args:
+            parameters: of the wrapper. gathered: does some wrapper gather this one's gradients?
+        """
+        if self.outdated(parameters):
+            raise RuntimeError(
+                "the model was wrapped in DistributedDataParallel after its optimizer was wrapped, and DDP would add up the ranks' "
+                "gradients a second time; make the DistributedDataParallel module first, then AccumulatingOptimizer"
+            )
+        trained = [named for module in self.modules for named in module.module.named_parameters()]
+        left_out = [name for name, p in trained if p.requires_grad and not gathered(p)]
+        if left_out:
+            raise RuntimeError(
+                f"parameter {left_out[0]} of the DistributedDataParallel module belongs to no AccumulatingOptimizer ({len(left_out)} such "
+                "in all), and its gradient would differ between ranks, for DDP is kept quiet; wrap its optimizer too, or freeze it"
+            )
 
     @property
     def synced(self) -> bool:

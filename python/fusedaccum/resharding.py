@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .batch_statistics import joined
+from .checkpoint import plain, restored
 from .window import Window
 
 if TYPE_CHECKING:
@@ -16,8 +17,7 @@ if TYPE_CHECKING:
 
 def place(opt: AccumulatingOptimizer) -> tuple[int, int]:
     """This rank's number among those that gather windows together, and how many they are."""
-    ranks = opt._gathering.ranks
-    return (0, 1) if ranks is None else (ranks.group.rank, ranks.group.size)
+    return opt._gathering.ranks.rank, opt._gathering.ranks.size
 
 
 def steps(window: dict[str, Any], size: int) -> int:
@@ -33,19 +33,18 @@ def falls_to(opt: AccumulatingOptimizer, saved_rank: int) -> bool:
 
 def own(opt: AccumulatingOptimizer, header: dict[str, Any]) -> dict[str, Any]:
     """What this rank would have saved itself, but for the tensors."""
-    ranks, (number, size), sums = header["ranks"], place(opt), opt._sums
+    ranks, (number, size), buffers = header["ranks"], place(opt), opt._sums.buffers
     same = size == len(ranks)
-    settings = {
-        **ranks[0]["settings"],
-        "rank": None if opt._gathering.ranks is None else opt._gathering.ranks.group.name,
-    }
+    settings = {**ranks[0]["settings"], "rank": opt._gathering.ranks.name}
     if not same:
         # Other ranks may need another count to close the same windows.
         asked = opt.settings.schedule.accum_steps
         settings["accum_steps"] = "callable" if callable(asked) else asked
     mine = [rank for s, rank in enumerate(ranks) if falls_to(opt, s)]
     seen = {index for rank in mine for index in rank["divisors"] if index not in rank["unseen"]}
-    first = mine[0] if mine else {"seed": sums.seed, "draws": [slot.draws for slot in sums.buffers.slots]}
+    first = (
+        mine[0] if mine else {"seed": opt._gathering.accumulator.seed, "draws": [slot.draws for slot in buffers.slots]}
+    )
     return {
         "format": header["format"],
         "shapes": header["shapes"],
@@ -54,7 +53,7 @@ def own(opt: AccumulatingOptimizer, header: dict[str, Any]) -> dict[str, Any]:
         "window": ranks[number]["window"] if same else window(opt, ranks),
         "micro_batch": None,
         # Sums of squares are of what a rank holds; a shard may be laid out anew.
-        "norms": first["norms"] if same and not sums.sharded else [],
+        "norms": first["norms"] if same and not buffers.sharded else [],
         "unseen": sorted({index for rank in mine for index in rank["unseen"]} - seen),
         "masters": {},
         "seed": first["seed"],
@@ -77,10 +76,11 @@ def window(opt: AccumulatingOptimizer, ranks: list[dict[str, Any]]) -> dict[str,
     mine = Window(index, opt.settings.schedule.length(index), unit=held[0]["unit"], carried=0)
     for s, rank in enumerate(ranks):
         if falls_to(opt, s) and rank["window"] is not None:
-            for name in ("micro_batches", "weight", "unweighed", "dropped", "nonfinite", "loss", "raw_loss", "losses"):
-                setattr(mine, name, getattr(mine, name) + rank["window"][name])
-            mine.unit_lost = mine.unit_lost or rank["window"]["unit_lost"]
-            mine.overflowed = mine.overflowed or rank["window"]["overflowed"]
+            theirs = restored(Window, rank["window"])
+            for name in ("micro_batches", "weight", "unweighed", "dropped", "nonfinite", "loss", "losses"):
+                setattr(mine, name, getattr(mine, name) + getattr(theirs, name))
+            mine.unit_lost = mine.unit_lost or theirs.unit_lost
+            mine.overflowed = mine.overflowed or theirs.overflowed
     if mine.length is not None:
         each = count // size
         if each >= mine.length:
@@ -89,7 +89,7 @@ def window(opt: AccumulatingOptimizer, ranks: list[dict[str, Any]]) -> dict[str,
                 f"accum_steps); build the wrapper with accum_steps={each + 1} or more"
             )
         mine.carried = each - steps(vars(mine), size)
-    return vars(mine)
+    return plain(mine)
 
 
 def added_up(

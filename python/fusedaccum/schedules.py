@@ -7,7 +7,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .window import LastWindow, checked_count, checked_steps
+from .scalars import checked_count
+from .window import LastWindow, checked_steps
 
 Steps = Callable[[int], int]
 

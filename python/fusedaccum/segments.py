@@ -8,20 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from . import ops
-from .accumulator import Accumulator
 from .buffers import Block, Slot
 from .group import Group
 from .ledger import Ledger
-from .window import Scalar
+from .scalars import Scalar
+from .sums import Sums
 
 SEGMENT_BYTES = 32 << 20  # of buffers that go in one collective
 UNDER_WAY = 2  # collectives through memory of their own, at once
+
+
+class Phase(Enum):
+    """What the buffers hold of the open window."""
+
+    APART = auto()  # what this rank has gathered
+    GOING = auto()  # that, and in segments that have gone during the last pass what all ranks have
+    SENT = auto()  # what all ranks have gathered, but for what has come since (Segment.again)
+    AGREED = auto()  # what all ranks have gathered, and that is all: nothing can join it any more
 
 
 @dataclass(eq=False)
@@ -71,15 +81,15 @@ class Segments:
         owners: which rank steps which parameter; empty where all ranks step all.
 
     Attributes:
+        phase: how far the open window has come.
         unseen: slots that show a sum only because some other rank may have a gradient.
-        in_last_pass: is the pass that runs the window's last?
     """
 
     def __init__(
         self,
         group: Group,
         comm_dtype: torch.dtype | None,
-        sums: Accumulator,
+        sums: Sums,
         ledger: Ledger,
         backend: str,
         owners: dict[Slot, int],
@@ -95,7 +105,7 @@ class Segments:
 
     def forget(self) -> None:
         """Nothing has gone yet of the window that begins."""
-        self.in_last_pass = False
+        self.phase = Phase.APART
         self.unseen: set[Slot] = set()
         self._gone: list[Going] = []
         self._missing: dict[Segment, set[Slot]] = {}  # what the segments still wait for in the last pass
@@ -111,7 +121,7 @@ class Segments:
 
     def last_pass_begins(self) -> None:
         """From here on segments go as soon as all their gradients are in; those that have gone before must go once more."""
-        if self._sums.lent or self._sums.buffers.offloaded:
+        if self._sums.buffers.lent or self._sums.buffers.offloaded:
             return  # what their layers, or a thread, add to a buffer is not told one by one
         self._divide_up()
         self.take_back_all()
@@ -123,7 +133,7 @@ class Segments:
             for segment in self._segments
             if not segment.narrow
         }
-        self.in_last_pass = True
+        self.phase = Phase.GOING
 
     def before_add(self, slots: Sequence[Slot]) -> None:
         """Gradients are about to be added to these slots: what has gone of them already has to go once more."""
@@ -150,7 +160,7 @@ class Segments:
         """All wide segments are on their way after this."""
         self._sums.gathered()  # takes over what was put into p.grad by hand
         self._divide_up()
-        self._missing, self.in_last_pass = {}, False
+        self._missing, self.phase = {}, Phase.SENT
         gone = {going.segment for going in self._gone}
         for segment in self._segments:
             if not segment.narrow and segment not in gone:
@@ -174,9 +184,11 @@ class Segments:
             for slot in segment.slots:
                 if not ours or slot in self.unseen - gathered:
                     slot.show(None)
+        self.phase = Phase.AGREED
 
     def take_back_all(self) -> None:
         """Make the buffers this rank's part of the sums again."""
+        self.phase = Phase.APART
         for going in self._gone:
             if not going.segment.again:
                 self._take_back(going)

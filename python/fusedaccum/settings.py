@@ -13,8 +13,9 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from . import backends
 from .buffers import buffer_dtype
+from .scalars import Scalar
 from .shards import is_shard
-from .window import Scalar, Schedule
+from .window import Schedule
 
 REDUCTIONS = ("mean", "sum", "none")
 ROUNDINGS = ("nearest", "stochastic")

@@ -1,4 +1,4 @@
-"""Parameters that are shards (DTensors): of FSDP2's fully_shard, which adds up the ranks' gradients itself, or of tensor parallelism.
+"""Parameters that are shards (DTensors): of FSDP2's fully_shard (:mod:`fusedaccum.fsdp2`), or of tensor parallelism.
 
 What is gathered is the local shard. ``p.grad`` shows it as the DTensor that it is part of. FSDP2 adds to a ``p.grad`` that is there
 by itself, in place and without a weight; so it finds none: during backward ``p.grad`` is hidden.
@@ -6,22 +6,16 @@ by itself, in place and without a weight; so it finds none: during backward ``p.
 
 from __future__ import annotations
 
-import gc
-import math
-import weakref
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Module, Parameter
-from torch.utils._pytree import tree_leaves
+from torch.nn import Parameter
 
 if TYPE_CHECKING:
     from .buffers import Slot
 
 if dist.is_available():
-    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
 
@@ -108,91 +102,3 @@ def sum_over_shards(value: Tensor, slot: Slot) -> Tensor:
 def alike(slot: Slot) -> tuple | None:
     """A key under which the shards meet whose norms can be added up together."""
     return (slot.param.device_mesh, slot.param.placements) if slot.sharded else None  # type: ignore[attr-defined]
-
-
-class FullySharded:
-    """The FSDP2 modules of one wrapper.
-
-    Args:
-        slots: all of the wrapper's.
-
-    Attributes:
-        slots: those whose gradients FSDP2 adds up over the ranks.
-        group: of the ranks that it adds them up over, None where there is no such slot.
-    """
-
-    def __init__(self, slots: Sequence[Slot]):
-        self.group: dist.ProcessGroup | None = None
-        self.slots: list[Slot] = []
-        self._params: list[Any] = []  # FSDP2's own records of them
-        shards = {id(slot.param): slot for slot in slots if slot.sharded}
-        modules = [x for x in gc.get_objects() if issubclass(type(x), FSDPModule)] if shards else []
-        ours = []
-        for module in modules:
-            for group in _parameter_groups(module):
-                # Not module.parameters(): between forward and backward these may be the unsharded ones.
-                params = [p for p in group.fsdp_params if id(p.sharded_param) in shards]
-                if params:
-                    ours.append(module)
-                    self.group = self.group or _group_of(group.mesh_info.mesh)
-                for p in params:
-                    slot = shards[id(p.sharded_param)]
-                    if slot not in self.slots:  # modules that were sharded together share a group
-                        slot.factor = float(group.gradient_divide_factor or math.prod(group.mesh_info.mesh.shape))
-                        self.slots.append(slot)
-                        self._params.append(p)
-        inner = {id(m) for module in modules for m in module.modules() if m is not module}
-        self._roots = [m for m in modules if id(m) not in inner and any(x is y for x in m.modules() for y in ours)]
-
-    def held_back(self) -> list[Any]:
-        """FSDP2's records of parameters whose gradients it has not reduced yet (``set_requires_gradient_sync(False)``)."""
-        return [p for p in self._params if _unreduced(p)]
-
-    def drop(self) -> None:
-        """Forget such gradients."""
-        for param in self.held_back():
-            param.unsharded_accumulated_grad = None
-            if getattr(param, "_unsharded_param", None) is not None:
-                param._unsharded_param.grad = None
-
-    def before_backward(self, call: Callable[[], None]) -> None:
-        """Have ``call`` called when a backward through a root begins, as long as its owner lives."""
-        method = weakref.WeakMethod(call)
-
-        def begins(grad: Tensor) -> None:
-            alive = method()
-            if alive is not None:
-                alive()
-
-        def watch(module: Module, args: Any, output: Any) -> None:
-            for x in tree_leaves(output):
-                if isinstance(x, Tensor) and x.requires_grad:
-                    x.register_hook(begins)
-
-        for root in self._roots:
-            weakref.finalize(self, root.register_forward_hook(watch).remove).atexit = False
-
-
-def _parameter_groups(module: Any) -> list[Any]:
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    return [group for group in groups if group is not None]
-
-
-def _unreduced(param: Any) -> bool:
-    unsharded = getattr(param, "_unsharded_param", None)
-    return param.unsharded_accumulated_grad is not None or (unsharded is not None and unsharded.grad is not None)
-
-
-def _group_of(mesh: Any) -> dist.ProcessGroup:
-    """The ranks of an FSDP2 mesh."""
-    if mesh.ndim == 1:
-        return mesh.get_group()
-    if mesh.size() == dist.get_world_size():
-        group = dist.group.WORLD
-        assert group is not None
-        return group
-    raise ValueError(
-        f"the model is sharded over a mesh of shape {tuple(mesh.shape)}, which is not all ranks; pass the group of the ranks that see "
-        "different micro-batches: process_group=mesh._flatten().get_group()"
-    )

@@ -6,113 +6,16 @@ so nothing here waits for one, except a window closed by the sum of tensor weigh
 
 from __future__ import annotations
 
-import math
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-import torch
 from torch import Tensor
+
+from .scalars import Scalar, beside, checked_count, checked_weight
 
 if TYPE_CHECKING:
     from .attempts import Attempt
-
-Scalar = float | Tensor
-
-
-def identity(scalar: Scalar) -> float | int:
-    """A key under which equal numbers, and one and the same tensor, meet (a tensor's value stays unread)."""
-    return id(scalar) if isinstance(scalar, Tensor) else scalar
-
-
-def on(scalar: Scalar, device: torch.device) -> Scalar:
-    """The same number where the tensors of ``device`` can meet it. Waits only on the way to the CPU."""
-    if not isinstance(scalar, Tensor) or scalar.device == device:
-        return scalar
-    return scalar.to(device, non_blocking=device.type != "cpu")
-
-
-def beside(scalar: Scalar, other: Scalar) -> Scalar:
-    """The same number where it can meet ``other``: the CPU's meet those of any device, and two devices' do not meet."""
-    if (
-        isinstance(scalar, Tensor)
-        and isinstance(other, Tensor)
-        and "cpu" not in (scalar.device.type, other.device.type)
-    ):
-        return on(scalar, other.device)
-    return scalar
-
-
-def times(factor: Scalar, value: Scalar) -> Scalar:
-    """Their product in float64, and 0 where ``factor`` is, also of what is not finite."""
-    if isinstance(value, Tensor):
-        wide = torch.float32 if value.device.type == "mps" else torch.float64  # which has none
-        value = value.detach().to(wide).reshape(())
-        factor = beside(factor, value)
-    if isinstance(factor, Tensor):
-        product = factor * value
-        return torch.where(factor == 0, torch.zeros_like(product), product)
-    return factor * value if factor else 0.0
-
-
-def checked_weight(weight: Any, name: str = "weight") -> Scalar:
-    """A micro-batch's weight as a float or a 0-d float64 tensor of its own (the caller may overwrite his).
-
-    Raises:
-        TypeError: not a number or a tensor. ValueError: more than one element, negative, NaN or infinite
-            (a tensor's value is looked at only on the CPU, where that costs no synchronisation).
-    """
-    if isinstance(weight, Tensor):
-        if weight.numel() != 1 or weight.is_complex() or weight.dtype is torch.bool:
-            raise ValueError(
-                f"{name} must hold one real number, got a {weight.dtype} tensor of shape {tuple(weight.shape)}; "
-                "sum it over the micro-batch first"
-            )
-        number = weight.item() if weight.device.type == "cpu" else 0.0
-        result: Scalar = weight.detach().reshape(()).to(torch.float64, copy=True)
-    elif isinstance(weight, bool) or not hasattr(weight, "__float__"):
-        raise TypeError(f"{name} must be a number or a 0-d tensor (samples, tokens), got {weight!r}")
-    else:
-        result = number = float(weight)
-    if not (math.isfinite(number) and number >= 0):
-        raise ValueError(f"{name} must be finite and not negative, got {number}; it counts samples or tokens")
-    return result
-
-
-def checked_loss(loss: Any) -> Scalar:
-    """Raises TypeError for what is no number or tensor, ValueError for several elements."""
-    if isinstance(loss, Tensor):
-        if loss.numel() != 1:
-            raise ValueError(
-                f"loss must be one number, got a tensor of shape {tuple(loss.shape)}; give what backward() was called on"
-            )
-        return loss
-    if isinstance(loss, bool) or not isinstance(loss, (int, float)):
-        raise TypeError(f"loss must be a number or a tensor of one element, got {loss!r}")
-    return float(loss)
-
-
-def checked_count(count: Any, name: str, hint: str = "") -> int:
-    """``count`` as an int.
-
-    Raises:
-        TypeError: not a number. ValueError: a float (``desired / tolerable`` is one) or a value below 1, with the ``hint``.
-    """
-    if isinstance(count, float):
-        write = f"write {int(count)}" if count.is_integer() else "round it to the whole number you mean"
-        raise ValueError(
-            f"{name} must be an int, got the float {count!r}; {write} (desired // tolerable divides without leaving int){hint}"
-        )
-    try:
-        number = operator.index(count)
-    except TypeError:
-        number = None
-    if number is None or isinstance(count, bool):
-        raise TypeError(f"{name} must be an int, got {count!r}{hint}")
-    if number < 1:
-        raise ValueError(f"{name} must be at least 1, got {number}{hint}")
-    return number
 
 
 def checked_steps(steps: Any, name: str = "accum_steps") -> int:
@@ -189,6 +92,26 @@ class Schedule:
         return self.complete(length, micro_batches, weight)
 
 
+@dataclass(frozen=True)
+class Loss:
+    """A sum of weighed losses, ``c_i * loss_i``."""
+
+    total: Scalar = 0.0
+    raw: Scalar = 0.0  # the part of that which carries a loss scale, if there is one, that we have not met yet
+
+    def __add__(self, other: Loss) -> Loss:
+        return Loss(beside(self.total, other.total) + other.total, beside(self.raw, other.raw) + other.raw)
+
+    @property
+    def may_carry_scale(self) -> bool:
+        """Does not wait for a device, and says True in doubt."""
+        return isinstance(self.raw, Tensor) or bool(self.raw)
+
+    def unscaled(self, loss_scale: Scalar) -> Loss:
+        """The same, now that the loss scale is known."""
+        return Loss(self.total - self.raw + self.raw / beside(loss_scale, self.raw))
+
+
 @dataclass
 class MicroBatch:
     """The micro-batch being gathered: all that lies between two commits."""
@@ -202,8 +125,7 @@ class MicroBatch:
     nonfinite: Scalar = 0  # elements that were not finite, as far as anybody counted
     counts: list[Tensor] = field(default_factory=list)  # those that are not part of it yet
     bad: bool = False  # dropped, because a gradient was not finite
-    loss: Scalar | None = None  # c_i * loss_i; None: nobody has said
-    raw_loss: Scalar = 0.0  # the part of that which carries a loss scale, if there is one, that we have not met yet
+    loss: Loss | None = None  # c_i * loss_i; None: nobody has said
     loss_by_backward: bool = False  # has opt.backward() recorded it?
     passes: int = 0  # outermost backward passes
     told: int = 0  # of them, those whose loss opt.backward() has recorded
@@ -212,12 +134,6 @@ class MicroBatch:
     def value(self) -> Scalar:
         """The weight, 1 where nobody gave one."""
         return 1.0 if self.weight is None else self.weight
-
-    def record(self, loss: Scalar, raw: bool) -> None:
-        """Its loss, or that of a part of it, weighed. ``raw``: carries a loss scale that we have not met, if any."""
-        self.loss = loss if self.loss is None else beside(self.loss, loss) + loss
-        if raw:
-            self.raw_loss = beside(self.raw_loss, loss) + loss
 
 
 @dataclass
@@ -237,8 +153,7 @@ class Window:
     carried: int | None = (
         None  # micro-batches to count beyond those held here, in a window that another number of ranks began
     )
-    loss: Scalar = 0.0  # sum(c_i * loss_i)
-    raw_loss: Scalar = 0.0  # the part of that which carries a loss scale, if there is one, that we have not met yet
+    loss: Loss = Loss()  # sum(c_i * loss_i)
     losses: int = 0  # micro-batches in it
     unrecorded: Scalar | None = None  # c_i of the micro-batch counted last, where its loss may still be told
     small_sq_norm: Scalar | None = None  # of sum(c_i * g_i) when that held one micro-batch (a rank); None: not measured
@@ -258,16 +173,15 @@ class Window:
         else:
             self.weight = self.weight + weight
         if micro.loss is not None:
-            self.record(micro.loss, micro.raw_loss)
+            self.record(micro.loss)
 
     def weigh_small(self, weight: Scalar) -> None:
         """The weight of the one micro-batch that :attr:`small_sq_norm` is of."""
         self.small_weight, self.small_square = weight, weight**2
 
-    def record(self, loss: Scalar, raw_loss: Scalar) -> None:
-        """The weighed loss of the micro-batch counted last."""
-        self.loss, self.losses = beside(self.loss, loss) + loss, self.losses + 1
-        self.raw_loss = beside(self.raw_loss, raw_loss) + raw_loss
+    def record(self, loss: Loss) -> None:
+        """That of the micro-batch counted last."""
+        self.loss, self.losses = self.loss + loss, self.losses + 1
 
 
 @dataclass(frozen=True)

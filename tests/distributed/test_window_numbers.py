@@ -6,11 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from parts import made, mean_loss, micro_batches, sgd, share, wrapped
+from torch.nn.parallel import DistributedDataParallel
 
 COUNT, DECAY = 8, 0.5
 
 
-def train(rank, settings):
+def train(rank, settings, count):
     size = dist.get_world_size()
     model = made(torch.float64)
     opt = wrapped(model, sgd, process_group=dist.group.WORLD, **settings)
@@ -18,8 +19,8 @@ def train(rank, settings):
         group["lr"] = group["weight_decay"] = 0.0
     said = []
     for window in range(2):
-        for x, y, weight, use in share(window, COUNT, rank, size, settings.get("reduction") == "none"):
-            loss = mean_loss(model, x, y, use) * {"sum": weight, "none": 1 / (COUNT / size)}.get(
+        for x, y, weight, use in share(window, count, rank, size, settings.get("reduction") == "none"):
+            loss = mean_loss(model, x, y, use) * {"sum": weight, "none": 1 / (count / size)}.get(
                 settings.get("reduction"), 1
             )
             opt.backward(loss, weight=None if settings.get("reduction") == "none" else weight)
@@ -50,6 +51,19 @@ def test_a_window_that_not_all_ranks_have_measured_changes_nothing(worlds):
     assert math.isfinite(loss) and before == after
 
 
+def behind_ddp(rank):
+    model = DistributedDataParallel(made(torch.float64))
+    opt = wrapped(model, sgd, noise_scale=DECAY)
+    for x, y, weight, use in share(0, 2, rank, 2):
+        opt.backward(mean_loss(model, x, y, use), weight=weight)
+    opt.step()
+    return opt.last_window.micro_batches, opt.last_window.noise_scale
+
+
+def test_sums_that_have_gone_during_the_first_micro_batch_are_not_taken_for_this_rank_s(worlds):
+    assert worlds(2).run(behind_ddp) == [(2, None)] * 2
+
+
 def gradient(model, micro_batches):
     """Of ``sum(weight * loss)``, flat."""
     total = sum(weight * mean_loss(model, x, y, use).double() for x, y, weight, use in micro_batches)
@@ -58,20 +72,26 @@ def gradient(model, micro_batches):
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{}, {"accum_steps": 4}, {"accum_steps": 4, "reduction": "sum"}, {"accum_steps": 4, "reduction": "none"}],
-    ids=["owned", "counted", "sum", "none"],
+    ("settings", "count"),
+    [
+        ({}, COUNT),
+        ({"accum_steps": 4}, COUNT),
+        ({"accum_steps": 4, "reduction": "sum"}, COUNT),
+        ({"accum_steps": 4, "reduction": "none"}, COUNT),
+        ({"accum_steps": 1}, 2),
+    ],
+    ids=["owned", "counted", "sum", "none", "one a rank"],
 )
-def test_loss_and_noise_scale_are_those_of_all_ranks(worlds, settings):
+def test_loss_and_noise_scale_are_those_of_all_ranks(worlds, settings, count):
     model, equal = made(torch.float64), settings.get("reduction") == "none"
     averages = torch.zeros(2)
-    results = worlds(2).run(train, settings={**settings, "noise_scale": DECAY})
+    results = worlds(2).run(train, settings={**settings, "noise_scale": DECAY}, count=count)
     for window in range(2):
-        batch = [(x, y, 1.0 if equal else w, use) for x, y, w, use in micro_batches(window, COUNT, equal)]
+        batch = [(x, y, 1.0 if equal else w, use) for x, y, w, use in micro_batches(window, count, equal)]
         weights = [w for _, _, w, _ in batch]
         whole, total = gradient(model, batch)
         # Least squares is exact here: two equations, E|S|^2 = square |G|^2 + weight tr(Sigma), for two unknowns.
-        firsts = [next(iter(share(window, COUNT, rank, 2, equal))) for rank in range(2)]
+        firsts = [next(iter(share(window, count, rank, 2, equal))) for rank in range(2)]
         firsts = [(x, y, 1.0 if equal else w, use) for x, y, w, use in firsts]
         of_firsts = sum(gradient(model, [first])[0].square().sum() for first in firsts)
         equations = torch.tensor(

@@ -7,7 +7,7 @@ import contextlib
 from pathlib import Path
 from types import ModuleType
 
-import fusedaccum.closing
+import fusedaccum.applying
 import fusedaccum.intake
 import fusedaccum.offload
 import pytest
@@ -51,5 +51,5 @@ def device(late_device):
 def small_stages(monkeypatch):
     """So small that a gradient takes several, and several gradients take one."""
     monkeypatch.setattr(fusedaccum.offload, "STAGE_BYTES", 1024)
-    monkeypatch.setattr(fusedaccum.closing, "STAGE_BYTES", 1024)
+    monkeypatch.setattr(fusedaccum.applying, "STAGE_BYTES", 1024)
     monkeypatch.setattr(fusedaccum.intake, "BUCKET_BYTES", 3000)

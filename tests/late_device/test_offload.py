@@ -4,7 +4,7 @@ import copy
 import itertools
 
 import fusedaccum as fa
-import fusedaccum.closing
+import fusedaccum.applying
 import fusedaccum.intake
 import fusedaccum.offload
 import pytest

@@ -6,7 +6,7 @@ import threading
 import warnings
 
 import fusedaccum as fa
-import fusedaccum.closing
+import fusedaccum.applying
 import fusedaccum.intake
 import fusedaccum.offload
 import pytest

@@ -3,7 +3,7 @@
 import gc
 
 import fusedaccum as fa
-import fusedaccum.closing
+import fusedaccum.applying
 import fusedaccum.intake
 import fusedaccum.offload
 import pytest
@@ -36,7 +36,7 @@ def test_memory_for_gradients_is_bounded_by_the_ring(late_device, device, monkey
     stage = 1 << 14
     for module, name in (
         (fusedaccum.offload, "STAGE_BYTES"),
-        (fusedaccum.closing, "STAGE_BYTES"),
+        (fusedaccum.applying, "STAGE_BYTES"),
         (fusedaccum.intake, "BUCKET_BYTES"),
     ):
         monkeypatch.setattr(module, name, stage)

@@ -16,7 +16,7 @@ from torch.nn import Module, ModuleList
 
 from ..gathering import Gathering
 from ..optimizer import AccumulatingOptimizer
-from ..window import Scalar, checked_count
+from ..scalars import Scalar, checked_count
 from .nested import batch_size, call, cut, leaves, mapped
 from .replay import RandomState, unmoved
 

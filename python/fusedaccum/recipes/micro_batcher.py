@@ -17,7 +17,7 @@ from ..attempts import Attempt
 from ..buffers import Slot
 from ..gathering import Gathering
 from ..optimizer import AccumulatingOptimizer
-from ..window import Scalar, checked_weight
+from ..scalars import Scalar, checked_weight
 from . import nested
 from .cached import parameters_under
 from .memory_errors import is_out_of_memory, make_room
@@ -103,7 +103,7 @@ class MicroBatcher:
                 "step() takes one desired batch, got a DataLoader; use `for loss in batcher.epoch(loader): ...`"
             )
         samples = nested.batch_size(batch)
-        if self._opt._ledger.is_open:
+        if self._opt._gathering.ledger.is_open:
             raise RuntimeError(
                 "opt holds an open window, and MicroBatcher.step() runs a whole one; end it first with opt.step(), or drop it with "
                 "opt.reset()"
@@ -154,7 +154,7 @@ class MicroBatcher:
             except Exception as error:
                 _raise_if_out_of_memory(error, f"micro_batch_size={size} does not fit; give less, or 'auto'")
                 raise
-        ledger = self._opt._ledger
+        ledger = self._opt._gathering.ledger
         if not ledger.has_window or ledger.window.micro_batches + ledger.window.dropped != parts:
             raise RuntimeError(
                 "model_or_fn has ended the window or dropped a part of it; it makes a loss, and leaves opt.step(), opt.zero_grad() and "
@@ -165,7 +165,7 @@ class MicroBatcher:
         """All micro-batches, of what fits."""
         known, ranks = self._sizes.of(batch), self._opt._gathering.ranks
         limit = math.inf if known.limit is None else known.limit
-        size = self.micro_batch_size = int(min(samples, limit if ranks is None else ranks.group.least(limit)))
+        size = self.micro_batch_size = int(min(samples, ranks.least(limit)))
         whole = Part(0, samples, frozenset())
         fitted = True
         rest = [whole]  # the next one is the last
@@ -301,14 +301,14 @@ def _check_alone(opt: AccumulatingOptimizer, loss: Tensor) -> None:
 
 def _check_repeatable(opt: AccumulatingOptimizer) -> None:
     """Raises ValueError for an optimizer whose micro-batches cannot come again in parts."""
-    sums = opt._gathering.sums
-    if sums.sharded:
+    buffers = opt._gathering.sums.buffers
+    if buffers.sharded:
         raise ValueError(
             "micro_batch_size='auto' repeats what did not fit, and a rank alone cannot repeat a forward that gathers shards (FSDP2, "
             "DTensor); give a number"
         )
-    if sums.lent:
+    if buffers.lent:
         raise ValueError(
-            f"micro_batch_size='auto' leaves gradients out that were added before, and the layer of parameter {sums.lent[0].name} adds "
+            f"micro_batch_size='auto' leaves gradients out that were added before, and the layer of parameter {buffers.lent[0].name} adds "
             "to main_grad by itself; give a number, or switch the layer's gradient accumulation fusion off"
         )

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from ..window import checked_count
+from ..scalars import checked_count
 from . import nested
 
 GROW_AFTER = 16  # windows without an error, after which twice the size is tried

@@ -1,0 +1,69 @@
+"""What the ranks of a process group tell each other of a window at its end."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from .window import Loss, Window
+
+
+class Numbers(NamedTuple):
+    """What a rank says of its window, or all ranks together: their numbers are added up."""
+
+    weight: float
+    micro_batches: float
+    dropped: float
+    nonfinite: float
+    overflow: float  # a GradScaler has found one at the window's end
+    overflowed: float  # or before it
+    unit: float
+    unit_square: float
+    loss: float
+    losses: float
+    small_sq_norm: float  # of the one micro-batch that was measured by itself
+    small_weight: float
+    small_square: float
+    small: float  # was one?
+
+    @classmethod
+    def of(cls, window: Window, overflow: bool | Tensor) -> Numbers:
+        """Waits for the device."""
+        unit = 0.0 if window.unit is None else float(window.unit)
+        return cls(
+            float(window.weight),
+            window.micro_batches,
+            window.dropped,
+            float(window.nonfinite),
+            bool(overflow),
+            window.overflowed,
+            unit,
+            unit**2,
+            float(window.loss.total),
+            window.losses,
+            *small_sums(window),
+        )
+
+    def of_equal_units(self, ranks: int) -> bool:
+        """Had all ranks the same loss scale? Equal numbers, and no others, have this mean square."""
+        return self.unit**2 == ranks * self.unit_square
+
+    def put_into(self, window: Window, ranks: int, reduction: str) -> None:
+        """Make ``window`` that of all ranks."""
+        window.weight, window.micro_batches, window.dropped = self.weight, int(self.micro_batches), int(self.dropped)
+        window.nonfinite, window.overflowed = int(self.nonfinite), bool(self.overflowed)
+        # Of losses that come normalised the mean over the ranks is taken, as of their gradients.
+        window.loss, window.losses = Loss(self.loss / (ranks if reduction == "none" else 1)), int(self.losses)
+        if self.small == ranks:
+            window.small_sq_norm, window.small_weight = self.small_sq_norm, self.small_weight
+            window.small_square = self.small_square
+        else:
+            window.small_sq_norm = window.small_weight = window.small_square = None
+
+
+def small_sums(window: Window) -> tuple[float, float, float, float]:
+    """The last four :class:`Numbers`."""
+    if window.small_sq_norm is None or window.small_weight is None or window.small_square is None:
+        return 0.0, 0.0, 0.0, 0.0
+    return float(window.small_sq_norm), float(window.small_weight), float(window.small_square), 1.0

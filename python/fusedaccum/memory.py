@@ -1,0 +1,74 @@
+"""What a tensor's memory is like: there at all, one stretch, shared with another's.
+
+``csrc/predicate.h`` has the like in C++.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def is_plain(x: Tensor) -> bool:
+    """Has the tensor memory that a kernel can read, and no Python object that acts for it?"""
+    return type(
+        x
+    ).__torch_dispatch__ is Tensor.__torch_dispatch__ and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
+def missing_storage(x: Tensor) -> bool:
+    if x.numel() == 0 or x._is_zerotensor():
+        return False
+    return x.untyped_storage().nbytes() < (x.storage_offset() + span(x)) * x.element_size()
+
+
+def span(x: Tensor) -> int:
+    """Elements from the first to just after the last in memory; 0 for an empty tensor."""
+    return 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+
+
+def overlaps_itself(x: Tensor) -> bool:
+    """May two elements share memory? Exact for every layout that views and permutations make; else it errs towards yes."""
+    if x.numel() < 2:
+        return False
+    reach = 0  # of the faster dimensions
+    for stride, n in sorted((s, n) for n, s in zip(x.shape, x.stride(), strict=True) if n != 1):
+        if stride <= reach:
+            return True
+        reach += stride * (n - 1)
+    return False
+
+
+def is_flat(x: Tensor) -> bool:
+    """Do the elements fill one stretch of memory, as they are?"""
+    return not (x.is_neg() or x._is_zerotensor()) and (
+        x.numel() == 0 or (span(x) == x.numel() and not overlaps_itself(x))
+    )
+
+
+def is_flat_pair(out: Tensor, x: Tensor) -> bool:
+    """Are both flat, with their elements in one order?"""
+    if not (is_flat(out) and is_flat(x)):
+        return False
+    return out.numel() < 2 or all(n == 1 or a == b for n, a, b in zip(out.shape, out.stride(), x.stride(), strict=True))
+
+
+def share_memory(a: Tensor, b: Tensor) -> bool:
+    """Do two tensors whose stretches of memory overlap have an element in common? Interleaved views have none."""
+    if is_flat(a) and is_flat(b):
+        return True
+    first = min(a.data_ptr(), b.data_ptr())
+    unit = math.gcd(a.element_size(), b.element_size(), a.data_ptr() - first, b.data_ptr() - first)  # bytes
+    end = max(x.data_ptr() - first + span(x) * x.element_size() for x in (a, b))
+    touched = torch.zeros(end // unit, dtype=torch.bool, device="cpu")
+
+    def elements(x: Tensor) -> Tensor:
+        units = x.element_size() // unit
+        return touched.as_strided(
+            (*x.shape, units), (*(s * units for s in x.stride()), 1), (x.data_ptr() - first) // unit
+        )
+
+    elements(a).fill_(True)
+    return bool(elements(b).any())
