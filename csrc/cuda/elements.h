@@ -87,7 +87,8 @@ struct alignas(kCount * sizeof(T)) Pack {
   T x[kCount];
 
   FUSEDACCUM_DEVICE void load(const T* from) { *reinterpret_cast<Whole*>(x) = *reinterpret_cast<const Whole*>(from); }
-  FUSEDACCUM_DEVICE void store(T* to) const { *reinterpret_cast<Whole*>(to) = *reinterpret_cast<const Whole*>(x); }
+  // As st.wb, which is what a plain store is; but a plain one the compiler takes apart where it has computed the elements one by one.
+  FUSEDACCUM_DEVICE void store(T* to) const { __stwb(reinterpret_cast<Whole*>(to), *reinterpret_cast<const Whole*>(x)); }
 
   // The first `valid` elements, one by one; the others become 0.
   FUSEDACCUM_DEVICE void load(const T* from, int valid) {

@@ -153,6 +153,11 @@ inline void __syncthreads() { shim::wait(shim::State::kAtBlock); }
 #endif
 
 template <class T>
+void __stwb(T* to, T value) {
+  *to = value;
+}
+
+template <class T>
 T __shfl_down_sync(unsigned, T value, unsigned distance) {
   static_assert(sizeof(T) <= sizeof(uint64_t), "a word or two");
   const unsigned self = threadIdx.x, other = self % shim::kWarp + distance < shim::kWarp ? self + distance : self;
