@@ -70,18 +70,88 @@ def test_every_kernel_was_compiled_for_every_arch():
     assert archs >= ARCHS
     for arch in archs:
         names = [name for found, name in kernels() if found == arch]
-        # 16 pairs and, for stochastic rounding, those into 8 16-bit outputs once more; each with statistics and without.
-        assert len([name for name in names if "write_kernel" in name]) == 2 * (16 + 8)
+        # 16 pairs and, for stochastic rounding, those into 8 16-bit outputs once more; adding and overwriting, with statistics and without.
+        assert len([name for name in names if "write_kernel" in name]) == 2 * 2 * (16 + 8)
         assert len([name for name in names if "stats_kernel" in name]) == 4
         assert len([name for name in names if "add_up_kernel" in name]) == 1
 
 
-def test_cuda_kernels_move_16_bytes_at_a_time():
+def work_loops(code):
+    """The instructions of the loop that whole tiles go through, which has accesses of 16 bytes. Several where the compiler made several of it."""
+    lines = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(\S.*?) *;", code)]
+    loops = []
+    for at, text in lines:
+        back = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)
+        if back and (first := int(back[1], 16)) < at:
+            loops.append([text for where, text in lines if first <= where <= at])
+    return [loop for loop in loops if any(".E.128" in text for text in loop)]
+
+
+def widths(loop, access):
+    """Bytes of every global access of a loop, LDG or STG."""
+    found = [re.search(rf"\b{access}\.E(?:\.(U16|64|128))?\b", text) for text in loop]
+    return [{"U16": 2, None: 4, "64": 8, "128": 16}[match[1]] for match in found if match]
+
+
+def flags(kernel):
+    """What a kernel that writes was made for, of overwrite, stochastic and stats: by the template arguments in the mangled name."""
+    names = ("overwrite", "stochastic", "stats")
+    return {name for name, flag in zip(names, re.findall(r"Lb([01])E", kernel)) if flag == "1"}
+
+
+def itemsizes(kernel):
+    """Bytes of an element, of output and input or of the input alone, by the template arguments in the mangled name."""
+    arguments = re.search(r"_kernelI(.*?)(?:Lb|EEv)", kernel)[1]
+    return [{"d": 8, "f": 4}.get(name, 2) for name in re.findall(r"NS\d*_4[BF][FP]16E|S\d*_|d|f", arguments)]
+
+
+def working_kernels():
+    """(arch, kernel), its work loops, bytes of an element on either side: of all but the one that adds up."""
     for key, code in kernels().items():
-        if "add_up" in key[1]:
-            continue
-        assert re.search(r"\bLDG\.E\.128", code), key
-        assert "stats" in key[1] or re.search(r"\bSTG\.E\.128", code), key
+        if "add_up" not in key[1]:
+            loops = work_loops(code)
+            assert loops, key
+            yield key, loops, itemsizes(key[1])
+
+
+def test_whole_tiles_move_16_bytes_of_the_wider_side_at_a_time():
+    for key, loops, sizes in working_kernels():
+        packs = [16 * size // max(sizes) for size in sizes]  # as many elements on either side
+        for loop in loops:
+            assert set(widths(loop, "LDG")) <= set(packs), key
+            assert set(widths(loop, "STG")) == (set() if "stats" in key[1] else {packs[0]}), key
+
+
+def test_loads_of_a_tile_are_under_way_together():
+    """Before the first store waits for any of them: two a side that is read, or four of the one."""
+    for key, loops, _ in working_kernels():
+        for loop in loops:
+            first_store = next((k for k, text in enumerate(loop) if "STG" in text), None)
+            assert len(widths(loop[:first_store], "LDG")) >= (2 if "overwrite" in flags(key[1]) else 4), key
+
+
+# A GPU of each kind by its data sheet: bytes of memory a second, multiprocessors, clocks a second.
+GPUS = {
+    "sm_80": ("A100 80 GB", 2.04e12, 108, 1.41e9),
+    "sm_90": ("H200", 4.8e12, 132, 1.755e9),
+    "sm_100": ("B200", 8.0e12, 148, 1.85e9),
+    "sm_120": ("RTX 5090", 1.79e12, 170, 2.41e9),
+}
+ISSUED = 128  # instructions of threads that a multiprocessor starts a clock
+
+
+def busy(arch, loop):
+    """The part of the time that a loop's bytes take in which instructions are started."""
+    _, bandwidth, processors, clock = GPUS[arch]
+    moved = sum(widths(loop, "LDG")) + sum(widths(loop, "STG"))
+    return len(loop) / ISSUED / (moved * processors * clock / bandwidth)
+
+
+def test_computing_takes_less_time_than_the_bytes():
+    """By the count of instructions: for a kernel that starts one in most clocks memory would no longer be what it waits for."""
+    for (arch, kernel), loops, _ in working_kernels():
+        if arch in GPUS and "stochastic" not in flags(kernel):  # random numbers take longer than the bytes
+            assert max(busy(arch, loop) for loop in loops) < 0.6, (arch, kernel)
 
 
 def test_cuda_kernels_use_no_local_memory():

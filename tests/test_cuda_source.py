@@ -24,7 +24,7 @@ SANITIZERS = os.environ.get("SHIM_SANITIZERS", "undefined")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # in the order of csrc/cuda/kernels.h
 NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 ACCUMULATE, CAST, STATS = range(3)
-SIZES = (0, 1, 7, 8, 9, 1023, 2049, 16383, 16384, 16385, 50_001)
+SIZES = (0, 1, 7, 8, 9, 1023, 2049, 4096, 8191, 8192, 8193, 50_001)
 SENTINEL = 77.0
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")

@@ -1,6 +1,8 @@
 // How elements lie in memory, and how they move: dtypes, their way into and out of the type that is computed in, packs of 16 bytes.
 #pragma once
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime_api.h>
 
 #include "../formulas.h"
@@ -20,8 +22,10 @@ struct FP16 {
 FUSEDACCUM_DEVICE double widened(double x) { return x; }
 FUSEDACCUM_DEVICE float widened(float x) { return x; }
 FUSEDACCUM_DEVICE float widened(BF16 x) { return bitcast<float>(uint32_t{x.bits} << 16); }
-FUSEDACCUM_DEVICE float widened(FP16 x) { return fp16_to_float<float, uint32_t>(x.bits); }
+FUSEDACCUM_DEVICE float widened(FP16 x) { return __half2float(__ushort_as_half(x.bits)); }
 
+// To nearest even and to FP32 as the processor does it. formulas.h gives the same bits (of NaNs, too, only that they are NaNs), but in
+// so many integer operations that they, not memory, would set the pace.
 template <class Out>
 struct Rounded {  // to FP64 and FP32
   static FUSEDACCUM_DEVICE Out nearest(double x) { return static_cast<Out>(x); }
@@ -29,13 +33,14 @@ struct Rounded {  // to FP64 and FP32
 };
 template <>
 struct Rounded<BF16> {  // from FP64 by way of FP32
-  static FUSEDACCUM_DEVICE BF16 nearest(float x) { return upper(float_to_bf16_upper<float, uint32_t>(x)); }
-  static FUSEDACCUM_DEVICE BF16 stochastic(float x, uint32_t r) { return upper(float_to_bf16_upper_stochastic(x, r)); }
-  static FUSEDACCUM_DEVICE BF16 upper(uint32_t bits) { return {static_cast<uint16_t>(bits >> 16)}; }
+  static FUSEDACCUM_DEVICE BF16 nearest(float x) { return {__bfloat16_as_ushort(__float2bfloat16_rn(x))}; }
+  static FUSEDACCUM_DEVICE BF16 stochastic(float x, uint32_t r) {
+    return {static_cast<uint16_t>(float_to_bf16_upper_stochastic(x, r) >> 16)};
+  }
 };
 template <>
 struct Rounded<FP16> {
-  static FUSEDACCUM_DEVICE FP16 nearest(float x) { return {static_cast<uint16_t>(float_to_fp16<float, uint32_t>(x))}; }
+  static FUSEDACCUM_DEVICE FP16 nearest(float x) { return {__half_as_ushort(__float2half_rn(x))}; }
   static FUSEDACCUM_DEVICE FP16 stochastic(float x, uint32_t r) { return {static_cast<uint16_t>(float_to_fp16_stochastic(x, r))}; }
 };
 
@@ -56,39 +61,52 @@ struct Compute<double, double> {
   using type = double;
 };
 
-// What a thread moves at a time: 16 bytes of the narrower side.
+// What a thread moves at a time: 16 bytes of the wider side, and as many elements of the other. Neighbouring threads then touch
+// neighbouring memory on both sides. With 16 bytes of the narrower one, the wider would be stored half a 32-byte sector at a time.
 template <class Out, class In>
-constexpr int kPack = 16 / static_cast<int>(sizeof(Out) < sizeof(In) ? sizeof(Out) : sizeof(In));
+constexpr int kPack = 16 / static_cast<int>(sizeof(Out) > sizeof(In) ? sizeof(Out) : sizeof(In));
+
+template <int kBytes>
+struct Word;
+template <>
+struct Word<16> {
+  using type = uint4;
+};
+template <>
+struct Word<8> {
+  using type = uint2;
+};
+template <>
+struct Word<4> {
+  using type = uint32_t;
+};
 
 template <class T, int kCount>
-struct alignas(16) Pack {
-  static constexpr int kVectors = kCount * static_cast<int>(sizeof(T)) / 16;
+struct alignas(kCount * sizeof(T)) Pack {
+  using Whole = typename Word<kCount * sizeof(T)>::type;
   T x[kCount];
 
-  FUSEDACCUM_DEVICE void load(const T* from, int valid, bool aligned) {
-    if (aligned && valid == kCount) {
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) reinterpret_cast<uint4*>(x)[i] = reinterpret_cast<const uint4*>(from)[i];
-    } else {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) x[i] = i < valid ? from[i] : T{};
-    }
-  }
+  FUSEDACCUM_DEVICE void load(const T* from) { *reinterpret_cast<Whole*>(x) = *reinterpret_cast<const Whole*>(from); }
+  // As st.wb, which is what a plain store is; but a plain one the compiler takes apart where it has computed the elements one by one.
+  FUSEDACCUM_DEVICE void store(T* to) const { __stwb(reinterpret_cast<Whole*>(to), *reinterpret_cast<const Whole*>(x)); }
 
-  FUSEDACCUM_DEVICE void store(T* to, int valid, bool aligned) const {
-    if (aligned && valid == kCount) {
+  // The first `valid` elements, one by one; the others become 0.
+  FUSEDACCUM_DEVICE void load(const T* from, int valid) {
 #pragma unroll
-      for (int i = 0; i < kVectors; ++i) reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(x)[i];
-    } else {
+    for (int i = 0; i < kCount; ++i) x[i] = i < valid ? from[i] : T{};
+  }
+  FUSEDACCUM_DEVICE void store(T* to, int valid) const {
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        if (i < valid) to[i] = x[i];
-      }
+    for (int i = 0; i < kCount; ++i) {
+      if (i < valid) to[i] = x[i];
     }
   }
 };
 
-FUSEDACCUM_DEVICE bool is_aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
+template <int kCount, class T>
+FUSEDACCUM_DEVICE bool is_aligned(const T* p) {
+  return reinterpret_cast<uintptr_t>(p) % sizeof(Pack<T, kCount>) == 0;
+}
 
 template <int kStep>
 FUSEDACCUM_DEVICE void move_down(uint32_t (&numbers)[16], uint64_t n) {

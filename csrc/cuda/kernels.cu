@@ -1,10 +1,13 @@
-// Every op over many tensors in one launch. Both accumulate and cast are modes of one kernel:
+// Every op over many tensors in one launch. Both accumulate and cast are one kernel; a cast overwrites:
 //
-//   t = in * scale;  new = overwrite or cast ? t : out * decay + t;  out = round(new)
+//   t = in * scale;  new = overwrite ? t : out * decay + t;  out = round(new)
 //
-// Bytes an element: in + 2 * out to add, in + out to overwrite or cast. Where output and input start at 16 bytes, all full packs move
-// in 16-byte loads and stores; elsewhere, and in a tensor's last pack, the same body moves single elements. The tensors' table is a
-// kernel argument, by value: nothing to copy to the device, nothing to keep alive. Offsets are 64 bits wide. Compile with -fmad=false.
+// Bytes an element: in + 2 * out to add, in + out to overwrite or cast. A block takes a chunk of one tensor, tile by tile: of each, a
+// thread loads all of its packs before it uses the first. Whole tiles of aligned tensors move pack by pack; the others through the same
+// body, element by element. The tensors' table is a kernel argument, by value: nothing to copy to the device, nothing to keep alive.
+// Offsets are 64 bits wide. Compile with -fmad=false.
+#include <type_traits>
+
 #include "elements.h"
 #include "kernels.h"
 #include "tally.h"
@@ -12,6 +15,11 @@
 namespace fusedaccum {
 namespace cuda {
 namespace {
+
+constexpr int kThreads = 256;
+constexpr int kBlocks = 3;      // a multiprocessor has room for, at least: docs/decisions.md
+constexpr int kPacks = 2;       // a thread's share of a tile, a side: with an output that is read, four loads
+constexpr int kStatsPacks = 4;  // where there is one side only
 
 // Kernel arguments may hold 32,764 bytes from CUDA 12.1 on, 4,096 before.
 constexpr int kArgumentBytes = CUDART_VERSION >= 12010 ? 32764 : 4096;
@@ -44,89 +52,140 @@ FUSEDACCUM_DEVICE int tensor_of(const Batch& batch, uint32_t block) {
   return low;
 }
 
-// The stretch of its tensor that a block works on, a pack a thread and round.
-struct Stretch {
+// The chunk of its tensor that a block works on, a tile of kTile packs at a time. Elements are counted from the chunk's first.
+template <int kCount, int kTilePacks>
+struct Chunk {
+  static constexpr int kTile = kThreads * kTilePacks * kCount;
   const Pair& pair;
-  int64_t begin, end;
+  int64_t first;  // in the tensor
+  int elements;
 
-  FUSEDACCUM_DEVICE explicit Stretch(const Batch& batch, int tensor) : pair(batch.pairs[tensor]) {
-    begin = static_cast<int64_t>(blockIdx.x - batch.first_block[tensor]) * kChunk;
-    end = begin + kChunk < pair.elements ? begin + kChunk : pair.elements;
+  FUSEDACCUM_DEVICE explicit Chunk(const Batch& batch, int tensor) : pair(batch.pairs[tensor]) {
+    first = static_cast<int64_t>(blockIdx.x - batch.first_block[tensor]) * kChunk;
+    elements = static_cast<int>(pair.elements - first < kChunk ? pair.elements - first : kChunk);
   }
-  template <int kCount>
-  FUSEDACCUM_DEVICE int valid(int64_t at) const {
-    return end - at < kCount ? static_cast<int>(end - at) : kCount;
+
+  // Where this thread's pack k of a tile begins. A warp's packs lie side by side.
+  FUSEDACCUM_DEVICE static int at(int tile, int k) { return tile + (k * kThreads + static_cast<int>(threadIdx.x)) * kCount; }
+
+  // How many of its elements there are; 0 or less for none.
+  FUSEDACCUM_DEVICE int valid(int at) const { return elements - at < kCount ? elements - at : kCount; }
+
+  // work(tile, whole) for every tile; where `whole`, it may move packs.
+  template <class Work>
+  FUSEDACCUM_DEVICE void each_tile(bool aligned, Work work) const {
+    int tile = 0;
+    if (aligned) {
+      for (; tile + kTile <= elements; tile += kTile) work(tile, std::true_type());
+    }
+    for (; tile < elements; tile += kTile) work(tile, std::false_type());
+  }
+
+  // work(at) for every element that this thread had in the tiles.
+  template <class Work>
+  FUSEDACCUM_DEVICE void each(Work work) const {
+    for (int pack = static_cast<int>(threadIdx.x) * kCount; pack < elements; pack += kThreads * kCount) {
+      for (int i = 0; i < valid(pack); ++i) work(pack + i);
+    }
   }
 };
 
-template <class Out, class In, bool kStochastic, bool kStats>
-__global__ void __launch_bounds__(kThreads) write_kernel(const __grid_constant__ Batch batch) {
+template <class Out, class In, bool kOverwrite, bool kStochastic, bool kStats>
+__global__ void __launch_bounds__(kThreads, kBlocks) write_kernel(const __grid_constant__ Batch batch) {
   using C = typename Compute<Out, In>::type;
   constexpr int kCount = kPack<Out, In>;
 
-  const Stretch stretch(batch, tensor_of(batch, blockIdx.x));
-  Out* const output = static_cast<Out*>(stretch.pair.out);
-  const In* const input = static_cast<const In*>(stretch.pair.in);
-  const bool aligned = is_aligned(output) && is_aligned(input);
+  const Chunk<kCount, kPacks> chunk(batch, tensor_of(batch, blockIdx.x));
+  Out* const output = static_cast<Out*>(chunk.pair.out) + chunk.first;
+  const In* const input = static_cast<const In*>(chunk.pair.in) + chunk.first;
 
   const bool cast = batch.call.op == Op::kCast;
-  const bool overwrite = cast || batch.call.overwrite;
   const double exact_scale = value_of(batch.call.scale);
   const bool reads = cast || exact_scale != 0.0;  // an accumulate with scale 0 lets nothing of the gradient in
   const C scale = static_cast<C>(reads ? exact_scale : 0.0), decay = static_cast<C>(value_of(batch.call.decay));
 
   [[maybe_unused]] Tally<int> tally;
-  for (int64_t at = stretch.begin + threadIdx.x * kCount; at < stretch.end; at += kThreads * kCount) {
-    const int valid = stretch.valid<kCount>(at);
-    Pack<In, kCount> in = {};
-    Pack<Out, kCount> out = {};
-    if (reads) in.load(input + at, valid, aligned);
-    if (!overwrite) out.load(output + at, valid, aligned);
-
-    [[maybe_unused]] uint32_t numbers[16];
-    if constexpr (kStochastic) draw(stretch.pair.counter + static_cast<uint64_t>(at), batch.call.seed, numbers);
+  // Scale 0 is rare enough to go the slow way.
+  const bool in_packs = reads && is_aligned<kCount>(output) && is_aligned<kCount>(input);
+  chunk.each_tile(in_packs, [&](int tile, auto whole) {
+    constexpr bool kWhole = decltype(whole)::value;
+    Pack<In, kCount> in[kPacks];
+    Pack<Out, kCount> out[kPacks];
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const C t = contribution(static_cast<C>(widened(in.x[i])), scale);
-      const C next = overwrite ? t : accumulated(static_cast<C>(widened(out.x[i])), decay, t);
-      if constexpr (kStochastic) {
-        out.x[i] = Rounded<Out>::stochastic(static_cast<float>(next), numbers[i]);
+    for (int k = 0; k < kPacks; ++k) {
+      const int at = chunk.at(tile, k);
+      if constexpr (kWhole) {
+        in[k].load(input + at);
+        if constexpr (!kOverwrite) out[k].load(output + at);
       } else {
-        out.x[i] = Rounded<Out>::nearest(next);
-      }
-      if constexpr (kStats) {
-        if (i < valid) tally.judge(cast ? static_cast<C>(widened(out.x[i])) : t);
+        in[k].load(input + at, reads ? chunk.valid(at) : 0);
+        if constexpr (!kOverwrite) out[k].load(output + at, chunk.valid(at));
       }
     }
-    if constexpr (kStats) {
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) tally.square(i < valid ? static_cast<double>(widened(out.x[i])) : 0.0);
+    for (int k = 0; k < kPacks; ++k) {
+      const int at = chunk.at(tile, k);
+      const int valid = kWhole ? kCount : chunk.valid(at);
+      [[maybe_unused]] uint32_t numbers[16];
+      if constexpr (kStochastic) draw(chunk.pair.counter + static_cast<uint64_t>(chunk.first + at), batch.call.seed, numbers);
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const C t = contribution(static_cast<C>(widened(in[k].x[i])), scale);
+        const C next = kOverwrite ? t : accumulated(static_cast<C>(widened(out[k].x[i])), decay, t);
+        if constexpr (kStochastic) {
+          out[k].x[i] = Rounded<Out>::stochastic(static_cast<float>(next), numbers[i]);
+        } else {
+          out[k].x[i] = Rounded<Out>::nearest(next);
+        }
+        if constexpr (kStats) {
+          if (i < valid) tally.square(static_cast<double>(widened(out[k].x[i])));
+        }
+      }
+      if constexpr (kWhole) {
+        out[k].store(output + at);
+      } else {
+        out[k].store(output + at, valid);
+      }
     }
-    out.store(output + at, valid, aligned);
-  }
+  });
   if constexpr (kStats) {
-    const Partial sum = tally.add_block();
+    if (tally.poisoned()) {
+      chunk.each([&](int at) {
+        const In in = reads ? input[at] : In{};
+        tally.judge(cast ? static_cast<C>(widened(output[at])) : contribution(static_cast<C>(widened(in)), scale));
+      });
+    }
+    const Partial sum = tally.template add_block<kThreads>();
     if (threadIdx.x == 0) batch.call.partials[blockIdx.x] = sum;
   }
 }
 
 template <class In>
-__global__ void __launch_bounds__(kThreads) stats_kernel(const __grid_constant__ Batch batch) {
+__global__ void __launch_bounds__(kThreads, kBlocks) stats_kernel(const __grid_constant__ Batch batch) {
   constexpr int kCount = kPack<In, In>;
-  const Stretch stretch(batch, tensor_of(batch, blockIdx.x));
-  const In* const input = static_cast<const In*>(stretch.pair.in);
-  const bool aligned = is_aligned(input);
+  const Chunk<kCount, kStatsPacks> chunk(batch, tensor_of(batch, blockIdx.x));
+  const In* const input = static_cast<const In*>(chunk.pair.in) + chunk.first;
   Tally<int> tally;
-  for (int64_t at = stretch.begin + threadIdx.x * kCount; at < stretch.end; at += kThreads * kCount) {
-    Pack<In, kCount> in;
-    in.load(input + at, stretch.valid<kCount>(at), aligned);  // zeros where there is nothing: they add nothing
+  chunk.each_tile(is_aligned<kCount>(input), [&](int tile, auto whole) {
+    constexpr bool kWhole = decltype(whole)::value;
+    Pack<In, kCount> in[kStatsPacks];
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      tally.square(static_cast<double>(widened(in.x[i])));
-      tally.judge(widened(in.x[i]));
+    for (int k = 0; k < kStatsPacks; ++k) {
+      const int at = chunk.at(tile, k);
+      if constexpr (kWhole) {
+        in[k].load(input + at);
+      } else {
+        in[k].load(input + at, chunk.valid(at));  // zeros where there is nothing: they add nothing
+      }
     }
-  }
-  const Partial sum = tally.add_block();
+#pragma unroll
+    for (int k = 0; k < kStatsPacks; ++k) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) tally.square(static_cast<double>(widened(in[k].x[i])));
+    }
+  });
+  if (tally.poisoned()) chunk.each([&](int at) { tally.judge(widened(input[at])); });
+  const Partial sum = tally.template add_block<kThreads>();
   if (threadIdx.x == 0) batch.call.partials[blockIdx.x] = sum;
 }
 
@@ -137,13 +196,26 @@ struct AddUp {
   int64_t* nonfinite;
 };
 
-__global__ void __launch_bounds__(kThreads) add_up_kernel(const __grid_constant__ AddUp work) {
+// One block for all of them. It waits for memory and for little else: hence the many threads, with several loads each under way.
+constexpr int kAddUpThreads = 512;
+constexpr int kAddUpLoads = 8;
+
+__global__ void __launch_bounds__(kAddUpThreads) add_up_kernel(const __grid_constant__ AddUp work) {
   Tally<int64_t> tally;
-  for (int64_t i = threadIdx.x; i < work.count; i += kThreads) {
-    tally.squares += work.partials[i].sq_norm;
-    tally.bad += work.partials[i].nonfinite;
+  for (int64_t first = threadIdx.x; first < work.count; first += kAddUpThreads * kAddUpLoads) {
+    Partial partials[kAddUpLoads];
+#pragma unroll
+    for (int k = 0; k < kAddUpLoads; ++k) {
+      const int64_t i = first + k * kAddUpThreads;
+      partials[k] = i < work.count ? work.partials[i] : Partial{0.0, 0};
+    }
+#pragma unroll
+    for (int k = 0; k < kAddUpLoads; ++k) {
+      tally.squares += partials[k].sq_norm;
+      tally.bad += partials[k].nonfinite;
+    }
   }
-  const Partial sum = tally.add_block();
+  const Partial sum = tally.add_block<kAddUpThreads>();
   if (threadIdx.x != 0) return;
   *work.sq_norm = sum.sq_norm;
   *work.nonfinite = sum.nonfinite;
@@ -153,16 +225,22 @@ __global__ void __launch_bounds__(kThreads) add_up_kernel(const __grid_constant_
 
 using Kernel = void (*)(Batch);
 
-template <class Out, class In>
+template <class Out, class In, bool kOverwrite>
 Kernel write_kernel_for(bool stochastic, bool stats) {
   if constexpr (sizeof(Out) == 2) {
-    if (stochastic) return stats ? write_kernel<Out, In, true, true> : write_kernel<Out, In, true, false>;
+    if (stochastic) return stats ? write_kernel<Out, In, kOverwrite, true, true> : write_kernel<Out, In, kOverwrite, true, false>;
   }
-  return stats ? write_kernel<Out, In, false, true> : write_kernel<Out, In, false, false>;
+  return stats ? write_kernel<Out, In, kOverwrite, false, true> : write_kernel<Out, In, kOverwrite, false, false>;
+}
+
+template <class Out, class In>
+Kernel write_kernel_for(const Call& call) {
+  const bool overwrite = call.op == Op::kCast || call.overwrite, stats = call.partials != nullptr;
+  return overwrite ? write_kernel_for<Out, In, true>(call.stochastic, stats) : write_kernel_for<Out, In, false>(call.stochastic, stats);
 }
 
 Kernel kernel_for(DType out, DType in, const Call& call) {
-  using KernelFor = Kernel (*)(bool, bool);
+  using KernelFor = Kernel (*)(const Call&);
   static constexpr KernelFor kWrite[kDTypes][kDTypes] = {
       // [out][in]
       {write_kernel_for<double, double>, write_kernel_for<double, float>, write_kernel_for<double, BF16>, write_kernel_for<double, FP16>},
@@ -172,7 +250,7 @@ Kernel kernel_for(DType out, DType in, const Call& call) {
   };
   static constexpr Kernel kStats[kDTypes] = {stats_kernel<double>, stats_kernel<float>, stats_kernel<BF16>, stats_kernel<FP16>};
   if (call.op == Op::kStats) return kStats[in];
-  return kWrite[out][in](call.stochastic, call.partials != nullptr);
+  return kWrite[out][in](call);
 }
 
 }  // namespace
@@ -204,7 +282,7 @@ cudaError_t run(const Pair* pairs, std::size_t count, DType out, DType in, const
 cudaError_t add_up(const Partial* partials, int64_t count, double* sq_norm, int64_t* nonfinite, cudaStream_t stream) {
   AddUp work{partials, count, sq_norm, nonfinite};
   void* arguments[] = {&work};
-  return cudaLaunchKernel(add_up_kernel, dim3(1), dim3(kThreads), arguments, 0, stream);
+  return cudaLaunchKernel(add_up_kernel, dim3(1), dim3(kAddUpThreads), arguments, 0, stream);
 }
 
 }  // namespace cuda

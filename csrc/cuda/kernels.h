@@ -43,7 +43,7 @@ struct Call {
   Partial* partials = nullptr;  // device memory, one a block of the pairs; null for no statistics
 };
 
-constexpr int64_t kChunk = 16384;  // elements a block takes on
+constexpr int64_t kChunk = 8192;  // elements a block takes on: docs/performance.md
 
 inline int64_t blocks_of(int64_t elements) { return (elements + kChunk - 1) / kChunk; }
 

@@ -10,7 +10,6 @@
 namespace fusedaccum {
 namespace cuda {
 
-constexpr int kThreads = 256;
 constexpr int kWarp = 32;
 
 template <class Count>  // no wider than it must be: registers are short
@@ -19,6 +18,9 @@ struct Tally {
   Count bad = 0;
 
   FUSEDACCUM_DEVICE void square(double x) { squares += x * x; }
+
+  // Not so: then all that was squared is finite, and none of it needs to be judged.
+  FUSEDACCUM_DEVICE bool poisoned() const { return squares - squares != 0.0; }
   template <class T>
   FUSEDACCUM_DEVICE void judge(T x) {
     bad += x - x == T(0) ? 0 : 1;
@@ -33,7 +35,9 @@ struct Tally {
   }
 
   // The sum over all kThreads threads of the block, all of which must call it; only thread 0 gets it.
+  template <int kThreads>
   FUSEDACCUM_DEVICE Partial add_block() {
+    static_assert(kThreads % kWarp == 0 && kThreads <= kWarp * kWarp, "the first warp adds up the sums of all");
     __shared__ double warp_squares[kThreads / kWarp];
     __shared__ Count warp_bad[kThreads / kWarp];
     add_warp();

@@ -13,6 +13,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <random>
 #include <vector>
 
@@ -25,9 +26,12 @@
 #define __forceinline__ inline
 #define __global__
 #define __grid_constant__
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 #define __shared__ static
 
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
@@ -50,7 +54,7 @@ enum class State { kReady, kAtWarp, kAtBlock, kDone };
 
 struct Fiber {
   ucontext_t context;
-  std::vector<char> stack = std::vector<char>(kStack);
+  std::unique_ptr<char[]> stack{new char[kStack]};  // not filled: most of it is never touched
   State state = State::kReady;
   uint64_t exchanged = 0;
   void* fake_stack = nullptr;
@@ -93,7 +97,7 @@ inline void thread_main() {
 inline void resume(unsigned thread) {
   Fiber& fiber = fibers[thread];
   threadIdx.x = thread;
-  leaving(&scheduler_fake_stack, fiber.stack.data(), kStack);
+  leaving(&scheduler_fake_stack, fiber.stack.get(), kStack);
   swapcontext(&scheduler, &fiber.context);
   arrived(scheduler_fake_stack, nullptr, nullptr);
 }
@@ -118,7 +122,7 @@ inline void run_block(unsigned threads) {
   for (Fiber& fiber : fibers) {
     fiber.state = State::kReady;
     getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.data();
+    fiber.context.uc_stack.ss_sp = fiber.stack.get();
     fiber.context.uc_stack.ss_size = kStack;
     fiber.context.uc_link = nullptr;
     makecontext(&fiber.context, thread_main, 0);
@@ -147,6 +151,11 @@ inline void __syncthreads() {}
 #else
 inline void __syncthreads() { shim::wait(shim::State::kAtBlock); }
 #endif
+
+template <class T>
+void __stwb(T* to, T value) {
+  *to = value;
+}
 
 template <class T>
 T __shfl_down_sync(unsigned, T value, unsigned distance) {
