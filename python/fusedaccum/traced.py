@@ -18,7 +18,7 @@ from .arguments import Scalar, Stats, StochasticRounding
 
 _WRAP = 1 << 64
 # The compiler of older versions counts a tensor's offset within its storage twice (https://github.com/pytorch/pytorch/issues/175325).
-_OFFSETS_GO_WRONG = torch.__version__ < (2, 13)
+_OFFSETS_GO_WRONG = torch.__version__ < "2.13"  # by its numbers, as a TorchVersion compares
 _LIBRARY = Library("fusedaccum", "DEF")  # whatever it holds is unregistered when it goes
 
 
