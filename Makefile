@@ -7,8 +7,13 @@ SECOND_TORCH ?= 2.13.0
 FUSEDACCUM_CUDA ?= auto
 export FUSEDACCUM_CUDA
 
+# What is measured, and how: `make bench-gpu BENCH="window step --no-compile"`; all of it when left out.
+BENCH ?=
+
+# An environment that is there already, `make test-gpu BIN=/path/to/its/bin`, gets this package, and nothing is fetched.
 VENV := .venv
 BIN := $(VENV)/bin
+BUILT := $(if $(filter file,$(origin BIN)),$(VENV)/built,build/$(subst /,_,$(abspath $(BIN))))
 SECOND_VENV := .venv-torch-$(SECOND_TORCH)
 SECOND_BIN := $(SECOND_VENV)/bin
 TOOLS := setuptools wheel ninja
@@ -22,23 +27,24 @@ SPREAD := -n auto -m "not slow"
 # Without PyTorch's own caching of memory, so that an access outside of a tensor is one outside of an allocation.
 SANITIZED := PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --report-api-errors no --error-exitcode 1
 SAY = @printf '\n== %s\n'
+NEEDS_GPU = @$(BIN)/python -c 'import torch; torch.cuda.is_available() or exit("There is no CUDA device here that PyTorch can use: nothing was tested.")'
 
-.PHONY: help demo docs test test-gpu bench bench-gpu lint format build clean
+.PHONY: help demo docs test test-gpu sanitize bench bench-gpu lint format build clean
 .DEFAULT_GOAL := help
 
 help:  ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
 
-demo: $(VENV)/built  ## train two small models with big batches and with accumulated micro-batches, and compare them
+demo: $(BUILT)  ## train two small models with big batches and with accumulated micro-batches, and compare them
 	$(SAY) "Demo: big batch, fusedaccum, and PyTorch's own accumulation"
 	$(BIN)/python -m demo
 
 # Material's notice that MkDocs 2 is coming is for whoever chooses the tool: docs/decisions.md, "The site".
-docs: $(VENV)/built  ## the documentation as a site, in build/site; a link that leads nowhere is an error
+docs: $(BUILT)  ## the documentation as a site, in build/site; a link that leads nowhere is an error
 	$(SAY) "Documentation"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
-test: lint docs $(VENV)/built $(if $(SECOND_TORCH),$(SECOND_VENV)/built)  ## lint, build, and run all tests, against two versions of torch
+test: lint docs $(BUILT) $(if $(SECOND_TORCH),$(SECOND_VENV)/built)  ## lint, build, and run all tests, against two versions of torch
 	$(SAY) "Tests against torch $(TORCH)"
 	$(BIN)/python -m pytest -q
 	$(SAY) "Buffers in CPU memory, for parameters on a device made for that"
@@ -52,35 +58,43 @@ test: lint docs $(VENV)/built $(if $(SECOND_TORCH),$(SECOND_VENV)/built)  ## lin
 	$(if $(SECOND_TORCH),$(SECOND_BIN)/python -m pytest -q -m "not slow" tests/distributed)
 	$(if $(SECOND_TORCH),$(SECOND_BIN)/python -m pytest -q tests/late_device)
 
-bench: $(VENV)/built  ## measure against plain PyTorch; writes benchmarks/results
+bench: $(BUILT)  ## measure against plain PyTorch; writes benchmarks/results
 	$(SAY) "Benchmarks"
-	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks $(BENCH)
 
-test-gpu: $(VENV)/built  ## all tests where there is a CUDA device, and the kernels under compute-sanitizer
+# The slow tests are of builds, sanitizers and four ranks, to which a GPU makes no difference.
+test-gpu: $(BUILT)  ## the tests where there is a CUDA device, and `make sanitize`
 	$(SAY) "Tests on a GPU"
-	@$(BIN)/python -c 'import torch; torch.cuda.is_available() or exit("There is no CUDA device here that PyTorch can use: nothing was tested.")'
-	$(BIN)/python -m pytest -q
+	$(NEEDS_GPU)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(SPREAD) --ignore tests/distributed
+	$(BIN)/python -m pytest -q tests/distributed/test_devices.py
 	$(BIN)/python -m pytest -q tests/late_device
+	@$(MAKE) --no-print-directory sanitize
+
+sanitize: $(BUILT)  ## the kernels on a CUDA device, under compute-sanitizer
+	$(SAY) "Kernels under compute-sanitizer"
+	$(NEEDS_GPU)
 	@command -v compute-sanitizer > /dev/null || { echo "compute-sanitizer is not on PATH: install it with the CUDA toolkit"; exit 1; }
-	$(foreach tool,memcheck racecheck initcheck,$(SANITIZED) --tool $(tool) $(BIN)/python -m pytest -q tests/test_gpu.py -k "test_cast or test_scale" &&) true
+	$(SANITIZED) --tool memcheck $(BIN)/python -m pytest -q tests/test_gpu.py -k "test_cast or test_scale or test_stochastic"
+	$(foreach tool,racecheck initcheck,$(SANITIZED) --tool $(tool) $(BIN)/python -m pytest -q tests/test_gpu.py -k test_scale &&) true
 
-bench-gpu: $(VENV)/built  ## measure on a CUDA device; writes benchmarks/results/gpu
+bench-gpu: $(BUILT)  ## measure on a CUDA device; writes benchmarks/results/gpu
 	$(SAY) "Benchmarks on a GPU"
-	$(BIN)/python -m benchmarks --device cuda
+	$(BIN)/python -m benchmarks --device cuda $(BENCH)
 
-lint: $(VENV)/built  ## ruff, clang-format and mypy
+lint: $(BUILT)  ## ruff, clang-format and mypy
 	$(SAY) "Lint: ruff, clang-format, mypy"
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/clang-format --dry-run --Werror $(CPP)
 	$(BIN)/mypy
 
-format: $(VENV)/built  ## put the sources into shape
+format: $(BUILT)  ## put the sources into shape
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP)
 
-build: $(VENV)/built  ## the package with its extensions, editable, in .venv
+build: $(BUILT)  ## the package with its extensions, editable, in .venv
 	$(SAY) "Built; $(BIN)/python -m fusedaccum says what"
 
 clean:  ## remove what was built and set up
@@ -94,6 +108,12 @@ $(VENV)/ready:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet $(TOOLS) torch==$(TORCH)
 	@touch $@
+
+build/%: $(NATIVE)
+	$(SAY) "Building fusedaccum in $(BIN)"
+	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pip install --quiet --no-index --no-build-isolation --no-deps --editable .
+	@$(BIN)/python -m fusedaccum
+	@mkdir -p build && touch $@
 
 $(VENV)/built: $(VENV)/ready $(NATIVE)
 	$(SAY) "Building fusedaccum in $(VENV)"

@@ -41,9 +41,19 @@ BENCHMARKS = {
 }
 
 
+def everything(device: str) -> list[str]:
+    """The names of all benchmarks that have something to say of this kind of device: the questions are of numbers, not of hardware."""
+    return [name for name in BENCHMARKS if device == "cpu" or name != bench_questions.NAME]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="name", help=f"of {', '.join(BENCHMARKS)}; all when left out")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="name",
+        help=f"of {', '.join(BENCHMARKS)}; all that concern the device when left out",
+    )
     parser.add_argument(
         "--quick", action="store_true", help="small shapes, few rounds: checks the harness, measures nothing"
     )
@@ -69,7 +79,7 @@ def main() -> None:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     options = Options.parse(arguments)
-    for name in arguments.names or BENCHMARKS:
+    for name in arguments.names or everything(arguments.device):
         rows = BENCHMARKS[name].run(options)
         print(report.printed(name, rows), flush=True)
     for path in report.draw_all(options.out):

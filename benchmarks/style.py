@@ -35,6 +35,8 @@ COLOURS = {
     "fusedaccum, skip_micro_batch": YELLOW,
     "fusedaccum, FP32 weights": BLUE,
     "fusedaccum, fused layers": SKY,
+    "fusedaccum, buffers in CPU memory": "#003F63",
+    "fusedaccum, masters in CPU memory": "#999999",
     "add after backward": PURPLE,
     "a hook a parameter": GREEN,
     "a hook a parameter, FP32 main_grad": GREEN,

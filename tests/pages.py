@@ -17,12 +17,14 @@ def run_examples(page):
 
     Of a diff, what it leads to is run, with a model of its own; what it comes from need only be Python.
     """
-    namespace: dict = {
-        "model": torch.nn.Linear(5, 3),
-        "criterion": torch.nn.MSELoss(),
-        "loader": [(torch.randn(4, 5), torch.randn(4, 3)) for _ in range(9)],
-    }
     text = page.read_text()
+    # On a GPU the pages of many ranks take NCCL, which knows no tensors of the CPU.
+    device = "cuda" if "nccl" in text and torch.cuda.is_available() else "cpu"
+    namespace: dict = {
+        "model": torch.nn.Linear(5, 3, device=device),
+        "criterion": torch.nn.MSELoss(),
+        "loader": [(torch.randn(4, 5, device=device), torch.randn(4, 3, device=device)) for _ in range(9)],
+    }
     for block in re.finditer(r"^```(python|diff)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         before = "\n" * (text[: block.start()].count("\n") + 1)
         kind, code = block.groups()

@@ -15,6 +15,7 @@ import fusedaccum as fa
 from benchmarks import (
     bench_accumulate,
     bench_explain,
+    bench_memory,
     bench_questions,
     bench_ranks,
     bench_step,
@@ -27,6 +28,7 @@ from benchmarks import (
     questions,
     report,
     shapes,
+    style,
     tables,
 )
 from benchmarks.bench_accumulate import DTYPES
@@ -146,6 +148,11 @@ def test_quick_run_writes_rows_tables_and_plots(tmp_path: Path) -> None:
     assert "gpt2-124m bf16→fp32 add" in report.printed("accumulate", rows)
     assert tables.markdown(tables.accumulate(rows)).startswith("| case |")
     assert all(path.stat().st_size > 1000 for path in report.draw_all(tmp_path))
+
+
+def test_ways_of_buffers_in_cpu_memory_have_a_colour_too() -> None:
+    """A GPU draws them, after all was measured."""
+    assert style.COLOURS.keys() >= bench_memory.WAYS.keys() | bench_memory.OFFLOADED.keys()
 
 
 def test_questions_are_measured_found_and_drawn(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 from pages import OF_FRAMEWORKS, PAGES, run_examples
 
 
+@pytest.mark.filterwarnings("ignore:This instance was constructed with capturable")  # a warm-up, on a GPU
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in OF_FRAMEWORKS], ids=lambda page: page.name)
 def test_examples_run(page, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)

@@ -15,6 +15,10 @@ GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
 N, WINDOWS = 3, 5
 
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:This instance was constructed with capturable"
+)  # the warm-up is not captured
+
 
 @pytest.fixture(autouse=True)
 def one_stream():

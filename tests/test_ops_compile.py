@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.usefixtures("compiled_anew"), pytest.mark.filterwarnin
 BACKENDS = ["reference", *(["triton"] if NATIVE == ["triton"] else ["cpu"] if NATIVE else [])]
 every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=[f"backend={name}" for name in BACKENDS])
 SIZES = (0, 1, 33, 4097)
+REFUSES_VIEWS = torch.__version__ < "2.13"  # whose compiler writes to the wrong place
 HUGE = StochasticRounding(2**63 + 5, [2**64 - 5, 0, 2**63, 77])
 
 
@@ -132,6 +133,7 @@ def test_one_graph_for_all_sizes(mark):
     assert counter.frame_count == first
 
 
+@pytest.mark.skipif(REFUSES_VIEWS, reason="before torch 2.13 views that begin inside of their storage are refused")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_writes_and_reads_keep_their_order(backend):
     """Gradients by torch.func, two adds, reads in between, buffers that are views of one stretch of memory."""
@@ -167,6 +169,10 @@ def test_views_of_one_buffer_given_from_outside(backend):
     flats = [torch.arange(64.0), torch.arange(64.0)]
     views = [[flat[:20].view(4, 5), flat[24:31], flat[40:60].view(5, 4).t()] for flat in flats]
     compiled = torch.compile(add, fullgraph=True, backend=backend)
+    if REFUSES_VIEWS:
+        with pytest.raises(RuntimeError, match=r"buffers\[1\] is a view.*use torch 2.13"):
+            compiled(views[0], grads, 0.5)
+        return
     for scale in (0.5, 0.3):
         for a, b in zip(compiled(views[0], grads, scale), add(views[1], grads, scale), strict=True):
             assert_same_bits(a, b)

@@ -17,6 +17,8 @@ from . import arguments, backends, eager
 from .arguments import Scalar, Stats, StochasticRounding
 
 _WRAP = 1 << 64
+# The compiler of older versions counts a tensor's offset within its storage twice (https://github.com/pytorch/pytorch/issues/175325).
+_OFFSETS_GO_WRONG = torch.__version__ < "2.13"  # by its numbers, as a TorchVersion compares
 _LIBRARY = Library("fusedaccum", "DEF")  # whatever it holds is unregistered when it goes
 
 
@@ -109,11 +111,23 @@ def _define(schema: str, run: Callable[..., Any], trace: Callable[..., Any]) -> 
 def _check_traced(
     op: str, backend: str | None, factors: dict[str, Tensor], outs_name: str, outs: Any, ins_name: str | None, ins: Any
 ) -> None:
-    arguments.check_lists(outs_name, outs, ins_name, ins, written=op != "stats", in_memory=False)
+    written = op != "stats"
+    arguments.check_lists(outs_name, outs, ins_name, ins, written, in_memory=False)
+    if written and _OFFSETS_GO_WRONG and torch._guards.TracingContext.try_get() is not None:  # torch.compile is at work
+        _refuse_offsets(outs_name, outs)
     device = _device(outs)
     backends.select(backend, device, op)
     for name, value in factors.items():
         arguments.check_scalar_tensor(name, value, device)
+
+
+def _refuse_offsets(name: str, tensors: Sequence[Tensor]) -> None:
+    for k, x in enumerate(tensors):
+        if x.storage_offset() != 0:
+            raise RuntimeError(
+                f"{name}[{k}] is a view that begins inside of its storage, and torch {torch.__version__} compiles writes to such a view "
+                "wrongly; use torch 2.13 or newer, or keep this call out of the compiled function"
+            )
 
 
 def _joined(sq_norm: Tensor | None, nonfinite: Tensor | None) -> Stats | None:

@@ -18,7 +18,7 @@ HEADERS = 1  # the small all-reduce a window, beside one a segment
 
 def counted(run):
     """Names of the collectives that PyTorch itself saw during ``run()``, DDP's included."""
-    with torch.profiler.profile() as profiler:
+    with torch.profiler.profile(acc_events=True) as profiler:
         run()
     return [event.name for event in profiler.events() if event.name.startswith("gloo:")]
 

@@ -137,7 +137,7 @@ def collectives(rank):
         model = made()
         opt = wrapped(model, accum_steps=1, process_group=dist.group.WORLD, shard=True)
         for window in range(2):
-            with torch.profiler.profile() as profiler:
+            with torch.profiler.profile(acc_events=True) as profiler:
                 ((x, y, _, use),) = share(window, 1, 0, 1)
                 opt.backward(mean_loss(model, x, y, use))
                 opt.step()

@@ -3,11 +3,14 @@
 import contextlib
 import datetime
 import multiprocessing
+import os
 import traceback
 import warnings
 
 
 def _serve(rank, size, store, timeout, backend, pipe, together):
+    if backend == "gloo":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # fully_shard would take the GPU, which gloo cannot reduce on
     import torch
     import torch.distributed as dist
 
