@@ -70,7 +70,7 @@ def test_every_kernel_was_compiled_for_every_arch():
 
 
 def work_loops(code):
-    """The instructions of the loop that whole tiles go through, which has accesses of 16 bytes. Several where the compiler made several of it."""
+    """The instructions of the loop that whole tiles go through, which has accesses of 16 bytes; several where nvcc made several of it."""
     lines = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(\S.*?) *;", code)]
     loops = []
     for at, text in lines:
