@@ -98,29 +98,35 @@ def itemsizes(kernel):
     return [{"d": 8, "f": 4}.get(name, 2) for name in re.findall(r"NS\d*_4[BF][FP]16E|S\d*_|d|f", arguments)]
 
 
-def working_kernels():
-    """(arch, kernel), its work loops, bytes of an element on either side: of all but the one that adds up."""
-    for key, code in kernels().items():
+def working_kernels(found):
+    """(arch, kernel) and its work loops, of all but the one that adds up."""
+    for key, code in found.items():
         if "add_up" not in key[1]:
             loops = work_loops(code)
             assert loops, key
-            yield key, loops, itemsizes(key[1])
+            yield key, loops
 
 
-def test_whole_tiles_move_16_bytes_of_the_wider_side_at_a_time():
-    for key, loops, sizes in working_kernels():
-        packs = [16 * size // max(sizes) for size in sizes]  # as many elements on either side
+def moves_packs(kernel, loop):
+    """Are all accesses of 16 bytes of the wider side, and of as many elements of the other?"""
+    sizes = itemsizes(kernel)
+    packs = [16 * size // max(sizes) for size in sizes]
+    writes, reads_both = "stats_kernel" not in kernel, "overwrite" not in flags(kernel)
+    loads, stores = set(packs if reads_both else packs[1:]), set(packs[:1] if writes else ())
+    return set(widths(loop, "LDG")) == loads and set(widths(loop, "STG")) == stores
+
+
+def loads_together(kernel, loop):
+    """Are two loads a side that is read, or four of the one, under way before the first store waits for any of them?"""
+    first_store = next((k for k, text in enumerate(loop) if "STG" in text), None)
+    return len(widths(loop[:first_store], "LDG")) >= (2 if "overwrite" in flags(kernel) else 4)
+
+
+@pytest.mark.parametrize("holds", [moves_packs, loads_together])
+def test_in_whole_tiles(holds):
+    for (arch, kernel), loops in working_kernels(kernels()):
         for loop in loops:
-            assert set(widths(loop, "LDG")) <= set(packs), key
-            assert set(widths(loop, "STG")) == (set() if "stats" in key[1] else {packs[0]}), key
-
-
-def test_loads_of_a_tile_are_under_way_together():
-    """Before the first store waits for any of them: two a side that is read, or four of the one."""
-    for key, loops, _ in working_kernels():
-        for loop in loops:
-            first_store = next((k for k, text in enumerate(loop) if "STG" in text), None)
-            assert len(widths(loop[:first_store], "LDG")) >= (2 if "overwrite" in flags(key[1]) else 4), key
+            assert holds(kernel, loop), (arch, kernel)
 
 
 # A GPU of each kind by its data sheet: bytes of memory a second, multiprocessors, clocks a second.
@@ -142,7 +148,7 @@ def busy(arch, loop):
 
 def test_computing_takes_less_time_than_the_bytes():
     """By the count of instructions: for a kernel that starts one in most clocks memory would no longer be what it waits for."""
-    for (arch, kernel), loops, _ in working_kernels():
+    for (arch, kernel), loops in working_kernels(kernels()):
         if arch in GPUS and "stochastic" not in flags(kernel):  # random numbers take longer than the bytes
             assert max(busy(arch, loop) for loop in loops) < 0.6, (arch, kernel)
 
@@ -188,3 +194,22 @@ def test_planted_faults_show_in_the_machine_code(fault, trace, tmp_path):
         f"x[blockIdx.x] = {fault}; }}"
     )
     assert re.search(trace, compiled(tmp_path, "sm_90", source=source), re.DOTALL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("file", "sound", "fault", "holds"),
+    [
+        ("elements.h", "__stwb(reinterpret_cast<Whole*>(to), ", "*reinterpret_cast<Whole*>(to) = (", moves_packs),
+        ("kernels.cu", "kPacks = 2;", "kPacks = 1;", loads_together),
+    ],
+    ids=["a plain store", "one pack a thread"],
+)
+def test_planted_faults_show_in_the_loops(file, sound, fault, holds, tmp_path):
+    shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
+    path = tmp_path / "csrc/cuda" / file
+    assert sound in path.read_text()
+    path.write_text(path.read_text().replace(sound, fault))
+    code = compiled(tmp_path, "sm_90", "-fmad=false", source=tmp_path / "csrc/cuda/kernels.cu")
+    faulty = working_kernels({("sm_90", f.split()[0]): f for f in code.split("Function : ")[1:]})
+    assert not all(holds(kernel, loop) for (_, kernel), loops in faulty for loop in loops)
