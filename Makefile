@@ -16,7 +16,7 @@ BIN := $(VENV)/bin
 BUILT := $(if $(filter file,$(origin BIN)),$(VENV)/built,build/$(subst /,_,$(abspath $(BIN))))
 SECOND_VENV := .venv-torch-$(SECOND_TORCH)
 SECOND_BIN := $(SECOND_VENV)/bin
-TOOLS := setuptools wheel ninja
+TOOLS := 'setuptools>=77' wheel ninja
 NATIVE := setup.py pyproject.toml $(shell find csrc -type f)
 PACKAGE := $(shell find python triton_kernels -name '*.py')
 CPP := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
