@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import inspect
 import math
 import pickle
 import warnings
@@ -355,6 +356,16 @@ def test_groups_state_and_defaults_are_the_inner_optimizers():
     assert_same_parameters(net, before, 0)
     opt.load_state_dict(opt.state_dict())  # the inner optimizer makes new groups and a new state
     assert opt.param_groups is opt.optimizer.param_groups and opt.state is opt.optimizer.state
+
+
+def test_what_a_protocol_asks_of_an_optimizer_is_found():
+    """From Python 3.12 on an isinstance of a protocol does not ask __getattr__."""
+    opt = wrapped(model(), 2)
+    for name in ("param_groups", "state", "defaults"):
+        inspect.getattr_static(opt, name)
+        assert getattr(opt, name) is getattr(opt.optimizer, name)
+    opt.defaults = {"lr": 3.0}
+    assert opt.optimizer.defaults == {"lr": 3.0} and "defaults" not in vars(opt)
 
 
 def test_add_param_group_accumulates_the_new_parameters():

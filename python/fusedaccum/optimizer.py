@@ -29,6 +29,15 @@ from .settings import Settings, check_group, check_lent, check_optimizer, check_
 from .window import LastWindow, Schedule
 
 
+def _of_inner(name: str) -> Any:
+    """An attribute that is the inner optimizer's, looked up anew. It stands on the class, where Python looks from 3.12 on when an
+    ``isinstance`` asks whether there is one (Lightning's does).
+    """
+    return property(
+        lambda self: getattr(self.optimizer, name), lambda self, value: setattr(self.optimizer, name, value)
+    )
+
+
 class AccumulatingOptimizer(Optimizer):
     """Any torch optimizer, stepped once a window of micro-batches, with the gradient of the whole window.
 
@@ -166,16 +175,12 @@ class AccumulatingOptimizer(Optimizer):
             self._masters.take_state(self.optimizer)
 
     def __getattr__(self, name: str) -> Any:
-        """Whatever is not ours is the inner optimizer's, looked up anew: ``param_groups``, ``state``, ``defaults``, hooks."""
+        """Whatever is not ours is the inner optimizer's, looked up anew."""
         if name == "optimizer":  # not built yet
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("param_groups", "state", "defaults"):
-            setattr(self.optimizer, name, value)
-        else:
-            super().__setattr__(name, value)
+    param_groups, state, defaults = map(_of_inner, ("param_groups", "state", "defaults"))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optimizer!r}, {self.settings!r})"
