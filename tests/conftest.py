@@ -5,6 +5,7 @@ import importlib.util
 
 import pytest
 import torch
+from graphs import compile_anew
 
 
 @pytest.fixture(autouse=True)
@@ -43,4 +44,4 @@ def threads():
 @pytest.fixture
 def compiled_anew():
     """Nothing is compiled yet, whatever tests before this one have compiled."""
-    torch._dynamo.reset()
+    compile_anew()

@@ -1,5 +1,11 @@
-"""CUDA graphs, and on the CPU what does as they do: ops are recorded, and replayed on the same memory without any Python of ours."""
+"""CUDA graphs, and on the CPU what does as they do: ops are recorded, and replayed on the same memory without any Python of ours.
 
+And what torch.compile makes graphs of.
+"""
+
+from pathlib import Path
+
+import fusedaccum
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -50,3 +56,16 @@ def recorded(micro_step, pool):
         micro_step()
     graph.replay()  # capturing runs nothing
     return graph
+
+
+def compile_anew():
+    """Forget what was compiled before."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.clear_compilation_metrics()
+
+
+def compiled_functions():
+    """Every function that the compiler has looked into since, in order; and which of them are the package's."""
+    found = [each for each in torch._dynamo.utils.get_compilation_metrics() if each.co_filename is not None]
+    ours = [each.co_name for each in found if Path(fusedaccum.__file__).parent in Path(each.co_filename).parents]
+    return [each.co_name for each in found], ours

@@ -3,6 +3,7 @@
 import fusedaccum as fa
 import pytest
 import torch
+from graphs import compiled_functions
 from ops_cases import assert_same_bits
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -116,15 +117,17 @@ def loop_of_ours(opt, loss_of, x, y):
 
 def loop_in_blocks(opt, loss_of, x, y):
     with opt.micro_batch(weight=float(len(x))):
-        loss_of(x, y).backward()
+        loss = loss_of(x, y)
+        loss.backward()
+    opt.record_loss(loss)
     if opt.step() is None and opt.updated:
         opt.zero_grad()
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at that of the loss, after a break
 @pytest.mark.parametrize("body", [loop, loop_of_ours, loop_in_blocks])
-def test_calls_within_a_compiled_function_are_graph_breaks(body):
-    """For many windows: what the wrapper counts makes nothing compile anew."""
+def test_calls_within_a_compiled_function_are_graph_breaks(body, each_intake):
+    """For many windows: what the wrapper counts makes nothing compile anew. Nor does the compiler look into what runs in backward."""
     net, (x, y) = model(), data()
     whole, opt = twin(net), wrapped(net, 2)
     counter = CompileCounterWithBackend("aot_eager")
@@ -139,6 +142,29 @@ def test_calls_within_a_compiled_function_are_graph_breaks(body):
     assert opt.last_window.micro_batches == 2
     assert_same_parameters(net, whole, 1e-12)
     assert compiled_by_then[2] == compiled_by_then[-1] > 0
+    seen, ours = compiled_functions()
+    assert seen and not ours
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_fused_layers_of_a_model_that_is_not_compiled_in_a_loop_that_is():
+    net, (x, y) = fa.fuse_linear(model()), data()
+    whole, opt = fa.unfuse(twin(net)), wrapped(net, 2)
+    loss_of = torch.compiler.disable(lambda x, y: nn.functional.mse_loss(net(x), y))
+
+    @torch.compile(backend="aot_eager")
+    def micro_step(x, y):
+        loss_of(x * 2, y).backward()
+        opt.step()
+
+    optimizer = sgd(whole.parameters())
+    for _ in range(WINDOWS):
+        for xs, ys in parts(x, y, (12, 12)):
+            micro_step(xs, ys)
+        big_batch_step(whole, optimizer, x * 2, y)
+    assert_same_parameters(net, whole, 1e-12)
+    seen, ours = compiled_functions()
+    assert seen and not ours
 
 
 @pytest.mark.parametrize("call", ["step", "flush", "reset", "zero_grad", "normalize_", "state_dict"])

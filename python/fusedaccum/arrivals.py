@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo as _outside_graphs
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
@@ -62,16 +63,8 @@ class Arrivals:
 
     def hook(self, slot: Slot, parameter: Parameter) -> None:
         """Queue this parameter's gradients from now on."""
-        arrivals, place = weakref.ref(self), weakref.ref(slot)  # the node holds the hook, and the slot the node
-
-        def arrived(grads: tuple[Tensor | None, ...]) -> tuple[None] | None:
-            alive, slot = arrivals(), place()
-            listener = None if alive is None else alive._listener()
-            if alive is None or listener is None or slot is None or grads[0] is None or not slot.param.requires_grad:
-                return None  # to autograd, which drops the gradient of what was frozen since its forward
-            alive._arrived(listener, slot, grads)
-            return (None,)
-
+        # Weakly, for the node holds the hook, and the slot the node.
+        arrived = functools.partial(_arrived, weakref.ref(self), weakref.ref(slot))
         get_gradient_edge(parameter).node.register_prehook(arrived)
 
     def _arrived(self, listener: Listener, slot: Slot, grads: tuple[Tensor | None, ...]) -> None:
@@ -130,6 +123,19 @@ class Arrivals:
             batches[number][0].append(slot)
             batches[number][1].append(grad)
         return batches, streams
+
+
+@_outside_graphs
+def _arrived(
+    arrivals: weakref.ref[Arrivals], place: weakref.ref[Slot], grads: tuple[Tensor | None, ...]
+) -> tuple[None] | None:
+    """The hook: a node calls it with its gradient."""
+    alive, slot = arrivals(), place()
+    listener = None if alive is None else alive._listener()
+    if alive is None or listener is None or slot is None or grads[0] is None or not slot.param.requires_grad:
+        return None  # to autograd, which drops the gradient of what was frozen since its forward
+    alive._arrived(listener, slot, grads)
+    return (None,)
 
 
 def exclusive(grads: tuple[Tensor | None, ...]) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch._compile import _disable_dynamo as _outside_graphs
 from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
@@ -77,11 +78,13 @@ class FullySharded:
         """Have ``call`` called when a backward through a root begins, as long as its owner lives."""
         method = weakref.WeakMethod(call)
 
+        @_outside_graphs
         def begins(grad: Tensor) -> None:
             alive = method()
             if alive is not None:
                 alive()
 
+        @_outside_graphs
         def watch(module: Module, args: Any, output: Any) -> None:
             for x in tree_leaves(output):
                 if isinstance(x, Tensor) and x.requires_grad:

@@ -2,6 +2,8 @@
 
 Hooks queue the gradients (:mod:`fusedaccum.arrivals`, or the same in C++). A full bucket, and what is left at the end of the
 pass, goes to the owner in one call and is freed. (The end is told by the engine's callback, as FSDP uses it.)
+
+What the engine calls is kept out of graphs: in a compiled loop a compiler looks into whatever Python runs within its ``backward()``.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo as _outside_graphs
 from torch.autograd.graph import get_gradient_edge
 
 from . import arrivals, main_grad, native
@@ -103,6 +106,7 @@ class Intake:
         """The hook that FSDP2 calls when it has added up a shard's gradient over the ranks and put it into ``p.grad``."""
         arrivals, place = weakref.ref(self._arrivals), weakref.ref(slot)
 
+        @_outside_graphs
         def take(_: Tensor) -> None:
             queue, slot = arrivals(), place()
             if queue is not None and slot is not None and isinstance(slot.holder, ShardHolder):
@@ -156,6 +160,7 @@ class Intake:
                 f"parameter {slot.name} of shape {tuple(slot.made_for[2])} got a gradient of shape {tuple(grad.shape)}"
             )
 
+    @_outside_graphs
     def added_already(self, slot: Slot) -> bool:
         """Has the slot's layer added its gradient itself, and sent nothing that counts?"""
         with self._lock:
@@ -164,6 +169,7 @@ class Intake:
             self._owner_now().added(slot)
             return not main_grad.seen(slot.param)
 
+    @_outside_graphs
     def enter(self, task: int) -> None:
         """The first gradient of a graph task, which is a pass of its own or a re-entrant part of one."""
         with self._lock:
@@ -188,15 +194,11 @@ class Intake:
             self.nested = self.nested or nested
             self._tasks.add(task)
             self._arrivals.expect(task)
-            intake = weakref.ref(self)
+            torch.autograd.Variable._execution_engine.queue_callback(
+                functools.partial(_task_ended, weakref.ref(self), task)
+            )
 
-            def task_ended() -> None:
-                alive = intake()
-                if alive is not None:
-                    alive._leave(task)
-
-            torch.autograd.Variable._execution_engine.queue_callback(task_ended)
-
+    @_outside_graphs
     def release(self) -> None:
         """Hand over what is queued, in calls in which no slot occurs twice."""
         with self._lock:
@@ -252,3 +254,10 @@ class Intake:
     def held(self) -> list[Tensor]:
         """The gradients in the queue."""
         return self._arrivals.held()
+
+
+@_outside_graphs
+def _task_ended(intake: weakref.ref[Intake], task: int) -> None:
+    alive = intake()
+    if alive is not None:
+        alive._leave(task)

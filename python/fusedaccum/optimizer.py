@@ -210,6 +210,7 @@ class AccumulatingOptimizer(Optimizer):
                 self._gathering.record_loss(loss, scaled=True)
                 self._gathering.losses.told_a_pass()
 
+    @_outside_graphs
     def record_loss(self, loss: Scalar) -> None:
         """Tell the loss of a micro-batch whose ``loss.backward()`` was called by somebody else, for ``last_window.loss``.
 
@@ -239,6 +240,7 @@ class AccumulatingOptimizer(Optimizer):
         with self._grouped(weight, last, False):
             yield
 
+    @_outside_graphs
     def _grouped(self, weight: Scalar | None, last: bool, in_loss: bool) -> AbstractContextManager[None]:
         self._not_inside("micro_batch() and backward()")
         return self._gathering.grouped(None if weight is None else checked_weight(weight), last, in_loss)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._compile import _disable_dynamo as _outside_graphs
 from torch.nn import Parameter
 
 from .agreement import Numbers
@@ -169,6 +170,7 @@ class Ranks(Alone):
             # Other wrappers' passes end with the same backward, on some ranks before this one: their sums go before anybody waits.
             torch.autograd.Variable._execution_engine.queue_callback(finish)
 
+    @_outside_graphs
     @torch.no_grad()
     def _sums_arrive(self, then: Callable[[], None]) -> None:
         with self._or_dropped():

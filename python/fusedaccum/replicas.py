@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._compile import _disable_dynamo as _outside_graphs
 from torch.nn.parallel import DistributedDataParallel
 
 from .modules import modules_alive
@@ -40,12 +41,14 @@ class Silence:
     def __init__(self, module: DistributedDataParallel):
         self._asked = asked = {"synced": bool(module.require_backward_grad_sync), "now": True}
 
+        @_outside_graphs
         def begin(module: Any, args: Any) -> None:
             asked["now"] = module.require_backward_grad_sync
             if torch.is_grad_enabled():
                 asked["synced"] = asked["now"]
             module.require_backward_grad_sync = False
 
+        @_outside_graphs
         def end(module: Any, args: Any, output: Any) -> None:
             module.require_backward_grad_sync = asked["now"]
 

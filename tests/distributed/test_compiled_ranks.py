@@ -1,0 +1,70 @@
+"""Compiled models and compiled loops over ranks: the big batch's steps, and the compiler stays out of what the wrapper does."""
+
+import functools
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from graphs import compile_anew, compiled_functions
+from parts import assert_close, made, mean_loss, share, wrapped
+from test_shards import literal, sharded
+from torch import nn
+
+WINDOWS, COUNT = 3, 8
+
+
+def ddp(model):
+    return nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+
+
+def compiled(model):
+    return torch.compile(model, backend="aot_eager")
+
+
+MODELS = {
+    "ddp": lambda: ddp(made()),
+    "ddp, then compiled": lambda: compiled(ddp(made())),
+    "compiled, then ddp": lambda: ddp(compiled(made())),
+    "fsdp2": sharded,
+    "fsdp2, then compiled": lambda: compiled(sharded()),
+}
+
+
+def train(rank, make, in_loop):
+    compile_anew()
+    warnings.filterwarnings("ignore", "The .grad attribute")  # the compiler looks at that of the loss, after a break
+    size = dist.get_world_size()
+    model = MODELS[make]()
+    opt = wrapped(model, accum_steps=COUNT // size)
+    loss_of = functools.partial(mean_loss, model)
+    if in_loop:  # what a compiler makes of DDP's and FSDP2's own hooks there is not our question
+        loss_of = torch.compiler.disable(loss_of)
+
+    def micro_step(x, y):
+        x = x * 2
+        loss_of(x, y, False).backward()
+        opt.step()
+        opt.zero_grad()
+
+    if in_loop:
+        micro_step = compiled(micro_step)
+    for window in range(WINDOWS):
+        for x, y, *_ in share(window, COUNT, rank, size, equal=True):
+            micro_step(x / 2, y)
+        if window == 0:
+            at_first, _ = compiled_functions()
+    assert opt.last_window.micro_batches == COUNT
+    full = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    return [p.detach().clone() for p in full], at_first, *compiled_functions()
+
+
+@pytest.mark.parametrize(
+    "make, in_loop", [("ddp", True), ("fsdp2", True), *((name, False) for name in MODELS if "compiled" in name)]
+)
+def test_compiled_ranks_are_the_big_batch(worlds, make, in_loop):
+    theirs, _ = literal(True)
+    for parameters, at_first, seen, ours in worlds(2).run(train, make=make, in_loop=in_loop):
+        assert_close(parameters, theirs[: len(parameters)])
+        assert seen and not ours
+        assert seen == at_first  # nothing is compiled anew
