@@ -1,7 +1,7 @@
 // The extension fusedaccum._cpu: lists of tensors in, raw pointers to the launcher. Holds the GIL only while it reads the lists.
 //
-// accumulate_, scale_, cast_ and stats are a backend, as fusedaccum/backends.py has them: they get checked arguments. predicate() is the
-// check.
+// accumulate_, scale_, cast_ and stats are a backend that CHECKS_LISTS, as fusedaccum/backends.py has them. predicate() is that check
+// alone.
 #include <ATen/Parallel.h>
 
 #include <functional>
@@ -14,24 +14,13 @@ namespace py = pybind11;
 
 namespace {
 
-using fusedaccum::TensorList;
+using fusedaccum::Lists;
 using fusedaccum::Tensors;
 using fusedaccum::cpu::Call;
 using fusedaccum::cpu::DType;
 using fusedaccum::cpu::Op;
 using fusedaccum::cpu::Pair;
 using fusedaccum::cpu::Partial;
-
-bool is_list(py::handle value) { return PyList_Check(value.ptr()) || PyTuple_Check(value.ptr()); }
-
-int predicate(py::handle outs, py::handle ins, bool written) {
-  if (!is_list(outs) || (!ins.is_none() && !is_list(ins))) return fusedaccum::kRefused;
-  Tensors out_tensors, in_tensors;
-  if (!fusedaccum::read_tensors(outs, &out_tensors)) return fusedaccum::kRefused;
-  if (!ins.is_none() && !fusedaccum::read_tensors(ins, &in_tensors)) return fusedaccum::kRefused;
-  if (!ins.is_none() && out_tensors.size() != in_tensors.size()) return fusedaccum::kRefused;
-  return fusedaccum::judge(out_tensors, in_tensors, written);
-}
 
 DType dtype_of(const at::Tensor& x) {
   switch (x.scalar_type()) {
@@ -52,7 +41,9 @@ void in_parallel(int64_t count, const std::function<void(int64_t)>& work) {
   });
 }
 
-void run(const Tensors& outs, const Tensors& ins, const Call& call, py::handle stats) {
+int run(const Lists& lists, const Call& call, py::handle stats) {
+  if (lists.verdict() != fusedaccum::kFlat) return lists.verdict();
+  const Tensors &outs = lists.outs(), &ins = lists.ins();
   std::vector<Pair> pairs;
   pairs.reserve(outs.size());
   for (std::size_t k = 0; k < outs.size(); ++k) {
@@ -77,9 +68,10 @@ void run(const Tensors& outs, const Tensors& ins, const Call& call, py::handle s
     fusedaccum::bump_version(sq_norm);
     fusedaccum::bump_version(nonfinite);
   }
+  return fusedaccum::kFlat;
 }
 
-void accumulate(py::handle buffers, py::handle grads, double scale, bool overwrite, double decay, py::handle rounding, py::handle stats) {
+int accumulate(py::handle buffers, py::handle grads, double scale, bool overwrite, double decay, py::handle rounding, py::handle stats) {
   Call call;
   call.scale = scale;
   call.decay = decay;
@@ -89,25 +81,24 @@ void accumulate(py::handle buffers, py::handle grads, double scale, bool overwri
     call.seed = rounding.attr("seed").cast<uint64_t>();
     call.counters = rounding.attr("counters").cast<std::vector<uint64_t>>();
   }
-  const TensorList outs(buffers), ins(grads);
-  run(outs.tensors(), ins.tensors(), call, stats);
+  return run(Lists(buffers, grads, true), call, stats);
 }
 
-void cast(py::handle outs, py::handle ins, double scale, py::handle stats) {
+int cast_lists(const Lists& lists, double scale, py::handle stats) {
   Call call;
   call.op = Op::kCast;
   call.scale = scale;
-  const TensorList out_list(outs), in_list(ins);
-  run(out_list.tensors(), in_list.tensors(), call, stats);
+  return run(lists, call, stats);
 }
 
-void scale(py::handle tensors, double factor, py::handle stats) { cast(tensors, tensors, factor, stats); }
+int cast(py::handle outs, py::handle ins, double scale, py::handle stats) { return cast_lists(Lists(outs, ins, true), scale, stats); }
 
-void measure(py::handle tensors, py::handle into) {
+int scale(py::handle tensors, double factor, py::handle stats) { return cast_lists(Lists(tensors, true), factor, stats); }
+
+int measure(py::handle tensors, py::handle into) {
   Call call;
   call.op = Op::kStats;
-  const TensorList list(tensors);
-  run(list.tensors(), list.tensors(), call, into);
+  return run(Lists(tensors, false), call, into);
 }
 
 }  // namespace
@@ -118,8 +109,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("scale_", &scale, py::arg("tensors"), py::arg("scale"), py::arg("stats"), "x = x * scale");
   m.def("cast_", &cast, py::arg("outs"), py::arg("ins"), py::arg("scale"), py::arg("stats"), "out = cast(in * scale)");
   m.def("stats", &measure, py::arg("tensors"), py::arg("into"), "squared norm and non-finite count");
-  m.def("predicate", &predicate, py::arg("outs"), py::arg("ins"), py::arg("written"),
-        "0: kernels can run on these lists; 1: after copies; 2: fusedaccum.arguments knows why not");
+  m.attr("CHECKS_LISTS") = true;
+  const char* verdicts = "0: kernels can run on these lists; 1: after copies; 2: fusedaccum.arguments knows why not";
+  m.def(
+      "predicate", [](py::handle outs, bool written) -> int { return Lists(outs, written).verdict(); }, py::arg("outs"), py::arg("written"),
+      verdicts);
+  m.def(
+      "predicate", [](py::handle outs, py::handle ins, bool written) -> int { return Lists(outs, ins, written).verdict(); },
+      py::arg("outs"), py::arg("ins"), py::arg("written"), verdicts);
   m.def("capability", [] { return std::string(fusedaccum::cpu::kernels().name); }, "The instruction set whose kernels are in use");
   m.def("capabilities", &fusedaccum::cpu::capabilities, "What this CPU can run, the best last");
   m.def("set_capability", &fusedaccum::cpu::set_capability, py::arg("name"), "Use other kernels from now on; for tests");

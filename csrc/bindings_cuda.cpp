@@ -1,5 +1,5 @@
-// The extension fusedaccum._cuda: lists of tensors in, the CUDA launchers out. A backend, as fusedaccum/backends.py has them: it gets
-// checked arguments. Never waits for the device.
+// The extension fusedaccum._cuda: lists of tensors in, the CUDA launchers out. A backend that CHECKS_LISTS, as fusedaccum/backends.py has
+// them. Never waits for the device.
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -16,7 +16,7 @@ namespace py = pybind11;
 
 namespace {
 
-using fusedaccum::TensorList;
+using fusedaccum::Lists;
 using fusedaccum::Tensors;
 using fusedaccum::cuda::Call;
 using fusedaccum::cuda::DType;
@@ -70,8 +70,9 @@ struct Statistics {
 };
 
 // One launch (or a few, for thousands of tensors) for every combination of dtypes that occurs.
-void run(const Tensors& outs, const Tensors& ins, Call call, const std::vector<uint64_t>& counters, py::handle stats) {
-  if (outs.empty()) return;
+int run(const Lists& lists, Call call, const std::vector<uint64_t>& counters, py::handle stats) {
+  if (lists.verdict() != fusedaccum::kFlat || lists.outs().empty()) return lists.verdict();
+  const Tensors &outs = lists.outs(), &ins = lists.ins();
   const c10::cuda::CUDAGuard guard(outs[0]->device());
   std::optional<Statistics> statistics;
   if (!stats.is_none()) call.partials = statistics.emplace(stats, outs).first();
@@ -98,17 +99,17 @@ void run(const Tensors& outs, const Tensors& ins, Call call, const std::vector<u
         for (const Pair& pair : group) call.partials += fusedaccum::cuda::blocks_of(pair.elements);
       }
     }
-    if (!statistics) return;
+    if (!statistics) return fusedaccum::kFlat;
     C10_CUDA_CHECK(fusedaccum::cuda::add_up(statistics->first(), statistics->blocks, statistics->sq_norm.mutable_data_ptr<double>(),
                                             statistics->nonfinite.mutable_data_ptr<int64_t>(), stream));
   }
   fusedaccum::bump_version(statistics->sq_norm);
   fusedaccum::bump_version(statistics->nonfinite);
+  return fusedaccum::kFlat;
 }
 
-void accumulate(py::handle buffers, py::handle grads, py::handle scale, bool overwrite, py::handle decay, py::handle rounding,
-                py::handle stats) {
-  const TensorList outs(buffers), ins(grads);
+int accumulate(py::handle buffers, py::handle grads, py::handle scale, bool overwrite, py::handle decay, py::handle rounding,
+               py::handle stats) {
   at::Tensor kept_scale, kept_decay;
   Call call;
   call.overwrite = overwrite;
@@ -120,30 +121,31 @@ void accumulate(py::handle buffers, py::handle grads, py::handle scale, bool ove
     call.seed = rounding.attr("seed").cast<uint64_t>();
     counters = rounding.attr("counters").cast<std::vector<uint64_t>>();
   }
-  run(outs.tensors(), ins.tensors(), call, counters, stats);
+  return run(Lists(buffers, grads, true), call, counters, stats);
 }
 
-void cast(py::handle outs, py::handle ins, py::handle scale, py::handle stats) {
-  const TensorList out_list(outs), in_list(ins);
+int cast_lists(const Lists& lists, py::handle scale, py::handle stats) {
   at::Tensor kept;
   Call call;
   call.op = Op::kCast;
   call.scale = scalar_of(scale, kept);
-  run(out_list.tensors(), in_list.tensors(), call, {}, stats);
+  return run(lists, call, {}, stats);
 }
 
-void scale(py::handle tensors, py::handle factor, py::handle stats) { cast(tensors, tensors, factor, stats); }
+int cast(py::handle outs, py::handle ins, py::handle scale, py::handle stats) { return cast_lists(Lists(outs, ins, true), scale, stats); }
 
-void measure(py::handle tensors, py::handle into) {
-  const TensorList list(tensors);
+int scale(py::handle tensors, py::handle factor, py::handle stats) { return cast_lists(Lists(tensors, true), factor, stats); }
+
+int measure(py::handle tensors, py::handle into) {
   Call call;
   call.op = Op::kStats;
-  run(list.tensors(), list.tensors(), call, {}, into);
+  return run(Lists(tensors, false), call, {}, into);
 }
 
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.attr("CHECKS_LISTS") = true;
   m.def("accumulate_", &accumulate, py::arg("buffers"), py::arg("grads"), py::arg("scale"), py::arg("overwrite"), py::arg("decay"),
         py::arg("rounding"), py::arg("stats"), "buffer = buffer * decay + grad * scale, or grad * scale with overwrite");
   m.def("scale_", &scale, py::arg("tensors"), py::arg("scale"), py::arg("stats"), "x = x * scale");

@@ -1,4 +1,4 @@
-// A Python list or tuple of tensors as the bindings read it: no reference count a tensor, no copy.
+// The lists of tensors of a call, as the bindings read them: once, for the check and for the kernels.
 #pragma once
 
 #include <torch/csrc/autograd/python_variable.h>
@@ -8,35 +8,53 @@
 
 namespace fusedaccum {
 
-// Points `tensors` at the items of a list or tuple; false if one is no tensor. Runs no Python, so the items stay while the GIL is held.
-inline bool read_tensors(pybind11::handle list, Tensors* tensors) {
-  PyObject** items = PySequence_Fast_ITEMS(list.ptr());
-  const auto count = static_cast<std::size_t>(PySequence_Fast_GET_SIZE(list.ptr()));
-  tensors->reserve(count);
-  PyTypeObject* known = nullptr;  // a type of tensors
-  for (std::size_t k = 0; k < count; ++k) {
-    __builtin_prefetch(items[std::min(k + 2 * kAhead, count - 1)]);
-    PyTypeObject* type = Py_TYPE(items[k]);
-    if (type != known && !PyType_IsSubtype(type, reinterpret_cast<PyTypeObject*>(THPVariableClass))) return false;
-    known = type;
-    tensors->push_back(&THPVariable_Unpack(items[k]));
-    prefetch(tensors->back()->unsafeGetTensorImpl());
-  }
-  return true;
-}
-
-// Keeps the tensors alive where the GIL is let go: its tuple holds the items, whatever becomes of the list meanwhile.
-class TensorList {
+// One or two Python lists or tuples of tensors: held, so that the GIL may be let go, whatever becomes of the lists meanwhile, and judged.
+class Lists {
  public:
-  explicit TensorList(pybind11::handle list) : items_(pybind11::reinterpret_steal<pybind11::object>(PySequence_Tuple(list.ptr()))) {
-    if (!items_) throw pybind11::error_already_set();
-    read_tensors(items_, &tensors_);
+  Lists(pybind11::handle outs, bool written) : one_(true) {
+    if (outs_.read(outs)) verdict_ = judge(outs_.tensors, {}, written);
   }
-  const Tensors& tensors() const { return tensors_; }
+  Lists(pybind11::handle outs, pybind11::handle ins, bool written) : one_(false) {
+    if (!outs_.read(outs) || !ins_.read(ins) || outs_.tensors.size() != ins_.tensors.size()) return;
+    verdict_ = judge(outs_.tensors, ins_.tensors, written);
+  }
+  Verdict verdict() const { return verdict_; }
+  const Tensors& outs() const { return outs_.tensors; }
+  const Tensors& ins() const { return one_ ? outs_.tensors : ins_.tensors; }
 
  private:
-  pybind11::object items_;
-  Tensors tensors_;
+  struct List {
+    pybind11::object items;
+    Tensors tensors;
+
+    // False for what is neither list nor tuple, or has an item that is no tensor.
+    bool read(pybind11::handle list) {
+      if (!PyList_Check(list.ptr()) && !PyTuple_Check(list.ptr())) return false;
+      auto count = PySequence_Fast_GET_SIZE(list.ptr());
+      items = pybind11::reinterpret_steal<pybind11::object>(PyTuple_New(count));
+      if (!items) throw pybind11::error_already_set();
+      // To allocate may collect garbage, whose finalizers may do anything to a list. From here on nobody else runs.
+      if (PySequence_Fast_GET_SIZE(list.ptr()) != count) return false;
+      PyObject** given = PySequence_Fast_ITEMS(list.ptr());
+      tensors.reserve(static_cast<std::size_t>(count));
+      PyTypeObject* known = nullptr;  // a type of tensors
+      for (Py_ssize_t k = 0; k < count; ++k) {
+        __builtin_prefetch(given[std::min<Py_ssize_t>(k + 2 * kAhead, count - 1)]);
+        PyTypeObject* type = Py_TYPE(given[k]);
+        if (type != known && !PyType_IsSubtype(type, reinterpret_cast<PyTypeObject*>(THPVariableClass))) return false;
+        known = type;
+        Py_INCREF(given[k]);
+        PyTuple_SET_ITEM(items.ptr(), k, given[k]);
+        tensors.push_back(&THPVariable_Unpack(given[k]));
+        prefetch(tensors.back()->unsafeGetTensorImpl());
+      }
+      return true;
+    }
+  };
+
+  List outs_, ins_;
+  bool one_;
+  Verdict verdict_ = kRefused;
 };
 
 // What every op that writes tells autograd.

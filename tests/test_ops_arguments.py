@@ -156,7 +156,7 @@ def test_nothing_is_written_when_the_last_of_many_is_bad(backend):
     assert all((x == 1).all() for x in buffers)
 
 
-@pytest.mark.parametrize("case", [case for case in BAD_LISTS if case != "grads-none"])  # to it, None is "no such list"
+@pytest.mark.parametrize("case", BAD_LISTS)
 @pytest.mark.skipif(not NATIVE, reason="the extension fusedaccum._cpu was not built")
 def test_predicate_refuses_what_python_refuses(cpu, case):
     buffers, grads, _, _ = BAD_LISTS[case]
@@ -200,9 +200,9 @@ def test_predicate_finds_the_one_overlap_among_thousands(cpu):
         start = max(outs[j].storage_offset() + draw.randint(-2, 2), 0)
         moved[k] = memory[start : start + 3]
         assert cpu.predicate(moved if lists is outs else outs, moved if lists is ins else ins, True) == Layout.REFUSED
-    assert cpu.predicate(ins, None, True) == Layout.FLAT
-    assert cpu.predicate([*ins, ins[7]], None, True) == Layout.REFUSED
-    assert cpu.predicate([*ins, ins[7]], None, False) == Layout.FLAT
+    assert cpu.predicate(ins, True) == Layout.FLAT
+    assert cpu.predicate([*ins, ins[7]], True) == Layout.REFUSED
+    assert cpu.predicate([*ins, ins[7]], False) == Layout.FLAT
 
 
 @pytest.mark.skipif(not NATIVE, reason="the extension fusedaccum._cpu was not built")

@@ -129,6 +129,17 @@ def check_is_tensor(where: str, x: Any) -> None:
         raise TypeError(f"{where} must be a tensor, not {type(x).__name__} ({x!r}); leave out what has no gradient")
 
 
+def device_of(name: str, tensors: Any) -> torch.device | None:
+    """The device of a list's first tensor, None of an empty one. Raises for what has none; what else is wrong, :func:`check_lists` says."""
+    check_is_list(name, tensors)
+    if not tensors:
+        return None
+    first = tensors[0]
+    if not isinstance(first, Tensor) or first.is_meta:
+        _check_tensor(f"{name}[0]", first, in_memory=True)
+    return first.device
+
+
 def _check_tensor(where: str, x: Any, in_memory: bool) -> None:
     check_is_tensor(where, x)
     if in_memory and not is_plain(x):
@@ -178,6 +189,8 @@ def _check_overlaps(outs_name: str, outs: Sequence[Tensor], ins_name: str | None
 
 def check_scalar(name: str, value: Any, device: torch.device | None) -> float | Tensor:
     """A Python (or numpy) number as a float, or a 0-d tensor as it is."""
+    if type(value) is float:  # nearly always; the rest costs half a microsecond
+        return value
     if not isinstance(value, Tensor):
         return check_number(name, value)
     check_scalar_tensor(name, value, device)

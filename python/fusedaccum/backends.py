@@ -2,6 +2,9 @@
 
 A backend is a module with ``accumulate_``, ``scale_``, ``cast_`` and ``stats`` as :mod:`fusedaccum.reference` has them, or with
 some of them (an op that it lacks is, under ``"auto"``, the next backend's). Adding one is one file and one row here.
+
+It gets checked arguments. One that says ``CHECKS_LISTS`` checks its lists of tensors itself, in the same pass over them (csrc/predicate.h):
+its ops return their :class:`~fusedaccum.arguments.Layout`, and have run only if that is ``FLAT``.
 """
 
 from __future__ import annotations
@@ -96,7 +99,7 @@ def check(name: Any, argument: str = "backend") -> str:
 
 
 @functools.cache
-def native_predicate() -> Callable[[Any, Any, bool], int] | None:
+def native_predicate() -> Callable[..., int] | None:
     """The check of tensor lists in C++, where it was built; it looks at no memory, so it serves every device."""
     return importlib.import_module("fusedaccum._cpu").predicate if why_missing("cpu") is None else None
 

@@ -24,74 +24,81 @@ def accumulate_(
     stats: Stats | None,
     backend: str | None,
 ) -> None:
-    layout = _checked("buffers", buffers, "grads", grads)
-    module, device = _backend("accumulate_", buffers, backend)
+    module, device = _backend("accumulate_", "buffers", buffers, backend)
     scale = arguments.check_scalar("scale", scale, device)
     decay = arguments.check_scalar("decay", decay, device)
     if rounding is not None:
         arguments.check_rounding(rounding, len(buffers))
     if stats is not None:
         arguments.check_stats(stats, device)
-    if layout is Layout.FLAT:
-        return module.accumulate_(buffers, grads, scale, overwrite, decay, rounding, stats)
-    outs, ins = _flattened(buffers, grads)
-    module.accumulate_(outs, ins, scale, overwrite, decay, rounding, stats)
-    _copy_back(buffers, outs)
+    _run(module, "accumulate_", {"buffers": buffers, "grads": grads}, scale, overwrite, decay, rounding, stats)
 
 
 def scale_(tensors: Sequence[Tensor], scale: Scalar, stats: Stats | None, backend: str | None) -> None:
-    layout = _checked("tensors", tensors)
-    module, device = _backend("scale_", tensors, backend)
+    module, device = _backend("scale_", "tensors", tensors, backend)
     scale = arguments.check_scalar("scale", scale, device)
     if stats is not None:
         arguments.check_stats(stats, device)
-    if layout is Layout.FLAT:
-        return module.scale_(tensors, scale, stats)
-    outs = [x if is_flat(x) else _flat_copy(x, x.dtype, x) for x in tensors]
-    module.scale_(outs, scale, stats)
-    _copy_back(tensors, outs)
+    _run(module, "scale_", {"tensors": tensors}, scale, stats)
 
 
 def cast_(
     outs: Sequence[Tensor], ins: Sequence[Tensor], scale: Scalar, stats: Stats | None, backend: str | None
 ) -> None:
-    layout = _checked("outs", outs, "ins", ins)
-    module, device = _backend("cast_", outs, backend)
+    module, device = _backend("cast_", "outs", outs, backend)
     scale = arguments.check_scalar("scale", scale, device)
     if stats is not None:
         arguments.check_stats(stats, device)
-    if layout is Layout.FLAT:
-        return module.cast_(outs, ins, scale, stats)
-    flat_outs, flat_ins = _flattened(outs, ins)
-    module.cast_(flat_outs, flat_ins, scale, stats)
-    _copy_back(outs, flat_outs)
+    _run(module, "cast_", {"outs": outs, "ins": ins}, scale, stats)
 
 
 def stats(tensors: Sequence[Tensor], backend: str | None) -> Stats:
-    layout = _checked("tensors", tensors, written=False)
-    module, device = _backend("stats", tensors, backend)
+    module, device = _backend("stats", "tensors", tensors, backend)
     into = Stats.empty(device)
-    if layout is not Layout.FLAT:
-        tensors = [x if is_flat(x) else _flat_copy(x, x.dtype, x) for x in tensors]
-    module.stats(tensors, into)
+    _run(module, "stats", {"tensors": tensors}, into, written=False)
     return into
 
 
-def _checked(outs_name: str, outs: Any, ins_name: str | None = None, ins: Any = None, written: bool = True) -> Layout:
-    """Refuse lists that no kernel may be given; say whether all pairs are flat memory."""
-    native = backends.native_predicate()
-    if native is not None and (ins is not None or ins_name is None):
-        verdict = native(outs, ins, written)
-        if verdict != Layout.REFUSED:
-            return Layout(verdict)
-    layout = arguments.check_lists(outs_name, outs, ins_name, ins, written)
-    # Refused by the native predicate and not by this one: views that are interleaved, which only this one looks into.
-    return layout if native is None else Layout.STRIDED
-
-
-def _backend(op: str, tensors: Sequence[Tensor], backend: str | None) -> tuple[ModuleType, torch.device | None]:
-    device = tensors[0].device if tensors else None
+def _backend(op: str, name: str, tensors: Any, backend: str | None) -> tuple[ModuleType, torch.device | None]:
+    device = arguments.device_of(name, tensors)
     return backends.select(backend, device, op), device
+
+
+def _run(module: ModuleType, op: str, lists: dict[str, Any], *others: Any, written: bool = True) -> None:
+    """Run the op, through copies of what is not flat memory. Raises for lists that no kernel may be given, before anything is written.
+
+    Args:
+        lists: the first is what the op writes, or with ``written=False`` reads.
+    """
+    run = getattr(module, op)
+    if getattr(module, "CHECKS_LISTS", False):
+        layout = run(*lists.values(), *others)
+        if layout == Layout.FLAT:  # it has run
+            return
+    else:
+        layout = _layout(lists, written)
+        if layout == Layout.FLAT:
+            run(*lists.values(), *others)
+            return
+    if layout == Layout.REFUSED:
+        # Raises, but for views that are interleaved, which only Python's check looks into.
+        _checked(lists, written)
+    outs, *ins = lists.values()
+    flat = _flattened(outs, *ins)
+    refused = run(*flat, *others)
+    assert not refused
+    if written:
+        _copy_back(outs, flat[0])
+
+
+def _layout(lists: dict[str, Any], written: bool) -> int:
+    native = backends.native_predicate()
+    return _checked(lists, written) if native is None else native(*lists.values(), written)
+
+
+def _checked(lists: dict[str, Any], written: bool) -> Layout:
+    (outs_name, outs), (ins_name, ins), *_ = (*lists.items(), (None, None))
+    return arguments.check_lists(outs_name, outs, ins_name, ins, written)
 
 
 def _flat_copy(x: Tensor, dtype: torch.dtype, like: Tensor) -> Tensor:
@@ -99,14 +106,13 @@ def _flat_copy(x: Tensor, dtype: torch.dtype, like: Tensor) -> Tensor:
     return torch.empty_like(like, dtype=dtype, requires_grad=False).copy_(x.detach())
 
 
-def _flattened(outs: Sequence[Tensor], ins: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def _flattened(outs: Sequence[Tensor], ins: Sequence[Tensor] | None = None) -> list[list[Tensor]]:
     """The lists with copies in place of what a kernel cannot take as it is."""
-    flat_outs, flat_ins = [], []
-    for out, x in zip(outs, ins, strict=True):
-        flat = out if is_flat(out) else _flat_copy(out, out.dtype, out)
-        flat_outs.append(flat)
-        flat_ins.append(x if is_flat_pair(flat, x) else _flat_copy(x, x.dtype, flat))
-    return flat_outs, flat_ins
+    flat_outs = [x if is_flat(x) else _flat_copy(x, x.dtype, x) for x in outs]
+    if ins is None:
+        return [flat_outs]
+    pairs = zip(flat_outs, ins, strict=True)
+    return [flat_outs, [x if is_flat_pair(out, x) else _flat_copy(x, x.dtype, out) for out, x in pairs]]
 
 
 @torch.no_grad()
