@@ -31,7 +31,6 @@ class FullySharded:
 
     Attributes:
         slots: those whose gradients FSDP2 adds up over the ranks.
-        group: of the ranks that it adds the first one's up over, None where there is no such slot.
     """
 
     def __init__(self, slots: Sequence[Slot]):
@@ -49,11 +48,33 @@ class FullySharded:
         self.slots = [slot for slot in slots if id(slot.param) in found]
         records = [found[id(slot.param)] for slot in self.slots]
         self._params = [param for param, _ in records]
-        self.group: dist.ProcessGroup | None = _group_of(records[0][1].mesh_info.mesh) if records else None
+        self._meshes = [group.mesh_info.mesh for _, group in records]  # over which a slot's gradients are added up
         for slot, (_, group) in zip(self.slots, records, strict=True):
             slot.factor = float(group.gradient_divide_factor or math.prod(group.mesh_info.mesh.shape))
         inner = {id(m) for module in modules for m in module.modules() if m is not module}
         self._roots = [m for m in modules if id(m) not in inner and any(x is y for x in m.modules() for y in ours)]
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks that FSDP2 adds gradients up over, the most of them where experts have ranks of their own; None without slots."""
+        return _group_of(max(self._meshes, key=lambda mesh: mesh.size())) if self._meshes else None
+
+    def check_shared_by(self, group: dist.ProcessGroup) -> None:
+        """Raises ValueError where other ranks share the windows than FSDP2 adds gradients up over, or a norm is added up over."""
+        ours = dist.get_process_group_ranks(group)
+        for slot, mesh in zip(self.slots, self._meshes, strict=True):
+            added, held = (each.mesh.flatten().tolist() for each in (mesh, slot.param.device_mesh))  # type: ignore[attr-defined]
+            if not set(added) <= set(ours):
+                raise ValueError(
+                    f"FSDP2 adds up the gradients of parameter {slot.name} over ranks {added}, and the ranks that share the windows are "
+                    f"{ours}; pass as process_group the group of all ranks that see different micro-batches"
+                )
+            if not set(ours) <= set(held):
+                raise ValueError(
+                    f"parameter {slot.name} is a DTensor of ranks {held}, and the ranks that share the windows are {ours}: what the others "
+                    "hold would be missing in the norm. Experts that are spread over ranks must be DTensors over these before fully_shard: "
+                    "distribute_tensor(weight, mesh['experts'], [Shard(0)])"
+                )
 
     def check_reduced(self, what: str) -> None:
         """Raises RuntimeError where FSDP2 keeps gradients that it has not added up over the ranks yet."""

@@ -62,7 +62,7 @@ class Ranks(Alone):
         self.replicas, self.fully_sharded, self.shard = replicas, fully_sharded, shard
         self._sums, self._ledger, self._statistics = sums, ledger, statistics
         self._settings, self._drop = settings, weakref.WeakMethod(drop)
-        self._check()
+        self._check(process_group)
         self.group = Group(process_group, slots[0].device if slots else torch.device("cpu"), ledger)
         self.size, self.rank, self.name = self.group.size, self.group.rank, self.group.name
         self.owners: dict[Slot, int] = {}  # empty unless ``shard``
@@ -75,14 +75,15 @@ class Ranks(Alone):
         """Share these, too. Raises ValueError unless all ranks have the like."""
         self.replicas, self.fully_sharded = modules_of(self._sums.buffers.slots)
         self._average_shards()
-        self._check()
+        self._check(self.group.process_group)
         self._share(slots)
 
-    def _check(self) -> None:
+    def _check(self, group: dist.ProcessGroup) -> None:
         slots = self._sums.buffers.slots
         parts = [slot.name for slot in slots if slot.sharded and slot not in self.fully_sharded.slots]
         lent = [slot.name for slot in self._sums.buffers.lent]
         check_shared(self._settings, self.shard, self._sums.buffers.sharded, lent, parts)
+        self.fully_sharded.check_shared_by(group)
 
     def _share(self, slots: Sequence[Slot]) -> None:
         self.group.compare_shapes(slots)
