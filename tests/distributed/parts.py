@@ -2,6 +2,7 @@
 
 import fusedaccum as fa
 import torch
+import torch.distributed as dist
 from torch import nn
 
 
@@ -21,6 +22,22 @@ class Net(nn.Module):
     def forward(self, x, use=False):
         y = self.second(torch.tanh(self.first(x.to(self.first.weight.dtype)))).float() * self.scale + self.frozen
         return y + self.sometimes if use else y
+
+
+class Gathered(torch.autograd.Function):
+    """The rows of all ranks; a rank's get the gradients that all ranks send to them, added up."""
+
+    @staticmethod
+    def forward(ctx, mine):
+        parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, mine.contiguous())
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone()
+        dist.all_reduce(grad)
+        return grad.tensor_split(dist.get_world_size())[dist.get_rank()]
 
 
 def made(dtype=torch.float32, seed=1):

@@ -4,7 +4,7 @@ import fusedaccum as fa
 import pytest
 import torch
 import torch.distributed as dist
-from parts import assert_close, made, sgd, wrapped
+from parts import Gathered, assert_close, made, sgd, wrapped
 from torch import nn
 from torch.nn import functional as F
 
@@ -14,22 +14,6 @@ SAMPLES = 12  # of all ranks
 def batch(window):
     generator = torch.Generator().manual_seed(window)
     return [torch.randn(SAMPLES, 12, generator=generator) for _ in range(2)]
-
-
-class Gathered(torch.autograd.Function):
-    """The embeddings of all ranks; a rank's get the gradients that all ranks send to them, added up."""
-
-    @staticmethod
-    def forward(ctx, mine):
-        parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, mine.contiguous())
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad = grad.clone()
-        dist.all_reduce(grad)
-        return grad.tensor_split(dist.get_world_size())[dist.get_rank()]
 
 
 def info_nce(model, a, b):

@@ -4,29 +4,13 @@ import fusedaccum as fa
 import pytest
 import torch
 import torch.distributed as dist
-from parts import assert_close, micro_batches, share
+from parts import Gathered, assert_close, micro_batches, share
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 WINDOWS, COUNT, EXPERTS = 3, 8, 2
-
-
-class OfAllRanks(torch.autograd.Function):
-    """All ranks' rows."""
-
-    @staticmethod
-    def forward(ctx, x):
-        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, x.contiguous())
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad = grad.clone()
-        dist.all_reduce(grad)
-        return grad.chunk(dist.get_world_size())[dist.get_rank()]
 
 
 class Total(torch.autograd.Function):
@@ -53,7 +37,7 @@ class Experts(nn.Module):
     def forward(self, x):
         if not dist.is_initialized():
             return torch.einsum("ni,eio->no", x, self.weight)
-        everyone = torch.einsum("ni,eio->no", OfAllRanks.apply(x), self.weight.to_local())
+        everyone = torch.einsum("ni,eio->no", Gathered.apply(x), self.weight.to_local())
         return Total.apply(everyone).chunk(dist.get_world_size())[dist.get_rank()].clone()
 
 
