@@ -23,7 +23,8 @@ CPP := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 # The tests of the ops, where NumPy, in which Triton interprets, may warn of the overflows that they are about.
 INTERPRETED := -W ignore::RuntimeWarning $(foreach t,bits memory oracles properties rounding,tests/test_ops_$(t).py)
 # A process a core; each of them with a second thread would make them wait for each other. (Tests of ranks have processes of their own.)
-SPREAD := -n auto -m "not slow"
+SPREAD := -n auto
+QUICK := $(SPREAD) -m "not slow"
 # Without PyTorch's own caching of memory, so that an access outside of a tensor is one outside of an allocation.
 SANITIZED := PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --report-api-errors no --error-exitcode 1
 SAY = @printf '\n== %s\n'
@@ -46,15 +47,16 @@ docs: $(BUILT)  ## the documentation as a site, in build/site; a link that leads
 
 test: lint docs $(BUILT) $(if $(SECOND_TORCH),$(SECOND_VENV)/built)  ## lint, build, and run all tests, against two versions of torch
 	$(SAY) "Tests against torch $(TORCH)"
-	$(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(SPREAD) --dist loadfile --ignore tests/distributed
+	$(BIN)/python -m pytest -q tests/distributed
 	$(SAY) "Buffers in CPU memory, for parameters on a device made for that"
 	$(BIN)/python -m pytest -q tests/late_device
 	$(SAY) "Accelerate, Hugging Face Trainer, Lightning"
 	$(BIN)/python -m pytest -q tests/frameworks
 	$(SAY) "Triton kernels, interpreted on the CPU"
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(SPREAD) $(INTERPRETED)
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(QUICK) $(INTERPRETED)
 	$(if $(SECOND_TORCH),$(SAY) "Tests against torch $(SECOND_TORCH)")
-	$(if $(SECOND_TORCH),OMP_NUM_THREADS=1 $(SECOND_BIN)/python -m pytest -q $(SPREAD) --ignore tests/distributed)
+	$(if $(SECOND_TORCH),OMP_NUM_THREADS=1 $(SECOND_BIN)/python -m pytest -q $(QUICK) --ignore tests/distributed)
 	$(if $(SECOND_TORCH),$(SECOND_BIN)/python -m pytest -q -m "not slow" tests/distributed)
 	$(if $(SECOND_TORCH),$(SECOND_BIN)/python -m pytest -q tests/late_device)
 
@@ -66,7 +68,7 @@ bench: $(BUILT)  ## measure against plain PyTorch; writes benchmarks/results
 test-gpu: $(BUILT)  ## the tests where there is a CUDA device, and `make sanitize`
 	$(SAY) "Tests on a GPU"
 	$(NEEDS_GPU)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(SPREAD) --ignore tests/distributed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(QUICK) --ignore tests/distributed
 	$(BIN)/python -m pytest -q tests/distributed/test_devices.py
 	$(BIN)/python -m pytest -q tests/late_device
 	@$(MAKE) --no-print-directory sanitize
