@@ -169,12 +169,13 @@ def test_stochastic_rounding_draws_anew_for_every_add_and_parameter():
 
 
 @pytest.mark.parametrize("steps_fused", [False, True], ids=["plain", "fused"])
-def test_master_weights_train_as_an_fp32_model_fed_the_same_gradients(steps_fused):
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])  # Adagrad's state is there before the masters
+def test_master_weights_train_as_an_fp32_model_fed_the_same_gradients(kind, steps_fused):
     """The masters follow FP32 training on the bf16 model's gradients; the model is always their rounding."""
     net, (x, y) = model(torch.bfloat16), data(dtype=torch.bfloat16)
 
     def make(ps):
-        return torch.optim.AdamW(ps, lr=1e-3, fused=steps_fused)
+        return kind(ps, lr=1e-3, fused=steps_fused)
 
     masters = [Parameter(p.detach().float()) for p in net.parameters()]
     plain = make(masters)
@@ -222,6 +223,22 @@ def test_master_weights_are_not_seen_outside():
     assert all(s["exp_avg"].dtype is torch.float32 for s in opt.state.values())
     opt.load_state_dict(opt.state_dict())
     assert all(s["exp_avg"].dtype is torch.float32 for s in opt.state.values())
+
+
+def test_master_weights_take_over_the_state_of_an_optimizer_that_has_stepped_without_them():
+    net, (x, y) = model(torch.bfloat16), data(dtype=torch.bfloat16)
+    plain = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    mean_loss(net, x, y).backward()
+    plain.step()
+    plain.zero_grad()
+    kept = [s["exp_avg"].clone() for s in plain.state.values()]
+    opt = fa.AccumulatingOptimizer(plain, 1, master_weights=True)
+    for s, was in zip(opt.state.values(), kept, strict=True):
+        assert s["exp_avg"].dtype is s["exp_avg_sq"].dtype is torch.float32
+        assert torch.equal(s["exp_avg"], was.float())
+    mean_loss(net, x, y).backward()
+    opt.step()
+    assert opt.updated
 
 
 def test_master_weights_take_over_weights_loaded_into_the_model():

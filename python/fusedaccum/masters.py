@@ -45,9 +45,9 @@ class MasterWeights:
                 self.of[p], self._model[master], self._version[p] = master, p, p._version
 
     def take_state(self, inner: Optimizer) -> None:
-        """Move what ``inner`` keeps of parameters whose masters are elsewhere to them, as its load_state_dict would."""
+        """Bring what ``inner`` keeps already to the masters, as its load_state_dict would: Adagrad makes its state in its constructor."""
         for p, master in self.of.items():
-            entry = inner.state.get(p, {}) if p.device != master.device else {}
+            entry = inner.state.get(p, {})
             for key, value in entry.items():
                 if isinstance(value, Tensor):
                     cast = value.is_floating_point() and key != "step"
