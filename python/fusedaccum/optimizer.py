@@ -469,6 +469,7 @@ class AccumulatingOptimizer(Optimizer):
         self._closing.forget_overwritten()
         self._gathering.settle()
         self._sums.check()
+        self._sums.buffers.check_gathers(self.param_groups)
 
     def _record_result(self, result: Any) -> None:
         """What a closure has returned is its micro-batch's loss, if it is one and nobody has told that."""
