@@ -171,7 +171,7 @@ def test_stochastic_rounding_draws_anew_for_every_add_and_parameter():
 @pytest.mark.parametrize("steps_fused", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])
 def test_master_weights_train_as_an_fp32_model_fed_the_same_gradients(kind, steps_fused):
-    """The masters follow FP32 training on the bf16 model's gradients; the model is always their rounding. (Adagrad has state before that.)"""
+    """The masters follow FP32 training on the bf16 model's gradients; the model is always their rounding. (Adagrad has state before.)"""
     net, (x, y) = model(torch.bfloat16), data(dtype=torch.bfloat16)
 
     def make(ps):

@@ -24,7 +24,7 @@ from .closing import Closing
 from .distributed_checkpoint import refuse_torchs_functions
 from .gathering import Gathering
 from .masters import MasterWeights
-from .scalars import Scalar, checked_loss, checked_weight
+from .scalars import Scalar, as_tensor, checked_loss, checked_weight
 from .settings import Settings, check_group, check_lent, check_optimizer, check_parameter, checked_device
 from .window import LastWindow, Schedule
 
@@ -131,7 +131,7 @@ class AccumulatingOptimizer(Optimizer):
         # Optimizer.__init__ is not run: groups, state, defaults and hooks are the inner optimizer's (see __getattr__).
         self.optimizer = optimizer
         self.settings = settings
-        seed = int(torch.randint(2**62, ())) if settings.rounding == "stochastic" else None
+        seed = int(torch.randint(2**62, (), device="cpu")) if settings.rounding == "stochastic" else None
         self._gathering = Gathering(settings, seed)
         self._ledger, self._sums = self._gathering.ledger, self._gathering.sums
         self._masters = MasterWeights(settings.buffer_device)
@@ -473,7 +473,7 @@ class AccumulatingOptimizer(Optimizer):
 
     def _record_result(self, result: Any) -> None:
         """What a closure has returned is its micro-batch's loss, if it is one and nobody has told that."""
-        one = isinstance(result, (float, Tensor)) and torch.as_tensor(result).numel() == 1
+        one = isinstance(result, (float, Tensor)) and as_tensor(result).numel() == 1
         if one and self._gathering.losses.lacking:
             self._gathering.record_loss(result)
 
@@ -504,4 +504,4 @@ class AccumulatingOptimizer(Optimizer):
         if scale.unscaled:
             self._sums.norms.forget_all()  # GradScaler writes without raising the tensors' versions
         scale.met(window, self._gathering.losses)
-        return torch.as_tensor(self.__dict__["found_inf"]) != 0
+        return as_tensor(self.__dict__["found_inf"]) != 0
