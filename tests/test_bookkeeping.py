@@ -191,6 +191,17 @@ def test_a_micro_batch_of_weight_0_may_hold_anything(nonfinite):
     assert (p == -1).all()
 
 
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_a_weight_of_0_lets_nothing_in_that_it_is_not_multiplied_with(reduction):
+    p = nn.Parameter(torch.zeros(4))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 2, reduction=reduction, nonfinite="skip_micro_batch")
+    for factor, weight in ((1.0, 1.0), (float("nan"), 0.0), (1.0, 1.0)):
+        opt.backward((p * factor).sum(), weight=weight)
+        opt.step()
+    assert opt.updated
+    assert (p == (-1 if reduction == "sum" else -2)).all()
+
+
 @pytest.mark.parametrize("fails_at", [1, 2])
 def test_out_of_memory_while_a_bucket_is_added_counts_nothing_twice_and_loses_nothing_unsaid(fails_at, monkeypatch):
     monkeypatch.setattr(intake, "BUCKET_BYTES", 1)  # a call a parameter

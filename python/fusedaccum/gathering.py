@@ -402,7 +402,7 @@ class Gathering:
         micro, held = self.ledger.micro, self._intake.held
         micro.judged = bool(held)
         found = self.ranks.of_all_parts(self.sums.count_nonfinite(held))
-        weightless = float(micro.value()) == 0 and not self.sums.buffers.sharded
+        weightless = float(self.ledger.factor(micro)) == 0 and not self.sums.buffers.sharded
         if not found or weightless:
             self._intake.release()
             return None

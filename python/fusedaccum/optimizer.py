@@ -194,8 +194,8 @@ class AccumulatingOptimizer(Optimizer):
         Records the loss, where it is one number, for ``last_window.loss``.
 
         Args:
-            weight: number or 0-d tensor (samples, tokens), finite, >= 0; 1 when left out. A micro-batch of weight 0 adds
-                nothing.
+            weight: number or 0-d tensor (samples, tokens), finite, >= 0; 1 when left out. Under ``reduction="mean"`` a
+                micro-batch of weight 0 adds nothing.
             last: the window ends with this micro-batch (a count of ``accum_steps`` says so itself): the sums go to the other ranks
                 while this backward still computes.
 
