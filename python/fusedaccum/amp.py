@@ -24,6 +24,7 @@ class LossScale:
         live: the scaler's own scale tensor, or None before its first ``step()``.
         through_scaler: is the ``step()`` being run called by a scaler?
         unscaled: has the user called ``scaler.unscale_(optimizer)`` before it?
+        hidden: did that, and the scaler's look for overflows, meet a rejected micro-batch's gradient, and not the sums?
     """
 
     def __init__(self) -> None:
@@ -31,7 +32,7 @@ class LossScale:
         self.forget_step()
 
     def forget_step(self) -> None:
-        self.through_scaler = self.unscaled = False
+        self.through_scaler = self.unscaled = self.hidden = False
 
     def __rmul__(self, scale: Tensor) -> Tensor:
         """``scale * optimizer.grad_scale``, as GradScaler.step() computes it: keeps hold of the tensor, changes nothing."""
@@ -57,14 +58,14 @@ class LossScale:
         if self.live is None:  # unscaled before we ever met the scaler
             window.unit, window.unit_lost, window.small_sq_norm = 1.0, True, None
             losses.scale_stays_unknown()
-        elif self.unscaled:
+        elif self.unscaled and not self.hidden:
             window.unit = (self.live if window.unit is None else window.unit) / self.live
         elif window.unit is None:
             window.unit = self.live.detach().clone()
             window.small_sq_norm = None  # was measured before anybody knew
             losses.scale_is(window.unit)
 
-    def told(self, grad_scale: object) -> None:
+    def told(self, grad_scale: object, hidden: bool) -> None:
         """``optimizer.grad_scale = ...`` by GradScaler.step(): our own object back when the gradients are unscaled already."""
-        self.through_scaler = True
+        self.through_scaler, self.hidden = True, hidden
         self.unscaled = grad_scale is self or grad_scale is None

@@ -189,6 +189,11 @@ class Gathering:
         """Was a micro-batch rejected since the last ``step()``?"""
         return bool(self._rejected.names)
 
+    @property
+    def shows_rejected(self) -> bool:
+        """Is it what ``p.grad`` has shown last, so that nobody else has met the sums?"""
+        return self._rejected.shown if self._settings.schedule.caller_owned else self.has_rejected
+
     # -- what layers and recipes ask for -----------------------------------------------------------------------
 
     @staticmethod

@@ -485,7 +485,7 @@ class AccumulatingOptimizer(Optimizer):
 
     @grad_scale.setter
     def grad_scale(self, value: object) -> None:
-        self._gathering.loss_scale.told(value)
+        self._gathering.loss_scale.told(value, self._gathering.shows_rejected)
 
     @grad_scale.deleter
     def grad_scale(self) -> None:
@@ -499,9 +499,13 @@ class AccumulatingOptimizer(Optimizer):
             scale.left(window, self._gathering.losses)
             return False
         self._refuse_unshown("GradScaler looks for overflows in p.grad", "use bf16, which needs no loss scale")
-        if window is None or window.overflowed or self._gathering.has_rejected:
+        if window is None or window.overflowed:
             return False
+        if scale.hidden and scale.live is None:
+            return (
+                self.settings.schedule.caller_owned
+            )  # for nobody knows what the others of a window that ends here carry
         if scale.unscaled:
             self._sums.norms.forget_all()  # GradScaler writes without raising the tensors' versions
         scale.met(window, self._gathering.losses)
-        return as_tensor(self.__dict__["found_inf"]) != 0
+        return not self._gathering.has_rejected and as_tensor(self.__dict__["found_inf"]) != 0
