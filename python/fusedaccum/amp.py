@@ -21,7 +21,7 @@ class LossScale:
     """The loss scale in force, as far as a scaler has shown it.
 
     Attributes:
-        live: the scaler's own scale tensor, or None before its first ``step()``.
+        live: the scaler's own scale tensor, or None before its first ``step()``; after a checkpoint, until the next plain one, a copy.
         through_scaler: is the ``step()`` being run called by a scaler?
         unscaled: has the user called ``scaler.unscale_(optimizer)`` before it?
         hidden: did that, and the scaler's look for overflows, meet a rejected micro-batch's gradient, and not the sums?
@@ -29,6 +29,7 @@ class LossScale:
 
     def __init__(self) -> None:
         self.live: Tensor | None = None
+        self._copied = False
         self.forget_step()
 
     def forget_step(self) -> None:
@@ -36,8 +37,12 @@ class LossScale:
 
     def __rmul__(self, scale: Tensor) -> Tensor:
         """``scale * optimizer.grad_scale``, as GradScaler.step() computes it: keeps hold of the tensor, changes nothing."""
-        self.live = scale
+        self.live, self._copied = scale, False
         return scale
+
+    def load(self, saved: Tensor | None) -> None:
+        """Go on with a checkpoint's scale. Its scaler has not been seen: what ``update()`` changes there does not show here."""
+        self.live, self._copied = None if saved is None else saved.clone(), True
 
     def left(self, window: Window | None, losses: Losses) -> None:
         """``step()`` was called by no scaler: the gradients of ``window`` carry no loss scale."""
@@ -60,6 +65,8 @@ class LossScale:
             losses.scale_stays_unknown()
         elif self.unscaled and not self.hidden:
             window.unit = (self.live if window.unit is None else window.unit) / self.live
+            if self._copied:
+                self.live, window.unit_lost = None, True
         elif window.unit is None:
             window.unit = self.live.detach().clone()
             window.small_sq_norm = None  # was measured before anybody knew

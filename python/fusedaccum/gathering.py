@@ -320,8 +320,8 @@ class Gathering:
             )
         if self.ledger.window.unit_lost:
             raise RuntimeError(
-                "scaler.unscale_(opt) inside a window, before the first plain scaler.step(opt), hid the loss scale from the "
-                "wrapper; unscale only complete windows, or clip with max_grad_norm="
+                "scaler.unscale_(opt) inside a window, before the first plain scaler.step(opt) (since the checkpoint), hid the loss scale "
+                "from the wrapper; unscale only complete windows, or clip with max_grad_norm="
             )
         micro = self.ledger.micro
         micro.passes += 1
