@@ -106,22 +106,25 @@ def test_resuming_with_a_scaler_whose_scale_has_changed_in_the_window():
     assert_same_parameters(net2, net, 0)
 
 
-def test_resuming_with_a_scaler_that_grows_before_it_is_seen_plainly():
+@pytest.mark.parametrize("overflow", [None, 1], ids=["clean", "overflow"])
+def test_resuming_with_a_scaler_whose_scale_changes_before_it_is_seen_plainly(overflow):
     """Unscaled at every window's end, as to clip by hand: then the wrapper is not shown the scale there."""
     net, (x, y) = model(torch.float32), data(dtype=torch.float32)
     big = twin(net)
     opt, plain = wrapped(net, 2), sgd(big.parameters())
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
-    for _ in range(4):
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1)
+    for window in range(4):
         for i, (xs, ys) in enumerate(parts(x, y, (12, 12))):
-            scaler.scale(mean_loss(net, xs, ys)).backward()
+            factor = float("inf") if window == overflow and i == 0 else 1
+            (scaler.scale(mean_loss(net, xs, ys)) * factor).backward()
             if i == 1:
                 opt.load_state_dict(opt.state_dict())
                 scaler.unscale_(opt)
             scaler.step(opt)
             scaler.update()
-        big_batch_step(big, plain, x, y)
-        assert opt.updated
+        assert opt.updated == (window != overflow)
+        if opt.updated:
+            big_batch_step(big, plain, x, y)
         assert_same_parameters(net, big, 1e-6)
 
 

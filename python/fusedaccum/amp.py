@@ -29,10 +29,16 @@ class LossScale:
 
     def __init__(self) -> None:
         self.live: Tensor | None = None
-        self._copied = False
-        self.forget_step()
+        self.through_scaler = self.unscaled = self.hidden = self._copied = False
+
+    @property
+    def _unseen(self) -> bool:
+        """Has a checkpoint's scaler ended a micro-batch without showing what its scale is now?"""
+        return self._copied and self.unscaled
 
     def forget_step(self) -> None:
+        if self._unseen:
+            self.live = None
         self.through_scaler = self.unscaled = self.hidden = False
 
     def __rmul__(self, scale: Tensor) -> Tensor:
@@ -65,12 +71,11 @@ class LossScale:
             losses.scale_stays_unknown()
         elif self.unscaled and not self.hidden:
             window.unit = (self.live if window.unit is None else window.unit) / self.live
-            if self._copied:
-                self.live, window.unit_lost = None, True
         elif window.unit is None:
             window.unit = self.live.detach().clone()
             window.small_sq_norm = None  # was measured before anybody knew
             losses.scale_is(window.unit)
+        window.unit_lost = window.unit_lost or self._unseen
 
     def told(self, grad_scale: object, hidden: bool) -> None:
         """``optimizer.grad_scale = ...`` by GradScaler.step(): our own object back when the gradients are unscaled already."""
