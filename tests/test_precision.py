@@ -1,5 +1,7 @@
 """Dtypes of parameters and buffers: what is kept, what would be lost without, and what 16-bit buffers do."""
 
+import copy
+
 import fusedaccum as fa
 import pytest
 import torch
@@ -239,6 +241,20 @@ def test_master_weights_take_over_the_state_of_an_optimizer_that_has_stepped_wit
     mean_loss(net, x, y).backward()
     opt.step()
     assert opt.updated
+
+
+def test_master_weights_take_over_a_state_loaded_into_the_inner_optimizer():
+    net, (x, y) = model(torch.bfloat16), data(dtype=torch.bfloat16)
+    opt = wrapped(net, 1, make=lambda ps: torch.optim.AdamW(ps, lr=1e-3), master_weights=True)
+    for _ in range(2):
+        mean_loss(net, x, y).backward()
+        opt.step()
+        opt.optimizer.load_state_dict(copy.deepcopy(opt.optimizer.state_dict()))
+        assert all(s["exp_avg"].dtype is s["exp_avg_sq"].dtype is torch.float32 for s in opt.state.values())
+    inner = opt.optimizer
+    del opt
+    inner.load_state_dict(inner.state_dict())
+    assert all(s["exp_avg"].dtype is torch.bfloat16 for s in inner.state.values())
 
 
 def test_master_weights_take_over_weights_loaded_into_the_model():

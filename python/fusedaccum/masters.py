@@ -7,6 +7,7 @@ Everybody outside (schedulers, checkpoints, logging) finds the model's own param
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -52,6 +53,17 @@ class MasterWeights:
                 if isinstance(value, Tensor):
                     cast = value.is_floating_point() and key != "step"
                     entry[key] = value.to(master.device, master.dtype if cast else value.dtype)
+
+    def watch(self, inner: Optimizer) -> None:
+        """:meth:`take_state` whenever somebody loads a state into ``inner`` itself, which PyTorch then casts to the model's dtypes."""
+        alive = weakref.ref(self)
+
+        def loaded(optimizer: Optimizer) -> None:
+            masters = alive()
+            if masters is not None:
+                masters.take_state(optimizer)
+
+        inner.register_load_state_dict_post_hook(loaded)
 
     @contextmanager
     def at_work(self, inner: Optimizer, slots: Iterable[Slot] = ()) -> Iterator[None]:

@@ -143,6 +143,8 @@ class AccumulatingOptimizer(Optimizer):
         if isinstance(optimizer, LBFGS) and not self._gathering.ranks.alone:
             raise ValueError("process_group does not work with LBFGS, which decides by itself how often it evaluates")
         self._make_masters(groups)
+        if self.settings.master_weights:
+            self._masters.watch(optimizer)
 
     def _take(self, groups: Sequence[int]) -> None:
         """Gather the gradients of these groups; all their parameters are checked before the first is touched."""
