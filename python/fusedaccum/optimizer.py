@@ -432,6 +432,11 @@ class AccumulatingOptimizer(Optimizer):
         if own is not None:
             checkpoint.load(self, own)
 
+    def __copy__(self) -> AccumulatingOptimizer:
+        raise TypeError(
+            "copy.copy() of an AccumulatingOptimizer would be a second one of the same parameters; use copy.deepcopy((model, opt))"
+        )
+
     def __getstate__(self) -> dict[str, Any]:
         self._not_inside("a copy")
         if not self._gathering.ranks.alone:
