@@ -172,6 +172,37 @@ def test_caller_owned_window_with_a_scaler():
     assert_same_parameters(net, big, 1e-6)
 
 
+@pytest.mark.parametrize("unscale", [False, True], ids=["plain", "unscaled"])
+@pytest.mark.parametrize("known", [False, True], ids=["first-window", "later"])
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_a_caller_owned_window_that_drops_a_micro_batch_has_its_scale_taken_off_once(bad, known, unscale):
+    net, (x, y) = model(torch.float32), data(dtype=torch.float32)
+    big, batches = twin(net), parts(x, y, (8, 8, 8))
+    opt, plain = wrapped(net, nonfinite="skip_micro_batch"), sgd(big.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def window(bad, unscale):
+        for i, (xs, ys) in enumerate(batches):
+            (scaler.scale(mean_loss(net, xs, ys)) * (float("inf") if i == bad else 1)).backward()
+        if unscale:
+            scaler.unscale_(opt)
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+        if opt.updated:
+            good = [batch for i, batch in enumerate(batches) if i != bad]
+            big_batch_step(big, plain, *(torch.cat(parts) for parts in zip(*good, strict=True)))
+
+    if known:
+        window(None, False)
+    window(bad, unscale)
+    # unscale_() has seen the bad gradient alone, and nobody knows yet what the others were scaled with.
+    assert opt.updated == (known or not unscale or bad < 2)
+    window(None, False)
+    assert opt.updated
+    assert_same_parameters(net, big, 2e-6)
+
+
 def test_unscale_that_would_hide_the_scale_is_refused():
     net, (x, y) = model(torch.float32), data(dtype=torch.float32)
     opt = wrapped(net, 3)

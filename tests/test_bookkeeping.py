@@ -27,6 +27,25 @@ def test_no_device_is_waited_for_to_learn_whether_a_weighed_window_may_be_comple
     assert Schedule.checked(None, 10).may_complete(None, 1, unreadable)
 
 
+def test_nothing_moves_to_the_default_device():
+    """As with a model in CPU memory under torch.set_default_device("cuda"): the device would be waited for."""
+    net, (x, y) = model(), data()
+    there, batch = twin(net), parts(x, y, (12, 12))
+
+    def train(net):
+        asked = {"buffer_dtype": None, "rounding": "stochastic", "nonfinite": "skip_window"}
+        opt = wrapped(net, 2, max_grad_norm=0.1, noise_scale=0.5, **asked)
+        for xs, ys in batch:
+            opt.backward(mean_loss(net, xs, ys), weight=len(xs))
+            opt.step()
+        return opt.last_window.as_dict()
+
+    here = train(net)
+    with torch.device("meta"):
+        assert train(there) == here
+    assert_same_parameters(there, net, 0)
+
+
 def test_micro_batches_that_were_not_finite_are_counted_not_elements():
     p = nn.Parameter(torch.zeros(8))
     opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 3, nonfinite="skip_window")
@@ -170,6 +189,17 @@ def test_a_micro_batch_of_weight_0_may_hold_anything(nonfinite):
         opt.step()
     assert opt.updated
     assert (p == -1).all()
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_a_weight_of_0_lets_nothing_in_that_it_is_not_multiplied_with(reduction):
+    p = nn.Parameter(torch.zeros(4))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 2, reduction=reduction, nonfinite="skip_micro_batch")
+    for factor, weight in ((1.0, 1.0), (float("nan"), 0.0), (1.0, 1.0)):
+        opt.backward((p * factor).sum(), weight=weight)
+        opt.step()
+    assert opt.updated
+    assert (p == (-1 if reduction == "sum" else -2)).all()
 
 
 @pytest.mark.parametrize("fails_at", [1, 2])

@@ -9,7 +9,7 @@ import textwrap
 
 import pytest
 import torch
-from training import assert_same_parameters, data, grads, mean_loss, model, parts, wrapped
+from training import assert_same_parameters, big_batch_step, data, grads, mean_loss, model, parts, sgd, twin, wrapped
 
 
 def through_a_file(state):
@@ -104,6 +104,28 @@ def test_resuming_with_a_scaler_whose_scale_has_changed_in_the_window():
     for n, o, s in ((net, opt, scaler), (net2, opt2, scaler2)):
         train(n, o, batches[3:], s)
     assert_same_parameters(net2, net, 0)
+
+
+@pytest.mark.parametrize("overflow", [None, 1], ids=["clean", "overflow"])
+def test_resuming_with_a_scaler_whose_scale_changes_before_it_is_seen_plainly(overflow):
+    """Unscaled at every window's end, as to clip by hand: then the wrapper is not shown the scale there."""
+    net, (x, y) = model(torch.float32), data(dtype=torch.float32)
+    big = twin(net)
+    opt, plain = wrapped(net, 2), sgd(big.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1)
+    for window in range(4):
+        for i, (xs, ys) in enumerate(parts(x, y, (12, 12))):
+            factor = float("inf") if window == overflow and i == 0 else 1
+            (scaler.scale(mean_loss(net, xs, ys)) * factor).backward()
+            if i == 1:
+                opt.load_state_dict(opt.state_dict())
+                scaler.unscale_(opt)
+            scaler.step(opt)
+            scaler.update()
+        assert opt.updated == (window != overflow)
+        if opt.updated:
+            big_batch_step(big, plain, x, y)
+        assert_same_parameters(net, big, 1e-6)
 
 
 def test_layout_is_pytorchs_plus_one_key_of_tensors_and_plain_values():

@@ -132,6 +132,27 @@ def test_parameter_changed_under_the_wrapper_is_an_error_that_names_it(change):
         opt.step()
 
 
+@pytest.mark.parametrize("how", ["a group of the inner optimizer's", "appended", "replaced"])
+def test_a_parameter_that_came_past_the_wrapper_is_refused_by_name(how):
+    """Its gradients would reach the inner optimizer as sums."""
+    net, (x, y) = model(), data()
+    *most, last = net.parameters()
+    opt = fa.AccumulatingOptimizer(sgd(most), 2)
+    if how == "appended":
+        opt.param_groups[0]["params"].append(last)
+    elif how == "replaced":
+        opt.param_groups[0]["params"][0] = last
+    else:
+        opt.optimizer.add_param_group({"params": [last]})
+    place = {"appended": r"\[0\]\['params'\]\[5\]", "replaced": r"\[0\]\['params'\]\[0\]"}.get(
+        how, r"\[1\]\['params'\]\[0\]"
+    )
+    for call in (opt.step, opt.flush):
+        mean_loss(net, x, y).backward()
+        with pytest.raises(RuntimeError, match=rf"parameter param_groups{place}, of shape \(3,\), .*add_param_group"):
+            call()
+
+
 def test_broken_pass_retried_on_the_same_graph_counts_once():
     p, q = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
     opt = fa.AccumulatingOptimizer(torch.optim.SGD([p, q], lr=1.0), 1)

@@ -1,5 +1,7 @@
 """Dtypes of parameters and buffers: what is kept, what would be lost without, and what 16-bit buffers do."""
 
+import copy
+
 import fusedaccum as fa
 import pytest
 import torch
@@ -169,12 +171,13 @@ def test_stochastic_rounding_draws_anew_for_every_add_and_parameter():
 
 
 @pytest.mark.parametrize("steps_fused", [False, True], ids=["plain", "fused"])
-def test_master_weights_train_as_an_fp32_model_fed_the_same_gradients(steps_fused):
-    """The masters follow FP32 training on the bf16 model's gradients; the model is always their rounding."""
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])
+def test_master_weights_train_as_an_fp32_model_fed_the_same_gradients(kind, steps_fused):
+    """The masters follow FP32 training on the bf16 model's gradients; the model is always their rounding. (Adagrad has state before.)"""
     net, (x, y) = model(torch.bfloat16), data(dtype=torch.bfloat16)
 
     def make(ps):
-        return torch.optim.AdamW(ps, lr=1e-3, fused=steps_fused)
+        return kind(ps, lr=1e-3, fused=steps_fused)
 
     masters = [Parameter(p.detach().float()) for p in net.parameters()]
     plain = make(masters)
@@ -222,6 +225,36 @@ def test_master_weights_are_not_seen_outside():
     assert all(s["exp_avg"].dtype is torch.float32 for s in opt.state.values())
     opt.load_state_dict(opt.state_dict())
     assert all(s["exp_avg"].dtype is torch.float32 for s in opt.state.values())
+
+
+def test_master_weights_take_over_the_state_of_an_optimizer_that_has_stepped_without_them():
+    net, (x, y) = model(torch.bfloat16), data(dtype=torch.bfloat16)
+    plain = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    mean_loss(net, x, y).backward()
+    plain.step()
+    plain.zero_grad()
+    kept = [s["exp_avg"].clone() for s in plain.state.values()]
+    opt = fa.AccumulatingOptimizer(plain, 1, master_weights=True)
+    for s, was in zip(opt.state.values(), kept, strict=True):
+        assert s["exp_avg"].dtype is s["exp_avg_sq"].dtype is torch.float32
+        assert torch.equal(s["exp_avg"], was.float())
+    mean_loss(net, x, y).backward()
+    opt.step()
+    assert opt.updated
+
+
+def test_master_weights_take_over_a_state_loaded_into_the_inner_optimizer():
+    net, (x, y) = model(torch.bfloat16), data(dtype=torch.bfloat16)
+    opt = wrapped(net, 1, make=lambda ps: torch.optim.AdamW(ps, lr=1e-3), master_weights=True)
+    for _ in range(2):
+        mean_loss(net, x, y).backward()
+        opt.step()
+        opt.optimizer.load_state_dict(copy.deepcopy(opt.optimizer.state_dict()))
+        assert all(s["exp_avg"].dtype is s["exp_avg_sq"].dtype is torch.float32 for s in opt.state.values())
+    inner = opt.optimizer
+    del opt
+    inner.load_state_dict(inner.state_dict())
+    assert all(s["exp_avg"].dtype is torch.bfloat16 for s in inner.state.values())
 
 
 def test_master_weights_take_over_weights_loaded_into_the_model():

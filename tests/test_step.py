@@ -416,6 +416,17 @@ def test_copies_go_on_alike_and_apart(how):
     assert net2[0].weight is not net[0].weight
 
 
+def test_a_shallow_copy_is_refused_and_the_open_window_kept():
+    net, (x, y) = model(), data()
+    opt = wrapped(net, 2)
+    mean_loss(net, x, y).backward()
+    opt.step()
+    held = grads(net)
+    with pytest.raises(TypeError, match="deepcopy"):
+        copy.copy(opt)
+    assert all(torch.equal(p.grad, g) for p, g in zip(net.parameters(), held, strict=True))
+
+
 def test_dropping_the_wrapper_gives_the_parameters_back():
     net, (x, y) = model(torch.bfloat16), data(dtype=torch.bfloat16)
     opt = wrapped(net, 4)

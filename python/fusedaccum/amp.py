@@ -21,22 +21,34 @@ class LossScale:
     """The loss scale in force, as far as a scaler has shown it.
 
     Attributes:
-        live: the scaler's own scale tensor, or None before its first ``step()``.
+        live: the scaler's own scale tensor, or None before its first ``step()``; after a checkpoint, until the next plain one, a copy.
         through_scaler: is the ``step()`` being run called by a scaler?
         unscaled: has the user called ``scaler.unscale_(optimizer)`` before it?
+        hidden: did that, and the scaler's look for overflows, meet a rejected micro-batch's gradient, and not the sums?
     """
 
     def __init__(self) -> None:
         self.live: Tensor | None = None
-        self.forget_step()
+        self.through_scaler = self.unscaled = self.hidden = self._copied = False
+
+    @property
+    def _unseen(self) -> bool:
+        """Has a checkpoint's scaler ended a micro-batch without showing what its scale is now?"""
+        return self._copied and self.unscaled
 
     def forget_step(self) -> None:
-        self.through_scaler = self.unscaled = False
+        if self._unseen:
+            self.live = None
+        self.through_scaler = self.unscaled = self.hidden = False
 
     def __rmul__(self, scale: Tensor) -> Tensor:
         """``scale * optimizer.grad_scale``, as GradScaler.step() computes it: keeps hold of the tensor, changes nothing."""
-        self.live = scale
+        self.live, self._copied = scale, False
         return scale
+
+    def load(self, saved: Tensor | None) -> None:
+        """Go on with a checkpoint's scale. Its scaler has not been seen: what ``update()`` changes there does not show here."""
+        self.live, self._copied = None if saved is None else saved.clone(), True
 
     def left(self, window: Window | None, losses: Losses) -> None:
         """``step()`` was called by no scaler: the gradients of ``window`` carry no loss scale."""
@@ -57,14 +69,15 @@ class LossScale:
         if self.live is None:  # unscaled before we ever met the scaler
             window.unit, window.unit_lost, window.small_sq_norm = 1.0, True, None
             losses.scale_stays_unknown()
-        elif self.unscaled:
+        elif self.unscaled and not self.hidden:
             window.unit = (self.live if window.unit is None else window.unit) / self.live
         elif window.unit is None:
             window.unit = self.live.detach().clone()
             window.small_sq_norm = None  # was measured before anybody knew
             losses.scale_is(window.unit)
+        window.unit_lost = window.unit_lost or self._unseen
 
-    def told(self, grad_scale: object) -> None:
+    def told(self, grad_scale: object, hidden: bool) -> None:
         """``optimizer.grad_scale = ...`` by GradScaler.step(): our own object back when the gradients are unscaled already."""
-        self.through_scaler = True
+        self.through_scaler, self.hidden = True, hidden
         self.unscaled = grad_scale is self or grad_scale is None

@@ -260,6 +260,17 @@ class Buffers:
                     "set it to None, or leave buffer_device out"
                 )
 
+    def check_gathers(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Raises RuntimeError for a parameter in an optimizer's groups that has no slot: nobody would divide its gradients."""
+        for g, group in enumerate(groups):
+            for i, p in enumerate(group["params"]):
+                if p not in self.of:
+                    raise RuntimeError(
+                        f"parameter param_groups[{g}]['params'][{i}], of shape {tuple(p.shape)}, was put there after the optimizer was "
+                        "wrapped, and its gradients are not gathered; add it with the wrapper's add_param_group() instead, or, where it "
+                        "replaces another, build a new wrapper"
+                    )
+
     def gathered(self) -> list[Slot]:
         """Slots whose parameter holds a gradient now."""
         return [slot for slot in self.slots if slot.holder.grad is not None]

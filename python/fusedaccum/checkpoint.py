@@ -144,8 +144,7 @@ def load(opt: AccumulatingOptimizer, own: dict[str, Any]) -> None:
     accumulator.seed = own["seed"] if accumulator.seed is not None else None
     for slot, draws in zip(slots, own["draws"], strict=True):
         slot.draws = draws
-    live = own["loss_scale"]
-    opt._gathering.loss_scale.live = None if live is None else live.clone()
+    opt._gathering.loss_scale.load(own["loss_scale"])
     opt._gathering.statistics.load(own["batch_statistics"])
     if opt._closing.noise is not None:
         opt._closing.noise.averages = own["noise"]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .buffers import Slot
 from .ledger import Ledger
-from .scalars import Scalar, beside, on
+from .scalars import Scalar, as_tensor, beside, on
 from .settings import Settings
 from .sums import Sums
 from .window import LastWindow, Window
@@ -50,11 +50,6 @@ class Conclusion:
         )
 
 
-def as_tensor(value: Scalar) -> Tensor:
-    """A number as a CPU tensor, whatever the user's default device is (to make one there would wait for it)."""
-    return value if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
-
-
 def conclude(ledger: Ledger, sums: Sums, settings: Settings, overflow: bool | Tensor) -> Conclusion:
     """What the open window comes to. Waits for the device where weights are tensors there."""
     window, slots = ledger.window, sums.gathered()
@@ -73,7 +68,7 @@ def conclude(ledger: Ledger, sums: Sums, settings: Settings, overflow: bool | Te
     skip, norm = overflow, None
     if settings.wants_norm:
         sq_norm = sums.sq_norm(slots)
-        norm = torch.as_tensor(beside(sq_norm.sqrt(), divisor)) / divisor
+        norm = as_tensor(beside(sq_norm.sqrt(), divisor)) / divisor
         if settings.nonfinite == "skip_window":
             bad = on(window.nonfinite, sq_norm.device) > 0
             skip = ~torch.isfinite(sq_norm) | bad | skip

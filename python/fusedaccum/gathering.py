@@ -189,6 +189,11 @@ class Gathering:
         """Was a micro-batch rejected since the last ``step()``?"""
         return bool(self._rejected.names)
 
+    @property
+    def shows_rejected(self) -> bool:
+        """Is it what ``p.grad`` has shown last, so that nobody else has met the sums?"""
+        return self._rejected.shown if self._settings.schedule.caller_owned else self.has_rejected
+
     # -- what layers and recipes ask for -----------------------------------------------------------------------
 
     @staticmethod
@@ -315,8 +320,8 @@ class Gathering:
             )
         if self.ledger.window.unit_lost:
             raise RuntimeError(
-                "scaler.unscale_(opt) inside a window, before the first plain scaler.step(opt), hid the loss scale from the "
-                "wrapper; unscale only complete windows, or clip with max_grad_norm="
+                "scaler.unscale_(opt) inside a window, before the first plain scaler.step(opt) (since the checkpoint), hid the loss scale "
+                "from the wrapper; unscale only complete windows, or clip with max_grad_norm="
             )
         micro = self.ledger.micro
         micro.passes += 1
@@ -402,7 +407,7 @@ class Gathering:
         micro, held = self.ledger.micro, self._intake.held
         micro.judged = bool(held)
         found = self.ranks.of_all_parts(self.sums.count_nonfinite(held))
-        weightless = float(micro.value()) == 0 and not self.sums.buffers.sharded
+        weightless = float(self.ledger.factor(micro)) == 0 and not self.sums.buffers.sharded
         if not found or weightless:
             self._intake.release()
             return None

@@ -7,6 +7,7 @@ Everybody outside (schedulers, checkpoints, logging) finds the model's own param
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -45,13 +46,24 @@ class MasterWeights:
                 self.of[p], self._model[master], self._version[p] = master, p, p._version
 
     def take_state(self, inner: Optimizer) -> None:
-        """Move what ``inner`` keeps of parameters whose masters are elsewhere to them, as its load_state_dict would."""
+        """Bring what ``inner`` keeps already to the masters, as its load_state_dict would: Adagrad makes its state in its constructor."""
         for p, master in self.of.items():
-            entry = inner.state.get(p, {}) if p.device != master.device else {}
+            entry = inner.state.get(p, {})
             for key, value in entry.items():
                 if isinstance(value, Tensor):
                     cast = value.is_floating_point() and key != "step"
                     entry[key] = value.to(master.device, master.dtype if cast else value.dtype)
+
+    def watch(self, inner: Optimizer) -> None:
+        """:meth:`take_state` whenever somebody loads a state into ``inner`` itself, which PyTorch then casts to the model's dtypes."""
+        alive = weakref.ref(self)
+
+        def loaded(optimizer: Optimizer) -> None:
+            masters = alive()
+            if masters is not None:
+                masters.take_state(optimizer)
+
+        inner.register_load_state_dict_post_hook(loaded)
 
     @contextmanager
     def at_work(self, inner: Optimizer, slots: Iterable[Slot] = ()) -> Iterator[None]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .scalars import Scalar, on
+from .scalars import Scalar, as_tensor, on
 from .sums import Sums
 from .window import MicroBatch, Window
 
@@ -68,7 +68,7 @@ class NoiseScale:
 
     def update(self, small: Measured, large: Measured) -> None:
         """Take in a window; one that tells nothing (a single micro-batch, or a value that is not finite) changes nothing. No wait."""
-        device = torch.as_tensor(large.sq_norm).device
+        device = as_tensor(large.sq_norm).device
         (a, w, s), (b, v, t) = (
             [
                 torch.as_tensor(on(x, device), dtype=torch.float64, device=device)

@@ -24,7 +24,7 @@ from .closing import Closing
 from .distributed_checkpoint import refuse_torchs_functions
 from .gathering import Gathering
 from .masters import MasterWeights
-from .scalars import Scalar, checked_loss, checked_weight
+from .scalars import Scalar, as_tensor, checked_loss, checked_weight
 from .settings import Settings, check_group, check_lent, check_optimizer, check_parameter, checked_device
 from .window import LastWindow, Schedule
 
@@ -131,7 +131,7 @@ class AccumulatingOptimizer(Optimizer):
         # Optimizer.__init__ is not run: groups, state, defaults and hooks are the inner optimizer's (see __getattr__).
         self.optimizer = optimizer
         self.settings = settings
-        seed = int(torch.randint(2**62, ())) if settings.rounding == "stochastic" else None
+        seed = int(torch.randint(2**62, (), device="cpu")) if settings.rounding == "stochastic" else None
         self._gathering = Gathering(settings, seed)
         self._ledger, self._sums = self._gathering.ledger, self._gathering.sums
         self._masters = MasterWeights(settings.buffer_device)
@@ -143,6 +143,8 @@ class AccumulatingOptimizer(Optimizer):
         if isinstance(optimizer, LBFGS) and not self._gathering.ranks.alone:
             raise ValueError("process_group does not work with LBFGS, which decides by itself how often it evaluates")
         self._make_masters(groups)
+        if self.settings.master_weights:
+            self._masters.watch(optimizer)
 
     def _take(self, groups: Sequence[int]) -> None:
         """Gather the gradients of these groups; all their parameters are checked before the first is touched."""
@@ -194,8 +196,8 @@ class AccumulatingOptimizer(Optimizer):
         Records the loss, where it is one number, for ``last_window.loss``.
 
         Args:
-            weight: number or 0-d tensor (samples, tokens), finite, >= 0; 1 when left out. A micro-batch of weight 0 adds
-                nothing.
+            weight: number or 0-d tensor (samples, tokens), finite, >= 0; 1 when left out. Under ``reduction="mean"`` a
+                micro-batch of weight 0 adds nothing.
             last: the window ends with this micro-batch (a count of ``accum_steps`` says so itself): the sums go to the other ranks
                 while this backward still computes.
 
@@ -430,6 +432,11 @@ class AccumulatingOptimizer(Optimizer):
         if own is not None:
             checkpoint.load(self, own)
 
+    def __copy__(self) -> AccumulatingOptimizer:
+        raise TypeError(
+            "copy.copy() of an AccumulatingOptimizer would be a second one of the same parameters; use copy.deepcopy((model, opt))"
+        )
+
     def __getstate__(self) -> dict[str, Any]:
         self._not_inside("a copy")
         if not self._gathering.ranks.alone:
@@ -469,10 +476,11 @@ class AccumulatingOptimizer(Optimizer):
         self._closing.forget_overwritten()
         self._gathering.settle()
         self._sums.check()
+        self._sums.buffers.check_gathers(self.param_groups)
 
     def _record_result(self, result: Any) -> None:
         """What a closure has returned is its micro-batch's loss, if it is one and nobody has told that."""
-        one = isinstance(result, (float, Tensor)) and torch.as_tensor(result).numel() == 1
+        one = isinstance(result, (float, Tensor)) and as_tensor(result).numel() == 1
         if one and self._gathering.losses.lacking:
             self._gathering.record_loss(result)
 
@@ -484,7 +492,7 @@ class AccumulatingOptimizer(Optimizer):
 
     @grad_scale.setter
     def grad_scale(self, value: object) -> None:
-        self._gathering.loss_scale.told(value)
+        self._gathering.loss_scale.told(value, self._gathering.shows_rejected)
 
     @grad_scale.deleter
     def grad_scale(self) -> None:
@@ -498,9 +506,13 @@ class AccumulatingOptimizer(Optimizer):
             scale.left(window, self._gathering.losses)
             return False
         self._refuse_unshown("GradScaler looks for overflows in p.grad", "use bf16, which needs no loss scale")
-        if window is None or window.overflowed or self._gathering.has_rejected:
+        if window is None or window.overflowed:
             return False
+        if scale.hidden and scale.live is None:
+            return (
+                self.settings.schedule.caller_owned
+            )  # for nobody knows what the others of a window that ends here carry
         if scale.unscaled:
             self._sums.norms.forget_all()  # GradScaler writes without raising the tensors' versions
         scale.met(window, self._gathering.losses)
-        return torch.as_tensor(self.__dict__["found_inf"]) != 0
+        return not self._gathering.has_rejected and as_tensor(self.__dict__["found_inf"]) != 0

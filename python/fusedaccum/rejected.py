@@ -31,6 +31,11 @@ class Rejected:
         for slot, grad in list(bad.items())[:1]:  # none, where another rank has the bad part of a sharded gradient
             slot.param.grad = whole(grad, slot.param) if slot.sharded else grad
 
+    @property
+    def shown(self) -> bool:
+        """Does ``p.grad`` show one of them, and no sum?"""
+        return bool(self._hidden)
+
     def withdraw(self) -> None:
         """Put back what ``p.grad`` was."""
         for slot, grad in self._hidden:

@@ -17,6 +17,11 @@ def identity(scalar: Scalar) -> float | int:
     return id(scalar) if isinstance(scalar, Tensor) else scalar
 
 
+def as_tensor(value: Scalar) -> Tensor:
+    """A number as a CPU tensor, and a tensor as it is, whatever the user's default device is (torch.as_tensor moves there, and waits)."""
+    return value if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
+
+
 def on(scalar: Scalar, device: torch.device) -> Scalar:
     """The same number where the tensors of ``device`` can meet it. Waits only on the way to the CPU."""
     if not isinstance(scalar, Tensor) or scalar.device == device:
