@@ -180,26 +180,20 @@ def test_a_norm_is_of_the_gradient_that_was_put_in_by_hand():
     torch.testing.assert_close(opt.last_window.grad_norm.double(), norm, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("nonfinite", ["raise", "skip_micro_batch"])
-def test_a_micro_batch_of_weight_0_may_hold_anything(nonfinite):
+@pytest.mark.parametrize("nonfinite", ["raise", "skip_micro_batch", "skip_window", "propagate"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+@pytest.mark.parametrize("zero_at", [0, 1, 2])
+def test_a_micro_batch_of_weight_0_may_hold_anything(nonfinite, reduction, kind, zero_at):
     p = nn.Parameter(torch.zeros(4))
-    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 2, nonfinite=nonfinite)
-    for factor, weight in ((1.0, 5.0), (float("nan"), 0.0)):
-        opt.backward((p * factor).sum(), weight=weight)
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 3, reduction=reduction, nonfinite=nonfinite)
+    for i in range(3):
+        factor, weight = (float("nan"), 0.0) if i == zero_at else (1.0, 5.0)
+        opt.backward((p * factor).sum(), weight=kind(weight))
         opt.step()
-    assert opt.updated
-    assert (p == -1).all()
-
-
-@pytest.mark.parametrize("reduction", ["sum", "none"])
-def test_a_weight_of_0_lets_nothing_in_that_it_is_not_multiplied_with(reduction):
-    p = nn.Parameter(torch.zeros(4))
-    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 2, reduction=reduction, nonfinite="skip_micro_batch")
-    for factor, weight in ((1.0, 1.0), (float("nan"), 0.0), (1.0, 1.0)):
-        opt.backward((p * factor).sum(), weight=weight)
-        opt.step()
-    assert opt.updated
-    assert (p == (-1 if reduction == "sum" else -2)).all()
+    assert opt.updated and not opt.last_window.nonfinite
+    assert (p == {"mean": -1.0, "sum": -0.2, "none": -2.0}[reduction]).all()
+    assert opt.last_window.loss == 0
 
 
 @pytest.mark.parametrize("fails_at", [1, 2])

@@ -52,7 +52,7 @@ class Accumulator:
             grads = [local_gradient(grad, slot.param) for slot, grad in zip(slots, grads, strict=True)]
         if micro.divisor is None:
             micro.divisor = running_divisor(self._reduction, self._ledger.window, micro)
-        scale = self._contribution()
+        scale = self._contribution(self._factor())
         for (device, first, narrow, *_), members, theirs in one_call_each(slots, grads):
             divisor = micro.divisor if narrow else 1.0
             here = scale * members[0].factor
@@ -80,7 +80,7 @@ class Accumulator:
 
         False, and nothing done, where the gradient's factor is 0, or not known to the host.
         """
-        sums, scale = self._sums, self._contribution()
+        sums, scale = self._sums, self._contribution(self._factor())
         if isinstance(scale, Tensor) and scale.device.type != "cpu":
             return False
         scale = float(scale)
@@ -97,7 +97,7 @@ class Accumulator:
 
     def added(self, slot: Slot, measure: bool) -> None:
         """The layer of a slot that is lent has added its gradient, times 1. Waits for the device where a loss scale is there."""
-        scale = float(self._contribution())
+        scale = float(self._contribution(1.0))
         slot.check_added(scale)
         self._sums.notice_writes(slot)
         if scale == 0.0:  # the window is not going to be applied: nothing more is let in
@@ -149,12 +149,17 @@ class Accumulator:
             micro.nonfinite = micro.nonfinite + on(found, there)
         micro.counts = []
 
-    def _contribution(self) -> Scalar:
-        """The factor of the micro-batch's gradients: its weight, in the window's unit; 0 where nothing more shall be added."""
-        window, micro = self._ledger.window, self._ledger.micro
+    def _factor(self) -> Scalar:
+        """c_i of the micro-batch's gradients; 1 where other ranks' are in them already, or where the loss has it."""
+        micro = self._ledger.micro
+        mixed = self._sums.buffers.sharded and self._reduction != "mean"
+        return 1.0 if micro.in_loss or mixed else self._ledger.factor(micro)
+
+    def _contribution(self, scale: Scalar) -> Scalar:
+        """The same in the window's unit; 0 where nothing more shall be added."""
+        window = self._ledger.window
         if window.overflowed:
             return 0.0
-        scale = micro.value() if self._reduction == "mean" and not micro.in_loss else 1.0
         if window.unit is not None:
             scale = scale * beside(window.unit, scale)
             if self._loss_scale.live is not None:

@@ -185,8 +185,11 @@ class Ledger:
         return 1.0
 
     def factor(self, micro: MicroBatch) -> Scalar:
-        """c_i, which multiplies its loss, and its gradients."""
-        return micro.value() if self.reduction == "mean" else 1.0
+        """c_i, which multiplies its loss, and its gradients: its weight, or only whether that is 0."""
+        weight = micro.value()
+        if self.reduction == "mean":
+            return weight
+        return (weight != 0).to(weight.dtype) if isinstance(weight, Tensor) else float(weight != 0)
 
     def weigh_the_rest(self, late: Scalar | None) -> None:
         """Before a window closes: ``late`` is the weight of all its micro-batches that were given none.

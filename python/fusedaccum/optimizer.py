@@ -196,8 +196,8 @@ class AccumulatingOptimizer(Optimizer):
         Records the loss, where it is one number, for ``last_window.loss``.
 
         Args:
-            weight: number or 0-d tensor (samples, tokens), finite, >= 0; 1 when left out. Under ``reduction="mean"`` a
-                micro-batch of weight 0 adds nothing.
+            weight: number or 0-d tensor (samples, tokens), finite, >= 0; 1 when left out. A micro-batch of weight 0 adds
+                nothing.
             last: the window ends with this micro-batch (a count of ``accum_steps`` says so itself): the sums go to the other ranks
                 while this backward still computes.
 
@@ -509,9 +509,8 @@ class AccumulatingOptimizer(Optimizer):
         if window is None or window.overflowed:
             return False
         if scale.hidden and scale.live is None:
-            return (
-                self.settings.schedule.caller_owned
-            )  # for nobody knows what the others of a window that ends here carry
+            # Where the window ends here, nobody knows what its other micro-batches carry.
+            return self.settings.schedule.caller_owned
         if scale.unscaled:
             self._sums.norms.forget_all()  # GradScaler writes without raising the tensors' versions
         scale.met(window, self._gathering.losses)

@@ -138,7 +138,7 @@ class MicroBatch:
 
 @dataclass
 class Window:
-    """The open window. Its buffers hold ``unit * sum(c_i * g_i)``, with c_i = w_i for "mean" and 1 otherwise."""
+    """The open window. Its buffers hold ``unit * sum(c_i * g_i)``, with c_i = w_i for "mean", else 1, or 0 with w_i."""
 
     index: int
     length: int | None

@@ -196,6 +196,26 @@ def test_clipped_by_hand(worlds, normalize):
         assert_close(ours, theirs)
 
 
+def nothing_on_one(rank):
+    """On rank 0 all micro-batches weigh 0, and what FSDP2 adds up has the other rank's gradients in it."""
+    model = sharded()
+    opt = wrapped(model, accum_steps=1, reduction="sum")
+    x, y, weight, _ = share(0, 2, rank, 2, equal=True)[0]
+    opt.backward(mean_loss(model, x, y, False) * weight * rank, weight=weight * rank)
+    opt.step()
+    return [full(p) for p in model.parameters()]
+
+
+def test_a_weight_of_0_is_of_one_rank_alone(worlds):
+    model = made()
+    opt = sgd(model.parameters())
+    x, y, _, _ = share(0, 2, 1, 2, equal=True)[0]
+    mean_loss(model, x, y, False).backward()
+    opt.step()
+    for ours in worlds(2).run(nothing_on_one):
+        assert_close(ours, list(model.parameters()))
+
+
 def refused(rank):
     model = sharded()
     with pytest.raises(ValueError, match=r"buffer_device='cpu'.*DTensor"):
