@@ -51,6 +51,18 @@ def test_equals_the_big_batch_with_unequal_micro_batches_as_sums():
     assert_same_parameters(net, big, RTOL)
 
 
+@pytest.mark.parametrize("nothing_at", [0, 1])
+def test_a_micro_batch_without_items_leaves_the_sums_alone(nothing_at):
+    plain, net = Net(), marked(Net())
+    for model in (plain, net):
+        opt = wrapped(model, 2, reduction="sum")
+        for i in range(2):
+            items = 0 if i == nothing_at else 24
+            opt.backward(items * mean_loss(model, *data()), weight=items)
+            opt.step()
+    assert_same_parameters(net, plain, RTOL)
+
+
 def test_windows_of_the_caller_and_grouped_passes():
     plain, net = Net(), marked(Net())
     for model in (plain, net):
