@@ -198,9 +198,24 @@ def test_a_caller_owned_window_that_drops_a_micro_batch_has_its_scale_taken_off_
     window(bad, unscale)
     # unscale_() has seen the bad gradient alone, and nobody knows yet what the others were scaled with.
     assert opt.updated == (known or not unscale or bad < 2)
+    assert opt.last_window.nonfinite == 1
     window(None, False)
     assert opt.updated
     assert_same_parameters(net, big, 2e-6)
+
+
+def test_a_look_at_the_state_brings_the_sums_back_from_behind_a_dropped_micro_batch():
+    p = nn.Parameter(torch.zeros(4))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 2, nonfinite="skip_micro_batch")
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for factor in (1.0, 1.0, 1.0, float("nan"), 1.0):
+        scaler.scale((p * factor).sum()).backward()
+        if factor != 1:
+            opt.state_dict()
+            scaler.unscale_(opt)
+        scaler.step(opt)
+        scaler.update()
+    assert opt.updated and (p == -2).all()
 
 
 def test_unscale_that_would_hide_the_scale_is_refused():

@@ -196,6 +196,18 @@ def test_a_micro_batch_of_weight_0_may_hold_anything(nonfinite, reduction, kind,
     assert opt.last_window.loss == 0
 
 
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_a_weight_of_0_that_comes_late_keeps_nothing_out(reduction):
+    p = nn.Parameter(torch.zeros(4))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 2, reduction=reduction)
+    opt.backward(p.sum())
+    opt.backward(p.sum(), weight=0)
+    opt.step()
+    opt.backward(p.sum(), weight=1)
+    opt.step()
+    assert (p == -3).all()
+
+
 @pytest.mark.parametrize("fails_at", [1, 2])
 def test_out_of_memory_while_a_bucket_is_added_counts_nothing_twice_and_loses_nothing_unsaid(fails_at, monkeypatch):
     monkeypatch.setattr(intake, "BUCKET_BYTES", 1)  # a call a parameter

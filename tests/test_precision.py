@@ -257,6 +257,36 @@ def test_master_weights_take_over_a_state_loaded_into_the_inner_optimizer():
     assert all(s["exp_avg"].dtype is torch.bfloat16 for s in inner.state.values())
 
 
+def test_a_count_of_steps_stays_on_the_cpu():
+    """Where reading it costs no wait: PyTorch's own load_state_dict leaves it there."""
+    p = Parameter(torch.zeros(3, dtype=torch.bfloat16, device="meta"))
+    plain = torch.optim.Adagrad([p])
+    fa.AccumulatingOptimizer(plain, 1, master_weights=True)
+    assert plain.state[p]["sum"].dtype is torch.float32
+    assert plain.state[p]["step"].device.type == "cpu"
+
+
+class Handing(torch.optim.Optimizer):
+    """Hands all to another optimizer, as wrappers do, and has none of PyTorch's hooks for loading."""
+
+    def __init__(self, inner):
+        self.inner, self.defaults = inner, inner.defaults
+        self.param_groups, self.state = inner.param_groups, inner.state
+        self._optimizer_step_pre_hooks = {}
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+def test_master_weights_with_an_optimizer_that_has_no_hooks():
+    p = Parameter(torch.ones(3, dtype=torch.bfloat16))
+    opt = fa.AccumulatingOptimizer(Handing(torch.optim.SGD([p], lr=2**-10)), 1, master_weights=True)
+    for _ in range(4):
+        p.sum().backward()
+        opt.step()
+    assert (p == 1 - 2**-8).all()
+
+
 def test_master_weights_take_over_weights_loaded_into_the_model():
     net, (x, y) = model(torch.bfloat16), data(dtype=torch.bfloat16)
     opt = wrapped(net, 1, make=lambda ps: torch.optim.SGD(ps, lr=1e-5), master_weights=True)

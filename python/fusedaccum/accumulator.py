@@ -52,10 +52,10 @@ class Accumulator:
             grads = [local_gradient(grad, slot.param) for slot, grad in zip(slots, grads, strict=True)]
         if micro.divisor is None:
             micro.divisor = running_divisor(self._reduction, self._ledger.window, micro)
-        scale = self._contribution(self._factor())
+        scale = self._contribution(micro.factor_left())
         for (device, first, narrow, *_), members, theirs in one_call_each(slots, grads):
             divisor = micro.divisor if narrow else 1.0
-            here = scale * members[0].factor
+            here = scale * members[0].averaged_by
             stats = ops.Stats.empty(members[0].device) if measure else None
             accumulate_ = sums.offload.accumulate_ if members[0].offloaded else ops.accumulate_
             accumulate_(
@@ -80,7 +80,7 @@ class Accumulator:
 
         False, and nothing done, where the gradient's factor is 0, or not known to the host.
         """
-        sums, scale = self._sums, self._contribution(self._factor())
+        sums, scale = self._sums, self._contribution(self._ledger.micro.factor_left())
         if isinstance(scale, Tensor) and scale.device.type != "cpu":
             return False
         scale = float(scale)
@@ -149,14 +149,8 @@ class Accumulator:
             micro.nonfinite = micro.nonfinite + on(found, there)
         micro.counts = []
 
-    def _factor(self) -> Scalar:
-        """c_i of the micro-batch's gradients; 1 where other ranks' are in them already, or where the loss has it."""
-        micro = self._ledger.micro
-        mixed = self._sums.buffers.sharded and self._reduction != "mean"
-        return 1.0 if micro.in_loss or mixed else self._ledger.factor(micro)
-
     def _contribution(self, scale: Scalar) -> Scalar:
-        """The same in the window's unit; 0 where nothing more shall be added."""
+        """A factor in the window's unit; 0 where nothing more shall be added."""
         window = self._ledger.window
         if window.overflowed:
             return 0.0
@@ -183,13 +177,13 @@ class Accumulator:
 def one_call_each(
     slots: Sequence[Slot], grads: Sequence[Tensor]
 ) -> Iterator[tuple[tuple, Sequence[Slot], Sequence[Tensor]]]:
-    """``(gradients' device, first touch, narrow, divisor, factor)`` of each call that an add takes, and its slots and gradients."""
+    """``(gradients' device, first touch, narrow, divisor, averaged by)`` of each call that an add takes, and its slots and gradients."""
     calls: dict[tuple, list[int]] = {}
     firsts = [slot.shown is None for slot in slots]
     same = len({slot.block for slot in slots}) == len(set(firsts)) == 1 and not (slots[0].narrow or slots[0].sharded)
     for i in [0] if same else range(len(slots)):
         slot, first = slots[i], firsts[i]
-        key = (slot.made_for[1], first, slot.narrow, None if first else identity(slot.divisor), slot.factor)
+        key = (slot.made_for[1], first, slot.narrow, None if first else identity(slot.divisor), slot.averaged_by)
         calls.setdefault(key, []).append(i)
     if len(calls) == 1:  # as nearly always
         yield key, slots, grads

@@ -72,7 +72,7 @@ class Slot:
         # Does its layer add the gradient itself, as Megatron-LM's and TransformerEngine's do? Then the buffer is lent to it (main_grad.py).
         self.lent = main_grad.asks(self.param)
         self.sharded = is_shard(self.param)  # whoever has sharded it adds up what the ranks gather
-        self.factor = 1.0  # and may have divided that by this
+        self.averaged_by = 1.0  # and may have divided that by this
         if self.sharded:
             self.holder = ShardHolder(self.param)
         self.node: Any = None  # its AccumulateGrad node, when that is hooked

@@ -50,7 +50,7 @@ class FullySharded:
         self._params = [param for param, _ in records]
         self._meshes = [group.mesh_info.mesh for _, group in records]  # over which a slot's gradients are added up
         for slot, (_, group) in zip(self.slots, records, strict=True):
-            slot.factor = float(group.gradient_divide_factor or math.prod(group.mesh_info.mesh.shape))
+            slot.averaged_by = float(group.gradient_divide_factor or math.prod(group.mesh_info.mesh.shape))
         inner = {id(m) for module in modules for m in module.modules() if m is not module}
         self._roots = [m for m in modules if id(m) not in inner and any(x is y for x in m.modules() for y in ours)]
 
@@ -59,21 +59,26 @@ class FullySharded:
         """The ranks that FSDP2 adds gradients up over, the most of them where experts have ranks of their own; None without slots."""
         return _group_of(max(self._meshes, key=lambda mesh: mesh.size())) if self._meshes else None
 
-    def check_shared_by(self, group: dist.ProcessGroup) -> None:
-        """Raises ValueError where other ranks share the windows than FSDP2 adds gradients up over, or a norm is added up over."""
-        ours = dist.get_process_group_ranks(group)
-        for slot, mesh in zip(self.slots, self._meshes, strict=True):
-            added, held = (each.mesh.flatten().tolist() for each in (mesh, slot.param.device_mesh))  # type: ignore[attr-defined]
-            if not set(added) <= set(ours):
+    def check_shared_by(self, group: dist.ProcessGroup, found: bool) -> None:
+        """Raises ValueError for windows that are not shared by the ranks whose gradients are added up.
+
+        Args:
+            found: was ``group`` found here, and not asked for?
+        """
+        ours = set(dist.get_process_group_ranks(group))
+        meshes = {id(mesh): (slot, mesh) for slot, mesh in zip(self.slots, self._meshes, strict=True)}
+        for slot, mesh in meshes.values():
+            added, held = (set(each.mesh.flatten().tolist()) for each in (mesh, slot.param.device_mesh))  # type: ignore[attr-defined]
+            if found and not added <= ours:
                 raise ValueError(
-                    f"FSDP2 adds up the gradients of parameter {slot.name} over ranks {added}, and the ranks that share the windows are "
-                    f"{ours}; pass as process_group the group of all ranks that see different micro-batches"
+                    f"FSDP2 adds up the gradients of parameter {slot.name} over ranks {sorted(added)}, and windows would be shared by "
+                    f"ranks {sorted(ours)}; pass as process_group the group of all ranks that see different micro-batches"
                 )
-            if not set(ours) <= set(held):
+            if not ours <= held:
                 raise ValueError(
-                    f"parameter {slot.name} is a DTensor of ranks {held}, and the ranks that share the windows are {ours}: what the others "
-                    "hold would be missing in the norm. Experts that are spread over ranks must be DTensors over these before fully_shard: "
-                    "distribute_tensor(weight, mesh['experts'], [Shard(0)])"
+                    f"parameter {slot.name} is a DTensor of ranks {sorted(held)}, and windows would be shared by ranks {sorted(ours)}: its "
+                    "gradient would not be added up over the others. Shard replicas over a mesh of two dimensions; make experts that are "
+                    "spread over ranks DTensors of these, too, before fully_shard: distribute_tensor(weight, mesh['experts'], [Shard(0)])"
                 )
 
     def check_reduced(self, what: str) -> None:

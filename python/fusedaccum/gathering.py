@@ -64,12 +64,13 @@ class Gathering:
     def share(self, group: dist.ProcessGroup | None, comm_dtype: torch.dtype | None, shard: bool) -> None:
         """Gather windows together with the ranks of ``group``; None for that of the DistributedDataParallel or FSDP2 modules, if any."""
         replicas, fully_sharded = modules_of(self.sums.buffers.slots)
-        group = group or replicas.group or fully_sharded.group
-        if group is None:
+        found = group or replicas.group or fully_sharded.group
+        if found is None:
             check_alone(comm_dtype, shard)
             return
         self.ranks = ranks = Ranks(
-            group,
+            found,
+            group is None,
             replicas,
             fully_sharded,
             comm_dtype,
@@ -82,6 +83,7 @@ class Gathering:
         )
         fully_sharded.before_backward(self.hide_shards)
         self.ledger.ranks, self.ledger.over_ranks = ranks.size, ranks.group.weight
+        self.ledger.mixes_ranks = bool(fully_sharded.slots)
         if shard:
             self.sums.owned_apart, self.sums.over_owners = True, ranks.group.sum
 
@@ -94,6 +96,7 @@ class Gathering:
             self.sums.buffers.leave(slots)
             raise
         self.ranks.fully_sharded.before_backward(self.hide_shards)
+        self.ledger.mixes_ranks = bool(self.ranks.fully_sharded.slots)
         self._begun = False
         for slot in slots:
             self._intake.hook(slot)
@@ -191,8 +194,8 @@ class Gathering:
 
     @property
     def shows_rejected(self) -> bool:
-        """Is it what ``p.grad`` has shown last, so that nobody else has met the sums?"""
-        return self._rejected.shown if self._settings.schedule.caller_owned else self.has_rejected
+        """Is it what ``p.grad`` shows, so that nobody else meets the sums?"""
+        return self._rejected.shown
 
     # -- what layers and recipes ask for -----------------------------------------------------------------------
 
@@ -407,7 +410,7 @@ class Gathering:
         micro, held = self.ledger.micro, self._intake.held
         micro.judged = bool(held)
         found = self.ranks.of_all_parts(self.sums.count_nonfinite(held))
-        weightless = float(self.ledger.factor(micro)) == 0 and not self.sums.buffers.sharded
+        weightless = float(micro.factor) == 0 and not self.weighs_loss
         if not found or weightless:
             self._intake.release()
             return None

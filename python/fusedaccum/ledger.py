@@ -45,6 +45,7 @@ class Ledger:
         has_micro: is a micro-batch being gathered? False between two.
         ranks: how many gather a window together.
         over_ranks: the sum over them of a weight.
+        mixes_ranks: do other ranks' gradients come with this one's, so that its weight must not keep them out?
     """
 
     def __init__(self, schedule: Schedule, reduction: str):
@@ -52,6 +53,7 @@ class Ledger:
         self.reduction = reduction
         self.ranks = 1
         self.over_ranks: Callable[[Scalar], Scalar] = lambda weight: weight
+        self.mixes_ranks = False
         self.index = 0
         self._window: Window | None = None
         self._micro: MicroBatch | None = None
@@ -100,7 +102,9 @@ class Ledger:
         self._window = Window(self.index, self.schedule.length(self.index), unit=unit)
 
     def begin_micro_batch(self, weight: Scalar | None = None) -> None:
-        self._micro = MicroBatch(weight)
+        self._micro = MicroBatch()
+        if weight is not None:
+            self.weigh(weight)
 
     def drop_micro_batch(self) -> None:
         self._micro = None
@@ -124,7 +128,7 @@ class Ledger:
         self.index, self._window, self._micro = index, window, micro
 
     def weigh(self, weight: Scalar) -> None:
-        """A weight given to the micro-batch that is open already.
+        """A weight given to the open micro-batch.
 
         Raises:
             ValueError: it differs from the one given before, or comes after gradients were scaled without it.
@@ -134,6 +138,8 @@ class Ledger:
             return
         if micro.weight is None and (micro.adds == 0 or self.reduction != "mean"):
             micro.weight = weight
+            if micro.adds == 0:  # else it is late, and only divides
+                micro.factor = self._factor(weight)
         elif micro.weight is None:
             raise ValueError(
                 f"weight {float(weight):g} comes too late: part of this micro-batch was added with weight 1 already; "
@@ -164,7 +170,7 @@ class Ledger:
         if 0 < micro.told < micro.passes:  # somebody else has run a part of it
             micro.loss = None
         window.commit(micro, self._weight_of(micro, late))
-        window.unrecorded = self.factor(micro) if self.schedule.caller_owned and micro.loss is None else None
+        window.unrecorded = micro.factor if self.schedule.caller_owned and micro.loss is None else None
         self._micro = None
         for follower in self.followers:
             follower.micro_batch_counted()
@@ -184,11 +190,11 @@ class Ledger:
             raise ValueError(MISSING_WEIGHT)
         return 1.0
 
-    def factor(self, micro: MicroBatch) -> Scalar:
-        """c_i, which multiplies its loss, and its gradients: its weight, or only whether that is 0."""
-        weight = micro.value()
+    def _factor(self, weight: Scalar) -> Scalar:
         if self.reduction == "mean":
             return weight
+        if self.mixes_ranks:
+            return 1.0
         return (weight != 0).to(weight.dtype) if isinstance(weight, Tensor) else float(weight != 0)
 
     def weigh_the_rest(self, late: Scalar | None) -> None:

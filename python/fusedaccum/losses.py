@@ -41,7 +41,7 @@ class Losses:
                 raise RuntimeError(
                     "opt.backward() records a micro-batch's loss; leave record_loss() out, or call loss.backward()"
                 )
-            part = _of(times(ledger.factor(micro), loss), raw)
+            part = _of(times(micro.factor, loss), raw)
             micro.loss = part if micro.loss is None else micro.loss + part
             micro.loss_by_backward = by_backward
         elif ledger.has_window and ledger.window.unrecorded is not None:

@@ -50,9 +50,12 @@ class MasterWeights:
         for p, master in self.of.items():
             entry = inner.state.get(p, {})
             for key, value in entry.items():
-                if isinstance(value, Tensor):
-                    cast = value.is_floating_point() and key != "step"
-                    entry[key] = value.to(master.device, master.dtype if cast else value.dtype)
+                if not isinstance(value, Tensor):
+                    continue
+                if key != "step":
+                    entry[key] = value.to(master.device, master.dtype if value.is_floating_point() else value.dtype)
+                elif p.device != master.device:  # else it stays on the CPU, where reading it costs no wait
+                    entry[key] = value.to(master.device)
 
     def watch(self, inner: Optimizer) -> None:
         """:meth:`take_state` whenever somebody loads a state into ``inner`` itself, which PyTorch then casts to the model's dtypes."""
@@ -63,7 +66,9 @@ class MasterWeights:
             if masters is not None:
                 masters.take_state(optimizer)
 
-        inner.register_load_state_dict_post_hook(loaded)
+        # Optimizers that hand all to another one need not have PyTorch's hooks.
+        if hasattr(inner, "_optimizer_load_state_dict_post_hooks"):
+            weakref.finalize(self, inner.register_load_state_dict_post_hook(loaded).remove).atexit = False
 
     @contextmanager
     def at_work(self, inner: Optimizer, slots: Iterable[Slot] = ()) -> Iterator[None]:

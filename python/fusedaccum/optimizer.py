@@ -510,7 +510,8 @@ class AccumulatingOptimizer(Optimizer):
             return False
         if scale.hidden and scale.live is None:
             # Where the window ends here, nobody knows what its other micro-batches carry.
-            return self.settings.schedule.caller_owned
+            window.overflowed = self.settings.schedule.caller_owned
+            return False
         if scale.unscaled:
             self._sums.norms.forget_all()  # GradScaler writes without raising the tensors' versions
         scale.met(window, self._gathering.losses)

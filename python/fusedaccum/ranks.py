@@ -35,6 +35,7 @@ class Ranks(Alone):
     """One rank's side of the windows that a process group shares. What each call is for says :class:`Alone`.
 
     Args:
+        found: was the group found, and not asked for?
         replicas, fully_sharded: the modules, as :func:`modules_of` finds them.
         comm_dtype: sums travel in this dtype; None for the buffers' own.
         shard: each parameter is stepped by one rank, its owner.
@@ -47,6 +48,7 @@ class Ranks(Alone):
     def __init__(
         self,
         process_group: dist.ProcessGroup,
+        found: bool,
         replicas: Replicas,
         fully_sharded: FullySharded,
         comm_dtype: torch.dtype | None,
@@ -59,31 +61,32 @@ class Ranks(Alone):
     ):
         super().__init__()
         slots = sums.buffers.slots
-        self.replicas, self.fully_sharded, self.shard = replicas, fully_sharded, shard
+        self.replicas, self.fully_sharded, self.shard, self._found = replicas, fully_sharded, shard, found
         self._sums, self._ledger, self._statistics = sums, ledger, statistics
         self._settings, self._drop = settings, weakref.WeakMethod(drop)
-        self._check(process_group)
+        self._check(process_group, fully_sharded)
         self.group = Group(process_group, slots[0].device if slots else torch.device("cpu"), ledger)
         self.size, self.rank, self.name = self.group.size, self.group.rank, self.group.name
         self.owners: dict[Slot, int] = {}  # empty unless ``shard``
         self.segments = Segments(self.group, comm_dtype, sums, ledger, settings.backend, self.owners)
         self._share(slots)
-        self._average_shards()
+        self._average_shards(fully_sharded)
         self.forget()
 
     def take(self, slots: Sequence[Slot]) -> None:
         """Share these, too. Raises ValueError unless all ranks have the like."""
-        self.replicas, self.fully_sharded = modules_of(self._sums.buffers.slots)
-        self._average_shards()
-        self._check(self.group.process_group)
+        replicas, fully_sharded = modules_of(self._sums.buffers.slots)
+        self._average_shards(fully_sharded)
+        self._check(self.group.process_group, fully_sharded)
         self._share(slots)
+        self.replicas, self.fully_sharded = replicas, fully_sharded
 
-    def _check(self, group: dist.ProcessGroup) -> None:
+    def _check(self, group: dist.ProcessGroup, fully_sharded: FullySharded) -> None:
         slots = self._sums.buffers.slots
-        parts = [slot.name for slot in slots if slot.sharded and slot not in self.fully_sharded.slots]
+        parts = [slot.name for slot in slots if slot.sharded and slot not in fully_sharded.slots]
         lent = [slot.name for slot in self._sums.buffers.lent]
         check_shared(self._settings, self.shard, self._sums.buffers.sharded, lent, parts)
-        self.fully_sharded.check_shared_by(group)
+        fully_sharded.check_shared_by(group, self._found)
 
     def _share(self, slots: Sequence[Slot]) -> None:
         self.group.compare_shapes(slots)
@@ -91,11 +94,11 @@ class Ranks(Alone):
         if self.shard:
             self.owners.update(owners(slots, self.size))
 
-    def _average_shards(self) -> None:
+    def _average_shards(self, fully_sharded: FullySharded) -> None:
         """Of gradients that come normalised the mean over the ranks is taken, and FSDP2's are not added up here."""
         if self._settings.reduction == "none":
-            for slot in self.fully_sharded.slots:
-                slot.factor /= self.size
+            for slot in fully_sharded.slots:
+                slot.averaged_by /= self.size
 
     def owned(self, parameters: Collection[Parameter]) -> list[Parameter]:
         slots = [self._sums.buffers.of[p] for p in parameters]

@@ -117,6 +117,7 @@ class MicroBatch:
     """The micro-batch being gathered: all that lies between two commits."""
 
     weight: Scalar | None = None  # None: nobody has said
+    factor: Scalar = 1.0  # c_i, which multiplies its loss, and its gradients
     in_loss: bool = False  # has the loss been multiplied by the weight, so that the gradient comes with it?
     last: bool = False  # has the caller said that the window ends with it?
     adds: int = 0  # calls that added part of it: then a weight comes too late
@@ -135,10 +136,14 @@ class MicroBatch:
         """The weight, 1 where nobody gave one."""
         return 1.0 if self.weight is None else self.weight
 
+    def factor_left(self) -> Scalar:
+        """What its gradients are to be multiplied with still."""
+        return 1.0 if self.in_loss else self.factor
+
 
 @dataclass
 class Window:
-    """The open window. Its buffers hold ``unit * sum(c_i * g_i)``, with c_i = w_i for "mean", else 1, or 0 with w_i."""
+    """The open window. Its buffers hold ``unit * sum(c_i * g_i)``, with c_i = w_i for "mean", else 1 (0 where w_i is)."""
 
     index: int
     length: int | None

@@ -197,23 +197,25 @@ def test_clipped_by_hand(worlds, normalize):
 
 
 def nothing_on_one(rank):
-    """On rank 0 all micro-batches weigh 0, and what FSDP2 adds up has the other rank's gradients in it."""
+    """Rank 0's micro-batch weighs 0, and what FSDP2 adds up has it in it."""
     model = sharded()
     opt = wrapped(model, accum_steps=1, reduction="sum")
     x, y, weight, _ = share(0, 2, rank, 2, equal=True)[0]
-    opt.backward(mean_loss(model, x, y, False) * weight * rank, weight=weight * rank)
+    opt.backward(mean_loss(model, x, y, False), weight=weight * rank)
     opt.step()
-    return [full(p) for p in model.parameters()]
+    return [full(p) for p in model.parameters()], float(opt.last_window.loss)
 
 
-def test_a_weight_of_0_is_of_one_rank_alone(worlds):
+def test_a_weight_of_0_keeps_nothing_out_of_what_fsdp2_adds_up(worlds):
     model = made()
     opt = sgd(model.parameters())
-    x, y, _, _ = share(0, 2, 1, 2, equal=True)[0]
-    mean_loss(model, x, y, False).backward()
+    parts = [share(0, 2, rank, 2, equal=True)[0] for rank in range(2)]
+    loss = sum(mean_loss(model, x, y, False) for x, y, _, _ in parts) / parts[1][2]
+    loss.backward()
     opt.step()
-    for ours in worlds(2).run(nothing_on_one):
+    for ours, our_loss in worlds(2).run(nothing_on_one):
         assert_close(ours, list(model.parameters()))
+        assert our_loss == pytest.approx(loss.item(), rel=1e-6)
 
 
 def refused(rank):
@@ -277,6 +279,24 @@ def parts_over_ranks(rank):
     parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     with pytest.raises(ValueError, match=r"is a DTensor that FSDP2 does not add up.*fully_shard"):
         wrapped(model, process_group=dist.group.WORLD)
+
+
+def nothing_over_tensor_parallelism(rank, reduction):
+    model = Block()
+    parallelize_module(model, init_device_mesh("cpu", (2,)), {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    opt = wrapped(model, accum_steps=2, reduction=reduction)
+    x = torch.randn(4, 12, generator=torch.Generator().manual_seed(1))
+    for weight in (0.0, 4.0):
+        opt.backward(model(x / weight if weight == 0 else x).sum(), weight=weight)
+        opt.step()
+    return all(
+        p.to_local().isfinite().all() if isinstance(p, DTensor) else p.isfinite().all() for p in model.parameters()
+    )
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_weight_of_0_adds_nothing_over_tensor_parallelism(worlds, reduction):
+    assert all(worlds(2).run(nothing_over_tensor_parallelism, reduction=reduction))
 
 
 def test_tensor_parallelism_over_data_parallel_ranks_is_fsdp2s(worlds):
