@@ -132,12 +132,16 @@ def test_parameter_changed_under_the_wrapper_is_an_error_that_names_it(change):
         opt.step()
 
 
+@pytest.mark.parametrize("windows", [0, 1])
 @pytest.mark.parametrize("how", ["a group of the inner optimizer's", "appended", "replaced"])
-def test_a_parameter_that_came_past_the_wrapper_is_refused_by_name(how):
-    """Its gradients would reach the inner optimizer as sums."""
+def test_a_parameter_that_came_past_the_wrapper_is_refused_by_name(how, windows):
+    """Its gradients would reach the inner optimizer as sums. Also after ``windows`` in which all was well."""
     net, (x, y) = model(), data()
     *most, last = net.parameters()
     opt = fa.AccumulatingOptimizer(sgd(most), 2)
+    for _ in range(2 * windows):
+        mean_loss(net, x, y).backward()
+        opt.step()
     if how == "appended":
         opt.param_groups[0]["params"].append(last)
     elif how == "replaced":

@@ -66,9 +66,12 @@ class FullySharded:
             found: was ``group`` found here, and not asked for?
         """
         ours = set(dist.get_process_group_ranks(group))
-        meshes = {id(mesh): (slot, mesh) for slot, mesh in zip(self.slots, self._meshes, strict=True)}
-        for slot, mesh in meshes.values():
-            added, held = (set(each.mesh.flatten().tolist()) for each in (mesh, slot.param.device_mesh))  # type: ignore[attr-defined]
+        seen = {}  # one slot of each pair of meshes: that it is added up over, and that it is a part on
+        for slot, mesh in zip(self.slots, self._meshes, strict=True):
+            parts = slot.param.device_mesh  # type: ignore[attr-defined]
+            seen[id(mesh), id(parts)] = slot, mesh, parts
+        for slot, *meshes in seen.values():
+            added, held = (set(mesh.mesh.flatten().tolist()) for mesh in meshes)
             if found and not added <= ours:
                 raise ValueError(
                     f"FSDP2 adds up the gradients of parameter {slot.name} over ranks {sorted(added)}, and windows would be shared by "

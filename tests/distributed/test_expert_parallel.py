@@ -98,6 +98,25 @@ def test_experts_beside_layers_over_all_ranks_are_the_big_batch(worlds, first):
         assert ours_norms == pytest.approx(norms, rel=1e-5)
 
 
+def refused_beside_others(rank):
+    """A weight that is one rank's alone, on the mesh of one that is spread as it should be."""
+    model = Net()
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("copies", "experts"))
+    model.experts.weight = nn.Parameter(distribute_tensor(model.experts.weight, mesh["experts"], [Shard(0)]))
+    model.experts.alone = nn.Parameter(torch.ones(3))
+    fully_shard(model.experts, mesh=mesh["copies"])
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    for parameters in (list(model.named_parameters()), list(model.named_parameters())[::-1]):
+        with pytest.raises(
+            ValueError, match=rf"experts.alone is a DTensor of ranks \[{rank}\].*shared by ranks \[0, 1\]"
+        ):
+            fa.AccumulatingOptimizer(sgd(parameters))
+
+
+def test_every_shard_of_a_mesh_is_looked_at(worlds):
+    worlds(2).run(refused_beside_others)
+
+
 def refused(rank):
     model = expert_parallel(says_so=False)
     with pytest.raises(ValueError, match=rf"experts.*of ranks \[{rank}\].*shared by ranks \[0, 1\].*distribute_tensor"):
