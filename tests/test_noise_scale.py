@@ -76,6 +76,16 @@ def test_noise_scale_is_the_papers(dtype, settings):
         )
 
 
+def test_weights_that_come_with_step():
+    model, data = telling([(9, 20, 5), (16, 8, 2)])
+    opt = wrapped(model.parameters(), reduction="sum", accum_steps=3)
+    for window in data:
+        for x, y in window:
+            nn.functional.mse_loss(model(x), y, reduction="sum").backward()
+            opt.step(weight=len(x))
+    assert opt.last_window.noise_scale.item() == pytest.approx(of_paper(model, data, 0.9), rel=1e-9)
+
+
 @pytest.mark.parametrize("settings", [{"accum_steps": 3}, {"accum_steps": 3, "reduction": "none"}, {}], ids=str)
 def test_without_weights_the_unit_is_the_micro_batch(settings):
     model, data = telling([(4, 4, 4)] * 4)

@@ -12,7 +12,7 @@ from .amp import LossScale
 from .buffers import Slot
 from .ledger import Ledger
 from .scalars import Scalar, beside, identity, on
-from .shards import local_gradient
+from .shards import alike, local_gradient
 from .streams import capturing
 from .sums import Sums
 from .window import MicroBatch, Window
@@ -53,7 +53,7 @@ class Accumulator:
         if micro.divisor is None:
             micro.divisor = running_divisor(self._reduction, self._ledger.window, micro)
         scale = self._contribution(micro.factor_left())
-        for (device, first, narrow, *_), members, theirs in one_call_each(slots, grads):
+        for (device, first, narrow, *_), members, theirs in one_call_each(slots, grads, measure):
             divisor = micro.divisor if narrow else 1.0
             here = scale * members[0].averaged_by
             stats = ops.Stats.empty(members[0].device) if measure else None
@@ -175,15 +175,19 @@ class Accumulator:
 
 
 def one_call_each(
-    slots: Sequence[Slot], grads: Sequence[Tensor]
+    slots: Sequence[Slot], grads: Sequence[Tensor], measure: bool
 ) -> Iterator[tuple[tuple, Sequence[Slot], Sequence[Tensor]]]:
-    """``(gradients' device, first touch, narrow, divisor, averaged by)`` of each call that an add takes, and its slots and gradients."""
+    """``(gradients' device, first touch, narrow, divisor, averaged by, ...)`` of each call that an add takes, and its slots and gradients.
+
+    ``measure``: are norms taken, which can be added up over the ranks of shards that are laid out alike only?
+    """
     calls: dict[tuple, list[int]] = {}
     firsts = [slot.shown is None for slot in slots]
     same = len({slot.block for slot in slots}) == len(set(firsts)) == 1 and not (slots[0].narrow or slots[0].sharded)
     for i in [0] if same else range(len(slots)):
         slot, first = slots[i], firsts[i]
-        key = (slot.made_for[1], first, slot.narrow, None if first else identity(slot.divisor), slot.averaged_by)
+        divisor, layout = None if first else identity(slot.divisor), alike(slot) if measure else None
+        key = (slot.made_for[1], first, slot.narrow, divisor, slot.averaged_by, layout)
         calls.setdefault(key, []).append(i)
     if len(calls) == 1:  # as nearly always
         yield key, slots, grads

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from .ledger import Ledger
 from .window import Loss, Window
 
 
@@ -51,17 +52,20 @@ class Numbers(NamedTuple):
         """Had all ranks the same loss scale? Equal numbers, and no others, have this mean square."""
         return self.unit**2 == ranks * self.unit_square
 
-    def put_into(self, window: Window, ranks: int, reduction: str) -> None:
+    def put_into(self, window: Window, ledger: Ledger) -> None:
         """Make ``window`` that of all ranks."""
+        ranks, normalised = ledger.ranks, ledger.reduction == "none"
         window.weight, window.micro_batches, window.dropped = self.weight, int(self.micro_batches), int(self.dropped)
         window.nonfinite, window.overflowed = int(self.nonfinite), bool(self.overflowed)
         # Of losses that come normalised the mean over the ranks is taken, as of their gradients.
-        window.loss, window.losses = Loss(self.loss / (ranks if reduction == "none" else 1)), int(self.losses)
+        window.loss, window.losses = Loss(self.loss / (ranks if normalised else 1)), int(self.losses)
+        window.small_sq_norm = window.small_weight = window.small_square = None
         if self.small == ranks:
             window.small_sq_norm, window.small_weight = self.small_sq_norm, self.small_weight
             window.small_square = self.small_square
-        else:
-            window.small_sq_norm = window.small_weight = window.small_square = None
+            if ledger.mixes_ranks:  # all have measured the one sum of their micro-batches, or the mean
+                window.small_sq_norm *= ranks if normalised else 1 / ranks
+                window.small_square = self.small_weight**2
 
 
 def small_sums(window: Window) -> tuple[float, float, float, float]:

@@ -73,7 +73,7 @@ class Closing:
         self._unapplied = None
         noise = self.noise
         if noise is not None:
-            both = measured(end.window, end.norm, self._ledger.ranks, self._settings.reduction)
+            both = measured(end.window, end.norm, self._ledger)
             if both is not None:
                 noise.update(*both)
         self.last_window = end.report(self._settings, applied, None if noise is None else noise.value)

@@ -86,11 +86,16 @@ class FullySharded:
 
     def check_reduced(self, what: str) -> None:
         """Raises RuntimeError where FSDP2 keeps gradients that it has not added up over the ranks yet."""
-        if self._held_back():
+        if self.holds_back:
             raise RuntimeError(
                 f"{what}, and FSDP2 still holds gradients of it that it was told not to reduce; call "
                 "model.set_requires_gradient_sync(True) before the last backward (also before one that flush() or state_dict() follows)"
             )
+
+    @property
+    def holds_back(self) -> bool:
+        """Does FSDP2 keep gradients that it has not added up over the ranks yet?"""
+        return bool(self._held_back())
 
     def _held_back(self) -> list[Any]:
         """FSDP2's records of parameters whose gradients it has not reduced yet (``set_requires_gradient_sync(False)``)."""

@@ -347,8 +347,8 @@ class Gathering:
         self.accumulator.added(slot, self._measures())
 
     def _measures(self) -> bool:
-        """Shall adds take norms and look for what is not finite? (Norms of all ranks' sums are taken when these have come.)"""
-        takes_norm = self._settings.wants_norm and self.ranks.alone
+        """Shall adds take norms and look for what is not finite? (Norms of sums that go to other ranks are taken when these have come.)"""
+        takes_norm = self._settings.wants_norm and (self.ranks.alone or self.ledger.mixes_ranks)
         return (
             self._settings.nonfinite == "skip_window"
             or (takes_norm and self.ledger.may_be_last())
@@ -376,7 +376,8 @@ class Gathering:
         first, sent = window.empty, self.ranks.sent
         self.ledger.commit(weight)
         mixed = micro.attempt is not None and micro.attempt.done  # the buffers hold more than this micro-batch
-        if self._settings.noise_scale is not None and first and not (micro.bad or sent or mixed):
+        elsewhere = sent or self.ranks.fully_sharded.holds_back
+        if self._settings.noise_scale is not None and first and not (micro.bad or elsewhere or mixed):
             measure_small(window, micro, self.sums, self._settings.backend)
 
     def pass_failed(self) -> None:

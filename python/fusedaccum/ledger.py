@@ -169,7 +169,8 @@ class Ledger:
             return
         if 0 < micro.told < micro.passes:  # somebody else has run a part of it
             micro.loss = None
-        window.commit(micro, self._weight_of(micro, late))
+        micro.weight = self._weight_of(micro, late)
+        window.commit(micro)
         window.unrecorded = micro.factor if self.schedule.caller_owned and micro.loss is None else None
         self._micro = None
         for follower in self.followers:

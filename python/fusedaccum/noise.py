@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .ledger import Ledger
 from .scalars import Scalar, as_tensor, on
 from .sums import Sums
 from .window import MicroBatch, Window
@@ -32,22 +33,25 @@ class Measured:
 
 
 def measure_small(window: Window, micro: MicroBatch, sums: Sums, backend: str) -> None:
-    """The window holds one micro-batch, whose norm its adds have taken; on this rank, for no sums have gone to others yet."""
-    unit = 1.0 if window.unit is None else window.unit
-    sq_norm = sums.norms.total(sums.gathered(), backend)
+    """The window holds one micro-batch, whose norm its adds have taken; on this rank, for no sums have gone to others yet.
+
+    Of shards, one of every rank that FSDP2 adds up over, and the squares of all parts: the ranks that hold these call it together.
+    """
+    unit, slots = 1.0 if window.unit is None else window.unit, sums.gathered()
+    sq_norm = sums.sq_norm(slots) if sums.buffers.sharded else sums.norms.total(slots, backend)
     window.small_sq_norm = sq_norm / on(unit, sq_norm.device) ** 2
-    if not window.unweighed:
-        window.weigh_small(micro.value())
+    if micro.weight is not None:
+        window.weigh_small(micro.weight)
 
 
-def measured(window: Window, norm: Tensor | None, ranks: int, reduction: str) -> tuple[Measured, Measured] | None:
+def measured(window: Window, norm: Tensor | None, ledger: Ledger) -> tuple[Measured, Measured] | None:
     """What a window was when it held one micro-batch, and what it is, with a gradient of this norm; None where either is not known."""
-    if window.overflowed or norm is None or window.micro_batches < 2:
+    if window.overflowed or norm is None or window.micro_batches <= (ledger.ranks if ledger.mixes_ranks else 1):
         return None
     if window.small_sq_norm is None or window.small_weight is None or window.small_square is None:
         return None
     # The gradient's norm is over this; a mean over ranks, where it comes normalised.
-    sums = norm * (float(ranks) if reduction == "none" else on(window.weight, norm.device))
+    sums = norm * (float(ledger.ranks) if ledger.reduction == "none" else on(window.weight, norm.device))
     small = Measured(window.small_sq_norm, window.small_weight, window.small_square)
     return small, Measured(sums**2, window.weight, window.weight**2)
 

@@ -72,7 +72,7 @@ class AccumulatingOptimizer(Optimizer):
         shard: each rank steps a part of the parameters only, and keeps the optimizer's state and the master weights of these (ZeRO-1):
             sums are reduced to the rank that steps them, which hands the stepped parameters out. ``state_dict()`` is a rank's own.
         noise_scale: measure the gradient noise scale ``tr(Sigma) / |G|^2``, as ``last_window.noise_scale``; the decay a window of its
-            averages, at least 0 and less than 1 (0.95). Not for DTensors. McCandlish et al., 2018, appendix A.1.
+            averages, at least 0 and less than 1 (0.95). McCandlish et al., 2018, appendix A.1.
 
     Raises:
         TypeError, ValueError: an argument, an optimizer or a parameter that cannot be meant, named with the fix.

@@ -27,7 +27,7 @@ from .group import Group, RaisedByAllError
 from .ledger import Ledger
 from .replicas import Replicas, replicas_of
 from .segments import Phase, Segments
-from .settings import Settings, check_shared
+from .settings import Settings, check_shared, check_unsharded
 from .sums import Sums
 
 
@@ -86,6 +86,8 @@ class Ranks(Alone):
         parts = [slot.name for slot in slots if slot.sharded and slot not in fully_sharded.slots]
         lent = [slot.name for slot in self._sums.buffers.lent]
         check_shared(self._settings, self.shard, self._sums.buffers.sharded, lent, parts)
+        if fully_sharded.slots:
+            check_unsharded(self._settings, [slot.name for slot in slots if not slot.sharded])
         fully_sharded.check_shared_by(group, self._found)
 
     def _share(self, slots: Sequence[Slot]) -> None:
@@ -227,7 +229,7 @@ class Ranks(Alone):
                 f"the loss scale is {mine.unit:g} on this rank and another on others: every rank's GradScaler has looked at its own "
                 "gradients only; use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler(process_group=...). The window is dropped"
             )
-        numbers.put_into(window, self.size, self._ledger.reduction)
+        numbers.put_into(window, self._ledger)
         self._overflow = bool(numbers.overflow)
         self._gathered = {slot for slot, ranks in zip(slots, has, strict=True) if ranks}
         self.segments.finish(self._gathered, again)

@@ -148,11 +148,6 @@ def check_parameter(name: str, parameter: Tensor, settings: Settings) -> None:
             f"parameter {name} is {parameter.dtype}; only real floating-point parameters can be accumulated "
             "(store a complex one as two real ones, torch.view_as_real)"
         )
-    if settings.noise_scale is not None and is_shard(parameter):
-        raise ValueError(
-            f"noise_scale does not work with parameter {name}, which is a DTensor, for its gradient comes added up over the ranks; "
-            "leave it out"
-        )
     if parameter.dtype.itemsize < 2:
         raise ValueError(
             f"parameter {name} is {parameter.dtype}; FP64, FP32, bf16 and fp16 parameters can be accumulated"
@@ -262,3 +257,13 @@ def check_shared(settings: Settings, shard: bool, sharded: bool, lent: list[str]
         )
     if shard and settings.buffer_device is not None:
         raise ValueError("shard=True does not work with buffer_device='cpu'; leave one of them out")
+
+
+def check_unsharded(settings: Settings, names: list[str]) -> None:
+    """Raises ValueError for parameters beside FSDP2's that it does not shard, and settings that need all of one kind."""
+    if names and settings.noise_scale is not None:
+        raise ValueError(
+            f"noise_scale={settings.noise_scale}: parameter {names[0]} is not FSDP2's, as others are; its gradient of a first micro-batch "
+            "is this rank's, and theirs that of all ranks, and no one batch has such a norm. Shard it too (fully_shard on the module that "
+            "holds it), or leave noise_scale out"
+        )

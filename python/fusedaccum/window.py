@@ -161,7 +161,7 @@ class Window:
     loss: Loss = Loss()  # sum(c_i * loss_i)
     losses: int = 0  # micro-batches in it
     unrecorded: Scalar | None = None  # c_i of the micro-batch counted last, where its loss may still be told
-    small_sq_norm: Scalar | None = None  # of sum(c_i * g_i) when that held one micro-batch (a rank); None: not measured
+    small_sq_norm: Scalar | None = None  # of sum(c_i * g_i) when that held one micro-batch a rank; None: not measured
     small_weight: Scalar | None = None  # of that micro-batch (the sum over ranks); None: still to come
     small_square: Scalar | None = None  # its square (the sum over ranks)
 
@@ -169,14 +169,14 @@ class Window:
     def empty(self) -> bool:
         return self.micro_batches == 0 and self.carried is None
 
-    def commit(self, micro: MicroBatch, weight: Scalar | None) -> None:
-        """Count a finished micro-batch. ``weight`` None leaves it to be weighed later."""
+    def commit(self, micro: MicroBatch) -> None:
+        """Count a finished micro-batch. One without a weight is left to be weighed later."""
         self.micro_batches += 1
         self.nonfinite = self.nonfinite + (micro.nonfinite > 0)
-        if weight is None:
+        if micro.weight is None:
             self.unweighed += 1
         else:
-            self.weight = self.weight + weight
+            self.weight = self.weight + micro.weight
         if micro.loss is not None:
             self.record(micro.loss)
 

@@ -1,6 +1,7 @@
 """Parameters that are shards: FSDP2 and tensor parallelism, against one process and the big batch."""
 
 import copy
+import math
 
 import fusedaccum as fa
 import pytest
@@ -92,6 +93,39 @@ def test_replicated_shards_are_not_counted_twice(worlds):
     for ours, ours_norms in worlds(4).run(fsdp, **arguments):
         assert_close(ours, theirs)
         assert ours_norms == pytest.approx(norms, rel=1e-5)
+
+
+def counted(rank, split):
+    """How often buffers are read for a norm, and the norms."""
+    torch.manual_seed(2)
+    model, size = Block(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (size,))
+    if split:
+        parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    else:
+        fully_shard(model, mesh=mesh)
+    literal = Block()
+    for p, q in zip(literal.parameters(), model.parameters(), strict=True):
+        p.data.copy_(full(q))
+    opt = wrapped(model, accum_steps=2, max_grad_norm=math.inf)
+    reads, norms, stats = [], [], fa.ops.stats
+    fa.ops.stats = lambda *args, **kwargs: reads.append(args) or stats(*args, **kwargs)
+    try:
+        for x, y, _, _ in share(0, 2, 0, 1) if split else share(0, 2 * size, rank, size):
+            (model(x) - y).square().sum().backward()
+            opt.step()
+    finally:
+        fa.ops.stats = stats
+    batch = share(0, 2 if split else 2 * size, 0, 1)
+    sum((literal(x) - y).square().sum() for x, y, _, _ in batch).div(len(batch)).backward()
+    norms = [float(opt.last_window.grad_norm), float(nn.utils.get_total_norm([p.grad for p in literal.parameters()]))]
+    return len(reads), norms
+
+
+@pytest.mark.parametrize("split", [True, False], ids=["tensor parallelism", "FSDP2"])
+def test_the_norm_of_shards_comes_with_the_adds(worlds, split):
+    for reads, (ours, theirs) in worlds(2).run(counted, split=split):
+        assert reads == 0 and ours == pytest.approx(theirs, rel=1e-5)
 
 
 # -- dtypes ------------------------------------------------------------------------------------------------------------------

@@ -6,17 +6,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from parts import made, mean_loss, micro_batches, sgd, share, wrapped
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 COUNT, DECAY = 8, 0.5
 
 
+def still(params):
+    return torch.optim.SGD(params, lr=0.0)
+
+
 def train(rank, settings, count):
     size = dist.get_world_size()
     model = made(torch.float64)
-    opt = wrapped(model, sgd, process_group=dist.group.WORLD, **settings)
-    for group in opt.param_groups:
-        group["lr"] = group["weight_decay"] = 0.0
+    opt = wrapped(model, still, process_group=dist.group.WORLD, **settings)
     said = []
     for window in range(2):
         for x, y, weight, use in share(window, count, rank, size, settings.get("reduction") == "none"):
@@ -71,6 +77,29 @@ def gradient(model, micro_batches):
     return torch.cat([g.flatten() for g in grads if g is not None]), total.item()
 
 
+def known_of(count, ranks, equal, together=False):
+    """The loss and the noise scale of each of two windows, from the literal gradients of the big batch and of the small ones.
+
+    ``together``: is one small batch made of the ranks' first micro-batches, and not one of each?
+    """
+    model, averages = made(torch.float64), torch.zeros(2)
+    for window in range(2):
+        batch = [
+            (x, y, 1.0 if equal else w, use and not together) for x, y, w, use in micro_batches(window, count, equal)
+        ]
+        whole, total = gradient(model, batch)
+        firsts = [batch[:ranks]] if together else [[first] for first in batch[:ranks]]
+        small, large = [sum(w for *_, w, _ in first) for first in firsts], sum(w for *_, w, _ in batch)
+        of_firsts = sum(gradient(model, first)[0].square().sum() for first in firsts)
+        # Least squares is exact here: two equations, E|S|^2 = square |G|^2 + weight tr(Sigma), for two unknowns.
+        equations = torch.tensor([[sum(w**2 for w in small), sum(small)], [large**2, large]])
+        found = torch.linalg.solve(equations.double(), torch.stack([of_firsts, whole.square().sum()]).double())
+        averages = DECAY * averages + (1 - DECAY) * found
+        sq_gradient, trace = averages.clamp(min=0)
+        assert 0 < trace / sq_gradient < math.inf
+        yield total / large, (trace / sq_gradient).item()
+
+
 @pytest.mark.parametrize(
     ("settings", "count"),
     [
@@ -83,28 +112,91 @@ def gradient(model, micro_batches):
     ids=["owned", "counted", "sum", "none", "one a rank"],
 )
 def test_loss_and_noise_scale_are_those_of_all_ranks(worlds, settings, count):
-    model, equal = made(torch.float64), settings.get("reduction") == "none"
-    averages = torch.zeros(2)
+    equal = settings.get("reduction") == "none"
     results = worlds(2).run(train, settings={**settings, "noise_scale": DECAY}, count=count)
-    for window in range(2):
-        batch = [(x, y, 1.0 if equal else w, use) for x, y, w, use in micro_batches(window, count, equal)]
-        weights = [w for _, _, w, _ in batch]
-        whole, total = gradient(model, batch)
-        # Least squares is exact here: two equations, E|S|^2 = square |G|^2 + weight tr(Sigma), for two unknowns.
-        firsts = [next(iter(share(window, count, rank, 2, equal))) for rank in range(2)]
-        firsts = [(x, y, 1.0 if equal else w, use) for x, y, w, use in firsts]
-        of_firsts = sum(gradient(model, [first])[0].square().sum() for first in firsts)
-        equations = torch.tensor(
-            [[sum(w**2 for *_, w, _ in firsts), sum(w for *_, w, _ in firsts)], [sum(weights) ** 2, sum(weights)]]
-        )
-        known = torch.stack([of_firsts, whole.square().sum()]).double()
-        averages = DECAY * averages + (1 - DECAY) * torch.linalg.solve(equations.double(), known)
-        for said in results:
-            loss, noise_scale = said[window]
-            assert loss == pytest.approx(total / sum(weights), rel=1e-6)
-            sq_gradient, trace = averages.clamp(min=0)
-            assert noise_scale.item() == pytest.approx(
-                (trace / sq_gradient).item(), rel=1e-6
-            )  # the model computes in FP32 in part
-            assert 0 < noise_scale < math.inf
     assert results[0] == results[1]
+    for (loss, noise_scale), (of_batch, of_batches) in zip(results[0], known_of(count, 2, equal), strict=True):
+        assert loss == pytest.approx(of_batch, rel=1e-6)
+        assert noise_scale.item() == pytest.approx(of_batches, rel=1e-6)  # the model computes in FP32 in part
+
+
+# -- shards: FSDP2 adds the ranks' micro-batches up before anybody sees them, so that the small batch is one of every rank ---------
+
+
+def shards(rank, settings, mesh_shape, sync, plain):
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicas", "shards")[-len(mesh_shape) :])
+    model = made(torch.float64)
+    ignored = {model.scale} if plain else set()
+    fully_shard([model.first, model.second], mesh=mesh)
+    fully_shard(model, mesh=mesh, ignored_params=ignored)
+    opt = wrapped(model, still, noise_scale=DECAY, **settings)
+    reduction, said = settings.get("reduction"), []
+    for window in range(2):
+        parts = share(window, COUNT, rank, size, reduction == "none")
+        for number, (x, y, weight, _) in enumerate(parts):
+            model.set_requires_gradient_sync(sync or number == len(parts) - 1)
+            loss = mean_loss(model, x, y, False) * {"sum": weight, "none": size / COUNT}.get(reduction, 1)
+            if reduction == "sum":
+                loss.backward()
+                opt.step(weight=weight)
+            else:
+                opt.backward(loss, weight=weight if reduction is None else None)
+                if "accum_steps" in settings or number == len(parts) - 1:
+                    opt.step()
+        said.append((opt.last_window.noise_scale, opt.last_window.micro_batches))
+    return said
+
+
+@pytest.mark.parametrize(
+    ("settings", "mesh_shape"),
+    [
+        ({}, (2,)),
+        ({"accum_steps": 4}, (2,)),
+        ({"accum_steps": 4, "reduction": "sum", "max_grad_norm": 1.0}, (2,)),
+        ({"accum_steps": 4, "reduction": "none"}, (2,)),
+        pytest.param({"accum_steps": 2}, (2, 2), marks=pytest.mark.slow),
+        pytest.param({"accum_steps": 2, "reduction": "none"}, (2, 2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_the_noise_scale_of_shards_is_that_of_all_ranks(worlds, settings, mesh_shape):
+    size = math.prod(mesh_shape)
+    results = worlds(size).run(shards, settings=settings, mesh_shape=mesh_shape, sync=True, plain=False)
+    equal = settings.get("reduction") == "none"
+    for said in results:
+        for (noise_scale, count), (_, expected) in zip(said, known_of(COUNT, size, equal, together=True), strict=True):
+            assert count == COUNT and noise_scale.item() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(("accum_steps", "sync"), [(4, False), (1, True)], ids=["sent once a window", "one each"])
+def test_shards_that_have_seen_one_batch_tell_nothing(worlds, accum_steps, sync):
+    settings = {"accum_steps": accum_steps}
+    for said in worlds(2).run(shards, settings=settings, mesh_shape=(2,), sync=sync, plain=False):
+        assert said == [(None, 2 * accum_steps)] * 2
+
+
+def beside_shards(rank):
+    with pytest.raises(ValueError, match=r"noise_scale=0.5: parameter .* is not FSDP2's.*Shard it too"):
+        shards(rank, {"accum_steps": 4}, (2,), True, True)
+
+
+def test_parameters_beside_shards_have_a_small_batch_of_their_own(worlds):
+    worlds(2).run(beside_shards)
+
+
+def split(rank, parallel):
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 3)).double()
+    if parallel:
+        parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    opt = wrapped(model, still, accum_steps=COUNT, noise_scale=DECAY)
+    for window in range(2):
+        for x, y, weight, _ in micro_batches(window, COUNT):  # all ranks see the same
+            opt.backward((model(x.double()) - y).square().mean(), weight=weight)
+            opt.step()
+    return opt.last_window.noise_scale.item()
+
+
+def test_the_noise_scale_over_tensor_parallelism_is_that_of_one_process(worlds):
+    assert worlds(2).run(split, parallel=True) == pytest.approx([split(0, False)] * 2, rel=1e-9)
