@@ -14,7 +14,7 @@ from .conclusion import Conclusion, conclude
 from .gathering import Gathering
 from .masters import MasterWeights
 from .noise import NoiseScale, measured
-from .scalars import Scalar
+from .scalars import Scalar, as_tensor
 from .settings import Settings
 from .window import LastWindow
 
@@ -46,6 +46,36 @@ class Closing:
         self._unapplied = conclude(self._ledger, self._sums, self._settings, overflow)
         self._ledger.close_window()
         self._apply(inner, self._unapplied)
+
+    def overflow(self, found_inf: Any) -> bool | Tensor:
+        """Brings the window's loss scale up to date; did a scaler find an overflow that no policy has dealt with yet?
+
+        Args:
+            found_inf: what GradScaler.step() tells of it.
+        """
+        scale = self._gathering.loss_scale
+        window = self._ledger.window if self._ledger.has_window else None
+        if not scale.through_scaler:
+            scale.left(window, self._gathering.losses)
+            return False
+        self._sums.check_shown("GradScaler looks for overflows in p.grad", "use bf16, which needs no loss scale")
+        if window is None or window.overflowed:
+            return False
+        if scale.hidden and scale.live is None:
+            # Where the window ends here, nobody knows what its other micro-batches carry.
+            window.overflowed = self._settings.schedule.caller_owned
+            return False
+        if scale.unscaled:
+            self._sums.norms.forget_all()  # GradScaler writes without raising the tensors' versions
+        scale.met(window, self._gathering.losses)
+        return not self._gathering.has_rejected and as_tensor(found_inf) != 0
+
+    def add_no_more(self) -> None:
+        """A scaler has found an overflow inside the window, which is not going to be applied."""
+        window = self._ledger.window
+        window.overflowed = True
+        window.nonfinite = window.nonfinite + (self._settings.nonfinite != "skip_window")
+        self._sums.zero_(self._sums.gathered())
 
     def apply_again(self, inner: Optimizer) -> bool:
         """Apply the window whose inner step has raised. False where there is none, or another has begun since."""

@@ -6,7 +6,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -14,78 +14,38 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .accumulator import Accumulator, Write
-from .alone import Alone
-from .amp import LossScale
+from .accumulator import Write
 from .attempts import Attempt
-from .batch_statistics import Statistics
 from .buffers import Slot
 from .intake import Intake
-from .ledger import Ledger
-from .losses import Losses
 from .noise import measure_small
-from .ranks import Ranks, modules_of
 from .rejected import Rejected
 from .scalars import Scalar
-from .settings import Settings, check_alone, check_weight_of_lent
+from .settings import Settings, check_weight_of_lent
 from .shards import local_of
-from .sums import Sums
+from .windows import Windows
 
 _GATHERING_OF: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak reference to a Gathering
 
 
-class Gathering:
-    """Joins intake (where gradients come from), ledger (what they count for) and sums (where they go). The intake's Owner.
+class Gathering(Windows):
+    """Windows that gather what the intake brings, micro-batch by micro-batch. The intake's Owner.
 
-    Args:
-        settings: as the wrapper was asked to work.
-        seed: of stochastic rounding, None for rounding to nearest.
+    Attributes:
+        inside: is the caller within ``micro_batch()``?
     """
 
     def __init__(self, settings: Settings, seed: int | None):
-        self.ledger = Ledger(settings.schedule, settings.reduction)
-        self.sums = Sums(settings.buffer_dtype, settings.buffer_device, settings.backend)
-        self.loss_scale = LossScale()
-        self.accumulator = Accumulator(
-            self.sums, self.ledger, self.loss_scale, settings.reduction, settings.backend, seed
-        )
-        self.statistics = Statistics(self.sums.buffers)  # of BatchNorm layers that are pooled
-        self.ledger.tell(self.statistics)
-        self.losses = Losses(self.ledger, self.loss_scale)
-        self.inside = False  # within micro_batch()
-        self._counts_left: list[Tensor] = []  # of what is not finite, in attempts at the open window that broke off
+        super().__init__(settings, seed)
+        self.inside = False
         self._adds_before = 0  # of the open micro-batch, when the pass (or the group of them) under way began
-        self._settings = settings
         self._intake = Intake(self, hold=settings.drops_micro_batches)
         self._rejected = Rejected()
-        self.ranks = Alone()  # with whom windows are shared
         self._begun = False  # has there been a backward?
 
     def share(self, group: dist.ProcessGroup | None, comm_dtype: torch.dtype | None, shard: bool) -> None:
-        """Gather windows together with the ranks of ``group``; None for that of the DistributedDataParallel or FSDP2 modules, if any."""
-        replicas, fully_sharded = modules_of(self.sums.buffers.slots)
-        found = group or replicas.group or fully_sharded.group
-        if found is None:
-            check_alone(comm_dtype, shard)
-            return
-        self.ranks = ranks = Ranks(
-            found,
-            group is None,
-            replicas,
-            fully_sharded,
-            comm_dtype,
-            shard,
-            self.sums,
-            self.ledger,
-            self.statistics,
-            self._settings,
-            self.reset,
-        )
-        fully_sharded.before_backward(self.hide_shards)
-        self.ledger.ranks, self.ledger.over_ranks = ranks.size, ranks.group.weight
-        self.ledger.mixes_ranks = bool(fully_sharded.slots)
-        if shard:
-            self.sums.owned_apart, self.sums.over_owners = True, ranks.group.sum
+        super().share(group, comm_dtype, shard)
+        self._shards_found()
 
     def take(self, parameters: Iterable[tuple[str, Parameter]]) -> None:
         """Gather the gradients of these parameters from now on."""
@@ -95,13 +55,16 @@ class Gathering:
         except Exception:
             self.sums.buffers.leave(slots)
             raise
-        self.ranks.fully_sharded.before_backward(self.hide_shards)
-        self.ledger.mixes_ranks = bool(self.ranks.fully_sharded.slots)
+        self._shards_found()
         self._begun = False
         for slot in slots:
             self._intake.hook(slot)
             _GATHERING_OF[slot.param] = weakref.ref(self)
         self.accumulator.lend([slot for slot in slots if slot.lent])
+
+    def _shards_found(self) -> None:
+        self.ledger.mixes_ranks = bool(self.ranks.fully_sharded.slots)
+        self.ranks.fully_sharded.before_backward(self._hide_shards)
 
     def settle(self) -> None:
         """Every public call begins here: a pass that seems open still is over, or was broken off; ``p.grad`` is ours again."""
@@ -115,20 +78,20 @@ class Gathering:
             self._break_off("was broken off by an exception (or its gradients were taken by torch.autograd.grad)")
         self._rejected.withdraw()
 
+    def reset(self) -> None:
+        self._rejected.withdraw()
+        self._rejected = Rejected()
+        super().reset()
+
     # -- a micro-batch -----------------------------------------------------------------------------------------
 
-    def hide_shards(self) -> None:
+    def _hide_shards(self) -> None:
         """FSDP2 begins a backward, which shall find no ``p.grad``. Raises RuntimeError for one that lacks the micro-batch's weight."""
         if self.weighs_loss and self.ledger.has_micro and self.ledger.micro.in_loss and not self.inside:
             raise RuntimeError(
                 "this micro-batch has a weight, which FSDP2 needs in the loss of all its backward passes; use opt.backward(loss) for each"
             )
         self.sums.hide()
-
-    @property
-    def weighs_loss(self) -> bool:
-        """Must a weight be in the loss, because FSDP2 adds up the ranks' gradients before they get here?"""
-        return bool(self.ranks.fully_sharded.slots) and self._settings.reduction == "mean"
 
     def open(self, weight: Scalar | None, last: bool = False) -> None:
         """The micro-batch that gathers from now on; joins the one that is open already. Raises as Ledger.weigh does."""
@@ -197,6 +160,11 @@ class Gathering:
         """Is it what ``p.grad`` shows, so that nobody else meets the sums?"""
         return self._rejected.shown
 
+    def record_loss(self, loss: Scalar, scaled: bool = False) -> None:
+        """Of the micro-batch that is open, or of the one counted last. ``scaled``: as opt.backward() got it, with a loss scale if any."""
+        if self.ledger.has_micro or self.losses.lacking or not self.has_rejected:  # else it is that of one rejected
+            self.losses.record(loss, scaled)
+
     # -- what layers and recipes ask for -----------------------------------------------------------------------
 
     @staticmethod
@@ -218,7 +186,7 @@ class Gathering:
             return False
         with self._intake.within_pass():
             self.ranks.before_add([slot])
-            added = self.accumulator.add_by(write, slot, self._measures())
+            added = self.accumulator.add_by(write, slot, self.measures)
             if added:
                 self.ranks.added([slot])
             return added
@@ -237,7 +205,7 @@ class Gathering:
         self.open(weight)
         micro = self.ledger.micro
         micro.attempt, before = attempt, self.ledger.window.micro_batches
-        micro.counts, self._counts_left = self._counts_left, []
+        micro.counts, self.counts_left = self.counts_left, []
         try:
             with self.grouped(None, False, False):
                 yield
@@ -252,55 +220,10 @@ class Gathering:
                 or self.sums.half_written
                 or bool(self.sums.buffers.lent)
             )
-            self._counts_left = micro.counts
+            self.counts_left = micro.counts
             if self.ledger.has_micro:
                 self.ledger.drop_micro_batch()
             raise
-
-    def unsynced(self) -> AbstractContextManager[None]:
-        """Within are forward and backward of a micro-batch that is not the window's last."""
-        return self.ranks.replicas.unsynced()
-
-    def record_loss(self, loss: Scalar, scaled: bool = False) -> None:
-        """Of the micro-batch that is open, or of the one counted last. ``scaled``: as opt.backward() got it, with a loss scale if any."""
-        if self.ledger.has_micro or self.losses.lacking or not self.has_rejected:  # else it is that of one rejected
-            self.losses.record(loss, scaled)
-
-    # -- the window's ends -------------------------------------------------------------------------------------
-
-    def begin_window(self) -> None:
-        live = self.loss_scale.live
-        self.ledger.begin_window(unit=None if live is None else live.detach().clone())
-        self.sums.begin()
-        self._counts_left = []
-        self.ranks.forget()
-
-    def reset(self) -> None:
-        """Drop what the open window has gathered, and what was put into ``p.grad`` meanwhile."""
-        self._rejected.withdraw()
-        self._rejected = Rejected()
-        if self.ledger.is_open:
-            self.sums.clear()
-        self.ledger.drop_window()
-        self.sums.begin()
-        self.accumulator.lend(self.sums.buffers.lent)
-        self.ranks.fully_sharded.drop()
-        self.ranks.forget()
-
-    def complete(self) -> bool:
-        """Does the window end here?"""
-        return self.ranks.agreed or self.ledger.complete()
-
-    def anything_to_flush(self) -> bool:
-        """Has the open window gathered anything, on this rank or another? Over ranks, it is that of all ranks then."""
-        if not self.ranks.alone:
-            if not self.ledger.has_window:
-                self.begin_window()
-            self.ranks.flushes()
-            self.ranks.agree(False)
-            if self.ledger.window.empty:
-                self.ledger.drop_window()
-        return self.ledger.is_open
 
     # -- what the intake tells (its Owner) ---------------------------------------------------------------------
 
@@ -339,21 +262,12 @@ class Gathering:
             if not slots:
                 return
         self.ranks.before_add(slots)
-        self.accumulator.add(slots, grads, self._measures())
+        self.accumulator.add(slots, grads, self.measures)
         self.ranks.added(slots)
 
     @torch.no_grad()
     def added(self, slot: Slot) -> None:
-        self.accumulator.added(slot, self._measures())
-
-    def _measures(self) -> bool:
-        """Shall adds take norms and look for what is not finite? (Norms of sums that go to other ranks are taken when these have come.)"""
-        takes_norm = self._settings.wants_norm and (self.ranks.alone or self.ledger.mixes_ranks)
-        return (
-            self._settings.nonfinite == "skip_window"
-            or (takes_norm and self.ledger.may_be_last())
-            or (self._settings.noise_scale is not None and self.ledger.window.empty)
-        )
+        self.accumulator.added(slot, self.measures)
 
     def pass_ends(self) -> None:
         if self.inside or not self.ledger.has_micro:

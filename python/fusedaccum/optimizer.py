@@ -282,15 +282,12 @@ class AccumulatingOptimizer(Optimizer):
             self._closing.updated = False
             if self._closing.apply_again(self.optimizer):
                 return loss
-            overflow = self._overflow()
+            overflow = self._closing.overflow(self.__dict__.get("found_inf"))
             self._gathering.end_micro_batch(given)
             if self._gathering.complete():
                 self._closing.close(self.optimizer, overflow)
             elif bool(overflow):
-                window = self._ledger.window
-                window.overflowed = True
-                window.nonfinite = window.nonfinite + (self.settings.nonfinite != "skip_window")
-                self._sums.zero_(self._sums.gathered())
+                self._closing.add_no_more()
             return loss
         finally:
             self._gathering.loss_scale.forget_step()
@@ -354,7 +351,7 @@ class AccumulatingOptimizer(Optimizer):
             RuntimeError: the window is not complete. ValueError: a weight is still missing (``reduction="sum"``).
         """
         self._gathering.settle()
-        self._refuse_unshown("normalize_() makes p.grad the window's gradient", "clip with max_grad_norm=")
+        self._sums.check_shown("normalize_() makes p.grad the window's gradient", "clip with max_grad_norm=")
         divisor = self._ledger.divisor_at_end()
         if not self._gathering.ranks.alone:
             self._gathering.end_micro_batch(None)
@@ -466,12 +463,6 @@ class AccumulatingOptimizer(Optimizer):
                 f"{call} was called inside micro_batch(), which holds one whole micro-batch; call it after the block"
             )
 
-    def _refuse_unshown(self, why: str, instead: str) -> None:
-        if self._sums.buffers.offloaded:
-            raise RuntimeError(f"{why}, which is None with buffer_device='cpu'; {instead}, or leave buffer_device out")
-        if self._sums.owned_apart:
-            raise RuntimeError(f"{why}, of which each rank has a part with shard=True; {instead}, or leave shard out")
-
     def _begin_step(self) -> None:
         self._closing.forget_overwritten()
         self._gathering.settle()
@@ -497,22 +488,3 @@ class AccumulatingOptimizer(Optimizer):
     @grad_scale.deleter
     def grad_scale(self) -> None:
         pass
-
-    def _overflow(self) -> bool | Tensor:
-        """Brings the window's loss scale up to date; did a scaler find an overflow that no policy has dealt with yet?"""
-        scale = self._gathering.loss_scale
-        window = self._ledger.window if self._ledger.has_window else None
-        if not scale.through_scaler:
-            scale.left(window, self._gathering.losses)
-            return False
-        self._refuse_unshown("GradScaler looks for overflows in p.grad", "use bf16, which needs no loss scale")
-        if window is None or window.overflowed:
-            return False
-        if scale.hidden and scale.live is None:
-            # Where the window ends here, nobody knows what its other micro-batches carry.
-            window.overflowed = self.settings.schedule.caller_owned
-            return False
-        if scale.unscaled:
-            self._sums.norms.forget_all()  # GradScaler writes without raising the tensors' versions
-        scale.met(window, self._gathering.losses)
-        return not self._gathering.has_rejected and as_tensor(self.__dict__["found_inf"]) != 0

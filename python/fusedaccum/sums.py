@@ -60,6 +60,13 @@ class Sums:
         self.buffers.check_unchanged()
         self.offload.check()
 
+    def check_shown(self, why: str, instead: str) -> None:
+        """Raises RuntimeError where ``p.grad`` does not show the sums, or not all."""
+        if self.buffers.offloaded:
+            raise RuntimeError(f"{why}, which is None with buffer_device='cpu'; {instead}, or leave buffer_device out")
+        if self.owned_apart:
+            raise RuntimeError(f"{why}, of which each rank has a part with shard=True; {instead}, or leave shard out")
+
     @property
     def half_written(self) -> bool:
         """Has a call that raised written some of what it was to write?"""
