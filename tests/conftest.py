@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 
+import fusedaccum.intake
 import pytest
 import torch
 from graphs import compile_anew
@@ -34,11 +35,23 @@ def each_intake(request, monkeypatch):
 
 
 @pytest.fixture
+def small_buckets(monkeypatch):
+    """A bucket holds one gradient or a few, so that backward adds as it goes."""
+    monkeypatch.setattr(fusedaccum.intake, "BUCKET_BYTES", 100)
+
+
+@pytest.fixture
 def threads():
     """``threads(n)`` sets PyTorch's number of threads for the test."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def one_thread(threads):
+    """For small tensors, where more only wait for each other."""
+    threads(1)
 
 
 @pytest.fixture

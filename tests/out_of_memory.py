@@ -136,3 +136,31 @@ def assert_close(model, expected, tolerance):
     for (name, p), q in zip(model.named_parameters(), expected.parameters(), strict=True):
         error = (p.detach().double() - q.detach().double()).norm() / q.detach().double().norm()
         assert error <= tolerance, f"{name}: relative error {float(error):.3g}"
+
+
+class Memory:
+    """A loss that fits ``room`` elements."""
+
+    def __init__(self, room):
+        self.room, self.errors, self.sizes = room, 0, []
+        self.net = nn.Linear(1, 1)
+        self.opt = fa.AccumulatingOptimizer(torch.optim.SGD(self.net.parameters(), lr=0.01))
+
+    def __call__(self, x):
+        self.sizes.append(len(x))
+        if x.numel() > self.room:
+            self.errors += 1
+            raise torch.OutOfMemoryError("injected")
+        return self.net(x.unsqueeze(-1)).square().mean()
+
+
+def ran(monkeypatch, fail=(), first=4, dtype=torch.float64, windows=1, net=Net, reduction="mean", **settings):
+    """Windows that begin in micro-batches of ``first``, of which the points ``fail`` lack memory: model, points, losses, optimizer."""
+    with monkeypatch.context() as patched:
+        model, opt = made(dtype, reduction=reduction, net=net, **settings)
+        points = Points(patched, model, fail)
+        loss = function(model, reduction, total=float(weight(batch())))
+        batcher = fa.MicroBatcher(loss, opt, weight=weight)
+        batcher._sizes.of(batch(dtype=dtype)).limit = first
+        losses = [batcher.step(batch(dtype=dtype, seed=3 + window)) for window in range(windows)]
+    return model, points, losses, opt

@@ -21,13 +21,10 @@ from ops_cases import (
     with_nonfinite,
 )
 
-pytestmark = pytest.mark.skipif(not NATIVE, reason="the extension fusedaccum._cpu was not built")
-
-
-@pytest.fixture(autouse=True)
-def one_thread(threads):
-    """Threads are test_ops_threads.py's subject; here they would only wait for each other."""
-    threads(1)
+pytestmark = [
+    pytest.mark.skipif(not NATIVE, reason="the extension fusedaccum._cpu was not built"),
+    pytest.mark.usefixtures("one_thread"),  # threads are test_ops_threads.py's subject
+]
 
 
 def compare(call, outs, backends=NATIVE):
