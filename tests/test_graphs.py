@@ -73,14 +73,14 @@ class Training:
             recording.replay()
 
     def state(self):
-        norm = self.opt.last_window.grad_norm
+        numbers = [self.opt.last_window.grad_norm, self.opt.last_window.noise_scale]
         grads = [p.grad for p in self.net.parameters()]
-        return [*self.net.parameters(), *grads, *([] if norm is None else [norm])]
+        return [*self.net.parameters(), *grads, *(x for x in numbers if x is not None)]
 
 
 # "skip_window" is left to a fused optimizer, on the device, where that takes the buffers as they are: FP32 here.
 FP32_ONLY = [({"nonfinite": "skip_window"}, torch.float32, adamw)]
-SETTINGS = [{}, {"max_grad_norm": 0.05}, {"master_weights": True}, {"reduction": "none"}]
+SETTINGS = [{}, {"max_grad_norm": 0.05}, {"master_weights": True}, {"reduction": "none"}, {"noise_scale": 0.5}]
 CASES = FP32_ONLY + [(s, dtype, make) for s in SETTINGS for dtype in (torch.float32, torch.bfloat16) for make in (adamw, sgd)]  # fmt: skip
 
 

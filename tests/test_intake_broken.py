@@ -1,11 +1,13 @@
 """What breaks a pass off, and what cannot be gathered: nothing is counted twice, and nothing is lost unsaid."""
 
+import contextlib
 import threading
 
 import fusedaccum as fa
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from training import assert_same_parameters, big_batch_step, data, grads, mean_loss, model, parts, sgd, twin, wrapped
 
 pytestmark = pytest.mark.usefixtures("each_intake")
@@ -212,3 +214,68 @@ def test_conversion_there_and_back_is_noticed():
     mean_loss(net, x, y).backward()
     with pytest.raises(RuntimeError, match="dropped its gradient hooks"):
         opt.step()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
+@pytest.mark.parametrize("op", ["stats", "accumulate_"])
+@pytest.mark.parametrize("group", [False, True], ids=["one pass", "grouped"])
+@pytest.mark.parametrize("owned", [False, True], ids=["counted", "caller-owned"])
+def test_an_exception_after_backward_leaves_nothing_behind(owned, group, op, error, monkeypatch):
+    """While held gradients are looked at, or added: the micro-batch is dropped, and the ones after it are not."""
+    p = nn.Parameter(torch.zeros(2))
+    opt = fa.AccumulatingOptimizer(
+        torch.optim.SGD([p], lr=1.0), None if owned else 2, nonfinite="skip_micro_batch", backend="reference"
+    )
+    plain, errors = getattr(fa.ops, op), [error("here")]
+    monkeypatch.setattr(fa.ops, op, lambda *args, **how: raised(errors) if errors else plain(*args, **how))
+    for value in (1000.0, 1.0, 3.0):
+        try:
+            with opt.micro_batch() if group else contextlib.nullcontext():
+                (p * value).sum().backward()
+        except error:
+            continue
+        if not owned:
+            opt.step()
+    if owned:
+        opt.step()
+    assert not errors and opt.last_window.micro_batches == 2 and p.tolist() == [-2.0, -2.0]
+
+
+def raised(errors):
+    raise errors.pop()
+
+
+def all_in_checkpoints(net, x, y, broken):
+    """Re-entrant ones, between which a backward may break off. (What is trained brings no gradient to the outermost pass then.)"""
+    hidden = checkpoint(net[:2], x.requires_grad_(), use_reentrant=True)
+    return nn.functional.mse_loss(checkpoint(net[2:], Boom.apply(hidden) if broken else hidden, use_reentrant=True), y)
+
+
+@pytest.mark.parametrize("through", ["opt.backward", "loss.backward"])
+@pytest.mark.parametrize("owned", [False, True], ids=["counted", "caller-owned"])
+def test_a_pass_that_breaks_off_between_checkpoints_is_not_a_micro_batch(owned, through):
+    net, (x, y) = model(), data()
+    big = twin(net)
+    opt, plain = wrapped(net, None if owned else 2), sgd(big.parameters())
+    loss = all_in_checkpoints(net, x.clone(), y, True)
+    with pytest.warns(RuntimeWarning, match="window was dropped"):
+        with pytest.raises(MemoryError):
+            opt.backward(loss) if through == "opt.backward" else loss.backward()
+        opt.reset()  # the next call is what learns that a plain backward broke off
+    for i, batch in enumerate(parts(x, y, (12, 12))):
+        all_in_checkpoints(net, *batch, False).backward()
+        if not owned or i:
+            opt.step()
+    assert opt.last_window.micro_batches == 2
+    big_batch_step(big, plain, x, y)
+    assert_same_parameters(net, big, 1e-12)
+
+
+def test_two_passes_over_one_graph_of_checkpoints_are_two_micro_batches():
+    net, (x, y) = model(), data()
+    opt = wrapped(net, None)
+    loss = all_in_checkpoints(net, x, y, False)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    opt.step()
+    assert opt.last_window.micro_batches == 2

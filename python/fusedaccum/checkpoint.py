@@ -31,7 +31,6 @@ def save(opt: AccumulatingOptimizer) -> dict[str, Any]:
     window = plain(ledger.window) if ledger.has_window else None
     micro = plain(ledger.micro) if ledger.has_micro else None
     steps = settings.schedule.accum_steps
-    live = opt._gathering.loss_scale.live
     return {
         "format": FORMAT,
         "shapes": [tuple(slot.param.shape) for slot in sums.buffers.slots],
@@ -56,11 +55,15 @@ def save(opt: AccumulatingOptimizer) -> dict[str, Any]:
         },
         "seed": accumulator.seed,
         "draws": [slot.draws for slot in sums.buffers.slots],
-        "loss_scale": None if live is None else live.clone(),
+        "loss_scale": copied(opt._gathering.loss_scale.live),
         "batch_statistics": opt._gathering.statistics.saved(),
-        "noise": None if opt._closing.noise is None else opt._closing.noise.averages,
+        "noise": copied(None if opt._closing.noise is None else opt._closing.noise.averages),
         "schedule": None if settings.schedule.adaptive is None else settings.schedule.adaptive.state_dict(),
     }
+
+
+def copied(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.clone()
 
 
 def plain(record: Window | MicroBatch) -> dict[str, Any]:
@@ -147,7 +150,7 @@ def load(opt: AccumulatingOptimizer, own: dict[str, Any]) -> None:
     opt._gathering.loss_scale.load(own["loss_scale"])
     opt._gathering.statistics.load(own["batch_statistics"])
     if opt._closing.noise is not None:
-        opt._closing.noise.averages = own["noise"]
+        opt._closing.noise.averages = copied(own["noise"])
     adaptive = opt.settings.schedule.adaptive
     if adaptive is not None and own["schedule"] is not None:
         adaptive.load_state_dict(own["schedule"])

@@ -79,6 +79,7 @@ class Gathering(Windows):
         self._rejected.withdraw()
 
     def reset(self) -> None:
+        self._intake.drop()
         self._rejected.withdraw()
         self._rejected = Rejected()
         super().reset()
@@ -112,11 +113,12 @@ class Gathering(Windows):
         """All passes within are one micro-batch; an exception drops it. ``in_loss``: their losses are multiplied by the weight."""
         self.open(weight, last)
         self.ledger.micro.in_loss = self.ledger.micro.in_loss or in_loss
-        self.inside = True
-        self._adds_before = self.ledger.micro.adds
         try:
+            self.inside, self._adds_before = True, self.ledger.micro.adds
             yield
             self._intake.settle()
+            self.inside = False
+            self.pass_ends()
         except BaseException:
             self._intake.settle()
             self._intake.drop()
@@ -124,7 +126,6 @@ class Gathering(Windows):
             raise
         finally:
             self.inside = False
-        self.pass_ends()
 
     @property
     def _attempted(self) -> bool:

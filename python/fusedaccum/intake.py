@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +25,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from . import arrivals, main_grad, native
 from .buffers import Slot
-from .passes import outermost_backward, roots_under_way, running_backward
+from .passes import outermost_backward, returned, running_backward, under_way
 from .shards import ShardHolder
 from .streams import join
 
@@ -84,7 +85,8 @@ class Intake:
         self._lock = threading.RLock()  # hooks of several devices run in several threads
         self._arrivals = arrivals_class()(weakref.ref(self), None if hold else BUCKET_BYTES)
         self._tasks: set[int] = set()  # graph tasks (outermost and re-entrant passes) that have begun and not ended
-        self._root: weakref.ref | None = None  # of the open outermost pass: the tensor backward() was called on
+        self._open = False  # has an outermost pass begun, and not ended?
+        self._call: FrameType | None = None  # of that pass; None where it cannot be seen
         # Has the last pass had re-entrant parts, each of which brings a parameter a gradient of its own?
         self.nested = False
 
@@ -175,21 +177,17 @@ class Intake:
         with self._lock:
             if task in self._tasks:
                 return
-            root, nested = outermost_backward()
-            if self._root is not None and (self._root() is not root or (self._tasks and not nested)):
-                if (
-                    self._tasks
-                    and self._root() is not root
-                    and any(known is self._root() for known in roots_under_way())
-                ):
+            call, nested = outermost_backward()
+            if self._open and self._call is not call:
+                if under_way(self._call):
                     raise RuntimeError(
                         "two backward passes run at once, in two threads; the gradients of one optimizer's parameters can be "
                         "gathered from one pass at a time: take turns, with a lock around backward()"
                     )
                 self.settle()
-            if self._root is None:
+            if not self._open:
                 self._owner_now().pass_begins()
-                self._root = weakref.ref(root)
+                self._open, self._call = True, call
                 self.nested = False
             self.nested = self.nested or nested
             self._tasks.add(task)
@@ -225,8 +223,13 @@ class Intake:
         self._arrivals.forget(task)
 
     def _end_pass(self) -> None:
-        self._root = None
-        self._owner_now().pass_ends()
+        self._open, self._call = False, None
+        try:
+            self._owner_now().pass_ends()
+        except BaseException:
+            self.drop()
+            self._owner_now().pass_failed()
+            raise
 
     def settle(self) -> None:
         """End the pass that is still open, if any: nobody is inside backward now.
@@ -235,12 +238,12 @@ class Intake:
         own and nothing tells its end), and when an exception broke it off.
         """
         with self._lock:
-            if self._root is None:
+            if not self._open:
                 return
-            if not self._tasks:
+            if not self._tasks and returned(self._call):
                 self._end_pass()
                 return
-            self._root = None
+            self._open, self._call = False, None
             for task in list(self._tasks):
                 self._forget(task)
             self.drop()

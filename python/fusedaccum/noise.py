@@ -63,7 +63,8 @@ class NoiseScale:
         decay: a window of the exponential averages.
 
     Attributes:
-        averages: both, as one float64 tensor; None before the first window. (They begin at zero, which their ratio does not show.)
+        averages: both, as one float64 tensor, always the same one on a device, so that a CUDA graph's replays go on from each other; None
+            before the first window. (They begin at zero, which their ratio does not show.)
     """
 
     def __init__(self, decay: float):
@@ -72,18 +73,17 @@ class NoiseScale:
 
     def update(self, small: Measured, large: Measured) -> None:
         """Take in a window; one that tells nothing (a single micro-batch, or a value that is not finite) changes nothing. No wait."""
-        device = as_tensor(large.sq_norm).device
-        (a, w, s), (b, v, t) = (
-            [
-                torch.as_tensor(on(x, device), dtype=torch.float64, device=device)
-                for x in (m.sq_norm, m.weight, m.square)
-            ]
-            for m in (small, large)
+        b = as_tensor(large.sq_norm)
+        a, w, s, v, t = (
+            on(x, b.device) for x in (small.sq_norm, small.weight, small.square, large.weight, large.square)
         )
         apart = w * t - v * s  # zero, so that nothing finite is found, where both sums hold the same
-        found = torch.stack([b * w - a * v, a * t - b * s]) / apart
-        before = torch.zeros_like(found) if self.averages is None else self.averages.to(device)
-        self.averages = torch.where(torch.isfinite(found).all(), self.decay * before + (1 - self.decay) * found, before)
+        found = torch.stack([b * w - a * v, a * t - b * s]).double() / apart
+        if self.averages is None:
+            self.averages = torch.zeros_like(found)
+        self.averages = as_tensor(on(self.averages, b.device))
+        after = self.decay * self.averages + (1 - self.decay) * found
+        self.averages.copy_(torch.where(torch.isfinite(found).all(), after, self.averages))
 
     @property
     def value(self) -> Tensor | None:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import dis
 import sys
 import threading
 from types import FrameType
 
-from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import _engine_run_backward
 
 
-def outermost_backward() -> tuple[object, bool]:
-    """Root tensor of the outermost backward pass under way, and whether the one running here is nested in another.
+def outermost_backward() -> tuple[FrameType | None, bool]:
+    """The call of the outermost backward pass under way, and whether the one running here is nested in another.
 
     Autograd gives no name to the pass around a re-entrant one (activation checkpointing with ``use_reentrant=True``), so
     this reads it off the Python stack: every pass is a call of ``_engine_run_backward``. For parameters on a GPU the hooks
     run in a thread of the engine's, whose stack begins inside the engine; there the outermost call is on another thread's.
+    None for one called from C++.
     """
     frames, begins_inside = _backward_frames(sys._getframe())
     nested = len(frames) > 1 or (begins_inside and bool(frames))
@@ -27,10 +28,18 @@ def outermost_backward() -> tuple[object, bool]:
             if others and not inside:
                 frames = others
                 break
-    if not frames:  # called from C++
-        return _NO_ROOT, nested
-    root = frames[-1].f_locals["t_outputs"][0]
-    return root if isinstance(root, Tensor) else _NO_ROOT, nested
+    return frames[-1] if frames else None, nested
+
+
+def under_way(call: FrameType | None) -> bool:
+    """Has this backward pass not ended yet, in whichever thread?"""
+    return call is not None and any(call in _backward_frames(frame)[0] for frame in sys._current_frames().values())
+
+
+def returned(call: FrameType | None) -> bool:
+    """Did this backward pass, which is over, return, instead of being broken off by an exception? True for one that cannot be seen."""
+    # The frame of a call that is over stands at the last thing that it did.
+    return call is None or dis.opname[call.f_code.co_code[call.f_lasti]].startswith("RETURN")
 
 
 def running_backward() -> FrameType | None:
@@ -40,12 +49,6 @@ def running_backward() -> FrameType | None:
         stacks = [_backward_frames(frame)[0] for frame in sys._current_frames().values()]
         frames = next((stack for stack in stacks if stack), [])
     return frames[0] if frames else None
-
-
-def roots_under_way() -> list[object]:
-    """What backward() has been called on, in all threads, and has not returned from."""
-    stacks = [_backward_frames(frame)[0] for frame in sys._current_frames().values()]
-    return [frames[-1].f_locals["t_outputs"][0] for frames in stacks if frames]
 
 
 def _backward_frames(frame: FrameType | None) -> tuple[list[FrameType], bool]:
@@ -60,10 +63,3 @@ def _backward_frames(frame: FrameType | None) -> tuple[list[FrameType], bool]:
             inside = True
         frame = frame.f_back
     return found, inside
-
-
-class _NoRoot:
-    """Stands for a root that cannot be seen."""
-
-
-_NO_ROOT = _NoRoot()
