@@ -45,7 +45,7 @@ def save(opt: AccumulatingOptimizer) -> dict[str, Any]:
         "index": ledger.index,
         "window": window,
         "micro_batch": micro,
-        "norms": sums.norms.save(),
+        "norms": [] if window is None else sums.norms.save(),
         "buffers": {} if window is None else {slot.index: _saved(slot) for slot in sums.gathered()},
         "unseen": sorted(slot.index for slot in ranks.unseen),
         "masters": {

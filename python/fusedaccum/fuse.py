@@ -67,8 +67,9 @@ class Linear(nn.Linear):
     """``nn.Linear``, fused."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if _may_fuse(self.weight, input):
-            return _Linear.apply(input, self.weight, self.bias)
+        weight = self._parameters.get("weight")  # else it is parametrized, and computed whenever it is read
+        if weight is not None and _may_fuse(weight, input):
+            return _Linear.apply(input, weight, self.bias)
         return super().forward(input)
 
 
@@ -77,8 +78,9 @@ class Embedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         optional = self.sparse or self.scale_grad_by_freq or self.max_norm is not None
-        if not optional and _may_fuse(self.weight, input):
-            return _Embedding.apply(input, self.weight, self.padding_idx)
+        weight = self._parameters.get("weight")
+        if not optional and weight is not None and _may_fuse(weight, input):
+            return _Embedding.apply(input, weight, self.padding_idx)
         return super().forward(input)
 
 

@@ -136,6 +136,9 @@ class Gathering(Windows):
         ledger, caller_owned = self.ledger, self._settings.schedule.caller_owned
         if self.ranks.agreed:
             return  # normalize_() has been here before
+        counted = self.ranks.alone and ledger.has_window and not ledger.has_micro and not caller_owned
+        if counted and ledger.complete():
+            return  # so has a step() that broke off
         if not ledger.has_window:
             self.begin_window()
         if not ledger.has_micro and (not caller_owned or (ledger.window.empty and self.sums.gathered())):

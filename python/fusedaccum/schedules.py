@@ -130,7 +130,7 @@ class noise_scale:  # named as the functions beside it
             least, most = self._bounds
             shorter, longer = self.steps / self._growth, self.steps * self._growth
             wanted = min(max(wanted, min(shorter, self.steps - 1)), max(longer, self.steps + 1))
-            self.steps = min(max(round(wanted), least), most)
+            self.steps = round(min(max(wanted, least), most))
 
     def state_dict(self) -> dict[str, Any]:
         """What ``opt.state_dict()`` keeps of it."""
