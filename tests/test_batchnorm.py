@@ -80,6 +80,27 @@ def test_nothing_moves_before_the_window_closes():
     assert_same_statistics(layer, oracle)
 
 
+@pytest.mark.parametrize("affine", [True, False])
+def test_models_that_share_a_trunk_pool_apart(affine):
+    """Each swapped by a call of its own, with layers that follow the same parameter."""
+    trunk, norms = nn.Linear(3, 3), [nn.BatchNorm1d(3, affine=affine) for _ in range(2)]
+    if affine:
+        norms[1].weight, norms[1].bias = norms[0].weight, norms[0].bias
+    oracles = [nn.BatchNorm1d(3, affine=False) for _ in range(2)]
+    models = [fa.accumulate_batchnorm(nn.Sequential(trunk, norm)) for norm in norms]
+    opt = wrapped(nn.ModuleList(models), 2)
+    samples = [torch.randn(8, 3), 3 * torch.randn(8, 3) + 5]
+    with torch.no_grad():
+        for oracle, x in zip(oracles, samples):
+            oracle(trunk(x))
+    for parts in zip(*(x.split(4) for x in samples)):
+        for net, x in zip(models, parts):
+            net(x).square().mean().backward()
+        opt.step()
+    for norm, oracle in zip(norms, oracles):
+        assert_same_statistics(norm, oracle)
+
+
 def test_every_layer_pools_its_own_inputs():
     torch.manual_seed(3)
     net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Tanh(), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4))

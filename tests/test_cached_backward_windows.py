@@ -197,6 +197,18 @@ class Checkpointed(nn.Module):
         return self.last(x)
 
 
+def test_an_encoder_without_parameters_is_pooled_too():
+    """Its statistics are those of the wrapper that gathers what is round it."""
+    trunk, head = nn.Linear(3, 3).double(), nn.Sequential(nn.BatchNorm1d(3, affine=False).double(), nn.Tanh())
+    oracle, x = copy.deepcopy(head), torch.randn(10, 3).double()
+    oracle(trunk(x))
+    opt = wrapped(fa.accumulate_batchnorm(nn.Sequential(trunk, head)))
+    fa.cached_backward(lambda z: (z @ z.T).logsumexp(1).mean(), head, trunk(x), micro_batch_size=5, opt=opt)
+    opt.step()
+    for name, buffer in head[0].named_buffers():
+        torch.testing.assert_close(buffer, getattr(oracle[0], name), rtol=1e-12, atol=1e-12)
+
+
 def test_a_frozen_encoder_is_pooled_too():
     encoder, frozen = Checkpointed(None), Checkpointed(None).requires_grad_(False)
     x = torch.randn(10, 3).double()

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import warnings
 
 import pytest
 import torch
@@ -180,6 +181,21 @@ def test_saved_state_is_a_copy_of_the_window():
     opt.load_state_dict(state)  # back in time
     for p, k in zip(net.parameters(), before, strict=True):
         assert torch.equal(p.grad, before[k])
+
+
+@pytest.mark.parametrize(
+    ("settings", "factor", "weight"), [({"nonfinite": "skip_window"}, float("nan"), 12), ({}, 1.0, 0)]
+)
+def test_saved_again_after_a_window_that_was_not_applied(settings, factor, weight):
+    (x, y), resumed = data(), wrapped(model(), 1, max_grad_norm=1.0, **settings)
+    net = model()
+    opt = wrapped(net, 1, max_grad_norm=1.0, **settings)
+    opt.backward(mean_loss(net, x, y) * factor, weight=weight)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # that it weighs nothing
+        opt.step()
+    resumed.load_state_dict(through_a_file(opt.state_dict()))
+    assert resumed.state_dict()["fusedaccum"]["index"] == 1
 
 
 @pytest.mark.parametrize(

@@ -295,6 +295,9 @@ def test_seconds_are_bytes_over_bandwidth():
         ({"desired_batch": True}, TypeError, "desired_batch must be an int"),
         ({"model": nn.ReLU()}, ValueError, "nothing to accumulate; thaw"),
         ({"model": torch.zeros(3)}, TypeError, "model must be a torch.nn.Module .*pass model.parameters"),
+        ({"model": nn.Linear(2, 2).named_parameters()}, TypeError, "model holds a tuple.*pass model.parameters"),
+        ({"model": "gpt2"}, TypeError, "model holds a str"),
+        ({"optimizer": 3}, TypeError, "optimizer must be an optimizer or its class, got 3"),
         (
             {"model": [nn.Parameter(torch.zeros(2, dtype=torch.complex64))]},
             ValueError,

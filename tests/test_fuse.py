@@ -279,6 +279,29 @@ def test_gradients_that_somebody_asks_for_are_given_to_him():
     torch.testing.assert_close(second, torch.autograd.grad(first.square().sum(), plain.twice.weight)[0])
 
 
+@pytest.mark.parametrize("kind", ["linear", "embedding"])
+def test_a_parametrized_weight_is_computed_once_a_forward(kind):
+    class Drawn(nn.Module):
+        def forward(self, weight):
+            return nn.functional.dropout(weight, 0.5)
+
+    torch.manual_seed(1)
+    net = nn.Linear(4, 3) if kind == "linear" else nn.Embedding(4, 3)
+    plain, x = copy.deepcopy(net), torch.ones(2, 4) if kind == "linear" else torch.tensor([1, 3])
+    fa.fuse_linear(net), fa.fuse_embedding(net)
+    for layer in (net, plain):
+        nn.utils.parametrize.register_parametrization(layer, "weight", Drawn())
+    opt = wrapped(net)
+    outputs = []
+    for layer in (net, plain):
+        torch.manual_seed(2)
+        outputs.append(layer(x))
+        outputs[-1].sum().backward()
+    assert torch.equal(*outputs) and opt._gathering.ledger.is_open
+    for p, q in zip(net.parameters(), plain.parameters()):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
 def test_autocast_compile_and_functional_transforms_take_the_plain_way():
     net, batch = fused(Net(torch.float32)), batches(1)[0]
     plain = fa.unfuse(twin(net))

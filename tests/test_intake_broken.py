@@ -279,3 +279,17 @@ def test_two_passes_over_one_graph_of_checkpoints_are_two_micro_batches():
     loss.backward()
     opt.step()
     assert opt.last_window.micro_batches == 2
+
+
+def test_a_pass_whose_end_autograd_does_not_tell_is_an_error():
+    """Compiled autograd runs the hooks in Python and forgets what they ask for; those in C++ it refuses by itself."""
+    net, (x, y) = model(), data()
+    opt = wrapped(net, 2)
+    loss = mean_loss(net, x, y)
+    with pytest.raises(RuntimeError, match="compiled autograd"):
+        with torch._dynamo.compiled_autograd._enable(lambda graph: torch.compile(graph, backend="eager")):
+            loss.backward()
+        opt.step()
+    mean_loss(net, x, y).backward()
+    opt.step()
+    assert opt.progress["micro_batch"] == "1/2"

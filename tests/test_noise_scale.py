@@ -306,6 +306,9 @@ def test_schedule_looks_every_so_often_and_keeps_its_bounds():
     for steps in (3, 4, 4):
         slow.window_closed(closed(1e6), 1)
         assert slow.steps == steps
+    fast = schedules.noise_scale(start=2, at_most=9, every=1, growth=math.inf)
+    fast.window_closed(closed(math.inf), 1)
+    assert fast.steps == 9
     over_ranks = schedules.noise_scale(start=4, at_most=20, every=1)
     over_ranks.window_closed(closed(64.0), 2)  # 8 samples a micro-batch, on each of two ranks
     assert over_ranks.steps == 4

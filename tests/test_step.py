@@ -8,6 +8,7 @@ import pickle
 import warnings
 
 import fusedaccum as fa
+import fusedaccum.closing
 import pytest
 import torch
 from torch import nn
@@ -459,3 +460,35 @@ def test_last_window_is_none_before_the_first():
     opt.step()
     last = opt.last_window
     assert (last.micro_batches, last.weight, last.grad_norm, last.nonfinite, last.applied) == (2, 2, None, None, True)
+
+
+def test_a_step_that_breaks_off_at_the_windows_end_can_be_called_again(monkeypatch):
+    """The window is complete already, and what it holds is applied once."""
+    net = nn.Linear(3, 2).double()
+    before, (x, y) = net.weight.detach().clone(), (torch.randn(8, 3).double(), torch.randn(8, 2).double())
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), 2, max_grad_norm=1e3)
+    expected = torch.autograd.grad(nn.functional.mse_loss(net(x), y), net.weight)[0]
+    for part in range(2):
+        nn.functional.mse_loss(net(x[part::2]), y[part::2]).backward()
+        if part:
+            with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+                patched.setattr(fusedaccum.closing, "conclude", interrupted)
+                opt.step()
+        opt.step()
+    assert opt.last_window.micro_batches == 2
+    torch.testing.assert_close(before - net.weight.detach(), expected, rtol=1e-12, atol=1e-14)
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_wrapped_where_no_gradients_are_made(mode):
+    net = nn.Linear(3, 2)
+    with mode():
+        opt = fa.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=1.0))
+    before = net.bias.detach().clone()
+    net(torch.ones(1, 3)).sum().backward()
+    opt.step()
+    torch.testing.assert_close(before - net.bias.detach(), torch.ones(2))

@@ -57,9 +57,10 @@ class Gathering(Windows):
             raise
         self._shards_found()
         self._begun = False
-        for slot in slots:
-            self._intake.hook(slot)
-            _GATHERING_OF[slot.param] = weakref.ref(self)
+        with torch.inference_mode(False), torch.enable_grad():
+            for slot in slots:
+                self._intake.hook(slot)
+                _GATHERING_OF[slot.param] = weakref.ref(self)
         self.accumulator.lend([slot for slot in slots if slot.lent])
 
     def _shards_found(self) -> None:

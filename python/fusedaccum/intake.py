@@ -243,11 +243,17 @@ class Intake:
             if not self._tasks and returned(self._call):
                 self._end_pass()
                 return
+            untold = self._call is not None and returned(self._call)
             self._open, self._call = False, None
             for task in list(self._tasks):
                 self._forget(task)
             self.drop()
             self._owner_now().pass_failed()
+            if untold:
+                raise RuntimeError(
+                    "backward() returned and autograd never told its end, so that its gradients were dropped: compiled autograd does "
+                    "that; switch it off (torch._dynamo.config.compiled_autograd = False), torch.compile itself may stay"
+                )
 
     def drop(self) -> list[arrivals.Batch]:
         """Empty the queue and return what was in it."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
+import itertools
 import sys
+from collections.abc import Collection
 from enum import Enum, auto
 from types import FrameType
 from typing import Any, TypeVar
@@ -22,6 +25,7 @@ from ..batch_statistics import LAYERS, Key, Statistics
 from ..gathering import Gathering
 
 Model = TypeVar("Model", bound=nn.Module)
+Place = tuple[int, tuple[Parameter, ...]]  # number among the model's modules; the parameters around, nearest first
 
 
 def accumulate_batchnorm(model: Model) -> Model:
@@ -62,16 +66,38 @@ def accumulate_batchnorm(model: Model) -> Model:
                 f"{name or 'model'} is a {type(modules[name]).__name__} that has seen no input yet; run one forward of the model, then "
                 "call accumulate_batchnorm(model)"
             )
+    places = {}
     for number, name in found:
-        layer = modules[name]
-        if not isinstance(layer, Pooled):
+        if not isinstance(modules[name], Pooled):
             parents = [modules[name[:end]] for end, letter in enumerate(name) if letter == "."][::-1]
             near = {id(p): p for module in (*parents, model) for p in module.parameters()}
-            layer.__class__ = _pooled(type(layer))  # type: ignore[arg-type]
-            assert isinstance(layer, Pooled)
-            layer._place = number, tuple(near.values())
-            LAYERS.add(layer)
+            places[name] = number, tuple(near.values())
+    first = _first_free(places.values(), len(modules))
+    for name, (number, around) in places.items():
+        layer = modules[name]
+        layer.__class__ = _pooled(type(layer))  # type: ignore[arg-type]
+        assert isinstance(layer, Pooled)
+        layer._place = first + number, around
+        LAYERS.add(layer)
     return model
+
+
+def _first_free(places: Collection[Place], step: int) -> int:
+    """From where to number these, so that no layer of another model that follows the same parameter (a shared trunk's) has the same key."""
+
+    def taken() -> set[tuple[int, int]]:
+        return {
+            (id(p), layer._place[0]) for layer in list(LAYERS) for p in (*layer._parameters.values(), *layer._place[1])
+        }
+
+    def free(first: int, others: set[tuple[int, int]]) -> bool:
+        return not any((id(p), first + number) in others for number, around in places for p in around)
+
+    if free(0, taken()):
+        return 0
+    gc.collect()  # what was dropped in a cycle is here or not as the garbage collector pleases, on each rank
+    others = taken()
+    return next(first for first in itertools.count(0, step) if free(first, others))
 
 
 def restore_batchnorm(model: Model) -> Model:
@@ -94,7 +120,7 @@ class Pooled(_BatchNorm):
     """What a pooled layer does otherwise than the class that it was of, which comes next in its method resolution order."""
 
     _plain: type[_BatchNorm]
-    _place: tuple[int, tuple[Parameter, ...]]  # number among the model's modules; the parameters around, nearest first
+    _place: Place
 
     def forward(self, input: Tensor) -> Tensor:
         if self.training and self.track_running_stats:

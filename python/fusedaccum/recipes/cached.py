@@ -17,6 +17,7 @@ from torch.nn import Module, ModuleList
 from ..gathering import Gathering
 from ..optimizer import AccumulatingOptimizer
 from ..scalars import Scalar, checked_count
+from .batchnorm import Pooled
 from .nested import batch_size, call, cut, leaves, mapped
 from .replay import RandomState, unmoved
 
@@ -193,8 +194,8 @@ class _Encoding:
 
 def _parts_of_statistics(modules: Iterable[Module]) -> Callable[[], None]:
     """For batch statistics that are pooled: the samples come in parts. Returns what is to be called before each."""
-    found = {Gathering.of(p) for module in modules for p in module.parameters()}
-    begin = [gathering.statistics.in_parts() for gathering in found if gathering is not None]
+    found = [layer.follows() for layer in modules if isinstance(layer, Pooled)]
+    begin = [statistics.in_parts() for statistics in {place[0] for place in found if place is not None}]
 
     def new_part() -> None:
         for part_begins in begin:

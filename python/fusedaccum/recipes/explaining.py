@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..scalars import checked_count
 from ..shards import local_of
@@ -96,7 +97,7 @@ def explain(
         )
     if memory is not None:
         memory = checked_count(memory, "memory", "; it is in bytes: 80 * 2**30")
-    if isinstance(optimizer, str):
+    if optimizer is not None and not isinstance(optimizer, Optimizer) and not callable(optimizer):
         raise TypeError(f"optimizer must be an optimizer or its class, got {optimizer!r}; torch.optim.AdamW, say")
     of = Parameters.of(model)
     micro_batches = -(-desired_batch // micro_batch)
