@@ -137,9 +137,9 @@ class Gathering(Windows):
         ledger, caller_owned = self.ledger, self._settings.schedule.caller_owned
         if self.ranks.agreed:
             return  # normalize_() has been here before
-        counted = self.ranks.alone and ledger.has_window and not ledger.has_micro and not caller_owned
-        if counted and ledger.complete():
-            return  # so has a step() that broke off
+        between = self.ranks.alone and ledger.has_window and not ledger.has_micro
+        if between and not caller_owned and ledger.complete():
+            return  # a step() has, and broke off before it had closed the window
         if not ledger.has_window:
             self.begin_window()
         if not ledger.has_micro and (not caller_owned or (ledger.window.empty and self.sums.gathered())):
