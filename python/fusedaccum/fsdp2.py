@@ -101,6 +101,13 @@ class FullySharded:
         """FSDP2's records of parameters whose gradients it has not reduced yet (``set_requires_gradient_sync(False)``)."""
         return [p for p in self._params if _unreduced(p)]
 
+    def wait(self) -> None:
+        """Until the gradients that it has handed over are there. With ``CPUOffloadPolicy``, PyTorch 2.11 (2.13 not) copies them still."""
+        for param in self._params:
+            event = getattr(param, "grad_offload_event", None)
+            if event is not None:
+                event.synchronize()
+
     def drop(self) -> None:
         """Forget gradients that it has not reduced."""
         for param in self._held_back():

@@ -266,6 +266,7 @@ class Gathering(Windows):
             slots, grads = self.ledger.micro.attempt.wanted(slots, grads)
             if not slots:
                 return
+        self.ranks.fully_sharded.wait()
         self.ranks.before_add(slots)
         self.accumulator.add(slots, grads, self.measures)
         self.ranks.added(slots)
@@ -329,6 +330,7 @@ class Gathering(Windows):
         """Let the held gradients in, or drop the micro-batch and return those that are not finite (waits for the device)."""
         micro, held = self.ledger.micro, self._intake.held
         micro.judged = bool(held)
+        self.ranks.fully_sharded.wait()
         found = self.ranks.of_all_parts(self.sums.count_nonfinite(held))
         weightless = float(micro.factor) == 0 and not self.weighs_loss
         if not found or weightless:
