@@ -1,10 +1,16 @@
-"""What is queued on one CUDA stream and added on another, with stand-ins for streams and tensors; tests/test_gpu.py has real ones."""
+"""What is queued on one CUDA stream and added on another, with stand-ins for streams and tensors; tests/test_gpu*.py have real ones."""
 
+import contextlib
+
+import fusedaccum as fa
 import pytest
 import torch
-from fusedaccum.streams import join
+from adding import Adding, marked
+from fusedaccum.arrivals import Arrivals
+from fusedaccum.streams import Turns, join
+from torch import nn
 
-DEVICE = torch.device("cuda:0")
+DEVICE, SECOND = torch.device("cuda:0"), torch.device("cuda:1")
 
 
 class Stream:
@@ -28,12 +34,20 @@ class Grad:
 
 
 @pytest.fixture
-def adds(monkeypatch):
-    """The stream that the adds run on."""
-    stream = Stream(3)
+def current(monkeypatch):
+    """The current stream of each device; none of them captures."""
+    streams = {DEVICE: Stream(3), SECOND: Stream(3, 1)}
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", {DEVICE: stream}.get)
-    return stream
+    monkeypatch.setattr(torch.cuda, "current_stream", streams.__getitem__)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    return streams
+
+
+@pytest.fixture
+def adds(current):
+    """The stream that the adds run on."""
+    return current[DEVICE]
 
 
 def test_who_adds_waits_for_other_streams_and_their_memory_for_him(adds):
@@ -49,3 +63,129 @@ def test_one_stream_costs_nothing(adds):
     join([adds.name], grads)
     assert not adds.waited_for
     assert not any(grad.recorded for grad in grads)
+
+
+# -- the adds of a pass ----------------------------------------------------------------------------------------
+
+
+def moved_to(current, stream):
+    """From here on that is the current stream of its device."""
+    current[stream.device] = stream
+    return stream
+
+
+def test_each_add_waits_for_the_one_before_and_the_passes_caller_for_the_last(current):
+    turns, caller = Turns(), current[DEVICE]
+    first = moved_to(current, Stream(1))
+    turns.take([DEVICE])
+    turns.take([DEVICE])
+    second = moved_to(current, Stream(2))
+    turns.take([DEVICE])
+    moved_to(current, caller)
+    turns.end()
+    assert (first.waited_for, second.waited_for, caller.waited_for) == ([], [first.name], [second.name])
+    turns.end()
+    moved_to(current, first)
+    turns.take([DEVICE])
+    assert (first.waited_for, caller.waited_for) == ([], [second.name])
+
+
+def test_devices_have_turns_of_their_own(current):
+    turns = Turns()
+    on_both = [moved_to(current, Stream(1)), moved_to(current, Stream(2, 1))]
+    turns.take([DEVICE, SECOND])
+    callers = [moved_to(current, Stream(3)), moved_to(current, Stream(3, 1))]
+    turns.end()
+    assert [stream.waited_for for stream in callers] == [[stream.name] for stream in on_both]
+
+
+def test_tensors_on_the_cpu_ask_cuda_for_nothing(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_stream", None)
+    turns = Turns()
+    turns.take([torch.device("cpu")])
+    turns.end()
+
+
+@pytest.mark.parametrize("in_it", [False, True])
+def test_a_capture_waits_for_what_is_part_of_it(current, monkeypatch, in_it):
+    turns, now = Turns(), [True]
+    last = moved_to(current, Stream(1))
+    turns.take([DEVICE])
+    captured = moved_to(current, Stream(2))
+
+    @contextlib.contextmanager
+    def stream(other):
+        assert other == last
+        now[0] = in_it
+        yield
+        now[0] = True
+
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now[0])
+    turns.take([DEVICE])
+    assert captured.waited_for == ([last.name] if in_it else [])
+    turns.end()
+    assert not last.waited_for
+
+
+@pytest.fixture
+def buckets(current, monkeypatch):
+    """Buckets of one gradient, which claim to have come, and to be added, on streams 10, 11, ... The caller's is 3 again after them."""
+    monkeypatch.setenv("FUSEDACCUM_INTAKE", "python")
+    monkeypatch.setattr("fusedaccum.intake.BUCKET_BYTES", 1)
+    plain, caller, seen = Arrivals.take, current[DEVICE], []
+
+    def take(self):
+        batches, _ = plain(self)
+        moved_to(current, Stream(10 + len(seen)) if batches else caller)
+        if batches:
+            seen.append(current[DEVICE])
+        return batches, [seen[-1].name] if batches else []
+
+    monkeypatch.setattr(Arrivals, "take", take)
+    return seen
+
+
+def test_the_adds_of_a_pass_take_turns(current, buckets):
+    caller, layers = current[DEVICE], Stream(7)
+    net = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), 1)
+
+    def added_by_layer(_):
+        moved_to(current, layers)
+        with opt._gathering._intake.within_pass(DEVICE):
+            pass
+
+    hidden = net[0](torch.ones(2, 3))
+    hidden.register_hook(added_by_layer)
+    net[1](hidden).sum().backward()
+    second, first = buckets
+    assert layers.waited_for == [second.name] and first.waited_for == [layers.name]
+    assert caller.waited_for == [first.name]
+    opt.step()
+    assert caller.waited_for == [first.name]
+
+
+def test_what_a_broken_off_pass_has_added_is_waited_for(current, buckets):
+    caller = current[DEVICE]
+    net = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), 1)
+    hidden = net[0](torch.ones(2, 3))
+    hidden.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        net[1](hidden).sum().backward()
+    moved_to(current, caller)
+    with pytest.warns(RuntimeWarning, match="was broken off"):
+        opt.step()
+    assert caller.waited_for == [buckets[0].name]
+
+
+@pytest.mark.parametrize("how", ["fused", "lent"])
+def test_a_layer_that_adds_by_itself_takes_its_devices_turn(monkeypatch, how):
+    taken = []
+    monkeypatch.setattr(Turns, "take", lambda self, devices=(): taken.extend(devices))
+    net = marked(Adding(3, 3, bias=False)) if how == "lent" else fa.fuse_linear(nn.Linear(3, 3, bias=False))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), 1)
+    net(torch.ones(2, 3)).sum().backward()
+    opt.step()
+    assert opt.updated and taken == [torch.device("cpu")]

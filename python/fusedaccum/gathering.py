@@ -189,7 +189,7 @@ class Gathering(Windows):
         seen_whole = self._settings.drops_micro_batches or slot.narrow or slot.offloaded or slot.sharded
         if seen_whole or self._attempted or not self._intake.accumulates(slot):
             return False
-        with self._intake.within_pass():
+        with self._intake.within_pass(parameter.device):
             self.ranks.before_add([slot])
             added = self.accumulator.add_by(write, slot, self.measures)
             if added:

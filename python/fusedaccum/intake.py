@@ -27,7 +27,7 @@ from . import arrivals, main_grad, native
 from .buffers import Slot
 from .passes import outermost_backward, returned, running_backward, under_way
 from .shards import ShardHolder
-from .streams import join
+from .streams import Turns, join
 
 BUCKET_BYTES = 32 << 20  # fresh gradients held at once; a larger single gradient is a bucket of its own
 
@@ -83,6 +83,7 @@ class Intake:
         self._owner = weakref.ref(owner)
         self._hold = hold
         self._lock = threading.RLock()  # hooks of several devices run in several threads
+        self._turns = Turns()
         self._arrivals = arrivals_class()(weakref.ref(self), None if hold else BUCKET_BYTES)
         self._tasks: set[int] = set()  # graph tasks (outermost and re-entrant passes) that have begun and not ended
         self._open = False  # has an outermost pass begun, and not ended?
@@ -135,10 +136,11 @@ class Intake:
         return bool(asked and torch._C._will_engine_execute_node(slot.node))
 
     @contextmanager
-    def within_pass(self) -> Iterator[None]:
-        """For what adds a gradient without the hooks: opens the pass if it is the first, and keeps other threads out."""
+    def within_pass(self, device: torch.device) -> Iterator[None]:
+        """For what adds a gradient on ``device`` without the hooks: opens the pass if it is the first, and keeps other threads out."""
         with self._lock:
             self.enter(torch._C._current_graph_task_id())
+            self._turns.take([device])
             yield
 
     # -- what the hooks tell (their Listener) ------------------------------------------------------------------
@@ -168,6 +170,7 @@ class Intake:
         with self._lock:
             if not main_grad.added(slot.param):
                 return False
+            self._turns.take([slot.param.device])
             self._owner_now().added(slot)
             return not main_grad.seen(slot.param)
 
@@ -202,6 +205,7 @@ class Intake:
         with self._lock:
             batches, streams = self._arrivals.take()
             if streams:
+                self._turns.take({torch.device("cuda", index) for _, index, _ in streams})
                 join(streams, [grad for _, grads in batches for grad in grads])
             for slots, grads in batches:
                 self._owner_now().add(slots, grads)
@@ -224,6 +228,7 @@ class Intake:
 
     def _end_pass(self) -> None:
         self._open, self._call = False, None
+        self._turns.end()
         try:
             self._owner_now().pass_ends()
         except BaseException:
@@ -247,6 +252,7 @@ class Intake:
             self._open, self._call = False, None
             for task in list(self._tasks):
                 self._forget(task)
+            self._turns.take()  # and no end: this may be a node of the next pass, whose adds come after what is done here
             self.drop()
             self._owner_now().pass_failed()
             if untold:

@@ -1,4 +1,7 @@
-"""Gradients that are queued on one CUDA stream and added on another: whoever adds waits for them, and their memory for him."""
+"""Gradients that are queued on one CUDA stream and added on another: whoever adds waits for them, and their memory for him.
+
+Nor do the adds of a pass all run on one stream: each waits for the one before, and the pass's caller for the last.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,44 @@ def join(arrived: Iterable[StreamName], grads: Sequence[Tensor]) -> None:
         for grad in grads:
             if grad.device == stream.device:
                 grad.record_stream(here)  # the allocator gives it away again only after that stream
+
+
+class Turns:
+    """Adds on a device take turns, on whichever streams they run. Costs nothing where there is no CUDA device.
+
+    The engine runs a node on the stream of its forward. A layer that adds by itself does so there, and a bucket is added where its last
+    gradient came; the engine makes the pass's caller wait for neither.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[torch.device, torch.cuda.Stream] = {}  # where the last add was launched
+
+    def take(self, devices: Iterable[torch.device] | None = None) -> None:
+        """What the current streams of ``devices`` get from here on comes after the last add there, and counts as the last now.
+
+        None: of all devices that had an add.
+        """
+        for device in list(self._last) if devices is None else devices:
+            if device.type == "cuda":
+                here = torch.cuda.current_stream(device)
+                last = self._last.get(device, here)
+                if last != here and not _left_behind(last, device):
+                    here.wait_stream(last)
+                self._last[device] = here
+
+    def end(self) -> None:
+        """The pass is over: its caller's streams, which are the current ones, come after the last adds."""
+        self.take()
+        self._last.clear()
+
+
+def _left_behind(stream: torch.cuda.Stream, device: torch.device) -> bool:
+    """Has a capture begun since, which ``stream`` is no part of, and may not wait for? (It has begun with a wait for the device.)"""
+    with torch.cuda.device(device):
+        if not capturing(device):
+            return False
+    with torch.cuda.stream(stream):
+        return not capturing(device)
 
 
 def capturing(device: torch.device) -> bool:
