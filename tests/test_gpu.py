@@ -88,6 +88,19 @@ def test_accumulate(backend, out, x, offset):
 
 
 @every_pair
+def test_the_reference_gives_the_same_bits_on_the_device(out, x):
+    outs, ins = made(out, 1), made(x, 100)
+    with_nonfinite(ins[7])
+    ins_there = there(ins)
+    for scale, decay, overwrite in ((0.37, 1.0, False), (-2.5, 0.75, False), (0.0, 1.0, False), (3.0, 1.0, True)):
+        check(
+            lambda o, s: ops.accumulate_(o, ins_there, scale, overwrite=overwrite, decay=decay, stats=s, backend="reference"),
+            lambda o, s: reference.accumulate_(o, ins, scale, overwrite, decay, None, s),
+            outs, 0, True,
+        )  # fmt: skip
+
+
+@every_pair
 @every_kernel
 def test_cast(backend, out, x):
     outs, ins = made(out, 1), made(x, 100)
@@ -214,7 +227,9 @@ def test_pooled_batch_statistics_wait_for_nothing(momentum):
 
 @needs_gpu
 @pytest.mark.filterwarnings(NO_WAITING)
-@pytest.mark.parametrize("settings", [{}, {"max_grad_norm": 1.0}, {"nonfinite": "skip_window"}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"max_grad_norm": 1.0}, {"nonfinite": "skip_window"}, {"noise_scale": 0.5}], ids=str
+)
 def test_a_window_with_a_fused_optimizer_waits_for_nothing(settings):
     net = model(torch.float32).to(DEVICE)
     opt = fa.AccumulatingOptimizer(torch.optim.AdamW(net.parameters(), fused=True), 2, **settings)
