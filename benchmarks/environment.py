@@ -1,4 +1,7 @@
-"""What a row must say about where it was measured: hardware, versions, commit."""
+"""What a row must say about where it was measured: hardware, versions, commit.
+
+In a source tree without ``.git`` the environment's FUSEDACCUM_COMMIT names the commit.
+"""
 
 from __future__ import annotations
 
@@ -83,4 +86,4 @@ def _commit() -> str:
         changed = git("status", "--porcelain", "--", ".", ":!benchmarks/results", ":!docs", ":!README.md")
         return git("rev-parse", "--short=12", "HEAD") + ("+changes" if changed else "")
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return os.environ.get("FUSEDACCUM_COMMIT") or "unknown"

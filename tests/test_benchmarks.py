@@ -21,6 +21,7 @@ from benchmarks import (
     bench_step,
     bench_training,
     bench_window,
+    environment,
     harness,
     memory,
     models,
@@ -123,6 +124,16 @@ def test_explain_is_measured_beside_what_it_says(tmp_path: Path) -> None:
     }
     assert all(row["said_ms"] > 0 and row["median_ms"] > 0 for row in rows)
     assert "resnet-101 bf16: plain p.grad" in report.printed("explain", rows)
+
+
+@pytest.mark.parametrize("named", ["", "4ca5cadeb0a7"])
+def test_a_source_tree_without_git_is_of_the_commit_that_the_environment_names(
+    named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    monkeypatch.setenv("FUSEDACCUM_COMMIT", named)
+    assert environment.describe()["commit"] == (named or "unknown")
 
 
 def test_memory_records_the_peak_of_a_stretch() -> None:
