@@ -183,7 +183,9 @@ class Ranks(Alone):
             self.segments.arrive()
             if self._shows_to_replicas:
                 has = self.group.total([self.segments.has(slot) for slot in self._sums.buffers.slots])
-                self.segments.show([slot for slot, n in zip(self._sums.buffers.slots, has, strict=True) if n])
+                # Narrow buffers have not gone yet: what one without a gradient here holds is nobody's.
+                arrived = [slot for slot, n in zip(self._sums.buffers.slots, has, strict=True) if n and not slot.narrow]
+                self.segments.show(arrived)
         then()
 
     def broke_off(self) -> None:

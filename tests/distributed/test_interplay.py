@@ -213,6 +213,28 @@ def test_clipping_by_hand_sees_what_other_ranks_have(worlds):
         torch.testing.assert_close(torch.cat([a[0], b[0]]), expected, rtol=1e-5, atol=1e-5)
 
 
+def used_by_one_rank(rank):
+    """Every window after the first; in 16-bit buffers, whose sums go at the window's end."""
+    model = Both(nn.ModuleDict({"a": nn.Linear(2, 1, bias=False), "b": nn.Linear(2, 1, bias=False)}).to(torch.bfloat16))
+    for p in model.parameters():
+        nn.init.zeros_(p)
+    module = DDP(model, find_unused_parameters=True)
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), reduction="none", buffer_dtype=None)
+    found = []
+    for window in range(3):
+        factor = 32 if window == 0 else 1
+        (factor * module(torch.ones(1, 2, dtype=torch.bfloat16), window == 0 or rank == 0)).backward()
+        opt.step()
+        found.append(model.layers["b"].weight[0, 0].item())
+        opt.zero_grad()
+    return found
+
+
+def test_narrow_buffers_of_what_a_rank_has_not_used_hold_nothing(worlds):
+    for found in worlds(2).run(used_by_one_rank):
+        assert found == [-3 * 32, -3 * (32 + 0.5), -3 * (32 + 0.5 + 0.5)]
+
+
 def new_group_of_other_values(rank):
     p, q = one(), one(1.0 + rank)
     opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 1, process_group=dist.group.WORLD)
