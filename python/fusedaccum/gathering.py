@@ -142,7 +142,9 @@ class Gathering(Windows):
             return  # a step() has, and broke off before it had closed the window
         if not ledger.has_window:
             self.begin_window()
-        if not ledger.has_micro and (not caller_owned or (ledger.window.empty and self.sums.gathered())):
+        if not ledger.has_micro and (
+            not caller_owned or (ledger.window.empty and set(self.sums.gathered()) - self.ranks.unseen)
+        ):
             # One without gradients; or, where passes are counted, with gradients that somebody put into p.grad by hand.
             ledger.begin_micro_batch()
         if ledger.has_micro:
