@@ -112,6 +112,7 @@ class Ranks(Alone):
     def forget(self) -> None:
         self._overflow = False  # has a GradScaler found one on any rank?
         self._gathered: set[Slot] = set()  # slots that hold a gradient on any rank, once agreed
+        self._shown = False  # have all ranks told each other what they have gradients of, after a backward?
         self.segments.forget()
 
     def forget_others(self, state: dict[Tensor, Any]) -> None:
@@ -182,11 +183,16 @@ class Ranks(Alone):
         with self._or_dropped():
             self.segments.arrive()
             if self._shows_to_replicas:
-                has = self.group.total([self.segments.has(slot) for slot in self._sums.buffers.slots])
-                # Narrow buffers have not gone yet: what one without a gradient here holds is nobody's.
-                arrived = [slot for slot, n in zip(self._sums.buffers.slots, has, strict=True) if n and not slot.narrow]
-                self.segments.show(arrived)
+                self._show()
         then()
+
+    def _show(self) -> None:
+        """Show sums of gradients that any rank has."""
+        has = self.group.total([self.segments.has(slot) for slot in self._sums.buffers.slots])
+        # Narrow buffers have not gone yet: what one without a gradient here holds is nobody's.
+        arrived = [slot for slot, n in zip(self._sums.buffers.slots, has, strict=True) if n and not slot.narrow]
+        self.segments.show(arrived)
+        self._shown = True
 
     def broke_off(self) -> None:
         if self.segments.any_gone:
@@ -218,6 +224,8 @@ class Ranks(Alone):
         """Make the open window's numbers, and the buffers, those of all ranks. Waits for the device."""
         self.segments.send_rest()  # first, as on ranks whose last backward has done so
         self.segments.arrive()
+        if self._shows_to_replicas and not self._shown:
+            self._show()  # as at the end of the others' last backward
         slots, window = self._sums.buffers.slots, self._ledger.window
         if not self._compared:
             self.group.compare_values([slot for slot in slots if not slot.sharded])

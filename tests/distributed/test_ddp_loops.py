@@ -1,4 +1,6 @@
-"""Loops written for DDP, which own their windows: a rank whose gradients were dropped."""
+"""Loops written for DDP, which own their windows: a rank whose gradients were dropped, or that has run out of data."""
+
+import contextlib
 
 import pytest
 from parts import assert_close, made, mean_loss, sgd, share, wrapped
@@ -28,3 +30,42 @@ def test_what_other_ranks_have_gathered_is_no_micro_batch_here(worlds, at):
     for ours, *told in worlds(2).run(dropped, at=at):
         assert_close(ours, list(model.parameters()))
         assert told == [1, weight, 1]
+
+
+def without_data(rank, warm, sync):
+    """Rank 1 calls flush() where the other's windows close, from the first on or from the second on."""
+    model = made()
+    module = DDP(model, find_unused_parameters=True)
+    opt = wrapped(module)
+    told = []
+    for window in range(3):
+        if rank == 0 or (warm and window == 0):
+            parts = share(window, 4, 0, 1) if rank == 0 else share(10, 1, 0, 1)
+            for number, (x, y, weight, use) in enumerate(parts):
+                last = sync and number == len(parts) - 1
+                with contextlib.nullcontext() if last else module.no_sync():
+                    opt.backward(mean_loss(module, x, y, use), weight=weight)
+            opt.step()
+            opt.zero_grad()
+        else:
+            opt.flush()
+        told.append((opt.updated, opt.last_window.micro_batches))
+    opt.flush()
+    assert not opt.updated
+    return list(model.parameters()), told
+
+
+@pytest.mark.parametrize("sync", [True, False], ids=["last synced", "no_sync"])
+@pytest.mark.parametrize("warm", [True, False], ids=["later", "never any"])
+def test_a_rank_that_has_run_out_of_data_flushes(worlds, warm, sync):
+    model = made()
+    opt = sgd(model.parameters())
+    for window in range(3):
+        opt.zero_grad()
+        parts = share(window, 4, 0, 1) + (share(10, 1, 0, 1) if warm and window == 0 else [])
+        total = sum(part[2] for part in parts)
+        sum(mean_loss(model, x, y, use) * (w / total) for x, y, w, use in parts).backward()
+        opt.step()
+    for ours, told in worlds(2).run(without_data, warm=warm, sync=sync):
+        assert_close(ours, list(model.parameters()))
+        assert told == [(True, 5 if warm else 4), (True, 4), (True, 4)]
