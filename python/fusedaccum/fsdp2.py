@@ -48,6 +48,7 @@ class FullySharded:
         self.slots = [slot for slot in slots if id(slot.param) in found]
         records = [found[id(slot.param)] for slot in self.slots]
         self._params = [param for param, _ in records]
+        self._groups = list({id(group): group for _, group in records}.values())
         self._meshes = [group.mesh_info.mesh for _, group in records]  # over which a slot's gradients are added up
         for slot, (_, group) in zip(self.slots, records, strict=True):
             slot.averaged_by = float(group.gradient_divide_factor or math.prod(group.mesh_info.mesh.shape))
@@ -89,17 +90,14 @@ class FullySharded:
         if self.holds_back:
             raise RuntimeError(
                 f"{what}, and FSDP2 still holds gradients of it that it was told not to reduce; call "
-                "model.set_requires_gradient_sync(True) before the last backward (also before one that flush() or state_dict() follows)"
+                "model.set_requires_gradient_sync(True), or set_requires_all_reduce(True), before the last backward (also before one that "
+                "flush() or state_dict() follows)"
             )
 
     @property
     def holds_back(self) -> bool:
         """Does FSDP2 keep gradients that it has not added up over the ranks yet?"""
-        return bool(self._held_back())
-
-    def _held_back(self) -> list[Any]:
-        """FSDP2's records of parameters whose gradients it has not reduced yet (``set_requires_gradient_sync(False)``)."""
-        return [p for p in self._params if _unreduced(p)]
+        return any(map(_unreduced, self._params)) or any(map(_partly_reduced, self._groups))
 
     def wait(self) -> None:
         """Until the gradients that it has handed over are there. With ``CPUOffloadPolicy``, PyTorch 2.11 (2.13 not) copies them still."""
@@ -110,10 +108,12 @@ class FullySharded:
 
     def drop(self) -> None:
         """Forget gradients that it has not reduced."""
-        for param in self._held_back():
+        for param in filter(_unreduced, self._params):
             param.unsharded_accumulated_grad = None
             if getattr(param, "_unsharded_param", None) is not None:
                 param._unsharded_param.grad = None
+        for group in filter(_partly_reduced, self._groups):
+            group._partial_reduce_output = None
 
     def before_backward(self, call: Callable[[], None]) -> None:
         """Have ``call`` called when a backward through a root begins, as long as its owner lives."""
@@ -142,8 +142,14 @@ def _parameter_groups(module: Any) -> list[Any]:
 
 
 def _unreduced(param: Any) -> bool:
+    """Of FSDP2's record of a parameter: does it hold a gradient of ``set_requires_gradient_sync(False)``?"""
     unsharded = getattr(param, "_unsharded_param", None)
     return param.unsharded_accumulated_grad is not None or (unsharded is not None and unsharded.grad is not None)
+
+
+def _partly_reduced(group: Any) -> bool:
+    """Of its record of those that are sent together: does it hold what ``set_requires_all_reduce(False)`` keeps from the replicas?"""
+    return getattr(group, "_partial_reduce_output", None) is not None
 
 
 def _group_of(mesh: Any) -> dist.ProcessGroup:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from parts import assert_close, contents, made, mean_loss, sgd, share, wrapped
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -325,17 +326,19 @@ def test_fsdp2_in_other_orders(worlds, how):
         assert_close(ours, list(model.parameters()))
 
 
-def unreduced(rank):
-    model = fully_shard(made())
+def unreduced(rank, call):
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
+    model = fully_shard(made(), mesh=mesh if call == "set_requires_all_reduce" else None)
     opt = wrapped(model, accum_steps=2)
     x, y, weight, _ = share(0, 1, 0, 1)[0]
-    model.set_requires_gradient_sync(False)
+    getattr(model, call)(False)
     opt.backward(mean_loss(model, x, y, False), weight=weight)
     opt.step()
-    with pytest.raises(RuntimeError, match=r"still holds gradients.*set_requires_gradient_sync\(True\)"):
-        opt.flush()
+    for end in (opt.flush, opt.state_dict):
+        with pytest.raises(RuntimeError, match=rf"still holds gradients.*{call}\(True\)"):
+            end()
     opt.reset()
-    model.set_requires_gradient_sync(True)
+    getattr(model, call)(True)
     for _ in range(2):
         opt.backward(mean_loss(model, x, y, False), weight=weight)
         opt.step()
@@ -349,5 +352,6 @@ def unreduced(rank):
         mean_loss(model, x, y, False).backward()
 
 
-def test_gradients_that_fsdp2_holds_back(worlds):
-    worlds(2).run(unreduced)
+@pytest.mark.parametrize("call", ["set_requires_gradient_sync", "set_requires_all_reduce"])
+def test_gradients_that_fsdp2_holds_back(worlds, call):
+    worlds(2).run(unreduced, call=call)
