@@ -82,6 +82,12 @@ class Slot:
         self.holder.grad = self.shown = grad
 
     @property
+    def strides(self) -> tuple[int, ...]:
+        """Of the buffer: the parameter's, where that is dense."""
+        p = local_of(self.param)
+        return p.stride() if is_dense(p) else torch.empty(p.shape, device="meta").stride()
+
+    @property
     def stepped_grad(self) -> Tensor | None:
         """What ``p.grad`` is to the inner optimizer: of a shard, the DTensor."""
         return self.holder.whole if isinstance(self.holder, ShardHolder) else self.holder.grad
@@ -144,9 +150,7 @@ class Block:
 
     def view(self, flat: Tensor, slot: Slot, offset: int) -> Tensor:
         """The part of ``flat`` that is ``slot``'s, in its parameter's shape (and memory format, when that is dense)."""
-        p = local_of(slot.param)
-        strides = p.stride() if is_dense(p) else torch.empty(p.shape, device="meta").stride()
-        return flat.as_strided(p.shape, strides, offset)
+        return flat.as_strided(local_of(slot.param).shape, slot.strides, offset)
 
     def narrow_(self, dtype: torch.dtype, scale: Scalar, shown: Iterable[Slot], backend: str) -> None:
         """Cast ``flat * scale`` to a narrower dtype, into the first part of its own storage, and show it in ``shown``.

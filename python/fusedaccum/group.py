@@ -141,15 +141,18 @@ class Group:
     # -- are the ranks alike? ----------------------------------------------------------------------------------
 
     def compare_shapes(self, slots: Sequence[Slot]) -> None:
-        """Raises ValueError unless all ranks gather parameters of the same shapes and dtypes."""
-        mine = [(slot.name, tuple(slot.param.shape), str(slot.param.dtype), slot.param.requires_grad) for slot in slots]
+        """Raises ValueError unless all ranks gather parameters of the same shapes, dtypes and memory formats."""
+        mine = [
+            (slot.name, tuple(slot.param.shape), str(slot.param.dtype), slot.param.requires_grad, strides(slot))
+            for slot in slots
+        ]
         for rank, other in enumerate(self.gathered(mine)):
             differing = [(a, b) for a, b in zip(mine, other, strict=False) if a[1:] != b[1:]]
             if differing or len(mine) != len(other):
                 a, b = differing[0] if differing else (f"{len(mine)} parameters", f"{len(other)}")
                 raise ValueError(
                     f"process_group's ranks must have the same parameters in the same order, but rank {self.rank} has {a} where rank "
-                    f"{rank} has {b}; build the same model and the same param_groups on all ranks"
+                    f"{rank} has {b}; build the same model, in the same memory format, and the same param_groups on all ranks"
                 )
 
     def compare_values(self, slots: Sequence[Slot]) -> None:
@@ -170,3 +173,10 @@ class Group:
                 "give all ranks the first one's: `for p in model.parameters(): torch.distributed.broadcast(p.data, 0)` "
                 "(DistributedDataParallel does that), or load the same checkpoint"
             )
+
+
+def strides(slot: Slot) -> tuple[int, ...]:
+    """Where the elements lie of a buffer whose memory travels as it is; nothing of a shard, whose does not."""
+    if slot.sharded:
+        return ()
+    return tuple(stride for stride, size in zip(slot.strides, slot.param.shape, strict=True) if size != 1)

@@ -214,15 +214,35 @@ def test_bad_arguments():
 
 
 def unlike(rank, how):
-    model = nn.Sequential(nn.Linear(3, 4 if how == "shapes" and rank else 2), nn.Linear(2, 2))
+    model = nn.Sequential(nn.Linear(3, 4 if how == "shapes" and rank else 2), nn.Linear(2, 2), nn.Conv2d(2, 2, 2))
+    if how == "memory formats" and rank:
+        model.to(memory_format=torch.channels_last)
     with pytest.raises(ValueError, match=r"ranks must have the same parameters.*rank 0 has|rank 1 has"):
         params = list(model.parameters())[: -1 if how == "numbers" and rank else None]
         fa.AccumulatingOptimizer(torch.optim.SGD(params, lr=1.0), process_group=dist.group.WORLD)
 
 
-@pytest.mark.parametrize("how", ["shapes", "numbers"])
+@pytest.mark.parametrize("how", ["shapes", "numbers", "memory formats"])
 def test_ranks_with_other_parameters_are_told_so(worlds, how):
     worlds(2).run(unlike, how=how)
+
+
+def the_same_in_another_format(rank):
+    """Dimensions of size 1 have strides that say nothing."""
+    model = nn.Conv2d(1, 2, 2, bias=False)
+    if rank:
+        model.to(memory_format=torch.channels_last)
+    dist.broadcast(model.weight.data, 0)
+    opt = wrapped(model, accum_steps=1, process_group=dist.group.WORLD)
+    before = model.weight.detach().clone()
+    x = torch.arange(4.0).reshape(1, 1, 2, 2)
+    opt.backward(model(x).sum())
+    opt.step()
+    assert_close([before - model.weight], [(0.01 * before + x.expand(2, 1, 2, 2)) * 0.3])
+
+
+def test_memory_formats_that_come_to_the_same(worlds):
+    worlds(2).run(the_same_in_another_format)
 
 
 def other_values(rank):
