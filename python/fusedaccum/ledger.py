@@ -252,7 +252,9 @@ class Ledger:
         return self.schedule.may_complete(window.length, self._steps + 1, window.weight + self.micro.value())
 
     def is_last(self) -> bool:
-        """Is it known that the micro-batch being gathered completes the window?"""
+        """Is it known that the micro-batch being gathered completes the window? Never where weights decide, which are added up later."""
+        if self.schedule.window_weight is not None:
+            return False
         length = self.window.length
         return self.micro.last or (length is not None and self._steps + 1 >= length)
 

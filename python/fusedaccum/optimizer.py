@@ -199,7 +199,7 @@ class AccumulatingOptimizer(Optimizer):
             weight: number or 0-d tensor (samples, tokens), finite, >= 0; 1 when left out. A micro-batch of weight 0 adds
                 nothing.
             last: the window ends with this micro-batch (a count of ``accum_steps`` says so itself): the sums go to the other ranks
-                while this backward still computes.
+                while this backward still computes. Says nothing with ``window_weight``, where the weights of all ranks decide.
 
         Raises:
             ValueError: a weight that cannot be meant, or that differs from the one given before for this micro-batch.

@@ -193,6 +193,34 @@ def test_a_weighed_window_closes_when_all_ranks_together_have_gathered_it(worlds
     assert first == expected
 
 
+def said_by_some(rank, how):
+    """Rank 0 says which micro-batch of a weighed window is its last; the other does not, or has run out of data by then."""
+    model = made()
+    opt = wrapped(model, window_weight=40, process_group=dist.group.WORLD)
+    for window in range(2):
+        for number, (x, y, _, use) in enumerate(share(window, 4, rank, 2)):
+            if how == "flushes" and rank == 1 and number == 1:
+                opt.flush()
+                break
+            opt.backward(mean_loss(model, x, y, use), weight=10, last=number == 1 and rank == 0)
+            opt.step()
+        assert opt.updated and float(opt.last_window.weight) == (30 if how == "flushes" else 40)
+    return contents(model, opt)
+
+
+@pytest.mark.parametrize("how", ["says nothing", "flushes"])
+def test_weights_decide_which_micro_batch_is_the_last(worlds, how):
+    model = made()
+    opt = sgd(model.parameters())
+    for window in range(2):
+        opt.zero_grad()
+        parts = share(window, 4, 0, 1)[: 3 if how == "flushes" else 4]
+        (sum(mean_loss(model, x, y, use) for x, y, _, use in parts) / len(parts)).backward()
+        opt.step()
+    for ours in worlds(2).run(said_by_some, how=how):
+        assert_close(ours, contents(model, opt))
+
+
 def by_hand(rank):
     """normalize_(), clip, step: as the big batch clipped by hand."""
     model = made()
