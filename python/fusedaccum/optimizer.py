@@ -352,10 +352,13 @@ class AccumulatingOptimizer(Optimizer):
         """
         self._gathering.settle()
         self._sums.check_shown("normalize_() makes p.grad the window's gradient", "clip with max_grad_norm=")
-        divisor = self._ledger.divisor_at_end()
-        if not self._gathering.ranks.alone:
+        ranks = self._gathering.ranks
+        # Nothing gathered, or all of it dropped: other ranks, which close such a window too, may have gradients.
+        if ranks.alone or self._ledger.is_open or not self.settings.schedule.caller_owned:
+            divisor = self._ledger.divisor_at_end()
+        if not ranks.alone:
             self._gathering.end_micro_batch(None)
-            self._gathering.ranks.agree(False)
+            ranks.agree(False)
             divisor = self._ledger.divisor(self._ledger.window.weight) or 1.0
         self._sums.divide_(self._sums.gathered(), divisor)
 

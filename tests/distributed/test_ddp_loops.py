@@ -3,6 +3,7 @@
 import contextlib
 
 import pytest
+import torch.distributed as dist
 from parts import assert_close, made, mean_loss, sgd, share, wrapped
 from torch import nn
 
@@ -69,3 +70,37 @@ def test_a_rank_that_has_run_out_of_data_flushes(worlds, warm, sync):
     for ours, told in worlds(2).run(without_data, warm=warm, sync=sync):
         assert_close(ours, list(model.parameters()))
         assert told == [(True, 5 if warm else 4), (True, 4), (True, 4)]
+
+
+def normalised(rank, ddp, how):
+    """Rank 1 has nothing in the second window: its only micro-batch was dropped, or it had none."""
+    model = made()
+    module = DDP(model, find_unused_parameters=True) if ddp else model
+    opt = wrapped(module, nonfinite="skip_micro_batch", process_group=None if ddp else dist.group.WORLD)
+    for window in range(3):
+        x, y, weight, _ = share(window, 2, rank, 2)[0]
+        nothing = rank == window == 1
+        if not (nothing and how == "no data"):
+            opt.backward(mean_loss(module, x, y, False) * (float("nan") if nothing else 1.0), weight=weight)
+        opt.normalize_()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        opt.step()
+        assert opt.updated and opt.last_window.micro_batches == (1 if window == 1 else 2)
+        opt.zero_grad()
+    return list(model.parameters())
+
+
+@pytest.mark.parametrize("how", ["dropped", "no data"])
+@pytest.mark.parametrize("ddp", [True, False], ids=["ddp", "plain"])
+def test_a_rank_with_nothing_normalises_what_the_others_have(worlds, ddp, how):
+    model = made()
+    opt = sgd(model.parameters())
+    for window in range(3):
+        opt.zero_grad()
+        parts = share(window, 2, 0, 1)[: 1 if window == 1 else 2]
+        total = sum(part[2] for part in parts)
+        sum(mean_loss(model, x, y, False) * (w / total) for x, y, w, _ in parts).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        opt.step()
+    for ours in worlds(2).run(normalised, ddp=ddp, how=how):
+        assert_close(ours, list(model.parameters()))
