@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import hashlib
 import math
 import weakref
 from collections.abc import Iterator, Sequence
@@ -51,17 +53,36 @@ def own_group(theirs: dist.ProcessGroup, device: torch.device, user: Group) -> d
         ) from error
     _, known = _OWN.setdefault(id(theirs), (theirs, []))
     free = {i for i, own in enumerate(known) if own.user() is None}
-    frees: list = [None] * dist.get_world_size(theirs)
-    dist.all_gather_object(frees, free, group=theirs)
-    common = set.intersection(*frees)
+    made = sum(len(groups) for _, groups in _OWN.values())
+    told: list = [None] * dist.get_world_size(theirs)
+    dist.all_gather_object(told, (free, made), group=theirs)
+    common = set.intersection(*(free for free, _ in told))
     if common:
         own = known[min(common)]
         own.user = weakref.ref(user)
         return own.group
-    ranks = dist.get_process_group_ranks(theirs)
-    group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup)  # this rank is in it
+    group = new_group(dist.get_process_group_ranks(theirs), timeout, max(made for _, made in told))
     known.append(Own(group, weakref.ref(user)))
+    return group
+
+
+def new_group(ranks: list[int], timeout: datetime.timedelta, number: int) -> dist.ProcessGroup:
+    """A group of these ranks, which call this together; others need not. ``number``: how many these have made before, at most.
+
+    PyTorch would name it by a count of groups, or by how many this process is in. Such differ between ranks where a rank is in groups that
+    another is not in, and the next group that they make never meets. So it gets a name that the ranks agree on, and the count stays.
+    """
+    name = "fusedaccum_" + hashlib.sha1(f"{number} {ranks}".encode(), usedforsecurity=False).hexdigest()
+    c10d: Any = dist.distributed_c10d
+    theirs = getattr(c10d, "_process_group_name", None)
+    try:
+        if theirs is not None:
+            c10d._process_group_name = lambda ranks, use_hashed_name: name
+        group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+    finally:
+        if theirs is not None:
+            c10d._process_group_name = theirs
+    assert isinstance(group, dist.ProcessGroup)  # this rank is in it
     return group
 
 

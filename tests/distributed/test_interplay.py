@@ -1,5 +1,6 @@
 """What else a script does: several wrappers, DDP's own options, hands on p.grad, other orders of calls. Each was wrong once."""
 
+import datetime
 import warnings
 
 import fusedaccum as fa
@@ -117,6 +118,24 @@ def two_wrappers(rank):
 def test_two_wrappers_do_not_mix_their_sums(worlds):
     for found in worlds(2).run(two_wrappers):
         assert found == [1 - 1, 1 - 2, 1 - 100, 1 - 100]
+
+
+def on_some_ranks(rank):
+    """A wrapper that the other ranks do not build; then what all of them build."""
+    alone = dist.new_group([0])
+    if rank == 0:
+        fa.AccumulatingOptimizer(torch.optim.SGD([one()], lr=1.0), 1, process_group=alone)
+    both = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=20))
+    p = one()
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 1, process_group=both)
+    opt.backward(p.sum() * 2 * rank)
+    opt.step()
+    return p.detach()
+
+
+def test_a_wrapper_that_some_ranks_build_is_in_nobodys_way(worlds):
+    for p in worlds(2).run(on_some_ranks):
+        assert torch.equal(p, torch.zeros(2))
 
 
 def shared_module(rank):
