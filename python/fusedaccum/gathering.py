@@ -22,7 +22,7 @@ from .noise import measure_small
 from .rejected import Rejected
 from .scalars import Scalar
 from .settings import Settings, check_weight_of_lent
-from .shards import local_of
+from .shards import added_up, local_gradient, sum_over_meshes
 from .windows import Windows
 
 _GATHERING_OF: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak reference to a Gathering
@@ -333,16 +333,16 @@ class Gathering(Windows):
         micro, held = self.ledger.micro, self._intake.held
         micro.judged = bool(held)
         self.ranks.fully_sharded.wait()
-        found = self.ranks.of_all_parts(self.sums.count_nonfinite(held))
+        found = self.ranks.of_all_parts(self.sums.count_nonfinite(map(added_up, held)))
+        found = sum_over_meshes(found, self.sums.buffers.slots, self.ranks.size)
         weightless = float(micro.factor) == 0 and not self.weighs_loss
         if not found or weightless:
             self._intake.release()
             return None
         micro.bad = True
-        batches = self._intake.drop()
         return {
-            slot: grad
-            for slots, grads in batches
+            slot: part
+            for slots, grads in self._intake.drop()
             for slot, grad in zip(slots, grads, strict=True)
-            if not torch.isfinite(local_of(grad)).all()
+            if not torch.isfinite(part := local_gradient(grad, slot.param)).all()
         }

@@ -24,11 +24,11 @@ class Rejected:
 
     def reject(self, bad: dict[Slot, Tensor], slots: Sequence[Slot]) -> None:
         """These gradients are not finite; ``slots`` are hidden behind the first of them."""
-        self.names += [slot.name for slot in bad]
+        self.names += [slot.name for slot in bad] or ["a shard on another rank"]
         self._hidden = [(slot, slot.param.grad) for slot in slots]
         for slot in slots:
             slot.param.grad = None
-        for slot, grad in list(bad.items())[:1]:  # none, where another rank has the bad part of a sharded gradient
+        for slot, grad in list(bad.items())[:1]:  # none, where another rank has the bad part
             slot.param.grad = whole(grad, slot.param) if slot.sharded else grad
 
     @property

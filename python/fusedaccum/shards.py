@@ -6,8 +6,10 @@ by itself, in place and without a weight; so it finds none: during backward ``p.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
     from .buffers import Slot
 
 if dist.is_available():
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Replicate
 
 
 def is_shard(tensor: Tensor) -> bool:
@@ -36,6 +38,14 @@ def local_gradient(grad: Tensor, parameter: Tensor) -> Tensor:
     if grad.placements != parameter.placements:  # type: ignore[attr-defined]
         grad = grad.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
     return grad.to_local()  # type: ignore[attr-defined]
+
+
+def added_up(grad: Tensor) -> Tensor:
+    """A gradient's part that is here; of parts of a sum, the sum over the ranks."""
+    if not is_shard(grad):
+        return grad
+    placements = [Replicate() if p.is_partial() else p for p in grad.placements]  # type: ignore[attr-defined]
+    return grad.redistribute(placements=placements).to_local()  # type: ignore[attr-defined]
 
 
 def whole(local: Tensor, parameter: Any) -> Tensor:
@@ -97,6 +107,21 @@ def sum_over_shards(value: Tensor, slot: Slot) -> Tensor:
         if not placement.is_replicate():
             dist.all_reduce(value, group=mesh.get_group(dimension))
     return value
+
+
+def sum_over_meshes(number: int, slots: Iterable[Slot], ranks: int) -> int:
+    """``number``, added up over all ranks that hold parts of these; waits for them.
+
+    Not where they are no more than the ``ranks`` that have done so.
+    """
+    meshes = {slot.param.device_mesh: None for slot in slots if slot.sharded}  # type: ignore[attr-defined]
+    for mesh in meshes:
+        if mesh.size() > ranks:
+            total = torch.tensor(number, device=mesh.device_type)
+            for dimension in range(mesh.ndim):
+                dist.all_reduce(total, group=mesh.get_group(dimension))
+            number = int(total)
+    return number
 
 
 def alike(slot: Slot) -> tuple | None:

@@ -1,0 +1,95 @@
+"""Tensor parallelism, and gradients that are not finite in the part of one rank: those that hold parts drop a micro-batch together."""
+
+import contextlib
+
+import fusedaccum as fa
+import pytest
+import torch
+import torch.distributed as dist
+from parts import assert_close, sgd, share, wrapped
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+COUNT, BAD = 3, 1
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.up, self.down = nn.Linear(12, 16), nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(x))) * 1.0
+
+
+def spoiled(module, arguments, output):
+    output.register_hook(lambda grad: grad * float("nan"))
+
+
+def with_a_bad_part(rank, nonfinite, over=1):
+    """``over`` so many groups of two ranks, FSDP2."""
+    model, size = Layers(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (over, 2), mesh_dim_names=("data", "layers"))
+    parallelize_module(model, mesh["layers"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    if over > 1:
+        fully_shard(model, mesh=mesh["data"])
+    opt = wrapped(model, accum_steps=COUNT, nonfinite=nonfinite)
+    for window in range(2):
+        for number, (x, y, weight, _) in enumerate(share(window, COUNT * over, rank // 2, over)):
+            bad = (window, number) == (0, BAD)
+            handle = model.up.register_forward_hook(spoiled) if bad and rank == size - 1 else None
+            opt.backward((model(x) - y).square().mean(), weight=weight)
+            if handle is not None:
+                handle.remove()
+            with pytest.raises(FloatingPointError) if bad and nonfinite == "raise" else contextlib.nullcontext():
+                opt.step()
+            opt.zero_grad()
+        if window == 0 and over == 1:
+            opt.flush()  # windows of one process wait for another micro-batch
+        assert opt.updated and opt.last_window.micro_batches == over * (COUNT - (window == 0))
+    return [p.full_tensor().detach() for p in model.parameters()]
+
+
+def literal(over=1):
+    model = Layers()
+    opt = sgd(model.parameters())
+    for window in range(2):
+        opt.zero_grad()
+        batch = share(window, COUNT * over, 0, 1)
+        parts = [part for k, part in enumerate(batch) if (window, k // over) != (0, BAD)]
+        total = sum(part[2] for part in parts)
+        sum((model(x) - y).square().mean() * (w / total) for x, y, w, _ in parts).backward()
+        opt.step()
+    return list(model.parameters())
+
+
+@pytest.mark.parametrize("nonfinite", ["skip_micro_batch", "raise"])
+def test_a_bad_part_is_left_out_with_the_others(worlds, nonfinite):
+    for ours in worlds(2).run(with_a_bad_part, nonfinite=nonfinite):
+        assert_close(ours, literal())
+
+
+def test_a_bad_part_is_left_out_with_those_of_fsdp2(worlds):
+    for ours in worlds(4).run(with_a_bad_part, nonfinite="skip_micro_batch", over=2):
+        assert_close(ours, literal(over=2))
+
+
+def infinite_sum(rank):
+    """Parts of a sum, each of which is finite."""
+    mesh = init_device_mesh("cpu", (2,))
+    p = nn.Parameter(distribute_tensor(torch.ones(4), mesh))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 3, nonfinite="skip_micro_batch")
+    for value in (1.0, 3e38, 2.0):
+        torch.autograd.backward(p, DTensor.from_local(torch.full((4,), value), mesh, [Partial()]))
+        opt.step()
+    opt.flush()
+    return p.full_tensor().detach(), opt.last_window.micro_batches
+
+
+def test_a_sum_that_overflows_is_left_out(worlds):
+    for p, count in worlds(2).run(infinite_sum):
+        assert torch.equal(p, torch.full((4,), 1 - (2.0 + 4.0) / 2)) and count == 2
