@@ -5,9 +5,10 @@ Nothing public tells which ranks these are, what it divides by and what it holds
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -127,12 +128,21 @@ class FullySharded:
 
         @_outside_graphs
         def watch(module: Module, args: Any, output: Any) -> None:
-            for x in tree_leaves(output):
-                if isinstance(x, Tensor) and x.requires_grad:
+            for x in _tensors(output):
+                if x.requires_grad:
                     x.register_hook(begins)
 
         for root in self._roots:
             weakref.finalize(self, root.register_forward_hook(watch).remove).atexit = False
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """Those in what a module returns, also in dataclasses, where FSDP2 looks too and pytrees end."""
+    for x in tree_leaves(output):
+        if isinstance(x, Tensor):
+            yield x
+        elif dataclasses.is_dataclass(x):
+            yield from _tensors([getattr(x, field.name) for field in dataclasses.fields(x)])
 
 
 def _parameter_groups(module: Any) -> list[Any]:

@@ -1,0 +1,133 @@
+"""FSDP2 in other orders of calls than the usual one, gradients that it holds back, and other things that a module returns."""
+
+import dataclasses
+
+import fusedaccum as fa
+import pytest
+import torch
+from parts import assert_close, made, mean_loss, sgd, share, wrapped
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+
+def in_other_orders(rank, how):
+    model = made()
+    fully_shard([model.first, model.second], reshard_after_forward=how != "late")
+    fully_shard(model, reshard_after_forward=how != "late")
+    inner = sgd(model.parameters())
+    if how == "late":
+        with torch.no_grad():
+            model(torch.ones(1, 12))
+    opt = fa.AccumulatingOptimizer(inner, None if how in ("zero after forward", "eval between") else 2)
+    for window in range(2):
+        losses = []
+        for x, y, weight, _ in share(window, 4, rank, 2, how != "late" and how != "weight once"):
+            loss = mean_loss(model, x, y, False)
+            if how == "weight once":
+                opt.backward(loss / 2, weight=weight)
+                opt.backward(mean_loss(model, x, y, False) / 2)
+            elif how in ("two forwards", "zero after forward", "eval between"):
+                losses.append(loss)
+                continue
+            else:
+                opt.backward(loss, weight=weight)
+            opt.step()
+            opt.zero_grad()
+        if how == "two forwards":
+            for loss in losses:
+                loss.backward()
+                opt.step()
+        if how == "zero after forward":
+            opt.zero_grad()
+            (sum(losses) / 2).backward()
+            opt.step()
+        if how == "eval between":
+            (sum(losses) / 2).backward()
+            model(torch.ones(1, 12))
+            opt.normalize_()
+            assert float(nn.utils.clip_grad_norm_(model.parameters(), 1e9).full_tensor()) > 0
+            opt.step()
+            opt.zero_grad()
+    return [p.full_tensor().detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("how", ["zero after forward", "two forwards", "eval between", "weight once", "late"])
+def test_fsdp2_in_other_orders(worlds, how):
+    model = made()
+    opt = sgd(model.parameters())
+    for window in range(2):
+        opt.zero_grad()
+        parts = share(window, 4, 0, 1, how not in ("late", "weight once"))
+        total = sum(part[2] for part in parts)
+        sum(mean_loss(model, x, y, False) * (w / total) for x, y, w, _ in parts).backward()
+        opt.step()
+    for ours in worlds(2).run(in_other_orders, how=how):
+        assert_close(ours, list(model.parameters()))
+
+
+@dataclasses.dataclass
+class Output:
+    logits: torch.Tensor
+    hidden: list
+
+
+class Returning(nn.Module):
+    """A dataclass within other things."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = made()
+
+    def forward(self, x, use):
+        return {"all": [Output(self.net(x, use), [None])]}
+
+
+def in_a_dataclass(rank):
+    module = fully_shard(Returning())
+    opt = wrapped(module.net, accum_steps=2)
+    for x, y, weight, _ in share(0, 4, rank, 2):
+        opt.backward((module(x, False)["all"][0].logits - y).square().mean(), weight=weight)
+        opt.step()
+    return [p.full_tensor().detach() for p in module.parameters()]
+
+
+def test_fsdp2_that_returns_a_dataclass(worlds):
+    model = made()
+    opt = sgd(model.parameters())
+    parts = share(0, 4, 0, 1)
+    sum(mean_loss(model, x, y, False) * (w / sum(p[2] for p in parts)) for x, y, w, _ in parts).backward()
+    opt.step()
+    for ours in worlds(2).run(in_a_dataclass):
+        assert_close(ours, list(model.parameters()))
+
+
+def unreduced(rank, call):
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
+    model = fully_shard(made(), mesh=mesh if call == "set_requires_all_reduce" else None)
+    opt = wrapped(model, accum_steps=2)
+    x, y, weight, _ = share(0, 1, 0, 1)[0]
+    getattr(model, call)(False)
+    opt.backward(mean_loss(model, x, y, False), weight=weight)
+    opt.step()
+    for end in (opt.flush, opt.state_dict):
+        with pytest.raises(RuntimeError, match=rf"still holds gradients.*{call}\(True\)"):
+            end()
+    opt.reset()
+    getattr(model, call)(True)
+    for _ in range(2):
+        opt.backward(mean_loss(model, x, y, False), weight=weight)
+        opt.step()
+    plain = made()
+    theirs = sgd(plain.parameters())
+    mean_loss(plain, x, y, False).backward()
+    theirs.step()
+    assert_close([p.full_tensor() for p in model.parameters()], list(plain.parameters()))
+    opt.backward(mean_loss(model, x, y, False), weight=weight)
+    with pytest.raises(RuntimeError, match=r"use opt\.backward\(loss\) for each"):
+        mean_loss(model, x, y, False).backward()
+
+
+@pytest.mark.parametrize("call", ["set_requires_gradient_sync", "set_requires_all_reduce"])
+def test_gradients_that_fsdp2_holds_back(worlds, call):
+    worlds(2).run(unreduced, call=call)
