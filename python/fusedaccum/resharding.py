@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .batch_statistics import joined
 from .checkpoint import plain, restored
-from .window import Window
+from .window import Loss, Window
 
 if TYPE_CHECKING:
     from .optimizer import AccumulatingOptimizer
@@ -81,6 +81,8 @@ def window(opt: AccumulatingOptimizer, ranks: list[dict[str, Any]]) -> dict[str,
                 setattr(mine, name, getattr(mine, name) + getattr(theirs, name))
             mine.unit_lost = mine.unit_lost or theirs.unit_lost
             mine.overflowed = mine.overflowed or theirs.overflowed
+    scale = rescaled(opt, len(ranks))
+    mine.loss = Loss(mine.loss.total * scale, mine.loss.raw * scale)
     if mine.length is not None:
         each = count // size
         if each >= mine.length:
@@ -92,6 +94,11 @@ def window(opt: AccumulatingOptimizer, ranks: list[dict[str, Any]]) -> dict[str,
     return plain(mine)
 
 
+def rescaled(opt: AccumulatingOptimizer, ranks: int) -> float:
+    """What is summed under "none" is multiplied by this: of what comes normalised the mean over the ranks is taken, over another number."""
+    return place(opt)[1] / ranks if opt.settings.reduction == "none" else 1.0
+
+
 def added_up(
     opt: AccumulatingOptimizer, index: int, rows: dict[int, Tensor], ranks: list[dict[str, Any]]
 ) -> dict[str, Any]:
@@ -101,9 +108,7 @@ def added_up(
     if size == len(ranks) and len(rows) == 1 and not slot.narrow:
         ((s, row),) = rows.items()
         return {"sum": row, "divisor": divisors[s]}
-    # Of gradients that come normalised the mean over the ranks is taken: today's number of them divides what another was to divide. (A
-    # shard holds the mean already.)
-    scale = size / len(ranks) if opt.settings.reduction == "none" and not slot.sharded else 1.0
+    scale = 1.0 if slot.sharded else rescaled(opt, len(ranks))  # a shard holds the mean already
     total = torch.zeros_like(next(iter(rows.values())), dtype=torch.promote_types(slot.dtype, torch.float32))
     for s, row in rows.items():
         total += row * (scale if slot.narrow else scale * float(divisors[s]))

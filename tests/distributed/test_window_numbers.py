@@ -2,10 +2,12 @@
 
 import math
 
+import fusedaccum as fa
 import pytest
 import torch
 import torch.distributed as dist
-from parts import made, mean_loss, micro_batches, sgd, share, wrapped
+import torch.distributed.checkpoint as dcp
+from parts import assert_close, made, mean_loss, micro_batches, sgd, share, wrapped
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -200,3 +202,34 @@ def split(rank, parallel):
 
 def test_the_noise_scale_over_tensor_parallelism_is_that_of_one_process(worlds):
     assert worlds(2).run(split, parallel=True) == pytest.approx([split(0, False)] * 2, rel=1e-9)
+
+
+# -- over another number of ranks --------------------------------------------------------------------------------------------
+
+
+def normalised(rank, path, begin, end):
+    """A window of four micro-batches that the caller owns, saved after two of them."""
+    model, size = made(), dist.get_world_size()
+    opt = wrapped(model, reduction="none", process_group=dist.group.WORLD if size > 1 else None)
+    if begin:
+        dcp.load({"opt": fa.DistributedState(opt, path)}, checkpoint_id=path)
+    for x, y, _, use in list(micro_batches(0, 4, equal=True))[begin + rank : end : size]:
+        opt.backward(mean_loss(model, x, y, use) * size / 4)
+    if not begin:
+        dcp.save({"opt": fa.DistributedState(opt)}, checkpoint_id=path)
+        return None
+    opt.step()
+    return float(opt.last_window.loss), [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_the_loss_of_a_window_that_others_began(worlds, tmp_path, before, after):
+    model = made()
+    opt = sgd(model.parameters())
+    loss = sum(mean_loss(model, x, y, use) for x, y, _, use in micro_batches(0, 4, equal=True)) / 4
+    loss.backward()
+    opt.step()
+    worlds(before).run(normalised, path=tmp_path, begin=0, end=2)
+    for ours, parameters in worlds(after).run(normalised, path=tmp_path, begin=2, end=4):
+        assert ours == pytest.approx(float(loss.detach()), rel=1e-5)
+        assert_close(parameters, list(model.parameters()))
