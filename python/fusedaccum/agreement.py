@@ -19,8 +19,9 @@ class Numbers(NamedTuple):
     nonfinite: float
     overflow: float  # a GradScaler has found one at the window's end
     overflowed: float  # or before it
-    unit: float
+    unit: float  # 0 without a loss scale, and on ranks that took no part, whatever theirs is
     unit_square: float
+    parts: float  # has the rank gathered, or dropped, anything?
     loss: float
     losses: float
     small_sq_norm: float  # of the one micro-batch that was measured by itself
@@ -32,7 +33,8 @@ class Numbers(NamedTuple):
     @classmethod
     def of(cls, window: Window, overflow: bool | Tensor, pools: bool) -> Numbers:
         """Waits for the device."""
-        unit = 0.0 if window.unit is None else float(window.unit)
+        part = took_part(window)
+        unit = float(window.unit) if part and window.unit is not None else 0.0
         return cls(
             float(window.weight),
             window.micro_batches,
@@ -42,19 +44,22 @@ class Numbers(NamedTuple):
             window.overflowed,
             unit,
             unit**2,
+            part,
             float(window.loss.total),
             window.losses,
             *small_sums(window),
             pools,
         )
 
-    def of_equal_units(self, ranks: int) -> bool:
-        """Had all ranks the same loss scale? Equal numbers, and no others, have this mean square."""
-        return self.unit**2 == ranks * self.unit_square
+    def of_equal_units(self) -> bool:
+        """Had all ranks that took part the same loss scale? Equal numbers, and no others, have this mean square."""
+        return self.unit**2 == self.parts * self.unit_square
 
     def put_into(self, window: Window, ledger: Ledger) -> None:
         """Make ``window`` that of all ranks."""
         ranks, normalised = ledger.ranks, ledger.reduction == "none"
+        if not took_part(window):
+            window.unit = self.unit / self.parts if self.unit else None
         window.weight, window.micro_batches, window.dropped = self.weight, int(self.micro_batches), int(self.dropped)
         window.nonfinite, window.overflowed = int(self.nonfinite), bool(self.overflowed)
         # Of losses that come normalised the mean over the ranks is taken, as of their gradients.
@@ -66,6 +71,11 @@ class Numbers(NamedTuple):
             if ledger.mixes_ranks:  # all have measured the one sum of their micro-batches, or the mean
                 window.small_sq_norm *= ranks if normalised else 1 / ranks
                 window.small_square = self.small_weight**2
+
+
+def took_part(window: Window) -> bool:
+    """Has this rank gathered, or dropped, anything?"""
+    return not window.empty or window.dropped > 0
 
 
 def small_sums(window: Window) -> tuple[float, float, float, float]:

@@ -234,7 +234,7 @@ class Ranks(Alone):
         totals = self.group.total([*mine, *(self.segments.has(slot) for slot in slots), *self.segments.again])
         first, end = len(mine), len(mine) + len(slots)
         numbers, has, again = Numbers(*totals[:first]), totals[first:end], totals[end:]
-        if not numbers.of_equal_units(self.size):
+        if not numbers.of_equal_units():
             raise RaisedByAllError(
                 f"the loss scale is {mine.unit:g} on this rank and another on others: every rank's GradScaler has looked at its own "
                 "gradients only; use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler(process_group=...). The window is dropped"

@@ -167,6 +167,36 @@ def test_ranks_with_unequal_numbers_of_micro_batches(worlds, counts):
         assert_close(ours, contents(model, opt))
 
 
+def scaled(rank, windows):
+    """A GradScaler whose scale grows; rank 1 has data in so many windows, and its own scaler stays behind."""
+    model = made()
+    opt = wrapped(model, accum_steps=1, process_group=dist.group.WORLD)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    for window in range(WINDOWS):
+        if rank == 0 or window < windows:
+            x, y, _, use = share(window, 2, rank, 2)[0]
+            scaler.scale(mean_loss(model, x, y, use)).backward()
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+        else:
+            opt.flush()
+    return contents(model, opt)
+
+
+@pytest.mark.parametrize("windows", [0, 1])
+def test_the_loss_scale_of_a_rank_without_data_says_nothing(worlds, windows):
+    model = made()
+    opt = sgd(model.parameters())
+    for window in range(WINDOWS):
+        opt.zero_grad()
+        parts = share(window, 2, 0, 1)[: 2 if window < windows else 1]
+        (sum(mean_loss(model, x, y, use) for x, y, _, use in parts) / len(parts)).backward()
+        opt.step()
+    for ours in worlds(2).run(scaled, windows=windows):
+        assert_close(ours, contents(model, opt))
+
+
 def weighed(rank):
     model = made()
     opt = wrapped(model, window_weight=40, process_group=dist.group.WORLD)
