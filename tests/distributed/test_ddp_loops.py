@@ -2,7 +2,9 @@
 
 import contextlib
 
+import fusedaccum as fa
 import pytest
+import torch
 import torch.distributed as dist
 from parts import assert_close, made, mean_loss, sgd, share, wrapped
 from torch import nn
@@ -104,3 +106,24 @@ def test_a_rank_with_nothing_normalises_what_the_others_have(worlds, ddp, how):
         opt.step()
     for ours in worlds(2).run(normalised, ddp=ddp, how=how):
         assert_close(ours, list(model.parameters()))
+
+
+def clipped(rank, how):
+    """A 16-bit model, of whose gradients (4 and 0) the ranks' mean is 2."""
+    module = DDP(nn.Linear(4, 1, bias=False).bfloat16())
+    nn.init.zeros_(module.module.weight)
+    limit = 1.0 if how == "max_grad_norm" else None
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    opt = fa.AccumulatingOptimizer(optimizer, reduction="none", buffer_dtype=None, max_grad_norm=limit)
+    module(torch.full((1, 4), 0.0 if rank else 4.0, dtype=torch.bfloat16)).sum().backward()
+    if how == "normalize_":
+        opt.normalize_()
+        assert float(nn.utils.clip_grad_norm_(module.parameters(), 1.0)) == 4.0
+    opt.step()
+    return module.module.weight.detach().float()
+
+
+@pytest.mark.parametrize("how", ["max_grad_norm", "normalize_"])
+def test_narrow_buffers_are_clipped_by_what_all_ranks_have(worlds, how):
+    for weight in worlds(2).run(clipped, how=how):
+        assert torch.equal(weight, torch.full((1, 4), -0.5))
