@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import weakref
 
 import fusedaccum as fa
 import pytest
@@ -295,3 +296,72 @@ def test_a_pass_whose_end_autograd_does_not_tell_is_an_error():
     mean_loss(net, x, y).backward()
     opt.step()
     assert opt.progress["micro_batch"] == "1/2"
+
+
+def unseen(tensor):
+    """A backward as some call it: past torch.autograd.backward, so that no frame tells of it."""
+    torch.autograd.Variable._execution_engine.run_backward(
+        (tensor,), (torch.ones_like(tensor),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def test_a_pass_that_nobody_sees_and_that_breaks_off_is_dropped():
+    net, (x, y) = model(), data()
+    opt, expected = wrapped(net, 1), torch.autograd.grad(mean_loss(net, x, y), list(net.parameters()))
+    with pytest.raises(MemoryError):
+        unseen(broken_loss(net, x, y))
+    unseen(mean_loss(net, x, y))
+    opt.step()
+    for p, grad in zip(net.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, grad, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("nonfinite", ["propagate", "skip_micro_batch"])
+def test_a_reentrant_checkpoint_in_a_pass_that_nobody_sees(nonfinite):
+    net, (x, y) = model(), data()
+    opt = fa.AccumulatingOptimizer(sgd(net.parameters()), 1, nonfinite=nonfinite)
+    expected = torch.autograd.grad(mean_loss(net, x, y), list(net.parameters()))
+    hidden = checkpoint(net[2:4], net[:2](x), use_reentrant=True)
+    unseen(nn.functional.mse_loss(net[4:](hidden), y))
+    opt.step()
+    for p, grad in zip(net.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, grad, rtol=1e-12, atol=0)
+
+
+def test_what_a_broken_pass_held_is_freed_before_the_next_call():
+    """The graph, and whatever its callers hold: a retry needs the memory."""
+    net, (x, y) = model(), data()
+    opt, alive = wrapped(net, 2), []
+
+    def attempt():
+        local = torch.ones(3)
+        loss = broken_loss(net, x, y)
+        alive.extend(map(weakref.ref, (local, loss)))
+        loss.backward()
+
+    with pytest.raises(MemoryError):
+        attempt()
+    assert [ref() for ref in alive] == [None, None] and opt.progress["micro_batch"] == "0/2"
+
+
+class Tolerant(torch.autograd.Function):
+    """Its backward runs one of its own, and goes on when that breaks off."""
+
+    @staticmethod
+    def forward(ctx, x, inner):
+        ctx.inner = inner
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        with torch.enable_grad(), contextlib.suppress(MemoryError):
+            ctx.inner().backward()
+        return g, None
+
+
+def test_a_reentrant_pass_whose_exception_is_caught():
+    net, (x, y) = model(), data()
+    opt = wrapped(net, 2)
+    Tolerant.apply(x.requires_grad_(), lambda: broken_loss(net, x, y)).sum().backward()
+    opt.step()
+    assert opt.progress["micro_batch"] == "1/2" and grads(net) == [None] * 6

@@ -244,6 +244,19 @@ def test_unscaled_before_anybody_knew_the_scale():
         assert opt.last_window.noise_scale is None
 
 
+def test_a_checkpoint_goes_into_the_averages_that_a_graph_may_write_to():
+    model, data = telling([(4, 4)] * 2)
+    opt = wrapped(model.parameters(), accum_steps=2)
+    for window in data:
+        there = opt._closing.noise.averages
+        state = opt.state_dict()
+        for x, y in window:
+            opt.backward(nn.functional.mse_loss(model(x), y))
+            opt.step()
+    opt.load_state_dict(state)
+    assert opt._closing.noise.averages is there and torch.equal(there, state["fusedaccum"]["noise"])
+
+
 def test_state_is_kept_inside_a_window():
     model, data = telling([(4, 4, 4)] * 3, torch.float32)
 

@@ -150,7 +150,7 @@ def load(opt: AccumulatingOptimizer, own: dict[str, Any]) -> None:
     opt._gathering.loss_scale.load(own["loss_scale"])
     opt._gathering.statistics.load(own["batch_statistics"])
     if opt._closing.noise is not None:
-        opt._closing.noise.averages = copied(own["noise"])
+        opt._closing.noise.load(own["noise"])
     adaptive = opt.settings.schedule.adaptive
     if adaptive is not None and own["schedule"] is not None:
         adaptive.load_state_dict(own["schedule"])

@@ -77,7 +77,10 @@ def new_group(ranks: list[int], timeout: datetime.timedelta, number: int) -> dis
     theirs = getattr(c10d, "_process_group_name", None)
     try:
         if theirs is not None:
-            c10d._process_group_name = lambda ranks, use_hashed_name: name
+            # Another thread may make a group meanwhile.
+            c10d._process_group_name = lambda of, *how, **more: (
+                name if sorted(of) == sorted(ranks) else theirs(of, *how, **more)
+            )
         group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
     finally:
         if theirs is not None:

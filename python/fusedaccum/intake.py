@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from . import arrivals, main_grad, native
 from .buffers import Slot
-from .passes import outermost_backward, returned, running_backward, under_way
+from .passes import broke_off, outermost_backward, returned, running_backward, under_way
 from .shards import ShardHolder
 from .streams import Turns, join
 
@@ -181,7 +182,7 @@ class Intake:
             if task in self._tasks:
                 return
             call, nested = outermost_backward()
-            if self._open and self._call is not call:
+            if self._open and (self._call is not call or (call is None and self._tasks and not nested)):
                 if under_way(self._call):
                     raise RuntimeError(
                         "two backward passes run at once, in two threads; the gradients of one optimizer's parameters can be "
@@ -195,9 +196,9 @@ class Intake:
             self.nested = self.nested or nested
             self._tasks.add(task)
             self._arrivals.expect(task)
-            torch.autograd.Variable._execution_engine.queue_callback(
-                functools.partial(_task_ended, weakref.ref(self), task)
-            )
+            end = functools.partial(_task_ended, weakref.ref(self), task)
+            weakref.finalize(end, _task_gone, weakref.ref(self), task).atexit = False
+            torch.autograd.Variable._execution_engine.queue_callback(end)
 
     @_outside_graphs
     def release(self) -> None:
@@ -245,10 +246,10 @@ class Intake:
         with self._lock:
             if not self._open:
                 return
-            if not self._tasks and returned(self._call):
+            if not self._tasks and not broke_off(self._call):
                 self._end_pass()
                 return
-            untold = self._call is not None and returned(self._call)
+            untold = returned(self._call)
             self._open, self._call = False, None
             for task in list(self._tasks):
                 self._forget(task)
@@ -269,6 +270,17 @@ class Intake:
     def held(self) -> list[Tensor]:
         """The gradients in the queue."""
         return self._arrivals.held()
+
+
+def _task_gone(intake: weakref.ref[Intake], task: int) -> None:
+    """The engine lets go of a graph task. One that has not ended broke off: its call is not kept, for its frame holds those of its callers.
+
+    (Compiled autograd lets go of tasks that it goes on with; settle() will tell.)
+    """
+    alive = intake()
+    compiled = getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "compiled_autograd_enabled", False)
+    if alive is not None and task in alive._tasks and not compiled:
+        alive._call = None
 
 
 @_outside_graphs

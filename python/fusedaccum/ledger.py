@@ -18,6 +18,7 @@ MISSING_WEIGHT = (
     "reduction='sum' divides by the sum of the weights, and this micro-batch was given none; "
     "pass the number of items: opt.backward(loss, weight=n) or opt.step(weight=n)"
 )
+NO_GRADIENT = "normalize_() found no gradient; call it after the window's last backward and before step()"
 
 
 class Follower(Protocol):
@@ -269,9 +270,7 @@ class Ledger:
             RuntimeError: nothing gathered, or the window is not complete by then. ValueError: a weight is missing.
         """
         if not self.is_open:
-            raise RuntimeError(
-                "normalize_() found no gradient; call it after the window's last backward and before step()"
-            )
+            raise RuntimeError(NO_GRADIENT)
         window = self.window
         count, weight = self._steps, window.weight
         last: Scalar | None = 0.0

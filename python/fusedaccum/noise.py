@@ -71,6 +71,13 @@ class NoiseScale:
         self.decay = decay
         self.averages: Tensor | None = None
 
+    def load(self, averages: Tensor | None) -> None:
+        """Go on from a checkpoint's."""
+        if self.averages is None or averages is None:
+            self.averages = None if averages is None else averages.clone()
+        else:
+            self.averages.copy_(averages)
+
     def update(self, small: Measured, large: Measured) -> None:
         """Take in a window; one that tells nothing (a single micro-batch, or a value that is not finite) changes nothing. No wait."""
         b = as_tensor(large.sq_norm)

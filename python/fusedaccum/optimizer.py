@@ -23,6 +23,7 @@ from .amp import LossScale
 from .closing import Closing
 from .distributed_checkpoint import refuse_torchs_functions
 from .gathering import Gathering
+from .ledger import NO_GRADIENT
 from .masters import MasterWeights
 from .scalars import Scalar, as_tensor, checked_loss, checked_weight
 from .settings import Settings, check_group, check_lent, check_optimizer, check_parameter, checked_device
@@ -359,7 +360,11 @@ class AccumulatingOptimizer(Optimizer):
         if not ranks.alone:
             self._gathering.end_micro_batch(None)
             ranks.agree(False)
-            divisor = self._ledger.divisor(self._ledger.window.weight) or 1.0
+            window = self._ledger.window
+            if window.empty and not window.dropped:
+                self._gathering.reset()
+                raise RuntimeError(NO_GRADIENT)
+            divisor = self._ledger.divisor(window.weight) or 1.0
         self._sums.divide_(self._sums.gathered(), divisor)
 
     @property

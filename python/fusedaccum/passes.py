@@ -22,7 +22,7 @@ def outermost_backward() -> tuple[FrameType | None, bool]:
     frames, begins_inside = _backward_frames(sys._getframe())
     nested = len(frames) > 1 or (begins_inside and bool(frames))
     if begins_inside or not frames:
-        here = threading.get_ident()
+        here, frames = threading.get_ident(), []
         for thread, frame in sys._current_frames().items():
             others, inside = _backward_frames(frame) if thread != here else ([], False)
             if others and not inside:
@@ -37,9 +37,13 @@ def under_way(call: FrameType | None) -> bool:
 
 
 def returned(call: FrameType | None) -> bool:
-    """Did this backward pass, which is over, return, instead of being broken off by an exception? True for one that cannot be seen."""
-    # The frame of a call that is over stands at the last thing that it did.
-    return call is None or dis.opname[call.f_code.co_code[call.f_lasti]].startswith("RETURN")
+    """Has this backward pass returned? (The frame of a call that is over stands at the last thing that it did.)"""
+    return call is not None and dis.opname[call.f_code.co_code[call.f_lasti]].startswith("RETURN")
+
+
+def broke_off(call: FrameType | None) -> bool:
+    """Has an exception ended this backward pass? False for one that cannot be seen."""
+    return call is not None and not returned(call) and not under_way(call)
 
 
 def running_backward() -> FrameType | None:

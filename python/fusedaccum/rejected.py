@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from .buffers import Slot
-from .shards import whole
+from .shards import local_of, whole
 
 
 @dataclass
@@ -16,7 +17,8 @@ class Rejected:
     """Micro-batches that ``nonfinite`` has rejected since the last ``step()``.
 
     Until then one gradient that is not finite is all that ``p.grad`` shows, of all parameters: so a GradScaler, which looks
-    there, learns of the overflow, and nothing that it or anybody else does to it reaches a buffer.
+    there, learns of the overflow, and nothing that it or anybody else does to it reaches a buffer. Where there are shards it is the same
+    one's on all ranks, whoever has the bad part: PyTorch unscales a DTensor by a collective.
     """
 
     names: list[str] = field(default_factory=list)
@@ -28,8 +30,11 @@ class Rejected:
         self._hidden = [(slot, slot.param.grad) for slot in slots]
         for slot in slots:
             slot.param.grad = None
-        for slot, grad in list(bad.items())[:1]:  # none, where another rank has the bad part
-            slot.param.grad = whole(grad, slot.param) if slot.sharded else grad
+        for slot in [slot for slot in slots if slot.sharded and slot.param.requires_grad][:1]:
+            slot.param.grad = whole(torch.full_like(local_of(slot.param.detach()), torch.nan), slot.param)
+            return
+        for slot, grad in list(bad.items())[:1]:
+            slot.param.grad = grad
 
     @property
     def shown(self) -> bool:

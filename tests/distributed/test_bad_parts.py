@@ -1,6 +1,7 @@
 """Tensor parallelism, and gradients that are not finite in the part of one rank: those that hold parts drop a micro-batch together."""
 
 import contextlib
+import warnings
 
 import fusedaccum as fa
 import pytest
@@ -10,6 +11,7 @@ from parts import assert_close, sgd, share, wrapped
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -93,3 +95,38 @@ def infinite_sum(rank):
 def test_a_sum_that_overflows_is_left_out(worlds):
     for p, count in worlds(2).run(infinite_sum):
         assert torch.equal(p, torch.full((4,), 1 - (2.0 + 4.0) / 2)) and count == 2
+
+
+def scaled(rank, kind, wrap):
+    """What the loss scale is after each micro-batch, of which one overflows in the part of one rank."""
+    mesh = init_device_mesh("cpu", (2,))
+    if kind == "tensor parallelism":
+        model = Layers()
+        parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    else:
+        model = fully_shard(nn.Linear(12, 3), mesh=mesh)  # the last rank has the last output's weights
+    scaler = (ShardedGradScaler if kind == "FSDP2, its scaler" else torch.amp.GradScaler)("cpu", init_scale=8.0)
+    opt = wrapped(model, accum_steps=COUNT, nonfinite="skip_micro_batch") if wrap else sgd(model.parameters())
+    scales = []
+    for number, (x, y, _, _) in enumerate(share(0, COUNT, 0, 1)):
+        handle = model.up.register_forward_hook(spoiled) if hasattr(model, "up") and rank == number == BAD else None
+        output = model(x)
+        if handle is not None:
+            handle.remove()
+        elif number == BAD and not hasattr(model, "up"):
+            output.register_hook(lambda grad: grad * torch.tensor([1.0, 1.0, float("nan")]))
+        scaler.scale((output - y).square().mean()).backward()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Found a non-scalar tensor with numel=1")  # PyTorch's, of its scaler
+            scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+        scales.append(scaler.get_scale())
+    assert not any(p.isnan().any() for p in model.parameters())
+    return scales
+
+
+@pytest.mark.parametrize("kind", ["tensor parallelism", "FSDP2", "FSDP2, its scaler"])
+def test_a_scaler_backs_off_on_all_ranks_for_a_part_of_one(worlds, kind):
+    plain = worlds(2).run(scaled, kind=kind, wrap=False)
+    assert worlds(2).run(scaled, kind=kind, wrap=True) == plain == [[8.0, 4.0, 4.0]] * 2

@@ -108,6 +108,21 @@ def test_a_rank_with_nothing_normalises_what_the_others_have(worlds, ddp, how):
         assert_close(ours, list(model.parameters()))
 
 
+def normalised_nothing(rank):
+    model = made()
+    opt = wrapped(model, process_group=dist.group.WORLD)
+    with pytest.raises(RuntimeError, match=r"normalize_\(\) found no gradient"):
+        opt.normalize_()
+    x, y, weight, _ = share(0, 2, rank, 2)[0]
+    opt.backward(mean_loss(model, x, y, False), weight=weight)
+    opt.step()
+    return opt.last_window.micro_batches
+
+
+def test_where_no_rank_has_anything_to_normalise_all_can_go_on(worlds):
+    assert worlds(2).run(normalised_nothing) == [2, 2]
+
+
 def clipped(rank, how):
     """A 16-bit model, of whose gradients (4 and 0) the ranks' mean is 2."""
     module = DDP(nn.Linear(4, 1, bias=False).bfloat16())
