@@ -5,24 +5,11 @@ import copy
 import fusedaccum as fa
 import pytest
 import torch
-from contrastive import (
-    CASES,
-    SAMPLES,
-    WAYS,
-    Clip,
-    SupCon,
-    Tower,
-    assert_close,
-    both,
-    clip,
-    gradients,
-    modules,
-)
+from contrastive import CASES, SAMPLES, WAYS, Clip, SupCon, Tower, assert_close, both, clip, gradients, modules
 from torch import nn
 from torch.nn import functional as F
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 SIZES = [1, 4, 13, 50]  # dividing the batch or not, all of it, and more
 

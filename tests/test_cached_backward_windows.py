@@ -5,16 +5,7 @@ import copy
 import fusedaccum as fa
 import pytest
 import torch
-from contrastive import (
-    WAYS,
-    Clip,
-    Tower,
-    assert_close,
-    both,
-    clip,
-    gradients,
-    modules,
-)
+from contrastive import WAYS, Clip, Tower, assert_close, both, clip, gradients, modules
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

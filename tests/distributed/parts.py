@@ -72,11 +72,15 @@ def big_batch(model, opt, window, count, equal=False, limit=None, sometimes=True
 
     ``sometimes``: is the parameter of that name used? (FSDP2 wants the same of all ranks.)
     """
+    parts = [(x, y, w, use and sometimes) for x, y, w, use in micro_batches(window, count, equal)]
+    return one_batch(model, opt, parts, limit)
+
+
+def one_batch(model, opt, parts, limit=None):
+    """As :func:`big_batch`, of these micro-batches; the norm before clipping."""
     opt.zero_grad()
-    parts = list(micro_batches(window, count, equal))
     total = sum(w for *_, w, _ in parts)
-    loss = sum(mean_loss(model, x, y, use and sometimes) * (w / total) for x, y, w, use in parts)
-    loss.backward()
+    sum(mean_loss(model, x, y, use) * (w / total) for x, y, w, use in parts).backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), limit or float("inf"))
     opt.step()
     return float(norm)

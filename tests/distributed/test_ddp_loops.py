@@ -6,7 +6,7 @@ import fusedaccum as fa
 import pytest
 import torch
 import torch.distributed as dist
-from parts import assert_close, made, mean_loss, sgd, share, wrapped
+from parts import assert_close, made, mean_loss, one_batch, sgd, share, wrapped
 from torch import nn
 
 DDP = nn.parallel.DistributedDataParallel
@@ -64,11 +64,7 @@ def test_a_rank_that_has_run_out_of_data_flushes(worlds, warm, sync):
     model = made()
     opt = sgd(model.parameters())
     for window in range(3):
-        opt.zero_grad()
-        parts = share(window, 4, 0, 1) + (share(10, 1, 0, 1) if warm and window == 0 else [])
-        total = sum(part[2] for part in parts)
-        sum(mean_loss(model, x, y, use) * (w / total) for x, y, w, use in parts).backward()
-        opt.step()
+        one_batch(model, opt, share(window, 4, 0, 1) + (share(10, 1, 0, 1) if warm and window == 0 else []))
     for ours, told in worlds(2).run(without_data, warm=warm, sync=sync):
         assert_close(ours, list(model.parameters()))
         assert told == [(True, 5 if warm else 4), (True, 4), (True, 4)]
@@ -98,12 +94,8 @@ def test_a_rank_with_nothing_normalises_what_the_others_have(worlds, ddp, how):
     model = made()
     opt = sgd(model.parameters())
     for window in range(3):
-        opt.zero_grad()
         parts = share(window, 2, 0, 1)[: 1 if window == 1 else 2]
-        total = sum(part[2] for part in parts)
-        sum(mean_loss(model, x, y, False) * (w / total) for x, y, w, _ in parts).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        opt.step()
+        one_batch(model, opt, [(x, y, weight, False) for x, y, weight, _ in parts], limit=0.05)
     for ours in worlds(2).run(normalised, ddp=ddp, how=how):
         assert_close(ours, list(model.parameters()))
 

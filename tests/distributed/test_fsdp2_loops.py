@@ -5,7 +5,7 @@ import dataclasses
 import fusedaccum as fa
 import pytest
 import torch
-from parts import assert_close, made, mean_loss, sgd, share, wrapped
+from parts import assert_close, big_batch, made, mean_loss, sgd, share, wrapped
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -96,9 +96,7 @@ def in_a_dataclass(rank):
 def test_fsdp2_that_returns_a_dataclass(worlds):
     model = made()
     opt = sgd(model.parameters())
-    parts = share(0, 4, 0, 1)
-    sum(mean_loss(model, x, y, False) * (w / sum(p[2] for p in parts)) for x, y, w, _ in parts).backward()
-    opt.step()
+    big_batch(model, opt, 0, 4, sometimes=False)
     for ours in worlds(2).run(in_a_dataclass):
         assert_close(ours, list(model.parameters()))
 

@@ -7,7 +7,7 @@ import fusedaccum as fa
 import pytest
 import torch
 import torch.distributed as dist
-from parts import assert_close, contents, made, mean_loss, sgd, share, wrapped
+from parts import assert_close, big_batch, contents, made, mean_loss, sgd, share, wrapped
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -162,9 +162,7 @@ def shared_module(rank):
 def test_two_wrappers_over_one_ddp_module(worlds):
     model = made()
     opt = sgd(model.parameters())
-    parts = share(0, 4, 0, 1)
-    sum(mean_loss(model, x, y, False) * (w / sum(p[2] for p in parts)) for x, y, w, _ in parts).backward()
-    opt.step()
+    big_batch(model, opt, 0, 4, sometimes=False)
     (ours, grad), (others, other_grad) = worlds(2).run(shared_module)
     assert_close(ours, list(model.parameters()))
     assert_close(others, list(model.parameters()))
