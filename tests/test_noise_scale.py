@@ -138,6 +138,20 @@ def test_no_pass_over_the_buffers_of_its_own(monkeypatch):
     assert opt.last_window.noise_scale is not None
 
 
+def test_only_the_first_and_the_last_micro_batch_are_measured(monkeypatch):
+    """In between an add takes no norm, and does not pay for one."""
+    opt = wrapped(nn.Linear(6, 1, bias=False).parameters(), accum_steps=4)
+    plain, measured = fa.ops.accumulate_, []
+    monkeypatch.setattr(
+        fa.ops, "accumulate_", lambda *args, **how: measured.append(how["stats"] is not None) or plain(*args, **how)
+    )
+    (weight,) = opt.param_groups[0]["params"]
+    for _ in range(8):
+        weight.sum().backward()
+        opt.step()
+    assert measured == [True, False, False, True] * 2
+
+
 def test_dropped_micro_batches_and_windows_leave_no_trace():
     model, (window,) = telling([(4, 4, 4)])
     opt = wrapped(model.parameters(), nonfinite="skip_micro_batch")
