@@ -101,7 +101,7 @@ def _hooks_alone(micro_batch: Callable[[int], object]) -> Callable[[int], object
     """The same, but what arrives is dropped where it would be added: the one look under the public API, at what no user can see."""
 
     def without_adds(i: int) -> None:
-        with mock.patch("fusedaccum.gathering.Gathering.add", _drop):
+        with mock.patch("fusedaccum.gathering.gathering.Gathering.add", _drop):
             micro_batch(i)
 
     return without_adds

@@ -1,6 +1,6 @@
 // The extension fusedaccum._cpu: lists of tensors in, raw pointers to the launcher. Holds the GIL only while it reads the lists.
 //
-// accumulate_, scale_, cast_ and stats are a backend that CHECKS_LISTS, as fusedaccum/backends.py has them. predicate() is that check
+// accumulate_, scale_, cast_ and stats are a backend that CHECKS_LISTS, as fusedaccum/ops/backends.py has them. predicate() is that check
 // alone.
 #include <ATen/Parallel.h>
 
@@ -110,7 +110,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("cast_", &cast, py::arg("outs"), py::arg("ins"), py::arg("scale"), py::arg("stats"), "out = cast(in * scale)");
   m.def("stats", &measure, py::arg("tensors"), py::arg("into"), "squared norm and non-finite count");
   m.attr("CHECKS_LISTS") = true;
-  const char* verdicts = "0: kernels can run on these lists; 1: after copies; 2: fusedaccum.arguments knows why not";
+  const char* verdicts = "0: kernels can run on these lists; 1: after copies; 2: fusedaccum.ops.arguments knows why not";
   m.def(
       "predicate", [](py::handle outs, bool written) -> int { return Lists(outs, written).verdict(); }, py::arg("outs"), py::arg("written"),
       verdicts);

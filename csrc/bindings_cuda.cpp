@@ -1,5 +1,5 @@
-// The extension fusedaccum._cuda: lists of tensors in, the CUDA launchers out. A backend that CHECKS_LISTS, as fusedaccum/backends.py has
-// them. Never waits for the device.
+// The extension fusedaccum._cuda: lists of tensors in, the CUDA launchers out. A backend that CHECKS_LISTS, as
+// fusedaccum/ops/backends.py has them. Never waits for the device.
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>

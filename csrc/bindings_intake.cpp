@@ -1,4 +1,4 @@
-// The extension fusedaccum._intake: hooks and queue of the intake. fusedaccum/arrivals.py is the same in Python, and defines what it does.
+// The extension fusedaccum._intake: hooks and queue of the intake, which fusedaccum/intake/arrivals.py defines, in Python.
 //
 // A hook runs in the thread in which the engine computed its gradient, without the GIL. It takes the GIL only to tell Python of a new
 // pass, of a full bucket, or of a gradient that does not fit. Whoever holds the mutex never waits for the GIL.
@@ -34,7 +34,7 @@ bool held_once(const at::TensorBase& x) {
   return count == 1 || (count == 2 && x.unsafeGetTensorImpl()->pyobj_slot()->has_unique_reference());
 }
 
-// As fusedaccum.arrivals.exclusive(): the engine's one reference to it, and to what it is a view of, and theirs to the storage.
+// As fusedaccum.intake.arrivals.exclusive(): the engine's one reference to it, and to what it is a view of, and theirs to the storage.
 bool exclusive(const at::Tensor& grad) {
   if (!held_once(grad) || !grad.has_storage()) return false;
   const auto holders = grad.storage().use_count();
@@ -211,7 +211,7 @@ std::pair<py::list, std::vector<StreamName>> Arrivals::take() {
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  py::class_<Arrivals, std::shared_ptr<Arrivals>>(m, "Arrivals", "fusedaccum.arrivals.Arrivals, in C++")
+  py::class_<Arrivals, std::shared_ptr<Arrivals>>(m, "Arrivals", "fusedaccum.intake.arrivals.Arrivals, in C++")
       .def(py::init<py::weakref, std::optional<int64_t>>(), py::arg("intake"), py::arg("bucket_bytes"))
       .def("hook", &Arrivals::hook, py::arg("slot"), py::arg("parameter"), "Queue this parameter's gradients from now on")
       .def("put", &Arrivals::put, py::arg("slot"), py::arg("grad"),

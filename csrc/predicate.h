@@ -1,4 +1,4 @@
-// May a kernel be given these lists of tensors? The C++ half of python/fusedaccum/arguments.py, over thousands of tensors in microseconds.
+// May a kernel be given these lists of tensors? The C++ half of fusedaccum/ops/arguments.py, over thousands of tensors in microseconds.
 //
 // It says no more than yes, yes after copying, or no. The Python half words the error, and has the last say: where stretches of memory
 // overlap, it also looks for interleaved views, which share nothing.

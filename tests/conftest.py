@@ -3,7 +3,7 @@
 import importlib
 import importlib.util
 
-import fusedaccum.intake
+import fusedaccum.intake.intake
 import pytest
 import torch
 from graphs import compile_anew
@@ -37,7 +37,7 @@ def each_intake(request, monkeypatch):
 @pytest.fixture
 def small_buckets(monkeypatch):
     """A bucket holds one gradient or a few, so that backward adds as it goes."""
-    monkeypatch.setattr(fusedaccum.intake, "BUCKET_BYTES", 100)
+    monkeypatch.setattr(fusedaccum.intake.intake, "BUCKET_BYTES", 100)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import importlib.util
 import os
 
 import torch
-from fusedaccum import backends
+from fusedaccum.ops import backends
 
 DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 PAIRS = [(buffer, grad) for buffer in DTYPES for grad in DTYPES]

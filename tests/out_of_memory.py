@@ -4,7 +4,7 @@ import fusedaccum as fa
 import fusedaccum.ops
 import fusedaccum.recipes.micro_batcher
 import torch
-from fusedaccum.attempts import Attempt
+from fusedaccum.window.attempts import Attempt
 from torch import nn
 
 

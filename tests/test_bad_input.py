@@ -59,7 +59,7 @@ def test_environment_names_a_backend_that_is_not_there(monkeypatch):
 
 @pytest.mark.parametrize("how", ["argument", "environment"])
 def test_a_gpus_backend_cannot_add_in_cpu_memory(monkeypatch, how):
-    monkeypatch.setattr("fusedaccum.backends.why_missing", lambda name: None)
+    monkeypatch.setattr("fusedaccum.ops.backends.why_missing", lambda name: None)
     if how == "environment":
         monkeypatch.setenv("FUSEDACCUM_BACKEND", "cuda")
     named = "^backend" if how == "argument" else "FUSEDACCUM_BACKEND"

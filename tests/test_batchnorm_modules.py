@@ -7,7 +7,7 @@ import pickle
 import warnings
 
 import fusedaccum as fa
-import fusedaccum.batch_statistics as batch_statistics
+import fusedaccum.gathering.batch_statistics as batch_statistics
 import pytest
 import torch
 from pooling import assert_same_statistics, backward, big_batches, micro_batches, pair, statistics, train, wrapped

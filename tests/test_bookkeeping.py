@@ -3,8 +3,10 @@
 import fusedaccum as fa
 import pytest
 import torch
-from fusedaccum import accumulator, intake, norms
-from fusedaccum.window import Schedule
+from fusedaccum.buffers import norms
+from fusedaccum.gathering import accumulator
+from fusedaccum.intake import intake
+from fusedaccum.window.window import Schedule
 from torch import nn
 from training import assert_same_parameters, big_batch_step, data, mean_loss, model, parts, sgd, twin, wrapped
 

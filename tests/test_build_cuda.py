@@ -49,7 +49,7 @@ def test_cuda_extension_imports_without_a_gpu():
 
 
 def test_cuda_backend_without_a_gpu_says_so():
-    from fusedaccum import backends
+    from fusedaccum.ops import backends
 
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")

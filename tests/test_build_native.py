@@ -5,7 +5,8 @@ import sys
 
 import pytest
 import torch
-from fusedaccum import __main__, backends, native
+from fusedaccum import __main__, native
+from fusedaccum.ops import backends
 
 
 def test_report_names_every_backend_and_what_was_built():

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fusedaccum import reference
-from fusedaccum.ops import Stats, StochasticRounding
+from fusedaccum.ops import Stats, StochasticRounding, reference
 from ops_cases import assert_same_bits, assert_same_stats, child_environment, values, with_nonfinite
 
 ROOT = Path(__file__).parents[1]

@@ -55,7 +55,7 @@ def window(model, step, micro_batches=BATCH // MICRO_BATCH):
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("name", [*SETTINGS, "plain p.grad"])
 def test_memory_is_what_a_window_allocates(monkeypatch, name, dtype):
-    monkeypatch.setattr("fusedaccum.intake.BUCKET_BYTES", 1 << 16)
+    monkeypatch.setattr("fusedaccum.intake.intake.BUCKET_BYTES", 1 << 16)
     monkeypatch.setattr("fusedaccum.recipes.modes.BUCKET_BYTES", 1 << 16)
     said = modes(layers(DTYPES[dtype]), optimizer=torch.optim.AdamW)
     assert (name in said) is offered(name, dtype)

@@ -6,6 +6,7 @@ import io
 import fusedaccum as fa
 import pytest
 import torch
+from fusedaccum.recipes import fuse
 from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -475,7 +476,7 @@ def test_16_bit_gemms_into_32_bit_buffers(monkeypatch):
         return addmm(buffer, a.to(buffer.dtype), b.to(buffer.dtype), beta=beta, alpha=alpha, out=out)
 
     monkeypatch.setattr(torch, "addmm", with_out_dtype)
-    fa.fuse.has_product.cache_clear()
+    fuse.has_product.cache_clear()
     try:
         layer = fa.fuse_linear(nn.Linear(9, 6, bias=False, dtype=torch.bfloat16))
         opt = fa.AccumulatingOptimizer(torch.optim.SGD(layer.parameters(), lr=0.5), 9)
@@ -486,7 +487,7 @@ def test_16_bit_gemms_into_32_bit_buffers(monkeypatch):
             opt.step()
             expected += weight * g.double().t() @ x.double()
     finally:
-        fa.fuse.has_product.cache_clear()
+        fuse.has_product.cache_clear()
     assert calls[-2:] == [(torch.bfloat16, torch.float32, True)] * 2
     torch.testing.assert_close(layer.weight.grad.double(), expected, rtol=1e-5, atol=1e-5)
 

@@ -10,8 +10,8 @@ import itertools
 import fusedaccum as fa
 import pytest
 import torch
-from fusedaccum import backends, ops, reference
-from fusedaccum.ops import Stats, StochasticRounding
+from fusedaccum import ops
+from fusedaccum.ops import Stats, StochasticRounding, backends, reference
 from ops_cases import DTYPES, PAIR_IDS, PAIRS, assert_same_bits, assert_same_stats, copies, values, with_nonfinite
 from torch import nn
 from training import assert_same_parameters, big_batch_step, data, mean_loss, model, parts, sgd, twin
@@ -455,7 +455,7 @@ def test_a_grad_scaler_skips_the_window_and_backs_off(backend):
 def test_auto_takes_the_kernels():
     assert KERNELS
     for op in backends.OPS:
-        assert backends.select("auto", DEVICE, op).__name__ != "fusedaccum.reference"
+        assert backends.select("auto", DEVICE, op).__name__ != "fusedaccum.ops.reference"
 
 
 def test_a_device_without_kernels_gets_plain_pytorch_and_one_warning(monkeypatch):
@@ -468,5 +468,5 @@ def test_a_device_without_kernels_gets_plain_pytorch_and_one_warning(monkeypatch
             after.callback(cached.cache_clear)
         with pytest.warns(RuntimeWarning, match=r"no kernels for cuda tensors.*cuda: no nvcc; install it") as caught:
             for op in backends.OPS:
-                assert backends.select("auto", torch.device("cuda"), op).__name__ == "fusedaccum.reference"
+                assert backends.select("auto", torch.device("cuda"), op).__name__ == "fusedaccum.ops.reference"
         assert len(caught) == 1

@@ -3,7 +3,7 @@
 import fusedaccum as fa
 import pytest
 import torch
-from fusedaccum import fuse
+from fusedaccum.recipes import fuse
 from torch import nn
 
 GPU = torch.cuda.is_available()

@@ -5,6 +5,7 @@ import threading
 import weakref
 
 import fusedaccum as fa
+import fusedaccum.intake.intake
 import pytest
 import torch
 from torch import nn
@@ -94,7 +95,7 @@ def test_tied_weights_arrive_once():
 
 @pytest.mark.parametrize("bucket", [1, 200, 1 << 30])
 def test_bucket_size_does_not_change_a_bit(bucket, monkeypatch):
-    monkeypatch.setattr("fusedaccum.intake.BUCKET_BYTES", bucket)
+    monkeypatch.setattr("fusedaccum.intake.intake.BUCKET_BYTES", bucket)
     x, y = data(dtype=torch.float32)
     net, ref = model(torch.float32), model(torch.float32)
     opt = wrapped(net, 3, max_grad_norm=0.05)
@@ -112,7 +113,7 @@ def test_bucket_size_does_not_change_a_bit(bucket, monkeypatch):
 
 def test_fresh_gradients_are_freed_as_soon_as_added(monkeypatch):
     """While backward runs, no more fresh gradients live than a bucket and the one being made."""
-    monkeypatch.setattr("fusedaccum.intake.BUCKET_BYTES", 100_000)
+    monkeypatch.setattr("fusedaccum.intake.intake.BUCKET_BYTES", 100_000)
     net = nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(20)])  # 64 KiB a gradient
     opt = wrapped(net, 2)
     alive, most = [], 0
@@ -333,7 +334,7 @@ def test_dropping_model_and_wrapper_frees_the_memory_at_once():
 
 
 def test_every_full_bucket_is_one_call(monkeypatch):
-    monkeypatch.setattr("fusedaccum.intake.BUCKET_BYTES", 3 * 4 * 64)
+    monkeypatch.setattr("fusedaccum.intake.intake.BUCKET_BYTES", 3 * 4 * 64)
     calls = []
     add = fa.optimizer.Gathering.add
     monkeypatch.setattr(
@@ -403,7 +404,7 @@ def test_the_environment_chooses_the_hooks(each_intake):
     p = nn.Parameter(torch.zeros(1))
     opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0))
     made_by = type(opt._gathering._intake._arrivals).__module__
-    assert made_by == ("fusedaccum._intake" if each_intake == "native" else "fusedaccum.arrivals")
+    assert made_by == ("fusedaccum._intake" if each_intake == "native" else "fusedaccum.intake.arrivals")
 
 
 def test_hooks_that_are_not_there_are_refused(monkeypatch):
@@ -412,12 +413,12 @@ def test_hooks_that_are_not_there_are_refused(monkeypatch):
     with pytest.raises(ValueError, match="FUSEDACCUM_INTAKE is 'c\\+\\+'; it must be auto, native or python"):
         fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0))
     monkeypatch.setenv("FUSEDACCUM_INTAKE", "native")
-    monkeypatch.setattr(fa.intake.native, "why_missing", lambda name: "it was not built here")
-    fa.intake.why_no_native.cache_clear()
+    monkeypatch.setattr(fusedaccum.intake.intake.native, "why_missing", lambda name: "it was not built here")
+    fusedaccum.intake.intake.why_no_native.cache_clear()
     try:
         with pytest.raises(
             RuntimeError, match="FUSEDACCUM_INTAKE=native is not available: it was not built here; or use auto"
         ):
             fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0))
     finally:
-        fa.intake.why_no_native.cache_clear()
+        fusedaccum.intake.intake.why_no_native.cache_clear()

@@ -60,7 +60,7 @@ def test_exception_in_backward_leaves_the_window_as_it_was(through, owned):
 
 @pytest.mark.parametrize("through", ["opt.backward", "loss.backward"])
 def test_exception_after_part_was_added_drops_the_window_and_says_so(through, monkeypatch):
-    monkeypatch.setattr("fusedaccum.intake.BUCKET_BYTES", 1)
+    monkeypatch.setattr("fusedaccum.intake.intake.BUCKET_BYTES", 1)
     net, (x, y) = model(), data()
     big = twin(net)
     opt, plain = wrapped(net, 2), sgd(big.parameters())

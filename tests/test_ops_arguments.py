@@ -7,8 +7,9 @@ import re
 import numpy as np
 import pytest
 import torch
-from fusedaccum import arguments, ops
-from fusedaccum.arguments import Layout
+from fusedaccum import ops
+from fusedaccum.ops import arguments
+from fusedaccum.ops.arguments import Layout
 from ops_cases import BACKENDS, NATIVE, running
 
 every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=[f"backend={name}" for name in BACKENDS])

@@ -6,7 +6,8 @@ import types
 
 import pytest
 import torch
-from fusedaccum import backends, ops
+from fusedaccum import ops
+from fusedaccum.ops import backends
 from ops_cases import NATIVE, child_environment
 
 
@@ -47,7 +48,7 @@ def test_a_missing_backend_is_refused_by_name_and_passed_over_by_auto(one_missin
     assert (x == 3).all()
     with pytest.raises(ValueError, match=r"buffers\[0\] and buffers\[1\] share memory"):
         ops.accumulate_([x, x], [x.clone(), x.clone()], 1.0)
-    assert backends.select(None, x.device, "accumulate_").__name__ == "fusedaccum.reference"
+    assert backends.select(None, x.device, "accumulate_").__name__ == "fusedaccum.ops.reference"
 
 
 @pytest.mark.skipif(not NATIVE, reason="the extension fusedaccum._cpu was not built")
@@ -66,7 +67,7 @@ def test_environment_is_the_default_and_no_more(monkeypatch):
     device = torch.device("cpu")
     monkeypatch.setenv("FUSEDACCUM_BACKEND", "reference")
     for asked in (None, "auto"):
-        assert backends.select(asked, device, "stats").__name__ == "fusedaccum.reference"
+        assert backends.select(asked, device, "stats").__name__ == "fusedaccum.ops.reference"
     if NATIVE:
         assert backends.select("cpu", device, "stats").__name__ == "fusedaccum._cpu"
     monkeypatch.setenv("FUSEDACCUM_BACKEND", "fast")
@@ -101,8 +102,8 @@ def test_a_backend_without_an_op_or_a_device(monkeypatch):
 
 @pytest.mark.skipif(not NATIVE, reason="the extension fusedaccum._cpu was not built")
 def test_environment_in_a_fresh_process():
-    code = "import torch; from fusedaccum import backends as b; print(b.select(None, torch.device('cpu'), 'stats').__name__)"
-    for value, module in (("reference", "fusedaccum.reference"), ("cpu", "fusedaccum._cpu")):
+    code = "import torch; from fusedaccum.ops import backends as b; print(b.select(None, torch.device('cpu'), 'stats').__name__)"
+    for value, module in (("reference", "fusedaccum.ops.reference"), ("cpu", "fusedaccum._cpu")):
         done = subprocess.run(
             [sys.executable, "-c", code],
             env=child_environment(FUSEDACCUM_BACKEND=value),

@@ -5,7 +5,8 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from fusedaccum import ops, reference
+from fusedaccum import ops
+from fusedaccum.ops import reference
 from ops_cases import BACKENDS, DTYPES, assert_same_bits, running, values
 
 every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=[f"backend={name}" for name in BACKENDS])

@@ -9,22 +9,41 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "python/fusedaccum"
 
-# The functional layer, and whom of the package each of its modules may import. All other modules are the wrapper.
-FUNCTIONAL = {
+# The rooms of the package, folders and single files, and which others each may import when it runs; an import for a type alone is free.
+ROOMS = {
     "_version": set(),
-    "memory": set(),
-    "arguments": {"memory"},
     "native": set(),
-    "backends": {"native"},
-    "eager": {"arguments", "backends", "memory"},
-    "traced": {"arguments", "backends", "eager"},
-    "ops": {"arguments", "eager", "traced"},
-    "reference": {"arguments"},
-    "__main__": {"_version", "backends", "native"},
+    "scalars": set(),
+    "modules": set(),
+    "ops": {"native"},
+    "buffers": {"ops", "scalars"},
+    "intake": {"buffers", "native"},
+    "window": {"buffers", "ops", "scalars"},
+    "ranks": {"buffers", "modules", "ops", "scalars", "window"},
+    "gathering": {"buffers", "intake", "modules", "ops", "ranks", "scalars", "window"},
+    "closing": {"buffers", "gathering", "scalars", "window"},
+    "checkpoint": {"buffers", "gathering", "ranks", "window"},
+    "schedules": {"scalars", "window"},
+    "optimizer": {"buffers", "checkpoint", "closing", "gathering", "scalars", "window"},
+    "recipes": {"buffers", "gathering", "intake", "ops", "optimizer", "scalars", "window"},
+    "integrations": {"__init__"},
+    "__init__": {"_version", "checkpoint", "ops", "optimizer", "recipes", "schedules", "window"},
+    "__main__": {"_version", "native", "ops"},
 }
-WRAPPER = sorted({path.stem for path in PACKAGE.glob("*.py")} - set(FUNCTIONAL))
-# Beyond the ops: one checks a backend's name, one looks whether its hooks were built.
-BEYOND_OPS = {"settings": {"backends"}, "intake": {"native"}}
+# Whom within `ops` its files may import. All but the package itself are for nobody outside, except:
+OPS = {
+    "__init__": {"arguments", "eager", "traced"},
+    "traced": {"arguments", "backends", "eager"},
+    "eager": {"arguments", "backends", "memory"},
+    "backends": set(),
+    "reference": {"arguments"},
+    "arguments": {"memory"},
+    "memory": set(),
+}
+BEYOND_OPS = {
+    "window/settings.py": {"backends"},
+    "__main__.py": {"backends"},
+}  # is that a backend's name; which are there
 
 PLAIN_CPP = sorted(
     path.relative_to(ROOT).as_posix()
@@ -33,49 +52,68 @@ PLAIN_CPP = sorted(
 )
 
 
-def imports(path, package="fusedaccum"):
-    """Full names of all modules that a file imports, wherever in it."""
+def imports(path, types=True):
+    """Full names of all modules that a file imports, wherever in it; without ``types`` those it imports when it runs."""
+    package = ["fusedaccum", *path.relative_to(PACKAGE).parts[:-1]] if PACKAGE in path.parents else [path.parent.name]
+    tree = ast.parse(path.read_text())
+    guarded = [
+        node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    left_out = set() if types else {inner for node in guarded for inner in ast.walk(node)}
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree):
+        if node in left_out:
+            continue
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            above = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
+            above = package[: len(package) + 1 - node.level] if node.level else []
             module = ".".join(filter(None, [*above, node.module]))
             found |= {module} | {f"{module}.{alias.name}" for alias in node.names}
     return found
 
 
-def siblings(module):
-    names = {path.stem for path in PACKAGE.glob("*.py")}
-    return {name.split(".")[1] for name in imports(PACKAGE / f"{module}.py") if name.startswith("fusedaccum.")} & names
+def files(room):
+    return sorted((PACKAGE / room).rglob("*.py")) or [PACKAGE / f"{room}.py"]
 
 
-@pytest.mark.parametrize("module", FUNCTIONAL)
+def rooms_of(path):
+    """The rooms that a file imports from when it runs."""
+    own = path.relative_to(PACKAGE).with_suffix("").parts[0]
+    return {name.split(".")[1] for name in imports(path, types=False) if name.startswith("fusedaccum.")} & set(
+        ROOMS
+    ) - {own}
+
+
+def test_every_file_is_in_a_room():
+    assert {path.relative_to(PACKAGE).with_suffix("").parts[0] for path in PACKAGE.rglob("*.py")} == set(ROOMS)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_knows_those_below_it_and_no_others(room):
+    allowed = ROOMS[room] - {"__init__"}  # what the package itself shows is the public API
+    assert set().union(*map(rooms_of, files(room))) == allowed
+    assert allowed <= set(
+        list(ROOMS)[: list(ROOMS).index(room)]
+    )  # in the order of the table, so that there are no circles
+
+
+@pytest.mark.parametrize("module", OPS)
 def test_functional_layer_knows_nothing_of_optimizers(module):
-    assert siblings(module) <= FUNCTIONAL[module]
-    assert not {name for name in imports(PACKAGE / f"{module}.py") if name.startswith(("torch.optim", "torch.nn"))}
+    found = imports(PACKAGE / f"ops/{module}.py")
+    assert {name.split(".")[2] for name in found if name.startswith("fusedaccum.ops.")} & set(OPS) <= OPS[module]
+    assert not {name for name in found if name.startswith(("torch.optim", "torch.nn"))}
 
 
-@pytest.mark.parametrize("module", WRAPPER)
-def test_wrapper_reaches_kernels_through_ops_only(module):
-    allowed = {"ops", "_version"} | BEYOND_OPS.get(module, set())
-    assert siblings(module) & set(FUNCTIONAL) <= allowed
-    assert not {
-        name for name in imports(PACKAGE / f"{module}.py") if "_cpu" in name or "_cuda" in name or "triton" in name
-    }
+OTHERS = [path.relative_to(PACKAGE).as_posix() for path in sorted(PACKAGE.rglob("*.py")) if path.parent.name != "ops"]
 
 
-@pytest.mark.parametrize("module", [module for module in WRAPPER if module != "__init__"])
-def test_the_wrapper_knows_no_recipe(module):
-    assert not {name for name in imports(PACKAGE / f"{module}.py") if name.startswith("fusedaccum.recipes")}
-
-
-@pytest.mark.parametrize("path", sorted((PACKAGE / "recipes").glob("*.py")), ids=lambda path: path.stem)
-def test_recipes_reach_kernels_through_ops_only(path):
-    found = imports(path, package="fusedaccum.recipes")
-    below = {f"fusedaccum.{module}" for module in set(FUNCTIONAL) - {"ops", "_version"}}
-    assert not [name for name in found if name in below or "_cpu" in name or "_cuda" in name or "triton" in name]
+@pytest.mark.parametrize("path", OTHERS)
+def test_kernels_are_reached_through_ops_only(path):
+    found = imports(PACKAGE / path)
+    inner = {name.split(".")[2] for name in found if name.startswith("fusedaccum.ops.")} & set(OPS)
+    assert inner <= BEYOND_OPS.get(path, set())
+    assert not {name for name in found if "_cpu" in name or "_cuda" in name or "triton" in name}
 
 
 @pytest.mark.parametrize("path", sorted((PACKAGE / "recipes").glob("*.py")), ids=lambda path: path.stem)
@@ -86,7 +124,13 @@ def test_recipes_take_from_a_wrapper_what_gathers_its_windows_and_nothing_else(p
 
 def test_nothing_but_its_own_integration_imports_a_framework():
     extras = ("accelerate", "lightning", "transformers", "fusedaccum.integrations")
-    assert not [name for path in PACKAGE.glob("*.py") for name in imports(path) if name.startswith(extras)]
+    assert not [
+        name
+        for path in PACKAGE.rglob("*.py")
+        if path.parent.name != "integrations"
+        for name in imports(path)
+        if name.startswith(extras)
+    ]
 
 
 @pytest.mark.parametrize("folder", ["benchmarks", "demo", "examples", "python/fusedaccum/integrations"])
@@ -109,7 +153,7 @@ def test_users_of_the_package_use_its_public_api(folder):
         "fusedaccum.integrations.lightning.ResumeInsideWindow",
     }
     for path in (ROOT / folder).rglob("*.py"):
-        ours = {name for name in imports(path, package=folder) if name.split(".")[0] == "fusedaccum"}
+        ours = {name for name in imports(path) if name.split(".")[0] == "fusedaccum"}
         assert ours - public <= {name for name in ours if name.startswith("fusedaccum.ops.")}, path
 
 

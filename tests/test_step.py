@@ -8,7 +8,7 @@ import pickle
 import warnings
 
 import fusedaccum as fa
-import fusedaccum.closing
+import fusedaccum.closing.closing
 import pytest
 import torch
 from torch import nn
@@ -472,7 +472,7 @@ def test_a_step_that_breaks_off_at_the_windows_end_can_be_called_again(monkeypat
         nn.functional.mse_loss(net(x[part::2]), y[part::2]).backward()
         if part:
             with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-                patched.setattr(fusedaccum.closing, "conclude", interrupted)
+                patched.setattr(fusedaccum.closing.closing, "conclude", interrupted)
                 opt.step()
         opt.step()
     assert opt.last_window.micro_batches == 2

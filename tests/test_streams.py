@@ -6,8 +6,8 @@ import fusedaccum as fa
 import pytest
 import torch
 from adding import Adding, marked
-from fusedaccum.arrivals import Arrivals
-from fusedaccum.streams import Turns, join
+from fusedaccum.intake.arrivals import Arrivals
+from fusedaccum.intake.streams import Turns, join
 from torch import nn
 
 DEVICE, SECOND = torch.device("cuda:0"), torch.device("cuda:1")
@@ -132,7 +132,7 @@ def test_a_capture_waits_for_what_is_part_of_it(current, monkeypatch, in_it):
 def buckets(current, monkeypatch):
     """Buckets of one gradient, which claim to have come, and to be added, on streams 10, 11, ... The caller's is 3 again after them."""
     monkeypatch.setenv("FUSEDACCUM_INTAKE", "python")
-    monkeypatch.setattr("fusedaccum.intake.BUCKET_BYTES", 1)
+    monkeypatch.setattr("fusedaccum.intake.intake.BUCKET_BYTES", 1)
     plain, caller, seen = Arrivals.take, current[DEVICE], []
 
     def take(self):

@@ -1,4 +1,4 @@
-"""The backend ``triton``: the ops of :mod:`fusedaccum.reference`, with the same arguments, on any GPU that Triton compiles for.
+"""The backend ``triton``: the ops of :mod:`fusedaccum.ops.reference`, with the same arguments, on any GPU that Triton compiles for.
 
 A call makes one launch for every combination of dtypes and alignment that occurs among its tensors, and one small copy to the
 device: the table of pointers. Nothing waits for the device.

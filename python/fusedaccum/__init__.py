@@ -2,14 +2,14 @@
 
 from . import ops, schedules
 from ._version import __version__
-from .distributed_checkpoint import DistributedState
-from .fuse import fuse_embedding, fuse_linear, unfuse
+from .checkpoint.distributed import DistributedState
 from .optimizer import AccumulatingOptimizer
 from .recipes.batchnorm import accumulate_batchnorm, restore_batchnorm
 from .recipes.cached import cached_backward
 from .recipes.explaining import Explanation, explain
+from .recipes.fuse import fuse_embedding, fuse_linear, unfuse
 from .recipes.micro_batcher import MicroBatcher
-from .window import LastWindow
+from .window.window import LastWindow
 
 __all__ = [
     "AccumulatingOptimizer",

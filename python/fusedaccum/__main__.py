@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 
-from . import backends, native
+from . import native
 from ._version import __version__
+from .ops import backends
 
 
 def report() -> str:

@@ -18,16 +18,17 @@ from torch.nn import Parameter
 from torch.optim import LBFGS
 from torch.optim.optimizer import Optimizer
 
-from . import checkpoint, main_grad
-from .amp import LossScale
-from .closing import Closing
-from .distributed_checkpoint import refuse_torchs_functions
-from .gathering import Gathering
-from .ledger import NO_GRADIENT
-from .masters import MasterWeights
+from .buffers import main_grad
+from .buffers.masters import MasterWeights
+from .checkpoint import checkpoint
+from .checkpoint.distributed import refuse_torchs_functions
+from .closing.closing import Closing
+from .gathering.gathering import Gathering
 from .scalars import Scalar, as_tensor, checked_loss, checked_weight
-from .settings import Settings, check_group, check_lent, check_optimizer, check_parameter, checked_device
-from .window import LastWindow, Schedule
+from .window.amp import LossScale
+from .window.ledger import NO_GRADIENT
+from .window.settings import Settings, check_group, check_lent, check_optimizer, check_parameter, checked_device
+from .window.window import LastWindow, Schedule
 
 
 def _of_inner(name: str) -> Any:

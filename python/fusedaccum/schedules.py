@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from .scalars import checked_count
-from .window import LastWindow, checked_steps
+from .window.window import LastWindow, checked_steps
 
 Steps = Callable[[int], int]
 

@@ -314,10 +314,10 @@ def test_a_rank_that_goes_is_an_error_on_the_others_within_the_timeout(tmp_path,
 
 def breaks_off(rank):
     """A backward that fails on one rank when part of the sums has gone."""
-    import fusedaccum.intake
-    import fusedaccum.segments
+    import fusedaccum.intake.intake
+    import fusedaccum.ranks.segments
 
-    fusedaccum.segments.SEGMENT_BYTES = fusedaccum.intake.BUCKET_BYTES = 1
+    fusedaccum.ranks.segments.SEGMENT_BYTES = fusedaccum.intake.intake.BUCKET_BYTES = 1
     model = made()
     opt = wrapped(model, accum_steps=1, process_group=dist.group.WORLD)
     x, y, _, use = share(0, 1, 0, 1)[0]
@@ -343,13 +343,13 @@ def goes_on_after(rank):
 
 def goes_on_after_an_interruption(rank):
     """Of several segments, which go in step(), one rank has sent the first."""
-    import fusedaccum.segments
+    import fusedaccum.ranks.segments
 
-    fusedaccum.segments.SEGMENT_BYTES = 1
+    fusedaccum.ranks.segments.SEGMENT_BYTES = 1
     model = made()
     opt = wrapped(model, process_group=dist.group.WORLD)
     x, y, _, use = share(0, 1, 0, 1)[0]
-    real, calls = fusedaccum.segments.Segments._reduce, []
+    real, calls = fusedaccum.ranks.segments.Segments._reduce, []
 
     def reduce(*arguments):
         calls.append(arguments)
@@ -357,7 +357,7 @@ def goes_on_after_an_interruption(rank):
             raise KeyboardInterrupt
         return real(*arguments)
 
-    fusedaccum.segments.Segments._reduce = reduce
+    fusedaccum.ranks.segments.Segments._reduce = reduce
     for _ in range(2):
         with contextlib.suppress(KeyboardInterrupt):
             opt.backward(mean_loss(model, x, y, use))

@@ -3,8 +3,8 @@
 import warnings
 
 import fusedaccum as fa
-import fusedaccum.intake
-import fusedaccum.segments
+import fusedaccum.intake.intake
+import fusedaccum.ranks.segments
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ def counted(run):
 
 
 def collectives(rank, ddp, segment_bytes, settings):
-    fusedaccum.segments.SEGMENT_BYTES = segment_bytes
+    fusedaccum.ranks.segments.SEGMENT_BYTES = segment_bytes
     try:
         model = made()
         module = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True) if ddp else model
@@ -42,7 +42,7 @@ def collectives(rank, ddp, segment_bytes, settings):
                 calls.append(counted(micro_batch))
         return calls, len(opt._gathering.ranks.segments._segments)
     finally:
-        fusedaccum.segments.SEGMENT_BYTES = 32 << 20
+        fusedaccum.ranks.segments.SEGMENT_BYTES = 32 << 20
 
 
 @pytest.mark.parametrize("settings", [{}, {"comm_dtype": torch.bfloat16}])
@@ -84,8 +84,8 @@ class Watch(torch.autograd.Function):
 
 
 def overlapped(rank, told):
-    fusedaccum.segments.SEGMENT_BYTES = 1
-    fusedaccum.intake.BUCKET_BYTES, bucket = 1, fusedaccum.intake.BUCKET_BYTES
+    fusedaccum.ranks.segments.SEGMENT_BYTES = 1
+    fusedaccum.intake.intake.BUCKET_BYTES, bucket = 1, fusedaccum.intake.intake.BUCKET_BYTES
     try:
         torch.manual_seed(0)
         layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
@@ -103,7 +103,7 @@ def overlapped(rank, told):
                 opt.zero_grad()
         return seen
     finally:
-        fusedaccum.segments.SEGMENT_BYTES, fusedaccum.intake.BUCKET_BYTES = 32 << 20, bucket
+        fusedaccum.ranks.segments.SEGMENT_BYTES, fusedaccum.intake.intake.BUCKET_BYTES = 32 << 20, bucket
 
 
 @pytest.mark.parametrize("told", [False, True], ids=["counted", "last="])
@@ -121,7 +121,7 @@ def test_sums_go_while_the_last_backward_computes(worlds, told):
 
 def twice_a_micro_batch(rank, how):
     """Backward twice before a step(), so that the second finds sums that have gone; differently on the ranks."""
-    fusedaccum.segments.SEGMENT_BYTES = 400
+    fusedaccum.ranks.segments.SEGMENT_BYTES = 400
     try:
         model = made()
         opt = wrapped(model, accum_steps=2, process_group=dist.group.WORLD)
@@ -144,7 +144,7 @@ def twice_a_micro_batch(rank, how):
                 opt.zero_grad()
         return contents(model, opt)
     finally:
-        fusedaccum.segments.SEGMENT_BYTES = 32 << 20
+        fusedaccum.ranks.segments.SEGMENT_BYTES = 32 << 20
 
 
 @pytest.mark.parametrize("how", ["all", "one rank", "checkpoint", "saved"])
@@ -281,7 +281,7 @@ def test_a_dropped_wrapper_leaves_ddp_as_it_was(worlds):
 
 def big_model(rank):
     """Segments, and the memory their casts take, are bounded."""
-    fusedaccum.segments.SEGMENT_BYTES = 4096
+    fusedaccum.ranks.segments.SEGMENT_BYTES = 4096
     try:
         layers = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(12))
         for p in layers.parameters():
@@ -295,21 +295,21 @@ def big_model(rank):
             most.append(sum(going.work is not None for going in opt._gathering.ranks.segments._gone))
             return real(*_)
 
-        real = fusedaccum.segments.Going.__init__
-        fusedaccum.segments.Going.__init__ = under_way
+        real = fusedaccum.ranks.segments.Going.__init__
+        fusedaccum.ranks.segments.Going.__init__ = under_way
         try:
             sum(layer.weight.sum() for layer in layers).backward()
         finally:
-            fusedaccum.segments.Going.__init__ = real
+            fusedaccum.ranks.segments.Going.__init__ = real
         opt.step()
         return most
     finally:
-        fusedaccum.segments.SEGMENT_BYTES = 32 << 20
+        fusedaccum.ranks.segments.SEGMENT_BYTES = 32 << 20
 
 
 def test_few_segments_are_under_way_in_memory_of_their_own(worlds):
     for most in worlds(2).run(big_model):
-        assert len(most) == 12 and max(most) == fusedaccum.segments.UNDER_WAY - 1
+        assert len(most) == 12 and max(most) == fusedaccum.ranks.segments.UNDER_WAY - 1
 
 
 def test_the_big_batch_that_ranks_are_compared_with_is_one_mean_over_all_tokens():

@@ -1,6 +1,6 @@
 """The same on a device of its own for every rank: NCCL on as many GPUs as there are, one among them; gloo on the CPU runs the same code."""
 
-import fusedaccum.segments
+import fusedaccum.ranks.segments
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ def one_device_each(request, tmp_path_factory):
 
 
 def train(rank, kind, how, settings):
-    fusedaccum.segments.SEGMENT_BYTES = 400
+    fusedaccum.ranks.segments.SEGMENT_BYTES = 400
     size, device = dist.get_world_size(), torch.device(kind, rank if kind == "cuda" else None)
     if kind == "cuda":
         torch.cuda.set_device(device)

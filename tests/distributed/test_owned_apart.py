@@ -3,7 +3,7 @@
 import copy
 
 import fusedaccum as fa
-import fusedaccum.segments
+import fusedaccum.ranks.segments
 import pytest
 import torch
 import torch.distributed as dist
@@ -132,7 +132,7 @@ def test_a_plain_optimizers_state_is_loaded_in_parts(worlds):
 
 
 def collectives(rank):
-    fusedaccum.segments.SEGMENT_BYTES = 400
+    fusedaccum.ranks.segments.SEGMENT_BYTES = 400
     try:
         model = made()
         opt = wrapped(model, accum_steps=1, process_group=dist.group.WORLD, shard=True)
@@ -145,7 +145,7 @@ def collectives(rank):
         names = [event.name for event in profiler.events() if event.name.startswith("gloo:")]
         return names, len(opt._gathering.ranks.segments._segments)
     finally:
-        fusedaccum.segments.SEGMENT_BYTES = 32 << 20
+        fusedaccum.ranks.segments.SEGMENT_BYTES = 32 << 20
 
 
 def test_one_reduction_and_one_broadcast_a_window_and_segment(worlds):

@@ -1,7 +1,7 @@
 """MicroBatcher over ranks: each gets through its part of the desired batch in its own way."""
 
 import fusedaccum as fa
-import fusedaccum.intake
+import fusedaccum.intake.intake
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,11 +18,11 @@ def whole(window):
 
 def train(rank, size, ddp, broken_rank, point):
     """Three windows; on one rank the ``point``-th gradient finds no memory. Returns what there is then, the sizes and the losses."""
-    fusedaccum.intake.BUCKET_BYTES, before = 1, fusedaccum.intake.BUCKET_BYTES
+    fusedaccum.intake.intake.BUCKET_BYTES, before = 1, fusedaccum.intake.intake.BUCKET_BYTES
     model = made()
     module = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True) if ddp else model
     opt = wrapped(model, sgd, **({} if ddp else {"process_group": dist.group.WORLD}))
-    fusedaccum.intake.BUCKET_BYTES = before
+    fusedaccum.intake.intake.BUCKET_BYTES = before
     met, sizes, losses = 0, [], []
 
     def arrives(_):

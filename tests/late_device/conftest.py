@@ -7,9 +7,9 @@ import contextlib
 from pathlib import Path
 from types import ModuleType
 
-import fusedaccum.applying
-import fusedaccum.intake
-import fusedaccum.offload
+import fusedaccum.buffers.offload
+import fusedaccum.closing.applying
+import fusedaccum.intake.intake
 import pytest
 import torch
 from torch.utils import cpp_extension
@@ -50,6 +50,6 @@ def device(late_device):
 @pytest.fixture(autouse=True)
 def small_stages(monkeypatch):
     """So small that a gradient takes several, and several gradients take one."""
-    monkeypatch.setattr(fusedaccum.offload, "STAGE_BYTES", 1024)
-    monkeypatch.setattr(fusedaccum.applying, "STAGE_BYTES", 1024)
-    monkeypatch.setattr(fusedaccum.intake, "BUCKET_BYTES", 3000)
+    monkeypatch.setattr(fusedaccum.buffers.offload, "STAGE_BYTES", 1024)
+    monkeypatch.setattr(fusedaccum.closing.applying, "STAGE_BYTES", 1024)
+    monkeypatch.setattr(fusedaccum.intake.intake, "BUCKET_BYTES", 3000)

@@ -1,11 +1,11 @@
 """MicroBatcher with a device: micro-batches are moved there one by one, and gradients leave it for buffers in CPU memory."""
 
 import fusedaccum as fa
-import fusedaccum.intake
-import fusedaccum.offload
+import fusedaccum.buffers.offload
+import fusedaccum.intake.intake
 import pytest
 import torch
-from fusedaccum.attempts import Attempt
+from fusedaccum.window.attempts import Attempt
 from offloading import made
 
 
@@ -24,7 +24,7 @@ def expected(device):
 
 @pytest.mark.parametrize("where", [{}, {"buffer_device": "cpu"}], ids=str)
 def test_errors_while_gradients_arrive(device, monkeypatch, where):
-    monkeypatch.setattr(fusedaccum.intake, "BUCKET_BYTES", 1)
+    monkeypatch.setattr(fusedaccum.intake.intake, "BUCKET_BYTES", 1)
     theirs, attempts = expected(device), []
     for point in range(1, 12):
         model, opt = made(device, **where)
@@ -52,7 +52,7 @@ def test_errors_while_gradients_arrive(device, monkeypatch, where):
 
 def test_an_add_that_broke_in_the_middle_begins_the_window_anew(device, monkeypatch):
     theirs = expected(device)
-    plain, calls = fusedaccum.offload._free_stage, iter(range(100))
+    plain, calls = fusedaccum.buffers.offload._free_stage, iter(range(100))
 
     def no_room(ring):
         if next(calls) == 4:
@@ -60,7 +60,7 @@ def test_an_add_that_broke_in_the_middle_begins_the_window_anew(device, monkeypa
         return plain(ring)
 
     model, opt = made(device, buffer_device="cpu")
-    monkeypatch.setattr(fusedaccum.offload, "_free_stage", no_room)
+    monkeypatch.setattr(fusedaccum.buffers.offload, "_free_stage", no_room)
     fa.MicroBatcher(lambda part: (model(part["x"]) - part["y"]).square().mean(), opt, device=device).step(whole())
     for p, q in zip(model.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(p.cpu().float(), q.cpu().float(), rtol=2e-2, atol=2e-3)

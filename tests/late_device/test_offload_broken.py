@@ -6,12 +6,12 @@ import threading
 import warnings
 
 import fusedaccum as fa
-import fusedaccum.applying
-import fusedaccum.intake
-import fusedaccum.offload
+import fusedaccum.buffers.offload
+import fusedaccum.closing.applying
+import fusedaccum.intake.intake
 import pytest
 import torch
-from fusedaccum.offload import Offload
+from fusedaccum.buffers.offload import Offload
 from offloading import assert_same, contents, made, micro_batches, moved, sgd, train
 from torch import nn
 
@@ -54,14 +54,14 @@ def test_an_interrupt_while_gradients_are_on_their_way(device, monkeypatch):
     straight, its = made(device, accum_steps=2)
     train(straight, its, device, count=2)
     model, opt = made(device, accum_steps=2, buffer_device="cpu")
-    plain, calls = fusedaccum.offload._free_stage, itertools.count()
+    plain, calls = fusedaccum.buffers.offload._free_stage, itertools.count()
 
     def interrupted(ring):
         if next(calls) == 5:
             raise KeyboardInterrupt
         return plain(ring)
 
-    monkeypatch.setattr(fusedaccum.offload, "_free_stage", interrupted)
+    monkeypatch.setattr(fusedaccum.buffers.offload, "_free_stage", interrupted)
     with pytest.raises(KeyboardInterrupt):
         train(model, opt, device, count=2)
     with warnings.catch_warnings(), pytest.raises(RuntimeError, match=r"call opt.reset\(\)"):

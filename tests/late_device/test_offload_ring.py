@@ -3,12 +3,12 @@
 import gc
 
 import fusedaccum as fa
-import fusedaccum.applying
-import fusedaccum.intake
-import fusedaccum.offload
+import fusedaccum.buffers.offload
+import fusedaccum.closing.applying
+import fusedaccum.intake.intake
 import pytest
 import torch
-from fusedaccum.offload import Offload, loads
+from fusedaccum.buffers.offload import Offload, loads
 from offloading import assert_same
 from torch import nn
 
@@ -35,9 +35,9 @@ def test_memory_for_gradients_is_bounded_by_the_ring(late_device, device, monkey
         pytest.skip("counts what the device of late_device.cpp allocates; benchmarks/bench_memory.py measures a GPU's")
     stage = 1 << 14
     for module, name in (
-        (fusedaccum.offload, "STAGE_BYTES"),
-        (fusedaccum.applying, "STAGE_BYTES"),
-        (fusedaccum.intake, "BUCKET_BYTES"),
+        (fusedaccum.buffers.offload, "STAGE_BYTES"),
+        (fusedaccum.closing.applying, "STAGE_BYTES"),
+        (fusedaccum.intake.intake, "BUCKET_BYTES"),
     ):
         monkeypatch.setattr(module, name, stage)
     params = [nn.Parameter(torch.zeros(stage // 4 * size, device=device)) for size in sizes]
@@ -50,14 +50,14 @@ def test_memory_for_gradients_is_bounded_by_the_ring(late_device, device, monkey
         before = late_device.allocated()
         late_device.reset_peak()
         x.sum().backward()
-        ring = 0 if opt.last_window or len(opt.state) else fusedaccum.offload.STAGES
+        ring = 0 if opt.last_window or len(opt.state) else fusedaccum.buffers.offload.STAGES
         during = (late_device.peak() - before) / stage
         assert (
             during < ring + 1 + max(sizes) + 0.2
         )  # the ring where it is not there yet, the bucket, and the gradient that fills it
         late_device.reset_peak()
         opt.step()
-        assert (late_device.peak() - before) / stage < fusedaccum.offload.STAGES + 2 * max(
+        assert (late_device.peak() - before) / stage < fusedaccum.buffers.offload.STAGES + 2 * max(
             sizes
         ) + 0.2  # SGD has a temporary
         assert all(p.grad is None for p in params)
@@ -159,11 +159,11 @@ def test_loads_hold_every_element_once_and_fit_into_a_stage(sizes):
     tensors = [torch.empty(size, dtype=torch.bfloat16 if k % 2 else torch.float32) for k, size in enumerate(sizes)]
     found = []
     for load, used in loads(tensors):
-        ends = fusedaccum.offload.HEAD
+        ends = fusedaccum.buffers.offload.HEAD
         for cut in load:
             nbytes = (cut.end - cut.begin) * tensors[cut.tensor].itemsize
             assert cut.place % 64 == 0 and cut.place >= ends and nbytes > 0
             ends = cut.place + nbytes
             found += [(cut.tensor, element) for element in range(cut.begin, cut.end)]
-        assert load and ends <= used <= fusedaccum.offload.STAGE_BYTES
+        assert load and ends <= used <= fusedaccum.buffers.offload.STAGE_BYTES
     assert found == [(k, element) for k, size in enumerate(sizes) for element in range(size)]

@@ -21,8 +21,8 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointFunction
 
-from ..batch_statistics import LAYERS, Key, Statistics
-from ..gathering import Gathering
+from ..gathering.batch_statistics import LAYERS, Key, Statistics
+from ..gathering.gathering import Gathering
 
 Model = TypeVar("Model", bound=nn.Module)
 Place = tuple[int, tuple[Parameter, ...]]  # number among the model's modules; the parameters around, nearest first

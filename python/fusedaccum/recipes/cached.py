@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, ModuleList
 
-from ..gathering import Gathering
+from ..gathering.gathering import Gathering
 from ..optimizer import AccumulatingOptimizer
 from ..scalars import Scalar, checked_count
 from .batchnorm import Pooled

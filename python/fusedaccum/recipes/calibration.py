@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..buffers import ALIGNMENT, Block
-from ..intake import BUCKET_BYTES
-from ..offload import STAGE_BYTES, recorded
+from ..buffers.buffers import ALIGNMENT, Block
+from ..buffers.offload import STAGE_BYTES, recorded
+from ..intake.intake import BUCKET_BYTES
 from ..optimizer import AccumulatingOptimizer
 from .modes import Kernel
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..buffers.shards import local_of
 from ..scalars import checked_count
-from ..shards import local_of
 from . import calibration
 from .modes import FUSED, HELD, MASTERS, PLAIN, Kernel, Mode, Parameters, priced
 

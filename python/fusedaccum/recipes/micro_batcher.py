@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.optim import LBFGS
 from torch.utils.data import DataLoader
 
-from ..attempts import Attempt
-from ..buffers import Slot
-from ..gathering import Gathering
+from ..buffers.buffers import Slot
+from ..gathering.gathering import Gathering
 from ..optimizer import AccumulatingOptimizer
 from ..scalars import Scalar, checked_weight
+from ..window.attempts import Attempt
 from . import nested
 from .cached import parameters_under
 from .memory_errors import is_out_of_memory, make_room

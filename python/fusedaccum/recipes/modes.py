@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..buffers import ALIGNMENT, buffer_dtype
-from ..fuse import Embedding, Linear, has_product
-from ..intake import BUCKET_BYTES
-from ..offload import STAGE_BYTES, STAGES
-from ..shards import local_of
+from ..buffers.buffers import ALIGNMENT, buffer_dtype
+from ..buffers.offload import STAGE_BYTES, STAGES
+from ..buffers.shards import local_of
+from ..intake.intake import BUCKET_BYTES
+from .fuse import Embedding, Linear, has_product
 
 
 class Kernel(NamedTuple):

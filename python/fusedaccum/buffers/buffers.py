@@ -1,0 +1,286 @@
+"""Flat, aligned storage for the accumulated gradients, one a device and dtype, and the views that ``p.grad`` becomes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.nn import Parameter
+
+from .. import ops
+from ..scalars import Scalar
+from . import main_grad
+from .shards import ShardHolder, is_shard, local_of
+
+ALIGNMENT = 64  # elements: a cache line or more in every dtype, also after narrow_() has halved their size
+NARROW_HEAD = 1 << 16  # elements that narrow_() moves through a temporary before it can work in place
+
+
+def buffer_dtype(parameter: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+    """The dtype gradients of a ``parameter`` gather in: as ``asked``, but never narrower than the gradient itself."""
+    return parameter if asked is None else torch.promote_types(parameter, asked)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Do the elements fill one stretch of memory, in some order of the dimensions?"""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+class StandIn:
+    """Stands for a parameter that is on another device than its buffer."""
+
+    grad: Tensor | None = None
+
+
+@dataclass(eq=False)
+class Slot:
+    """One parameter's place: its buffer, and what the window has done to it so far."""
+
+    param: Parameter
+    name: str
+    index: int  # position among the optimizer's parameters, as in its state_dict
+    before: int  # elements of the parameters before it
+    dtype: torch.dtype  # of the buffer
+    device: torch.device  # of the buffer
+    block: Block = field(init=False)
+    buffer: Tensor = field(init=False)
+    placed: bool = False  # has it got block and buffer?
+    shown: Tensor | None = None  # what we last put into holder.grad; anything else there is the user's
+    divisor: Scalar = 1.0  # 16-bit buffers hold the sum divided by this (a running mean); wider ones the sum
+    clean: bool = False  # of one that is lent: does the buffer hold zeros?
+    draws: int = 0  # adds so far, each of which draws its own random numbers when rounding stochastically
+
+    def __post_init__(self) -> None:
+        # Of the parameter as it was wrapped: what check_unchanged() compares with.
+        self.made_for = (self.param.dtype, self.param.device, self.param.shape)
+        self.memory = self.param.data_ptr()
+        self.narrow = self.dtype.itemsize < 4
+        # Whose .grad shows the buffer: the parameter's, unless that is on another device, where p.grad cannot be on the buffer's.
+        self.offloaded = self.param.device != self.device
+        self.holder: Parameter | StandIn | ShardHolder = StandIn() if self.offloaded else self.param
+        # Does its layer add the gradient itself, as Megatron-LM's and TransformerEngine's do? Then the buffer is lent to it (main_grad.py).
+        self.lent = main_grad.asks(self.param)
+        self.sharded = is_shard(self.param)  # whoever has sharded it adds up what the ranks gather
+        self.averaged_by = 1.0  # and may have divided that by this
+        if self.sharded:
+            self.holder = ShardHolder(self.param)
+        self.node: Any = None  # its AccumulateGrad node, when that is hooked
+
+    def show(self, grad: Tensor | None) -> None:
+        """Make ``p.grad`` this tensor of ours."""
+        self.holder.grad = self.shown = grad
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Of the buffer: the parameter's, where that is dense."""
+        p = local_of(self.param)
+        return p.stride() if is_dense(p) else torch.empty(p.shape, device="meta").stride()
+
+    @property
+    def stepped_grad(self) -> Tensor | None:
+        """What ``p.grad`` is to the inner optimizer: of a shard, the DTensor."""
+        return self.holder.whole if isinstance(self.holder, ShardHolder) else self.holder.grad
+
+    def check_added(self, scale: float) -> None:
+        """Raises RuntimeError where ``scale`` times what the layer of this lent slot has added is not part of the window's sum now."""
+        how = f"the layer of parameter {self.name} has added its gradient to main_grad"
+        if scale not in (0.0, 1.0):  # 0: the window is not going to be applied
+            raise RuntimeError(
+                f"{how} as it is, where the window needs {scale} times it: the micro-batch is weighed, or a GradScaler has changed its "
+                "scale within the window; use weight 1 and one scale a window, or switch the layer's gradient accumulation fusion off"
+            )
+        if not main_grad.is_lent(self.param, self.buffer):
+            raise RuntimeError(
+                f"{how}, which somebody has replaced (Megatron-LM's DistributedDataParallel?); leave main_grad to the wrapper"
+            )
+        if self.param.grad is not self.shown or (self.shown is None and not self.clean):
+            raise RuntimeError(
+                f"{how}, which {self.name}.grad does not show: that was set by hand, or the window before could not be applied; "
+                "call opt.reset() before backward"
+            )
+        if self.shown is not None and (isinstance(self.divisor, Tensor) or self.divisor != 1.0):
+            raise RuntimeError(
+                f"{how} after opt.normalize_(), where that holds a mean; normalise a window after its last backward"
+            )
+
+    def check_unchanged(self) -> None:
+        """Raises RuntimeError when the parameter is no longer of the dtype, device or shape it was wrapped with."""
+        p = self.param
+        if (p.dtype, p.device, p.shape) != self.made_for:
+            was, now = (f"{d} {tuple(s)} on {v}" for d, v, s in (self.made_for, (p.dtype, p.device, p.shape)))
+            raise RuntimeError(
+                f"parameter {self.name} was {was} when it was wrapped and is {now} now; "
+                "move, cast or resize the model first and build the optimizer and its wrapper afterwards"
+            )
+        if p.data_ptr() != self.memory:
+            # New memory may mean a conversion there and back, after which autograd has forgotten the hooks.
+            self.memory = p.data_ptr()
+            if p.requires_grad and self.node is not None and get_gradient_edge(p).node is not self.node:
+                raise RuntimeError(
+                    f"parameter {self.name} was converted to another dtype or device and back, and PyTorch dropped its gradient "
+                    "hooks on the way; build a new wrapper, and carry over with load_state_dict(state_dict())"
+                )
+
+
+@dataclass(eq=False)
+class Block:
+    """A flat stretch of storage shared by slots of one parameter's and buffer's device and dtype, all of them shards or none."""
+
+    flat: Tensor
+    hidden: bool  # from the user, because p.grad cannot be of it?
+    version: int = 0  # flat._version when we last wrote: another value means that the user has written since
+
+    def written(self) -> None:
+        self.version = self.flat._version
+
+    @property
+    def untouched_by_user(self) -> bool:
+        return self.hidden or self.flat._version == self.version
+
+    def view(self, flat: Tensor, slot: Slot, offset: int) -> Tensor:
+        """The part of ``flat`` that is ``slot``'s, in its parameter's shape (and memory format, when that is dense)."""
+        return flat.as_strided(local_of(slot.param).shape, slot.strides, offset)
+
+    def narrow_(self, dtype: torch.dtype, scale: Scalar, shown: Iterable[Slot], backend: str) -> None:
+        """Cast ``flat * scale`` to a narrower dtype, into the first part of its own storage, and show it in ``shown``.
+
+        The first elements go through a small temporary. From there on each wave casts elements [a, 2a), whose new,
+        at most half as large, home lies within what the wave before has already moved: reads and writes of a wave never overlap,
+        so each is one ordinary, parallel call.
+        """
+        narrow = self.flat.view(dtype)
+        total = self.flat.numel()
+        done = min(NARROW_HEAD, total)
+        head = torch.empty(done, dtype=dtype, device=self.flat.device)
+        ops.cast_([head], [self.flat[:done]], scale, backend=backend)
+        narrow[:done].copy_(head)
+        while done < total:
+            end = min(2 * done, total)
+            ops.cast_([narrow[done:end]], [self.flat[done:end]], scale, backend=backend)
+            done = end
+        for slot in shown:
+            wide = slot.buffer
+            slot.show(narrow.as_strided(wide.shape, wide.stride(), wide.storage_offset()))
+
+
+class Buffers:
+    """The slots of an optimizer's parameters. Storage comes with the first gradients, not before."""
+
+    def __init__(self, asked: torch.dtype | None, device: torch.device | None):
+        self._asked = asked
+        self._device = device  # None for the parameters' own
+        self.slots: list[Slot] = []
+        self.of: dict[Parameter, Slot] = {}
+        self.blocks: list[Block] = []
+        self.lent: list[Slot] = []  # those whose layers add by themselves
+        self.sharded = False  # is any slot?
+        self._checked: tuple | None = None  # what _seen() was at the last check
+        self._in_groups: list[Parameter] = []  # what was in the optimizer's groups then
+
+    def add(self, parameters: Iterable[tuple[str, Parameter]]) -> list[Slot]:
+        """Make slots for parameters that have none yet."""
+        fresh = []
+        end = self.slots[-1].before + local_of(self.slots[-1].param).numel() if self.slots else 0
+        for name, p in parameters:
+            slot = Slot(p, name, len(self.slots), end, buffer_dtype(p.dtype, self._asked), self._device or p.device)
+            end += local_of(p).numel()
+            self.slots.append(slot)
+            self.of[p] = slot
+            fresh.append(slot)
+        lent = [slot.param for slot in fresh if slot.lent]
+        if lent:
+            weakref.finalize(self, main_grad.take_back, lent).atexit = False
+        self._look()
+        return fresh
+
+    def leave(self, slots: Sequence[Slot]) -> None:
+        """Undo :meth:`add` of the last ones, which cannot be gathered."""
+        del self.slots[len(self.slots) - len(slots) :]
+        for slot in slots:
+            del self.of[slot.param]
+        self._look()
+
+    def _look(self) -> None:
+        self.lent = [slot for slot in self.slots if slot.lent]
+        self.sharded = any(slot.sharded for slot in self.slots)
+
+    def allocate(self, slots: Sequence[Slot]) -> None:
+        """Give storage to those of ``slots`` that have none."""
+        groups: dict[tuple, list[Slot]] = {}
+        for slot in slots:
+            if not slot.placed:
+                kind = (slot.param.device, slot.device, slot.dtype, slot.param.dtype, slot.sharded)
+                groups.setdefault(kind, []).append(slot)
+        for (home, device, dtype, _, _), members in groups.items():
+            offsets, end = [], 0
+            for slot in members:
+                offsets.append(end)
+                end += -(-local_of(slot.param).numel() // ALIGNMENT) * ALIGNMENT
+            block = Block(torch.empty(end, dtype=dtype, device=device), home != device)
+            ends = [offset + local_of(slot.param).numel() for slot, offset in zip(members, offsets, strict=True)]
+            torch._foreach_zero_(
+                [block.flat[i:j] for i, j in zip(ends, [*offsets[1:], end], strict=True)]
+            )  # they travel between ranks
+            block.written()
+            self.blocks.append(block)
+            for slot, offset in zip(members, offsets, strict=True):
+                slot.block, slot.buffer, slot.placed = block, block.view(block.flat, slot, offset), True
+
+    @property
+    def offloaded(self) -> bool:
+        """Are any on another device than their parameter?"""
+        return any(block.hidden for block in self.blocks)
+
+    @property
+    def moved(self) -> bool:
+        """Is any parameter of another dtype or on another device than when it was wrapped?"""
+        return any((slot.param.dtype, slot.param.device) != slot.made_for[:2] for slot in self.slots)
+
+    def _seen(self) -> tuple:
+        look = Tensor.data_ptr, Tensor.numel, attrgetter("dtype")
+        return tuple(list(map(of, self.of)) for of in look)
+
+    def check_unchanged(self) -> None:
+        """Raises as :meth:`Slot.check_unchanged` does."""
+        # Every step() comes here, so it looks at what nearly always shows a change, and is cheap. The rest shows when a gradient comes.
+        if self._seen() != self._checked:
+            for slot in self.slots:
+                slot.check_unchanged()
+            self._checked = self._seen()
+        for slot in () if self._device is None else self.slots:
+            if slot.offloaded and slot.param.grad is not None:
+                raise RuntimeError(
+                    f"{slot.name}.grad was set by hand, and its gradients are gathered on the {slot.device} (buffer_device); "
+                    "set it to None, or leave buffer_device out"
+                )
+
+    def check_gathers(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Raises RuntimeError for a parameter in an optimizer's groups that has no slot: nobody would divide its gradients."""
+        found = [p for group in groups for p in group["params"]]
+        if len(found) == len(self._in_groups) and all(map(is_, found, self._in_groups)):
+            return  # nearly always, and in half the time
+        for g, group in enumerate(groups):
+            for i, p in enumerate(group["params"]):
+                if p not in self.of:
+                    raise RuntimeError(
+                        f"parameter param_groups[{g}]['params'][{i}], of shape {tuple(p.shape)}, was put there after the optimizer was "
+                        "wrapped, and its gradients are not gathered; add it with the wrapper's add_param_group() instead, or, where it "
+                        "replaces another, build a new wrapper"
+                    )
+        self._in_groups = found
+
+    def gathered(self) -> list[Slot]:
+        """Slots whose parameter holds a gradient now."""
+        return [slot for slot in self.slots if slot.holder.grad is not None]

@@ -1,0 +1,129 @@
+"""FP32 master weights: the inner optimizer steps these, and the model gets them rounded. Of 16-bit parameters, and where buffers
+are in CPU memory, of all that are elsewhere: there the optimizer's state and step are the CPU's.
+
+Everybody outside (schedulers, checkpoints, logging) finds the model's own parameters in ``param_groups`` and as the keys of
+``state``; the masters stand in their places only while the inner optimizer is at work.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from .. import ops
+from .buffers import Slot
+from .offload import Offload
+from .shards import local_of
+
+
+class MasterWeights:
+    """A copy, in FP32 or wider, of every parameter of an optimizer that needs one.
+
+    Args:
+        device: where the gradients are; None for the parameters' own.
+    """
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._device = device
+        self.of: dict[Parameter, Parameter] = {}
+        self._model: dict[Parameter, Parameter] = {}
+        self._version: dict[Parameter, int] = {}
+
+    def add(self, parameters: Iterable[Parameter]) -> None:
+        """Make masters of those that are 16 bits wide, or not where their gradients are."""
+        for p in parameters:
+            device = self._device or p.device
+            if p.dtype.itemsize < 4 or p.device != device:
+                copy = p.detach().to(device, torch.promote_types(p.dtype, torch.float32))
+                master = Parameter(copy, requires_grad=p.requires_grad)
+                self.of[p], self._model[master], self._version[p] = master, p, p._version
+
+    def take_state(self, inner: Optimizer) -> None:
+        """Bring what ``inner`` keeps already to the masters, as its load_state_dict would: Adagrad makes its state in its constructor."""
+        for p, master in self.of.items():
+            entry = inner.state.get(p, {})
+            for key, value in entry.items():
+                if not isinstance(value, Tensor):
+                    continue
+                if key != "step":
+                    entry[key] = value.to(master.device, master.dtype if value.is_floating_point() else value.dtype)
+                elif p.device != master.device:  # else it stays on the CPU, where reading it costs no wait
+                    entry[key] = value.to(master.device)
+
+    def watch(self, inner: Optimizer) -> None:
+        """:meth:`take_state` whenever somebody loads a state into ``inner`` itself, which PyTorch then casts to the model's dtypes."""
+        alive = weakref.ref(self)
+
+        def loaded(optimizer: Optimizer) -> None:
+            masters = alive()
+            if masters is not None:
+                masters.take_state(optimizer)
+
+        # Optimizers that hand all to another one need not have PyTorch's hooks.
+        if hasattr(inner, "_optimizer_load_state_dict_post_hooks"):
+            weakref.finalize(self, inner.register_load_state_dict_post_hook(loaded).remove).atexit = False
+
+    @contextmanager
+    def at_work(self, inner: Optimizer, slots: Iterable[Slot] = ()) -> Iterator[None]:
+        """Within, the inner optimizer's groups and state hold the masters, and those of ``slots`` their gradients."""
+        lent = [(self.of[slot.param], slot.stepped_grad) for slot in slots if slot.param in self.of]
+        _exchange(inner, self.of)
+        for master, grad in lent:
+            master.grad = grad
+        try:
+            yield
+        finally:
+            for master, _ in lent:
+                master.grad = None
+            _exchange(inner, self._model)
+
+    @torch.no_grad()
+    def follow_model(self) -> None:
+        """Take over what others wrote into the model since the last :meth:`write_back` (loaded weights, say).
+
+        Told by the parameters' versions, so writes through ``p.data`` go unseen. Where the parameter still is its master,
+        rounded, the master keeps its FP32 bits: so the order in which a model's and
+        an optimizer's checkpoint are loaded does not matter.
+        """
+        for p, master in self.of.items():
+            if p._version != self._version[p]:
+                theirs = p.to(master.device)
+                master.copy_(torch.where(master.to(p.dtype) == theirs, master, theirs.to(master.dtype)))
+                self._version[p] = p._version
+
+    @torch.no_grad()
+    def write_back(self, stepped: Iterable[Parameter], offload: Offload, backend: str) -> None:
+        """Round the masters of these parameters into the model: one call a device."""
+        by_device: dict[tuple[torch.device, bool], list[Parameter]] = {}
+        for p in stepped:
+            if p in self.of:
+                by_device.setdefault((p.device, p.device != self.of[p].device), []).append(p)
+        for (_, elsewhere), parameters in by_device.items():
+            masters = [local_of(self.of[p].detach()) for p in parameters]
+            cast_ = offload.cast_ if elsewhere else ops.cast_
+            cast_([local_of(p.detach()) for p in parameters], masters, backend=backend)
+            for p in parameters:
+                self._version[p] = p._version
+
+    def load(self, masters: dict[Parameter, Tensor]) -> None:
+        """Copy saved masters in."""
+        with torch.no_grad():
+            for p, saved in masters.items():
+                self.of[p].copy_(saved)
+                self._version[p] = -1  # the model may hold others: follow_model() compares
+
+
+def _exchange(inner: Optimizer, table: Mapping[Any, Any]) -> None:
+    for group in inner.param_groups:
+        group["params"][:] = [table.get(p, p) for p in group["params"]]
+    entries = list(inner.state.items())
+    inner.state.clear()
+    for key, value in entries:
+        inner.state[table.get(key, key)] = value

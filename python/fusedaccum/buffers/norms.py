@@ -1,0 +1,84 @@
+"""Squared norms that came free with the adds: which of them are still true, and what is left to be measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..scalars import Scalar, identity, on
+from .buffers import Block, Slot
+
+
+@dataclass(eq=False)
+class _Reading:
+    sq_norm: Tensor
+    divisor: Scalar  # of the slots it covers: they hold the sum divided by this
+    covers: set[Slot]
+
+
+class SquaredNorms:
+    """The sums of squares that :func:`ops.accumulate_` took of the buffers it had just written."""
+
+    def __init__(self) -> None:
+        self._readings: dict[Slot, _Reading] = {}
+
+    def record(self, stats: ops.Stats, slots: Iterable[Slot], divisor: Scalar) -> None:
+        """``stats`` were taken over the buffers of ``slots``, after the call."""
+        reading = _Reading(stats.sq_norm, divisor, set(slots))
+        for slot in reading.covers:
+            self._readings[slot] = reading
+
+    def forget(self, slots: Iterable[Slot]) -> None:
+        """The buffers of ``slots`` have changed: what was read of them is not true any more."""
+        if self._readings:
+            for slot in slots:
+                self._readings.pop(slot, None)
+
+    def forget_all(self) -> None:
+        self._readings.clear()
+
+    def forget_block(self, block: Block) -> None:
+        """Somebody has written into ``block``."""
+        self.forget([slot for slot in self._readings if slot.block is block])
+
+    def total(self, slots: Iterable[Slot], backend: str) -> Tensor:
+        """Sum of squares of the gathered gradients of ``slots``, as a 0-d float64 tensor; reads only what no add has measured."""
+        slots = list(slots)
+        known = dict.fromkeys(self._readings[slot] for slot in slots if slot in self._readings)
+        # One that covers more than is asked for, or a buffer written since by somebody else, does not count.
+        readings = [reading for reading in known if self._still_true(reading, set(slots))]
+        covered = set().union(*(reading.covers for reading in readings))
+        missing: dict[tuple, list[Slot]] = {}
+        for slot in slots:
+            if slot not in covered:
+                missing.setdefault((slot.device, identity(slot.divisor)), []).append(slot)
+        for unread in missing.values():
+            sq_norm = ops.stats([slot.buffer for slot in unread], backend=backend).sq_norm
+            readings.append(_Reading(sq_norm, unread[0].divisor, set()))
+        device = slots[0].device if slots else torch.device("cpu")
+        parts = [reading.sq_norm.to(device) * on(reading.divisor, device) ** 2 for reading in readings]
+        return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)
+
+    def save(self) -> list[dict[str, Any]]:
+        """The readings as plain values, slots by their index: sums of squares depend on what was summed together."""
+        return [
+            {"sq_norm": r.sq_norm.clone(), "divisor": r.divisor, "covers": sorted(slot.index for slot in r.covers)}
+            for r in dict.fromkeys(self._readings.values())
+            if self._still_true(r, r.covers)
+        ]
+
+    def load(self, saved: list[dict[str, Any]], slots: Sequence[Slot]) -> None:
+        """What :meth:`save` returned."""
+        for entry in saved:
+            stats = ops.Stats(entry["sq_norm"].clone(), torch.zeros((), dtype=torch.int64))
+            self.record(stats, [slots[i] for i in entry["covers"]], entry["divisor"])
+
+    def _still_true(self, reading: _Reading, wanted: set[Slot]) -> bool:
+        return reading.covers <= wanted and all(
+            self._readings.get(slot) is reading and slot.block.untouched_by_user for slot in reading.covers
+        )

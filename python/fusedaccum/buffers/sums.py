@@ -1,0 +1,258 @@
+"""The sums in the buffers, which ``p.grad`` shows: kept true whatever others do to it, and made the window's gradient at its end."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from .. import ops
+from ..scalars import Scalar, identity, on
+from .buffers import Block, Buffers, Slot
+from .norms import SquaredNorms
+from .offload import Offload
+from .shards import ShardHolder, alike, sum_over_shards
+
+
+class Sums:
+    """The buffers of one optimizer, and what they hold.
+
+    Args:
+        buffer_dtype, buffer_device, backend: as :class:`~fusedaccum.AccumulatingOptimizer` has them.
+
+    Attributes:
+        changed_by_user: has somebody else written to the window's sums?
+        owned_apart: do ranks step a part of the parameters each? over_owners: the sum over such ranks.
+    """
+
+    def __init__(self, buffer_dtype: torch.dtype | None, buffer_device: torch.device | None, backend: str):
+        self.buffers = Buffers(buffer_dtype, buffer_device)
+        self.offload = Offload()
+        self.norms = SquaredNorms()
+        self._backend = backend
+        self._warned_dropped = False
+        self.changed_by_user = False
+        self.owned_apart = False
+        self.over_owners: Callable[[Tensor], Tensor] = lambda mine: mine
+
+    def place(self, slots: Sequence[Slot]) -> None:
+        """Give ``slots`` storage: together with all trainable parameters, so that these share it."""
+        if not all(slot.placed for slot in slots):
+            self.buffers.allocate([slot for slot in self.buffers.slots if slot.param.requires_grad])
+            self.buffers.allocate(slots)
+
+    def written(self, slots: Sequence[Slot], divisor: Scalar, shown: bool = False) -> None:
+        """``slots`` now hold a sum of ours, over ``divisor``, and show it (have shown it before)."""
+        self.norms.forget(slots)
+        for block in {slot.block for slot in slots}:
+            block.written()
+        for slot in slots:
+            slot.divisor, slot.clean = divisor, False
+            if not shown:
+                slot.show(slot.buffer)
+
+    def check(self) -> None:
+        """Raises RuntimeError where a parameter has changed, or its gradients could not be added."""
+        self.buffers.check_unchanged()
+        self.offload.check()
+
+    def check_shown(self, why: str, instead: str) -> None:
+        """Raises RuntimeError where ``p.grad`` does not show the sums, or not all."""
+        if self.buffers.offloaded:
+            raise RuntimeError(f"{why}, which is None with buffer_device='cpu'; {instead}, or leave buffer_device out")
+        if self.owned_apart:
+            raise RuntimeError(f"{why}, of which each rank has a part with shard=True; {instead}, or leave shard out")
+
+    @property
+    def half_written(self) -> bool:
+        """Has a call that raised written some of what it was to write?"""
+        return self.offload.failed or not all(block.untouched_by_user for block in self.buffers.blocks)
+
+    # -- what others do to p.grad ------------------------------------------------------------------------------
+
+    def adopt_all(self, slots: Sequence[Slot]) -> None:
+        """:meth:`adopt` every slot; at once where, as nearly always, nobody else has touched any."""
+        untouched = all(block.untouched_by_user for block in self.buffers.blocks)
+        if not (untouched and all(slot.holder.grad is slot.shown for slot in slots)):
+            for slot in slots:
+                self.adopt(slot)
+
+    def adopt(self, slot: Slot) -> None:
+        """Take over what somebody else has put into ``p.grad``, as part of the running sum; notice what he took away."""
+        if slot.placed:
+            self.notice_writes(slot)
+        grad, shown = slot.holder.grad, slot.shown
+        if grad is shown:
+            return
+        self.changed_by_user = True
+        if grad is None:
+            slot.shown = None
+            self._warn_dropped(slot)
+            return
+        if grad.layout is not torch.strided:
+            raise RuntimeError(f"{slot.name}.grad is {grad.layout}; only dense gradients can be accumulated")
+        self.place([slot])
+        if self._is_ours(grad):
+            # In our own storage: a view of some p.grad, two that were swapped. All such get memory of their own first.
+            for other in self.buffers.slots:
+                theirs = other.param.grad
+                if theirs is not None and theirs is not other.shown and self._is_ours(theirs):
+                    other.param.grad = theirs.clone()
+            return self.adopt(slot)
+        ops.cast_([slot.buffer], [grad.detach()], backend=self._backend)
+        self.written([slot], slot.divisor if shown is not None else 1.0)
+
+    def notice_writes(self, slot: Slot) -> None:
+        if not slot.block.untouched_by_user:
+            self.changed_by_user = True
+            self.norms.forget_block(slot.block)
+            slot.block.written()
+
+    def _is_ours(self, grad: Tensor) -> bool:
+        memory = grad.untyped_storage().data_ptr()
+        return any(memory == block.flat.untyped_storage().data_ptr() for block in self.buffers.blocks)
+
+    def _warn_dropped(self, slot: Slot) -> None:
+        if not self._warned_dropped:
+            self._warned_dropped = True
+            warnings.warn(
+                f"{slot.name}.grad was set to None inside an open window (by model.zero_grad()?): what the window had gathered for such "
+                "parameters is dropped. opt.zero_grad() keeps it; opt.reset() drops the whole window. Said once.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    # -- the window's ends -------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Start from nothing: the gradients of the window before, still shown, go; the user's own stay, to be adopted."""
+        for slot in self.buffers.slots:
+            if slot.shown is not None and slot.holder.grad is slot.shown:
+                slot.holder.grad = None
+            slot.shown, slot.divisor = None, 1.0
+        self.changed_by_user = False
+        self.norms.forget_all()
+        self.offload.forget_failure()
+
+    def clear(self) -> None:
+        """Take every gradient out of ``p.grad``, whoever put it there."""
+        for slot in self.buffers.slots:
+            slot.holder.grad = slot.shown = None
+
+    def shown_as_is(self) -> None:
+        """Whatever ``p.grad`` is now belongs to the window that has closed, also where a step hook has replaced it."""
+        for slot in self.buffers.slots:
+            slot.shown = slot.holder.grad
+
+    def gathered(self) -> list[Slot]:
+        """The slots that hold a gradient now, each in its buffer."""
+        self.offload.wait()
+        self.adopt_all(self.buffers.slots)
+        return self.buffers.gathered()
+
+    def restore(self, slot: Slot, saved: Tensor, divisor: Scalar) -> None:
+        """Put a saved sum back."""
+        self.place([slot])
+        slot.buffer.copy_(saved)
+        self.written([slot], divisor)
+
+    def zero_(self, slots: Sequence[Slot]) -> None:
+        """Make the sums of ``slots`` zero."""
+        self.place(slots)
+        torch._foreach_zero_([slot.buffer for slot in slots])
+        self.written(slots, 1.0)
+
+    def sq_norm(self, slots: Sequence[Slot]) -> Tensor:
+        """Sum of squares of the sums of ``slots``; free where the last adds have measured it. Shards are summed over their ranks."""
+        if not self.buffers.sharded:
+            return self.over_owners(self.norms.total(slots, self._backend))
+        groups: dict[tuple | None, list[Slot]] = {
+            alike(slot): [] for slot in self.buffers.slots
+        }  # the same on all ranks
+        for slot in slots:
+            groups[alike(slot)].append(slot)
+        parts = []
+        for key, members in groups.items():
+            part = self.norms.total(members, self._backend)
+            if key is not None:
+                first = next(slot for slot in self.buffers.slots if alike(slot) == key)
+                part = sum_over_shards(part.to(first.device), first)
+            parts.append(part)
+        return torch.stack([part.to(parts[0].device) for part in parts]).sum()
+
+    def unhide(self) -> None:
+        """Show what is hidden from FSDP2."""
+        for slot in self.buffers.slots if self.buffers.sharded else ():
+            if isinstance(slot.holder, ShardHolder):
+                slot.holder.unhide()
+
+    def hide(self) -> None:
+        """Hide the sums of shards while a pass may bring gradients."""
+        for slot in self.buffers.slots:
+            if isinstance(slot.holder, ShardHolder):
+                slot.holder.hide()
+
+    def count_nonfinite(self, grads: Iterable[Tensor]) -> int:
+        """How many elements are NaN or infinite; waits for the device."""
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for grad in grads:
+            by_device.setdefault(grad.device, []).append(grad)
+        return sum(int(ops.stats(batch, backend=self._backend).nonfinite) for batch in by_device.values())
+
+    def divide_(self, slots: Sequence[Slot], divisor: Scalar, coef: Scalar = 1.0) -> None:
+        """Make each buffer ``coef * sum / divisor``: one pass, and none where that changes nothing."""
+        calls: dict[tuple, list[Slot]] = {}
+        for slot in slots:
+            calls.setdefault((slot.device, identity(slot.divisor)), []).append(slot)
+        for members in calls.values():
+            scale = coef * members[0].divisor / divisor
+            if isinstance(scale, Tensor) or scale != 1.0:
+                ops.scale_([slot.buffer for slot in members], on(scale, members[0].device), backend=self._backend)
+            self.written(members, divisor)
+
+    @contextmanager
+    def brought(self, slots: Sequence[Slot]) -> Iterator[None]:
+        """Within, ``p.grad`` of offloaded ``slots`` is a copy of what their buffers show, on the parameters' device."""
+        by_device: dict[torch.device, list[Slot]] = {}
+        for slot in slots:
+            by_device.setdefault(slot.param.device, []).append(slot)
+        try:
+            for device, members in by_device.items():
+                shown = [slot.shown for slot in members if slot.shown is not None]
+                grads = [torch.empty_strided(g.shape, g.stride(), dtype=g.dtype, device=device) for g in shown]
+                self.offload.cast_(grads, shown, backend=self._backend)
+                for slot, grad in zip(members, grads, strict=True):
+                    slot.param.grad = grad
+            yield
+        finally:
+            for slot in slots:
+                slot.param.grad = None
+
+    def finish_(
+        self, slots: Sequence[Slot], divisor: Scalar, coef: Scalar, masters: Mapping[Parameter, Parameter]
+    ) -> None:
+        """Make ``p.grad`` the gradient ``coef * sum / divisor`` that the inner optimizer takes, in the dtype of what it steps.
+
+        A dtype narrower than the buffer's goes into the buffer's own storage; the scaling is part of that cast.
+        """
+        same: list[Slot] = []
+        cast: dict[Block, list[Slot]] = {}
+        for slot in slots:
+            if slot.dtype == masters.get(slot.param, slot.param).dtype:
+                same.append(slot)
+            else:
+                cast.setdefault(slot.block, []).append(slot)
+        self.divide_(same, divisor, coef)
+        for block, members in cast.items():
+            if len({identity(slot.divisor) for slot in members}) > 1:
+                self.divide_(members, divisor)
+            stepped = masters.get(members[0].param, members[0].param)
+            scale = on(coef * members[0].divisor / divisor, members[0].device)
+            block.narrow_(stepped.dtype, scale, members, self._backend)
+            self.notice_writes(members[0])
+            for slot in self.buffers.lent:
+                slot.clean = slot.clean and slot.block is not block

@@ -1,0 +1,156 @@
+"""The wrapper's own part of a checkpoint: the open window with its buffers and batch statistics, and master weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..buffers.buffers import Slot
+from ..buffers.shards import local_of, whole
+from ..window.window import Loss, MicroBatch, Window
+
+if TYPE_CHECKING:
+    from ..optimizer import AccumulatingOptimizer
+
+KEY = "fusedaccum"
+FORMAT = 2
+
+Record = TypeVar("Record", Window, MicroBatch)
+
+
+def save(opt: AccumulatingOptimizer) -> dict[str, Any]:
+    """Everything needed to go on bit-identically, as tensors and plain values; parameters by their position."""
+    sums, settings, ledger, accumulator = opt._sums, opt.settings, opt._ledger, opt._gathering.accumulator
+    ranks = opt._gathering.ranks
+    ranks.take_back()
+    sums.offload.wait()
+    if ledger.has_micro:
+        accumulator.count()
+    window = plain(ledger.window) if ledger.has_window else None
+    micro = plain(ledger.micro) if ledger.has_micro else None
+    steps = settings.schedule.accum_steps
+    return {
+        "format": FORMAT,
+        "shapes": [tuple(slot.param.shape) for slot in sums.buffers.slots],
+        "settings": {
+            "reduction": settings.reduction,
+            "accum_steps": "callable" if callable(steps) else steps,
+            "window_weight": settings.schedule.window_weight,
+            "buffer_dtype": str(settings.buffer_dtype),
+            "rank": ranks.name,
+            "shard": ranks.shard,
+        },
+        "index": ledger.index,
+        "window": window,
+        "micro_batch": micro,
+        "norms": [] if window is None else sums.norms.save(),
+        "buffers": {} if window is None else {slot.index: _saved(slot) for slot in sums.gathered()},
+        "unseen": sorted(slot.index for slot in ranks.unseen),
+        "masters": {
+            slot.index: opt._masters.of[slot.param].detach()
+            for slot in sums.buffers.slots
+            if slot.param in opt._masters.of
+        },
+        "seed": accumulator.seed,
+        "draws": [slot.draws for slot in sums.buffers.slots],
+        "loss_scale": copied(opt._gathering.loss_scale.live),
+        "batch_statistics": opt._gathering.statistics.saved(),
+        "noise": copied(None if opt._closing.noise is None else opt._closing.noise.averages),
+        "schedule": None if settings.schedule.adaptive is None else settings.schedule.adaptive.state_dict(),
+    }
+
+
+def copied(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.clone()
+
+
+def plain(record: Window | MicroBatch) -> dict[str, Any]:
+    """Copies of what a record holds, as tensors and plain values."""
+    loss = record.loss or Loss()
+    kept = {k: v for k, v in vars(record).items() if k != "counts"}  # all counted
+    kept |= {"loss": None if record.loss is None else loss.total, "raw_loss": loss.raw}
+    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in kept.items()}
+
+
+def restored(kind: type[Record], saved: dict[str, Any]) -> Record:
+    """What :func:`plain` was given."""
+    loss = None if saved["loss"] is None else Loss(saved["loss"], saved["raw_loss"])
+    return kind(**{k: v for k, v in saved.items() if k != "raw_loss"} | {"loss": loss})
+
+
+def _saved(slot: Slot) -> dict[str, Any]:
+    kept = slot.buffer.clone()
+    return {"sum": whole(kept, slot.param) if slot.sharded else kept, "divisor": slot.divisor}
+
+
+def check(opt: AccumulatingOptimizer, own: dict[str, Any]) -> None:
+    """Raises ValueError when ``own`` was saved by a wrapper whose window this one cannot go on with."""
+    if own.get("format") != FORMAT:
+        raise ValueError(
+            f"the checkpoint's {KEY!r} part is of format {own.get('format')!r}, and this version of fusedaccum reads {FORMAT}; use the "
+            "version that wrote it"
+        )
+    slots = opt._sums.buffers.slots
+    if len(own["shapes"]) != len(slots):
+        raise ValueError(
+            f"the checkpoint is of {len(own['shapes'])} parameters and the optimizer has {len(slots)}; another model's?"
+        )
+    for slot, shape in zip(slots, own["shapes"], strict=True):
+        if tuple(shape) != tuple(slot.param.shape):
+            raise ValueError(
+                f"the checkpoint has shape {tuple(shape)} for parameter {slot.name}, which is {tuple(slot.param.shape)}; another model's?"
+            )
+    opt._gathering.statistics.check(own["batch_statistics"])
+    rank = own["settings"].get("rank")
+    if own["settings"].get("shard") and opt._gathering.ranks.name != rank:
+        raise ValueError(
+            f"the checkpoint is of shard=True and holds what rank {rank} steps, which this one is not; load on every rank, of as many, "
+            "what it has saved itself"
+        )
+    if own["micro_batch"] is None and (own["window"] is None or own["window"]["micro_batches"] == 0):
+        return
+    mine = save(opt)["settings"]
+    for name in mine:
+        saved = own["settings"].get(name)
+        if name == "rank" and saved != mine[name]:
+            raise ValueError(
+                f"the checkpoint holds the sums that rank {saved} has gathered in an open window, and this is rank {mine[name]} (None: "
+                "without process_group); load on every rank what it has saved itself, or save at a window's end"
+            )
+        if saved != mine[name]:
+            raise ValueError(
+                f"the checkpoint was taken inside a window with {name}={saved}, and this wrapper has {name}={mine[name]}; "
+                f"build it with {name}={saved}, or save at a window's end (flush() first)"
+            )
+
+
+@torch.no_grad()
+def load(opt: AccumulatingOptimizer, own: dict[str, Any]) -> None:
+    """Put a checked checkpoint in; the window must be empty."""
+    sums, slots = opt._sums, opt._sums.buffers.slots
+    window, micro = own["window"], own["micro_batch"]
+    opt._ledger.restore(
+        own["index"],
+        None if window is None else restored(Window, window),
+        None if micro is None else restored(MicroBatch, micro),
+    )
+    for index, saved in own["buffers"].items():
+        sums.restore(slots[index], local_of(saved["sum"]), saved["divisor"])
+    sums.norms.load(own["norms"], slots)
+    opt._gathering.ranks.unseen = {slots[index] for index in own.get("unseen", ())}
+    opt._masters.load(
+        {slots[i].param: saved for i, saved in own["masters"].items() if slots[i].param in opt._masters.of}
+    )
+    accumulator = opt._gathering.accumulator
+    accumulator.seed = own["seed"] if accumulator.seed is not None else None
+    for slot, draws in zip(slots, own["draws"], strict=True):
+        slot.draws = draws
+    opt._gathering.loss_scale.load(own["loss_scale"])
+    opt._gathering.statistics.load(own["batch_statistics"])
+    if opt._closing.noise is not None:
+        opt._closing.noise.load(own["noise"])
+    adaptive = opt.settings.schedule.adaptive
+    if adaptive is not None and own["schedule"] is not None:
+        adaptive.load_state_dict(own["schedule"])

@@ -1,0 +1,262 @@
+"""A wrapper's state for ``torch.distributed.checkpoint``, which writes it from all ranks and reads it back on any number of them.
+
+Written are tensors under names that tell what they are of, ``state.<parameter>.<name>``, ``masters.<parameter>`` and, of an open
+window, ``sums.<parameter>.<rank>``, and one header with all plain values of all ranks. A shard is part of one tensor that all ranks
+write. Sums that the ranks hold apart stay apart: so no sum is sent for a checkpoint, the same number of ranks goes on bit by bit, and
+another number of ranks adds up what falls to each.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import warnings
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..buffers.buffers import Slot
+from ..buffers.shards import is_shard, local_of, whole
+from ..ranks.ranks import Ranks
+from . import checkpoint, resharding
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.storage import StorageReader
+
+    from ..optimizer import AccumulatingOptimizer
+
+HEADER = "fusedaccum"
+TENSORS = {"buffers", "masters", "shapes", "format"}  # of what checkpoint.save() returns: not a rank's own plain values
+
+
+class DistributedState:
+    """All of a wrapper's state (inner optimizer, open window, master weights) as a value in the dict of ``dcp.save`` and ``dcp.load``.
+
+    ``dcp.save({"opt": DistributedState(opt)}, checkpoint_id=path)``, then
+    ``dcp.load({"opt": DistributedState(opt, path)}, checkpoint_id=path)``. Parameters are known by their position in ``param_groups``.
+
+    An open window keeps its total over the ranks. Of N ranks that saved, rank r of M that load takes the sums and weights of ranks r,
+    r + M, …, and each counts ``(all micro-batches so far) // M``. With N = M everything goes on bit-identically.
+
+    Args:
+        optimizer: the wrapper.
+        load_from: the checkpoint to load, a folder or a ``StorageReader``; None to save.
+        key: of the value in the dict, where the checkpoint holds several wrappers'.
+
+    ``state_dict()`` and ``load_state_dict()`` are for ``torch.distributed.checkpoint`` to call, and for all ranks together. Saving sends
+    the plain values round, changes nothing, and takes a copy of the open window's sums; loading takes memory for what is read.
+
+    Raises:
+        RuntimeError: saved between ``backward()`` and ``step()``, or after ``normalize_()``; loaded without ``load_from``.
+        ValueError: saved where the ranks stand at different places of the window; loaded from another model's checkpoint, or one with an
+            open window that this wrapper cannot go on with. Nothing has been read into the model or the wrapper then.
+    """
+
+    def __init__(
+        self,
+        optimizer: AccumulatingOptimizer,
+        load_from: str | os.PathLike | StorageReader | None = None,
+        *,
+        key: str | None = None,
+    ):
+        if optimizer._gathering.ranks.shard:
+            raise ValueError(
+                "DistributedState does not take an optimizer with shard=True, whose state is spread over the ranks; save every rank's "
+                "opt.state_dict() by torch.save, or use FSDP2"
+            )
+        self._opt, self._load_from, self._key = optimizer, load_from, key
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is to be saved; with ``load_from``, tensors to be filled from there."""
+        return _saved(self._opt) if self._load_from is None else self._to_fill(self._load_from)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Put in what was read into :meth:`state_dict`'s tensors."""
+        if self._load_from is None:
+            raise RuntimeError(
+                "DistributedState(opt) saves; to load, tell it the checkpoint, because what that holds depends on whether a window was "
+                "open: dcp.load({'opt': fusedaccum.DistributedState(opt, path)}, checkpoint_id=path)"
+            )
+        opt, header = self._opt, _unpacked(state_dict[HEADER])
+        own, state = resharding.own(opt, header), header["state"]
+        rows: dict[int, dict[int, Tensor]] = {}
+        for name, value in state_dict.items():
+            kind, _, rest = name.partition(".")
+            index, _, rest = rest.partition(".")
+            if kind == "state":
+                state[int(index)][rest] = value
+            elif kind == "masters":
+                own["masters"][int(index)] = value
+            elif kind == "sums":
+                rows.setdefault(int(index), {})[int(rest)] = local_of(value)
+        own["buffers"] = {index: resharding.added_up(opt, index, of, header["ranks"]) for index, of in rows.items()}
+        opt.load_state_dict({"state": state, "param_groups": header["param_groups"], checkpoint.KEY: own})
+
+    def _to_fill(self, source: str | os.PathLike | StorageReader) -> dict[str, Any]:
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        reader = FileSystemReader(source) if isinstance(source, str | os.PathLike) else source
+        metadata = reader.read_metadata()
+        prefix = self._prefix(metadata)
+        placed: dict[str, Any] = {prefix + HEADER: _Unread()}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it reads in a single process is meant
+            load(placed, storage_reader=reader, no_dist=True)
+        header = _unpacked(placed[prefix + HEADER])
+        self._check(resharding.own(self._opt, header), header["ranks"])
+        result: dict[str, Any] = {HEADER: _Unread()}
+        for name, stored in metadata.state_dict_metadata.items():
+            kind, _, rest = name.removeprefix(prefix).partition(".")
+            if name.startswith(prefix) and kind in ("state", "masters", "sums"):
+                index, _, rest = rest.partition(".")
+                slot = self._opt._sums.buffers.slots[int(index)]
+                if kind == "masters" and slot.param not in self._opt._masters.of:
+                    continue
+                if kind == "sums" and not (slot.sharded or resharding.falls_to(self._opt, int(rest))):
+                    continue
+                result[name.removeprefix(prefix)] = _room(slot, stored)
+        return result
+
+    def _prefix(self, metadata: Metadata) -> str:
+        """What stands before our names in the checkpoint."""
+        found = [
+            name.removesuffix(HEADER) for name in metadata.state_dict_metadata if f".{name}".endswith("." + HEADER)
+        ]
+        keys = [prefix.removesuffix(".") for prefix in found]
+        if self._key is not None and self._key not in keys:
+            raise ValueError(
+                f"key={self._key!r} is no DistributedState in the checkpoint {self._load_from!r}, which has {keys}"
+            )
+        if self._key is None and len(keys) != 1:
+            raise ValueError(
+                f"the checkpoint {self._load_from!r} holds {len(keys)} DistributedStates {keys}; "
+                + (
+                    "say which: key=..."
+                    if keys
+                    else "save one with dcp.save({'opt': fusedaccum.DistributedState(opt)})"
+                )
+            )
+        return found[0 if self._key is None else keys.index(self._key)]
+
+    def _check(self, own: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+        """Raises as checkpoint.check() does, and on all ranks alike, whatever part of the window falls to each."""
+        held = [rank["window"] for rank in ranks if rank["window"] is not None]
+        full = next((window for window in held if window["micro_batches"]), None)
+        checkpoint.check(self._opt, {**own, "window": full})
+
+
+class _Unread(str):
+    """Stands for the header until that is read. Cannot be saved, so that tensors still to be filled are not taken for a checkpoint."""
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise RuntimeError("DistributedState(opt, load_from) is for dcp.load; save DistributedState(opt)")
+
+
+# -- saving ----------------------------------------------------------------------------------------------------------------
+
+
+def _saved(opt: AccumulatingOptimizer) -> dict[str, Any]:
+    """The tensors that this rank has, or has a part of, and the header."""
+    state = opt.state_dict()
+    own = state[checkpoint.KEY]
+    mine = {k: v for k, v in own.items() if k not in TENSORS}
+    mine["divisors"] = {index: saved["divisor"] for index, saved in own["buffers"].items()}
+    ranks, number = _gathered(opt, mine), resharding.place(opt)[0]
+    _check_together(ranks)
+    slots = opt._sums.buffers.slots
+    tensors, plain = dict[str, Tensor](), dict[Any, Any]()
+    for index, entry in state["state"].items():
+        plain[index] = {k: None if isinstance(v, Tensor) else v for k, v in entry.items()}  # tensors keep their places
+        for name, value in entry.items():
+            if is_shard(value) and value.shape != slots[index].param.shape:
+                raise ValueError(
+                    f"the optimizer's state {name!r} of parameter {slots[index].name} is a DTensor of shape {tuple(value.shape)}, unlike "
+                    f"the parameter's {tuple(slots[index].param.shape)}, and cannot be resharded; use torch.save, one file a rank"
+                )
+            if isinstance(value, Tensor):
+                tensors[f"state.{index}.{name}"] = value
+    for index, master in own["masters"].items():
+        tensors[f"masters.{index}"] = master
+    for index, saved in own["buffers"].items():
+        # 16-bit buffers hold means, over divisors of each rank's own. Their sums in FP32 are one tensor, and round to the same bits again.
+        value = saved["sum"].float() * float(saved["divisor"]) if slots[index].narrow else saved["sum"]
+        tensors[f"sums.{index}.{0 if slots[index].sharded else number}"] = value
+    header = {
+        "format": own["format"],
+        "shapes": own["shapes"],
+        "state": plain,
+        "param_groups": state["param_groups"],
+        "ranks": ranks,
+    }
+    return {HEADER: _packed(header), **tensors}
+
+
+def _gathered(opt: AccumulatingOptimizer, mine: dict[str, Any]) -> list[dict[str, Any]]:
+    """What every rank has; the same list on all."""
+    packed: list[Any] = [_packed(mine)]
+    ranks = opt._gathering.ranks
+    if isinstance(ranks, Ranks):
+        packed *= ranks.size
+        dist.all_gather_object(packed, packed[0], group=ranks.group.process_group)
+    return [_unpacked(one) for one in packed]
+
+
+def _packed(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def _unpacked(packed: bytes) -> Any:
+    # DCP reads it with weights_only=False itself, and param_groups may hold anything.
+    return torch.load(io.BytesIO(packed), map_location="cpu", weights_only=False)
+
+
+def _check_together(ranks: list[dict[str, Any]]) -> None:
+    """Raises, on all ranks, where what they hold is no window of theirs together."""
+    if any(rank["micro_batch"] is not None for rank in ranks):
+        raise RuntimeError("saved between backward() and step(), inside a micro-batch; call opt.step() first")
+    held = [rank["window"] for rank in ranks if rank["window"] is not None]
+    if any(window["length"] is not None for window in held):
+        steps = [0 if rank["window"] is None else resharding.steps(rank["window"], len(ranks)) for rank in ranks]
+        if len(set(steps)) > 1:
+            raise ValueError(
+                f"the ranks have gathered {steps} micro-batches in the open window; save on all ranks after the same micro-batch"
+            )
+    units = {None if window["unit"] is None else float(window["unit"]) for window in held}
+    if len(units) > 1:
+        raise ValueError(
+            f"the ranks' windows carry different loss scales {units}; use ShardedGradScaler, or save at a window's end"
+        )
+
+
+# -- loading ---------------------------------------------------------------------------------------------------------------
+
+
+def _room(slot: Slot, stored: Any) -> Any:
+    """Memory for a stored tensor of this parameter, laid out as the parameter is here."""
+    dtype = stored.properties.dtype
+    if slot.sharded and stored.size == slot.param.shape:
+        return whole(torch.empty_like(local_of(slot.param.detach()), dtype=dtype), slot.param)
+    return torch.empty(stored.size, dtype=dtype)
+
+
+# -- PyTorch's own functions -----------------------------------------------------------------------------------------------
+
+
+def refuse_torchs_functions(call: str) -> None:
+    """Raises RuntimeError within get_optimizer_state_dict() and its like, which would step the wrapper and lose the window."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+            raise RuntimeError(
+                f"torch.distributed.checkpoint.state_dict called {call} of an AccumulatingOptimizer: its functions step an optimizer to "
+                "make it a state, and know nothing of windows and master weights; use get_model_state_dict(model) for the model, and "
+                "fusedaccum.DistributedState(opt) for the optimizer"
+            )
+        frame = frame.f_back  # type: ignore[assignment]

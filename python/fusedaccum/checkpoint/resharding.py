@@ -1,0 +1,119 @@
+"""What falls to each rank of a checkpoint that as many ranks have saved, or others: counts, weights and sums of an open window."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..gathering.batch_statistics import joined
+from ..window.window import Loss, Window
+from .checkpoint import plain, restored
+
+if TYPE_CHECKING:
+    from ..optimizer import AccumulatingOptimizer
+
+
+def place(opt: AccumulatingOptimizer) -> tuple[int, int]:
+    """This rank's number among those that gather windows together, and how many they are."""
+    return opt._gathering.ranks.rank, opt._gathering.ranks.size
+
+
+def steps(window: dict[str, Any], size: int) -> int:
+    """What a rank's count of micro-batches has come to (as Ledger counts)."""
+    return window["micro_batches"] + (window["dropped"] if size > 1 else 0) + (window["carried"] or 0)
+
+
+def falls_to(opt: AccumulatingOptimizer, saved_rank: int) -> bool:
+    """Does this rank go on with what that one has saved?"""
+    number, size = place(opt)
+    return saved_rank % size == number
+
+
+def own(opt: AccumulatingOptimizer, header: dict[str, Any]) -> dict[str, Any]:
+    """What this rank would have saved itself, but for the tensors."""
+    ranks, (number, size), buffers = header["ranks"], place(opt), opt._sums.buffers
+    same = size == len(ranks)
+    settings = {**ranks[0]["settings"], "rank": opt._gathering.ranks.name}
+    if not same:
+        # Other ranks may need another count to close the same windows.
+        asked = opt.settings.schedule.accum_steps
+        settings["accum_steps"] = "callable" if callable(asked) else asked
+    mine = [rank for s, rank in enumerate(ranks) if falls_to(opt, s)]
+    seen = {index for rank in mine for index in rank["divisors"] if index not in rank["unseen"]}
+    first = (
+        mine[0] if mine else {"seed": opt._gathering.accumulator.seed, "draws": [slot.draws for slot in buffers.slots]}
+    )
+    return {
+        "format": header["format"],
+        "shapes": header["shapes"],
+        "settings": settings,
+        "index": ranks[0]["index"],
+        "window": ranks[number]["window"] if same else window(opt, ranks),
+        "micro_batch": None,
+        # Sums of squares are of what a rank holds; a shard may be laid out anew.
+        "norms": first["norms"] if same and not buffers.sharded else [],
+        "unseen": sorted({index for rank in mine for index in rank["unseen"]} - seen),
+        "masters": {},
+        "seed": first["seed"],
+        "draws": first["draws"],
+        "loss_scale": ranks[0]["loss_scale"],
+        "batch_statistics": joined(rank["batch_statistics"] for rank in mine if "batch_statistics" in rank),
+        "noise": ranks[0]["noise"],
+        "schedule": ranks[0]["schedule"],
+    }
+
+
+def window(opt: AccumulatingOptimizer, ranks: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """This rank's part of an open window that another number of ranks has saved."""
+    held = [rank["window"] for rank in ranks if rank["window"] is not None]
+    count = sum(steps(window, len(ranks)) for window in held)
+    if count == 0:
+        return None
+    _, size = place(opt)
+    index = held[0]["index"]
+    mine = Window(index, opt.settings.schedule.length(index), unit=held[0]["unit"], carried=0)
+    for s, rank in enumerate(ranks):
+        if falls_to(opt, s) and rank["window"] is not None:
+            theirs = restored(Window, rank["window"])
+            for name in ("micro_batches", "weight", "unweighed", "dropped", "nonfinite", "loss", "losses"):
+                setattr(mine, name, getattr(mine, name) + getattr(theirs, name))
+            mine.unit_lost = mine.unit_lost or theirs.unit_lost
+            mine.overflowed = mine.overflowed or theirs.overflowed
+    scale = rescaled(opt, len(ranks))
+    mine.loss = Loss(mine.loss.total * scale, mine.loss.raw * scale)
+    if mine.length is not None:
+        each = count // size
+        if each >= mine.length:
+            raise ValueError(
+                f"the checkpoint's open window holds {count} micro-batches, and here it closes with {size} x {mine.length} (ranks x "
+                f"accum_steps); build the wrapper with accum_steps={each + 1} or more"
+            )
+        mine.carried = each - steps(vars(mine), size)
+    return plain(mine)
+
+
+def rescaled(opt: AccumulatingOptimizer, ranks: int) -> float:
+    """What is summed under "none" is multiplied by this: of what comes normalised the mean over the ranks is taken, over another number."""
+    return place(opt)[1] / ranks if opt.settings.reduction == "none" else 1.0
+
+
+def added_up(
+    opt: AccumulatingOptimizer, index: int, rows: dict[int, Tensor], ranks: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """The sum of what the ranks ``rows`` have saved, as a buffer holds it: ``{"sum": sum / divisor, "divisor": divisor}``."""
+    slot, (number, size) = opt._sums.buffers.slots[index], place(opt)
+    divisors = {s: ranks[s]["divisors"][index] for s in rows}
+    if size == len(ranks) and len(rows) == 1 and not slot.narrow:
+        ((s, row),) = rows.items()
+        return {"sum": row, "divisor": divisors[s]}
+    scale = 1.0 if slot.sharded else rescaled(opt, len(ranks))  # a shard holds the mean already
+    total = torch.zeros_like(next(iter(rows.values())), dtype=torch.promote_types(slot.dtype, torch.float32))
+    for s, row in rows.items():
+        total += row * (scale if slot.narrow else scale * float(divisors[s]))
+    if not slot.narrow:
+        return {"sum": total, "divisor": 1.0}
+    divisor = ranks[number]["divisors"].get(index) if size == len(ranks) else None
+    divisor = sum(map(float, divisors.values())) if divisor is None else divisor
+    return {"sum": total / float(divisor), "divisor": divisor}

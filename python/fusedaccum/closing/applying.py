@@ -1,0 +1,147 @@
+"""A window's gradient applied: finished in ``p.grad``, or left to a fused optimizer to scale, and stepped with, in parts where need be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from ..buffers.buffers import Slot
+from ..buffers.masters import MasterWeights
+from ..buffers.offload import STAGE_BYTES
+from ..buffers.sums import Sums
+from ..scalars import Scalar, identity
+from ..window.settings import Settings
+from .conclusion import Conclusion
+
+
+def fp32_on(value: Scalar, device: torch.device) -> Tensor:
+    """As a fused optimizer takes it; a number is filled in by a kernel, which nobody waits for."""
+    if isinstance(value, Tensor):
+        return value.to(device, torch.float32, non_blocking=device.type != "cpu")
+    return torch.full((), value, dtype=torch.float32, device=device)
+
+
+def apply(end: Conclusion, inner: Any, masters: MasterWeights, sums: Sums, settings: Settings) -> bool | Tensor:
+    """Step the inner optimizer with the window's gradient, unless that is to be skipped. Returns whether it was applied.
+
+    May be called again when the inner optimizer, or writing masters back, has raised.
+    """
+    if end.applied is False:
+        end.applied = step_all(end, inner, masters, sums, settings)
+    if end.applied is not False:
+        masters.write_back((slot.param for slot in end.slots), sums.offload, settings.backend)
+    return end.applied
+
+
+def step_all(end: Conclusion, inner: Any, masters: MasterWeights, sums: Sums, settings: Settings) -> bool | Tensor:
+    """All of :func:`apply` but for the masters' way back into the model."""
+    fused = not end.finished and inner_scales(inner, masters, end.slots)
+    decided_there = fused and isinstance(end.skip, Tensor) and all(inner.state.get(slot.param) for slot in end.slots)
+    decided_there = decided_there and not sums.owned_apart  # where it depends on what each rank steps
+    if not decided_there and bool(end.skip):
+        return False
+    masters.follow_model()
+    if fused:
+        # It divides by grad_scale, and heeds found_inf, in its own pass over the gradients.
+        device = stepped_of(end.slots[0], masters).device
+        grad_scale = end.divisor / (end.coef * end.slots[0].divisor)
+        inner.grad_scale = fp32_on(grad_scale, device)
+        inner.found_inf = fp32_on(end.skip, device) if decided_there else None
+    elif not end.finished:
+        sums.finish_(end.slots, end.divisor, end.coef, masters.of)
+        end.finished = True
+    if settings.nonfinite == "skip_window" and overflowed_in_cast(end.slots, masters, sums):
+        return False
+    try:
+        with masters.at_work(inner, end.slots) if masters.of else nullcontext():
+            step(inner, end, masters, sums)
+    finally:
+        if fused:
+            del inner.grad_scale, inner.found_inf
+    return ~end.skip if decided_there and isinstance(end.skip, Tensor) else True
+
+
+def stepped_of(slot: Slot, masters: MasterWeights) -> Tensor:
+    """What the inner optimizer steps: the parameter or its master."""
+    return masters.of.get(slot.param, slot.param)
+
+
+def step(inner: Optimizer, end: Conclusion, masters: MasterWeights, sums: Sums) -> None:
+    """One step of the inner optimizer: by calls with a part of the gradients each, where they have to be brought to the device."""
+    away = [slot for slot in end.slots if slot.offloaded and slot.param not in masters.of]
+    if not away:
+        inner.step()
+        return
+    left = [slot for slot in away if slot not in end.stepped]
+    brought = set(away)
+    here = [slot for slot in end.slots if slot not in brought]  # stepped with the first part
+    for part in parts(left) if steps_each_alone(inner) else filter(None, [left]):
+        with hidden([slot for slot in here if slot in end.stepped]), sums.brought(part):
+            inner.step()
+        end.stepped |= {*part, *here}
+
+
+def steps_each_alone(inner: Optimizer) -> bool:
+    """Does stepping some of the parameters, then the others, come to the same? For PyTorch's own, where no hook counts the steps."""
+    hooks = (inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks)
+    everybody = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+    patched = vars(inner).get("step")
+    patched = patched is not None and not hasattr(
+        patched, "_wrapped_by_lr_sched"
+    )  # which counts that it was called at all
+    return type(inner).__module__.startswith("torch.optim.") and not patched and not any((*hooks, *everybody))
+
+
+def parts(slots: list[Slot]) -> Iterator[list[Slot]]:
+    """Slots whose gradients take as much memory as a stage of the ring."""
+    part: list[Slot] = []
+    taken = 0
+    for slot in slots:
+        needed = slot.param.nbytes
+        if part and taken + needed > STAGE_BYTES:
+            yield part
+            part, taken = [], 0
+        part.append(slot)
+        taken += needed
+    if part:
+        yield part
+
+
+@contextmanager
+def hidden(slots: list[Slot]) -> Iterator[None]:
+    """Within, ``p.grad`` of these is None."""
+    grads = [slot.param.grad for slot in slots]
+    for slot in slots:
+        slot.param.grad = None
+    try:
+        yield
+    finally:
+        for slot, grad in zip(slots, grads, strict=True):
+            slot.param.grad = grad
+
+
+def inner_scales(inner: Optimizer, masters: MasterWeights, slots: list[Slot]) -> bool:
+    """Can the inner optimizer scale the gradients itself? Not where a step pre-hook would see them before that."""
+    return (
+        getattr(inner, "_step_supports_amp_scaling", False)
+        and all(group.get("fused") for group in inner.param_groups)
+        and not (inner._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
+        and len({(identity(slot.divisor), stepped_of(slot, masters).device) for slot in slots}) == 1
+        and all(slot.dtype == stepped_of(slot, masters).dtype for slot in slots)
+        and all(slot.dtype.itemsize <= 4 for slot in slots)  # grad_scale is FP32: too coarse for FP64
+        and not any(slot.sharded for slot in slots)  # it is no DTensor
+    )
+
+
+def overflowed_in_cast(slots: list[Slot], masters: MasterWeights, sums: Sums) -> bool:
+    """Is a finite FP32 gradient infinite as the FP16 one that is stepped? (bf16 has FP32's range.) Waits for the device."""
+    cast = [slot.holder.grad for slot in slots if slot.param.dtype == torch.float16 and slot.param not in masters.of]
+    found = sums.count_nonfinite(grad for grad in cast if grad is not None) if cast else 0
+    if sums.owned_apart:
+        found = int(sums.over_owners(torch.tensor(found)))
+    return found > 0

@@ -1,0 +1,139 @@
+"""A window's end: it is concluded, applied by the inner optimizer, and reported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..buffers.masters import MasterWeights
+from ..gathering.gathering import Gathering
+from ..scalars import Scalar, as_tensor
+from ..window.noise import NoiseScale, measured
+from ..window.settings import Settings
+from ..window.window import LastWindow
+from .applying import apply
+from .conclusion import Conclusion, conclude
+
+
+class Closing:
+    """Closes a wrapper's windows, one after another.
+
+    Args:
+        gathering: of the windows. masters: what the inner optimizer steps in place of parameters.
+        settings: as the wrapper was asked to work.
+
+    Attributes:
+        last_window: what the last one was.
+        updated: have the parameters changed since :meth:`step_begins`?
+        noise: the noise scale, where it was asked for.
+    """
+
+    def __init__(self, gathering: Gathering, masters: MasterWeights, settings: Settings):
+        self._gathering, self._masters, self._settings = gathering, masters, settings
+        self._sums, self._ledger = gathering.sums, gathering.ledger
+        self.last_window: LastWindow | None = None
+        self.updated: bool | Tensor = False
+        self.noise = None if settings.noise_scale is None else NoiseScale(settings.noise_scale)
+        self._unapplied: Conclusion | None = None  # a closed window whose inner step has raised
+
+    def close(self, inner: Optimizer, overflow: bool | Tensor) -> None:
+        """The window is over: the next gradient begins a new one, and this one is applied, unless something forbids it."""
+        overflow = self._gathering.ranks.agree(overflow)
+        self._unapplied = conclude(self._ledger, self._sums, self._settings, overflow)
+        self._ledger.close_window()
+        self._apply(inner, self._unapplied)
+
+    def overflow(self, found_inf: Any) -> bool | Tensor:
+        """Brings the window's loss scale up to date; did a scaler find an overflow that no policy has dealt with yet?
+
+        Args:
+            found_inf: what GradScaler.step() tells of it.
+        """
+        scale = self._gathering.loss_scale
+        window = self._ledger.window if self._ledger.has_window else None
+        if not scale.through_scaler:
+            scale.left(window, self._gathering.losses)
+            return False
+        self._sums.check_shown("GradScaler looks for overflows in p.grad", "use bf16, which needs no loss scale")
+        if window is None or window.overflowed:
+            return False
+        if scale.hidden and scale.live is None:
+            # Where the window ends here, nobody knows what its other micro-batches carry.
+            window.overflowed = self._settings.schedule.caller_owned
+            return False
+        if scale.unscaled:
+            self._sums.norms.forget_all()  # GradScaler writes without raising the tensors' versions
+        scale.met(window, self._gathering.losses)
+        return not self._gathering.has_rejected and as_tensor(found_inf) != 0
+
+    def add_no_more(self) -> None:
+        """A scaler has found an overflow inside the window, which is not going to be applied."""
+        window = self._ledger.window
+        window.overflowed = True
+        window.nonfinite = window.nonfinite + (self._settings.nonfinite != "skip_window")
+        self._sums.zero_(self._sums.gathered())
+
+    def apply_again(self, inner: Optimizer) -> bool:
+        """Apply the window whose inner step has raised. False where there is none, or another has begun since."""
+        if self._unapplied is None or self._ledger.has_window:
+            return False
+        self._apply(inner, self._unapplied)
+        return True
+
+    def forget_unapplied(self) -> None:
+        """The window whose inner step has raised, if any, is not to be applied any more."""
+        self._unapplied = None
+
+    def forget_overwritten(self) -> None:
+        """As :meth:`forget_unapplied`, where another window has taken the buffers, whatever becomes of that."""
+        if self._ledger.has_window:
+            self._unapplied = None
+
+    def _apply(self, inner: Optimizer, end: Conclusion) -> None:
+        # When the inner optimizer raises, the window stays unapplied, and the next step() or flush() tries again.
+        applied = apply(end, inner, self._masters, self._sums, self._settings)
+        self._gathering.ranks.hand_out(applied)
+        self._report(end, applied)
+
+    def _report(self, end: Conclusion, applied: bool | Tensor) -> None:
+        self._unapplied = None
+        noise = self.noise
+        if noise is not None:
+            both = measured(end.window, end.norm, self._ledger)
+            if both is not None:
+                noise.update(*both)
+        self.last_window = end.report(self._settings, applied, None if noise is None else noise.value)
+        adaptive = self._settings.schedule.adaptive
+        if adaptive is not None:
+            adaptive.window_closed(self.last_window, self._ledger.ranks)
+        self.updated = applied if self._gathering.ranks.anything(end.slots) else False
+        self._sums.shown_as_is()
+        self._gathering.accumulator.lend(self._sums.buffers.lent)
+
+    def step_lbfgs(self, inner: Optimizer, closure: Callable[[], Any] | None, weight: Scalar | None) -> Any:
+        """LBFGS evaluates the closure as often as it likes; each time it runs a whole window."""
+        if closure is None:
+            raise TypeError(
+                "step() with LBFGS needs a closure that runs the window's micro-batches and returns the loss"
+            )
+        ends: list[Conclusion] = []
+
+        def evaluate() -> Any:
+            self._gathering.reset()
+            loss = closure()
+            self._gathering.settle()
+            with torch.no_grad():
+                self._gathering.end_micro_batch(weight)
+                end = conclude(self._ledger, self._sums, self._settings, False)
+                self._sums.finish_(end.slots, end.divisor, end.coef, {})
+            ends.append(end)
+            return loss
+
+        loss = inner.step(evaluate)
+        self._ledger.close_window()
+        self._report(ends[-1], True)
+        return loss

@@ -1,0 +1,84 @@
+"""What a complete window comes to: the gradient that its sums are, and whether that may be applied."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..buffers.buffers import Slot
+from ..buffers.sums import Sums
+from ..scalars import Scalar, as_tensor, beside, on
+from ..window.ledger import Ledger
+from ..window.settings import Settings
+from ..window.window import LastWindow, Window
+
+
+@dataclass
+class Conclusion:
+    """A complete window: its gradient is ``coef * sum / divisor`` in every slot, and ``skip`` forbids to apply it."""
+
+    window: Window
+    slots: list[Slot]
+    divisor: Scalar
+    coef: Scalar
+    norm: Tensor | None
+    overflow: bool | Tensor  # of the last micro-batch, as a GradScaler saw it
+    skip: bool | Tensor
+    loss: Tensor | None
+    finished: bool = False  # has the gradient been made, so that applying it again only steps?
+    stepped: set[Slot] = field(default_factory=set)  # has the optimizer stepped these already, where it steps in parts?
+    applied: bool | Tensor = False  # has it stepped all, so that applying it again only writes masters back?
+
+    def report(self, settings: Settings, applied: bool | Tensor, noise_scale: Tensor | None) -> LastWindow:
+        window = self.window
+        nonfinite = as_tensor(window.nonfinite + window.dropped)
+        if settings.nonfinite != "skip_window":  # which has counted an overflow with the adds
+            nonfinite = nonfinite + as_tensor(self.overflow)
+        looked = settings.nonfinite != "propagate" or window.overflowed or self.overflow is not False
+        return LastWindow(
+            window.micro_batches,
+            as_tensor(window.weight).double(),
+            self.norm,
+            nonfinite if looked else None,
+            as_tensor(applied),
+            self.loss,
+            noise_scale,
+        )
+
+
+def conclude(ledger: Ledger, sums: Sums, settings: Settings, overflow: bool | Tensor) -> Conclusion:
+    """What the open window comes to. Waits for the device where weights are tensors there."""
+    window, slots = ledger.window, sums.gathered()
+    if sums.changed_by_user:  # clipped by hand, say: then its norms are of different things
+        window.small_sq_norm = None
+    divisor = 1.0 if window.empty else ledger.divisor(window.weight)
+    weightless = not window.empty and float(divisor) == 0
+    if weightless:
+        message = f"window {window.index} has weight 0 (no tokens?): nothing is applied"
+        warnings.warn(message, RuntimeWarning, stacklevel=4)
+        divisor = 1.0
+    known = 0 < window.losses == window.micro_batches and not weightless
+    loss = as_tensor(beside(window.loss.total, divisor) / divisor).double() if known else None
+    if window.unit is not None:
+        divisor = divisor * beside(window.unit, divisor)
+    skip, norm = overflow, None
+    if settings.wants_norm:
+        sq_norm = sums.sq_norm(slots)
+        norm = as_tensor(beside(sq_norm.sqrt(), divisor)) / divisor
+        if settings.nonfinite == "skip_window":
+            bad = on(window.nonfinite, sq_norm.device) > 0
+            skip = ~torch.isfinite(sq_norm) | bad | skip
+    if weightless or window.overflowed:
+        skip = True
+    return Conclusion(window, slots, divisor, clip_coef(settings.max_grad_norm, norm), norm, overflow, skip, loss)
+
+
+def clip_coef(limit: float | None, norm: Tensor | None) -> Scalar:
+    """``min(1, limit / (norm + 1e-6))``, as torch.nn.utils.clip_grad_norm_ has it."""
+    if limit is None or norm is None or math.isinf(limit):
+        return 1.0
+    return (limit / (norm + 1e-6)).clamp(max=1.0)

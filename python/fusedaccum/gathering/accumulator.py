@@ -1,0 +1,207 @@
+"""Adding: every arrival is scaled and added to its parameter's buffer, bucket by bucket; or its layer has added it by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..buffers import main_grad
+from ..buffers.buffers import Slot
+from ..buffers.shards import alike, local_gradient
+from ..buffers.sums import Sums
+from ..intake.streams import capturing
+from ..scalars import Scalar, beside, identity, on
+from ..window.amp import LossScale
+from ..window.ledger import Ledger
+from ..window.window import MicroBatch, Window
+
+Write = Callable[
+    [Tensor, float, bool], None
+]  # (buffer, scale, overwrite): buffer = (overwrite ? 0 : buffer) + scale * gradient
+DRAWS_APART = 1 << 44  # random numbers set aside for one add of all parameters, when rounding stochastically
+
+
+class Accumulator:
+    """Adds arrivals, as the open micro-batch of a ledger counts, to the sums.
+
+    Args:
+        loss_scale: what a GradScaler has shown of it.
+        reduction, backend: as :class:`~fusedaccum.AccumulatingOptimizer` has them.
+        seed: of the stochastic rounding of 16-bit buffers; None rounds to nearest.
+    """
+
+    def __init__(
+        self, sums: Sums, ledger: Ledger, loss_scale: LossScale, reduction: str, backend: str, seed: int | None
+    ):
+        self._sums, self._ledger, self._loss_scale = sums, ledger, loss_scale
+        self._reduction, self._backend = reduction, backend
+        self.seed = seed
+
+    def add(self, slots: Sequence[Slot], grads: Sequence[Tensor], measure: bool) -> None:
+        """``buffer += c * g`` for a bucket: one call a device and kind of add; the first touch of a parameter overwrites.
+
+        ``measure``: take the buffers' squared norm, and count what is not finite, on the way.
+        """
+        sums, micro = self._sums, self._ledger.micro
+        sums.place(slots)
+        self._added_before(slots, measure)
+        sums.adopt_all(slots)
+        if sums.buffers.sharded:
+            grads = [local_gradient(grad, slot.param) for slot, grad in zip(slots, grads, strict=True)]
+        if micro.divisor is None:
+            micro.divisor = running_divisor(self._reduction, self._ledger.window, micro)
+        scale = self._contribution(micro.factor_left())
+        for (device, first, narrow, *_), members, theirs in one_call_each(slots, grads, measure):
+            divisor = micro.divisor if narrow else 1.0
+            here = scale * members[0].averaged_by
+            stats = ops.Stats.empty(members[0].device) if measure else None
+            accumulate_ = sums.offload.accumulate_ if members[0].offloaded else ops.accumulate_
+            accumulate_(
+                [slot.buffer for slot in members],
+                theirs,
+                on(here / divisor if narrow else here, device),
+                overwrite=first,
+                decay=1.0 if first else on(members[0].divisor / divisor, device),
+                rounding=self._rounding(members) if narrow else None,
+                stats=stats,
+                backend=self._backend,
+            )
+            micro.adds += 1  # after a call: one that raises, for want of memory say, has added nothing
+            if micro.attempt is not None:
+                micro.attempt.taken.update(members)
+            sums.written(members, divisor, shown=not first)
+            if stats is not None:
+                self._measured(stats, members, divisor)
+
+    def add_by(self, write: Write, slot: Slot, measure: bool) -> bool:
+        """Let ``write`` add a gradient that it makes itself to a buffer of 32 bits or more.
+
+        False, and nothing done, where the gradient's factor is 0, or not known to the host.
+        """
+        sums, scale = self._sums, self._contribution(self._ledger.micro.factor_left())
+        if isinstance(scale, Tensor) and scale.device.type != "cpu":
+            return False
+        scale = float(scale)
+        if scale == 0:
+            return False
+        sums.place([slot])
+        self._added_before([slot], measure)
+        sums.adopt(slot)
+        if slot.shown is not None:
+            sums.divide_([slot], 1.0)  # normalize_() may have made it a mean
+        write(slot.buffer, scale, slot.shown is None)
+        self._has_added(slot, measure)
+        return True
+
+    def added(self, slot: Slot, measure: bool) -> None:
+        """The layer of a slot that is lent has added its gradient, times 1. Waits for the device where a loss scale is there."""
+        scale = float(self._contribution(1.0))
+        slot.check_added(scale)
+        self._sums.notice_writes(slot)
+        if scale == 0.0:  # the window is not going to be applied: nothing more is let in
+            slot.buffer.zero_()
+        self._has_added(slot, measure)
+
+    def _added_before(self, slots: Sequence[Slot], measure: bool) -> None:
+        """Something else comes for ``slots``, to be added to what their layers have added in this pass."""
+        if self._sums.buffers.lent:
+            for slot in slots:
+                if slot.lent and main_grad.added(slot.param):
+                    self.added(slot, measure)
+
+    @property
+    def added_unseen(self) -> bool:
+        """Has a layer added a gradient that never arrived, because its pass was broken off?"""
+        return any(main_grad.added(slot.param) for slot in self._sums.buffers.lent)
+
+    def lend(self, slots: Sequence[Slot]) -> None:
+        """Give the layers of ``slots`` that add by themselves their buffers for the next window, filled with zeros."""
+        self._sums.buffers.allocate(slots)  # by themselves: they are zeroed while p.grad of others is still shown
+        stale = [slot for slot in slots if not slot.clean or main_grad.added(slot.param)]
+        if stale:
+            torch._foreach_zero_([slot.buffer for slot in stale])
+            self._sums.written(stale, 1.0)
+        for slot in slots:
+            slot.show(None)
+            slot.clean = True
+            main_grad.lend(slot.param, slot.buffer)
+
+    def _has_added(self, slot: Slot, measure: bool) -> None:
+        """Somebody else has added a gradient to the buffer of ``slot``."""
+        self._ledger.micro.adds += 1
+        self._sums.written([slot], 1.0)
+        if measure:
+            self._measured(ops.stats([slot.buffer], backend=self._backend), [slot], 1.0)
+
+    def _measured(self, stats: ops.Stats, slots: Sequence[Slot], divisor: Scalar) -> None:
+        """``stats`` are of the buffers of ``slots``, which the micro-batch was the last to write."""
+        self._sums.norms.record(stats, slots, divisor)
+        self._ledger.micro.counts.append(stats.nonfinite)
+
+    def count(self) -> None:
+        """Make what the adds of the micro-batch have counted its number of what is not finite. Waits where gradients are offloaded."""
+        self._sums.offload.wait()
+        micro = self._ledger.micro
+        for found in micro.counts:
+            there = micro.nonfinite.device if isinstance(micro.nonfinite, Tensor) else found.device
+            micro.nonfinite = micro.nonfinite + on(found, there)
+        micro.counts = []
+
+    def _contribution(self, scale: Scalar) -> Scalar:
+        """A factor in the window's unit; 0 where nothing more shall be added."""
+        window = self._ledger.window
+        if window.overflowed:
+            return 0.0
+        if window.unit is not None:
+            scale = scale * beside(window.unit, scale)
+            if self._loss_scale.live is not None:
+                scale = scale / beside(self._loss_scale.live, scale)
+        return scale
+
+    def _rounding(self, slots: Sequence[Slot]) -> ops.StochasticRounding | None:
+        if self.seed is None:
+            return None
+        if capturing(slots[0].device):
+            raise RuntimeError(
+                "rounding='stochastic' cannot be captured in a CUDA graph: every replay would draw the same numbers; "
+                "use rounding='nearest', or FP32 buffers (buffer_dtype=torch.float32)"
+            )
+        counters = [(slot.draws * DRAWS_APART + slot.before) % (1 << 64) for slot in slots]
+        for slot in slots:
+            slot.draws += 1
+        return ops.StochasticRounding(self.seed, counters)
+
+
+def one_call_each(
+    slots: Sequence[Slot], grads: Sequence[Tensor], measure: bool
+) -> Iterator[tuple[tuple, Sequence[Slot], Sequence[Tensor]]]:
+    """``(gradients' device, first touch, narrow, divisor, averaged by, ...)`` of each call that an add takes, and its slots and gradients.
+
+    ``measure``: are norms taken, which can be added up over the ranks of shards that are laid out alike only?
+    """
+    calls: dict[tuple, list[int]] = {}
+    firsts = [slot.shown is None for slot in slots]
+    same = len({slot.block for slot in slots}) == len(set(firsts)) == 1 and not (slots[0].narrow or slots[0].sharded)
+    for i in [0] if same else range(len(slots)):
+        slot, first = slots[i], firsts[i]
+        divisor, layout = None if first else identity(slot.divisor), alike(slot) if measure else None
+        key = (slot.made_for[1], first, slot.narrow, divisor, slot.averaged_by, layout)
+        calls.setdefault(key, []).append(i)
+    if len(calls) == 1:  # as nearly always
+        yield key, slots, grads
+        return
+    for key, members in calls.items():
+        yield key, [slots[i] for i in members], [grads[i] for i in members]
+
+
+def running_divisor(reduction: str, window: Window, micro: MicroBatch) -> Scalar:
+    """What 16-bit buffers are divided by after this micro-batch, so that they hold a mean that cannot overflow where the window's fits."""
+    if reduction == "none":
+        return 1.0
+    if reduction == "sum":
+        return window.micro_batches + 1.0
+    total = window.weight + micro.value()
+    return torch.where(total > 0, total, 1.0) if isinstance(total, Tensor) else total or 1.0

@@ -1,0 +1,262 @@
+"""Batch statistics of a window: what the BatchNorm layers of one wrapper have seen, pooled, and moved into their buffers once.
+
+A layer's *call* is its k-th forward within a micro-batch, or within a part of one. The k-th calls of all of them are one population, as
+the k-th call of the big batch would see it. Nothing here waits for the device, except over ranks.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..buffers.buffers import Buffers
+from ..modules import modules_alive
+from .moments import Total, merge, summed
+
+if TYPE_CHECKING:
+    from ..ranks.group import Group
+
+Key = tuple[int, int]  # the slot by which a layer follows its wrapper, and its number among the model's modules
+
+
+class Layer(Protocol):
+    """A BatchNorm layer that leaves its running statistics to its wrapper."""
+
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
+    momentum: float | None
+
+    def follows(self) -> tuple[Statistics, Key] | None:
+        """The statistics that the layer takes part in now, and its key there."""
+
+
+LAYERS: weakref.WeakSet[Any] = weakref.WeakSet()  # every Layer that is alive
+
+
+@dataclass
+class Call:
+    """One forward.
+
+    Attributes:
+        k: which one of its part of the micro-batch.
+        n: values a channel on this rank. moments: their mean and unbiased variance [2, C]. ranks: how many these two are of.
+    """
+
+    k: int
+    n: int
+    moments: Tensor
+    ranks: int
+
+
+class Statistics:
+    """A ledger's Follower. Keeps calls as pending until their micro-batch is counted, and totals until their window closes.
+
+    Args:
+        buffers: of the wrapper, whose slots tell which layers should be here.
+    """
+
+    def __init__(self, buffers: Buffers):
+        self._buffers = buffers
+        self._looked = False  # for layers that should be here
+        self._micro_batches = 0  # counted since a window closed
+        self._pending: dict[Key, list[Call]] = {}
+        self._in_part: Counter[Key] = Counter()  # calls in the part of a micro-batch that is under way
+        self._counted: dict[Key, list[Total]] = {}
+
+    def record(self, key: Key, n: int, moments: Tensor, ranks: int) -> None:
+        """A forward, as :class:`Call` has it."""
+        self._pending.setdefault(key, []).append(Call(self._in_part[key], n, moments, ranks))
+        self._in_part[key] += 1
+
+    def in_parts(self) -> Callable[[], None]:
+        """Forwards of a micro-batch's samples come part by part from here on. Returns what is to be called before each part."""
+        before = self._in_part.copy()
+
+        def part_begins() -> None:
+            self._in_part = before.copy()
+
+        return part_begins
+
+    # -- what the ledger tells (its Follower) ------------------------------------------------------------------
+
+    @torch.no_grad()
+    def micro_batch_counted(self) -> None:
+        self._micro_batches += 1
+        rounds: list[tuple[list[Total], list[Call]]] = []  # in each, no total twice
+        for key, pending in self._pending.items():
+            counted, times = self._counted.setdefault(key, []), Counter[int]()
+            for call in pending:
+                if call.k == len(counted):
+                    counted.append(Total(0.0, torch.zeros_like(call.moments, dtype=torch.float64)))
+                if times[call.k] == len(rounds):
+                    rounds.append(([], []))
+                totals, calls = rounds[times[call.k]]
+                totals.append(counted[call.k])
+                calls.append(call)
+                times[call.k] += 1
+        self.micro_batch_dropped()
+        for totals, calls in rounds:
+            merge(totals, parts_of(calls, totals))
+
+    def micro_batch_dropped(self) -> None:
+        self._pending.clear()
+        self._in_part.clear()
+
+    def window_dropped(self) -> None:
+        self._counted.clear()
+        self._micro_batches = 0
+
+    @torch.no_grad()
+    def window_closed(self) -> None:
+        micro_batches, self._micro_batches = self._micro_batches, 0
+        counted, self._counted = self._counted, {}
+        for key, layer in self._layers():
+            for total in counted.get(key, ()):
+                move(layer, total)
+        if micro_batches > 1 and not self._looked:
+            self._looked = True
+            note_unpooled(self._buffers)
+
+    @property
+    def any_counted(self) -> bool:
+        """Have layers been called in micro-batches that the open window has counted?"""
+        return bool(self._counted)
+
+    @torch.no_grad()
+    def add_up(self, group: Group) -> None:
+        """Make the totals those of all ranks."""
+        self._counted = over_ranks(group, self._counted)
+
+    def _layers(self) -> list[tuple[Key, Layer]]:
+        """Those that are here, or have been dropped and not collected; so nothing that ranks do together may depend on them."""
+        return [(place[1], layer) for layer in list(LAYERS) if (place := layer.follows()) and place[0] is self]
+
+    # -- checkpoints -------------------------------------------------------------------------------------------
+
+    def saved(self) -> dict[str, Any]:
+        """Copies, as tensors and plain values."""
+        return {
+            "micro_batches": self._micro_batches,
+            "pending": [
+                [*key, [[c.k, c.n, c.moments.clone(), c.ranks] for c in of]] for key, of in self._pending.items()
+            ],
+            "counted": [[*key, [[t.n, t.moments.clone()] for t in of]] for key, of in self._counted.items()],
+        }
+
+    def check(self, saved: dict[str, Any]) -> None:
+        """Raises ValueError where layers of ``saved`` are not here."""
+        here = {key for key, _ in self._layers()}
+        missing = [key for *key, _ in saved["pending"] + saved["counted"] if tuple(key) not in here]
+        if missing:
+            raise ValueError(
+                f"the checkpoint was taken inside a window and holds batch statistics of {len(missing)} BatchNorm layers that do not "
+                "gather theirs here; call fa.accumulate_batchnorm(model) before load_state_dict(), or save at a window's end"
+            )
+
+    def load(self, saved: dict[str, Any]) -> None:
+        slots = self._buffers.slots
+        self._micro_batches = saved["micro_batches"]
+        self._pending = {
+            (slot, number): [
+                Call(k, n, moments.to(slots[slot].param.device, copy=True), ranks) for k, n, moments, ranks in of
+            ]
+            for slot, number, of in saved["pending"]
+        }
+        self._counted = {
+            (slot, number): [Total(n, moments.to(slots[slot].param.device, copy=True)) for n, moments in of]
+            for slot, number, of in saved["counted"]
+        }
+
+
+def parts_of(calls: list[Call], totals: list[Total]) -> list[Total]:
+    """What each call adds to its total, in three kernels for all of them.
+
+    The unbiased variance is ``squares / (n - 1)`` with the n of all ranks that it is of, which one rank does not know: its share of the
+    squares is ``variance * (its n - 1 / ranks)``, and the shares add up.
+    """
+    parts = [torch.empty_like(total.moments) for total in totals]
+    torch._foreach_copy_(parts, [call.moments for call in calls])
+    torch._foreach_mul_([moments[1] for moments in parts], [call.n - 1 / call.ranks for call in calls])
+    return [Total(call.n, moments) for call, moments in zip(calls, parts, strict=True)]
+
+
+def joined(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """What several ranks have saved between two micro-batches, as one rank would have."""
+    counted: dict[Key, list[Total]] = {}
+    micro_batches = 0
+    for part in parts:
+        micro_batches += part["micro_batches"]
+        for slot, number, of in part["counted"]:
+            mine = counted.setdefault((slot, number), [])
+            for k, (n, moments) in enumerate(of):
+                if k == len(mine):
+                    mine.append(Total(0.0, torch.zeros_like(moments)))
+                merge([mine[k]], [Total(n, moments)])
+    totals = [[*key, [[t.n, t.moments] for t in of]] for key, of in counted.items()]
+    return {"micro_batches": micro_batches, "pending": [], "counted": totals}
+
+
+def over_ranks(group: Group, counted: dict[Key, list[Total]]) -> dict[Key, list[Total]]:
+    """The totals of all ranks, also of what this one has not called. Four small collectives."""
+    here = {(key, k): total for key, of in counted.items() for k, total in enumerate(of)}
+    widths = {place: total.moments.shape[1] for place, total in here.items()}
+    places = sorted({place: width for theirs in group.gathered(widths) for place, width in theirs.items()}.items())
+    mine = [here.get(place) or Total(0.0, torch.zeros(2, width, dtype=torch.float64)) for place, width in places]
+    result: dict[Key, list[Total]] = {}
+    for ((key, _), _), total in zip(places, summed(mine, group), strict=True):
+        result.setdefault(key, []).append(total)
+    return result
+
+
+def move(layer: Layer, total: Total) -> None:
+    """What one forward of the whole window would do to the layer's buffers, in place; nothing where a value is not finite."""
+    mean, squares = total.moments.to(layer.running_mean.device)
+    var = squares / (total.n - 1)
+    finite = torch.isfinite(mean).all() & torch.isfinite(var).all()
+    layer.num_batches_tracked += finite
+    momentum = 1 / layer.num_batches_tracked.double() if layer.momentum is None else layer.momentum
+    for running, pooled in ((layer.running_mean, mean), (layer.running_var, var)):
+        moved = running.double() * (1 - momentum) + pooled * momentum
+        running.copy_(torch.where(finite, moved.to(running.dtype), running))
+
+
+_noted = False
+
+
+def note_unpooled(buffers: Buffers) -> None:
+    """Warns, once a process, when layers whose weights are gathered move their running statistics on every micro-batch.
+
+    A wrapper knows parameters only, so all modules that are alive are looked through, unless no two vectors are of one size, as a
+    BatchNorm's weight and bias are.
+    """
+    global _noted
+    vectors = Counter(slot.param.numel() for slot in buffers.slots if slot.param.dim() == 1)
+    if _noted or not vectors or max(vectors.values()) < 2:
+        return
+    slots = {id(slot.param): slot for slot in buffers.slots}
+
+    def unpooled(module: _BatchNorm) -> bool:
+        return (
+            module not in LAYERS and id(module.weight) in slots and module.training and bool(module.track_running_stats)
+        )
+
+    found = [(slots[id(module.weight)], module) for module in modules_alive(_BatchNorm, unpooled)]
+    if found:
+        _noted = True
+        slot, module = min(found, key=lambda pair: pair[0].index)
+        warnings.warn(
+            f"{len(found)} BatchNorm layer(s), the first the {type(module).__name__} with the weight {slot.name}, move their running "
+            "statistics on every micro-batch, and not once a window with the whole window's; call fa.accumulate_batchnorm(model), or, "
+            "if you mean it, warnings.filterwarnings('ignore', '.*BatchNorm layer'). See docs/batch-norm.md",
+            UserWarning,
+            stacklevel=10,
+        )

@@ -1,0 +1,348 @@
+"""Micro-batches from their first gradient to their place in the window: opened, added or rejected, counted."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..buffers.buffers import Slot
+from ..buffers.shards import added_up, local_gradient, sum_over_meshes
+from ..intake.intake import Intake
+from ..scalars import Scalar
+from ..window.attempts import Attempt
+from ..window.noise import measure_small
+from ..window.settings import Settings, check_weight_of_lent
+from .accumulator import Write
+from .rejected import Rejected
+from .windows import Windows
+
+_GATHERING_OF: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak reference to a Gathering
+
+
+class Gathering(Windows):
+    """Windows that gather what the intake brings, micro-batch by micro-batch. The intake's Owner.
+
+    Attributes:
+        inside: is the caller within ``micro_batch()``?
+    """
+
+    def __init__(self, settings: Settings, seed: int | None):
+        super().__init__(settings, seed)
+        self.inside = False
+        self._adds_before = 0  # of the open micro-batch, when the pass (or the group of them) under way began
+        self._intake = Intake(self, hold=settings.drops_micro_batches)
+        self._rejected = Rejected()
+        self._begun = False  # has there been a backward?
+
+    def share(self, group: dist.ProcessGroup | None, comm_dtype: torch.dtype | None, shard: bool) -> None:
+        super().share(group, comm_dtype, shard)
+        self._shards_found()
+
+    def take(self, parameters: Iterable[tuple[str, Parameter]]) -> None:
+        """Gather the gradients of these parameters from now on."""
+        slots = self.sums.buffers.add(parameters)
+        try:
+            self.ranks.take(slots)
+        except Exception:
+            self.sums.buffers.leave(slots)
+            raise
+        self._shards_found()
+        self._begun = False
+        with torch.inference_mode(False), torch.enable_grad():
+            for slot in slots:
+                self._intake.hook(slot)
+                _GATHERING_OF[slot.param] = weakref.ref(self)
+        self.accumulator.lend([slot for slot in slots if slot.lent])
+
+    def _shards_found(self) -> None:
+        self.ledger.mixes_ranks = bool(self.ranks.fully_sharded.slots)
+        self.ranks.fully_sharded.before_backward(self._hide_shards)
+
+    def settle(self) -> None:
+        """Every public call begins here: a pass that seems open still is over, or was broken off; ``p.grad`` is ours again."""
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                "the wrapper was called from inside a backward pass (by a hook?); call it when backward has returned"
+            )
+        self._intake.settle()
+        self.sums.unhide()
+        if self.accumulator.added_unseen:
+            self._break_off("was broken off by an exception (or its gradients were taken by torch.autograd.grad)")
+        self._rejected.withdraw()
+
+    def reset(self) -> None:
+        self._intake.drop()
+        self._rejected.withdraw()
+        self._rejected = Rejected()
+        super().reset()
+
+    # -- a micro-batch -----------------------------------------------------------------------------------------
+
+    def _hide_shards(self) -> None:
+        """FSDP2 begins a backward, which shall find no ``p.grad``. Raises RuntimeError for one that lacks the micro-batch's weight."""
+        if self.weighs_loss and self.ledger.has_micro and self.ledger.micro.in_loss and not self.inside:
+            raise RuntimeError(
+                "this micro-batch has a weight, which FSDP2 needs in the loss of all its backward passes; use opt.backward(loss) for each"
+            )
+        self.sums.hide()
+
+    def open(self, weight: Scalar | None, last: bool = False) -> None:
+        """The micro-batch that gathers from now on; joins the one that is open already. Raises as Ledger.weigh does."""
+        ledger = self.ledger
+        if weight is not None and self.sums.buffers.lent and self._settings.reduction == "mean":
+            check_weight_of_lent(weight, self.sums.buffers.lent[0].name)
+        if not ledger.has_window:
+            self.begin_window()
+        if not ledger.has_micro:
+            self._rejected.withdraw()
+            ledger.begin_micro_batch(weight)
+        elif weight is not None:
+            ledger.weigh(weight)
+        ledger.micro.last = ledger.micro.last or last
+
+    @contextmanager
+    def grouped(self, weight: Scalar | None, last: bool, in_loss: bool) -> Iterator[None]:
+        """All passes within are one micro-batch; an exception drops it. ``in_loss``: their losses are multiplied by the weight."""
+        self.open(weight, last)
+        self.ledger.micro.in_loss = self.ledger.micro.in_loss or in_loss
+        try:
+            self.inside, self._adds_before = True, self.ledger.micro.adds
+            yield
+            self._intake.settle()
+            self.inside = False
+            self.pass_ends()
+        except BaseException:
+            self._intake.settle()
+            self._intake.drop()
+            self.pass_failed()
+            raise
+        finally:
+            self.inside = False
+
+    @property
+    def _attempted(self) -> bool:
+        return self.ledger.has_micro and self.ledger.micro.attempt is not None
+
+    def end_micro_batch(self, weight: Scalar | None) -> None:
+        """What ``step()`` and ``flush()`` do before they look whether the window is complete: count, or refuse."""
+        ledger, caller_owned = self.ledger, self._settings.schedule.caller_owned
+        if self.ranks.agreed:
+            return  # normalize_() has been here before
+        between = self.ranks.alone and ledger.has_window and not ledger.has_micro
+        if between and not caller_owned and ledger.complete():
+            return  # a step() has, and broke off before it had closed the window
+        if not ledger.has_window:
+            self.begin_window()
+        if not ledger.has_micro and (
+            not caller_owned or (ledger.window.empty and set(self.sums.gathered()) - self.ranks.unseen)
+        ):
+            # One without gradients; or, where passes are counted, with gradients that somebody put into p.grad by hand.
+            ledger.begin_micro_batch()
+        if ledger.has_micro:
+            self._commit(None if caller_owned else weight)
+        rejected, self._rejected = self._rejected, Rejected()
+        if rejected.names and self._settings.nonfinite == "raise":
+            raise FloatingPointError(
+                f"the gradient of {rejected} holds NaN or infinity; the micro-batch was dropped, and training can go on"
+            )
+        if caller_owned:
+            ledger.weigh_the_rest(weight)
+
+    @property
+    def has_rejected(self) -> bool:
+        """Was a micro-batch rejected since the last ``step()``?"""
+        return bool(self._rejected.names)
+
+    @property
+    def shows_rejected(self) -> bool:
+        """Is it what ``p.grad`` shows, so that nobody else meets the sums?"""
+        return self._rejected.shown
+
+    def record_loss(self, loss: Scalar, scaled: bool = False) -> None:
+        """Of the micro-batch that is open, or of the one counted last. ``scaled``: as opt.backward() got it, with a loss scale if any."""
+        if self.ledger.has_micro or self.losses.lacking or not self.has_rejected:  # else it is that of one rejected
+            self.losses.record(loss, scaled)
+
+    # -- what layers and recipes ask for -----------------------------------------------------------------------
+
+    @staticmethod
+    def of(parameter: Tensor) -> Gathering | None:
+        """Who gathers this parameter's gradients, if anybody does."""
+        gathering = _GATHERING_OF.get(parameter)
+        return None if gathering is None else gathering()
+
+    @torch.no_grad()
+    def add_by(self, write: Write, parameter: Parameter) -> bool:
+        """Within a backward pass: let ``write`` add the gradient it makes itself, once, to the parameter's buffer.
+
+        False, and nothing done, where the gradient must come the ordinary way: the pass hands it to somebody else, or it must be seen
+        whole before it is added. Raises as a hook would.
+        """
+        slot = self.sums.buffers.of[parameter]
+        seen_whole = self._settings.drops_micro_batches or slot.narrow or slot.offloaded or slot.sharded
+        if seen_whole or self._attempted or not self._intake.accumulates(slot):
+            return False
+        with self._intake.within_pass(parameter.device):
+            self.ranks.before_add([slot])
+            added = self.accumulator.add_by(write, slot, self.measures)
+            if added:
+                self.ranks.added([slot])
+            return added
+
+    @property
+    def tells_passes_apart(self) -> bool:
+        """Would several backward passes, as things are, be more than one micro-batch, or be refused?"""
+        return not self.inside and (self._settings.schedule.caller_owned or self._settings.drops_micro_batches)
+
+    @contextmanager
+    def attempted(self, weight: Scalar, attempt: Attempt) -> Iterator[None]:
+        """As :meth:`grouped`, of one forward and backward that come again, in parts, where an exception breaks them off.
+
+        Nothing of it counts then, but for what ``attempt`` tells. Sums go to other ranks only after the window's last pass.
+        """
+        self.open(weight)
+        micro = self.ledger.micro
+        micro.attempt, before = attempt, self.ledger.window.micro_batches
+        micro.counts, self.counts_left = self.counts_left, []
+        try:
+            with self.grouped(None, False, False):
+                yield
+        except BaseException:
+            self._intake.drop()
+            counted = self.ledger.window.micro_batches > before
+            attempt.lost = (
+                counted
+                or micro.judged
+                or attempt.mixed
+                or self._intake.nested
+                or self.sums.half_written
+                or bool(self.sums.buffers.lent)
+            )
+            self.counts_left = micro.counts
+            if self.ledger.has_micro:
+                self.ledger.drop_micro_batch()
+            raise
+
+    # -- what the intake tells (its Owner) ---------------------------------------------------------------------
+
+    def pass_begins(self) -> None:
+        if not self._begun:
+            self._begun = True
+            self.ranks.replicas.check_all_gathered(self.sums.buffers.of, lambda p: self.of(p) is not None)
+        if self.ranks.agreed:
+            raise RuntimeError(
+                "opt.normalize_() has added this window's sums over the ranks, and no gradient can join it after that; call opt.step() "
+                "before the next backward"
+            )
+        if not self.inside:
+            self.open(None)
+            self._adds_before = self.ledger.micro.adds
+        if self.ledger.micro.judged:
+            raise RuntimeError(
+                f"nonfinite={self._settings.nonfinite!r} must see a micro-batch whole before it adds any of it, and this backward "
+                "continues one that is added already; group its backward passes: `with opt.micro_batch(): ...`"
+            )
+        if self.ledger.window.unit_lost:
+            raise RuntimeError(
+                "scaler.unscale_(opt) inside a window, before the first plain scaler.step(opt) (since the checkpoint), hid the loss scale "
+                "from the wrapper; unscale only complete windows, or clip with max_grad_norm="
+            )
+        micro = self.ledger.micro
+        micro.passes += 1
+        if micro.attempt is not None and micro.attempt.forward:
+            micro.attempt.mixed = True
+        self.ranks.pass_begins()
+
+    @torch.no_grad()
+    def add(self, slots: Sequence[Slot], grads: Sequence[Tensor]) -> None:
+        if self.ledger.micro.attempt is not None:
+            slots, grads = self.ledger.micro.attempt.wanted(slots, grads)
+            if not slots:
+                return
+        self.ranks.fully_sharded.wait()
+        self.ranks.before_add(slots)
+        self.accumulator.add(slots, grads, self.measures)
+        self.ranks.added(slots)
+
+    @torch.no_grad()
+    def added(self, slot: Slot) -> None:
+        self.accumulator.added(slot, self.measures)
+
+    def pass_ends(self) -> None:
+        if self.inside or not self.ledger.has_micro:
+            return
+        self.sums.unhide()
+        bad = self._judge() if self._settings.drops_micro_batches else None
+        self.ranks.pass_ends(functools.partial(self._reject, bad))
+        if self._settings.schedule.caller_owned:
+            self._commit(None)
+
+    def _reject(self, bad: dict[Slot, Tensor] | None) -> None:
+        if bad is not None:
+            self._rejected.reject(bad, self.sums.buffers.slots)
+
+    def _commit(self, weight: Scalar | None) -> None:
+        # Under "propagate" nobody asks, unless a GradScaler does, and the thread of offloaded gradients need not be waited for.
+        if self._settings.nonfinite != "propagate" or not self.sums.buffers.offloaded:
+            self.accumulator.count()
+        window, micro = self.ledger.window, self.ledger.micro
+        first, sent = window.empty, self.ranks.sent
+        self.ledger.commit(weight)
+        mixed = micro.attempt is not None and micro.attempt.done  # the buffers hold more than this micro-batch
+        elsewhere = sent or self.ranks.fully_sharded.holds_back
+        if self._settings.noise_scale is not None and first and not (micro.bad or elsewhere or mixed):
+            measure_small(window, micro, self.sums, self._settings.backend)
+
+    def pass_failed(self) -> None:
+        self.ranks.broke_off()
+        if not self.ledger.has_micro or self._attempted:
+            return
+        if self.ledger.micro.adds > self._adds_before or self.accumulator.added_unseen:
+            self._break_off("was broken off by an exception")
+        elif self.ledger.micro.adds == 0:
+            self.ledger.drop_micro_batch()
+
+    def _break_off(self, how: str) -> None:
+        mixed = self.accumulator.added_unseen and torch._C._current_graph_task_id() != -1
+        self.reset()
+        instead = "; nonfinite='skip_micro_batch' adds a micro-batch only when it is complete, and loses nothing"
+        warnings.warn(
+            f"backward {how} after part of its gradients had been added, so the open window was dropped"
+            + ("" if self.sums.buffers.lent else instead),  # which refuses what is lent
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        if mixed:
+            raise RuntimeError(
+                "the backward pass before was broken off, and what layers have added to main_grad in this one could not be told from "
+                "what they had added then; both were dropped, and this pass is refused: call opt.reset() after an exception, then go on"
+            )
+
+    @torch.no_grad()
+    def _judge(self) -> dict[Slot, Tensor] | None:
+        """Let the held gradients in, or drop the micro-batch and return those that are not finite (waits for the device)."""
+        micro, held = self.ledger.micro, self._intake.held
+        micro.judged = bool(held)
+        self.ranks.fully_sharded.wait()
+        found = self.ranks.of_all_parts(self.sums.count_nonfinite(map(added_up, held)))
+        found = sum_over_meshes(found, self.sums.buffers.slots, self.ranks.size)
+        weightless = float(micro.factor) == 0 and not self.weighs_loss
+        if not found or weightless:
+            self._intake.release()
+            return None
+        micro.bad = True
+        return {
+            slot: part
+            for slots, grads in self._intake.drop()
+            for slot, grad in zip(slots, grads, strict=True)
+            if not torch.isfinite(part := local_gradient(grad, slot.param)).all()
+        }

@@ -1,0 +1,52 @@
+"""Micro-batches that were left out because a gradient was not finite, and what ``p.grad`` shows of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..buffers.buffers import Slot
+from ..buffers.shards import local_of, whole
+
+
+@dataclass
+class Rejected:
+    """Micro-batches that ``nonfinite`` has rejected since the last ``step()``.
+
+    Until then one gradient that is not finite is all that ``p.grad`` shows, of all parameters: so a GradScaler, which looks
+    there, learns of the overflow, and nothing that it or anybody else does to it reaches a buffer. Where there are shards it is the same
+    one's on all ranks, whoever has the bad part: PyTorch unscales a DTensor by a collective.
+    """
+
+    names: list[str] = field(default_factory=list)
+    _hidden: list[tuple[Slot, Tensor | None]] = field(default_factory=list)
+
+    def reject(self, bad: dict[Slot, Tensor], slots: Sequence[Slot]) -> None:
+        """These gradients are not finite; ``slots`` are hidden behind the first of them."""
+        self.names += [slot.name for slot in bad] or ["a shard on another rank"]
+        self._hidden = [(slot, slot.param.grad) for slot in slots]
+        for slot in slots:
+            slot.param.grad = None
+        for slot in [slot for slot in slots if slot.sharded and slot.param.requires_grad][:1]:
+            slot.param.grad = whole(torch.full_like(local_of(slot.param.detach()), torch.nan), slot.param)
+            return
+        for slot, grad in list(bad.items())[:1]:
+            slot.param.grad = grad
+
+    @property
+    def shown(self) -> bool:
+        """Does ``p.grad`` show one of them, and no sum?"""
+        return bool(self._hidden)
+
+    def withdraw(self) -> None:
+        """Put back what ``p.grad`` was."""
+        for slot, grad in self._hidden:
+            slot.param.grad = grad
+        self._hidden = []
+
+    def __str__(self) -> str:
+        more = len(self.names) - 5
+        return ", ".join(self.names[:5]) + (f" and {more} more parameters" if more > 0 else "")

@@ -1,0 +1,120 @@
+"""Windows, one after another: what they hold, and the ranks that share them."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..buffers.sums import Sums
+from ..ranks.alone import Alone
+from ..ranks.ranks import Ranks, modules_of
+from ..window.amp import LossScale
+from ..window.ledger import Ledger
+from ..window.losses import Losses
+from ..window.settings import Settings, check_alone
+from .accumulator import Accumulator
+from .batch_statistics import Statistics
+
+
+class Windows:
+    """Joins the ledger (what micro-batches count for), the sums (where their gradients go) and the ranks (who has the others).
+
+    Args:
+        settings: as the wrapper was asked to work.
+        seed: of stochastic rounding, None for rounding to nearest.
+
+    Attributes:
+        counts_left: of what is not finite, in attempts at the open window that broke off.
+    """
+
+    def __init__(self, settings: Settings, seed: int | None):
+        self._settings = settings
+        self.ledger = Ledger(settings.schedule, settings.reduction)
+        self.sums = Sums(settings.buffer_dtype, settings.buffer_device, settings.backend)
+        self.loss_scale = LossScale()
+        self.accumulator = Accumulator(
+            self.sums, self.ledger, self.loss_scale, settings.reduction, settings.backend, seed
+        )
+        self.statistics = Statistics(self.sums.buffers)  # of BatchNorm layers that are pooled
+        self.ledger.tell(self.statistics)
+        self.losses = Losses(self.ledger, self.loss_scale)
+        self.ranks = Alone()  # with whom windows are shared
+        self.counts_left: list[Tensor] = []
+
+    def share(self, group: dist.ProcessGroup | None, comm_dtype: torch.dtype | None, shard: bool) -> None:
+        """Have the windows in common with the ranks of ``group``; None for that of the DistributedDataParallel or FSDP2 modules, if any."""
+        replicas, fully_sharded = modules_of(self.sums.buffers.slots)
+        found = group or replicas.group or fully_sharded.group
+        if found is None:
+            check_alone(comm_dtype, shard)
+            return
+        self.ranks = ranks = Ranks(
+            found,
+            group is None,
+            replicas,
+            fully_sharded,
+            comm_dtype,
+            shard,
+            self.sums,
+            self.ledger,
+            self.statistics,
+            self._settings,
+            self.reset,
+        )
+        self.ledger.ranks, self.ledger.over_ranks = ranks.size, ranks.group.weight
+        if shard:
+            self.sums.owned_apart, self.sums.over_owners = True, ranks.group.sum
+
+    def begin_window(self) -> None:
+        live = self.loss_scale.live
+        self.ledger.begin_window(unit=None if live is None else live.detach().clone())
+        self.sums.begin()
+        self.counts_left = []
+        self.ranks.forget()
+
+    def reset(self) -> None:
+        """Drop what the open window has gathered, and what was put into ``p.grad`` meanwhile."""
+        if self.ledger.is_open:
+            self.sums.clear()
+        self.ledger.drop_window()
+        self.sums.begin()
+        self.accumulator.lend(self.sums.buffers.lent)
+        self.ranks.fully_sharded.drop()
+        self.ranks.forget()
+
+    @property
+    def weighs_loss(self) -> bool:
+        """Must a weight be in the loss, because FSDP2 adds up the ranks' gradients before they get here?"""
+        return self.ledger.mixes_ranks and self._settings.reduction == "mean"
+
+    @property
+    def measures(self) -> bool:
+        """Shall adds take norms and look for what is not finite? (Norms of sums that go to other ranks are taken when these have come.)"""
+        takes_norm = self._settings.wants_norm and (self.ranks.alone or self.ledger.mixes_ranks)
+        return (
+            self._settings.nonfinite == "skip_window"
+            or (takes_norm and self.ledger.may_be_last())
+            or (self._settings.noise_scale is not None and self.ledger.window.empty)
+        )
+
+    def unsynced(self) -> AbstractContextManager[None]:
+        """Within are forward and backward of a micro-batch that is not the window's last."""
+        return self.ranks.replicas.unsynced()
+
+    def complete(self) -> bool:
+        """Does the window end here?"""
+        return self.ranks.agreed or self.ledger.complete()
+
+    def anything_to_flush(self) -> bool:
+        """Has the open window gathered anything, on this rank or another? Over ranks, it is that of all ranks then."""
+        if not self.ranks.alone:
+            if not self.ledger.has_window:
+                self.begin_window()
+            self.ranks.flushes()
+            self.ranks.agree(False)
+            if self.ledger.window.empty:
+                self.ledger.drop_window()
+        return self.ledger.is_open

@@ -1,0 +1,169 @@
+"""The hooks that take fresh gradients from autograd, and the queue behind them: the definition, in Python.
+
+A pre-hook on a parameter's AccumulateGrad node is handed the fresh gradient. Returning ``(None,)`` makes autograd leave
+``p.grad`` alone, so the gradient is only queued. (The node is the one that FSDP hooks, too.)
+
+``fusedaccum._intake`` has the same class in C++, which needs neither Python nor its lock a parameter.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo as _outside_graphs
+from torch.autograd.graph import get_gradient_edge
+from torch.nn import Parameter
+
+from ..buffers.buffers import Slot
+from .streams import StreamName
+
+Batch = tuple[list[Slot], list[Tensor]]  # slots, none of them twice, and their gradients
+
+
+class Listener(Protocol):
+    """Whom a hook tells, in whichever thread autograd runs it."""
+
+    def enter(self, task: int) -> None:
+        """The first gradient of a graph task is here. May raise, which refuses it."""
+
+    def refuse_unfit(self, slot: Slot, grad: Tensor) -> None:
+        """Raises for a gradient that cannot be gathered, before it is queued."""
+
+    def added_already(self, slot: Slot) -> bool:
+        """Is what has come for a slot that is lent no gradient, because its layer has added that itself?"""
+
+    def release(self) -> None:
+        """The queue should be taken now: it is full, or holds what cannot wait."""
+
+
+class Arrivals:
+    """Hooks on parameters, and the queue of their gradients.
+
+    Args:
+        listener: a weak reference to a :class:`Listener`; once it is dead, gradients go their ordinary way.
+        bucket_bytes: queued gradients that make a bucket full; None to hold all of a pass.
+    """
+
+    def __init__(self, listener: weakref.ref[Listener], bucket_bytes: int | None):
+        _fresh_holders()  # measured now, because it takes a backward of its own
+        self._listener = listener
+        self._bucket_bytes = bucket_bytes
+        self._lock = threading.Lock()  # of what is below; never held while the listener is told
+        self._tasks: set[int] = set()
+        self._queue: list[tuple[Slot, Tensor]] = []
+        self._bytes = 0
+        self._streams: set[StreamName] = set()
+
+    def hook(self, slot: Slot, parameter: Parameter) -> None:
+        """Queue this parameter's gradients from now on."""
+        # Weakly, for the node holds the hook, and the slot the node.
+        arrived = functools.partial(_arrived, weakref.ref(self), weakref.ref(slot))
+        get_gradient_edge(parameter).node.register_prehook(arrived)
+
+    def _arrived(self, listener: Listener, slot: Slot, grads: tuple[Tensor | None, ...]) -> None:
+        listener.refuse_unfit(slot, grads[0])  # type: ignore[arg-type]
+        ours = exclusive(grads)  # before we hold it ourselves
+        self._queue_up(listener, slot, grads[0], ours)
+
+    def put(self, slot: Slot, grad: Tensor) -> None:
+        """Queue a gradient that did not come through a hook, and that nobody else is going to write to."""
+        listener = self._listener()
+        if listener is not None:
+            self._queue_up(listener, slot, grad, True)
+
+    def _queue_up(self, listener: Listener, slot: Slot, grad: Any, ours: bool) -> None:
+        task = torch._C._current_graph_task_id()
+        if task not in self._tasks:
+            listener.enter(task)
+        if slot.lent and listener.added_already(slot):
+            return
+        # What somebody else holds too, he may overwrite before the bucket is full (a static buffer): it cannot wait.
+        hold = self._bucket_bytes is None
+        kept = grad.clone() if hold and not ours else grad
+        with self._lock:
+            self._queue.append((slot, kept))
+            self._bytes += grad.nbytes
+            if grad.is_cuda:
+                stream = torch.cuda.current_stream(grad.device)
+                self._streams.add((stream.stream_id, stream.device_index, stream.device_type))
+            full = self._bucket_bytes is not None and (self._bytes >= self._bucket_bytes or not ours)
+        if full:
+            listener.release()
+
+    def expect(self, task: int) -> None:
+        """Gradients of this graph task need not be announced."""
+        self._tasks.add(task)
+
+    def forget(self, task: int) -> None:
+        """This graph task is over."""
+        self._tasks.discard(task)
+
+    def held(self) -> list[Tensor]:
+        """The gradients in the queue."""
+        return [grad for _, grad in self._queue]
+
+    def take(self) -> tuple[list[Batch], Sequence[StreamName]]:
+        """Empty the queue: its batches, and the CUDA streams that they came on."""
+        with self._lock:
+            queue, streams = self._queue, list(self._streams)
+            self._queue, self._bytes, self._streams = [], 0, set()
+        batches: list[Batch] = []
+        taken: dict[Slot, int] = {}
+        for slot, grad in queue:
+            number = taken[slot] = taken.get(slot, -1) + 1
+            if number == len(batches):
+                batches.append(([], []))
+            batches[number][0].append(slot)
+            batches[number][1].append(grad)
+        return batches, streams
+
+
+@_outside_graphs
+def _arrived(
+    arrivals: weakref.ref[Arrivals], place: weakref.ref[Slot], grads: tuple[Tensor | None, ...]
+) -> tuple[None] | None:
+    """The hook: a node calls it with its gradient."""
+    alive, slot = arrivals(), place()
+    listener = None if alive is None else alive._listener()
+    if alive is None or listener is None or slot is None or grads[0] is None or not slot.param.requires_grad:
+        return None  # to autograd, which drops the gradient of what was frozen since its forward
+    alive._arrived(listener, slot, grads)
+    return (None,)
+
+
+def exclusive(grads: tuple[Tensor | None, ...]) -> bool:
+    """Is a hook's fresh gradient held by autograd alone, so that nobody can write to it while it is queued?"""
+    counts, fresh = _holders(grads), _fresh_holders()[_is_view(grads)]
+    return counts == fresh or all(count <= most for count, most in zip(counts, fresh, strict=True))
+
+
+def _is_view(grads: tuple[Tensor | None, ...]) -> bool:
+    return grads[0] is not None and grads[0]._is_view()
+
+
+def _holders(grads: tuple[Tensor | None, ...]) -> tuple[int, ...]:
+    """How many hold a gradient, as Python object and as tensor; the same of the tensor that it is a view of; and their storage."""
+    grad: Any = grads[0]
+    counts = (sys.getrefcount(grad), grad._use_count(), torch._C._storage_Use_Count(grad.untyped_storage()._cdata))
+    base = grad._base
+    return counts if base is None else (*counts, sys.getrefcount(base), base._use_count())
+
+
+@functools.cache
+def _fresh_holders() -> dict[bool, tuple[int, ...]]:
+    """The counts of gradients that nobody else holds, views and not, as this version of PyTorch and Python makes them."""
+    found: dict[bool, tuple[int, ...]] = {}
+    with torch.inference_mode(False), torch.enable_grad():
+        weight, scale = (torch.ones(2, 2, requires_grad=True) for _ in range(2))
+        nodes = [get_gradient_edge(leaf).node for leaf in (weight, scale)]
+        for node in nodes:
+            node.register_prehook(lambda grads: found.update({_is_view(grads): _holders(grads)}))
+        (torch.nn.functional.linear(torch.ones(2, 2), weight).square() * scale).sum().backward(inputs=[weight, scale])
+    return found

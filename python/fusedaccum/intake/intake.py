@@ -1,0 +1,292 @@
+"""How fresh gradients get from autograd into the buffers: where a backward pass begins and ends, and when a bucket is added.
+
+Hooks queue the gradients (:mod:`fusedaccum.intake.arrivals`, or the same in C++). A full bucket, and what is left at the end of the
+pass, goes to the owner in one call and is freed. (The end is told by the engine's callback, as FSDP uses it.)
+
+What the engine calls is kept out of graphs: in a compiled loop a compiler looks into whatever Python runs within its ``backward()``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo as _outside_graphs
+from torch.autograd.graph import get_gradient_edge
+
+from .. import native
+from ..buffers import main_grad
+from ..buffers.buffers import Slot
+from ..buffers.shards import ShardHolder
+from . import arrivals
+from .passes import broke_off, outermost_backward, returned, running_backward, under_way
+from .streams import Turns, join
+
+BUCKET_BYTES = 32 << 20  # fresh gradients held at once; a larger single gradient is a bucket of its own
+
+
+class Owner(Protocol):
+    """What the intake tells the wrapper. Called from whichever thread autograd runs hooks in, one at a time."""
+
+    def pass_begins(self) -> None:
+        """An outermost backward pass brings its first gradient. May raise, which refuses the pass."""
+
+    def add(self, slots: Sequence[Slot], grads: Sequence[Tensor]) -> None:
+        """Add these gradients to the buffers of these slots, of which none occurs twice."""
+
+    def added(self, slot: Slot) -> None:
+        """The layer of a slot that is lent has added a gradient to its buffer."""
+
+    def pass_ends(self) -> None:
+        """The outermost pass is over and its gradients have been handed over (or are held)."""
+
+    def pass_failed(self) -> None:
+        """A pass broke off, and what it had queued is dropped; part of it may have been added before that."""
+
+
+@functools.cache
+def why_no_native(asked: str) -> str | None:
+    """None if hooks and queue run in C++, else why not. ``asked`` is the environment's FUSEDACCUM_INTAKE.
+
+    Raises ValueError for what it cannot be, RuntimeError where "native" is asked for and missing.
+    """
+    if asked not in ("auto", "native", "python"):
+        raise ValueError(f"the environment's FUSEDACCUM_INTAKE is {asked!r}; it must be auto, native or python")
+    reason = "FUSEDACCUM_INTAKE=python" if asked == "python" else native.why_missing("_intake")
+    if reason and asked == "native":
+        raise RuntimeError(f"FUSEDACCUM_INTAKE=native is not available: {reason}; or use auto")
+    return reason
+
+
+def arrivals_class() -> Any:
+    """:class:`fusedaccum.intake.arrivals.Arrivals`, in C++ where that was built."""
+    missing = why_no_native(os.environ.get("FUSEDACCUM_INTAKE") or "auto")
+    return arrivals.Arrivals if missing else importlib.import_module("fusedaccum._intake").Arrivals
+
+
+class Intake:
+    """The passes over a set of slots, between their :class:`~fusedaccum.intake.arrivals.Arrivals` and an :class:`Owner`.
+
+    Args:
+        owner: told of gradients and passes; held weakly, so that dropping the wrapper unhooks the parameters.
+        hold: keep a pass's gradients until :meth:`release`, instead of handing them over bucket by bucket.
+    """
+
+    def __init__(self, owner: Owner, hold: bool):
+        self._owner = weakref.ref(owner)
+        self._hold = hold
+        self._lock = threading.RLock()  # hooks of several devices run in several threads
+        self._turns = Turns()
+        self._arrivals = arrivals_class()(weakref.ref(self), None if hold else BUCKET_BYTES)
+        self._tasks: set[int] = set()  # graph tasks (outermost and re-entrant passes) that have begun and not ended
+        self._open = False  # has an outermost pass begun, and not ended?
+        self._call: FrameType | None = None  # of that pass; None where it cannot be seen
+        # Has the last pass had re-entrant parts, each of which brings a parameter a gradient of its own?
+        self.nested = False
+
+    def hook(self, slot: Slot) -> None:
+        """Take this parameter's gradients from now on."""
+        p = slot.param
+        frozen = not p.requires_grad
+        p.requires_grad_(True)  # a frozen one may be thawed later
+        # The node is kept alive by us: autograd itself holds it only as long as some graph does.
+        slot.node = get_gradient_edge(p).node
+        self._arrivals.hook(slot, p)
+        if slot.sharded:
+            p.register_post_accumulate_grad_hook(self._taker(slot))
+        p.requires_grad_(not frozen)
+        if slot.dtype != p.dtype:
+            p.grad_dtype = None  # lets p.grad be of the buffer's dtype
+
+    def _taker(self, slot: Slot) -> Callable[[Tensor], None]:
+        """The hook that FSDP2 calls when it has added up a shard's gradient over the ranks and put it into ``p.grad``."""
+        arrivals, place = weakref.ref(self._arrivals), weakref.ref(slot)
+
+        @_outside_graphs
+        def take(_: Tensor) -> None:
+            queue, slot = arrivals(), place()
+            if queue is not None and slot is not None and isinstance(slot.holder, ShardHolder):
+                grad = slot.holder.take()
+                if grad is not None:
+                    queue.put(slot, grad)
+                elif slot.placed and not slot.block.untouched_by_user:
+                    raise RuntimeError(
+                        f"FSDP2 has added a gradient to {slot.name}.grad by itself, because this backward did not begin at an output of "
+                        "the module that fully_shard was called on last (the root); call that module, and use what it returns"
+                    )
+
+        return take
+
+    def _owner_now(self) -> Owner:
+        owner = self._owner()
+        assert owner is not None  # it owns us
+        return owner
+
+    def accumulates(self, slot: Slot) -> bool:
+        """Will the pass that is running here end in the slot's ``p.grad``, and not in the hands of torch.autograd.grad?"""
+        frame = running_backward()
+        asked = frame is not None and frame.f_locals["kwargs"].get("accumulate_grad", False)
+        return bool(asked and torch._C._will_engine_execute_node(slot.node))
+
+    @contextmanager
+    def within_pass(self, device: torch.device) -> Iterator[None]:
+        """For what adds a gradient on ``device`` without the hooks: opens the pass if it is the first, and keeps other threads out."""
+        with self._lock:
+            self.enter(torch._C._current_graph_task_id())
+            self._turns.take([device])
+            yield
+
+    # -- what the hooks tell (their Listener) ------------------------------------------------------------------
+
+    def refuse_unfit(self, slot: Slot, grad: Any) -> None:
+        """Raises RuntimeError for a gradient that cannot be gathered, before it is queued."""
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"backward(create_graph=True) reached parameter {slot.name}: a gradient that is itself part of a graph cannot be "
+                "accumulated into a buffer. Take it with torch.autograd.grad(loss, params, create_graph=True), build the second "
+                "loss from it and call backward() on that"
+            )
+        if grad.layout is not torch.strided:
+            raise RuntimeError(
+                f"parameter {slot.name} got a {grad.layout} gradient, which has no place in a dense buffer; "
+                "make the layer with sparse=False"
+            )
+        if grad.shape != slot.made_for[2]:
+            slot.check_unchanged()
+            raise RuntimeError(
+                f"parameter {slot.name} of shape {tuple(slot.made_for[2])} got a gradient of shape {tuple(grad.shape)}"
+            )
+
+    @_outside_graphs
+    def added_already(self, slot: Slot) -> bool:
+        """Has the slot's layer added its gradient itself, and sent nothing that counts?"""
+        with self._lock:
+            if not main_grad.added(slot.param):
+                return False
+            self._turns.take([slot.param.device])
+            self._owner_now().added(slot)
+            return not main_grad.seen(slot.param)
+
+    @_outside_graphs
+    def enter(self, task: int) -> None:
+        """The first gradient of a graph task, which is a pass of its own or a re-entrant part of one."""
+        with self._lock:
+            if task in self._tasks:
+                return
+            call, nested = outermost_backward()
+            if self._open and (self._call is not call or (call is None and self._tasks and not nested)):
+                if under_way(self._call):
+                    raise RuntimeError(
+                        "two backward passes run at once, in two threads; the gradients of one optimizer's parameters can be "
+                        "gathered from one pass at a time: take turns, with a lock around backward()"
+                    )
+                self.settle()
+            if not self._open:
+                self._owner_now().pass_begins()
+                self._open, self._call = True, call
+                self.nested = False
+            self.nested = self.nested or nested
+            self._tasks.add(task)
+            self._arrivals.expect(task)
+            end = functools.partial(_task_ended, weakref.ref(self), task)
+            weakref.finalize(end, _task_gone, weakref.ref(self), task).atexit = False
+            torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    @_outside_graphs
+    def release(self) -> None:
+        """Hand over what is queued, in calls in which no slot occurs twice."""
+        with self._lock:
+            batches, streams = self._arrivals.take()
+            if streams:
+                self._turns.take({torch.device("cuda", index) for _, index, _ in streams})
+                join(streams, [grad for _, grads in batches for grad in grads])
+            for slots, grads in batches:
+                self._owner_now().add(slots, grads)
+
+    # -- the end of a pass -------------------------------------------------------------------------------------
+
+    def _leave(self, task: int) -> None:
+        with self._lock:
+            if task not in self._tasks:
+                return
+            if not self._hold:
+                self.release()
+            self._forget(task)
+            if not outermost_backward()[1]:
+                self._end_pass()
+
+    def _forget(self, task: int) -> None:
+        self._tasks.discard(task)
+        self._arrivals.forget(task)
+
+    def _end_pass(self) -> None:
+        self._open, self._call = False, None
+        self._turns.end()
+        try:
+            self._owner_now().pass_ends()
+        except BaseException:
+            self.drop()
+            self._owner_now().pass_failed()
+            raise
+
+    def settle(self) -> None:
+        """End the pass that is still open, if any: nobody is inside backward now.
+
+        One is left open when every parameter sits in a re-entrant checkpoint (the outermost pass then brings no gradient of its
+        own and nothing tells its end), and when an exception broke it off.
+        """
+        with self._lock:
+            if not self._open:
+                return
+            if not self._tasks and not broke_off(self._call):
+                self._end_pass()
+                return
+            untold = returned(self._call)
+            self._open, self._call = False, None
+            for task in list(self._tasks):
+                self._forget(task)
+            self._turns.take()  # and no end: this may be a node of the next pass, whose adds come after what is done here
+            self.drop()
+            self._owner_now().pass_failed()
+            if untold:
+                raise RuntimeError(
+                    "backward() returned and autograd never told its end, so that its gradients were dropped: compiled autograd does "
+                    "that; switch it off (torch._dynamo.config.compiled_autograd = False), torch.compile itself may stay"
+                )
+
+    def drop(self) -> list[arrivals.Batch]:
+        """Empty the queue and return what was in it."""
+        return self._arrivals.take()[0]
+
+    @property
+    def held(self) -> list[Tensor]:
+        """The gradients in the queue."""
+        return self._arrivals.held()
+
+
+def _task_gone(intake: weakref.ref[Intake], task: int) -> None:
+    """The engine lets go of a graph task. One that has not ended broke off: its call is not kept, for its frame holds those of its callers.
+
+    (Compiled autograd lets go of tasks that it goes on with; settle() will tell.)
+    """
+    alive = intake()
+    compiled = getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "compiled_autograd_enabled", False)
+    if alive is not None and task in alive._tasks and not compiled:
+        alive._call = None
+
+
+@_outside_graphs
+def _task_ended(intake: weakref.ref[Intake], task: int) -> None:
+    alive = intake()
+    if alive is not None:
+        alive._leave(task)

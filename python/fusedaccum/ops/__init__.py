@@ -1,0 +1,108 @@
+"""The functional layer: the same four ops on every backend.
+
+Any of FP64, FP32, BF16 and FP16 goes into any of them, also mixed within one call. Arithmetic is FP64 if either side of a pair is, else
+FP32: multiply, then add, each rounded (no FMA), then one rounding to the output's dtype. So all backends give the same bits.
+Every op writes its first list in place and bumps the tensors' autograd versions; gradients are not tracked through it.
+
+A call runs at once, past PyTorch's dispatcher (:mod:`fusedaccum.ops.eager`). One that ``torch.compile`` traces, or that a dispatch mode
+is to see (``make_fx``, ``torch.export``, ``FakeTensorMode``), goes through it, as ``torch.ops.fusedaccum``
+(:mod:`fusedaccum.ops.traced`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch._C import _len_torch_dispatch_stack as modes
+from torch.compiler import is_dynamo_compiling as is_compiling
+
+from . import eager, traced
+from .arguments import Scalar, Stats, StochasticRounding
+
+__all__ = ["Scalar", "Stats", "StochasticRounding", "accumulate_", "cast_", "scale_", "stats"]
+
+
+def accumulate_(
+    buffers: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    scale: Scalar,
+    *,
+    overwrite: bool = False,
+    decay: Scalar = 1.0,
+    rounding: StochasticRounding | None = None,
+    stats: Stats | None = None,
+    backend: str | None = None,
+) -> None:
+    """``buffer = buffer * decay + grad * scale`` for every pair; with ``overwrite``, ``buffer = grad * scale``.
+
+    Args:
+        buffers: what is written; any strides, no shared memory.
+        grads: what is added, of the buffers' shapes and device; any strides.
+        scale: a number or 0-d tensor. 0 adds nothing, whatever the gradients hold (NaN too).
+        overwrite: do not read the buffers: the first touch needs no zeroing.
+        decay: a number or 0-d tensor; for buffers that hold a running mean.
+        rounding: of 16-bit buffers, None for nearest-even.
+        stats: overwritten with the squared norm of the buffers after the call and the number of elements of
+            ``grad * scale`` that are not finite.
+        backend: a name, or None for the environment's FUSEDACCUM_BACKEND, else ``"auto"``.
+
+    Raises:
+        TypeError, ValueError: lists that do not match, a dtype or layout that is not supported, memory shared between buffers or
+            with a gradient; a scale that is not one number. RuntimeError: a backend that is missing. Nothing is written then.
+
+    Waits for the device only when it has to read a scalar that is there. Allocates only for tensors that are not dense.
+    """
+    if is_compiling() or modes():
+        return traced.accumulate_(buffers, grads, scale, overwrite, decay, rounding, stats, backend)
+    return eager.accumulate_(buffers, grads, scale, overwrite, decay, rounding, stats, backend)
+
+
+def scale_(tensors: Sequence[Tensor], scale: Scalar, *, stats: Stats | None = None, backend: str | None = None) -> None:
+    """``x = x * scale`` for every tensor, literally: infinity times 0 is NaN.
+
+    Args:
+        tensors: written in place; any strides, no shared memory.
+        scale: a number or 0-d tensor.
+        stats: overwritten with the squared norm and the non-finite count of the result.
+        backend, and Raises: as :func:`accumulate_`.
+    """
+    if is_compiling() or modes():
+        return traced.scale_(tensors, scale, stats, backend)
+    return eager.scale_(tensors, scale, stats, backend)
+
+
+def cast_(
+    outs: Sequence[Tensor],
+    ins: Sequence[Tensor],
+    scale: Scalar = 1.0,
+    *,
+    stats: Stats | None = None,
+    backend: str | None = None,
+) -> None:
+    """``out = cast(in * scale)`` for every pair, rounded to nearest even, literally: infinity times 0 is NaN.
+
+    Args:
+        outs: what is written; any strides, no shared memory.
+        ins: what is read, of the outputs' shapes and device; any strides.
+        scale: a number or 0-d tensor.
+        stats: overwritten with the squared norm and the non-finite count of ``outs``.
+        backend, and Raises: as :func:`accumulate_`.
+    """
+    if is_compiling() or modes():
+        return traced.cast_(outs, ins, scale, stats, backend)
+    return eager.cast_(outs, ins, scale, stats, backend)
+
+
+def stats(tensors: Sequence[Tensor], *, backend: str | None = None) -> Stats:
+    """Squared norm and non-finite count of a list of tensors, read once; nothing is written.
+
+    Args:
+        tensors: any strides; may share memory.
+        backend, and Raises: as :func:`accumulate_`.
+
+    Returns new :class:`Stats` on the tensors' device (the CPU for an empty list); does not wait for it.
+    """
+    if is_compiling() or modes():
+        return traced.stats(tensors, backend)
+    return eager.stats(tensors, backend)

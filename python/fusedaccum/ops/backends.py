@@ -1,0 +1,148 @@
+"""The table of backends: what there is, why the rest is missing, and which one a call gets.
+
+A backend is a module with ``accumulate_``, ``scale_``, ``cast_`` and ``stats`` as :mod:`fusedaccum.ops.reference` has them, or with
+some of them (an op that it lacks is, under ``"auto"``, the next backend's). Adding one is one file and one row here.
+
+It gets checked arguments. One that says ``CHECKS_LISTS`` checks its lists of tensors itself, in the same pass over them (csrc/predicate.h):
+its ops return their :class:`~fusedaccum.ops.arguments.Layout`, and have run only if that is ``FLAT``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from .. import native
+
+OPS = ("accumulate_", "scale_", "cast_", "stats")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch: kernels run in Python, on CPU tensors
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One row: ``why_missing()`` is None where the module can be imported and used, else the reason and the remedy."""
+
+    name: str
+    module: str
+    devices: tuple[str, ...]  # device types, empty for all
+    why_missing: Callable[[], str | None]
+
+
+def _cuda_missing() -> str | None:
+    return native.why_missing("_cuda") or (
+        None if torch.cuda.is_available() else "torch finds no CUDA device on this machine"
+    )
+
+
+def _triton_missing() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed; pip install triton"
+    return None if INTERPRETED or torch.cuda.is_available() else "torch finds no GPU on this machine"
+
+
+# In the order in which "auto" prefers them.
+TABLE = (
+    Backend("cuda", "fusedaccum._cuda", ("cuda",), _cuda_missing),
+    Backend("cpu", "fusedaccum._cpu", ("cpu",), lambda: native.why_missing("_cpu")),
+    Backend(
+        "triton", "fusedaccum.triton_kernels.backend", ("cuda", *(("cpu",) if INTERPRETED else ())), _triton_missing
+    ),
+    Backend("reference", "fusedaccum.ops.reference", (), lambda: None),
+)
+
+
+def names() -> tuple[str, ...]:
+    return ("auto", *(row.name for row in TABLE))
+
+
+@functools.cache
+def why_missing(name: str) -> str | None:
+    """None if the backend is there; probed once a process."""
+    return _row(name).why_missing()
+
+
+def _row(name: str) -> Backend:
+    return next(row for row in TABLE if row.name == name)
+
+
+def report() -> list[tuple[str, bool, str]]:
+    """``(name, available, reason)`` of every backend, for people."""
+    return [(row.name, why_missing(row.name) is None, why_missing(row.name) or "") for row in TABLE]
+
+
+def check(name: Any, argument: str = "backend") -> str:
+    """The name, with None and "auto" replaced by what the environment's FUSEDACCUM_BACKEND says.
+
+    Raises TypeError or ValueError for what is no backend's name, RuntimeError for a backend that is missing.
+    """
+    if name is None or name == "auto":
+        name = os.environ.get("FUSEDACCUM_BACKEND") or "auto"
+        argument = "the environment's FUSEDACCUM_BACKEND" if name != "auto" else argument
+    if not isinstance(name, str):
+        raise TypeError(
+            f"{argument} must be one of {', '.join(map(repr, names()))}, not {type(name).__name__} ({name!r})"
+        )
+    if name not in names():
+        raise ValueError(f"{argument} is {name!r}; it must be one of {', '.join(map(repr, names()))}")
+    if name != "auto" and (reason := why_missing(name)) is not None:
+        raise RuntimeError(f"{argument}={name!r} is not available: {reason}; or use 'auto'")
+    return name
+
+
+@functools.cache
+def native_predicate() -> Callable[..., int] | None:
+    """The check of tensor lists in C++, where it was built; it looks at no memory, so it serves every device."""
+    return importlib.import_module("fusedaccum._cpu").predicate if why_missing("cpu") is None else None
+
+
+def select(name: str | None, device: torch.device | None, op: str) -> ModuleType:
+    """The backend of a call: the one asked for, or the first that has the op and works on the device (None: on nothing at all).
+
+    Raises RuntimeError when the one asked for is missing, cannot work on this device, or has no such op.
+    """
+    name = check(name)
+    if device is None:
+        return importlib.import_module("fusedaccum.ops.reference")
+    if name == "auto":
+        return _automatic(device.type, op)
+    row = _row(name)
+    if row.devices and device.type not in row.devices:
+        raise RuntimeError(
+            f"backend={name!r} works on {', '.join(row.devices)} tensors, but these are on {device}; move them, or use 'auto'"
+        )
+    module = importlib.import_module(row.module)
+    if not hasattr(module, op):
+        raise RuntimeError(f"backend={name!r} has no {op} yet; use 'auto' or 'reference'")
+    return module
+
+
+@functools.cache
+def _automatic(device_type: str, op: str) -> ModuleType:
+    for row in TABLE:
+        usable = not row.devices or device_type in row.devices
+        if usable and why_missing(row.name) is None and hasattr(importlib.import_module(row.module), op):
+            if row.name == "reference":
+                _warn_no_kernels(device_type)
+            return importlib.import_module(row.module)
+    raise AssertionError("the reference works everywhere")
+
+
+@functools.cache
+def _warn_no_kernels(device_type: str) -> None:
+    """Once a process and device type: that there are kernels, and why they are not to be had."""
+    reasons = [f"{row.name}: {why_missing(row.name)}" for row in TABLE if device_type in row.devices]
+    if device_type != "cpu" and reasons:
+        warnings.warn(
+            f"no kernels for {device_type} tensors here, so plain PyTorch does the accumulating ({'; '.join(reasons)})",
+            RuntimeWarning,
+            stacklevel=2,
+        )

@@ -1,0 +1,216 @@
+"""The ops as a trace holds them: ``torch.ops.fusedaccum``, which torch.compile, torch.export and dispatch modes know how to record.
+
+What writes is said in the schemas, so that a compiler keeps the order of writes and reads. Where PyTorch runs such an op on real
+tensors, it is :mod:`fusedaccum.ops.eager`'s; on those of a trace, everything is checked that needs no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library, fallthrough_kernel, register_fake
+
+from . import arguments, backends, eager
+from .arguments import Scalar, Stats, StochasticRounding
+
+_WRAP = 1 << 64
+# The compiler of older versions counts a tensor's offset within its storage twice (https://github.com/pytorch/pytorch/issues/175325).
+_OFFSETS_GO_WRONG = torch.__version__ < "2.13"  # by its numbers, as a TorchVersion compares
+_LIBRARY = Library("fusedaccum", "DEF")  # whatever it holds is unregistered when it goes
+
+
+# -- what the public functions call, instead of running: their arguments as a schema can have them -----------------------------------
+
+
+def accumulate_(
+    buffers: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    scale: Scalar,
+    overwrite: bool,
+    decay: Scalar,
+    rounding: StochasticRounding | None,
+    stats: Stats | None,
+    backend: str | None,
+) -> None:
+    _check_tensors("buffers", buffers)
+    _check_tensors("grads", grads)
+    seed, counters = None, []
+    if rounding is not None:
+        arguments.check_rounding(rounding, len(buffers))
+        seed, counters = _signed(rounding.seed), [_signed(counter) for counter in rounding.counters]
+    factors = _recorded("scale", scale, buffers), _recorded("decay", decay, buffers)
+    torch.ops.fusedaccum.accumulate_(
+        buffers, grads, *factors, overwrite, seed, counters, *_parts(stats, buffers), backend
+    )
+
+
+def scale_(tensors: Sequence[Tensor], scale: Scalar, stats: Stats | None, backend: str | None) -> None:
+    _check_tensors("tensors", tensors)
+    torch.ops.fusedaccum.scale_(tensors, _recorded("scale", scale, tensors), *_parts(stats, tensors), backend)
+
+
+def cast_(
+    outs: Sequence[Tensor], ins: Sequence[Tensor], scale: Scalar, stats: Stats | None, backend: str | None
+) -> None:
+    _check_tensors("outs", outs)
+    _check_tensors("ins", ins)
+    torch.ops.fusedaccum.cast_(outs, ins, _recorded("scale", scale, outs), *_parts(stats, outs), backend)
+
+
+def stats(tensors: Sequence[Tensor], backend: str | None) -> Stats:
+    _check_tensors("tensors", tensors)
+    return Stats(*torch.ops.fusedaccum.stats(tensors, backend))
+
+
+def _check_tensors(name: str, tensors: Any) -> None:
+    arguments.check_is_list(name, tensors)
+    for k, x in enumerate(tensors):
+        arguments.check_is_tensor(f"{name}[{k}]", x)
+
+
+def _device(tensors: Sequence[Tensor]) -> torch.device | None:
+    return tensors[0].device if tensors else None
+
+
+def _recorded(name: str, value: Scalar, tensors: Sequence[Tensor]) -> Tensor:
+    """A factor as a tensor. A number is multiplied by one: of the ways to make a tensor of it, the one that a compiler records for any
+    number, where the others make it compile anew for every value. On the tensors' device, because CUDA graphs want nothing from the CPU.
+    """
+    if isinstance(value, Tensor):
+        return value
+    return torch.ones((), dtype=torch.float64, device=_device(tensors)) * arguments.check_number(name, value)
+
+
+def _parts(stats: Stats | None, tensors: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
+    if stats is None:
+        return None, None
+    arguments.check_stats(stats, _device(tensors))
+    return stats.sq_norm, stats.nonfinite
+
+
+def _signed(number: int) -> int:
+    """64 bits as a schema's int has them."""
+    return number - _WRAP if number >= _WRAP // 2 else number
+
+
+# -- on real tensors, and on those of a trace ------------------------------------------------------------------------------------
+
+
+def _define(schema: str, run: Callable[..., Any], trace: Callable[..., Any]) -> None:
+    name = schema[: schema.index("(")]
+    # The order of elements in memory decides which random number each gets, and in what order squares are added.
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, fallthrough_kernel, "Autograd")  # gradients are not tracked
+    register_fake(f"fusedaccum::{name}", trace, lib=_LIBRARY)
+
+
+def _check_traced(
+    op: str, backend: str | None, factors: dict[str, Tensor], outs_name: str, outs: Any, ins_name: str | None, ins: Any
+) -> None:
+    written = op != "stats"
+    arguments.check_lists(outs_name, outs, ins_name, ins, written, in_memory=False)
+    if written and _OFFSETS_GO_WRONG and torch._guards.TracingContext.try_get() is not None:  # torch.compile is at work
+        _refuse_offsets(outs_name, outs)
+    device = _device(outs)
+    backends.select(backend, device, op)
+    for name, value in factors.items():
+        arguments.check_scalar_tensor(name, value, device)
+
+
+def _refuse_offsets(name: str, tensors: Sequence[Tensor]) -> None:
+    for k, x in enumerate(tensors):
+        if x.storage_offset() != 0:
+            raise RuntimeError(
+                f"{name}[{k}] is a view that begins inside of its storage, and torch {torch.__version__} compiles writes to such a view "
+                "wrongly; use torch 2.13 or newer, or keep this call out of the compiled function"
+            )
+
+
+def _joined(sq_norm: Tensor | None, nonfinite: Tensor | None) -> Stats | None:
+    return None if sq_norm is None or nonfinite is None else Stats(sq_norm, nonfinite)
+
+
+def _run_accumulate_(
+    buffers: list[Tensor],
+    grads: list[Tensor],
+    scale: Tensor,
+    decay: Tensor,
+    overwrite: bool,
+    seed: int | None,
+    counters: list[int],
+    sq_norm: Tensor | None,
+    nonfinite: Tensor | None,
+    backend: str | None,
+) -> None:
+    rounding = None if seed is None else StochasticRounding(seed % _WRAP, [counter % _WRAP for counter in counters])
+    eager.accumulate_(buffers, grads, scale, overwrite, decay, rounding, _joined(sq_norm, nonfinite), backend)
+
+
+def _trace_accumulate_(buffers: list[Tensor], grads: list[Tensor], scale: Tensor, decay: Tensor, *others: Any) -> None:
+    factors = {"scale": scale, "decay": decay}
+    _check_traced("accumulate_", others[-1], factors, "buffers", buffers, "grads", grads)
+
+
+_define(
+    "accumulate_(Tensor(a!)[] buffers, Tensor[] grads, Tensor scale, Tensor decay, bool overwrite, SymInt? seed, SymInt[] counters, "
+    "Tensor(b!)? sq_norm, Tensor(c!)? nonfinite, str? backend) -> ()",
+    _run_accumulate_,
+    _trace_accumulate_,
+)
+
+
+def _run_scale_(
+    tensors: list[Tensor], scale: Tensor, sq_norm: Tensor | None, nonfinite: Tensor | None, backend: str | None
+) -> None:
+    eager.scale_(tensors, scale, _joined(sq_norm, nonfinite), backend)
+
+
+def _trace_scale_(tensors: list[Tensor], scale: Tensor, *others: Any) -> None:
+    _check_traced("scale_", others[-1], {"scale": scale}, "tensors", tensors, None, None)
+
+
+_define(
+    "scale_(Tensor(a!)[] tensors, Tensor scale, Tensor(b!)? sq_norm, Tensor(c!)? nonfinite, str? backend) -> ()",
+    _run_scale_,
+    _trace_scale_,
+)
+
+
+def _run_cast_(
+    outs: list[Tensor],
+    ins: list[Tensor],
+    scale: Tensor,
+    sq_norm: Tensor | None,
+    nonfinite: Tensor | None,
+    backend: str | None,
+) -> None:
+    eager.cast_(outs, ins, scale, _joined(sq_norm, nonfinite), backend)
+
+
+def _trace_cast_(outs: list[Tensor], ins: list[Tensor], scale: Tensor, *others: Any) -> None:
+    _check_traced("cast_", others[-1], {"scale": scale}, "outs", outs, "ins", ins)
+
+
+_define(
+    "cast_(Tensor(a!)[] outs, Tensor[] ins, Tensor scale, Tensor(b!)? sq_norm, Tensor(c!)? nonfinite, str? backend) -> ()",
+    _run_cast_,
+    _trace_cast_,
+)
+
+
+def _run_stats(tensors: list[Tensor], backend: str | None) -> tuple[Tensor, Tensor]:
+    found = eager.stats(tensors, backend)
+    return found.sq_norm, found.nonfinite
+
+
+def _trace_stats(tensors: list[Tensor], backend: str | None) -> tuple[Tensor, Tensor]:
+    _check_traced("stats", backend, {}, "tensors", tensors, None, None)
+    into = Stats.empty(_device(tensors))
+    return into.sq_norm, into.nonfinite
+
+
+_define("stats(Tensor[] tensors, str? backend) -> (Tensor, Tensor)", _run_stats, _trace_stats)

@@ -1,0 +1,85 @@
+"""What the ranks of a process group tell each other of a window at its end."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..window.ledger import Ledger
+from ..window.window import Loss, Window
+
+
+class Numbers(NamedTuple):
+    """What a rank says of its window, or all ranks together: their numbers are added up."""
+
+    weight: float
+    micro_batches: float
+    dropped: float
+    nonfinite: float
+    overflow: float  # a GradScaler has found one at the window's end
+    overflowed: float  # or before it
+    unit: float  # 0 without a loss scale, and on ranks that took no part, whatever theirs is
+    unit_square: float
+    parts: float  # has the rank gathered, or dropped, anything?
+    loss: float
+    losses: float
+    small_sq_norm: float  # of the one micro-batch that was measured by itself
+    small_weight: float
+    small_square: float
+    small: float  # was one?
+    pools: float  # are there batch statistics?
+
+    @classmethod
+    def of(cls, window: Window, overflow: bool | Tensor, pools: bool) -> Numbers:
+        """Waits for the device."""
+        part = took_part(window)
+        unit = float(window.unit) if part and window.unit is not None else 0.0
+        return cls(
+            float(window.weight),
+            window.micro_batches,
+            window.dropped,
+            float(window.nonfinite),
+            bool(overflow),
+            window.overflowed,
+            unit,
+            unit**2,
+            part,
+            float(window.loss.total),
+            window.losses,
+            *small_sums(window),
+            pools,
+        )
+
+    def of_equal_units(self) -> bool:
+        """Had all ranks that took part the same loss scale? Equal numbers, and no others, have this mean square."""
+        return self.unit**2 == self.parts * self.unit_square
+
+    def put_into(self, window: Window, ledger: Ledger) -> None:
+        """Make ``window`` that of all ranks."""
+        ranks, normalised = ledger.ranks, ledger.reduction == "none"
+        if not took_part(window):
+            window.unit = self.unit / self.parts if self.unit else None
+        window.weight, window.micro_batches, window.dropped = self.weight, int(self.micro_batches), int(self.dropped)
+        window.nonfinite, window.overflowed = int(self.nonfinite), bool(self.overflowed)
+        # Of losses that come normalised the mean over the ranks is taken, as of their gradients.
+        window.loss, window.losses = Loss(self.loss / (ranks if normalised else 1)), int(self.losses)
+        window.small_sq_norm = window.small_weight = window.small_square = None
+        if self.small == ranks:
+            window.small_sq_norm, window.small_weight = self.small_sq_norm, self.small_weight
+            window.small_square = self.small_square
+            if ledger.mixes_ranks:  # all have measured the one sum of their micro-batches, or the mean
+                window.small_sq_norm *= ranks if normalised else 1 / ranks
+                window.small_square = self.small_weight**2
+
+
+def took_part(window: Window) -> bool:
+    """Has this rank gathered, or dropped, anything?"""
+    return not window.empty or window.dropped > 0
+
+
+def small_sums(window: Window) -> tuple[float, float, float, float]:
+    """The four :class:`Numbers` of a small batch."""
+    if window.small_sq_norm is None or window.small_weight is None or window.small_square is None:
+        return 0.0, 0.0, 0.0, 0.0
+    return float(window.small_sq_norm), float(window.small_weight), float(window.small_square), 1.0

@@ -1,0 +1,122 @@
+"""One process that gathers windows by itself: what :class:`fusedaccum.ranks.ranks.Ranks` does with others needs nothing here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from ..buffers.buffers import Slot
+from .fsdp2 import FullySharded
+from .replicas import Replicas
+
+
+class Alone:
+    """Nobody to agree with, and nobody to wait for.
+
+    Attributes:
+        alone: are there no other ranks? (A process group may hold one rank.)
+        size, rank, name: how many ranks there are, which one this is, and that for checkpoints.
+        shard: does each rank step its own parameters only?
+        replicas, fully_sharded: the DistributedDataParallel and FSDP2 modules.
+    """
+
+    alone = True
+    size: int = 1
+    rank: int = 0
+    name: str | None = None
+    shard: bool = False
+
+    def __init__(self) -> None:
+        self.replicas, self.fully_sharded = Replicas([]), FullySharded([])
+
+    def take(self, slots: Sequence[Slot]) -> None:
+        """Share these, too. Raises ValueError unless all ranks have the like."""
+
+    def owned(self, parameters: Collection[Parameter]) -> list[Parameter]:
+        """Those that this rank steps."""
+        return list(parameters)
+
+    def least(self, mine: float) -> float:
+        """The smallest of the ranks' numbers; waits for the device."""
+        return mine
+
+    def forget(self) -> None:
+        """A window begins, or is dropped."""
+
+    def forget_others(self, state: dict[Tensor, Any]) -> None:
+        """Drop what an optimizer's ``state`` holds of parameters that other ranks step."""
+
+    # -- a pass ------------------------------------------------------------------------------------------------
+
+    def pass_begins(self) -> None:
+        """A backward pass brings its first gradient."""
+
+    def before_add(self, slots: Sequence[Slot]) -> None:
+        """Gradients are about to be added to these slots."""
+
+    def added(self, slots: Sequence[Slot]) -> None:
+        """Gradients were added to these slots."""
+
+    @property
+    def sent(self) -> bool:
+        """Have sums of the open window gone to other ranks?"""
+        return False
+
+    def pass_ends(self, then: Callable[[], None]) -> None:
+        """The pass is over: ``then`` is called when the sums that go to other ranks have come from all."""
+        then()
+
+    def broke_off(self) -> None:
+        """A backward pass of this rank has failed; others may be waiting for segments that did not go."""
+
+    def of_all_parts(self, found: int) -> int:
+        """How many elements are not finite in gradients that the ranks hold parts of, and drop together; else what was found here."""
+        return found
+
+    # -- a window's end ----------------------------------------------------------------------------------------
+
+    @property
+    def agreed(self) -> bool:
+        """Is the open window that of all ranks already?"""
+        return False
+
+    def flushes(self) -> None:
+        """This rank ends the open window, whatever it weighs."""
+
+    def agree(self, overflow: bool | Tensor) -> bool | Tensor:
+        """Before a window is concluded: make it that of all ranks.
+
+        Args:
+            overflow: did a GradScaler find one here?
+
+        Returns:
+            whether one was found on any rank.
+
+        Raises:
+            RuntimeError: the other ranks cannot be reached, or are not alike; FSDP2 holds gradients back.
+        """
+        return overflow
+
+    def anything(self, slots: Collection[Slot]) -> bool:
+        """Does the window that has closed, which holds gradients of ``slots``, hold any, here or on another rank?"""
+        return bool(slots)
+
+    def hand_out(self, applied: bool | Tensor) -> None:
+        """Give all ranks the parameters that one of them has stepped."""
+
+    # -- checkpoints -------------------------------------------------------------------------------------------
+
+    def take_back(self) -> None:
+        """Make the buffers this rank's part of the sums again, as a checkpoint inside a window holds them."""
+
+    @property
+    def unseen(self) -> set[Slot]:
+        """Slots that show a sum only because some other rank may have a gradient."""
+        return set()
+
+    @unseen.setter
+    def unseen(self, slots: set[Slot]) -> None:
+        pass

@@ -1,0 +1,176 @@
+"""FSDP2 modules whose parameters the wrapper gathers: FSDP2 adds up the ranks' gradients itself.
+
+Nothing public tells which ranks these are, what it divides by and what it holds back: all that is read of its records is read here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch._compile import _disable_dynamo as _outside_graphs
+from torch.nn import Module
+from torch.utils._pytree import tree_leaves
+
+from ..buffers.buffers import Slot
+from ..modules import modules_alive
+
+if dist.is_available():
+    from torch.distributed.fsdp import FSDPModule
+
+
+class FullySharded:
+    """The FSDP2 modules of one wrapper.
+
+    Args:
+        slots: all of the wrapper's.
+
+    Attributes:
+        slots: those whose gradients FSDP2 adds up over the ranks.
+    """
+
+    def __init__(self, slots: Sequence[Slot]):
+        shards = {id(slot.param) for slot in slots if slot.sharded}
+        modules: list[Any] = modules_alive(FSDPModule) if shards else []
+        ours = []
+        found: dict[int, tuple[Any, Any]] = {}  # FSDP2's records of a parameter, and of those that are sent with it
+        for module in modules:
+            for group in _parameter_groups(module):
+                # Not module.parameters(): between forward and backward these may be the unsharded ones.
+                params = [p for p in group.fsdp_params if id(p.sharded_param) in shards]
+                if params:
+                    ours.append(module)
+                found.update((id(p.sharded_param), (p, group)) for p in params)
+        self.slots = [slot for slot in slots if id(slot.param) in found]
+        records = [found[id(slot.param)] for slot in self.slots]
+        self._params = [param for param, _ in records]
+        self._groups = list({id(group): group for _, group in records}.values())
+        self._meshes = [group.mesh_info.mesh for _, group in records]  # over which a slot's gradients are added up
+        for slot, (_, group) in zip(self.slots, records, strict=True):
+            slot.averaged_by = float(group.gradient_divide_factor or math.prod(group.mesh_info.mesh.shape))
+        inner = {id(m) for module in modules for m in module.modules() if m is not module}
+        self._roots = [m for m in modules if id(m) not in inner and any(x is y for x in m.modules() for y in ours)]
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks that FSDP2 adds gradients up over, the most of them where experts have ranks of their own; None without slots."""
+        return _group_of(max(self._meshes, key=lambda mesh: mesh.size())) if self._meshes else None
+
+    def check_shared_by(self, group: dist.ProcessGroup, found: bool) -> None:
+        """Raises ValueError for windows that are not shared by the ranks whose gradients are added up.
+
+        Args:
+            found: was ``group`` found here, and not asked for?
+        """
+        ours = set(dist.get_process_group_ranks(group))
+        seen = {}  # one slot of each pair of meshes: that it is added up over, and that it is a part on
+        for slot, mesh in zip(self.slots, self._meshes, strict=True):
+            parts = slot.param.device_mesh  # type: ignore[attr-defined]
+            seen[id(mesh), id(parts)] = slot, mesh, parts
+        for slot, *meshes in seen.values():
+            added, held = (set(mesh.mesh.flatten().tolist()) for mesh in meshes)
+            if found and not added <= ours:
+                raise ValueError(
+                    f"FSDP2 adds up the gradients of parameter {slot.name} over ranks {sorted(added)}, and windows would be shared by "
+                    f"ranks {sorted(ours)}; pass as process_group the group of all ranks that see different micro-batches"
+                )
+            if not ours <= held:
+                raise ValueError(
+                    f"parameter {slot.name} is a DTensor of ranks {sorted(held)}, and windows would be shared by ranks {sorted(ours)}: its "
+                    "gradient would not be added up over the others. Shard replicas over a mesh of two dimensions; make experts that are "
+                    "spread over ranks DTensors of these, too, before fully_shard: distribute_tensor(weight, mesh['experts'], [Shard(0)])"
+                )
+
+    def check_reduced(self, what: str) -> None:
+        """Raises RuntimeError where FSDP2 keeps gradients that it has not added up over the ranks yet."""
+        if self.holds_back:
+            raise RuntimeError(
+                f"{what}, and FSDP2 still holds gradients of it that it was told not to reduce; call "
+                "model.set_requires_gradient_sync(True), or set_requires_all_reduce(True), before the last backward (also before one that "
+                "flush() or state_dict() follows)"
+            )
+
+    @property
+    def holds_back(self) -> bool:
+        """Does FSDP2 keep gradients that it has not added up over the ranks yet?"""
+        return any(map(_unreduced, self._params)) or any(map(_partly_reduced, self._groups))
+
+    def wait(self) -> None:
+        """Until the gradients that it has handed over are there. With ``CPUOffloadPolicy``, PyTorch 2.11 (2.13 not) copies them still."""
+        for param in self._params:
+            event = getattr(param, "grad_offload_event", None)
+            if event is not None:
+                event.synchronize()
+
+    def drop(self) -> None:
+        """Forget gradients that it has not reduced."""
+        for param in filter(_unreduced, self._params):
+            param.unsharded_accumulated_grad = None
+            if getattr(param, "_unsharded_param", None) is not None:
+                param._unsharded_param.grad = None
+        for group in filter(_partly_reduced, self._groups):
+            group._partial_reduce_output = None
+
+    def before_backward(self, call: Callable[[], None]) -> None:
+        """Have ``call`` called when a backward through a root begins, as long as its owner lives."""
+        method = weakref.WeakMethod(call)
+
+        @_outside_graphs
+        def begins(grad: Tensor) -> None:
+            alive = method()
+            if alive is not None:
+                alive()
+
+        @_outside_graphs
+        def watch(module: Module, args: Any, output: Any) -> None:
+            for x in _tensors(output):
+                if x.requires_grad:
+                    x.register_hook(begins)
+
+        for root in self._roots:
+            weakref.finalize(self, root.register_forward_hook(watch).remove).atexit = False
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """Those in what a module returns, also in dataclasses, where FSDP2 looks too and pytrees end."""
+    for x in tree_leaves(output):
+        if isinstance(x, Tensor):
+            yield x
+        elif dataclasses.is_dataclass(x):
+            yield from _tensors([getattr(x, field.name) for field in dataclasses.fields(x)])
+
+
+def _parameter_groups(module: Any) -> list[Any]:
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
+def _unreduced(param: Any) -> bool:
+    """Of FSDP2's record of a parameter: does it hold a gradient of ``set_requires_gradient_sync(False)``?"""
+    unsharded = getattr(param, "_unsharded_param", None)
+    return param.unsharded_accumulated_grad is not None or (unsharded is not None and unsharded.grad is not None)
+
+
+def _partly_reduced(group: Any) -> bool:
+    """Of its record of those that are sent together: does it hold what ``set_requires_all_reduce(False)`` keeps from the replicas?"""
+    return getattr(group, "_partial_reduce_output", None) is not None
+
+
+def _group_of(mesh: Any) -> dist.ProcessGroup:
+    """The ranks of an FSDP2 mesh."""
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    if mesh.size() == dist.get_world_size():
+        group = dist.group.WORLD
+        assert group is not None
+        return group
+    raise ValueError(
+        f"the model is sharded over a mesh of shape {tuple(mesh.shape)}, which is not all ranks; pass the group of the ranks that see "
+        "different micro-batches: process_group=mesh._flatten().get_group()"
+    )

@@ -1,0 +1,206 @@
+"""A process group: numbers added up over its ranks, and errors that say what they mean here."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import math
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..buffers.buffers import Slot
+from ..scalars import Scalar
+from ..window.ledger import Ledger
+
+_OWN: dict[
+    int, tuple[dist.ProcessGroup, list[Own]]
+] = {}  # by the id of the caller's group, which is kept, so that it stays its
+
+
+_STRANDED: list[Group] = []  # whose group nobody may take over
+
+
+class RaisedByAllError(RuntimeError):
+    """All ranks raise it, at the same place between their collectives, and so can go on."""
+
+
+@dataclass
+class Own:
+    """A group of ours, of the ranks of a caller's one."""
+
+    group: dist.ProcessGroup
+    user: weakref.ref[Group]
+
+
+def own_group(theirs: dist.ProcessGroup, device: torch.device, user: Group) -> dist.ProcessGroup:
+    """A group of the same ranks for one wrapper alone: collectives of another, or of the caller's, may come in between on some rank.
+
+    Taken over from a wrapper that is no more, on all ranks; they agree on which. Raises ValueError where the group cannot reach ``device``.
+    """
+    try:
+        timeout = theirs._get_backend(device).options._timeout
+    except RuntimeError as error:
+        raise ValueError(
+            f"process_group has no backend for the {device}, where the buffers are: {error}; make it with one, as in "
+            "init_process_group('cpu:gloo,cuda:nccl')"
+        ) from error
+    _, known = _OWN.setdefault(id(theirs), (theirs, []))
+    free = {i for i, own in enumerate(known) if own.user() is None}
+    made = sum(len(groups) for _, groups in _OWN.values())
+    told: list = [None] * dist.get_world_size(theirs)
+    dist.all_gather_object(told, (free, made), group=theirs)
+    common = set.intersection(*(free for free, _ in told))
+    if common:
+        own = known[min(common)]
+        own.user = weakref.ref(user)
+        return own.group
+    group = new_group(dist.get_process_group_ranks(theirs), timeout, max(made for _, made in told))
+    known.append(Own(group, weakref.ref(user)))
+    return group
+
+
+def new_group(ranks: list[int], timeout: datetime.timedelta, number: int) -> dist.ProcessGroup:
+    """A group of these ranks, which call this together; others need not. ``number``: how many these have made before, at most.
+
+    PyTorch would name it by a count of groups, or by how many this process is in. Such differ between ranks where a rank is in groups that
+    another is not in, and the next group that they make never meets. So it gets a name that the ranks agree on, and the count stays.
+    """
+    name = "fusedaccum_" + hashlib.sha1(f"{number} {ranks}".encode(), usedforsecurity=False).hexdigest()
+    c10d: Any = dist.distributed_c10d
+    theirs = getattr(c10d, "_process_group_name", None)
+    try:
+        if theirs is not None:
+            # Another thread may make a group meanwhile.
+            c10d._process_group_name = lambda of, *how, **more: (
+                name if sorted(of) == sorted(ranks) else theirs(of, *how, **more)
+            )
+        group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+    finally:
+        if theirs is not None:
+            c10d._process_group_name = theirs
+    assert isinstance(group, dist.ProcessGroup)  # this rank is in it
+    return group
+
+
+class Group:
+    """The ranks that gather windows together.
+
+    Attributes:
+        size, rank: how many there are, and which one this is.
+        name: the rank, for messages and checkpoints.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, device: torch.device, ledger: Ledger):
+        self.size, self.rank = dist.get_world_size(process_group), dist.get_rank(process_group)
+        self.name = f"{self.rank} of {self.size}"
+        self.process_group = own_group(process_group, device, self)
+        self._device = device  # of numbers that travel
+        self._ledger = ledger
+        self._out_of_step = False  # has this rank left out collectives that others wait for?
+
+    def global_rank(self, rank: int) -> int:
+        """What torch.distributed's source and destination arguments take."""
+        return dist.get_global_rank(self.process_group, rank)
+
+    def total(self, mine: list[float]) -> list[float]:
+        """Sums over the ranks of a list of numbers; waits for the device."""
+        return self.sum(torch.tensor(mine, dtype=torch.float64)).tolist()
+
+    def weight(self, mine: Scalar, flushes: bool = False) -> float:
+        """The sum over the ranks of a weight, infinite where one of them ``flushes``, and so ends the window; waits for the device."""
+        total, flushing = self.total([float(mine), float(flushes)])
+        return math.inf if flushing else total
+
+    def least(self, mine: float) -> float:
+        """The smallest of the ranks' numbers; waits for the device."""
+        return float(self._reduced(torch.tensor(mine, dtype=torch.float64), dist.ReduceOp.MIN))
+
+    def sum(self, mine: Tensor) -> Tensor:
+        """The sum over the ranks of a small tensor."""
+        return self._reduced(mine, dist.ReduceOp.SUM)
+
+    def gathered(self, mine: Any) -> list[Any]:
+        """What every rank hands in, of plain values; waits for the device."""
+        theirs: list[Any] = [None] * self.size
+        with self.talking():
+            dist.all_gather_object(theirs, mine, group=self.process_group)
+        return theirs
+
+    def _reduced(self, mine: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+        total = mine.to(self._device, copy=True)
+        with self.talking():
+            dist.all_reduce(total, operation, group=self.process_group)
+        return total
+
+    @contextmanager
+    def talking(self) -> Iterator[None]:
+        """Errors of the process group say what they mean here."""
+        if self._out_of_step:
+            raise RuntimeError(
+                "this rank broke off while the window's sums were on their way, and is out of step with the others since; end all "
+                "processes and start again from a checkpoint"
+            )
+        try:
+            yield
+        except RuntimeError as error:
+            self.out_of_step()
+            raise RuntimeError(
+                f"rank {self.rank} could not reach the others at the end of window {self._ledger.index}: one of them has probably "
+                "raised or died, or closes fewer windows than this one (every rank must call step() or flush() as often as windows "
+                f"close on the others). The window is dropped. PyTorch says: {error}"
+            ) from error
+
+    def out_of_step(self) -> None:
+        """This rank leaves out what others may be waiting for."""
+        self._out_of_step = True
+        _STRANDED.append(self)
+
+    # -- are the ranks alike? ----------------------------------------------------------------------------------
+
+    def compare_shapes(self, slots: Sequence[Slot]) -> None:
+        """Raises ValueError unless all ranks gather parameters of the same shapes, dtypes and memory formats."""
+        mine = [
+            (slot.name, tuple(slot.param.shape), str(slot.param.dtype), slot.param.requires_grad, strides(slot))
+            for slot in slots
+        ]
+        for rank, other in enumerate(self.gathered(mine)):
+            differing = [(a, b) for a, b in zip(mine, other, strict=False) if a[1:] != b[1:]]
+            if differing or len(mine) != len(other):
+                a, b = differing[0] if differing else (f"{len(mine)} parameters", f"{len(other)}")
+                raise ValueError(
+                    f"process_group's ranks must have the same parameters in the same order, but rank {self.rank} has {a} where rank "
+                    f"{rank} has {b}; build the same model, in the same memory format, and the same param_groups on all ranks"
+                )
+
+    def compare_values(self, slots: Sequence[Slot]) -> None:
+        """Raises RaisedByAllError unless all ranks' parameters hold the same bits, as far as sums over them tell."""
+        if not slots:
+            return
+        bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+        sums = [slot.param.detach().view(bits[slot.param.itemsize]).sum(dtype=torch.int64) for slot in slots]
+        mine = torch.stack([x.to(self._device) for x in sums])
+        first = mine.clone()
+        with self.talking():
+            dist.broadcast(first, self.global_rank(0), group=self.process_group)
+        (differing,) = (mine != first).nonzero(as_tuple=True)
+        if self.total([len(differing)])[0]:
+            where = f", on this rank in {slots[int(differing[0])].name} first" if len(differing) else ""
+            raise RaisedByAllError(
+                f"the ranks' parameters hold different values{where}, and the same steps would leave them so; before the first window, "
+                "give all ranks the first one's: `for p in model.parameters(): torch.distributed.broadcast(p.data, 0)` "
+                "(DistributedDataParallel does that), or load the same checkpoint"
+            )
+
+
+def strides(slot: Slot) -> tuple[int, ...]:
+    """Where the elements lie of a buffer whose memory travels as it is; nothing of a shard, whose does not."""
+    if slot.sharded:
+        return ()
+    return tuple(stride for stride, size in zip(slot.strides, slot.param.shape, strict=True) if size != 1)

@@ -1,0 +1,291 @@
+"""Windows over the ranks of a process group: their sums are added once a window, and they agree on what it holds.
+
+What a window weighs, and which parameters have a gradient on any rank, is one small all-reduce at its end, after that of the sums. Every
+rank so calls the same collectives in the same order, however many micro-batches it has gathered.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._compile import _disable_dynamo as _outside_graphs
+from torch.nn import Parameter
+
+from ..buffers.buffers import Slot
+from ..buffers.sums import Sums
+from ..window.ledger import Ledger
+from ..window.settings import Settings, check_shared, check_unsharded
+from .agreement import Numbers
+from .alone import Alone
+from .fsdp2 import FullySharded
+from .group import Group, RaisedByAllError
+from .replicas import Replicas, replicas_of
+from .segments import Phase, Segments
+
+if TYPE_CHECKING:
+    from ..gathering.batch_statistics import Statistics
+
+
+class Ranks(Alone):
+    """One rank's side of the windows that a process group shares. What each call is for says :class:`Alone`.
+
+    Args:
+        found: was the group found, and not asked for?
+        replicas, fully_sharded: the modules, as :func:`modules_of` finds them.
+        comm_dtype: sums travel in this dtype; None for the buffers' own.
+        shard: each parameter is stepped by one rank, its owner.
+        sums, ledger, statistics: of this rank. settings: as the wrapper was asked to work.
+        drop: a method that drops the open window, for what the ranks have half done is none any more. Held weakly.
+    """
+
+    alone = False
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup,
+        found: bool,
+        replicas: Replicas,
+        fully_sharded: FullySharded,
+        comm_dtype: torch.dtype | None,
+        shard: bool,
+        sums: Sums,
+        ledger: Ledger,
+        statistics: Statistics,
+        settings: Settings,
+        drop: Callable[[], None],
+    ):
+        super().__init__()
+        slots = sums.buffers.slots
+        self.replicas, self.fully_sharded, self.shard, self._found = replicas, fully_sharded, shard, found
+        self._sums, self._ledger, self._statistics = sums, ledger, statistics
+        self._settings, self._drop = settings, weakref.WeakMethod(drop)
+        self._check(process_group, fully_sharded)
+        self.group = Group(process_group, slots[0].device if slots else torch.device("cpu"), ledger)
+        self.size, self.rank, self.name = self.group.size, self.group.rank, self.group.name
+        self.owners: dict[Slot, int] = {}  # empty unless ``shard``
+        self.segments = Segments(self.group, comm_dtype, sums, ledger, settings.backend, self.owners)
+        self._share(slots)
+        self._average_shards(fully_sharded)
+        self.forget()
+
+    def take(self, slots: Sequence[Slot]) -> None:
+        """Share these, too. Raises ValueError unless all ranks have the like."""
+        replicas, fully_sharded = modules_of(self._sums.buffers.slots)
+        self._average_shards(fully_sharded)
+        self._check(self.group.process_group, fully_sharded)
+        self._share(slots)
+        self.replicas, self.fully_sharded = replicas, fully_sharded
+
+    def _check(self, group: dist.ProcessGroup, fully_sharded: FullySharded) -> None:
+        slots = self._sums.buffers.slots
+        parts = [slot.name for slot in slots if slot.sharded and slot not in fully_sharded.slots]
+        lent = [slot.name for slot in self._sums.buffers.lent]
+        check_shared(self._settings, self.shard, self._sums.buffers.sharded, lent, parts)
+        if fully_sharded.slots:
+            check_unsharded(self._settings, [slot.name for slot in slots if not slot.sharded])
+        fully_sharded.check_shared_by(group, self._found)
+
+    def _share(self, slots: Sequence[Slot]) -> None:
+        self.group.compare_shapes(slots)
+        self._compared = False  # are the parameters known to be equal on all ranks?
+        if self.shard:
+            self.owners.update(owners(slots, self.size))
+
+    def _average_shards(self, fully_sharded: FullySharded) -> None:
+        """Of gradients that come normalised the mean over the ranks is taken, and FSDP2's are not added up here."""
+        if self._settings.reduction == "none":
+            for slot in fully_sharded.slots:
+                slot.averaged_by /= self.size
+
+    def owned(self, parameters: Collection[Parameter]) -> list[Parameter]:
+        slots = [self._sums.buffers.of[p] for p in parameters]
+        return [slot.param for slot in slots if self.owners.get(slot, self.rank) == self.rank]
+
+    def least(self, mine: float) -> float:
+        return self.group.least(mine)
+
+    def forget(self) -> None:
+        self._overflow = False  # has a GradScaler found one on any rank?
+        self._gathered: set[Slot] = set()  # slots that hold a gradient on any rank, once agreed
+        self._shown = False  # have all ranks told each other what they have gradients of, after a backward?
+        self.segments.forget()
+
+    def forget_others(self, state: dict[Tensor, Any]) -> None:
+        if self.shard:
+            known = [p for p in state if isinstance(p, Parameter)]
+            for p in set(known).difference(self.owned(known)):
+                del state[p]
+
+    @contextmanager
+    def _or_dropped(self) -> Iterator[None]:
+        """What the ranks have half done is no window any more. A rank that breaks it off by itself (no memory, Ctrl-C) is out of step."""
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, RaisedByAllError):
+                self.group.out_of_step()
+            drop = self._drop()
+            if drop is not None:
+                drop()
+            raise
+
+    # -- a pass ------------------------------------------------------------------------------------------------
+
+    def pass_begins(self) -> None:
+        if self._is_last():
+            self.segments.last_pass_begins()
+
+    def _is_last(self) -> bool:
+        """Does the window end with this pass? Under DistributedDataParallel, no_sync() says when it does not."""
+        if self._ledger.micro.attempt is not None:
+            return False
+        if self._shows_to_replicas:
+            return self.replicas.synced
+        # Of the first micro-batch the norm is taken, of this rank's alone: then its sums go after that.
+        taken_apart = self._settings.noise_scale is not None and self._ledger.window.empty
+        return self._ledger.is_last() and self._ledger.micro.adds == 0 and not taken_apart
+
+    @property
+    def _shows_to_replicas(self) -> bool:
+        """Is somebody, as under DistributedDataParallel, going to look at ``p.grad`` before the window ends?"""
+        return self._settings.schedule.caller_owned and bool(self.replicas.modules)
+
+    def before_add(self, slots: Sequence[Slot]) -> None:
+        self.segments.before_add(slots)
+
+    def added(self, slots: Sequence[Slot]) -> None:
+        self.segments.added(slots)
+
+    @property
+    def sent(self) -> bool:
+        return self.segments.phase is not Phase.APART
+
+    def pass_ends(self, then: Callable[[], None]) -> None:
+        if self.segments.phase is not Phase.GOING:
+            return then()
+        with self._or_dropped():
+            self.segments.send_rest()
+        finish = functools.partial(self._sums_arrive, then)
+        if torch._C._current_graph_task_id() == -1:
+            finish()
+        else:
+            # Other wrappers' passes end with the same backward, on some ranks before this one: their sums go before anybody waits.
+            torch.autograd.Variable._execution_engine.queue_callback(finish)
+
+    @_outside_graphs
+    @torch.no_grad()
+    def _sums_arrive(self, then: Callable[[], None]) -> None:
+        with self._or_dropped():
+            self.segments.arrive()
+            if self._shows_to_replicas:
+                self._show()
+        then()
+
+    def _show(self) -> None:
+        """Show sums of gradients that any rank has."""
+        has = self.group.total([self.segments.has(slot) for slot in self._sums.buffers.slots])
+        # Narrow buffers have not gone yet: what one without a gradient here holds is nobody's.
+        arrived = [slot for slot, n in zip(self._sums.buffers.slots, has, strict=True) if n and not slot.narrow]
+        self.segments.show(arrived)
+        self._shown = True
+
+    def broke_off(self) -> None:
+        if self.segments.any_gone:
+            self.group.out_of_step()
+
+    def of_all_parts(self, found: int) -> int:
+        return int(self.group.total([found])[0]) if self._sums.buffers.sharded else found
+
+    # -- a window's end ----------------------------------------------------------------------------------------
+
+    @property
+    def agreed(self) -> bool:
+        return self._ledger.has_window and self.segments.phase is Phase.AGREED
+
+    def flushes(self) -> None:
+        if self._settings.schedule.window_weight is not None:
+            with self._or_dropped():
+                self.group.weight(self._ledger.window.weight, flushes=True)
+
+    def agree(self, overflow: bool | Tensor) -> bool | Tensor:
+        if not self.agreed:
+            self.fully_sharded.check_reduced("the window ends")
+            with self._or_dropped():
+                self._agree(overflow)
+            self.replicas.window_ended()
+        return self._overflow or overflow
+
+    def _agree(self, overflow: bool | Tensor) -> None:
+        """Make the open window's numbers, and the buffers, those of all ranks. Waits for the device."""
+        self.segments.send_rest()  # first, as on ranks whose last backward has done so
+        self.segments.arrive()
+        if self._shows_to_replicas and not self._shown:
+            self._show()  # as at the end of the others' last backward
+        slots, window = self._sums.buffers.slots, self._ledger.window
+        if not self._compared:
+            self.group.compare_values([slot for slot in slots if not slot.sharded])
+            self._compared = True
+        mine = Numbers.of(window, overflow, self._statistics.any_counted)
+        totals = self.group.total([*mine, *(self.segments.has(slot) for slot in slots), *self.segments.again])
+        first, end = len(mine), len(mine) + len(slots)
+        numbers, has, again = Numbers(*totals[:first]), totals[first:end], totals[end:]
+        if not numbers.of_equal_units():
+            raise RaisedByAllError(
+                f"the loss scale is {mine.unit:g} on this rank and another on others: every rank's GradScaler has looked at its own "
+                "gradients only; use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler(process_group=...). The window is dropped"
+            )
+        numbers.put_into(window, self._ledger)
+        self._overflow = bool(numbers.overflow)
+        self._gathered = {slot for slot, ranks in zip(slots, has, strict=True) if ranks}
+        self.segments.finish(self._gathered, again)
+        if numbers.pools:
+            self._statistics.add_up(self.group)
+
+    def anything(self, slots: Collection[Slot]) -> bool:
+        return bool(slots or self._gathered)
+
+    def hand_out(self, applied: bool | Tensor) -> None:
+        if applied is not False:
+            self.segments.hand_out(self._gathered)
+
+    # -- checkpoints -------------------------------------------------------------------------------------------
+
+    def take_back(self) -> None:
+        if self.agreed:
+            raise RuntimeError(
+                "opt.normalize_() has added this window's sums over the ranks, and none of them holds its part any more; call opt.step() "
+                "before state_dict()"
+            )
+        if self._ledger.has_window:
+            self.segments.take_back_all()
+
+    @property
+    def unseen(self) -> set[Slot]:
+        return self.segments.unseen
+
+    @unseen.setter
+    def unseen(self, slots: set[Slot]) -> None:
+        self.segments.unseen = slots
+
+
+def modules_of(slots: Sequence[Slot]) -> tuple[Replicas, FullySharded]:
+    """The DistributedDataParallel and FSDP2 modules that hold the parameters of all of a wrapper's slots."""
+    return Replicas(replicas_of([slot.param for slot in slots])), FullySharded(slots)
+
+
+def owners(slots: Sequence[Slot], ranks: int) -> dict[Slot, int]:
+    """Which rank steps which parameter: neighbours together, and each about as many elements."""
+    total = sum(slot.param.numel() for slot in slots)
+    found, before = {}, 0
+    for slot in reversed(slots):
+        middle = before + slot.param.numel() / 2
+        found[slot] = min(int(middle * ranks / max(total, 1)), ranks - 1)
+        before += slot.param.numel()
+    return found

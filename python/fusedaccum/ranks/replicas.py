@@ -1,0 +1,140 @@
+"""DistributedDataParallel modules whose parameters the wrapper gathers: kept quiet, for the ranks' sums are added once a window.
+
+DDP takes no part in a backward whose forward ran without synchronisation, so that every forward of such a module runs as under its
+``no_sync()``. What the caller has asked for with that is still his, and tells which backward a caller-owned window ends with.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._compile import _disable_dynamo as _outside_graphs
+from torch.nn.parallel import DistributedDataParallel
+
+from ..modules import modules_alive
+
+
+def replicas_of(
+    parameters: Collection[Tensor], besides: Collection[DistributedDataParallel] = ()
+) -> list[DistributedDataParallel]:
+    """The DistributedDataParallel modules that hold some of ``parameters``, in their order (the same on all ranks); without ``besides``."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
+    number = {id(p): i for i, p in enumerate(parameters)}
+
+    def held(module: DistributedDataParallel) -> list[int]:
+        return [number[id(p)] for p in module.parameters() if id(p) in number]
+
+    found = modules_alive(DistributedDataParallel, lambda module: module not in besides and bool(held(module)))
+    return sorted(found, key=held)
+
+
+class Silence:
+    """Runs every forward of a module without synchronisation while it lives, and notes what the caller has asked for."""
+
+    def __init__(self, module: DistributedDataParallel):
+        self._asked = asked = {"synced": bool(module.require_backward_grad_sync), "now": True}
+
+        @_outside_graphs
+        def begin(module: Any, args: Any) -> None:
+            asked["now"] = module.require_backward_grad_sync
+            if torch.is_grad_enabled():
+                asked["synced"] = asked["now"]
+            module.require_backward_grad_sync = False
+
+        @_outside_graphs
+        def end(module: Any, args: Any, output: Any) -> None:
+            module.require_backward_grad_sync = asked["now"]
+
+        module.require_forward_param_sync = False  # module buffers follow the windows
+        for handle in (module.register_forward_pre_hook(begin), module.register_forward_hook(end, always_call=True)):
+            weakref.finalize(self, handle.remove).atexit = False
+        weakref.finalize(self, setattr, module, "require_forward_param_sync", True).atexit = False
+
+    @property
+    def synced(self) -> bool:
+        """Would the backward of the last forward have been synchronised?"""
+        return self._asked["synced"]
+
+
+# One a module, whichever wrappers gather its parameters.
+_SILENCES: weakref.WeakValueDictionary[int, Silence] = weakref.WeakValueDictionary()
+
+
+class Replicas:
+    """The modules of one wrapper. Raises ValueError for what they have been asked to do, and cannot."""
+
+    def __init__(self, modules: list[DistributedDataParallel]):
+        self.modules = modules
+        for module in modules:
+            check(module)
+        self.group: dist.ProcessGroup | None = modules[0].process_group if modules else None
+        if any(module.process_group is not self.group for module in modules):
+            raise ValueError(
+                "the optimizer's parameters are in DistributedDataParallel modules of different process groups; wrap an optimizer for each"
+            )
+        self._silences = [_SILENCES.get(id(module)) or Silence(module) for module in modules]
+        for module, silence in zip(modules, self._silences, strict=True):
+            _SILENCES[id(module)] = silence
+
+    def outdated(self, parameters: Collection[Tensor]) -> bool:
+        """Have DistributedDataParallel modules been made of ``parameters`` since?"""
+        return any(module not in self.modules for module in replicas_of(parameters))
+
+    def check_all_gathered(self, parameters: Collection[Tensor], gathered: Callable[[Tensor], bool]) -> None:
+        """Raises RuntimeError where a module would replace the sums in ``p.grad``, or has trained parameters that nobody gathers.
+
+        Args:
+            parameters: of the wrapper. gathered: does some wrapper gather this one's gradients?
+        """
+        if self.outdated(parameters):
+            raise RuntimeError(
+                "the model was wrapped in DistributedDataParallel after its optimizer was wrapped, and DDP would add up the ranks' "
+                "gradients a second time; make the DistributedDataParallel module first, then AccumulatingOptimizer"
+            )
+        trained = [named for module in self.modules for named in module.module.named_parameters()]
+        left_out = [name for name, p in trained if p.requires_grad and not gathered(p)]
+        if left_out:
+            raise RuntimeError(
+                f"parameter {left_out[0]} of the DistributedDataParallel module belongs to no AccumulatingOptimizer ({len(left_out)} such "
+                "in all), and its gradient would differ between ranks, for DDP is kept quiet; wrap its optimizer too, or freeze it"
+            )
+
+    @property
+    def synced(self) -> bool:
+        """Would the backward of a module's last forward have been synchronised?"""
+        return any(silence.synced for silence in self._silences)
+
+    @contextmanager
+    def unsynced(self) -> Iterator[None]:
+        """``no_sync()`` of all modules."""
+        with ExitStack() as stack:
+            for module in self.modules:
+                stack.enter_context(module.no_sync())
+            yield
+
+    @torch.no_grad()
+    def window_ended(self) -> None:
+        """Give all ranks the first one's module buffers (batch statistics), as DDP does after a synchronised backward."""
+        for module in self.modules:
+            if module.broadcast_buffers and module.modules_buffers:
+                module._sync_buffers()
+
+
+def check(module: DistributedDataParallel) -> None:
+    """Raises ValueError for what DDP does in a reduction that does not take place."""
+    if module.static_graph:
+        raise ValueError(
+            "the DistributedDataParallel module has static_graph=True, which needs a reduction in the first backward, and sums are reduced "
+            "once a window here; leave it out"
+        )
+    if getattr(module, "_comm_hooks", None):
+        raise ValueError(
+            "the DistributedDataParallel module has a communication hook, which would not be called; comm_dtype=torch.bfloat16 sends half"
+        )

@@ -1,0 +1,293 @@
+"""A window's sums on their way between ranks: in segments, from the last parameter to the first, as gradients come.
+
+In the window's last backward pass a segment goes as soon as its last gradient is in, while the pass still computes. Segments go in the same
+order on all ranks, whatever order their gradients come in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import ops
+from ..buffers.buffers import Block, Slot
+from ..buffers.sums import Sums
+from ..scalars import Scalar
+from ..window.ledger import Ledger
+from .group import Group
+
+SEGMENT_BYTES = 32 << 20  # of buffers that go in one collective
+UNDER_WAY = 2  # collectives through memory of their own, at once
+
+
+class Phase(Enum):
+    """What the buffers hold of the open window."""
+
+    APART = auto()  # what this rank has gathered
+    GOING = auto()  # that, and in segments that have gone during the last pass what all ranks have
+    SENT = auto()  # what all ranks have gathered, but for what has come since (Segment.again)
+    AGREED = auto()  # what all ranks have gathered, and that is all: nothing can join it any more
+
+
+@dataclass(eq=False)
+class Segment:
+    """Neighbours in a block, whose sums go together."""
+
+    block: Block
+    owner: int | None  # the rank that steps these parameters; None: all do
+    slots: list[Slot] = field(default_factory=list)  # from the last to the first
+    again: bool = False  # has a gradient come after its sums had gone?
+
+    @property
+    def memory(self) -> Tensor:
+        begin = int(self.slots[-1].buffer.storage_offset())
+        return self.block.flat[begin : int(self.slots[0].buffer.storage_offset()) + self.slots[0].buffer.numel()]
+
+    @property
+    def narrow(self) -> bool:
+        return self.slots[0].narrow
+
+
+@dataclass
+class Going:
+    """A segment on its way, in memory of its own where it goes in another dtype."""
+
+    segment: Segment
+    sent: Tensor
+    work: dist.Work | None
+
+    def arrive(self, group: Group, backend: str) -> None:
+        """Wait for it (on a GPU: let the current stream wait), and put it where it belongs."""
+        if self.work is not None:
+            with group.talking():
+                self.work.wait()
+            memory = self.segment.memory
+            if self.sent.dtype != memory.dtype:
+                ops.cast_([memory], [self.sent], backend=backend)
+            self.segment.block.written()
+        self.work, self.sent = None, torch.empty(0)
+
+
+class Segments:
+    """The sums of one rank.
+
+    Args:
+        comm_dtype: they travel in this dtype; None for the buffers' own.
+        owners: which rank steps which parameter; empty where all ranks step all.
+
+    Attributes:
+        phase: how far the open window has come.
+        unseen: slots that show a sum only because some other rank may have a gradient.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        comm_dtype: torch.dtype | None,
+        sums: Sums,
+        ledger: Ledger,
+        backend: str,
+        owners: dict[Slot, int],
+    ):
+        self._group, self._comm_dtype, self._backend = group, comm_dtype, backend
+        self._sums, self._ledger, self._owners = sums, ledger, owners
+        # Gradients that come normalised are averaged over the ranks, as DDP and FSDP do.
+        self._mean = 1.0 / group.size if ledger.reduction == "none" else 1.0
+        self._segments: list[Segment] = []
+        self._segment_of: dict[Slot, Segment] = {}
+        self._blocks = 0  # that the segments were made of
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing has gone yet of the window that begins."""
+        self.phase = Phase.APART
+        self.unseen: set[Slot] = set()
+        self._gone: list[Going] = []
+        self._missing: dict[Segment, set[Slot]] = {}  # what the segments still wait for in the last pass
+        for segment in self._segments:
+            segment.again = False
+
+    @property
+    def again(self) -> list[bool]:
+        """Of every segment: have gradients come after its sums had gone?"""
+        return [segment.again for segment in self._segments]
+
+    # -- during backward ---------------------------------------------------------------------------------------
+
+    def last_pass_begins(self) -> None:
+        """From here on segments go as soon as all their gradients are in; those that have gone before must go once more."""
+        if self._sums.buffers.lent or self._sums.buffers.offloaded:
+            return  # what their layers, or a thread, add to a buffer is not told one by one
+        self._divide_up()
+        self.take_back_all()
+        self._gone = []
+        for segment in self._segments:
+            segment.again = False
+        self._missing = {
+            segment: {slot for slot in segment.slots if slot.param.requires_grad}
+            for segment in self._segments
+            if not segment.narrow
+        }
+        self.phase = Phase.GOING
+
+    def before_add(self, slots: Sequence[Slot]) -> None:
+        """Gradients are about to be added to these slots: what has gone of them already has to go once more."""
+        if self._gone:
+            late = set(slots)
+            for going in self._gone:
+                if not going.segment.again and not late.isdisjoint(going.segment.slots):
+                    self._take_back(going)
+                    going.segment.again = True
+
+    def added(self, slots: Sequence[Slot]) -> None:
+        """Gradients were added to these slots."""
+        self.unseen.difference_update(slots)
+        if not self._missing:
+            return
+        for missing in {self._segment_of[slot] for slot in slots if slot in self._segment_of} & self._missing.keys():
+            self._missing[missing].difference_update(slots)
+        while self._missing and not next(iter(self._missing.values())):
+            self._send(next(iter(self._missing)))
+
+    # -- at the end --------------------------------------------------------------------------------------------
+
+    def send_rest(self) -> None:
+        """All wide segments are on their way after this."""
+        self._sums.gathered()  # takes over what was put into p.grad by hand
+        self._divide_up()
+        self._missing, self.phase = {}, Phase.SENT
+        gone = {going.segment for going in self._gone}
+        for segment in self._segments:
+            if not segment.narrow and segment not in gone:
+                self._send(segment)
+
+    def finish(self, gathered: set[Slot], again: Sequence[float]) -> None:
+        """Send what has to go once more on any rank, and what needed the window's weight; show what is ``gathered``."""
+        gone = {going.segment: going for going in self._gone}
+        for segment, ranks in zip(self._segments, again, strict=True):
+            if segment.narrow:
+                self._send(segment)
+            elif ranks:
+                if not segment.again:
+                    self._take_back(gone[segment])
+                self._send(segment)
+        self.arrive()
+        for segment in self._segments:
+            ours = segment.owner in (None, self._group.rank)
+            shown = [slot for slot in segment.slots if slot in gathered and ours]
+            self._sums.written(shown, self._divisor(segment))
+            for slot in segment.slots:
+                if not ours or slot in self.unseen - gathered:
+                    slot.show(None)
+        self.phase = Phase.AGREED
+
+    def take_back_all(self) -> None:
+        """Make the buffers this rank's part of the sums again."""
+        self.phase = Phase.APART
+        for going in self._gone:
+            if not going.segment.again:
+                self._take_back(going)
+                going.segment.again = True
+
+    @torch.no_grad()
+    def hand_out(self, stepped: set[Slot]) -> None:
+        """Give all ranks the parameters that their owners have stepped, by one broadcast a segment."""
+        for segment in self._segments:
+            params = [slot.param.detach() for slot in segment.slots if slot in stepped]
+            if segment.owner is None or not params:
+                continue
+            flat = torch.empty(sum(p.numel() for p in params), dtype=params[0].dtype, device=params[0].device)
+            parts = [
+                part.view(p.shape) for part, p in zip(flat.split([p.numel() for p in params]), params, strict=True)
+            ]
+            if segment.owner == self._group.rank:
+                ops.cast_(parts, params, backend=self._backend)
+            with self._group.talking():
+                owner = self._group.global_rank(segment.owner)
+                dist.broadcast(flat, owner, group=self._group.process_group)
+            if segment.owner != self._group.rank:
+                ops.cast_(params, parts, backend=self._backend)
+
+    # -- one segment -------------------------------------------------------------------------------------------
+
+    def _divide_up(self) -> None:
+        """Segments of all slots that may hold a gradient on any rank."""
+        sums = self._sums
+        sums.place([slot for slot in sums.buffers.slots if slot.param.requires_grad and not slot.sharded])
+        if self._blocks == len(sums.buffers.blocks):
+            return
+        self._blocks = len(sums.buffers.blocks)
+        filling: dict[Block, Segment] = {}
+        for slot in reversed(sums.buffers.slots):
+            if not slot.placed or slot.sharded or slot in self._segment_of:
+                continue
+            segment, owner = filling.get(slot.block), self._owners.get(slot)
+            if segment is None or segment.memory.nbytes >= SEGMENT_BYTES or segment.owner != owner:
+                segment = filling[slot.block] = Segment(slot.block, owner)
+                self._segments.append(segment)
+            segment.slots.append(slot)
+            self._segment_of[slot] = segment
+
+    def _send(self, segment: Segment) -> None:
+        self._missing.pop(segment, None)
+        shown = [slot for slot in segment.slots if slot.shown is not None]
+        self._sums.divide_(shown, self._divisor(segment), self._mean)
+        without = [slot.buffer for slot in segment.slots if slot.shown is None]
+        if without:
+            torch._foreach_zero_(without)
+        sent = segment.memory
+        if self._comm_dtype not in (None, sent.dtype):
+            for going in [going for going in self._gone if going.work is not None][: 1 - UNDER_WAY]:
+                going.arrive(self._group, self._backend)
+            sent = torch.empty_like(sent, dtype=self._comm_dtype)
+            ops.cast_([sent], [segment.memory], backend=self._backend)
+        with self._group.talking():
+            self._gone.append(Going(segment, sent, self._reduce(sent, segment.owner)))
+        segment.block.written()
+        self._sums.norms.forget(segment.slots)
+
+    def _reduce(self, sent: Tensor, owner: int | None) -> dist.Work | None:
+        group = self._group.process_group
+        if owner is None:
+            return dist.all_reduce(sent, group=group, async_op=True)
+        return dist.reduce(sent, self._group.global_rank(owner), group=group, async_op=True)
+
+    def arrive(self) -> None:
+        """Wait for what is on its way."""
+        for going in self._gone:
+            going.arrive(self._group, self._backend)
+
+    def _divisor(self, segment: Segment) -> Scalar:
+        """What narrow buffers are divided by when they go: the sum of all ranks might overflow where the window's gradient fits."""
+        return (self._ledger.divisor(self._ledger.window.weight) or 1.0) if segment.narrow else 1.0
+
+    def _take_back(self, going: Going) -> None:
+        """One rank keeps what all have gathered, the others begin again with zeros: the sum over the ranks stays what it is."""
+        going.arrive(self._group, self._backend)
+        segment = going.segment
+        if self._group.rank != (segment.owner or 0):
+            segment.memory.zero_()
+            segment.block.written()
+        elif self._mean != 1.0:
+            segment.memory.mul_(self._group.size)
+            segment.block.written()
+        self.show(segment.slots)
+
+    def has(self, slot: Slot) -> bool:
+        """Has this rank a gradient of it?"""
+        return slot.shown is not None and slot not in self.unseen
+
+    def show(self, slots: Sequence[Slot]) -> None:
+        """Show sums that hold what other ranks have gathered, or may have."""
+        unseen = [slot for slot in slots if slot.shown is None]
+        self._sums.written(unseen, 1.0)
+        self.unseen.update(unseen)
+
+    @property
+    def any_gone(self) -> bool:
+        return bool(self._gone)

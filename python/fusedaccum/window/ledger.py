@@ -1,0 +1,289 @@
+"""The ledger of windows: which one is open, what its micro-batches weigh, when it is complete, what divides its sum.
+
+Counts and weights only; the sums themselves are in :mod:`fusedaccum.buffers.sums`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+from ..scalars import Scalar, checked_weight
+from .window import MicroBatch, Schedule, Window
+
+MISSING_WEIGHT = (
+    "reduction='sum' divides by the sum of the weights, and this micro-batch was given none; "
+    "pass the number of items: opt.backward(loss, weight=n) or opt.step(weight=n)"
+)
+NO_GRADIENT = "normalize_() found no gradient; call it after the window's last backward and before step()"
+
+
+class Follower(Protocol):
+    """Who keeps something of his own for every micro-batch (batch statistics), and is told what has become of it."""
+
+    def micro_batch_counted(self) -> None:
+        """The micro-batch is over, and part of the open window."""
+
+    def micro_batch_dropped(self) -> None:
+        """The micro-batch counts for nothing."""
+
+    def window_closed(self) -> None:
+        """The open window is complete. Over ranks, all of them are told at the same place between their collectives."""
+
+    def window_dropped(self) -> None:
+        """The micro-batches that the open window has counted do not count any more."""
+
+
+class Ledger:
+    """Windows in a row.
+
+    Attributes:
+        index: of the window that is open, or else of the next.
+        has_window: False when the last window is closed (its gradient still readable) and no micro-batch has come since.
+        has_micro: is a micro-batch being gathered? False between two.
+        ranks: how many gather a window together.
+        over_ranks: the sum over them of a weight.
+        mixes_ranks: do other ranks' gradients come with this one's, so that its weight must not keep them out?
+    """
+
+    def __init__(self, schedule: Schedule, reduction: str):
+        self.schedule = schedule
+        self.reduction = reduction
+        self.ranks = 1
+        self.over_ranks: Callable[[Scalar], Scalar] = lambda weight: weight
+        self.mixes_ranks = False
+        self.index = 0
+        self._window: Window | None = None
+        self._micro: MicroBatch | None = None
+        self._followers: list[weakref.ref[Follower]] = []
+
+    @property
+    def followers(self) -> list[Follower]:
+        """Who is told, in the order in which they came (the same on all ranks)."""
+        return [alive for follower in self._followers if (alive := follower()) is not None]
+
+    def tell(self, follower: Follower) -> None:
+        """Keep ``follower`` up to date while it lives."""
+        self._followers.append(weakref.ref(follower))
+
+    @property
+    def has_window(self) -> bool:
+        return self._window is not None
+
+    @property
+    def window(self) -> Window:
+        """The open window."""
+        assert self._window is not None
+        return self._window
+
+    @property
+    def has_micro(self) -> bool:
+        return self._micro is not None
+
+    @property
+    def micro(self) -> MicroBatch:
+        """The micro-batch being gathered."""
+        assert self._micro is not None
+        return self._micro
+
+    @property
+    def is_open(self) -> bool:
+        """Has the window gathered, or begun to gather, anything?"""
+        return self.has_micro or (self.has_window and not self.window.empty)
+
+    @property
+    def has_counted(self) -> bool:
+        """Is the window open, or has it at least dropped a micro-batch?"""
+        return self.is_open or (self.has_window and self.window.dropped > 0)
+
+    def begin_window(self, unit: Scalar | None) -> None:
+        self._window = Window(self.index, self.schedule.length(self.index), unit=unit)
+
+    def begin_micro_batch(self, weight: Scalar | None = None) -> None:
+        self._micro = MicroBatch()
+        if weight is not None:
+            self.weigh(weight)
+
+    def drop_micro_batch(self) -> None:
+        self._micro = None
+        for follower in self.followers:
+            follower.micro_batch_dropped()
+
+    def drop_window(self) -> None:
+        if self.has_micro:
+            self.drop_micro_batch()
+        self._window = None
+        for follower in self.followers:
+            follower.window_dropped()
+
+    def close_window(self) -> None:
+        self._window, self.index = None, self.index + 1
+        for follower in self.followers:
+            follower.window_closed()
+
+    def restore(self, index: int, window: Window | None, micro: MicroBatch | None) -> None:
+        """Go on where a checkpoint was taken."""
+        self.index, self._window, self._micro = index, window, micro
+
+    def weigh(self, weight: Scalar) -> None:
+        """A weight given to the open micro-batch.
+
+        Raises:
+            ValueError: it differs from the one given before, or comes after gradients were scaled without it.
+        """
+        micro = self.micro
+        if micro.weight is weight:
+            return
+        if micro.weight is None and (micro.adds == 0 or self.reduction != "mean"):
+            micro.weight = weight
+            if micro.adds == 0:  # else it is late, and only divides
+                micro.factor = self._factor(weight)
+        elif micro.weight is None:
+            raise ValueError(
+                f"weight {float(weight):g} comes too late: part of this micro-batch was added with weight 1 already; "
+                "give it with the first backward of the micro-batch"
+            )
+        elif float(micro.weight) != float(weight):
+            raise ValueError(
+                f"weight {float(weight):g} differs from {float(micro.weight):g}, which this micro-batch was given before; "
+                "several backward() before one step() are parts of one micro-batch and share its weight"
+            )
+
+    def late_weight(self, weight: Scalar | None) -> Scalar | None:
+        """``step(weight=)``, checked. Raises ValueError where it comes too late."""
+        if weight is not None and self.reduction == "mean":
+            raise ValueError(
+                "step(weight=) comes too late under reduction='mean': the weight scales the gradient as it is added; "
+                "use opt.backward(loss, weight=...) or `with opt.micro_batch(weight=...)`"
+            )
+        return None if weight is None else checked_weight(weight)
+
+    def commit(self, late: Scalar | None) -> None:
+        """The micro-batch is over: count it, with the weight it was given, now or before. One that was rejected counts for nothing."""
+        window, micro = self.window, self.micro
+        if micro.bad:
+            window.dropped, window.unrecorded = window.dropped + 1, None
+            self.drop_micro_batch()
+            return
+        if 0 < micro.told < micro.passes:  # somebody else has run a part of it
+            micro.loss = None
+        micro.weight = self._weight_of(micro, late)
+        window.commit(micro)
+        window.unrecorded = micro.factor if self.schedule.caller_owned and micro.loss is None else None
+        self._micro = None
+        for follower in self.followers:
+            follower.micro_batch_counted()
+
+    def _weight_of(self, micro: MicroBatch, late: Scalar | None) -> Scalar | None:
+        """A micro-batch's weight at its end; None where a caller-owned window may still be told it."""
+        if micro.weight is not None and late is not None and float(micro.weight) != float(late):
+            raise ValueError(
+                f"step(weight={float(late):g}) differs from {float(micro.weight):g}, given with backward()"
+            )
+        weight = late if micro.weight is None else micro.weight
+        if weight is not None:
+            return weight
+        if self.schedule.caller_owned and self.reduction != "mean":
+            return None
+        if self.reduction == "sum":
+            raise ValueError(MISSING_WEIGHT)
+        return 1.0
+
+    def _factor(self, weight: Scalar) -> Scalar:
+        if self.reduction == "mean":
+            return weight
+        if self.mixes_ranks:
+            return 1.0
+        return (weight != 0).to(weight.dtype) if isinstance(weight, Tensor) else float(weight != 0)
+
+    def weigh_the_rest(self, late: Scalar | None) -> None:
+        """Before a window closes: ``late`` is the weight of all its micro-batches that were given none.
+
+        Raises ValueError where it is missing under ``reduction="sum"``, and where there is nothing left to weigh.
+        """
+        window = self.window
+        if not window.unweighed:
+            if late is not None and not window.empty:
+                raise ValueError(
+                    f"step(weight={float(late):g}) has nothing to weigh: every micro-batch of the window was given its weight"
+                )
+            return
+        if late is None:
+            if self.reduction == "sum":
+                raise ValueError(MISSING_WEIGHT)
+            late = float(window.unweighed)
+            if window.small_weight is None:
+                window.weigh_small(1.0)
+        window.weight, window.unweighed = window.weight + late, 0
+
+    def complete(self) -> bool:
+        """Is the window full, or does every call close it? (Reads a tensor weight, when the sum of weights decides.)"""
+        return self._complete(self._steps, self.window.weight)
+
+    @property
+    def progress(self) -> dict[str, int | str]:
+        """The open window's index (or the next one's), and what it holds of what it closes at, as far as the host knows."""
+        window = self._window
+        shown: dict[str, int | str] = {"window": self.index}
+        length = self.schedule.length(self.index) if window is None else window.length
+        count = 0 if window is None else self._steps
+        shown["micro_batch"] = f"{count}/{length}" if length is not None else count
+        weight = 0.0 if window is None else window.weight
+        if self.schedule.window_weight is not None and not isinstance(weight, Tensor):
+            shown["weight"] = f"{weight:g}/{self.schedule.window_weight:g}"
+        return shown
+
+    @property
+    def _steps(self) -> int:
+        """What a count of micro-batches has come to. A rank that drops one must not fall behind the others, which wait for it."""
+        window = self.window
+        return window.micro_batches + (window.dropped if self.ranks > 1 else 0) + (window.carried or 0)
+
+    def _complete(self, steps: int, weight: Scalar) -> bool:
+        if self.schedule.window_weight is not None:
+            weight = self.over_ranks(weight)
+        return self.schedule.complete(self.window.length, steps, weight)
+
+    def may_be_last(self) -> bool:
+        """May the micro-batch being gathered complete the window? Does not wait for a device, and says True in doubt."""
+        window = self.window
+        return self.schedule.may_complete(window.length, self._steps + 1, window.weight + self.micro.value())
+
+    def is_last(self) -> bool:
+        """Is it known that the micro-batch being gathered completes the window? Never where weights decide, which are added up later."""
+        if self.schedule.window_weight is not None:
+            return False
+        length = self.window.length
+        return self.micro.last or (length is not None and self._steps + 1 >= length)
+
+    def divisor(self, weight: Scalar) -> Scalar:
+        """What the sum is divided by in a window of this weight."""
+        return 1.0 if self.reduction == "none" else weight
+
+    def divisor_at_end(self) -> Scalar:
+        """The divisor of the window that ends with the micro-batch being gathered, or has ended before it.
+
+        Raises:
+            RuntimeError: nothing gathered, or the window is not complete by then. ValueError: a weight is missing.
+        """
+        if not self.is_open:
+            raise RuntimeError(NO_GRADIENT)
+        window = self.window
+        count, weight = self._steps, window.weight
+        last: Scalar | None = 0.0
+        if self.has_micro and not self.micro.bad:
+            count, last = count + 1, self._weight_of(self.micro, None)
+            weight = weight + (0.0 if last is None else last)
+        elif self.has_micro and self.ranks > 1:
+            count += 1
+        if self.reduction == "sum" and (window.unweighed or last is None):
+            raise ValueError(MISSING_WEIGHT)
+        if not self._complete(count, weight):
+            raise RuntimeError(
+                f"normalize_() is for a window's end, and this one is not complete: it holds {count} micro-batches of weight "
+                f"{float(weight):g}, and closes at {window.length or self.schedule.window_weight}"
+            )
+        return self.divisor(weight)

@@ -1,0 +1,85 @@
+"""What is told of losses: of the micro-batch that is open, or of the one counted last, for ``last_window.loss``."""
+
+from __future__ import annotations
+
+from ..scalars import Scalar, times
+from .amp import LossScale
+from .ledger import Ledger
+from .window import Loss
+
+
+class Losses:
+    """Records losses in a ledger's windows, weighed as their gradients are, and takes a GradScaler's factor off.
+
+    Args:
+        loss_scale: that factor, once a scaler has shown it.
+    """
+
+    def __init__(self, ledger: Ledger, loss_scale: LossScale):
+        self._ledger, self._scale = ledger, loss_scale
+
+    @property
+    def lacking(self) -> bool:
+        """Has nobody told the loss of the micro-batch that is open, or was counted last?"""
+        ledger = self._ledger
+        if ledger.has_micro:
+            return ledger.micro.loss is None
+        return ledger.has_window and ledger.window.unrecorded is not None
+
+    def record(self, loss: Scalar, by_backward: bool) -> None:
+        """``by_backward``: as opt.backward() got it, with a loss scale if there is one.
+
+        Raises RuntimeError where there is no micro-batch that lacks its loss, or opt.backward() has told a part of it.
+        """
+        ledger, live = self._ledger, self._scale.live if by_backward else None
+        raw = by_backward and live is None
+        if live is not None:
+            loss = loss / live
+        if ledger.has_micro:
+            micro = ledger.micro
+            if micro.loss is not None and by_backward is not micro.loss_by_backward:
+                raise RuntimeError(
+                    "opt.backward() records a micro-batch's loss; leave record_loss() out, or call loss.backward()"
+                )
+            part = _of(times(micro.factor, loss), raw)
+            micro.loss = part if micro.loss is None else micro.loss + part
+            micro.loss_by_backward = by_backward
+        elif ledger.has_window and ledger.window.unrecorded is not None:
+            ledger.window.record(_of(times(ledger.window.unrecorded, loss), raw))
+            ledger.window.unrecorded = None
+        else:
+            raise RuntimeError(
+                "record_loss() found no micro-batch that lacks its loss; call it once a micro-batch, between its backward and step() "
+                "(opt.backward(loss) needs no such call)"
+            )
+
+    def told_a_pass(self) -> None:
+        """opt.backward() has run a pass, and recorded its loss."""
+        if self._ledger.has_micro:
+            self._ledger.micro.told += 1
+
+    def scale_is(self, loss_scale: Scalar) -> None:
+        """Losses that carried an unknown loss scale carried this one."""
+        window = self._ledger.window
+        window.loss = window.loss.unscaled(loss_scale)
+        micro = self._ledger.micro if self._ledger.has_micro else None
+        if micro is not None and micro.loss is not None:
+            micro.loss = micro.loss.unscaled(loss_scale)
+
+    def scale_stays_unknown(self) -> None:
+        """The loss scale that they may carry is not going to be known."""
+        window = self._ledger.window
+        if window.loss.may_carry_scale:
+            window.losses = -1
+        micro = self._ledger.micro if self._ledger.has_micro else None
+        if micro is not None and micro.loss is not None and micro.loss.may_carry_scale:
+            micro.loss = None
+
+    def there_is_no_scale(self) -> None:
+        """No scaler any more: one was taken off the open micro-batch's loss that this did not carry."""
+        if self._ledger.has_micro and self._ledger.micro.loss_by_backward:
+            self._ledger.micro.loss = None
+
+
+def _of(weighed: Scalar, raw: bool) -> Loss:
+    return Loss(weighed, weighed if raw else 0.0)

@@ -1,0 +1,101 @@
+"""The simple gradient noise scale: how large a batch still pays, from norms that the adds have measured anyway.
+
+McCandlish, Kaplan, Amodei and the OpenAI Dota Team, "An Empirical Model of Large-Batch Training" (2018), arXiv:1812.06162, section 2.2
+and appendix A.1: ``tr(Sigma) / |G|^2``, with G the true gradient and Sigma the covariance of one sample's. Two sums of gradients, of
+a small batch and of a large one, tell both, for a sum over samples of weight w has ``E|S|^2 = w^2 |G|^2 + w tr(Sigma)``. The small one is
+a window when it holds its first micro-batch, the large one is the whole window.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..buffers.sums import Sums
+from ..scalars import Scalar, as_tensor, on
+from .ledger import Ledger
+from .window import MicroBatch, Window
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A sum of weighed gradients, or several sums added up: ``E[sq_norm] = square |G|^2 + weight tr(Sigma)``.
+
+    Attributes:
+        sq_norm: squared norm of the sum. weight: of what it holds. square: the weight's square, of each sum by itself.
+    """
+
+    sq_norm: Scalar
+    weight: Scalar
+    square: Scalar
+
+
+def measure_small(window: Window, micro: MicroBatch, sums: Sums, backend: str) -> None:
+    """The window holds one micro-batch, whose norm its adds have taken; on this rank, for no sums have gone to others yet.
+
+    Of shards, one of every rank that FSDP2 adds up over, and the squares of all parts: the ranks that hold these call it together.
+    """
+    unit, slots = 1.0 if window.unit is None else window.unit, sums.gathered()
+    sq_norm = sums.sq_norm(slots) if sums.buffers.sharded else sums.norms.total(slots, backend)
+    window.small_sq_norm = sq_norm / on(unit, sq_norm.device) ** 2
+    if micro.weight is not None:
+        window.weigh_small(micro.weight)
+
+
+def measured(window: Window, norm: Tensor | None, ledger: Ledger) -> tuple[Measured, Measured] | None:
+    """What a window was when it held one micro-batch, and what it is, with a gradient of this norm; None where either is not known."""
+    if window.overflowed or norm is None or window.micro_batches <= (ledger.ranks if ledger.mixes_ranks else 1):
+        return None
+    if window.small_sq_norm is None or window.small_weight is None or window.small_square is None:
+        return None
+    # The gradient's norm is over this; a mean over ranks, where it comes normalised.
+    sums = norm * (float(ledger.ranks) if ledger.reduction == "none" else on(window.weight, norm.device))
+    small = Measured(window.small_sq_norm, window.small_weight, window.small_square)
+    return small, Measured(sums**2, window.weight, window.weight**2)
+
+
+class NoiseScale:
+    """``|G|^2`` and ``tr(Sigma)``, averaged over windows one by one: their ratio is biased, and noisier than either.
+
+    Args:
+        decay: a window of the exponential averages.
+
+    Attributes:
+        averages: both, as one float64 tensor, always the same one on a device, so that a CUDA graph's replays go on from each other; None
+            before the first window. (They begin at zero, which their ratio does not show.)
+    """
+
+    def __init__(self, decay: float):
+        self.decay = decay
+        self.averages: Tensor | None = None
+
+    def load(self, averages: Tensor | None) -> None:
+        """Go on from a checkpoint's."""
+        if self.averages is None or averages is None:
+            self.averages = None if averages is None else averages.clone()
+        else:
+            self.averages.copy_(averages)
+
+    def update(self, small: Measured, large: Measured) -> None:
+        """Take in a window; one that tells nothing (a single micro-batch, or a value that is not finite) changes nothing. No wait."""
+        b = as_tensor(large.sq_norm)
+        a, w, s, v, t = (
+            on(x, b.device) for x in (small.sq_norm, small.weight, small.square, large.weight, large.square)
+        )
+        apart = w * t - v * s  # zero, so that nothing finite is found, where both sums hold the same
+        found = torch.stack([b * w - a * v, a * t - b * s]).double() / apart
+        if self.averages is None:
+            self.averages = torch.zeros_like(found)
+        self.averages = as_tensor(on(self.averages, b.device))
+        after = self.decay * self.averages + (1 - self.decay) * found
+        self.averages.copy_(torch.where(torch.isfinite(found).all(), after, self.averages))
+
+    @property
+    def value(self) -> Tensor | None:
+        """The noise scale in units of the weights: infinite while no gradient is seen through the noise, NaN while nothing is known."""
+        if self.averages is None:
+            return None
+        sq_gradient, trace = self.averages.clamp(min=0)
+        return trace / sq_gradient

@@ -1,0 +1,269 @@
+"""The wrapper's arguments, checked before anything is touched."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer, SparseAdam
+
+from ..buffers.buffers import buffer_dtype
+from ..buffers.shards import is_shard
+from ..ops import backends
+from ..scalars import Scalar
+from .window import Schedule
+
+REDUCTIONS = ("mean", "sum", "none")
+ROUNDINGS = ("nearest", "stochastic")
+NONFINITE = ("propagate", "skip_window", "skip_micro_batch", "raise")
+COMM_DTYPES = (None, torch.float32, torch.bfloat16)
+BUFFER_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How an :class:`~fusedaccum.AccumulatingOptimizer` was asked to work; its docstring says what each means."""
+
+    schedule: Schedule
+    reduction: str
+    buffer_dtype: torch.dtype | None
+    rounding: str
+    master_weights: bool
+    max_grad_norm: float | None
+    nonfinite: str
+    backend: str
+    buffer_device: torch.device | None = None
+    noise_scale: float | None = None
+
+    def __post_init__(self) -> None:
+        one_of("reduction", self.reduction, REDUCTIONS)
+        one_of("buffer_dtype", self.buffer_dtype, BUFFER_DTYPES)
+        one_of("rounding", self.rounding, ROUNDINGS)
+        one_of("nonfinite", self.nonfinite, NONFINITE)
+        one_of("master_weights", self.master_weights, (True, False))
+        if self.rounding == "stochastic" and self.buffer_dtype is not None and self.buffer_dtype.itemsize > 2:
+            raise ValueError(
+                f"rounding='stochastic' is for 16-bit buffers, but buffer_dtype is {self.buffer_dtype}; "
+                "use buffer_dtype=torch.bfloat16, or rounding='nearest'"
+            )
+        if self.master_weights and self.buffer_dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"master_weights=True steps FP32 parameters and needs FP32 gradients, but buffer_dtype is {self.buffer_dtype}; "
+                "use buffer_dtype=torch.float32"
+            )
+        if self.max_grad_norm is not None:
+            norm = self.max_grad_norm
+            if isinstance(norm, bool) or not isinstance(norm, (int, float)):
+                raise TypeError(f"max_grad_norm must be a number or None, got {norm!r}")
+            if math.isnan(norm) or norm <= 0:
+                raise ValueError(
+                    f"max_grad_norm must be greater than 0, got {norm}; None does not clip, math.inf only measures"
+                )
+        check_noise_scale(self.noise_scale, self.schedule)
+        backend = backends.check(self.backend)
+        if self.buffer_device is not None and backend in ("cuda", "triton"):
+            how = "backend" if self.backend == backend else "the environment's FUSEDACCUM_BACKEND"
+            raise ValueError(f"{how}={backend!r} adds on a GPU, and with buffer_device='cpu' the CPU does; use 'auto'")
+
+    @property
+    def drops_micro_batches(self) -> bool:
+        """Must a micro-batch be known to be finite before any of it is added?"""
+        return self.nonfinite in ("skip_micro_batch", "raise")
+
+    @property
+    def wants_norm(self) -> bool:
+        return self.max_grad_norm is not None or self.nonfinite == "skip_window" or self.noise_scale is not None
+
+
+def one_of(name: str, value: Any, allowed: tuple) -> None:
+    """Raises ValueError unless ``value`` is one of ``allowed``."""
+    if not any(value is a or value == a for a in allowed):
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def checked_device(buffer_device: Any) -> torch.device | None:
+    """``buffer_device`` as a device; raises ValueError for all but None and the CPU."""
+    if buffer_device is None:
+        return None
+    if buffer_device not in ("cpu", torch.device("cpu")):
+        raise ValueError(
+            f"buffer_device must be 'cpu', or None to gather where the parameters are, got {buffer_device!r}"
+        )
+    return torch.device("cpu")
+
+
+def check_optimizer(optimizer: Any, settings: Settings, wrapper: type) -> None:
+    """Raises TypeError or ValueError for an optimizer that cannot be wrapped, or not with these settings."""
+    if isinstance(optimizer, wrapper):
+        raise TypeError(
+            "optimizer is wrapped already; wrap the torch optimizer inside it (optimizer.optimizer) instead"
+        )
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if isinstance(optimizer, SparseAdam):
+        raise TypeError(
+            "optimizer is SparseAdam, which needs sparse gradients, and accumulation buffers are dense; "
+            "use torch.optim.Adam and make the embedding with sparse=False"
+        )
+    if settings.buffer_device is not None and settings.master_weights:
+        group = next((group for group in optimizer.param_groups if group.get("capturable")), None)
+        if group is not None and any(p.device != settings.buffer_device for p in group["params"]):
+            raise ValueError(
+                "capturable=True is for optimizers that step on a GPU, and with buffer_device='cpu' and master_weights=True this one "
+                "steps on the CPU; build it without"
+            )
+    if isinstance(optimizer, LBFGS):
+        if not settings.schedule.caller_owned:
+            raise ValueError(
+                "optimizer is LBFGS, which evaluates its closure several times a step, so one step() cannot be one micro-batch; "
+                "leave out accum_steps and window_weight and run the window's micro-batches inside the closure"
+            )
+        if settings.nonfinite == "skip_window":
+            raise ValueError(
+                "nonfinite='skip_window' does not work with LBFGS, which evaluates and applies within one step; "
+                "use 'skip_micro_batch' or 'raise'"
+            )
+        if settings.buffer_device is not None:
+            raise ValueError(
+                "buffer_device='cpu' does not work with LBFGS, which reads p.grad while it evaluates; leave it out"
+            )
+        if settings.master_weights:
+            raise ValueError(
+                "master_weights=True does not work with LBFGS, which keeps its own list of parameters; keep the model in FP32"
+            )
+
+
+def check_parameter(name: str, parameter: Tensor, settings: Settings) -> None:
+    """Raises ValueError for a parameter whose gradients cannot be gathered, or not with these settings."""
+    if settings.buffer_device is not None and is_shard(parameter):
+        raise ValueError(
+            f"buffer_device='cpu' does not work with parameter {name}, which is a DTensor; leave it out, or use FSDP2's CPUOffloadPolicy"
+        )
+    if not parameter.is_floating_point():
+        raise ValueError(
+            f"parameter {name} is {parameter.dtype}; only real floating-point parameters can be accumulated "
+            "(store a complex one as two real ones, torch.view_as_real)"
+        )
+    if parameter.dtype.itemsize < 2:
+        raise ValueError(
+            f"parameter {name} is {parameter.dtype}; FP64, FP32, bf16 and fp16 parameters can be accumulated"
+        )
+    if parameter.layout is not torch.strided:
+        raise ValueError(f"parameter {name} is {parameter.layout}; only dense parameters can be accumulated")
+    if parameter.grad is not None:
+        raise ValueError(
+            f"parameter {name} has a gradient already, which would be in no window; call optimizer.zero_grad() before wrapping it"
+        )
+
+
+def check_noise_scale(decay: Any, schedule: Schedule) -> None:
+    """Raises TypeError or ValueError for what is no decay, and where a schedule needs one."""
+    if decay is None:
+        if schedule.adaptive is not None:
+            raise ValueError(
+                "accum_steps follows the noise scale, and nothing measures that; add noise_scale=0.95, the decay a window of its averages"
+            )
+    elif isinstance(decay, bool) or not isinstance(decay, (int, float)):
+        raise TypeError(
+            f"noise_scale must be a number or None, got {decay!r}; it is the decay a window of its averages: 0.95"
+        )
+    elif not 0 <= decay < 1:
+        raise ValueError(
+            f"noise_scale must be at least 0 and less than 1, got {decay}; it is the decay a window of its averages: 0.95 averages over "
+            "about the last 20 windows"
+        )
+
+
+def check_lent(name: str, parameter: Tensor, settings: Settings) -> None:
+    """Raises ValueError for a parameter whose layer adds its gradients itself, where that cannot be what the settings ask for."""
+    how = f"parameter {name} has the attribute grad_added_to_main_grad, so that its layer adds gradients to a buffer itself"
+    if settings.drops_micro_batches:
+        raise ValueError(
+            f"{how}, and nonfinite={settings.nonfinite!r} must see them before; use 'skip_window', or delete the attribute and "
+            "switch the layer's gradient accumulation fusion off"
+        )
+    if buffer_dtype(parameter.dtype, settings.buffer_dtype).itemsize < 4:
+        raise ValueError(
+            f"{how}, and 16-bit buffers hold a running mean, which it cannot; use buffer_dtype=torch.float32"
+        )
+    if settings.buffer_device is not None and parameter.device != settings.buffer_device:
+        raise ValueError(
+            f"{how}, and with buffer_device='cpu' the buffers are where it cannot; leave buffer_device out, or delete the attribute "
+            "and switch the layer's gradient accumulation fusion off"
+        )
+    if getattr(parameter, "main_grad", None) is not None:
+        raise ValueError(
+            f"{how}, and has somebody else's main_grad already (Megatron-LM's DistributedDataParallel, or a wrapper's that is still "
+            "alive?); leave that out"
+        )
+
+
+def check_weight_of_lent(weight: Scalar, name: str) -> None:
+    """Raises ValueError for a weight that the gradients of such parameters would have to be multiplied with."""
+    if isinstance(weight, Tensor) or weight != 1:
+        raise ValueError(
+            f"weight is {weight} and reduction='mean', but the layer of parameter {name} adds its gradients to main_grad as they are; "
+            "make the loss a sum over the micro-batch's items and use reduction='sum'"
+        )
+
+
+def check_group(process_group: Any, comm_dtype: Any, shard: Any) -> None:
+    """Raises TypeError or ValueError for what cannot be a process group, or a dtype that sums travel in."""
+    if process_group is not None and not (dist.is_available() and isinstance(process_group, dist.ProcessGroup)):
+        raise TypeError(
+            f"process_group must be a torch.distributed.ProcessGroup (torch.distributed.group.WORLD) or None, got {process_group!r}"
+        )
+    one_of("comm_dtype", comm_dtype, COMM_DTYPES)
+    one_of("shard", shard, (True, False))
+
+
+def check_alone(comm_dtype: torch.dtype | None, shard: bool) -> None:
+    """Raises ValueError for what is meant for several ranks, where there is no process group."""
+    for name, value in (("comm_dtype", comm_dtype), ("shard", shard or None)):
+        if value is not None:
+            raise ValueError(
+                f"{name}={value} is for windows that ranks gather together, and there is no process_group; leave it out"
+            )
+
+
+def check_shared(settings: Settings, shard: bool, sharded: bool, lent: list[str], parts: list[str]) -> None:
+    """Raises ValueError for what does not work over ranks, or not with ``shard``.
+
+    Args:
+        sharded: there are DTensors. lent: parameters whose layers add to main_grad. parts: DTensors that are not FSDP2's.
+    """
+    if parts:
+        raise ValueError(
+            f"parameter {parts[0]} is a DTensor that FSDP2 does not add up over the ranks of process_group; call fully_shard on the model "
+            "with the mesh of these ranks, or leave process_group out where all ranks see the same micro-batches (tensor parallelism alone)"
+        )
+    if lent and settings.schedule.caller_owned:
+        raise ValueError(
+            f"the layer of parameter {lent[0]} adds to main_grad by itself, and where the caller owns windows nothing tells when that has "
+            "to be added up over the ranks; give accum_steps, or switch the layer's gradient accumulation fusion off"
+        )
+    if settings.nonfinite == "raise":
+        raise ValueError(
+            "nonfinite='raise' would raise on one rank while the others wait for it; use 'skip_micro_batch' or 'skip_window', and look "
+            "at last_window.nonfinite"
+        )
+    if shard and sharded:
+        raise ValueError(
+            "shard=True is for parameters that every rank holds, and these are shards already; leave it out"
+        )
+    if shard and settings.buffer_device is not None:
+        raise ValueError("shard=True does not work with buffer_device='cpu'; leave one of them out")
+
+
+def check_unsharded(settings: Settings, names: list[str]) -> None:
+    """Raises ValueError for parameters beside FSDP2's that it does not shard, and settings that need all of one kind."""
+    if names and settings.noise_scale is not None:
+        raise ValueError(
+            f"noise_scale={settings.noise_scale}: parameter {names[0]} is not FSDP2's, as others are; its gradient of a first micro-batch "
+            "is this rank's, and theirs that of all ranks, and no one batch has such a norm. Shard it too (fully_shard on the module that "
+            "holds it), or leave noise_scale out"
+        )

@@ -1,0 +1,223 @@
+"""Counting: which micro-batches a window holds, what they weigh, when it closes and what its sum is divided by.
+
+Knows numbers and 0-d tensors only: no hooks, no buffers, no optimizers. Weights that are tensors stay on their device,
+so nothing here waits for one, except a window closed by the sum of tensor weights (somebody has to read that sum).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from ..scalars import Scalar, beside, checked_count, checked_weight
+
+if TYPE_CHECKING:
+    from .attempts import Attempt
+
+
+def checked_steps(steps: Any, name: str = "accum_steps") -> int:
+    """``accum_steps`` as an int; raises as :func:`checked_count`."""
+    return checked_count(
+        steps,
+        name,
+        "; it counts a window's micro-batches (a callable(window_index) may, too), and flush() applies what is left over",
+    )
+
+
+@runtime_checkable
+class AdaptiveSteps(Protocol):
+    """``accum_steps`` that look at the windows that have closed."""
+
+    def __call__(self, index: int) -> int: ...
+
+    def window_closed(self, window: LastWindow, ranks: int) -> None:
+        """Told of every window that has closed, gathered by so many ranks."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain values, for checkpoints."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When a window closes: after ``accum_steps`` micro-batches, at a sum of weights, or when the caller says so."""
+
+    accum_steps: int | Callable[[int], int] | None = None
+    window_weight: float | None = None
+
+    @classmethod
+    def checked(cls, accum_steps: Any, window_weight: Any) -> Schedule:
+        """Build from the user's arguments; raises as :func:`checked_steps` and :func:`checked_weight` do."""
+        if accum_steps is not None and window_weight is not None:
+            raise ValueError(
+                f"accum_steps={accum_steps!r} and window_weight={window_weight!r} both say when a window closes; give one of them"
+            )
+        if accum_steps is not None and not callable(accum_steps):
+            accum_steps = checked_steps(accum_steps)
+        if window_weight is not None:
+            window_weight = float(checked_weight(window_weight, "window_weight"))
+            if window_weight == 0:
+                raise ValueError("window_weight must be greater than 0, got 0.0")
+        return cls(accum_steps, window_weight)
+
+    @property
+    def adaptive(self) -> AdaptiveSteps | None:
+        return self.accum_steps if isinstance(self.accum_steps, AdaptiveSteps) else None
+
+    @property
+    def caller_owned(self) -> bool:
+        """Does every ``step()`` close the window?"""
+        return self.accum_steps is None and self.window_weight is None
+
+    def length(self, index: int) -> int | None:
+        """Micro-batches in window ``index``, or None where something else closes it."""
+        if callable(self.accum_steps):
+            return checked_steps(self.accum_steps(index), f"accum_steps({index})")
+        return self.accum_steps
+
+    def complete(self, length: int | None, micro_batches: int, weight: Scalar) -> bool:
+        """Is a window of these contents full? (Reads a tensor weight, when the sum of weights decides.)"""
+        if length is not None:
+            return micro_batches >= length
+        return self.window_weight is None or bool(weight >= self.window_weight)
+
+    def may_complete(self, length: int | None, micro_batches: int, weight: Scalar) -> bool:
+        """As :meth:`complete`, but says True rather than wait for a device."""
+        if self.window_weight is not None and isinstance(weight, Tensor):
+            return True
+        return self.complete(length, micro_batches, weight)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A sum of weighed losses, ``c_i * loss_i``."""
+
+    total: Scalar = 0.0
+    raw: Scalar = 0.0  # the part of that which carries a loss scale, if there is one, that we have not met yet
+
+    def __add__(self, other: Loss) -> Loss:
+        return Loss(beside(self.total, other.total) + other.total, beside(self.raw, other.raw) + other.raw)
+
+    @property
+    def may_carry_scale(self) -> bool:
+        """Does not wait for a device, and says True in doubt."""
+        return isinstance(self.raw, Tensor) or bool(self.raw)
+
+    def unscaled(self, loss_scale: Scalar) -> Loss:
+        """The same, now that the loss scale is known."""
+        return Loss(self.total - self.raw + self.raw / beside(loss_scale, self.raw))
+
+
+@dataclass
+class MicroBatch:
+    """The micro-batch being gathered: all that lies between two commits."""
+
+    weight: Scalar | None = None  # None: nobody has said
+    factor: Scalar = 1.0  # c_i, which multiplies its loss, and its gradients
+    in_loss: bool = False  # has the loss been multiplied by the weight, so that the gradient comes with it?
+    last: bool = False  # has the caller said that the window ends with it?
+    adds: int = 0  # calls that added part of it: then a weight comes too late
+    judged: bool = False  # have its gradients been looked at and let in, or dropped? Then no more may follow
+    divisor: Scalar | None = None  # of 16-bit buffers, once it is in them
+    nonfinite: Scalar = 0  # elements that were not finite, as far as anybody counted
+    counts: list[Tensor] = field(default_factory=list)  # those that are not part of it yet
+    bad: bool = False  # dropped, because a gradient was not finite
+    loss: Loss | None = None  # c_i * loss_i; None: nobody has said
+    loss_by_backward: bool = False  # has opt.backward() recorded it?
+    passes: int = 0  # outermost backward passes
+    told: int = 0  # of them, those whose loss opt.backward() has recorded
+    attempt: Attempt | None = None  # will it come again in parts if it breaks off?
+
+    def value(self) -> Scalar:
+        """The weight, 1 where nobody gave one."""
+        return 1.0 if self.weight is None else self.weight
+
+    def factor_left(self) -> Scalar:
+        """What its gradients are to be multiplied with still."""
+        return 1.0 if self.in_loss else self.factor
+
+
+@dataclass
+class Window:
+    """The open window. Its buffers hold ``unit * sum(c_i * g_i)``, with c_i = w_i for "mean", else 1 (0 where w_i is)."""
+
+    index: int
+    length: int | None
+    micro_batches: int = 0
+    weight: Scalar = 0.0
+    unweighed: int = 0  # micro-batches whose weight is still to come (reduction="sum")
+    dropped: int = 0  # micro-batches that were left out because a value was not finite
+    nonfinite: Scalar = 0  # micro-batches that were let in with such a value
+    unit: Scalar | None = None  # the loss scale the sums carry; None: as far as we know there is none
+    unit_lost: bool = False  # were they unscaled by a scaler that we have not met, so that later scales are unknown?
+    overflowed: bool = False  # has a GradScaler found an overflow? Then the rest of the window adds nothing
+    carried: int | None = (
+        None  # micro-batches to count beyond those held here, in a window that another number of ranks began
+    )
+    loss: Loss = Loss()  # sum(c_i * loss_i)
+    losses: int = 0  # micro-batches in it
+    unrecorded: Scalar | None = None  # c_i of the micro-batch counted last, where its loss may still be told
+    small_sq_norm: Scalar | None = None  # of sum(c_i * g_i) when that held one micro-batch a rank; None: not measured
+    small_weight: Scalar | None = None  # of that micro-batch (the sum over ranks); None: still to come
+    small_square: Scalar | None = None  # its square (the sum over ranks)
+
+    @property
+    def empty(self) -> bool:
+        return self.micro_batches == 0 and self.carried is None
+
+    def commit(self, micro: MicroBatch) -> None:
+        """Count a finished micro-batch. One without a weight is left to be weighed later."""
+        self.micro_batches += 1
+        self.nonfinite = self.nonfinite + (micro.nonfinite > 0)
+        if micro.weight is None:
+            self.unweighed += 1
+        else:
+            self.weight = self.weight + micro.weight
+        if micro.loss is not None:
+            self.record(micro.loss)
+
+    def weigh_small(self, weight: Scalar) -> None:
+        """The weight of the one micro-batch that :attr:`small_sq_norm` is of."""
+        self.small_weight, self.small_square = weight, weight**2
+
+    def record(self, loss: Loss) -> None:
+        """That of the micro-batch counted last."""
+        self.loss, self.losses = self.loss + loss, self.losses + 1
+
+
+@dataclass(frozen=True)
+class LastWindow:
+    """What the last closed window was. Reading a tensor's value waits for its device; nothing else here does.
+
+    Attributes:
+        micro_batches: how many were gathered (a dropped one counts for nothing).
+        weight: 0-d tensor, the sum of their weights.
+        grad_norm: 0-d tensor, 2-norm of the window's gradient before clipping, or None where nothing asked for it.
+        nonfinite: 0-d tensor, micro-batches in which a value was not finite, dropped ones included; None where nobody looked.
+        applied: 0-d bool tensor: did the inner optimizer apply it?
+        loss: 0-d float64 tensor, the window's loss: as its gradient is taken from the micro-batches' (``sum(w_i * loss_i) / sum(w_i)``
+            for ``reduction="mean"``), a loss scale taken off. None unless every micro-batch's loss is known: from ``opt.backward(loss)``,
+            a closure, or ``opt.record_loss(loss)``.
+        noise_scale: 0-d float64 tensor, the simple gradient noise scale in units of the weights, averaged over windows; None unless
+            ``noise_scale=`` asked for it and a window has been long enough to tell.
+    """
+
+    micro_batches: int
+    weight: Tensor
+    grad_norm: Tensor | None
+    nonfinite: Tensor | None
+    applied: Tensor
+    loss: Tensor | None
+    noise_scale: Tensor | None
+
+    def as_dict(self, prefix: str = "") -> dict[str, float]:
+        """All that is known of the window as numbers, for a log: ``writer.add_scalar(*item, step)`` of each, ``wandb.log(...)``.
+
+        Waits for the device, once. ``prefix`` comes before every name.
+        """
+        known = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {prefix + name: float(value) for name, value in known.items() if value is not None}
