@@ -135,8 +135,8 @@ struct Step {
 };
 
 // Bytes ahead of the step at which lines are prefetched: the hardware stops at the end of a page, and the more a step computes, the
-// fewer loads of later ones are under way with it. Whether that pays for what computes little, an add into FP32 or FP64, and for the
-// input of what is streamed out, depends on the processor (Parameters::prefetch).
+// fewer loads of later ones are under way with it. Whether that pays for what computes little, an add into FP32 or FP64, depends on the
+// processor (Parameters::prefetch).
 constexpr int kAhead = 2048;
 template <int kMode, class Out, class In>
 constexpr bool kComputesMuch = sizeof(Out) < sizeof(float) || ((kMode & kStats) != 0 && sizeof(In) < sizeof(float));
@@ -152,7 +152,7 @@ FUSEDACCUM_INLINE void run_steps(Out* out, const In* in, int64_t n, const Step<k
   constexpr bool kSplit = Step<kMode, Out, In, C>::kSplit, kStreams = (kMode & kStream) != 0, kMuch = kComputesMuch<kMode, Out, In>;
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
-    if (kStreams ? kMuch && prefetches : kMuch || prefetches) {
+    if (kMuch || (prefetches && !kStreams)) {
       prefetch(in + i);
       if (!kStreams) prefetch(out + i);
     }
