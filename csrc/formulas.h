@@ -73,6 +73,7 @@ FUSEDACCUM_HD U float_to_fp16(V x) {
 
 // -- stochastic rounding -----------------------------------------------------------------------------------------------
 // r is a 16-bit random number; only the two neighbours of x can come out, the upper with probability = distance to the lower.
+// nearest_of(x) is x as FP16 in whatever way is the cheapest where this runs.
 
 template <class V, class U>
 FUSEDACCUM_HD U float_to_bf16_upper_stochastic(V x, U r) {
@@ -80,13 +81,13 @@ FUSEDACCUM_HD U float_to_bf16_upper_stochastic(V x, U r) {
   return (f & 0x7f800000u) == 0x7f800000u ? float_to_bf16_upper<V, U>(x) : f + r;
 }
 
-template <class V, class U>
-FUSEDACCUM_HD U float_to_fp16_stochastic(V x, U r) {
+template <class V, class U, class Nearest>
+FUSEDACCUM_HD U float_to_fp16_stochastic(V x, U r, Nearest nearest_of) {
   const U f = bitcast<U>(x);
   const U magnitude = f & 0x7fffffffu;
   // Normal range: 13 bits fall away. What is left has an fp16 of its own, or is 65536, which becomes infinity.
   const U truncated = magnitude >= 0x7f800000u ? f : (f + (r >> 3)) & ~0x1fffu;
-  const U normal = float_to_fp16<V, U>(bitcast<V>(truncated));
+  const U normal = nearest_of(bitcast<V>(truncated));
   // Below 2^-14: the grid of the subnormals, steps of 2^-24. Adding 2^23 rounds to an integer and leaves it in the low bits.
   const V y = bitcast<V>(magnitude) * 0x1.0p+24f;
   const V nearest = (y + 0x1.0p+23f) - 0x1.0p+23f;

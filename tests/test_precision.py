@@ -1,6 +1,7 @@
 """Dtypes of parameters and buffers: what is kept, what would be lost without, and what 16-bit buffers do."""
 
 import copy
+import itertools
 
 import fusedaccum as fa
 import pytest
@@ -168,6 +169,31 @@ def test_stochastic_rounding_draws_anew_for_every_add_and_parameter():
         patterns += [tuple((param.grad > 1).tolist()) for param in (p, q)]
     assert all(0 < sum(pattern) < 512 for pattern in patterns)
     assert len(set(patterns)) == 4
+
+
+def test_random_numbers_of_every_add_and_parameter_are_whole_blocks_of_their_own(monkeypatch):
+    """Of 8, which kernels draw at a time."""
+    asked, plain = [], fa.ops.accumulate_
+
+    def watched(buffers, *args, rounding, **kwargs):
+        asked.extend(
+            (counter, counter + buffer.numel()) for counter, buffer in zip(rounding.counters, buffers, strict=True)
+        )
+        plain(buffers, *args, rounding=rounding, **kwargs)
+
+    monkeypatch.setattr(fa.ops, "accumulate_", watched)
+    params = [one(0.0, torch.bfloat16, n) for n in (3, 1, 8, 13, 2)]
+    opt = fa.AccumulatingOptimizer(
+        torch.optim.SGD(params[:3], lr=0.0), 2, buffer_dtype=torch.bfloat16, rounding="stochastic"
+    )
+    opt.add_param_group({"params": params[3:]})
+    for _ in range(3):
+        sum(p.sum() for p in params).backward()
+        opt.step()
+    asked.sort()
+    assert len(asked) == 3 * len(params)
+    assert all(begin % 8 == 0 for begin, _ in asked)
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(asked))
 
 
 @pytest.mark.parametrize("steps_fused", [False, True], ids=["plain", "fused"])

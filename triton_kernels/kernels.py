@@ -100,15 +100,36 @@ def _nearest(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _random16(n, seed):
-    """Number n of csrc/formulas.h: 16 bits of block n >> 3."""
-    block = n >> 3
+def _random_blocks(block, seed):
     zero = (block * 0).to(tl.uint32)
-    low, high = (block & 0xFFFFFFFF).to(tl.uint32), (block >> 32).to(tl.uint32)
-    w0, w1, w2, w3 = tl.philox(seed, low, high, zero, zero)
+    return tl.philox(seed, (block & 0xFFFFFFFF).to(tl.uint32), (block >> 32).to(tl.uint32), zero, zero)
+
+
+@triton.jit
+def _whole_blocks(first, seed, COUNT: tl.constexpr):
+    """COUNT numbers from a block's first one on: each block is drawn once, for all 8 of its numbers."""
+    w0, w1, w2, w3 = _random_blocks((first + 8 * tl.arange(0, COUNT // 8).to(tl.uint64)) >> 3, seed)
+    words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
+    return tl.interleave(words & 0xFFFF, words >> 16)
+
+
+@triton.jit
+def _one_by_one(first, seed, COUNT: tl.constexpr):
+    n = first + tl.arange(0, COUNT).to(tl.uint64)
+    w0, w1, w2, w3 = _random_blocks(n >> 3, seed)
     which = (n & 7) >> 1
     word = tl.where(which == 0, w0, tl.where(which == 1, w1, tl.where(which == 2, w2, w3)))
-    return (tl.where((n & 1) == 0, word, word >> 16) & 0xFFFF).to(tl.int32)
+    return tl.where((n & 1) == 0, word & 0xFFFF, word >> 16)
+
+
+@triton.jit
+def _random16(first, seed, COUNT: tl.constexpr):
+    """COUNT numbers of csrc/formulas.h, from number ``first`` on: number n is 16 bits of block n >> 3."""
+    if (first & 7) == 0:
+        numbers = _whole_blocks(first, seed, COUNT)
+    else:
+        numbers = _one_by_one(first, seed, COUNT)
+    return numbers.to(tl.int32)
 
 
 @triton.jit
@@ -147,6 +168,7 @@ def _write_block(
     table,
     tensors,
     tensor,
+    begin,
     at,
     elements,
     scale_at,
@@ -160,6 +182,7 @@ def _write_block(
     OVERWRITE: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     STATS: tl.constexpr,
+    BLOCK: tl.constexpr,
     FULL: tl.constexpr,
 ):
     wide: tl.constexpr = OUT_DTYPE == tl.float64 or IN_DTYPE == tl.float64
@@ -176,8 +199,8 @@ def _write_block(
         new = _widened(_load(out, at, elements, FULL), OUT_DTYPE).to(compute) * tl.load(decay_at).to(compute) + t
 
     if STOCHASTIC:
-        n = (_row(table, tensors, tensor, _COUNTER) + at).to(tl.uint64)
-        rounded = _stochastic(new, _random16(n, tl.load(table + _SEED)), OUT_DTYPE)
+        first = (_row(table, tensors, tensor, _COUNTER) + begin).to(tl.uint64)
+        rounded = _stochastic(new, _random16(first, tl.load(table + _SEED), BLOCK), OUT_DTYPE)
     else:
         rounded = _nearest(new, OUT_DTYPE)
     if FULL:
@@ -219,13 +242,13 @@ def write(
     at = begin + tl.arange(0, BLOCK)
     if begin + BLOCK <= elements:
         _write_block(
-            table, tensors, tensor, at, elements, scale_at, decay_at, partials, bad,
-            OUT_DTYPE, IN_DTYPE, ALIGNED, CAST, OVERWRITE, STOCHASTIC, STATS, True,
+            table, tensors, tensor, begin, at, elements, scale_at, decay_at, partials, bad,
+            OUT_DTYPE, IN_DTYPE, ALIGNED, CAST, OVERWRITE, STOCHASTIC, STATS, BLOCK, True,
         )  # fmt: skip
     else:
         _write_block(
-            table, tensors, tensor, at, elements, scale_at, decay_at, partials, bad,
-            OUT_DTYPE, IN_DTYPE, ALIGNED, CAST, OVERWRITE, STOCHASTIC, STATS, False,
+            table, tensors, tensor, begin, at, elements, scale_at, decay_at, partials, bad,
+            OUT_DTYPE, IN_DTYPE, ALIGNED, CAST, OVERWRITE, STOCHASTIC, STATS, BLOCK, False,
         )  # fmt: skip
 
 

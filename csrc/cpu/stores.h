@@ -162,9 +162,10 @@ FUSEDACCUM_INLINE F32 store_stochastic(BF16* p, const Pack<C>& x, const U32& r) 
 template <class C>
 FUSEDACCUM_INLINE F32 store_stochastic(FP16* p, const Pack<C>& x, const U32& r) {
   const F32 y = narrow(x);
+  const auto nearest_of = [](F32::Vector v) { return float_to_fp16<F32::Vector, U32::Vector>(v); };
   U32 bits;
   FUSEDACCUM_UNROLL
-  for (int i = 0; i < F32::kCount; ++i) bits.v[i] = float_to_fp16_stochastic<F32::Vector, U32::Vector>(y.v[i], r.v[i]);
+  for (int i = 0; i < F32::kCount; ++i) bits.v[i] = float_to_fp16_stochastic<F32::Vector, U32::Vector>(y.v[i], r.v[i], nearest_of);
   put_halves<false, false>(p, bits);
   return load(p);
 }

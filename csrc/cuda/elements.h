@@ -41,7 +41,10 @@ struct Rounded<BF16> {  // from FP64 by way of FP32
 template <>
 struct Rounded<FP16> {
   static FUSEDACCUM_DEVICE FP16 nearest(float x) { return {__half_as_ushort(__float2half_rn(x))}; }
-  static FUSEDACCUM_DEVICE FP16 stochastic(float x, uint32_t r) { return {static_cast<uint16_t>(float_to_fp16_stochastic(x, r))}; }
+  static FUSEDACCUM_DEVICE FP16 stochastic(float x, uint32_t r) {
+    const auto nearest_of = [](float y) { return uint32_t{nearest(y).bits}; };
+    return {static_cast<uint16_t>(float_to_fp16_stochastic(x, r, nearest_of))};
+  }
 };
 
 template <class Out, class In>
@@ -108,22 +111,18 @@ FUSEDACCUM_DEVICE bool is_aligned(const T* p) {
   return reinterpret_cast<uintptr_t>(p) % sizeof(Pack<T, kCount>) == 0;
 }
 
-template <int kStep>
-FUSEDACCUM_DEVICE void move_down(uint32_t (&numbers)[16], uint64_t n) {
+// The random numbers n to n + kCount - 1, n being a multiple of kCount: they lie in one block of 8.
+template <int kCount>
+FUSEDACCUM_DEVICE void draw(uint64_t n, uint64_t seed, uint32_t (&numbers)[kCount]) {
+  uint32_t words[4];
+  random_block(n >> 3, seed, words);
 #pragma unroll
-  for (int i = 0; i + kStep < 16; ++i) numbers[i] = (n & kStep) != 0 ? numbers[i + kStep] : numbers[i];
-}
-
-// The random numbers n to n + 7. They lie in one or two blocks of 8: 16 are drawn and moved down by n % 8, a bit of it at a time.
-FUSEDACCUM_DEVICE void draw(uint64_t n, uint64_t seed, uint32_t (&numbers)[16]) {
-  uint32_t words[2][4] = {};
-  random_block(n >> 3, seed, words[0]);
-  if (n % 8 != 0) random_block((n + 8) >> 3, seed, words[1]);  // n + 8 wraps, as counting does
+  for (int half = 4; half >= kCount; half /= 2) {  // of what is left of the block: which one is it?
 #pragma unroll
-  for (int i = 0; i < 16; ++i) numbers[i] = (words[i / 8][i % 8 / 2] >> (16 * (i % 2))) & 0xffffu;
-  move_down<4>(numbers, n);
-  move_down<2>(numbers, n);
-  move_down<1>(numbers, n);
+    for (int i = 0; i < half / 2; ++i) words[i] = (n & half) != 0 ? words[i + half / 2] : words[i];
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) numbers[i] = (words[i / 2] >> (16 * (i % 2))) & 0xffffu;
 }
 
 }  // namespace cuda

@@ -105,8 +105,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks) write_kernel(const __grid_c
   const C scale = static_cast<C>(reads ? exact_scale : 0.0), decay = static_cast<C>(value_of(batch.call.decay));
 
   [[maybe_unused]] Tally<int> tally;
-  // Scale 0 is rare enough to go the slow way.
-  const bool in_packs = reads && is_aligned<kCount>(output) && is_aligned<kCount>(input);
+  const uint64_t numbers_from = chunk.pair.counter + static_cast<uint64_t>(chunk.first);
+  // Scale 0 is rare enough to go the slow way, and so are random numbers that do not begin with a pack's.
+  const bool in_packs = reads && is_aligned<kCount>(output) && is_aligned<kCount>(input) && (!kStochastic || numbers_from % kCount == 0);
   chunk.each_tile(in_packs, [&](int tile, auto whole) {
     constexpr bool kWhole = decltype(whole)::value;
     Pack<In, kCount> in[kPacks];
@@ -126,13 +127,14 @@ __global__ void __launch_bounds__(kThreads, kBlocks) write_kernel(const __grid_c
     for (int k = 0; k < kPacks; ++k) {
       const int at = chunk.at(tile, k);
       const int valid = kWhole ? kCount : chunk.valid(at);
-      [[maybe_unused]] uint32_t numbers[16];
-      if constexpr (kStochastic) draw(chunk.pair.counter + static_cast<uint64_t>(chunk.first + at), batch.call.seed, numbers);
+      [[maybe_unused]] uint32_t numbers[kCount];
+      if constexpr (kStochastic && kWhole) draw(numbers_from + at, batch.call.seed, numbers);
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
         const C t = contribution(static_cast<C>(widened(in[k].x[i])), scale);
         const C next = kOverwrite ? t : accumulated(static_cast<C>(widened(out[k].x[i])), decay, t);
         if constexpr (kStochastic) {
+          if constexpr (!kWhole) numbers[i] = random16(numbers_from + at + i, batch.call.seed);
           out[k].x[i] = Rounded<Out>::stochastic(static_cast<float>(next), numbers[i]);
         } else {
           out[k].x[i] = Rounded<Out>::nearest(next);

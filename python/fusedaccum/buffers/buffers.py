@@ -51,7 +51,7 @@ class Slot:
     param: Parameter
     name: str
     index: int  # position among the optimizer's parameters, as in its state_dict
-    before: int  # elements of the parameters before it
+    before: int  # random numbers that an add sets aside for the parameters before it
     dtype: torch.dtype  # of the buffer
     device: torch.device  # of the buffer
     block: Block = field(init=False)
@@ -192,10 +192,10 @@ class Buffers:
     def add(self, parameters: Iterable[tuple[str, Parameter]]) -> list[Slot]:
         """Make slots for parameters that have none yet."""
         fresh = []
-        end = self.slots[-1].before + local_of(self.slots[-1].param).numel() if self.slots else 0
+        end = self.slots[-1].before + _set_aside(self.slots[-1].param) if self.slots else 0
         for name, p in parameters:
             slot = Slot(p, name, len(self.slots), end, buffer_dtype(p.dtype, self._asked), self._device or p.device)
-            end += local_of(p).numel()
+            end += _set_aside(p)
             self.slots.append(slot)
             self.of[p] = slot
             fresh.append(slot)
@@ -284,3 +284,8 @@ class Buffers:
     def gathered(self) -> list[Slot]:
         """Slots whose parameter holds a gradient now."""
         return [slot for slot in self.slots if slot.holder.grad is not None]
+
+
+def _set_aside(p: Parameter) -> int:
+    """Random numbers for an add of this parameter: one an element, up to a whole block of 8, so that kernels draw each block once."""
+    return -(-local_of(p).numel() // 8) * 8
