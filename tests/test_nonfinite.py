@@ -54,6 +54,24 @@ def test_skip_window_applies_nothing_of_it_and_goes_on(value, bad, fused):
     assert_same_parameters(net, big, 1e-6)
 
 
+def test_fp16_sums_that_a_fused_optimizer_scales_are_not_read_again_and_a_skip_leaves_nothing_in_it(monkeypatch):
+    p, q = (nn.Parameter(torch.ones(8, dtype=torch.float16)) for _ in range(2))
+    inner, plain = (torch.optim.Adam([x], lr=0.25, fused=True) for x in (p, q))
+    opt = fa.AccumulatingOptimizer(inner, 1, buffer_dtype=None, nonfinite="skip_window")
+    monkeypatch.setattr(fa.ops, "stats", lambda *_, **__: pytest.fail("read what the adds have measured"))
+    for factor in (1.0, float("inf")):
+        (p * factor).sum().backward()
+        opt.step()
+    assert not opt.updated
+    del opt
+    p.grad = torch.ones_like(p)
+    inner.step()
+    for _ in range(2):
+        q.grad = torch.ones_like(q)
+        plain.step()
+    assert torch.equal(p, q)
+
+
 def test_skip_window_sees_a_sum_that_overflows():
     p = nn.Parameter(torch.zeros(3))
     opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 2, nonfinite="skip_window")

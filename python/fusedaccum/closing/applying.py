@@ -46,17 +46,18 @@ def step_all(end: Conclusion, inner: Any, masters: MasterWeights, sums: Sums, se
     if not decided_there and bool(end.skip):
         return False
     masters.follow_model()
+    if not fused and not end.finished:
+        sums.finish_(end.slots, end.divisor, end.coef, masters.of)
+        end.finished = True
+    cast = [] if fused else end.slots  # where each rank steps a part, all ask, also those that have cast nothing
+    if settings.nonfinite == "skip_window" and overflowed_in_cast(cast, masters, sums):
+        return False
     if fused:
         # It divides by grad_scale, and heeds found_inf, in its own pass over the gradients.
         device = stepped_of(end.slots[0], masters).device
         grad_scale = end.divisor / (end.coef * end.slots[0].divisor)
         inner.grad_scale = fp32_on(grad_scale, device)
         inner.found_inf = fp32_on(end.skip, device) if decided_there else None
-    elif not end.finished:
-        sums.finish_(end.slots, end.divisor, end.coef, masters.of)
-        end.finished = True
-    if settings.nonfinite == "skip_window" and overflowed_in_cast(end.slots, masters, sums):
-        return False
     try:
         with masters.at_work(inner, end.slots) if masters.of else nullcontext():
             step(inner, end, masters, sums)
