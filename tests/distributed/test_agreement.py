@@ -185,6 +185,34 @@ def test_checkpoints_go_on_bit_by_bit(worlds, tmp_path, at):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
 
 
+def looks_at_the_end(rank, goes_back):
+    model = made()
+    opt = wrapped(model, accum_steps=2, process_group=dist.group.WORLD)
+    first, last = share(0, 4, rank, 2)
+
+    def backward(x, y, weight, use):
+        opt.backward(mean_loss(model, x, y, use), weight=weight)
+
+    backward(*first)
+    opt.step()
+    if goes_back:
+        saved = opt.state_dict()
+        backward(*last)
+        opt.normalize_()
+        opt.load_state_dict(saved)
+    backward(*last)
+    opt.step()
+    assert opt.updated
+    return contents(model, opt)
+
+
+def test_a_window_that_is_those_of_all_ranks_already_goes_back_to_a_checkpoint(worlds):
+    """After normalize_() nobody holds his part any more; a state that is loaded brings it."""
+    straight = worlds(2).run(looks_at_the_end, goes_back=False)
+    for ours, theirs in zip(worlds(2).run(looks_at_the_end, goes_back=True), straight):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
+
+
 def test_copies_are_refused(worlds):
     worlds(2).run(copied)
 

@@ -22,26 +22,18 @@ Record = TypeVar("Record", Window, MicroBatch)
 
 def save(opt: AccumulatingOptimizer) -> dict[str, Any]:
     """Everything needed to go on bit-identically, as tensors and plain values; parameters by their position."""
-    sums, settings, ledger, accumulator = opt._sums, opt.settings, opt._ledger, opt._gathering.accumulator
-    ranks = opt._gathering.ranks
+    sums, ledger, accumulator = opt._sums, opt._ledger, opt._gathering.accumulator
+    ranks, adaptive = opt._gathering.ranks, opt.settings.schedule.adaptive
     ranks.take_back()
     sums.offload.wait()
     if ledger.has_micro:
         accumulator.count()
     window = plain(ledger.window) if ledger.has_window else None
     micro = plain(ledger.micro) if ledger.has_micro else None
-    steps = settings.schedule.accum_steps
     return {
         "format": FORMAT,
         "shapes": [tuple(slot.param.shape) for slot in sums.buffers.slots],
-        "settings": {
-            "reduction": settings.reduction,
-            "accum_steps": "callable" if callable(steps) else steps,
-            "window_weight": settings.schedule.window_weight,
-            "buffer_dtype": str(settings.buffer_dtype),
-            "rank": ranks.name,
-            "shard": ranks.shard,
-        },
+        "settings": window_settings(opt),
         "index": ledger.index,
         "window": window,
         "micro_batch": micro,
@@ -58,7 +50,21 @@ def save(opt: AccumulatingOptimizer) -> dict[str, Any]:
         "loss_scale": copied(opt._gathering.loss_scale.live),
         "batch_statistics": opt._gathering.statistics.saved(),
         "noise": copied(None if opt._closing.noise is None else opt._closing.noise.averages),
-        "schedule": None if settings.schedule.adaptive is None else settings.schedule.adaptive.state_dict(),
+        "schedule": None if adaptive is None else adaptive.state_dict(),
+    }
+
+
+def window_settings(opt: AccumulatingOptimizer) -> dict[str, Any]:
+    """What must be the same where an open window goes on, as plain values."""
+    settings, ranks = opt.settings, opt._gathering.ranks
+    steps = settings.schedule.accum_steps
+    return {
+        "reduction": settings.reduction,
+        "accum_steps": "callable" if callable(steps) else steps,
+        "window_weight": settings.schedule.window_weight,
+        "buffer_dtype": str(settings.buffer_dtype),
+        "rank": ranks.name,
+        "shard": ranks.shard,
     }
 
 
@@ -103,17 +109,16 @@ def check(opt: AccumulatingOptimizer, own: dict[str, Any]) -> None:
                 f"the checkpoint has shape {tuple(shape)} for parameter {slot.name}, which is {tuple(slot.param.shape)}; another model's?"
             )
     opt._gathering.statistics.check(own["batch_statistics"])
-    rank = own["settings"].get("rank")
-    if own["settings"].get("shard") and opt._gathering.ranks.name != rank:
+    mine, rank = window_settings(opt), own["settings"]["rank"]
+    if own["settings"]["shard"] and mine["rank"] != rank:
         raise ValueError(
             f"the checkpoint is of shard=True and holds what rank {rank} steps, which this one is not; load on every rank, of as many, "
             "what it has saved itself"
         )
     if own["micro_batch"] is None and (own["window"] is None or own["window"]["micro_batches"] == 0):
         return
-    mine = save(opt)["settings"]
     for name in mine:
-        saved = own["settings"].get(name)
+        saved = own["settings"][name]
         if name == "rank" and saved != mine[name]:
             raise ValueError(
                 f"the checkpoint holds the sums that rank {saved} has gathered in an open window, and this is rank {mine[name]} (None: "

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..gathering.batch_statistics import joined
 from ..window.window import Loss, Window
-from .checkpoint import plain, restored
+from .checkpoint import plain, restored, window_settings
 
 if TYPE_CHECKING:
     from ..optimizer import AccumulatingOptimizer
@@ -38,8 +38,7 @@ def own(opt: AccumulatingOptimizer, header: dict[str, Any]) -> dict[str, Any]:
     settings = {**ranks[0]["settings"], "rank": opt._gathering.ranks.name}
     if not same:
         # Other ranks may need another count to close the same windows.
-        asked = opt.settings.schedule.accum_steps
-        settings["accum_steps"] = "callable" if callable(asked) else asked
+        settings["accum_steps"] = window_settings(opt)["accum_steps"]
     mine = [rank for s, rank in enumerate(ranks) if falls_to(opt, s)]
     seen = {index for rank in mine for index in rank["divisors"] if index not in rank["unseen"]}
     first = (
