@@ -58,7 +58,7 @@ def own(opt: AccumulatingOptimizer, header: dict[str, Any]) -> dict[str, Any]:
         "seed": first["seed"],
         "draws": first["draws"],
         "loss_scale": ranks[0]["loss_scale"],
-        "batch_statistics": joined(rank["batch_statistics"] for rank in mine if "batch_statistics" in rank),
+        "batch_statistics": joined(rank["batch_statistics"] for rank in mine),
         "noise": ranks[0]["noise"],
         "schedule": ranks[0]["schedule"],
     }
