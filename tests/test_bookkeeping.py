@@ -48,6 +48,15 @@ def test_nothing_moves_to_the_default_device():
     assert_same_parameters(there, net, 0)
 
 
+def test_what_holds_nothing_stays_off_the_default_device():
+    opt = wrapped(model(), 1, nonfinite="skip_window")
+    with torch.device("meta"):
+        opt.step()
+        empty, into = fa.ops.stats([]), fa.ops.Stats.empty("cpu")
+        fa.ops.accumulate_([], [], 1.0, stats=into)
+    assert opt.last_window.grad_norm == empty.sq_norm == empty.nonfinite == into.sq_norm == into.nonfinite == 0
+
+
 def test_micro_batches_that_were_not_finite_are_counted_not_elements():
     p = nn.Parameter(torch.zeros(8))
     opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 3, nonfinite="skip_window")

@@ -62,7 +62,7 @@ class SquaredNorms:
             readings.append(_Reading(sq_norm, unread[0].divisor, set()))
         device = slots[0].device if slots else torch.device("cpu")
         parts = [reading.sq_norm.to(device) * on(reading.divisor, device) ** 2 for reading in readings]
-        return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)
+        return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=device)
 
     def save(self) -> list[dict[str, Any]]:
         """The readings as plain values, slots by their index: sums of squares depend on what was summed together."""

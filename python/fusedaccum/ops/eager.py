@@ -54,7 +54,7 @@ def cast_(
 
 def stats(tensors: Sequence[Tensor], backend: str | None) -> Stats:
     module, device = _backend("stats", "tensors", tensors, backend)
-    into = Stats.empty(device)
+    into = Stats.empty(device or "cpu")
     _run(module, "stats", {"tensors": tensors}, into, written=False)
     return into
 

@@ -96,8 +96,9 @@ def _measure(into: Stats, outs: list[Tensor]) -> None:
 
 
 def _fill(into: Stats, outs: list[Tensor], bad: list[Tensor]) -> None:
-    into.sq_norm.copy_(ordered_sum(torch.stack([_sq_norm(x) for x in outs])) if outs else torch.zeros(()))
-    into.nonfinite.copy_(torch.stack(bad).sum() if bad else torch.zeros(()))
+    nothing = torch.zeros((), device=into.sq_norm.device)
+    into.sq_norm.copy_(ordered_sum(torch.stack([_sq_norm(x) for x in outs])) if outs else nothing)
+    into.nonfinite.copy_(torch.stack(bad).sum() if bad else nothing)
 
 
 def _sq_norm(x: Tensor) -> Tensor:

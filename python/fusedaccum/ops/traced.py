@@ -209,7 +209,7 @@ def _run_stats(tensors: list[Tensor], backend: str | None) -> tuple[Tensor, Tens
 
 def _trace_stats(tensors: list[Tensor], backend: str | None) -> tuple[Tensor, Tensor]:
     _check_traced("stats", backend, {}, "tensors", tensors, None, None)
-    into = Stats.empty(_device(tensors))
+    into = Stats.empty(_device(tensors) or "cpu")
     return into.sq_norm, into.nonfinite
 
 
