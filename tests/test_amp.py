@@ -255,3 +255,16 @@ def test_an_overflow_is_counted_once_where_the_adds_have_counted_it():
         scaler.step(opt)
         scaler.update()
     assert opt.last_window.nonfinite == 1
+
+
+def test_a_refused_step_is_no_scalers_step_any_more():
+    p = nn.Parameter(torch.zeros(4))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(p.sum()).backward()
+    with pytest.raises(ValueError, match="comes too late"):
+        scaler.step(opt, weight=2)
+    opt.reset()
+    p.sum().backward()
+    opt.step()
+    assert (p == -1).all()

@@ -268,9 +268,9 @@ class AccumulatingOptimizer(Optimizer):
             FloatingPointError: ``nonfinite="raise"``; the micro-batch is dropped, and one can go on.
             RuntimeError: a parameter has changed its dtype, device or shape since it was wrapped.
         """
-        self._not_inside("step()")
-        given = self._ledger.late_weight(weight)
         try:
+            self._not_inside("step()")
+            given = self._ledger.late_weight(weight)
             if isinstance(self.optimizer, LBFGS):
                 return self._closing.step_lbfgs(self.optimizer, closure, given)
             loss = None
