@@ -89,6 +89,20 @@ def test_backward_after_normalize_still_counts_right():
     assert_same_parameters(net, big, 1e-12)
 
 
+def test_normalize_inside_a_micro_batch_is_refused_for_its_gradients_may_be_held_still():
+    net, (x, y) = model(), data()
+    big = twin(net)
+    opt = wrapped(net, 1, nonfinite="skip_micro_batch")
+    with opt.micro_batch(weight=len(x)):
+        mean_loss(net, x, y).backward()
+        with pytest.raises(RuntimeError, match=r"normalize_\(\) was called inside micro_batch\(\)"):
+            opt.normalize_()
+    opt.normalize_()
+    mean_loss(big, x, y).backward()
+    for p, q in zip(net.parameters(), big.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-15)
+
+
 def test_normalize_before_the_end_is_refused():
     net, (x, y) = model(), data()
     opt = wrapped(net, 3)

@@ -352,6 +352,7 @@ class AccumulatingOptimizer(Optimizer):
         Raises:
             RuntimeError: the window is not complete. ValueError: a weight is still missing (``reduction="sum"``).
         """
+        self._not_inside("normalize_()")
         self._gathering.settle()
         self._sums.check_shown("normalize_() makes p.grad the window's gradient", "clip with max_grad_norm=")
         ranks = self._gathering.ranks
