@@ -230,6 +230,35 @@ def test_clipped_by_hand(worlds, normalize):
         assert_close(ours, theirs)
 
 
+def changed_by_hand(rank, split, factor):
+    """Somebody puts another gradient in the place of each running sum: a view of it, or one with memory of its own."""
+    torch.manual_seed(2)
+    model, mesh = Block(), init_device_mesh("cpu", (2,))
+    plain = copy.deepcopy(model)
+    if split:
+        parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    else:
+        fully_shard(model, mesh=mesh)
+    opt, theirs = wrapped(model, accum_steps=2), sgd(plain.parameters())
+    for number, (x, y, _, _) in enumerate(share(0, 2, 0, 1)):
+        (model(x) - y).square().mean().backward()
+        opt.step()
+        (plain(x) - y).square().mean().backward()
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True) if number == 0 else ():
+            p.grad = p.grad.detach() if factor == 1 else p.grad * factor
+            q.grad *= factor
+    for q in plain.parameters():
+        q.grad /= 2
+    theirs.step()
+    assert_close([full(p) for p in model.parameters()], list(plain.parameters()), 1e-5)
+
+
+@pytest.mark.parametrize("factor", [1, 0.5])
+@pytest.mark.parametrize("split", [True, False], ids=["tensor parallel", "FSDP2"])
+def test_a_running_sum_that_was_changed_by_hand(worlds, split, factor):
+    worlds(2).run(changed_by_hand, split=split, factor=factor)
+
+
 def nothing_on_one(rank):
     """Rank 0's micro-batch weighs 0, and what FSDP2 adds up has it in it."""
     model = sharded()

@@ -99,9 +99,9 @@ class Sums:
         if self._is_ours(grad):
             # In our own storage: a view of some p.grad, two that were swapped. All such get memory of their own first.
             for other in self.buffers.slots:
-                theirs = other.param.grad
+                theirs = other.holder.grad
                 if theirs is not None and theirs is not other.shown and self._is_ours(theirs):
-                    other.param.grad = theirs.clone()
+                    other.holder.grad = theirs.clone()
             return self.adopt(slot)
         ops.cast_([slot.buffer], [grad.detach()], backend=self._backend)
         self.written([slot], slot.divisor if shown is not None else 1.0)

@@ -93,6 +93,8 @@ class Gathering(Windows):
             raise RuntimeError(
                 "this micro-batch has a weight, which FSDP2 needs in the loss of all its backward passes; use opt.backward(loss) for each"
             )
+        if self.ledger.has_window:
+            self.sums.adopt_all(self.sums.buffers.slots)  # what would not be hidden, FSDP2 would add to
         self.sums.hide()
 
     def open(self, weight: Scalar | None, last: bool = False) -> None:
