@@ -215,6 +215,19 @@ def test_without_the_wrapper_the_layer_fails_instead_of_training_on_nothing():
     train(net, wrapped(net, 3))
 
 
+def test_buffers_that_go_late_leave_alone_what_was_lent_since():
+    net, fresh = marked(Net().float()), marked(Net().float().double())
+    opt = wrapped(net, 3)
+    kept = opt._sums.buffers  # as by the frames of an exception
+    net.double()
+    opt.load_state_dict(opt.optimizer.state_dict())
+    del kept
+    gc.collect()
+    train(net, opt)
+    train(fresh, wrapped(fresh, 3))
+    assert_same_parameters(net, fresh, 0)
+
+
 def test_a_pass_right_after_one_that_broke_off_is_refused_where_the_two_mix():
     torch.manual_seed(2)
     net = marked(nn.Sequential(nn.Linear(6, 5), Adding(5, 3, bias=False)).double())

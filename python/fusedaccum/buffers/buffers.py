@@ -175,6 +175,12 @@ class Block:
             slot.show(narrow.as_strided(wide.shape, wide.stride(), wide.storage_offset()))
 
 
+def _take_back(lent: list[Slot]) -> None:
+    """What another wrapper has lent since, or this one anew, stays."""
+    ours = (slot for slot in lent if slot.placed and main_grad.is_lent(slot.param, slot.buffer))
+    main_grad.take_back(slot.param for slot in ours)
+
+
 class Buffers:
     """The slots of an optimizer's parameters. Storage comes with the first gradients, not before."""
 
@@ -185,6 +191,7 @@ class Buffers:
         self.of: dict[Parameter, Slot] = {}
         self.blocks: list[Block] = []
         self.lent: list[Slot] = []  # those whose layers add by themselves
+        weakref.finalize(self, _take_back, self.lent).atexit = False
         self.sharded = False  # is any slot?
         self._checked: tuple | None = None  # what _seen() was at the last check
         self._in_groups: list[Parameter] = []  # what was in the optimizer's groups then
@@ -199,9 +206,6 @@ class Buffers:
             self.slots.append(slot)
             self.of[p] = slot
             fresh.append(slot)
-        lent = [slot.param for slot in fresh if slot.lent]
-        if lent:
-            weakref.finalize(self, main_grad.take_back, lent).atexit = False
         self._look()
         return fresh
 
@@ -213,7 +217,7 @@ class Buffers:
         self._look()
 
     def _look(self) -> None:
-        self.lent = [slot for slot in self.slots if slot.lent]
+        self.lent[:] = [slot for slot in self.slots if slot.lent]
         self.sharded = any(slot.sharded for slot in self.slots)
 
     def allocate(self, slots: Sequence[Slot]) -> None:
