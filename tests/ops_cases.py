@@ -8,6 +8,7 @@ import os
 import torch
 from fusedaccum.ops import backends
 
+OPS = ("accumulate_", "scale_", "cast_", "stats")
 DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 PAIRS = [(buffer, grad) for buffer in DTYPES for grad in DTYPES]
 PAIR_IDS = [f"buffer={buffer}-grad={grad}" for buffer, grad in PAIRS]

@@ -12,8 +12,8 @@ from fusedaccum.ops import backends
 def test_report_names_every_backend_and_what_was_built():
     text = subprocess.run([sys.executable, "-m", "fusedaccum"], check=True, capture_output=True, text=True).stdout
     assert f"torch {torch.__version__}" in text
-    for name, ready, _ in backends.report():
-        assert f"  {name:<10} {'ready' if ready else 'missing: '}" in text
+    for row in backends.TABLE:
+        assert f"  {row.name:<10} {'missing: ' + why if (why := backends.why_missing(row.name)) else 'ready'}" in text
     for name in native.build().built:
         assert f"  {name} " in text
 

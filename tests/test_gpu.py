@@ -12,7 +12,7 @@ import pytest
 import torch
 from fusedaccum import ops
 from fusedaccum.ops import Stats, StochasticRounding, backends, reference
-from ops_cases import DTYPES, PAIR_IDS, PAIRS, assert_same_bits, assert_same_stats, copies, values, with_nonfinite
+from ops_cases import DTYPES, OPS, PAIR_IDS, PAIRS, assert_same_bits, assert_same_stats, copies, values, with_nonfinite
 from torch import nn
 from training import assert_same_parameters, big_batch_step, data, mean_loss, model, parts, sgd, twin
 
@@ -454,7 +454,7 @@ def test_a_grad_scaler_skips_the_window_and_backs_off(backend):
 @needs_gpu
 def test_auto_takes_the_kernels():
     assert KERNELS
-    for op in backends.OPS:
+    for op in OPS:
         assert backends.select("auto", DEVICE, op).__name__ != "fusedaccum.ops.reference"
 
 
@@ -467,6 +467,6 @@ def test_a_device_without_kernels_gets_plain_pytorch_and_one_warning(monkeypatch
             cached.cache_clear()
             after.callback(cached.cache_clear)
         with pytest.warns(RuntimeWarning, match=r"no kernels for cuda tensors.*cuda: no nvcc; install it") as caught:
-            for op in backends.OPS:
+            for op in OPS:
                 assert backends.select("auto", torch.device("cuda"), op).__name__ == "fusedaccum.ops.reference"
         assert len(caught) == 1

@@ -8,7 +8,7 @@ import pytest
 import torch
 from fusedaccum import ops
 from fusedaccum.ops import backends
-from ops_cases import NATIVE, child_environment
+from ops_cases import NATIVE, OPS, child_environment
 
 
 @pytest.fixture
@@ -26,14 +26,7 @@ def one_missing(monkeypatch):
         cached.cache_clear()
 
 
-def test_report_names_every_row_with_its_reason():
-    report = backends.report()
-    assert [name for name, _, _ in report] == ["cuda", "cpu", "triton", "reference"]
-    assert all(reason for _, available, reason in report if not available)
-    assert report[-1] == ("reference", True, "")
-
-
-@pytest.mark.parametrize("name", [name for name, available, _ in backends.report() if not available])
+@pytest.mark.parametrize("name", [row.name for row in backends.TABLE if backends.why_missing(row.name)])
 def test_a_requested_backend_that_is_missing_raises_and_says_why(name):
     x = torch.ones(3)
     with pytest.raises(RuntimeError, match=f"backend='{name}' is not available: .+ or use 'auto'"):
@@ -53,7 +46,7 @@ def test_a_missing_backend_is_refused_by_name_and_passed_over_by_auto(one_missin
 
 @pytest.mark.skipif(not NATIVE, reason="the extension fusedaccum._cpu was not built")
 def test_auto_prefers_the_native_backend_for_cpu_tensors():
-    for op in ("accumulate_", "scale_", "cast_", "stats"):
+    for op in OPS:
         assert backends.select("auto", torch.device("cpu"), op).__name__ == "fusedaccum._cpu"
 
 

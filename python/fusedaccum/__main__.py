@@ -26,7 +26,10 @@ def report() -> str:
         *(f"  {name:<10} not built: {why}" for name, why in record.missing.items()),
         "",
         'Backends, in the order in which "auto" looks at them:',
-        *(f"  {name:<10} {'ready' if ready else 'missing: ' + why}" for name, ready, why in backends.report()),
+        *(
+            f"  {row.name:<10} {'missing: ' + why if (why := backends.why_missing(row.name)) else 'ready'}"
+            for row in backends.TABLE
+        ),
         "",
         f"Hooks: {'in Python: ' + why if (why := native.why_missing('_intake')) else 'in C++'}",
         f"CPU kernels in use: {_cpu_capability()}",

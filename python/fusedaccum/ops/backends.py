@@ -23,7 +23,6 @@ import torch
 
 from .. import native
 
-OPS = ("accumulate_", "scale_", "cast_", "stats")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch: kernels run in Python, on CPU tensors
 
 
@@ -60,10 +59,6 @@ TABLE = (
 )
 
 
-def names() -> tuple[str, ...]:
-    return ("auto", *(row.name for row in TABLE))
-
-
 @functools.cache
 def why_missing(name: str) -> str | None:
     """None if the backend is there; probed once a process."""
@@ -74,25 +69,22 @@ def _row(name: str) -> Backend:
     return next(row for row in TABLE if row.name == name)
 
 
-def report() -> list[tuple[str, bool, str]]:
-    """``(name, available, reason)`` of every backend, for people."""
-    return [(row.name, why_missing(row.name) is None, why_missing(row.name) or "") for row in TABLE]
-
-
-def check(name: Any, argument: str = "backend") -> str:
+def check(name: Any) -> str:
     """The name, with None and "auto" replaced by what the environment's FUSEDACCUM_BACKEND says.
 
     Raises TypeError or ValueError for what is no backend's name, RuntimeError for a backend that is missing.
     """
+    argument = "backend"
     if name is None or name == "auto":
         name = os.environ.get("FUSEDACCUM_BACKEND") or "auto"
-        argument = "the environment's FUSEDACCUM_BACKEND" if name != "auto" else argument
+        argument = "the environment's FUSEDACCUM_BACKEND"
+    names = ("auto", *(row.name for row in TABLE))
     if not isinstance(name, str):
         raise TypeError(
-            f"{argument} must be one of {', '.join(map(repr, names()))}, not {type(name).__name__} ({name!r})"
+            f"{argument} must be one of {', '.join(map(repr, names))}, not {type(name).__name__} ({name!r})"
         )
-    if name not in names():
-        raise ValueError(f"{argument} is {name!r}; it must be one of {', '.join(map(repr, names()))}")
+    if name not in names:
+        raise ValueError(f"{argument} is {name!r}; it must be one of {', '.join(map(repr, names))}")
     if name != "auto" and (reason := why_missing(name)) is not None:
         raise RuntimeError(f"{argument}={name!r} is not available: {reason}; or use 'auto'")
     return name
