@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -99,10 +97,6 @@ class Windows:
             or (takes_norm and self.ledger.may_be_last())
             or (self._settings.noise_scale is not None and self.ledger.window.empty)
         )
-
-    def unsynced(self) -> AbstractContextManager[None]:
-        """Within are forward and backward of a micro-batch that is not the window's last."""
-        return self.ranks.replicas.unsynced()
 
     def complete(self) -> bool:
         """Does the window end here?"""

@@ -148,7 +148,7 @@ class MicroBatcher:
             micro_batch = nested.cut(batch, start, stop)
             weight, last = checked_weight(self._weight(micro_batch)), stop == samples
             try:
-                with contextlib.nullcontext() if last else self._opt._gathering.unsynced():
+                with contextlib.nullcontext() if last else self._opt._gathering.ranks.replicas.unsynced():
                     loss = self._loss(micro_batch)
                     self._opt.backward(self._scaler.scale(loss), weight=weight, last=last)
             except Exception as error:
