@@ -23,12 +23,8 @@ try:
 except ImportError:  # an isolated build: the package works without its extensions, and says how to get them
     torch = None
 
-CXX_FLAGS = [
-    "-O3",
-    "-g0",
-    "-ffp-contract=off",
-    "-fvisibility=hidden",
-]  # no fast-math, no -march: the same bits everywhere
+# No fast-math, no -march: the same bits everywhere.
+CXX_FLAGS = ["-O3", "-g0", "-ffp-contract=off", "-fvisibility=hidden"]
 OPENMP = ["-fopenmp"] if sys.platform == "linux" else []  # to compile, not to link: PyTorch's own thread pool is used
 NVCC_FLAGS = ["-O3", "-fmad=false", "--threads=2"]
 CPU_ISA_FLAGS = {  # csrc/cpu/kernels_<isa>.cpp; the machine that runs it chooses
@@ -36,14 +32,8 @@ CPU_ISA_FLAGS = {  # csrc/cpu/kernels_<isa>.cpp; the machine that runs it choose
     "avx2": ["-mavx2", "-mf16c"],
     "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mf16c"],
 }
-CUDA_ARCHS = (
-    "7.0",
-    "7.5",
-    "8.0",
-    "9.0",
-    "10.0",
-    "12.0",
-)  # those of them that nvcc knows, and PTX of the last for what comes
+# Those of them that nvcc knows, and PTX of the last for what comes.
+CUDA_ARCHS = ("7.0", "7.5", "8.0", "9.0", "10.0", "12.0")
 NO_TORCH = "no torch to build against; with torch installed: pip install --no-build-isolation ."
 
 
@@ -128,11 +118,8 @@ def plan() -> tuple[list, dict, dict]:
     root = cuda_root()
     why_not = decide(root)
     if torch is None:
-        return (
-            [],
-            {},
-            {"torch": None, "built": {}, "missing": {"_cpu": NO_TORCH, "_intake": NO_TORCH, "_cuda": why_not}},
-        )
+        missing = {"_cpu": NO_TORCH, "_intake": NO_TORCH, "_cuda": why_not}
+        return [], {}, {"torch": None, "built": {}, "missing": missing}
     cxx = " ".join(CXX_FLAGS)
     built = {"_cpu": f"{cxx}; {', '.join(CPU_ISA_FLAGS)}", "_intake": cxx}
     if not why_not:

@@ -170,9 +170,8 @@ class Sums:
         """Sum of squares of the sums of ``slots``; free where the last adds have measured it. Shards are summed over their ranks."""
         if not self.buffers.sharded:
             return self.over_owners(self.norms.total(slots, self._backend))
-        groups: dict[tuple | None, list[Slot]] = {
-            alike(slot): [] for slot in self.buffers.slots
-        }  # the same on all ranks
+        # The same on all ranks.
+        groups: dict[tuple | None, list[Slot]] = {alike(slot): [] for slot in self.buffers.slots}
         for slot in slots:
             groups[alike(slot)].append(slot)
         parts = []

@@ -91,10 +91,8 @@ def steps_each_alone(inner: Optimizer) -> bool:
     """Does stepping some of the parameters, then the others, come to the same? For PyTorch's own, where no hook counts the steps."""
     hooks = (inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks)
     everybody = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
-    patched = vars(inner).get("step")
-    patched = patched is not None and not hasattr(
-        patched, "_wrapped_by_lr_sched"
-    )  # which counts that it was called at all
+    # A scheduler wraps step(), too, but only to count that it was called at all.
+    patched = "step" in vars(inner) and not hasattr(inner.step, "_wrapped_by_lr_sched")
     return type(inner).__module__.startswith("torch.optim.") and not patched and not any((*hooks, *everybody))
 
 

@@ -18,9 +18,8 @@ from ..window.amp import LossScale
 from ..window.ledger import Ledger
 from ..window.window import MicroBatch, Window
 
-Write = Callable[
-    [Tensor, float, bool], None
-]  # (buffer, scale, overwrite): buffer = (overwrite ? 0 : buffer) + scale * gradient
+# Called with (buffer, scale, overwrite): buffer = (overwrite ? 0 : buffer) + scale * gradient.
+Write = Callable[[Tensor, float, bool], None]
 DRAWS_APART = 1 << 44  # random numbers set aside for one add of all parameters, when rounding stochastically
 
 

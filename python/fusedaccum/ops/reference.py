@@ -75,9 +75,8 @@ def compute_dtype(out: Tensor, x: Tensor) -> torch.dtype:
 def _scalar(value: float | Tensor, like: Tensor) -> Tensor:
     if isinstance(value, Tensor):
         return value.detach().to(like.device, like.dtype)
-    return torch.full((), value, dtype=torch.float64, device=like.device).to(
-        like.dtype
-    )  # a kernel; torch.tensor() would wait
+    # A kernel; torch.tensor() would wait.
+    return torch.full((), value, dtype=torch.float64, device=like.device).to(like.dtype)
 
 
 def _contribution(grad: Tensor, scale: float | Tensor) -> Tensor:

@@ -19,11 +19,8 @@ from ..buffers.buffers import Slot
 from ..scalars import Scalar
 from ..window.ledger import Ledger
 
-_OWN: dict[
-    int, tuple[dist.ProcessGroup, list[Own]]
-] = {}  # by the id of the caller's group, which is kept, so that it stays its
-
-
+# By the id of the caller's group, which is kept, so that it stays its.
+_OWN: dict[int, tuple[dist.ProcessGroup, list[Own]]] = {}
 _STRANDED: list[Group] = []  # whose group nobody may take over
 
 

@@ -22,9 +22,8 @@ class Attempt:
     done: frozenset[Slot]  # have taken these samples in tries before
     taken: set[Slot] = field(default_factory=set)  # take them now
     forward: bool = True  # is the loss still being made?
-    mixed: bool = (
-        False  # has a backward run meanwhile, of a part of the loss? Then a parameter that took it has not taken all
-    )
+    # Has a backward run meanwhile, of a part of the loss? Then a parameter that took it has not taken all.
+    mixed: bool = False
     lost: bool = False  # has it broken off in such a way that nobody can tell who has taken what? Then the window must begin anew
 
     def wanted(self, slots: Sequence[Slot], grads: Sequence[Tensor]) -> tuple[Sequence[Slot], Sequence[Tensor]]:

@@ -155,9 +155,8 @@ class Window:
     unit: Scalar | None = None  # the loss scale the sums carry; None: as far as we know there is none
     unit_lost: bool = False  # were they unscaled by a scaler that we have not met, so that later scales are unknown?
     overflowed: bool = False  # has a GradScaler found an overflow? Then the rest of the window adds nothing
-    carried: int | None = (
-        None  # micro-batches to count beyond those held here, in a window that another number of ranks began
-    )
+    # Micro-batches to count beyond those held here, in a window that another number of ranks began.
+    carried: int | None = None
     loss: Loss = Loss()  # sum(c_i * loss_i)
     losses: int = 0  # micro-batches in it
     unrecorded: Scalar | None = None  # c_i of the micro-batch counted last, where its loss may still be told
