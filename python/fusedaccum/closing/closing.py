@@ -28,7 +28,7 @@ class Closing:
 
     Attributes:
         last_window: what the last one was.
-        updated: have the parameters changed since :meth:`step_begins`?
+        updated: did the last ``step()`` or ``flush()`` change the parameters?
         noise: the noise scale, where it was asked for.
     """
 

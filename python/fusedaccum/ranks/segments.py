@@ -149,8 +149,8 @@ class Segments:
         self.unseen.difference_update(slots)
         if not self._missing:
             return
-        for missing in {self._segment_of[slot] for slot in slots if slot in self._segment_of} & self._missing.keys():
-            self._missing[missing].difference_update(slots)
+        for segment in {self._segment_of[slot] for slot in slots if slot in self._segment_of} & self._missing.keys():
+            self._missing[segment].difference_update(slots)
         while self._missing and not next(iter(self._missing.values())):
             self._send(next(iter(self._missing)))
 
