@@ -4,6 +4,7 @@ import fusedaccum as fa
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 SETTINGS = {
     "buffers in CPU memory": {},
@@ -64,3 +65,24 @@ def watched(monkeypatch, moved):
     monkeypatch.setattr(fa.ops, "accumulate_", watched_accumulate_)
     monkeypatch.setattr(fa.ops, "cast_", watched_cast_)
     monkeypatch.setattr(fa.ops, "scale_", watched_scale_)
+
+
+class Pinned(TorchFunctionMode):
+    """Notes where memory is that is asked for as pinned."""
+
+    def __init__(self):
+        super().__init__()
+        self.devices = set()
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        if (kwargs or {}).get("pin_memory"):
+            self.devices.add(made.device.type)
+        return made
+
+
+def test_the_link_ends_in_cpu_memory_whatever_the_default_device_is(device, small):
+    net = nn.Linear(64, 64).to(device)
+    with torch.device(device), Pinned() as pinned:
+        fa.explain(net, desired_batch=8, micro_batch=2, show=False)
+    assert pinned.devices == {"cpu"}

@@ -132,7 +132,7 @@ def _packs(_: Kernel, calls: Calls) -> Callable[[], object]:
 
 
 def _over_link(kernel: Kernel, elements: int, device: torch.device) -> Callable[[], object]:
-    here = torch.ones(STAGE_BYTES, dtype=torch.uint8, pin_memory=True)
+    here = torch.ones(STAGE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
     there = torch.ones(STAGE_BYTES, dtype=torch.uint8, device=device)
     left = [
         min(STAGE_BYTES, elements * kernel.bytes - begin) for begin in range(0, elements * kernel.bytes, STAGE_BYTES)
