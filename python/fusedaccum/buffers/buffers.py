@@ -22,6 +22,11 @@ ALIGNMENT = 64  # elements: a cache line or more in every dtype, also after narr
 NARROW_HEAD = 1 << 16  # elements that narrow_() moves through a temporary before it can work in place
 
 
+def padded(elements: int) -> int:
+    """What a buffer of so many elements takes, with the gap behind it."""
+    return -(-elements // ALIGNMENT) * ALIGNMENT
+
+
 def buffer_dtype(parameter: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
     """The dtype gradients of a ``parameter`` gather in: as ``asked``, but never narrower than the gradient itself."""
     return parameter if asked is None else torch.promote_types(parameter, asked)
@@ -231,12 +236,11 @@ class Buffers:
             offsets, end = [], 0
             for slot in members:
                 offsets.append(end)
-                end += -(-local_of(slot.param).numel() // ALIGNMENT) * ALIGNMENT
+                end += padded(local_of(slot.param).numel())
             block = Block(torch.empty(end, dtype=dtype, device=device), home != device)
             ends = [offset + local_of(slot.param).numel() for slot, offset in zip(members, offsets, strict=True)]
-            torch._foreach_zero_(
-                [block.flat[i:j] for i, j in zip(ends, [*offsets[1:], end], strict=True)]
-            )  # they travel between ranks
+            # What lies between them travels from rank to rank.
+            torch._foreach_zero_([block.flat[i:j] for i, j in zip(ends, [*offsets[1:], end], strict=True)])
             block.written()
             self.blocks.append(block)
             for slot, offset in zip(members, offsets, strict=True):

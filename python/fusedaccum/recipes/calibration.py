@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..buffers.buffers import ALIGNMENT, Block
+from ..buffers.buffers import Block, padded
 from ..buffers.offload import STAGE_BYTES, recorded
-from ..intake.intake import BUCKET_BYTES
 from ..optimizer import AccumulatingOptimizer
-from .modes import Kernel
+from .modes import Kernel, buckets
 
 SAMPLE = 1 << 26  # elements, of the parameters whose gradients come first
 ROUNDS = 5
@@ -69,7 +68,7 @@ def _one_pass(kernel: Kernel, sizes: list[int], device: torch.device) -> Callabl
     if op in ("overwrite", "add", "add_", "pack"):
         # Each bucket's gradients in memory of their own: what lies in the cache from the last pass would look too fast.
         grads = _flat(sizes, source, device)[1]
-        calls = [(views[i:j], grads[i:j]) for i, j in _buckets(sizes, source)]
+        calls = [(views[i:j], grads[i:j]) for i, j in buckets([size * source.itemsize for size in sizes])]
         return {"add_": _adds, "pack": _packs}.get(op, _accumulations)(kernel, calls)
     if op == "scale":
         return lambda: ops.scale_(views, 0.999)
@@ -88,20 +87,9 @@ def _one_pass(kernel: Kernel, sizes: list[int], device: torch.device) -> Callabl
 
 def _flat(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, list[Tensor]]:
     """Ones, in one piece, and its views of these sizes."""
-    padded = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
-    flat = torch.ones(sum(padded), dtype=dtype, device=device)
-    return flat, [part[:size] for part, size in zip(flat.split(padded), sizes, strict=True)]
-
-
-def _buckets(sizes: Sequence[int], dtype: torch.dtype) -> list[tuple[int, int]]:
-    """Where each bucket begins and ends among the gradients."""
-    found, begin, held = [], 0, 0
-    for i, size in enumerate(sizes):
-        held += size * dtype.itemsize
-        if held >= BUCKET_BYTES or i == len(sizes) - 1:
-            found.append((begin, i + 1))
-            begin, held = i + 1, 0
-    return found
+    places = [padded(size) for size in sizes]
+    flat = torch.ones(sum(places), dtype=dtype, device=device)
+    return flat, [part[:size] for part, size in zip(flat.split(places), sizes, strict=True)]
 
 
 Calls = list[tuple[list[Tensor], list[Tensor]]]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..buffers.buffers import ALIGNMENT, buffer_dtype
+from ..buffers.buffers import buffer_dtype, padded
 from ..buffers.offload import STAGE_BYTES, STAGES
 from ..buffers.shards import local_of
 from ..intake.intake import BUCKET_BYTES
@@ -201,8 +201,7 @@ def priced(way: Way, of: Parameters, micro_batches: int, optimizer: Any) -> Mode
         memory["gradients"] = max(local_of(p).nbytes for p in of.trained) if micro_batches > 1 else 0
     else:
         there["buffers"] = sum(
-            -(-local_of(p).numel() // ALIGNMENT) * ALIGNMENT * buffer_dtype(p.dtype, way.buffers).itemsize
-            for p in of.trained
+            padded(local_of(p).numel()) * buffer_dtype(p.dtype, way.buffers).itemsize for p in of.trained
         )
         memory["gradients"] = sum(local_of(p).nbytes for p in on_the_way) if way.held else bucket(on_the_way)
     if way.masters:
@@ -221,13 +220,19 @@ def priced(way: Way, of: Parameters, micro_batches: int, optimizer: Any) -> Mode
 
 def bucket(gradients: Sequence[Tensor]) -> int:
     """The most that a bucket holds, where gradients come from the last parameter to the first."""
-    most = held = 0
-    for p in reversed(gradients):
-        held += local_of(p).nbytes
-        most = max(most, held)
-        if held >= BUCKET_BYTES:
-            held = 0
-    return most
+    nbytes = [local_of(p).nbytes for p in reversed(gradients)]
+    return max((sum(nbytes[i:j]) for i, j in buckets(nbytes)), default=0)
+
+
+def buckets(nbytes: Sequence[int]) -> list[tuple[int, int]]:
+    """Where each bucket begins and ends among gradients that take so much."""
+    found, begin, held = [], 0, 0
+    for i, taken in enumerate(nbytes):
+        held += taken
+        if held >= BUCKET_BYTES or i == len(nbytes) - 1:
+            found.append((begin, i + 1))
+            begin, held = i + 1, 0
+    return found
 
 
 def part_brought(gradients: Sequence[Tensor]) -> int:
