@@ -49,9 +49,10 @@ class SquaredNorms:
     def total(self, slots: Iterable[Slot], backend: str) -> Tensor:
         """Sum of squares of the gathered gradients of ``slots``, as a 0-d float64 tensor; reads only what no add has measured."""
         slots = list(slots)
+        wanted = set(slots)
         known = dict.fromkeys(self._readings[slot] for slot in slots if slot in self._readings)
         # One that covers more than is asked for, or a buffer written since by somebody else, does not count.
-        readings = [reading for reading in known if self._still_true(reading, set(slots))]
+        readings = [reading for reading in known if self._still_true(reading, wanted)]
         covered = set().union(*(reading.covers for reading in readings))
         missing: dict[tuple, list[Slot]] = {}
         for slot in slots:
