@@ -298,6 +298,28 @@ def test_a_pass_whose_end_autograd_does_not_tell_is_an_error():
     assert opt.progress["micro_batch"] == "1/2"
 
 
+@pytest.mark.parametrize("call", ["state_dict", "step", "zero_grad"])
+def test_a_call_while_another_thread_is_in_backward_is_refused(call):
+    net, (x, y) = model(), data()
+    big = twin(net)
+    opt = wrapped(net, 1)
+    inside, go_on = threading.Event(), threading.Event()
+    hidden = net[:2](x)
+    hidden.register_hook(lambda _: inside.set() or (go_on.wait(10) and None))
+    thread = threading.Thread(target=nn.functional.mse_loss(net[2:](hidden), y).backward)
+    thread.start()
+    assert inside.wait(10)
+    try:
+        with pytest.raises(RuntimeError, match="in another thread"):
+            getattr(opt, call)()
+    finally:
+        go_on.set()
+        thread.join()
+    opt.step()
+    big_batch_step(big, sgd(big.parameters()), x, y)
+    assert_same_parameters(net, big, 1e-12)
+
+
 def unseen(tensor):
     """A backward as some call it: past torch.autograd.backward, so that no frame tells of it."""
     torch.autograd.Variable._execution_engine.run_backward(

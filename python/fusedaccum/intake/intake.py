@@ -248,6 +248,10 @@ class Intake:
         with self._lock:
             if not self._open:
                 return
+            if under_way(self._call):
+                raise RuntimeError(
+                    "the wrapper was called while a backward pass of its parameters runs in another thread; wait until that has returned"
+                )
             if not self._tasks and not broke_off(self._call):
                 self._end_pass()
                 return
