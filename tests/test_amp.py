@@ -268,3 +268,25 @@ def test_a_refused_step_is_no_scalers_step_any_more():
     p.sum().backward()
     opt.step()
     assert (p == -1).all()
+
+
+@pytest.mark.parametrize("accum_steps", [None, 1, 2])
+def test_a_loop_that_has_done_with_its_scaler(accum_steps):
+    p = nn.Parameter(torch.zeros(4))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), accum_steps)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for window in range(4):
+        for _ in range(accum_steps or 1):
+            (scaler.scale(p.sum()) if window < 2 else p.sum()).backward()
+            if window < 2:
+                scaler.step(opt)
+                scaler.update()
+            elif window == 2 and accum_steps is None:  # which might as well be a mistake
+                with pytest.raises(RuntimeError, match=r"without it from here on, call opt.reset\(\)"):
+                    opt.step()
+                opt.reset()
+                p.sum().backward()
+                opt.step()
+            else:
+                opt.step()
+        assert (p == -1 - window).all()

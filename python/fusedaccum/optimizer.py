@@ -317,12 +317,16 @@ class AccumulatingOptimizer(Optimizer):
 
     @_outside_graphs
     def reset(self) -> None:
-        """Drop a partial window, and forwards that no backward has followed; the next micro-batch begins it anew, under the same index."""
+        """Drop a partial window, and forwards that no backward has followed; the next micro-batch begins it anew, under the same index.
+
+        The scale that a GradScaler has shown is forgotten, too, until it steps again.
+        """
         self._not_inside("reset()")
         self._gathering.settle()
         self._gathering.reset()
         self._gathering.statistics.micro_batch_dropped()  # which zero_grad(), often called between forward and backward, leaves alone
         self._closing.forget_unapplied()
+        self._gathering.loss_scale.live = None
 
     @_outside_graphs
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -56,8 +56,8 @@ class LossScale:
             return
         if window is not None and not window.empty:
             raise RuntimeError(
-                "opt.step() in a window that began with scaler.step(opt): its micro-batches carry a loss scale and this one "
-                "does not; step all micro-batches of a window through the scaler"
+                "opt.step() in a window that began with scaler.step(opt), or after one: its micro-batches carry a loss scale as far as is "
+                "known; step all of them through the scaler, or, to do without it from here on, call opt.reset() first"
             )
         self.live = None
         if window is not None:
