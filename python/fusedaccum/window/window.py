@@ -1,7 +1,7 @@
-"""Counting: which micro-batches a window holds, what they weigh, when it closes and what its sum is divided by.
+"""When windows close, and what is counted: of the micro-batch that is gathered, of the open window, and of the last one.
 
-Knows numbers and 0-d tensors only: no hooks, no buffers, no optimizers. Weights that are tensors stay on their device,
-so nothing here waits for one, except a window closed by the sum of tensor weights (somebody has to read that sum).
+Numbers and 0-d tensors only. Weights that are tensors stay on their device, so nothing here waits for one, except a window closed by the
+sum of tensor weights (somebody has to read that sum).
 """
 
 from __future__ import annotations
