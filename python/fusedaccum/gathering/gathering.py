@@ -106,8 +106,8 @@ class Gathering(Windows):
             self.begin_window()
         if not ledger.has_micro:
             self._rejected.withdraw()
-            ledger.begin_micro_batch(weight)
-        elif weight is not None:
+            ledger.begin_micro_batch()
+        if weight is not None:
             ledger.weigh(weight)
         ledger.micro.last = ledger.micro.last or last
 

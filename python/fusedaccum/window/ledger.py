@@ -102,10 +102,8 @@ class Ledger:
     def begin_window(self, unit: Scalar | None) -> None:
         self._window = Window(self.index, self.schedule.length(self.index), unit=unit)
 
-    def begin_micro_batch(self, weight: Scalar | None = None) -> None:
+    def begin_micro_batch(self) -> None:
         self._micro = MicroBatch()
-        if weight is not None:
-            self.weigh(weight)
 
     def drop_micro_batch(self) -> None:
         self._micro = None
