@@ -96,6 +96,15 @@ def test_lbfgs_without_closure_says_what_to_do():
         opt.step()
 
 
+def test_lbfgs_of_a_model_that_was_cast_is_refused():
+    """Its hooks are gone, so that nothing would tell the micro-batches of its windows apart."""
+    net = model()
+    opt = wrapped(net, make=torch.optim.LBFGS)
+    net.float()
+    with pytest.raises(RuntimeError, match=r"was torch\.float64 .* when it was wrapped and is torch\.float32"):
+        opt.step(lambda: pytest.fail("evaluated"))
+
+
 @pytest.mark.parametrize("tensor_weights", [False, True], ids=["number", "tensor"])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_reductions_with_unequal_micro_batches(reduction, tensor_weights):

@@ -272,6 +272,7 @@ class AccumulatingOptimizer(Optimizer):
             self._not_inside("step()")
             given = self._ledger.late_weight(weight)
             if isinstance(self.optimizer, LBFGS):
+                self._begin_step()
                 return self._closing.step_lbfgs(self.optimizer, closure, given)
             loss = None
             if closure is not None:
