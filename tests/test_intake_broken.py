@@ -79,6 +79,32 @@ def test_exception_after_part_was_added_drops_the_window_and_says_so(through, mo
     assert_same_parameters(net, big, 1e-12)
 
 
+@pytest.mark.parametrize("call", ["opt.backward", "opt.micro_batch"])
+@pytest.mark.parametrize("added", [False, True], ids=["queued", "partly added"])
+def test_a_plain_backward_that_broke_off_is_no_part_of_the_next_micro_batch(added, call, monkeypatch):
+    if added:
+        monkeypatch.setattr("fusedaccum.intake.intake.BUCKET_BYTES", 1)
+    net, (x, y) = model(), data()
+    big = twin(net)
+    opt, plain = wrapped(net, 2), sgd(big.parameters())
+    first, second = parts(x, y, (4, 20))
+    opt.backward(mean_loss(net, *first), weight=4)
+    opt.step()
+    with pytest.raises(MemoryError):
+        broken_loss(net, x, y).backward()
+    told = pytest.warns(RuntimeWarning, match="window was dropped") if added else contextlib.nullcontext()
+    with told:
+        if call == "opt.backward":
+            opt.backward(mean_loss(net, *second), weight=20)
+        else:
+            with opt.micro_batch(weight=20):
+                mean_loss(net, *second).backward()
+    opt.flush()
+    assert opt.last_window.weight == (20 if added else 24)
+    big_batch_step(big, plain, *(second if added else (x, y)))
+    assert_same_parameters(net, big, 1e-12)
+
+
 def test_exception_inside_micro_batch_outside_backward():
     net, (x, y) = model(), data()
     opt = wrapped(net, 2)

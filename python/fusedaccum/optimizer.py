@@ -247,6 +247,7 @@ class AccumulatingOptimizer(Optimizer):
     @_outside_graphs
     def _grouped(self, weight: Scalar | None, last: bool, in_loss: bool) -> AbstractContextManager[None]:
         self._not_inside("micro_batch() and backward()")
+        self._gathering.settle()
         return self._gathering.grouped(None if weight is None else checked_weight(weight), last, in_loss)
 
     @_outside_graphs
