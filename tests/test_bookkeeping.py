@@ -66,6 +66,21 @@ def test_micro_batches_that_were_not_finite_are_counted_not_elements():
     assert opt.last_window.nonfinite == 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_numbers_told_of_a_window_are_not_rounded_to_the_default_dtype(dtype):
+    tokens, p = 2**24 + 1, nn.Parameter(torch.zeros(2))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), reduction="none")
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        p.sum().backward()
+        opt.record_loss(float(tokens))
+        opt.step(weight=tokens)
+    finally:
+        torch.set_default_dtype(before)
+    assert opt.last_window.weight == tokens and opt.last_window.loss == tokens
+
+
 def test_dropped_micro_batches_are_reported():
     p = nn.Parameter(torch.zeros(8))
     opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 2, nonfinite="skip_micro_batch")

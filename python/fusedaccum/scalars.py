@@ -18,8 +18,12 @@ def identity(scalar: Scalar) -> float | int:
 
 
 def as_tensor(value: Scalar) -> Tensor:
-    """A number as a CPU tensor, and a tensor as it is, whatever the user's default device is (torch.as_tensor moves there, and waits)."""
-    return value if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
+    """A number as a CPU tensor, and a tensor as it is, whatever the user's default device and dtype are (torch.as_tensor moves there, and
+    waits; FP32 would count tokens up to 2**24, bf16 up to 256).
+    """
+    if isinstance(value, Tensor):
+        return value
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None, device="cpu")
 
 
 def on(scalar: Scalar, device: torch.device) -> Scalar:
