@@ -183,16 +183,18 @@ def test_reset_drops_a_partial_window():
     assert_same_parameters(net, big, 1e-12)
 
 
-def test_zero_grad_in_a_caller_owned_window_drops_as_plain_pytorch_does():
+@pytest.mark.parametrize("whose", ["opt", "model"])
+def test_zero_grad_in_a_caller_owned_window_drops_as_plain_pytorch_does(whose, recwarn):
     net, (x, y) = model(), data()
     big = twin(net)
     opt, plain = wrapped(net), sgd(big.parameters())
     mean_loss(net, 5 * x, y).backward()
-    opt.zero_grad()
+    (opt if whose == "opt" else net).zero_grad()
     assert all(p.grad is None for p in net.parameters())
     mean_loss(net, x, y).backward()
     opt.step()
     assert opt.last_window.micro_batches == 1
+    assert ["window is dropped" in str(w.message) for w in recwarn] == [True] * (whose == "model")
     big_batch_step(big, plain, x, y)
     assert_same_parameters(net, big, 1e-12)
 

@@ -91,7 +91,10 @@ class Sums:
         self.changed_by_user = True
         if grad is None:
             slot.shown = None
-            self._warn_dropped(slot)
+            self.warn_dropped(
+                f"{slot.name}.grad",
+                "what the window had gathered for such parameters is dropped. opt.zero_grad() keeps it; opt.reset() drops the whole window",
+            )
             return
         if grad.layout is not torch.strided:
             raise RuntimeError(f"{slot.name}.grad is {grad.layout}; only dense gradients can be accumulated")
@@ -112,19 +115,24 @@ class Sums:
             self.norms.forget_block(slot.block)
             slot.block.written()
 
+    @property
+    def taken_away(self) -> bool:
+        """Is there nothing left in any ``p.grad`` of what was gathered?"""
+        slots = self.buffers.slots
+        left = any(
+            slot.shown is not None and slot.holder.grad is not None for slot in slots
+        )  # nearly always the first one
+        return not left and any(slot.shown is not None for slot in slots)
+
     def _is_ours(self, grad: Tensor) -> bool:
         memory = grad.untyped_storage().data_ptr()
         return any(memory == block.flat.untyped_storage().data_ptr() for block in self.buffers.blocks)
 
-    def _warn_dropped(self, slot: Slot) -> None:
+    def warn_dropped(self, which: str, so: str) -> None:
         if not self._warned_dropped:
             self._warned_dropped = True
-            warnings.warn(
-                f"{slot.name}.grad was set to None inside an open window (by model.zero_grad()?): what the window had gathered for such "
-                "parameters is dropped. opt.zero_grad() keeps it; opt.reset() drops the whole window. Said once.",
-                RuntimeWarning,
-                stacklevel=3,
-            )
+            message = f"{which} was set to None inside an open window (by model.zero_grad()?): {so}. Said once."
+            warnings.warn(message, RuntimeWarning, stacklevel=3)
 
     # -- the window's ends -------------------------------------------------------------------------------------
 

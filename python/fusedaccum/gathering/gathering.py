@@ -102,10 +102,13 @@ class Gathering(Windows):
         ledger = self.ledger
         if weight is not None and self.sums.buffers.lent and self._settings.reduction == "mean":
             check_weight_of_lent(weight, self.sums.buffers.lent[0].name)
-        if not ledger.has_window:
-            self.begin_window()
         if not ledger.has_micro:
             self._rejected.withdraw()
+            if self._settings.schedule.caller_owned and ledger.is_open and self.sums.taken_away:
+                self.sums.warn_dropped("every p.grad", "the window is dropped, as opt.zero_grad() drops it")
+                self.reset()
+            if not ledger.has_window:
+                self.begin_window()
             ledger.begin_micro_batch()
         if weight is not None:
             ledger.weigh(weight)
