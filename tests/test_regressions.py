@@ -248,6 +248,52 @@ def test_two_gradients_swapped_by_hand():
     assert (p.item(), q.item()) == (-5, -1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("how", ["grad.data", "model.to"])
+def test_memory_of_a_gradient_replaced_inside_a_window(how, dtype):
+    """``model.to(...)`` replaces that of every p.grad of another dtype, also where it changes no parameter."""
+    net = torch.nn.Linear(3, 2, bias=False).to(dtype)
+    opt = fa.AccumulatingOptimizer(
+        torch.optim.SGD(net.parameters(), lr=0.0), 3, reduction="none", max_grad_norm=math.inf
+    )
+    for k in range(3):
+        net(torch.full((1, 3), 2.0**k, dtype=dtype)).sum().backward()
+        if k == 1:
+            if how == "model.to":
+                net.to(dtype)
+            else:
+                net.weight.grad.data = 3 * net.weight.grad
+        opt.step()
+    expected = 1.0 + 2 + 4 if how == "model.to" else 3 * (1.0 + 2) + 4
+    assert net.weight.grad.tolist() == [[expected] * 3] * 2
+    assert opt.last_window.grad_norm == pytest.approx(expected * 6**0.5)
+
+
+@pytest.mark.parametrize("at", ["inside a window", "between windows"])
+def test_parameters_become_channels_last_under_a_fused_optimizer(at):
+    """Which goes through parameter and gradient in the order of their memory."""
+
+    def make(ps):
+        return torch.optim.SGD(ps, lr=0.1, fused=True)
+
+    net = torch.nn.Conv2d(4, 6, 3).double()
+    big, x = copy.deepcopy(net), torch.randn(3, 4, 4, 5, 5, dtype=torch.float64)
+    opt, plain = wrap(list(net.parameters()), 2, make=make), make(big.parameters())
+    for window, batch in enumerate(x):
+        for i, part in enumerate(batch.chunk(2)):
+            if window == 1 and i == (at == "inside a window"):
+                net.to(memory_format=torch.channels_last)
+            net(part).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+        plain.zero_grad()
+        big(batch).square().mean().backward()
+        plain.step()
+    assert net.weight.is_contiguous(memory_format=torch.channels_last)
+    for p, q in zip(net.parameters(), big.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
 def test_restored_buffers_share_their_storage():
     net = torch.nn.Sequential(*[torch.nn.Linear(3, 3) for _ in range(4)])
     opt = wrap(list(net.parameters()), 3)

@@ -61,7 +61,10 @@ class Slot:
     device: torch.device  # of the buffer
     block: Block = field(init=False)
     buffer: Tensor = field(init=False)
+    offset: int = field(init=False)  # of the buffer in its block, in elements
+    address: int = field(init=False)  # of its memory there
     placed: bool = False  # has it got block and buffer?
+    relaid: bool = False  # has the parameter other strides now than the buffer?
     shown: Tensor | None = None  # what we last put into holder.grad; anything else there is the user's
     divisor: Scalar = 1.0  # 16-bit buffers hold the sum divided by this (a running mean); wider ones the sum
     clean: bool = False  # of one that is lent: does the buffer hold zeros?
@@ -132,6 +135,7 @@ class Slot:
         if p.data_ptr() != self.memory:
             # New memory may mean a conversion there and back, after which autograd has forgotten the hooks.
             self.memory = p.data_ptr()
+            self.relaid = self.placed and self.buffer.stride() != self.strides
             if p.requires_grad and self.node is not None and get_gradient_edge(p).node is not self.node:
                 raise RuntimeError(
                     f"parameter {self.name} was converted to another dtype or device and back, and PyTorch dropped its gradient "
@@ -245,6 +249,7 @@ class Buffers:
             self.blocks.append(block)
             for slot, offset in zip(members, offsets, strict=True):
                 slot.block, slot.buffer, slot.placed = block, block.view(block.flat, slot, offset), True
+                slot.offset, slot.address, slot.relaid = offset, slot.buffer.data_ptr(), False
 
     @property
     def offloaded(self) -> bool:

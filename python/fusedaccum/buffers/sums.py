@@ -115,6 +115,21 @@ class Sums:
             self.norms.forget_block(slot.block)
             slot.block.written()
 
+    @torch.no_grad()
+    def bring_back(self) -> None:
+        """Into its block goes a buffer that lies elsewhere, or otherwise than its parameter: somebody has assigned ``p.grad.data``, as
+        ``model.to(...)`` does, which may also have turned the parameter's dimensions round.
+        """
+        for slot in self.buffers.slots:
+            if slot.placed and (slot.relaid or slot.buffer.data_ptr() != slot.address):
+                self.notice_writes(slot)
+                self.norms.forget([slot])
+                self.changed_by_user = True
+                home = slot.block.view(slot.block.flat, slot, slot.offset)
+                home.copy_(slot.buffer.clone())
+                slot.buffer.data, slot.relaid = home, False  # still the same object, which p.grad is
+                slot.block.written()
+
     @property
     def taken_away(self) -> bool:
         """Is there nothing left in any ``p.grad`` of what was gathered?"""
@@ -159,6 +174,7 @@ class Sums:
     def gathered(self) -> list[Slot]:
         """The slots that hold a gradient now, each in its buffer."""
         self.offload.wait()
+        self.bring_back()
         self.adopt_all(self.buffers.slots)
         return self.buffers.gathered()
 

@@ -109,6 +109,8 @@ class Gathering(Windows):
                 self.reset()
             if not ledger.has_window:
                 self.begin_window()
+            if not self.ranks.alone:
+                self.sums.bring_back()  # before anything is sent
             ledger.begin_micro_batch()
         if weight is not None:
             ledger.weigh(weight)
