@@ -71,6 +71,7 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
     at::Tensor parameter;
     std::vector<int64_t> shape;
     bool lent;
+    bool shown;  // is p.grad the buffer?
     std::size_t taken = 0;  // times that take() has met it
   };
   struct Arrival {
@@ -79,7 +80,7 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
   };
 
   void arrived(Place* place, const at::Tensor& grad);
-  void queue_up(Place* place, const at::Tensor& grad, bool ours);
+  void queue_up(Place* place, const at::Tensor& grad, bool ours, bool awaited);
   bool expects(int task);
   template <class... Arguments>
   bool tell(const char* method, const Arguments&... arguments);
@@ -112,7 +113,8 @@ class Hook : public torch::autograd::FunctionPreHook {
 
 void Arrivals::hook(py::object slot, const at::Tensor& parameter) {
   const bool lent = py::cast<bool>(slot.attr("lent"));
-  places_.push_back({std::move(slot), parameter, parameter.sizes().vec(), lent});
+  const bool shown = slot.attr("holder").is(slot.attr("param"));
+  places_.push_back({std::move(slot), parameter, parameter.sizes().vec(), lent, shown});
   torch::autograd::impl::grad_accumulator(parameter)->add_pre_hook(std::make_unique<Hook>(shared_from_this(), &places_.back()));
 }
 
@@ -150,16 +152,18 @@ bool Arrivals::tell(const char* method, const Arguments&... arguments) {
 void Arrivals::arrived(Place* place, const at::Tensor& grad) {
   const bool fits = !at::GradMode::is_enabled() && grad.layout() == at::kStrided && grad.sizes() == place->shape;
   if (!fits) tell("refuse_unfit", place->slot, grad);
-  queue_up(place, grad, exclusive(grad));
+  // Hooks that run next look for the accumulated gradient in p.grad.
+  const bool awaited = place->shown && torch::autograd::impl::post_acc_grad_hooks(place->parameter) != nullptr;
+  queue_up(place, grad, exclusive(grad), awaited);
 }
 
 void Arrivals::put(const py::object& slot, const at::Tensor& grad) {
   const auto place = std::find_if(places_.begin(), places_.end(), [&](const Place& known) { return known.slot.is(slot); });
   const py::gil_scoped_release unlocked;
-  queue_up(&*place, grad, true);
+  queue_up(&*place, grad, true, false);
 }
 
-void Arrivals::queue_up(Place* place, const at::Tensor& grad, bool ours) {
+void Arrivals::queue_up(Place* place, const at::Tensor& grad, bool ours, bool awaited) {
   const int task = torch::autograd::get_current_graph_task_id();
   if (!expects(task)) tell("enter", task);
   if (place->lent && tell("added_already", place->slot)) return;
@@ -175,7 +179,7 @@ void Arrivals::queue_up(Place* place, const at::Tensor& grad, bool ours) {
       const StreamName name{stream.id(), stream.device_index(), static_cast<int>(stream.device_type())};
       if (std::find(streams_.begin(), streams_.end(), name) == streams_.end()) streams_.push_back(name);
     }
-    full = bucket_bytes_ && (bytes_ >= *bucket_bytes_ || !ours);
+    full = bucket_bytes_ && (bytes_ >= *bucket_bytes_ || awaited || !ours);
   }
   if (full) tell("release");
 }

@@ -220,6 +220,29 @@ def test_autograd_grad_does_not_accumulate():
     opt.step()
 
 
+def test_post_accumulate_grad_hooks_find_the_running_sum():
+    """As in plain PyTorch: they log p.grad, or clip it."""
+    net, (x, y) = model(), data()
+    big, seen = twin(net), []
+
+    def log_and_clip(p):
+        seen.append(p.grad.clone())
+        p.grad.clamp_(-0.01, 0.01)
+
+    for p in (*net.parameters(), *big.parameters()):
+        p.register_post_accumulate_grad_hook(log_and_clip)
+    opt = wrapped(net, 2)
+    for batch in parts(x, y, (12, 12)):
+        mean_loss(net, *batch).backward()
+        ours = seen.copy()
+        seen.clear()
+        mean_loss(big, *batch).backward()
+        for a, b in zip(ours, seen, strict=True):
+            torch.testing.assert_close(a, b)
+        seen.clear()
+        opt.step()
+
+
 def test_backward_on_some_inputs():
     net, (x, y) = model(), data()
     opt = wrapped(net, 1)

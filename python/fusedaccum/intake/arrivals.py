@@ -70,15 +70,17 @@ class Arrivals:
     def _arrived(self, listener: Listener, slot: Slot, grads: tuple[Tensor | None, ...]) -> None:
         listener.refuse_unfit(slot, grads[0])  # type: ignore[arg-type]
         ours = exclusive(grads)  # before we hold it ourselves
-        self._queue_up(listener, slot, grads[0], ours)
+        # Hooks that run next look for the accumulated gradient in p.grad.
+        awaited = slot.holder is slot.param and bool(slot.param._post_accumulate_grad_hooks)
+        self._queue_up(listener, slot, grads[0], ours, awaited)
 
     def put(self, slot: Slot, grad: Tensor) -> None:
         """Queue a gradient that did not come through a hook, and that nobody else is going to write to."""
         listener = self._listener()
         if listener is not None:
-            self._queue_up(listener, slot, grad, True)
+            self._queue_up(listener, slot, grad, True, False)
 
-    def _queue_up(self, listener: Listener, slot: Slot, grad: Any, ours: bool) -> None:
+    def _queue_up(self, listener: Listener, slot: Slot, grad: Any, ours: bool, awaited: bool) -> None:
         task = torch._C._current_graph_task_id()
         if task not in self._tasks:
             listener.enter(task)
@@ -93,7 +95,7 @@ class Arrivals:
             if grad.is_cuda:
                 stream = torch.cuda.current_stream(grad.device)
                 self._streams.add((stream.stream_id, stream.device_index, stream.device_type))
-            full = self._bucket_bytes is not None and (self._bytes >= self._bucket_bytes or not ours)
+            full = self._bucket_bytes is not None and (self._bytes >= self._bucket_bytes or awaited or not ours)
         if full:
             listener.release()
 
