@@ -294,6 +294,32 @@ def test_parameters_become_channels_last_under_a_fused_optimizer(at):
         torch.testing.assert_close(p, q)
 
 
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+@pytest.mark.parametrize("settings", [{}, {"nonfinite": "skip_micro_batch"}, {"master_weights": True}], ids=str)
+def test_a_tied_weight_that_its_group_lists_twice(settings):
+    """PyTorch warns and steps it twice; it has one gradient, which is clipped as one."""
+    dtype = torch.bfloat16 if "master_weights" in settings else torch.float64
+    net, x = torch.nn.Linear(3, 2).to(dtype), torch.randn(4, 3).to(dtype)
+    big = copy.deepcopy(net).double()
+
+    def make(ps):
+        return torch.optim.SGD(ps, lr=1.0, foreach=False)
+
+    opt = wrap([net.weight, net.bias, net.weight], 2, max_grad_norm=0.125, make=make, **settings)
+    plain = make([big.weight, big.bias, big.weight])
+    for part in x.chunk(2):
+        net(part).sum().backward()
+        opt.step()
+    (big(x.double()).sum() / 2).backward()
+    norm = torch.nn.utils.clip_grad_norm_(big.parameters(), 0.125)
+    plain.step()
+    tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-6
+    torch.testing.assert_close(opt.last_window.grad_norm, norm, rtol=tolerance, atol=0)
+    for p, q in zip(net.parameters(), big.parameters(), strict=True):
+        torch.testing.assert_close(p.double(), q, rtol=0, atol=tolerance)
+    opt.load_state_dict(opt.state_dict())
+
+
 def test_restored_buffers_share_their_storage():
     net = torch.nn.Sequential(*[torch.nn.Linear(3, 3) for _ in range(4)])
     opt = wrap(list(net.parameters()), 3)

@@ -150,14 +150,15 @@ class AccumulatingOptimizer(Optimizer):
 
     def _take(self, groups: Sequence[int]) -> None:
         """Gather the gradients of these groups; all their parameters are checked before the first is touched."""
-        named: list[tuple[str, Parameter]] = []
+        named: dict[Parameter, str] = {}  # a tied one may be in its group twice
         for g in groups:
             group = self.param_groups[g]
             names = group.get("param_names") or [
                 f"param_groups[{g}]['params'][{i}]" for i in range(len(group["params"]))
             ]
-            named += zip(names, group["params"], strict=True)
-        for name, p in named:
+            for name, p in zip(names, group["params"], strict=True):
+                named.setdefault(p, name)
+        for p, name in named.items():
             check_parameter(name, p, self.settings)
             if self._taken_by_another(p):
                 raise ValueError(
@@ -166,7 +167,7 @@ class AccumulatingOptimizer(Optimizer):
                 )
             if main_grad.asks(p):
                 check_lent(name, p, self.settings)
-        self._gathering.take(named)
+        self._gathering.take((name, p) for p, name in named.items())
 
     def _taken_by_another(self, p: Parameter) -> bool:
         if Gathering.of(p) not in (None, self._gathering):

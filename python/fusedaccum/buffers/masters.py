@@ -40,7 +40,7 @@ class MasterWeights:
         """Make masters of those that are 16 bits wide, or not where their gradients are."""
         for p in parameters:
             device = self._device or p.device
-            if p.dtype.itemsize < 4 or p.device != device:
+            if p not in self.of and (p.dtype.itemsize < 4 or p.device != device):
                 copy = p.detach().to(device, torch.promote_types(p.dtype, torch.float32))
                 master = Parameter(copy, requires_grad=p.requires_grad)
                 self.of[p], self._model[master], self._version[p] = master, p, p._version
