@@ -320,6 +320,20 @@ def test_a_tied_weight_that_its_group_lists_twice(settings):
     opt.load_state_dict(opt.state_dict())
 
 
+def test_a_gradient_without_elements_put_in_by_hand():
+    """Its memory is that of every other tensor without elements."""
+    empty, other = zeros(0), zeros(2, torch.bfloat16)
+    opt = wrap([empty, other], 2)
+    for _ in range(2):
+        (empty.sum() + other.sum()).backward()
+        opt.step()
+    opt.zero_grad()
+    empty.grad, other.grad = torch.zeros(0), torch.full((2,), 4.0, dtype=torch.bfloat16)
+    opt.step()
+    opt.flush()
+    assert other.tolist() == [-1 - 4] * 2
+
+
 def test_restored_buffers_share_their_storage():
     net = torch.nn.Sequential(*[torch.nn.Linear(3, 3) for _ in range(4)])
     opt = wrap(list(net.parameters()), 3)

@@ -140,8 +140,8 @@ class Sums:
         return not left and any(slot.shown is not None for slot in slots)
 
     def _is_ours(self, grad: Tensor) -> bool:
-        memory = grad.untyped_storage().data_ptr()
-        return any(memory == block.flat.untyped_storage().data_ptr() for block in self.buffers.blocks)
+        memory = grad.untyped_storage().data_ptr()  # 0 where there is no element
+        return memory != 0 and any(memory == block.flat.untyped_storage().data_ptr() for block in self.buffers.blocks)
 
     def warn_dropped(self, which: str, so: str) -> None:
         if not self._warned_dropped:
