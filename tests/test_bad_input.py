@@ -67,6 +67,15 @@ def test_a_gpus_backend_cannot_add_in_cpu_memory(monkeypatch, how):
         wrapped(model(), buffer_device="cpu", backend="cuda" if how == "argument" else "auto")
 
 
+@pytest.mark.parametrize("name", ["accum_steps", "max_grad_norm", "nonfinite", "shard"])
+def test_arguments_set_later_are_refused_for_they_would_change_nothing(name):
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1), accum_steps=2)
+    with pytest.raises(AttributeError, match=rf"{name} is what the optimizer was wrapped with.*new wrapper"):
+        setattr(opt, name, 4)
+    opt.note = 4  # anything else may be kept there
+    assert opt.note == 4
+
+
 def test_callable_length_is_checked_by_name():
     net, (x, y) = model(), data()
     for length, error in ((0, ValueError), (2.0, ValueError), (None, TypeError)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -184,6 +185,14 @@ class AccumulatingOptimizer(Optimizer):
         if name == "optimizer":  # not built yet
             raise AttributeError(name)
         return getattr(self.optimizer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ARGUMENTS:
+            raise AttributeError(
+                f"{name} is what the optimizer was wrapped with, and setting it would change nothing; build a new wrapper, and carry over "
+                "with load_state_dict(state_dict()). Windows that change their length take a callable accum_steps"
+            )
+        super().__setattr__(name, value)
 
     param_groups, state, defaults = map(_of_inner, ("param_groups", "state", "defaults"))
 
@@ -505,3 +514,7 @@ class AccumulatingOptimizer(Optimizer):
     @grad_scale.deleter
     def grad_scale(self) -> None:
         pass
+
+
+# What an optimizer is wrapped with, and stays so.
+ARGUMENTS = set(inspect.signature(AccumulatingOptimizer).parameters) - {"optimizer"}
