@@ -207,8 +207,8 @@ def test_from_one_kind_of_parallelism_to_another(worlds, tmp_path, kinds, at=INS
         assert_close(ours, theirs, 1e-5)  # AdamW divides by small numbers
 
 
-def moving(rank, path, kind, flavour, at, load_from):
-    module, opt = job(kind, adamw)
+def moving(rank, path, kind, flavour, at, load_from, make=adamw, **settings):
+    module, opt = job(kind, make, **settings)
     if load_from is None:
         train(module, opt, flavour, 0, at)
         save(path, module, opt)
@@ -261,6 +261,25 @@ def test_gradients_that_come_normalised(worlds, tmp_path, kind, before, after):
     theirs, _ = literal(kind=kind, equal=True)
     worlds(before).run(saving, path=tmp_path, kind=kind, at=INSIDE, reduction="none")
     for ours, _ in worlds(after).run(loading, path=tmp_path, kind=kind, at=INSIDE, reduction="none"):
+        assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "kinds, ranks",
+    [
+        (("fsdp", "plain"), (2, 2)),
+        (("plain", "fsdp"), (2, 2)),
+        (("fsdp", "plain"), (2, 1)),
+        pytest.param(("ddp", "fsdp"), (2, 4), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_gradients_that_come_normalised_from_one_kind_to_another(worlds, tmp_path, kinds, ranks):
+    """FSDP2 has taken that mean already, and replicas take it when the window closes."""
+    theirs, _ = literal(kind="fsdp", equal=True)
+    settings = {"path": tmp_path, "flavour": "fsdp", "at": INSIDE, "make": sgd, "reduction": "none"}
+    worlds(ranks[0]).run(moving, kind=kinds[0], load_from=None, **settings)
+    for ours in worlds(ranks[1]).run(moving, kind=kinds[1], load_from=tmp_path, **settings):
         assert_close(ours, theirs)
 
 

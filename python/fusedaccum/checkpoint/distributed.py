@@ -165,10 +165,11 @@ def _saved(opt: AccumulatingOptimizer) -> dict[str, Any]:
     state = opt.state_dict()
     own = state[checkpoint.KEY]
     mine = {k: v for k, v in own.items() if k not in TENSORS}
+    slots = opt._sums.buffers.slots
     mine["divisors"] = {index: saved["divisor"] for index, saved in own["buffers"].items()}
+    mine["shards"] = [slot.index for slot in slots if slot.sharded]
     ranks, number = _gathered(opt, mine), resharding.place(opt)[0]
     _check_together(ranks)
-    slots = opt._sums.buffers.slots
     tensors, plain = dict[str, Tensor](), dict[Any, Any]()
     for index, entry in state["state"].items():
         plain[index] = {k: None if isinstance(v, Tensor) else v for k, v in entry.items()}  # tensors keep their places

@@ -12,6 +12,7 @@ from ..window.window import Loss, Window
 from .checkpoint import plain, restored, window_settings
 
 if TYPE_CHECKING:
+    from ..buffers.buffers import Slot
     from ..optimizer import AccumulatingOptimizer
 
 
@@ -80,7 +81,9 @@ def window(opt: AccumulatingOptimizer, ranks: list[dict[str, Any]]) -> dict[str,
                 setattr(mine, name, getattr(mine, name) + getattr(theirs, name))
             mine.unit_lost = mine.unit_lost or theirs.unit_lost
             mine.overflowed = mine.overflowed or theirs.overflowed
-    scale = rescaled(opt, len(ranks))
+    scale = (
+        size / len(ranks) if opt.settings.reduction == "none" else 1.0
+    )  # the mean over the ranks is taken, as of the sums
     mine.loss = Loss(mine.loss.total * scale, mine.loss.raw * scale)
     if mine.length is not None:
         each = count // size
@@ -93,9 +96,13 @@ def window(opt: AccumulatingOptimizer, ranks: list[dict[str, Any]]) -> dict[str,
     return plain(mine)
 
 
-def rescaled(opt: AccumulatingOptimizer, ranks: int) -> float:
-    """What is summed under "none" is multiplied by this: of what comes normalised the mean over the ranks is taken, over another number."""
-    return place(opt)[1] / ranks if opt.settings.reduction == "none" else 1.0
+def rescaled(opt: AccumulatingOptimizer, slot: Slot, ranks: list[dict[str, Any]]) -> float:
+    """What ``ranks`` have summed of a parameter is multiplied by this. Of gradients that come normalised the mean over the ranks is taken, at
+    the window's end: buffers of replicas hold what it will be taken of, over another number of them now, and shards hold the mean itself.
+    """
+    if opt.settings.reduction != "none":
+        return 1.0
+    return (1 if slot.sharded else place(opt)[1]) / (1 if slot.index in ranks[0]["shards"] else len(ranks))
 
 
 def added_up(
@@ -104,10 +111,10 @@ def added_up(
     """The sum of what the ranks ``rows`` have saved, as a buffer holds it: ``{"sum": sum / divisor, "divisor": divisor}``."""
     slot, (number, size) = opt._sums.buffers.slots[index], place(opt)
     divisors = {s: ranks[s]["divisors"][index] for s in rows}
-    if size == len(ranks) and len(rows) == 1 and not slot.narrow:
+    scale = rescaled(opt, slot, ranks)
+    if size == len(ranks) and len(rows) == 1 and scale == 1.0 and not slot.narrow:
         ((s, row),) = rows.items()
         return {"sum": row, "divisor": divisors[s]}
-    scale = 1.0 if slot.sharded else rescaled(opt, len(ranks))  # a shard holds the mean already
     total = torch.zeros_like(next(iter(rows.values())), dtype=torch.promote_types(slot.dtype, torch.float32))
     for s, row in rows.items():
         total += row * (scale if slot.narrow else scale * float(divisors[s]))
