@@ -64,6 +64,35 @@ def test_a_micro_batch_that_one_rank_drops_is_missing_for_all(worlds):
         assert told[0] == (True, COUNT - 1, 1, True, total) and told[1][1:3] == (COUNT, 0)
 
 
+def nothing_but_dropped(rank):
+    """The first window holds one micro-batch, which is dropped; the other rank has no data for it."""
+    model = made()
+    settings = {"accum_steps": lambda window: (1, 2)[window], "nonfinite": "skip_micro_batch"}
+    opt = wrapped(model, process_group=dist.group.WORLD, **settings)
+    if rank == 0:
+        x, y, weight, use = share(0, 1, 0, 1)[0]
+        opt.backward(mean_loss(model, x, y, use) * float("nan"), weight=weight)
+        opt.step()
+    else:
+        opt.flush()
+    told = opt.updated, opt.progress, opt.last_window.micro_batches, int(opt.last_window.nonfinite)
+    for x, y, weight, use in share(1, 4, rank, 2):
+        opt.backward(mean_loss(model, x, y, use), weight=weight)
+        opt.step()
+    assert opt.updated
+    return contents(model, opt), told
+
+
+def test_a_window_of_which_all_was_dropped_closes_on_all_ranks(worlds):
+    """Also on one whose flush() meets the others' step(): how long the next one is may depend on its index."""
+    model = made()
+    opt = sgd(model.parameters())
+    big_batch(model, opt, 1, 4)
+    for ours, told in worlds(2).run(nothing_but_dropped):
+        assert told == (False, {"window": 1, "micro_batch": "0/2"}, 0, 1)
+        assert_close(ours, contents(model, opt))
+
+
 def test_weight_zero_on_all_ranks_applies_nothing_and_says_so(worlds):
     worlds(2).run(weightless)
 

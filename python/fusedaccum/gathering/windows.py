@@ -104,11 +104,13 @@ class Windows:
 
     def anything_to_flush(self) -> bool:
         """Has the open window gathered anything, on this rank or another? Over ranks, it is that of all ranks then."""
-        if not self.ranks.alone:
-            if not self.ledger.has_window:
-                self.begin_window()
-            self.ranks.flushes()
-            self.ranks.agree(False)
-            if self.ledger.window.empty:
-                self.ledger.drop_window()
-        return self.ledger.is_open
+        if self.ranks.alone:
+            return self.ledger.is_open
+        if not self.ledger.has_window:
+            self.begin_window()
+        self.ranks.flushes()
+        self.ranks.agree(False)
+        if not self.ledger.has_counted:
+            self.ledger.drop_window()
+        # What was dropped, and nothing else, makes a window too: a rank whose step() meets this flush() has closed one.
+        return self.ledger.has_counted
