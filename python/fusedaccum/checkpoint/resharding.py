@@ -97,8 +97,8 @@ def window(opt: AccumulatingOptimizer, ranks: list[dict[str, Any]]) -> dict[str,
 
 
 def rescaled(opt: AccumulatingOptimizer, slot: Slot, ranks: list[dict[str, Any]]) -> float:
-    """What ``ranks`` have summed of a parameter is multiplied by this. Of gradients that come normalised the mean over the ranks is taken, at
-    the window's end: buffers of replicas hold what it will be taken of, over another number of them now, and shards hold the mean itself.
+    """What ``ranks`` have summed of a parameter is multiplied by this. Of gradients that come normalised the mean over the ranks is taken,
+    at the window's end: buffers of replicas hold what that will be of, over another number of them now, and shards hold the mean.
     """
     if opt.settings.reduction != "none":
         return 1.0
