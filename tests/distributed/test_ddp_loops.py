@@ -134,3 +134,40 @@ def clipped(rank, how):
 def test_narrow_buffers_are_clipped_by_what_all_ranks_have(worlds, how):
     for weight in worlds(2).run(clipped, how=how):
         assert torch.equal(weight, torch.full((1, 4), -0.5))
+
+
+def grouped(rank, other):
+    """Rank 0's micro-batch takes two passes, of which the first has sent its sums; the other's takes one, or it has none."""
+    model = made(torch.float64)  # in which all parameters of that dtype are used, so that their sums go
+    module = DDP(model, find_unused_parameters=True)
+    opt = wrapped(model, reduction="none")
+    norms = []
+    for window in range(3):
+        if rank == 1 and other == "no data":
+            opt.flush()
+            continue
+        x, y, _, _ = share(window, 2, rank, 2, True)[0]
+        passes = 1 if rank else 2
+        with opt.micro_batch():
+            for _ in range(passes):
+                (mean_loss(module, x, y, False) / passes).backward()
+        norms.append(float(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])))
+        opt.step()
+        opt.zero_grad()
+    return list(model.parameters()), norms
+
+
+@pytest.mark.parametrize("other", ["one pass", "no data"])
+def test_a_rank_whose_micro_batch_takes_more_passes(worlds, other):
+    model = made(torch.float64)
+    opt = sgd(model.parameters())
+    norms = []
+    for window in range(3):
+        opt.zero_grad()
+        for x, y, _, _ in share(window, 2, 0, 1, True)[: 2 if other == "one pass" else 1]:
+            (mean_loss(model, x, y, False) / 2).backward()  # the mean over the ranks
+        norms.append(float(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])))
+        opt.step()
+    for ours, our_norms in worlds(2).run(grouped, other=other):
+        assert_close(ours, list(model.parameters()))
+        assert our_norms == pytest.approx(norms[: len(our_norms)], rel=1e-5)  # of what p.grad shows before step()

@@ -22,6 +22,7 @@ from ..buffers.buffers import Slot
 from ..buffers.sums import Sums
 from ..window.ledger import Ledger
 from ..window.settings import Settings, check_shared, check_unsharded
+from ..window.window import MicroBatch
 from .agreement import Numbers
 from .alone import Alone
 from .fsdp2 import FullySharded
@@ -115,6 +116,7 @@ class Ranks(Alone):
         self._overflow = False  # has a GradScaler found one on any rank?
         self._gathered: set[Slot] = set()  # slots that hold a gradient on any rank, once agreed
         self._shown = False  # have all ranks told each other what they have gradients of, after a backward?
+        self._going: MicroBatch | None = None  # whose backward has sent sums, for DistributedDataParallel's sake
         self.segments.forget()
 
     def forget_others(self, state: dict[Tensor, Any]) -> None:
@@ -140,6 +142,7 @@ class Ranks(Alone):
 
     def pass_begins(self) -> None:
         if self._is_last():
+            self._going = self._ledger.micro
             self.segments.last_pass_begins()
 
     def _is_last(self) -> bool:
@@ -147,7 +150,8 @@ class Ranks(Alone):
         if self._ledger.micro.attempt is not None:
             return False
         if self._shows_to_replicas:
-            return self.replicas.synced
+            # Once a micro-batch: how many passes that takes, only this rank knows.
+            return self.replicas.synced and self._ledger.micro is not self._going
         # Of the first micro-batch the norm is taken, of this rank's alone: then its sums go after that.
         taken_apart = self._settings.noise_scale is not None and self._ledger.window.empty
         return self._ledger.is_last() and self._ledger.micro.adds == 0 and not taken_apart
@@ -190,10 +194,12 @@ class Ranks(Alone):
 
     def _show(self) -> None:
         """Show sums of gradients that any rank has."""
-        has = self.group.total([self.segments.has(slot) for slot in self._sums.buffers.slots])
+        slots = self._sums.buffers.slots
+        totals = self.group.total([*(self.segments.has(slot) for slot in slots), *self.segments.again])
+        has, again = totals[: len(slots)], totals[len(slots) :]
+        self.segments.send_again(again)
         # Narrow buffers have not gone yet: what one without a gradient here holds is nobody's.
-        arrived = [slot for slot, n in zip(self._sums.buffers.slots, has, strict=True) if n and not slot.narrow]
-        self.segments.show(arrived)
+        self.segments.show([slot for slot, n in zip(slots, has, strict=True) if n and not slot.narrow])
         self._shown = True
 
     def broke_off(self) -> None:

@@ -166,15 +166,23 @@ class Segments:
             if not segment.narrow and segment not in gone:
                 self._send(segment)
 
-    def finish(self, gathered: set[Slot], again: Sequence[float]) -> None:
-        """Send what has to go once more on any rank, and what needed the window's weight; show what is ``gathered``."""
+    def send_again(self, again: Sequence[float]) -> None:
+        """Send what has to go once more on any rank."""
         gone = {going.segment: going for going in self._gone}
         for segment, ranks in zip(self._segments, again, strict=True):
-            if segment.narrow:
-                self._send(segment)
-            elif ranks:
+            if ranks:
                 if not segment.again:
                     self._take_back(gone[segment])
+                self._gone.remove(gone[segment])
+                segment.again = False
+                self._send(segment)
+        self.arrive()
+
+    def finish(self, gathered: set[Slot], again: Sequence[float]) -> None:
+        """Send what has to go once more on any rank, and what needed the window's weight; show what is ``gathered``."""
+        self.send_again(again)
+        for segment in self._segments:
+            if segment.narrow:
                 self._send(segment)
         self.arrive()
         for segment in self._segments:
