@@ -276,6 +276,17 @@ def test_bad_input(accum_steps, loss, error, says):
         opt.record_loss(loss)
 
 
+def test_numbers_are_told_to_the_last_digit():
+    net, (x, y) = model(), data(8)
+    opt = wrapped(net, reduction="sum")
+    tokens = 2**24 + 1  # which FP32 has not
+    sum_loss(net, x, y).backward()
+    opt.record_loss(0.1 * tokens)
+    opt.step(weight=tokens)
+    assert opt.last_window.weight.item() == tokens
+    assert opt.last_window.loss.item() == pytest.approx(0.1, rel=1e-15)
+
+
 def test_as_dict_for_a_log():
     net, (x, y) = model(), data(8)
     opt = wrapped(net, max_grad_norm=math.inf, noise_scale=0.5)
