@@ -58,6 +58,7 @@ class Windows:
             shard,
             self.sums,
             self.ledger,
+            self.loss_scale,
             self.statistics,
             self._settings,
             self.reset,

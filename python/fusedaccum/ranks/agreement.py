@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ..window.amp import LossScale
 from ..window.ledger import Ledger
 from ..window.window import Loss, Window
 
@@ -21,6 +22,9 @@ class Numbers(NamedTuple):
     overflowed: float  # or before it
     unit: float  # 0 without a loss scale, and on ranks that took no part, whatever theirs is
     unit_square: float
+    scale: float  # what a GradScaler multiplies losses with now; 0 without one, and on ranks that took no part
+    scale_square: float
+    scales: float  # is that known?
     parts: float  # has the rank gathered, or dropped, anything?
     loss: float
     losses: float
@@ -31,10 +35,11 @@ class Numbers(NamedTuple):
     pools: float  # are there batch statistics?
 
     @classmethod
-    def of(cls, window: Window, overflow: bool | Tensor, pools: bool) -> Numbers:
+    def of(cls, window: Window, overflow: bool | Tensor, loss_scale: LossScale, pools: bool) -> Numbers:
         """Waits for the device."""
         part = took_part(window)
         unit = float(window.unit) if part and window.unit is not None else 0.0
+        scale = float(loss_scale.live) if part and loss_scale.live is not None else 0.0
         return cls(
             float(window.weight),
             window.micro_batches,
@@ -44,6 +49,9 @@ class Numbers(NamedTuple):
             window.overflowed,
             unit,
             unit**2,
+            scale,
+            scale**2,
+            scale > 0,
             part,
             float(window.loss.total),
             window.losses,
@@ -52,8 +60,12 @@ class Numbers(NamedTuple):
         )
 
     def of_equal_units(self) -> bool:
-        """Had all ranks that took part the same loss scale? Equal numbers, and no others, have this mean square."""
+        """Do the sums of all ranks that took part carry the same loss scale? Equal numbers, and no others, have this mean square."""
         return self.unit**2 == self.parts * self.unit_square
+
+    def of_equal_scales(self) -> bool:
+        """Are those the same that the ranks' scalers stand at now?"""
+        return self.scale**2 == self.scales * self.scale_square
 
     def put_into(self, window: Window, ledger: Ledger) -> None:
         """Make ``window`` that of all ranks."""
@@ -74,7 +86,10 @@ class Numbers(NamedTuple):
 
 
 def took_part(window: Window) -> bool:
-    """Has this rank gathered, or dropped, anything?"""
+    """Has this rank gathered, or dropped, anything?
+
+    What it has dropped is not in the sums, but scaler.unscale_() has met that here, and the sums elsewhere: these are not alike then.
+    """
     return not window.empty or window.dropped > 0
 
 

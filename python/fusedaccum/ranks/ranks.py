@@ -7,6 +7,8 @@ rank so calls the same collectives in the same order, however many micro-batches
 from __future__ import annotations
 
 import functools
+import math
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +22,7 @@ from torch.nn import Parameter
 
 from ..buffers.buffers import Slot
 from ..buffers.sums import Sums
+from ..window.amp import LossScale
 from ..window.ledger import Ledger
 from ..window.settings import Settings, check_shared, check_unsharded
 from ..window.window import MicroBatch
@@ -42,7 +45,7 @@ class Ranks(Alone):
         replicas, fully_sharded: the modules, as :func:`modules_of` finds them.
         comm_dtype: sums travel in this dtype; None for the buffers' own.
         shard: each parameter is stepped by one rank, its owner.
-        sums, ledger, statistics: of this rank. settings: as the wrapper was asked to work.
+        sums, ledger, loss_scale, statistics: of this rank. settings: as the wrapper was asked to work.
         drop: a method that drops the open window, for what the ranks have half done is none any more. Held weakly.
     """
 
@@ -58,6 +61,7 @@ class Ranks(Alone):
         shard: bool,
         sums: Sums,
         ledger: Ledger,
+        loss_scale: LossScale,
         statistics: Statistics,
         settings: Settings,
         drop: Callable[[], None],
@@ -65,7 +69,7 @@ class Ranks(Alone):
         super().__init__()
         slots = sums.buffers.slots
         self.replicas, self.fully_sharded, self.shard, self._found = replicas, fully_sharded, shard, found
-        self._sums, self._ledger, self._statistics = sums, ledger, statistics
+        self._sums, self._ledger, self._loss_scale, self._statistics = sums, ledger, loss_scale, statistics
         self._settings, self._drop = settings, weakref.WeakMethod(drop)
         self._check(process_group, fully_sharded)
         self.group = Group(process_group, slots[0].device if slots else torch.device("cpu"), ledger)
@@ -238,21 +242,41 @@ class Ranks(Alone):
         if not self._compared:
             self.group.compare_values([slot for slot in slots if not slot.sharded])
             self._compared = True
-        mine = Numbers.of(window, overflow, self._statistics.any_counted)
+        mine = Numbers.of(window, overflow, self._loss_scale, self._statistics.any_counted)
         totals = self.group.total([*mine, *(self.segments.has(slot) for slot in slots), *self.segments.again])
         first, end = len(mine), len(mine) + len(slots)
         numbers, has, again = Numbers(*totals[:first]), totals[first:end], totals[end:]
-        if not numbers.of_equal_units():
-            raise RaisedByAllError(
-                f"the loss scale is {mine.unit:g} on this rank and another on others: every rank's GradScaler has looked at its own "
-                "gradients only; use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler(process_group=...). The window is dropped"
-            )
+        numbers = self._of_one_scale(mine, numbers)
         numbers.put_into(window, self._ledger)
         self._overflow = bool(numbers.overflow)
         self._gathered = {slot for slot, ranks in zip(slots, has, strict=True) if ranks}
         self.segments.finish(self._gathered, again)
         if numbers.pools:
             self._statistics.add_up(self.group)
+
+    def _of_one_scale(self, mine: Numbers, numbers: Numbers) -> Numbers:
+        """Scalers have looked at their own rank's gradients, and may have come apart: all go on with the smallest scale.
+
+        Sums that carry different ones cannot be added up: returns ``numbers`` of a window that is not applied. Raises RaisedByAllError
+        where a scale is not known, and so cannot be changed.
+        """
+        if not numbers.of_equal_scales():
+            self._loss_scale.lower(self.group.least(mine.scale or math.inf))
+        if numbers.of_equal_units() or numbers.overflow or numbers.overflowed:
+            return numbers
+        how = f"the loss scale of window {self._ledger.index} is {mine.unit:g} on this rank and another on others"
+        if numbers.scales < numbers.parts:
+            raise RaisedByAllError(
+                f"{how}: every rank's GradScaler has looked at its own gradients only; use "
+                "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler(process_group=...). The window is dropped"
+            )
+        warnings.warn(
+            f"{how}, for gradients have overflowed on some ranks only, or scales have grown at different times: the window is not "
+            "applied, and all ranks go on with the smallest scale",
+            RuntimeWarning,
+            stacklevel=7,
+        )
+        return numbers._replace(overflowed=1.0)
 
     def anything(self, slots: Collection[Slot]) -> bool:
         return bool(slots or self._gathered)

@@ -50,6 +50,11 @@ class LossScale:
         """Go on with a checkpoint's scale. Its scaler has not been seen: what ``update()`` changes there does not show here."""
         self.live, self._copied = None if saved is None else saved.clone(), True
 
+    def lower(self, least: float) -> None:
+        """The scaler's scale is ``least`` from here on, as on other ranks. (A checkpoint's scaler has not been seen yet.)"""
+        if self.live is not None and not self._copied:
+            self.live.fill_(least)
+
     def left(self, window: Window | None, losses: Losses) -> None:
         """``step()`` was called by no scaler: the gradients of ``window`` carry no loss scale."""
         if self.live is None:
