@@ -171,3 +171,19 @@ def test_a_rank_whose_micro_batch_takes_more_passes(worlds, other):
     for ours, our_norms in worlds(2).run(grouped, other=other):
         assert_close(ours, list(model.parameters()))
         assert our_norms == pytest.approx(norms[: len(our_norms)], rel=1e-5)  # of what p.grad shows before step()
+
+
+def sent_every_time(rank):
+    """A loop without no_sync(), of one large gradient and many small ones."""
+    module = DDP(nn.Linear(4, 1, bias=False))
+    nn.init.zeros_(module.module.weight)
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(module.parameters(), lr=1.0), comm_dtype=torch.bfloat16)
+    for number in range(64):
+        module(torch.full((1, 4), 0.5 if number else 256.0)).sum().backward()
+    opt.step()
+    return module.module.weight.detach()
+
+
+def test_sums_that_travel_again_are_not_rounded_again(worlds):
+    for weight in worlds(2).run(sent_every_time):
+        assert torch.equal(weight, torch.full((1, 4), -(256 + 63 * 0.5) / 64))  # 256 + 0.5 is 256 in bf16

@@ -109,6 +109,7 @@ class Segments:
         self.unseen: set[Slot] = set()
         self._gone: list[Going] = []
         self._missing: dict[Segment, set[Slot]] = {}  # what the segments still wait for in the last pass
+        self._sent: set[Segment] = set()  # have gone in this window, once or more
         for segment in self._segments:
             segment.again = False
 
@@ -249,7 +250,10 @@ class Segments:
         if without:
             torch._foreach_zero_(without)
         sent = segment.memory
-        if self._comm_dtype not in (None, sent.dtype):
+        # What goes again holds a sum that was rounded before: with every round, small gradients would be lost in it.
+        rounded, first = self._comm_dtype not in (None, sent.dtype), segment not in self._sent
+        self._sent.add(segment)
+        if rounded and first:
             for going in [going for going in self._gone if going.work is not None][: 1 - UNDER_WAY]:
                 going.arrive(self._group, self._backend)
             sent = torch.empty_like(sent, dtype=self._comm_dtype)
