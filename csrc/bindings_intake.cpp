@@ -71,7 +71,7 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
     at::Tensor parameter;
     std::vector<int64_t> shape;
     bool lent;
-    bool shown;  // is p.grad the buffer?
+    bool shown;             // is p.grad the buffer?
     std::size_t taken = 0;  // times that take() has met it
   };
   struct Arrival {

@@ -26,11 +26,6 @@ def as_tensor(value: Scalar) -> Tensor:
     return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None, device="cpu")
 
 
-def as_double(value: Scalar) -> Tensor:
-    """As :func:`as_tensor`, in float64: a number is not rounded to the default dtype on the way."""
-    return value.double() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64, device="cpu")
-
-
 def on(scalar: Scalar, device: torch.device) -> Scalar:
     """The same number where the tensors of ``device`` can meet it. Waits only on the way to the CPU."""
     if not isinstance(scalar, Tensor) or scalar.device == device:

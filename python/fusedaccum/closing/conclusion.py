@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..buffers.buffers import Slot
 from ..buffers.sums import Sums
-from ..scalars import Scalar, as_double, as_tensor, beside, on
+from ..scalars import Scalar, as_tensor, beside, on
 from ..window.ledger import Ledger
 from ..window.settings import Settings
 from ..window.window import LastWindow, Window
@@ -41,7 +41,7 @@ class Conclusion:
         looked = settings.nonfinite != "propagate" or window.overflowed or self.overflow is not False
         return LastWindow(
             window.micro_batches,
-            as_double(window.weight),
+            as_tensor(window.weight).double(),
             self.norm,
             nonfinite if looked else None,
             as_tensor(applied),
@@ -62,7 +62,7 @@ def conclude(ledger: Ledger, sums: Sums, settings: Settings, overflow: bool | Te
         warnings.warn(message, RuntimeWarning, stacklevel=4)
         divisor = 1.0
     known = 0 < window.losses == window.micro_batches and not weightless
-    loss = as_double(beside(window.loss.total, divisor) / divisor) if known else None
+    loss = as_tensor(beside(window.loss.total, divisor) / divisor).double() if known else None
     if window.unit is not None:
         divisor = divisor * beside(window.unit, divisor)
     skip, norm = overflow, None
