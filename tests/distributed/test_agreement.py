@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from parts import assert_close, big_batch, contents, made, mean_loss, sgd, share, wrapped
 from torch import nn
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from worlds import World
 
 COUNT = 8
@@ -112,113 +111,6 @@ def weightless(rank):
     opt.backward(mean_loss(model, x, y, use), weight=float(rank))
     opt.step()
     assert opt.updated and float(opt.last_window.weight) == 1.0
-
-
-def scaled(rank, scaler_class, windows, at=3, **settings):
-    """A GradScaler's loop, in which one rank overflows once."""
-    torch.manual_seed(1)
-    model = nn.Linear(4, 4)
-    opt = wrapped(model, accum_steps=2, process_group=dist.group.WORLD, **settings)
-    if scaler_class is ShardedGradScaler:
-        scaler = ShardedGradScaler("cpu", init_scale=1024.0, growth_interval=100)
-    else:
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
-    said = []
-    for number in range(2 * windows):
-        torch.manual_seed(10 * number + rank)
-        x = torch.randn(3, 4)
-        loss = model(x).square().mean()
-        if (number, rank) == (at, 1):
-            loss = loss * float("inf")
-        scaler.scale(loss).backward()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            scaler.step(opt)
-        scaler.update()
-        opt.zero_grad()
-        said.append((bool(opt.updated), scaler.get_scale(), [str(w.message) for w in caught]))
-    return contents(model, opt), said
-
-
-def literally(windows, without=None):
-    """The same, of these windows, each a mean over the micro-batches of both ranks."""
-    torch.manual_seed(1)
-    model = nn.Linear(4, 4)
-    opt = sgd(model.parameters())
-    for window in windows:
-        opt.zero_grad()
-        parts = [(2 * window + k, rank) for k in range(2) for rank in range(2)]
-        kept = [part for part in parts if part != without]
-        for number, rank in kept:
-            torch.manual_seed(10 * number + rank)
-            (model(torch.randn(3, 4)).square().mean() / len(kept)).backward()
-        opt.step()
-    return contents(model, opt)
-
-
-SCALERS = [torch.amp.GradScaler, ShardedGradScaler]
-
-
-@pytest.mark.parametrize("scaler_class", SCALERS)
-@pytest.mark.parametrize("at", [2, 3])
-def test_an_overflow_on_one_rank_skips_the_window_of_all(worlds, scaler_class, at):
-    """Also in a micro-batch after which no other rank's scaler can see it: all go on with the smallest scale."""
-    for rank, (ours, said) in enumerate(worlds(2).run(scaled, scaler_class=scaler_class, windows=3, at=at)):
-        assert_close(ours, literally([0, 2]))
-        assert [updated for updated, *_ in said] == [False, True, False, False, False, True]
-        backed_off = at if rank == 1 else 3
-        assert [scale for _, scale, _ in said] == [1024.0] * backed_off + [512.0] * (6 - backed_off)
-        assert not any(warned for *_, warned in said)
-
-
-@pytest.mark.parametrize("scaler_class", SCALERS)
-def test_a_window_whose_sums_carry_different_loss_scales_is_not_applied_and_says_so(worlds, scaler_class):
-    """The last micro-batch of window 1 is dropped on one rank, whose scaler backs off when the window is over."""
-    settings = {"scaler_class": scaler_class, "windows": 4, "nonfinite": "skip_micro_batch"}
-    for rank, (ours, said) in enumerate(worlds(2).run(scaled, **settings)):
-        assert_close(ours, literally([0, 1, 3], without=(3, 1)))
-        assert [updated for updated, *_ in said] == [False, True, False, True, False, False, False, True]
-        backed_off = 3 if rank == 1 else 5
-        assert [scale for _, scale, _ in said] == [1024.0] * backed_off + [512.0] * (8 - backed_off)
-        warned = [message for *_, messages in said for message in messages]
-        assert len(warned) == 1 and re.match(
-            rf"the loss scale of window 2 is {(1024, 512)[rank]} on this rank", warned[0]
-        )
-
-
-def unscaled(rank, scaler_class):
-    """Rank 1 drops its only micro-batch: unscale_() meets that there, and on the other the sum, which both have."""
-    torch.manual_seed(1)
-    model = nn.Linear(4, 4)
-    opt = wrapped(model, accum_steps=1, process_group=dist.group.WORLD, nonfinite="skip_micro_batch")
-    scaler = scaler_class("cpu", init_scale=1024.0, growth_interval=100)
-    before = contents(model, opt)
-    for number in range(2):
-        loss = model(torch.ones(3, 4)).square().mean() * (float("inf") if rank > number else 1.0)
-        scaler.scale(loss).backward()
-        scaler.unscale_(opt)
-        if number == 0 and scaler_class is torch.amp.GradScaler:
-            with pytest.raises(
-                RuntimeError, match=r"loss scale of window 0 is .* on this rank and another.*ShardedGradScaler"
-            ):
-                scaler.step(opt)
-            return all(torch.equal(a, b) for a, b in zip(before, contents(model, opt)))
-        scaler.step(opt)
-        scaler.update()
-        opt.zero_grad()
-        assert (opt.updated, scaler.get_scale()) == (number == 1, 512.0)
-    return contents(model, opt)
-
-
-def test_sums_that_one_rank_has_unscaled_and_another_not_are_not_applied(worlds):
-    assert worlds(2).run(unscaled, scaler_class=torch.amp.GradScaler) == [True, True]
-    torch.manual_seed(1)
-    model = nn.Linear(4, 4)
-    opt = sgd(model.parameters())
-    model(torch.ones(3, 4)).square().mean().backward()
-    opt.step()
-    for ours in worlds(2).run(unscaled, scaler_class=ShardedGradScaler):  # which has told both of the overflow
-        assert_close(ours, contents(model, opt))
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------------

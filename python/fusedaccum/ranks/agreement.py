@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from torch import Tensor
@@ -60,12 +61,12 @@ class Numbers(NamedTuple):
         )
 
     def of_equal_units(self) -> bool:
-        """Do the sums of all ranks that took part carry the same loss scale? Equal numbers, and no others, have this mean square."""
-        return self.unit**2 == self.parts * self.unit_square
+        """Do the sums of all ranks that took part carry the same loss scale?"""
+        return _equal(self.unit, self.unit_square, self.parts)
 
     def of_equal_scales(self) -> bool:
         """Are those the same that the ranks' scalers stand at now?"""
-        return self.scale**2 == self.scales * self.scale_square
+        return _equal(self.scale, self.scale_square, self.scales)
 
     def put_into(self, window: Window, ledger: Ledger) -> None:
         """Make ``window`` that of all ranks."""
@@ -83,6 +84,11 @@ class Numbers(NamedTuple):
             if ledger.mixes_ranks:  # all have measured the one sum of their micro-batches, or the mean
                 window.small_sq_norm *= ranks if normalised else 1 / ranks
                 window.small_square = self.small_weight**2
+
+
+def _equal(total: float, total_of_squares: float, count: float) -> bool:
+    """Are so many numbers, of this sum, all the same? Such, and no others, have this sum of squares, but for the rounding of sums."""
+    return math.isclose(total**2, count * total_of_squares, rel_tol=1e-12)
 
 
 def took_part(window: Window) -> bool:
