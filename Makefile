@@ -22,8 +22,9 @@ PACKAGE := $(shell find python triton_kernels -name '*.py')
 CPP := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 # The tests of the ops, where NumPy, in which Triton interprets, may warn of the overflows that they are about.
 INTERPRETED := -W ignore::RuntimeWarning $(foreach t,bits memory oracles properties rounding,tests/test_ops_$(t).py)
-# A process a core; each of them with a second thread would make them wait for each other. (Tests of ranks have processes of their own.)
-SPREAD := -n auto
+# A process a core, which takes tests off another when it has done its own; each of them with a second thread would make them wait
+# for each other. (Tests of ranks have processes of their own.)
+SPREAD := -n auto --dist worksteal
 QUICK := $(SPREAD) -m "not slow"
 # What the version of torch has no part in.
 WITHOUT_TORCH := $(foreach t,benchmarks cuda_source rooms site,--ignore tests/test_$(t).py)
@@ -49,7 +50,7 @@ docs: $(BUILT)  ## the documentation as a site, in build/site; a link that leads
 
 test: lint docs $(BUILT) $(if $(SECOND_TORCH),$(SECOND_VENV)/built)  ## lint, build, and run all tests, against two versions of torch
 	$(SAY) "Tests against torch $(TORCH)"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(SPREAD) --dist loadfile --ignore tests/distributed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(SPREAD) --ignore tests/distributed
 	$(BIN)/python -m pytest -q tests/distributed
 	$(SAY) "Buffers in CPU memory, for parameters on a device made for that"
 	$(BIN)/python -m pytest -q tests/late_device

@@ -95,17 +95,17 @@ def test_rounding_is_unbiased(backend, dtype):
 
 @every_backend
 def test_a_mean_that_nearest_loses_is_kept(backend):
-    """1,000 additions of 1/1000 of a bf16 step: nearest never moves, stochastic arrives on average."""
-    n = 4096
+    """Additions of 1/1000 of a bf16 step: nearest never moves, stochastic arrives on average."""
+    n, additions = 4096, 1000 if backend.startswith("cpu") else 200
     up, plain = torch.ones(n, dtype=torch.bfloat16), torch.ones(n, dtype=torch.bfloat16)
     grad = torch.full((n,), 2.0**-7 / 1000)
     with running(backend) as name:
-        for i in range(1000 if backend != "reference" else 200):
+        for i in range(additions):
             ops.accumulate_([plain], [grad], 1.0, backend=name)
             ops.accumulate_([up], [grad], 1.0, rounding=ops.StochasticRounding(3, [i * n]), backend=name)
     steps = (up.double().mean() - 1) / 2.0**-7
     assert (plain == 1).all()
-    assert abs(steps - (1.0 if backend != "reference" else 0.2)) < 0.1
+    assert abs(steps - additions / 1000) < 0.1
 
 
 @every_backend
