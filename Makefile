@@ -20,11 +20,11 @@ TOOLS := 'setuptools>=77' wheel ninja
 NATIVE := setup.py pyproject.toml $(shell find csrc -type f)
 PACKAGE := $(shell find python triton_kernels -name '*.py')
 CPP := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
-# The tests of the ops, where NumPy, in which Triton interprets, may warn of the overflows that they are about.
-INTERPRETED := -W ignore::RuntimeWarning $(foreach t,bits memory oracles properties rounding,tests/test_ops_$(t).py)
-# A process a core, which takes tests off another when it has done its own; each of them with a second thread would make them wait
+# The tests of the ops, most of them in one file, where NumPy, in which Triton interprets, may warn of the overflows that they are about.
+INTERPRETED := -n auto --dist worksteal -m "not slow" -W ignore::RuntimeWarning $(foreach t,bits memory oracles properties rounding,tests/test_ops_$(t).py)
+# A process a core, and a file's tests, which share what they build, in one; each of them with a second thread would make them wait
 # for each other. (Tests of ranks have processes of their own.)
-SPREAD := -n auto --dist worksteal
+SPREAD := -n auto --dist loadfile
 QUICK := $(SPREAD) -m "not slow"
 # What the version of torch has no part in.
 WITHOUT_TORCH := $(foreach t,benchmarks cuda_source rooms site,--ignore tests/test_$(t).py)
@@ -39,7 +39,7 @@ NEEDS_GPU = @$(BIN)/python -c 'import torch; torch.cuda.is_available() or exit("
 help:  ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
 
-demo: $(BUILT)  ## train two small models with big batches and with accumulated micro-batches, and compare them
+demo: $(BUILT)  ## train two small models with big batches and with accumulated micro-batches, and compare them: a few minutes
 	$(SAY) "Demo: big batch, fusedaccum, and PyTorch's own accumulation"
 	$(BIN)/python -m demo
 
@@ -57,7 +57,7 @@ test: lint docs $(BUILT) $(if $(SECOND_TORCH),$(SECOND_VENV)/built)  ## lint, bu
 	$(SAY) "Accelerate, Hugging Face Trainer, Lightning"
 	$(BIN)/python -m pytest -q tests/frameworks
 	$(SAY) "Triton kernels, interpreted on the CPU"
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(QUICK) $(INTERPRETED)
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(INTERPRETED)
 	$(if $(SECOND_TORCH),$(SAY) "Tests against torch $(SECOND_TORCH)")
 	$(if $(SECOND_TORCH),OMP_NUM_THREADS=1 $(SECOND_BIN)/python -m pytest -q $(QUICK) --ignore tests/distributed $(WITHOUT_TORCH))
 	$(if $(SECOND_TORCH),$(SECOND_BIN)/python -m pytest -q -m "not slow" tests/distributed)

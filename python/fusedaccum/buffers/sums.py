@@ -133,11 +133,8 @@ class Sums:
     @property
     def taken_away(self) -> bool:
         """Is there nothing left in any ``p.grad`` of what was gathered?"""
-        slots = self.buffers.slots
-        left = any(
-            slot.shown is not None and slot.holder.grad is not None for slot in slots
-        )  # nearly always the first one
-        return not left and any(slot.shown is not None for slot in slots)
+        shown = [slot for slot in self.buffers.slots if slot.shown is not None]
+        return bool(shown) and all(slot.holder.grad is None for slot in shown)
 
     def _is_ours(self, grad: Tensor) -> bool:
         memory = grad.untyped_storage().data_ptr()  # 0 where there is no element

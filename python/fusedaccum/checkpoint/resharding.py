@@ -81,9 +81,8 @@ def window(opt: AccumulatingOptimizer, ranks: list[dict[str, Any]]) -> dict[str,
                 setattr(mine, name, getattr(mine, name) + getattr(theirs, name))
             mine.unit_lost = mine.unit_lost or theirs.unit_lost
             mine.overflowed = mine.overflowed or theirs.overflowed
-    scale = (
-        size / len(ranks) if opt.settings.reduction == "none" else 1.0
-    )  # the mean over the ranks is taken, as of the sums
+    # Of losses that come normalised the mean over the ranks is taken, as of the sums.
+    scale = size / len(ranks) if opt.settings.reduction == "none" else 1.0
     mine.loss = Loss(mine.loss.total * scale, mine.loss.raw * scale)
     if mine.length is not None:
         each = count // size
