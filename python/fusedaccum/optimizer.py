@@ -61,24 +61,24 @@ class AccumulatingOptimizer(Optimizer):
         master_weights: keep FP32 copies of 16-bit parameters and step those.
         max_grad_norm: clip the window's gradient to this 2-norm (``math.inf`` only measures it).
         nonfinite: ``"propagate"``; ``"skip_window"`` does not apply a window that holds a NaN or an infinity;
-            ``"skip_micro_batch"`` leaves the bad micro-batch out without a trace, for which its gradients are held until its
+            ``"skip_micro_batch"`` leaves the bad micro-batch out without a trace, and therefore holds its gradients until its
             backward is over; ``"raise"`` does so too, and raises FloatingPointError at ``step()``.
         backend: ``"auto"``, ``"cuda"``, ``"triton"``, ``"cpu"`` or ``"reference"``; for ``"auto"`` the environment's
             FUSEDACCUM_BACKEND decides where it is set.
         buffer_device: ``"cpu"`` keeps the buffers in CPU memory, and with ``master_weights=True`` the weights that are stepped and the
-            optimizer's state too: gradients leave the device during backward. ``p.grad`` stays None but for the inner step.
+            optimizer's state too: gradients leave the device during backward. ``p.grad`` stays None except during the inner step.
         process_group: ranks that gather a window together: gradients and weights are summed over all of them (under ``"none"``, the
-            gradient is their mean), by one all-reduce a segment of the buffers and window. None takes the group of the
-            DistributedDataParallel modules that hold the parameters, if any; those stay quiet. All ranks must close the same number
-            of windows; micro-batches and weights may differ.
+            gradient is their mean), by one all-reduce a window for each segment of the buffers. None takes the group of the
+            DistributedDataParallel modules that hold the parameters, if any, whose own reduction stays quiet. All ranks must close the
+            same number of windows; micro-batches and weights may differ.
         comm_dtype: sums travel in ``torch.bfloat16`` or ``torch.float32``; None for the buffers' dtype.
         shard: each rank steps a part of the parameters only, and keeps the optimizer's state and the master weights of these (ZeRO-1):
             sums are reduced to the rank that steps them, which hands the stepped parameters out. ``state_dict()`` is a rank's own.
-        noise_scale: measure the gradient noise scale ``tr(Sigma) / |G|^2``, as ``last_window.noise_scale``; the decay a window of its
-            averages, at least 0 and less than 1 (0.95). McCandlish et al., 2018, appendix A.1.
+        noise_scale: measure the gradient noise scale ``tr(Sigma) / |G|^2``, as ``last_window.noise_scale``. The number is the decay of its
+            averages a window, at least 0 and less than 1 (0.95, say). McCandlish et al., 2018, appendix A.1.
 
     Raises:
-        TypeError, ValueError: an argument, an optimizer or a parameter that cannot be meant, named with the fix.
+        TypeError, ValueError: an argument, an optimizer or a parameter that makes no sense; the message names it and the fix.
         RuntimeError: a backend that is not available.
 
     Waits for the device only where a decision needs it: ``nonfinite`` (once a window for ``"skip_window"``, once a
@@ -210,11 +210,11 @@ class AccumulatingOptimizer(Optimizer):
         Args:
             weight: number or 0-d tensor (samples, tokens), finite, >= 0; 1 when left out. A micro-batch of weight 0 adds
                 nothing.
-            last: the window ends with this micro-batch (a count of ``accum_steps`` says so itself): the sums go to the other ranks
-                while this backward still computes. Says nothing with ``window_weight``, where the weights of all ranks decide.
+            last: the window ends with this micro-batch, so that the sums go to the other ranks while this backward still computes
+                (``accum_steps`` knows that by itself). Has no effect with ``window_weight``, where the weights of all ranks decide.
 
         Raises:
-            ValueError: a weight that cannot be meant, or that differs from the one given before for this micro-batch.
+            ValueError: a weight that makes no sense, or that differs from the one given before for this micro-batch.
         """
         in_loss = self._gathering.weighs_loss and weight is not None
         with self._grouped(weight, last, in_loss):
@@ -226,16 +226,16 @@ class AccumulatingOptimizer(Optimizer):
 
     @_outside_graphs
     def record_loss(self, loss: Scalar) -> None:
-        """Tell the loss of a micro-batch whose ``loss.backward()`` was called by somebody else, for ``last_window.loss``.
+        """Record the loss of a micro-batch whose ``loss.backward()`` somebody else has called, for ``last_window.loss``.
 
-        Call it after that backward, before ``step()``. Losses of several backward passes of one micro-batch add up. :meth:`backward`, and a
-        closure's result, are recorded without it. Does not wait for the device.
+        Call it after that backward, before ``step()``. Losses of several backward passes of one micro-batch add up. The losses that
+        :meth:`backward` gets and a closure returns are recorded without it. Does not wait for the device.
 
         Args:
-            loss: number or tensor of one element: what ``backward()`` was called on, but for a GradScaler's factor.
+            loss: number or tensor of one element: what ``backward()`` was called on, without a GradScaler's factor.
 
         Raises:
-            TypeError, ValueError: not a number, or several. RuntimeError: no micro-batch that lacks its loss.
+            TypeError, ValueError: not a number, or several. RuntimeError: no micro-batch lacks its loss.
         """
         self._gathering.record_loss(checked_loss(loss))
 
@@ -269,7 +269,7 @@ class AccumulatingOptimizer(Optimizer):
             closure: evaluates the micro-batch (forward and backward) and returns its loss; called once, with gradients on.
                 (LBFGS calls it as often as it likes: run the whole window in it.)
             weight: the micro-batch's weight, where it does not scale the gradient and so may come late
-                (``reduction="sum"`` or ``"none"``). With caller-owned windows: of all micro-batches not weighed yet.
+                (``reduction="sum"`` or ``"none"``). With caller-owned windows: that of all micro-batches that have none yet.
 
         Returns:
             what the closure returned.
@@ -311,7 +311,7 @@ class AccumulatingOptimizer(Optimizer):
     def flush(self) -> None:
         """Apply a partial window, divided by what it really holds. A backward pass not yet followed by ``step()`` is part of it.
 
-        Nothing gathered (on any rank), nothing done. Raises as :meth:`step` does.
+        Does nothing where nothing was gathered (on any rank). Raises as :meth:`step` does.
         """
         if "settings" not in self.__dict__:  # of another class, made by Lightning, that stands before the wrapper
             assert isinstance(self.optimizer, AccumulatingOptimizer)
@@ -331,7 +331,7 @@ class AccumulatingOptimizer(Optimizer):
     def reset(self) -> None:
         """Drop a partial window, and forwards that no backward has followed; the next micro-batch begins it anew, under the same index.
 
-        The scale that a GradScaler has shown is forgotten, too, until it steps again.
+        The scale that a GradScaler has shown is forgotten too, until the scaler steps again.
         """
         self._not_inside("reset()")
         self._gathering.settle()
@@ -363,7 +363,7 @@ class AccumulatingOptimizer(Optimizer):
 
         In the buffer's dtype, before ``max_grad_norm``, and still times the loss scale where a GradScaler is used (unscale
         it as in plain PyTorch, before or after). One pass; does not wait for the device. With a process group it is the gradient of all
-        ranks, which all call it, and wait.
+        ranks; all of them must call it, and it waits.
 
         Raises:
             RuntimeError: the window is not complete. ValueError: a weight is still missing (``reduction="sum"``).
@@ -390,13 +390,13 @@ class AccumulatingOptimizer(Optimizer):
         """Where the open window stands, for a progress bar: ``bar.set_postfix(opt.progress)``. Does not wait for the device.
 
         ``"window"``, its index; ``"micro_batch"``, how many it holds, as ``"3/8"`` where a count closes it; ``"weight"``, as ``"96/4096"``,
-        where weights close it that the host knows. When a window has closed, that is the next one.
+        where weights that the host knows close it. Once a window has closed, this is about the next one.
         """
         return self._ledger.progress
 
     @property
     def last_window(self) -> LastWindow | None:
-        """What the last closed window was; None before the first."""
+        """What is known of the last closed window; None before the first."""
         return self._closing.last_window
 
     @property

@@ -66,22 +66,22 @@ def _ramp(start: int, end: int, windows: int) -> tuple[int, int, int]:
 
 
 class noise_scale:  # named as the functions beside it
-    """Windows as long as the gradient noise scale says that a batch still pays.
+    """Windows as long as a batch still pays off, by the gradient noise scale.
 
     ``accum_steps=noise_scale(start=4, at_most=64), noise_scale=0.95``: every ``every`` windows, the next ones hold ``fraction`` of
-    ``last_window.noise_scale``, in micro-batches of the weight that the last window's had, on all ranks together. At a batch of the noise
+    ``last_window.noise_scale``, in micro-batches that weigh what the last window's did, on all ranks together. At a batch of the noise
     scale, training takes twice the steps that a far larger batch would take, and twice the samples that a far smaller one would
     (McCandlish et al., 2018, equation 2.11).
 
     Args:
         start: micro-batches a window until something is known.
-        at_most, at_least: bounds. With at_least=1 a window may hold one micro-batch, which measures no noise, and stays so.
+        at_most, at_least: bounds. With at_least=1 a window may shrink to one micro-batch, which measures no noise, so that it stays so.
         every: windows between two looks. Each waits for the device.
         fraction: of the noise scale.
         growth: the most that a look changes the length by, as a factor (and by one micro-batch at least).
 
     Raises:
-        TypeError, ValueError: an argument that cannot be meant.
+        TypeError, ValueError: an argument that makes no sense.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class noise_scale:  # named as the functions beside it
         return self.steps
 
     def window_closed(self, window: LastWindow, ranks: int) -> None:
-        """The wrapper tells of every window that has closed, gathered by ``ranks`` ranks."""
+        """The wrapper calls it with every window that has closed, gathered by ``ranks`` ranks."""
         self._seen += 1
         if self._seen % self._every or window.noise_scale is None or not window.micro_batches:
             return

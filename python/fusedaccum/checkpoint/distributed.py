@@ -2,7 +2,7 @@
 
 Written are tensors under names that tell what they are of, ``state.<parameter>.<name>``, ``masters.<parameter>`` and, of an open
 window, ``sums.<parameter>.<rank>``, and one header with all plain values of all ranks. A shard is part of one tensor that all ranks
-write. Sums that the ranks hold apart stay apart: so no sum is sent for a checkpoint, the same number of ranks goes on bit by bit, and
+write. Sums that the ranks hold apart stay apart: so no sum is sent for a checkpoint, the same number of ranks goes on bit for bit, and
 another number of ranks adds up what falls to each.
 """
 
@@ -39,16 +39,16 @@ class DistributedState:
     ``dcp.save({"opt": DistributedState(opt)}, checkpoint_id=path)``, then
     ``dcp.load({"opt": DistributedState(opt, path)}, checkpoint_id=path)``. Parameters are known by their position in ``param_groups``.
 
-    An open window keeps its total over the ranks. Of N ranks that saved, rank r of M that load takes the sums and weights of ranks r,
-    r + M, …, and each counts ``(all micro-batches so far) // M``. With N = M everything goes on bit-identically.
+    An open window keeps its total over the ranks. When N ranks saved and M load, rank r takes the sums and weights of ranks r, r + M, …
+    of those that saved, and counts ``(all micro-batches so far) // M``. With N = M everything goes on bit-identically.
 
     Args:
         optimizer: the wrapper.
         load_from: the checkpoint to load, a folder or a ``StorageReader``; None to save.
-        key: of the value in the dict, where the checkpoint holds several wrappers'.
+        key: that of the value in the dict, where the checkpoint holds several wrappers.
 
-    ``state_dict()`` and ``load_state_dict()`` are for ``torch.distributed.checkpoint`` to call, and for all ranks together. Saving sends
-    the plain values round, changes nothing, and takes a copy of the open window's sums; loading takes memory for what is read.
+    ``state_dict()`` and ``load_state_dict()`` are for ``torch.distributed.checkpoint`` to call, on all ranks together. Saving exchanges
+    the plain values, changes nothing, and takes memory for a copy of the open window's sums; loading takes memory for what is read.
 
     Raises:
         RuntimeError: saved between ``backward()`` and ``step()``, or after ``normalize_()``; loaded without ``load_from``.

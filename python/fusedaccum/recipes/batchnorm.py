@@ -37,24 +37,24 @@ def accumulate_batchnorm(model: Model) -> Model:
         var  = (sum((n_i - 1) * v_i) + sum(n_i * (m_i - mean)**2)) / (N - 1)
         running = (1 - momentum) * running + momentum * pooled          (momentum None: 1 / num_batches_tracked)
 
-    in FP64, in place, and ``num_batches_tracked`` counts one. Normalisation itself still sees one micro-batch at a time: what a layer
-    gives on, and its gradients, stay those of the micro-batch. Exact for a layer whose inputs are those of the big batch (the first
+    in FP64, in place, and ``num_batches_tracked`` counts one. Normalisation itself still sees one micro-batch at a time: a layer's
+    output and its gradients stay those of the micro-batch. Exact for a layer whose inputs are those of the big batch (the first
     one); a later layer's are the pooled statistics of its own inputs.
 
-    ``BatchNorm1d``, ``2d``, ``3d``, ``SyncBatchNorm`` and subclasses, which must pass ``running_mean``, ``running_var`` and ``momentum``
-    on as they are. Layers in ``eval()``, without running statistics, and training forwards under ``no_grad()`` work as before. Forwards
-    that activation checkpointing runs again count once. A layer that is called several times in a micro-batch moves as often, its k-th
-    calls pooled with each other. Micro-batches that are dropped count for nothing. Statistics that are not finite are not written. With a
-    process group the population is that of all ranks.
+    Pools ``BatchNorm1d``, ``2d``, ``3d``, ``SyncBatchNorm`` and subclasses, which must pass ``running_mean``, ``running_var`` and
+    ``momentum`` on as they are. Layers in ``eval()``, without running statistics, and training forwards under ``no_grad()`` work as before.
+    Forwards that activation checkpointing runs again count once. A layer that is called several times in a micro-batch moves as often, its
+    k-th calls pooled with each other. Micro-batches that are dropped count for nothing. Statistics that are not finite are not written.
+    With a process group the population is that of all ranks.
 
-    In place: modules keep their names, parameters, buffers, state dicts and forward results, bit by bit. Before or after wrapping the
+    In place: modules keep their names, parameters, buffers, state dicts and forward results, bit for bit. Before or after wrapping the
     optimizer; after ``convert_sync_batchnorm`` and ``fully_shard``. A layer follows the wrapper that gathers its weight or bias, or else
-    the first gathered parameter of the nearest module round it. :func:`restore_batchnorm` undoes it. Under ``torch.compile`` each layer
+    the first gathered parameter of the nearest module around it. :func:`restore_batchnorm` undoes it. Under ``torch.compile`` each layer
     is a graph break. The statistics are a by-product of the forward: no pass over the input is added, nothing waits for the device
     (over ranks: four small collectives a window), and 16 bytes a channel and call are kept in an open window.
 
     Raises:
-        TypeError: ``model`` is no module. ValueError: a lazy layer that does not know its channels yet. At a training forward,
+        TypeError: ``model`` is not a module. ValueError: a lazy layer that does not know its channels yet. At a training forward,
         RuntimeError: no ``AccumulatingOptimizer`` gathers a parameter of the model.
     """
     _check(model)

@@ -46,7 +46,7 @@ def cached_backward(
     Args:
         loss_fn: the scalar loss of the embeddings of all samples, one argument an encoder; called once. Parameters that it uses (a
             temperature) get their gradients too. With a GradScaler, it returns ``scaler.scale(loss)``.
-        encoders: a module or function, or a list of them, where one may be twice. A module is called with ``**batch`` for a dict,
+        encoders: a module or function, or a list of them, in which one may occur twice. A module is called with ``**batch`` for a dict,
             ``*batch`` for a list or tuple, and ``batch`` otherwise; a function with the micro-batch as it is. It returns a tensor,
             or tensors nested in dicts, lists, tuples or dataclasses, whose first dimension is the sample.
         inputs: the whole batch, nested likewise; for a list of encoders, a list of one batch an encoder. Tensors in it that require
@@ -60,9 +60,9 @@ def cached_backward(
         what ``loss_fn`` returned, detached (with a GradScaler, scaled).
 
     Raises:
-        TypeError, ValueError: an argument, a loss or an encoder's output that cannot be meant; nothing has been added by then.
-        RuntimeError: a wrapper would count the passes as several micro-batches, or an encoder changes its inputs in place. Of any
-            exception, ``opt`` makes what :meth:`AccumulatingOptimizer.micro_batch` says; without it, ``p.grad`` may hold a part.
+        TypeError, ValueError: an argument, a loss or an encoder's output that makes no sense; nothing has been added by then.
+        RuntimeError: a wrapper would count the passes as several micro-batches, or an encoder changes its inputs in place. After any
+            exception ``opt`` is as :meth:`AccumulatingOptimizer.micro_batch` says; without ``opt``, ``p.grad`` may hold a part.
     """
     size = checked_count(micro_batch_size, "micro_batch_size", "; it is the samples that are encoded at once")
     encodings = _encodings(encoders, inputs, size)

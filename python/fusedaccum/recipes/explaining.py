@@ -26,7 +26,7 @@ class Explanation:
     """What :func:`explain` found; ``str()`` of it is the text.
 
     Attributes:
-        modes: what there is to choose among.
+        modes: what there is to choose from.
         recommended: one of them. reason: why. call: to paste, for the window that was asked for.
         micro_batches: of a window. micro_batch: samples in each, last: in the last of them.
         available: bytes on the parameters' device, :attr:`device`, for the model and all that comes with it; None where not known.
@@ -77,7 +77,7 @@ def explain(
         desired_batch: samples a window.
         micro_batch: samples that go through the model at once.
         optimizer: an instance or a class, whose state is counted as it will be after the first step; None leaves it out.
-        memory: bytes to be had on the device, of another machine's say; None asks this device.
+        memory: bytes available on the device, another machine's for example; None asks this device.
         show: print the text.
 
     Raises:
@@ -85,8 +85,8 @@ def explain(
             larger than the batch.
 
     Measures with the library's own calls on memory of its own: about a second on a CPU, and at most 1 GiB (of FP64), which it frees
-    (beside an almost full device, where that is too much: explain a copy on ``"meta"``). Waits for the device. Parameters, gradients and
-    the optimizer stay untouched.
+    (if a device is too full for that, explain a copy on ``"meta"``). Waits for the device. Parameters, gradients and the optimizer stay
+    untouched.
     """
     desired_batch = checked_count(desired_batch, "desired_batch", "; it counts samples")
     micro_batch = checked_count(micro_batch, "micro_batch", "; it counts samples")

@@ -29,10 +29,11 @@ def fuse_linear(model: Model) -> Model:
     gradient first: results differ by that rounding. Biases go the plain way.
 
     The plain way is taken, with the same meaning, wherever a gradient must be seen whole: for weights that no wrapper gathers, under
-    ``nonfinite="skip_micro_batch"``, in 16-bit buffers, with tensor weights on a GPU, under autocast, ``torch.compile`` and
-    ``torch.func``, for ``create_graph=True`` and ``torch.autograd.grad``, for weights with hooks, and for nested and sparse inputs.
+    ``nonfinite="skip_micro_batch"``, in 16-bit buffers, with micro-batch weights that are tensors on a GPU, under autocast,
+    ``torch.compile`` and ``torch.func``, for ``create_graph=True`` and ``torch.autograd.grad``, for layers whose weight has hooks, and for
+    nested and sparse inputs.
 
-    In place: modules keep their names, parameters, state dicts and forward results, bit by bit. Before or after wrapping the optimizer.
+    In place: modules keep their names, parameters, state dicts and forward results, bit for bit. Before or after wrapping the optimizer.
     :func:`unfuse` undoes it; do so before ``torch.jit`` or ``torch.fx`` trace the model. Subclasses of ``nn.Linear`` are left alone.
     """
     return _swap(model, {nn.Linear: Linear})
@@ -42,7 +43,7 @@ def fuse_embedding(model: Model) -> Model:
     """Make every ``nn.Embedding`` in ``model`` add the rows of its tokens into the buffer; returns ``model``.
 
     ``buffer[token] += scale * grad_output`` token by token: memory and time grow with the tokens of the micro-batch, not with the
-    vocabulary, but for one zeroing of the buffer a window. The rows are added one after the other in the buffer's dtype, where the plain
+    vocabulary, except for one zeroing of the buffer a window. The rows are added one after the other in the buffer's dtype, where the plain
     way adds equal tokens in the gradient's dtype first: results differ by that rounding. Deterministic.
 
     The plain way is taken as for :func:`fuse_linear`, and for embeddings with ``sparse``, ``max_norm`` or ``scale_grad_by_freq``.

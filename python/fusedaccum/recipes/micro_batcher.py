@@ -29,22 +29,22 @@ class MicroBatcher:
     """Splits each desired batch into micro-batches that fit into memory, runs them as one window, and steps the optimizer.
 
     The window's gradient is that of the desired batch, ``sum(w_i * g_i) / sum(w_i)`` under ``reduction="mean"``, however it is split: also
-    where a micro-batch does not divide it, and where memory ends in the middle. An out-of-memory error frees what the micro-batch holds,
-    halves it and goes on in the same window. What parameters have already taken of it stays, and is left out when its samples come again.
+    where the micro-batch does not divide it, and where memory runs out in the middle. After an out-of-memory error the micro-batch is freed
+    and halved, and the same window goes on. What parameters have already taken of it stays, and is left out when its samples come again.
 
     Args:
-        model_or_fn: what makes a micro-batch's loss: a function of it; or a module, called with ``**`` of a mapping, ``*`` of a list or
+        model_or_fn: what makes a micro-batch's loss: a function of it; or a module, called with ``**`` for a mapping, ``*`` for a list or
             tuple, else with the micro-batch itself. The loss is what it returns, or its ``.loss`` or ``["loss"]``: one number, a mean over
             the micro-batch's items under ``opt``'s ``reduction="mean"``, a sum under ``"sum"``, and under ``"none"`` such that the losses
             of a window's micro-batches add up to the window's.
         opt: an :class:`AccumulatingOptimizer` whose windows the caller owns (neither ``accum_steps`` nor ``window_weight``).
         micro_batch_size: samples at most, in parts as equal as can be; or ``"auto"``, which begins with the whole batch, halves on an
             error, remembers for each shape what has fitted, and tries twice that after 16 windows without an error (after 32, 64, ...
-            where it does not fit again). Ranks that share windows begin each with the smallest of their sizes (one number is reduced a
-            window, which waits for the device). With a number an out-of-memory error is raised; layers of ``fuse_linear`` then add by
+            where it does not fit again). Ranks that share windows begin each window with the smallest of their sizes (one number is reduced
+            a window, which waits for the device). With a number an out-of-memory error is raised; layers of ``fuse_linear`` then add by
             themselves, and sums go to other ranks during the last backward, as in a loop by hand.
-        weight: function of a micro-batch, before it is moved, to the number of its items (or a 0-d tensor); that of a batch must be the
-            sum of its parts'. None counts samples.
+        weight: function that gives a micro-batch's number of items (or a 0-d tensor), called before it is moved; that of a batch must be
+            the sum of its parts'. None counts samples.
         device: micro-batches are moved there one by one, so the desired batch may stay in CPU memory.
         scaler: scales the losses, steps ``opt`` and is updated once a window. ``model_or_fn`` must not scale them too.
 
@@ -52,7 +52,7 @@ class MicroBatcher:
         micro_batch_size: the latest window's limit of samples a micro-batch; None before the first window of ``"auto"``.
 
     Raises:
-        TypeError, ValueError: an argument that cannot be meant, or not together, named with the fix.
+        TypeError, ValueError: an argument that makes no sense, alone or with the others; the message names it and the fix.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class MicroBatcher:
         return torch.tensor(math.nan, dtype=torch.float64) if last is None or last.loss is None else last.loss
 
     def epoch(self, batches: Iterable[Any]) -> Iterator[Tensor]:
-        """:meth:`step` for each of ``batches``, such as a DataLoader's; yields their losses. Nothing runs but as it is iterated over.
+        """:meth:`step` for each of ``batches``, such as a DataLoader's; yields their losses. It runs only as it is iterated over.
 
         A DataLoader's last batch may be a small one, and is a window like the others: ``drop_last=True`` leaves it out.
         """

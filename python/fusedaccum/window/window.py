@@ -190,7 +190,7 @@ class Window:
 
 @dataclass(frozen=True)
 class LastWindow:
-    """What the last closed window was. Reading a tensor's value waits for its device; nothing else here does.
+    """What is known of the last closed window. Reading a tensor's value waits for its device; nothing else here does.
 
     Attributes:
         micro_batches: how many were gathered (a dropped one counts for nothing).
@@ -198,9 +198,9 @@ class LastWindow:
         grad_norm: 0-d tensor, 2-norm of the window's gradient before clipping, or None where nothing asked for it.
         nonfinite: 0-d tensor, micro-batches in which a value was not finite, dropped ones included; None where nobody looked.
         applied: 0-d bool tensor: did the inner optimizer apply it?
-        loss: 0-d float64 tensor, the window's loss: as its gradient is taken from the micro-batches' (``sum(w_i * loss_i) / sum(w_i)``
-            for ``reduction="mean"``), a loss scale taken off. None unless every micro-batch's loss is known: from ``opt.backward(loss)``,
-            a closure, or ``opt.record_loss(loss)``.
+        loss: 0-d float64 tensor, the window's loss, made from the micro-batches' losses as its gradient is from theirs
+            (``sum(w_i * loss_i) / sum(w_i)`` for ``reduction="mean"``), without a loss scale. None unless every micro-batch's loss is
+            known: from ``opt.backward(loss)``, a closure, or ``opt.record_loss(loss)``.
         noise_scale: 0-d float64 tensor, the simple gradient noise scale in units of the weights, averaged over windows; None unless
             ``noise_scale=`` asked for it and a window has been long enough to tell.
     """
