@@ -342,7 +342,7 @@ class AccumulatingOptimizer(Optimizer):
 
     @_outside_graphs
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Inside a counted or weighed window: nothing, what was gathered stays. Otherwise as in plain PyTorch."""
+        """Inside a counted or weighted window, do nothing: what was gathered stays. Otherwise as in plain PyTorch."""
         self._gathering.settle()
         if self._ledger.has_counted and not self.settings.schedule.caller_owned:
             return

@@ -89,8 +89,8 @@ class Mode:
         memory: bytes by what they are for ("model", "buffers", "gradients", "masters", "optimizer"), on the parameters' device, at
             the peak; activations and what the inner step takes by itself left out.
         cpu: the same in CPU memory, where the parameters are elsewhere.
-        elements: that are trained. passes: over memory, in a window.
-        seconds: that they take a window; None where not measured.
+        elements: how many are trained. passes: those over memory, in a window.
+        seconds: what the passes take a window; None where not measured.
     """
 
     name: str
