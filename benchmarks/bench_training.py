@@ -1,6 +1,6 @@
 """The same window of 8 as a training loop meets it: gradients come out of autograd, and what comes out is ``p.grad``.
 
-Every contestant makes the same fresh gradients (one copy each, which "backward alone" times), adds them in FP32 weighed by their
+Every contestant makes the same fresh gradients (one copy each, which "backward alone" times), adds them in FP32 weighted by their
 tokens, and leaves in ``p.grad``, in the parameter's dtype, the window's mean clipped to a norm.
 """
 

@@ -1,6 +1,6 @@
 """A whole window of 8 micro-batches: zero, adds, norm, clip, rescale, against the best plain-PyTorch ways.
 
-Every contestant turns the gradients of 8 micro-batches, weighed by their tokens, into the finished FP32 gradient: divided by
+Every contestant turns the gradients of 8 micro-batches, weighted by their tokens, into the finished FP32 gradient: divided by
 the window's tokens and clipped to a norm. Bytes an element for 2-byte gradients and FP32 buffers:
 
     as usual     4 (zero) + 8 x 10 (add) + 8 (rescale) + 4 (norm) + 8 (clip)                    = 104

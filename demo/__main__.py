@@ -73,12 +73,12 @@ def findings(results: Sequence[tuple[Task, dict[str, Run]]]) -> list[str]:
         if task.master_weights:
             lines.append(
                 f"{task.title}: (b) ends {times['c']} closer to the big batch (in FP32 arithmetic) than plain sums in bf16, "
-                f"{times['d']} closer when those are weighed by hand, {times['e']} closer than the big batch in bf16 arithmetic."
+                f"{times['d']} closer when those are weighted by hand, {times['e']} closer than the big batch in bf16 arithmetic."
             )
         else:
             lines.append(
                 f"{task.title}: (b) ends {times['c']} closer to the big batch than plain loss / N, which divides an epoch's "
-                f"last, partial window by the full N. In FP32, (d), weighed by hand, does as well as (b)."
+                f"last, partial window by the full N. In FP32, (d), weighted by hand, does as well as (b)."
             )
     return lines
 

@@ -154,7 +154,7 @@ def plain_accumulation(task: Task, model: nn.Module, corrected: bool = False) ->
 
 
 def plain_corrected(task: Task, model: nn.Module) -> tuple:
-    """(d) As (c), with every micro-batch weighed by hand as its window needs it."""
+    """(d) As (c), with every micro-batch weighted by hand as its window needs it."""
     return plain_accumulation(task, model, corrected=True)
 
 
@@ -162,7 +162,7 @@ WAYS: dict[str, tuple[str, Way]] = {
     "a": ("big batch", big_batch),
     "b": ("fusedaccum", fused),
     "c": ("plain, loss / N", plain_accumulation),
-    "d": ("plain, weighed by hand", plain_corrected),
+    "d": ("plain, weighted by hand", plain_corrected),
     "e": ("big batch in bf16", big_batch_as_is),
 }
 

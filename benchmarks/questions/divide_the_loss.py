@@ -44,7 +44,7 @@ def finding(rows: Sequence[Row]) -> str:
     last = {(r["contestant"], r["sizes"]): r["drift"] for r in rows}
     return (
         f"With unequal micro-batches, loss / N ends {last['loss / N', 'unequal']:.0%} of the distance trained away from the big batch, "
-        f"weighed losses {last[OURS, 'unequal']:.0e} of it; a mean that nobody divides {last['not divided', 'equal']:.0%}."
+        f"weighted losses {last[OURS, 'unequal']:.0e} of it; a mean that nobody divides {last['not divided', 'equal']:.0%}."
     )
 
 

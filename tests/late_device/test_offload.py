@@ -1,4 +1,4 @@
-"""Buffers in CPU memory: the same numbers as on the device, bit by bit."""
+"""Buffers in CPU memory: the same numbers as on the device, bit for bit."""
 
 import copy
 import itertools
