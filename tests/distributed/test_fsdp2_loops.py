@@ -5,7 +5,7 @@ import dataclasses
 import fusedaccum as fa
 import pytest
 import torch
-from parts import assert_close, big_batch, made, mean_loss, sgd, share, wrapped
+from parts import assert_close, big_batch, made, mean_loss, one_batch, sgd, share, wrapped
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -130,3 +130,34 @@ def unreduced(rank, call):
 @pytest.mark.parametrize("call", ["set_requires_gradient_sync", "set_requires_all_reduce"])
 def test_gradients_that_fsdp2_holds_back(worlds, call):
     worlds(2).run(unreduced, call=call)
+
+
+def held_back_and_bad(rank, bad, synced):
+    model = made()
+    fully_shard(model)
+    opt = wrapped(model, accum_steps=4, nonfinite="skip_micro_batch")
+    for number, (x, y, weight, _) in enumerate(share(0, 8, rank, 2)):
+        model.set_requires_gradient_sync(number in synced)
+        loss = mean_loss(model, x, y, False)
+        opt.backward(loss * float("nan") if number == bad and rank == 0 else loss, weight=weight)
+        opt.step()
+    assert opt.updated is (len(synced) > 1)
+    return [p.full_tensor().detach() for p in model.parameters()], opt.last_window
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2, 3])
+def test_micro_batches_that_fsdp2_holds_back_are_left_out_with_a_bad_one(worlds, bad):
+    kept = [(x, y, w, False) for number, (x, y, w, _) in enumerate(share(0, 8, 0, 1)) if number // 4 != bad // 2]
+    model = made()
+    opt = sgd(model.parameters())
+    one_batch(model, opt, kept)
+    weight = sum(weight for *_, weight, _ in kept)
+    with torch.no_grad():
+        loss = sum(float(mean_loss(made(), x, y, False)) * weight for x, y, weight, _ in kept) / weight
+    for ours, last in worlds(2).run(held_back_and_bad, bad=bad, synced=(1, 3)):
+        assert_close(ours, list(model.parameters()))
+        assert (last.micro_batches, last.weight, last.nonfinite) == (4, weight, 4)
+        assert float(last.loss) == pytest.approx(loss)
+    for ours, last in worlds(2).run(held_back_and_bad, bad=bad, synced=(3,)):
+        assert_close(ours, list(made().parameters()), 0)
+        assert (last.micro_batches, last.weight) == (0, 0)

@@ -302,11 +302,10 @@ class Gathering(Windows):
         if self._settings.nonfinite != "propagate" or not self.sums.buffers.offloaded:
             self.accumulator.count()
         window, micro = self.ledger.window, self.ledger.micro
-        first, sent = window.empty, self.ranks.sent
-        self.ledger.commit(weight)
+        first, sent, held = window.empty, self.ranks.sent, self.ranks.fully_sharded.holds_back
+        self.ledger.commit(weight, held)
         mixed = micro.attempt is not None and micro.attempt.done  # the buffers hold more than this micro-batch
-        elsewhere = sent or self.ranks.fully_sharded.holds_back
-        if self._settings.noise_scale is not None and first and not (micro.bad or elsewhere or mixed):
+        if self._settings.noise_scale is not None and first and not (micro.bad or sent or held or mixed):
             measure_small(window, micro, self.sums, self._settings.backend)
 
     def pass_failed(self) -> None:

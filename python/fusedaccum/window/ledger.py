@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -58,6 +58,7 @@ class Ledger:
         self.index = 0
         self._window: Window | None = None
         self._micro: MicroBatch | None = None
+        self._before_held: dict[str, Any] | None = None  # what was counted before those whose gradients are to come
         self._followers: list[weakref.ref[Follower]] = []
 
     @property
@@ -101,6 +102,7 @@ class Ledger:
 
     def begin_window(self, unit: Scalar | None) -> None:
         self._window = Window(self.index, self.schedule.length(self.index), unit=unit)
+        self._before_held = None
 
     def begin_micro_batch(self) -> None:
         self._micro = MicroBatch()
@@ -124,7 +126,7 @@ class Ledger:
 
     def restore(self, index: int, window: Window | None, micro: MicroBatch | None) -> None:
         """Go on where a checkpoint was taken."""
-        self.index, self._window, self._micro = index, window, micro
+        self.index, self._window, self._micro, self._before_held = index, window, micro, None
 
     def weigh(self, weight: Scalar) -> None:
         """A weight given to the open micro-batch.
@@ -159,16 +161,21 @@ class Ledger:
             )
         return None if weight is None else checked_weight(weight)
 
-    def commit(self, late: Scalar | None) -> None:
-        """The micro-batch is over: count it, with the weight it was given, now or before. One that was rejected counts for nothing."""
+    def commit(self, late: Scalar | None, held: bool = False) -> None:
+        """The micro-batch is over: count it, with the weight it was given, now or before. One that was rejected counts for nothing.
+
+        ``held``: will its gradients come with those of a later one? What rejects that rejects them both.
+        """
         window, micro = self.window, self.micro
         if micro.bad:
-            window.dropped, window.unrecorded = window.dropped + 1, None
+            window.drop(self._before_held)
+            self._before_held = None
             self.drop_micro_batch()
             return
         if 0 < micro.told < micro.passes:  # somebody else has run a part of it
             micro.loss = None
         micro.weight = self._weight_of(micro, late)
+        self._before_held = (self._before_held or window.counted) if held else None
         window.commit(micro)
         window.unrecorded = micro.factor if self.schedule.caller_owned and micro.loss is None else None
         self._micro = None

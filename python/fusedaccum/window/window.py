@@ -141,6 +141,9 @@ class MicroBatch:
         return 1.0 if self.in_loss else self.factor
 
 
+COUNTED = ("micro_batches", "weight", "unweighed", "nonfinite", "loss", "losses")  # of a window, with each micro-batch
+
+
 @dataclass
 class Window:
     """The open window. Its buffers hold ``unit * sum(c_i * g_i)``, with c_i = w_i for "mean", else 1 (0 where w_i is)."""
@@ -167,6 +170,18 @@ class Window:
     @property
     def empty(self) -> bool:
         return self.micro_batches == 0 and self.carried is None
+
+    @property
+    def counted(self) -> dict[str, Any]:
+        """What :meth:`commit` changes."""
+        return {name: getattr(self, name) for name in COUNTED}
+
+    def drop(self, before: dict[str, Any] | None) -> None:
+        """A micro-batch is left out, and those that were counted since :attr:`counted` was ``before``."""
+        self.dropped, self.unrecorded = self.dropped + 1, None
+        if before is not None:
+            self.dropped += self.micro_batches - before["micro_batches"]
+            vars(self).update(before)
 
     def commit(self, micro: MicroBatch) -> None:
         """Count a finished micro-batch. One without a weight is left to be weighed later."""
