@@ -57,7 +57,7 @@ class AccumulatingOptimizer(Optimizer):
         reduction: what a micro-batch's loss is: a ``"mean"`` over its items, a ``"sum"`` over them, or ``"none"``:
             normalised by the caller.
         buffer_dtype: dtype of the buffers, or None for the parameter's own; never narrower than the gradient.
-        rounding: ``"nearest"``, or ``"stochastic"`` for 16-bit buffers; seeded from PyTorch's default generator.
+        rounding: ``"nearest"``, or ``"stochastic"`` for 16-bit buffers; seeded from PyTorch's default generator (of one of the ranks).
         master_weights: keep FP32 copies of 16-bit parameters and step those.
         max_grad_norm: clip the window's gradient to this 2-norm (``math.inf`` only measures it).
         nonfinite: ``"propagate"``; ``"skip_window"`` does not apply a window that holds a NaN or an infinity;
@@ -134,7 +134,7 @@ class AccumulatingOptimizer(Optimizer):
         # Optimizer.__init__ is not run: groups, state, defaults and hooks are the inner optimizer's (see __getattr__).
         self.optimizer = optimizer
         self.settings = settings
-        seed = int(torch.randint(2**62, (), device="cpu")) if settings.rounding == "stochastic" else None
+        seed = int(torch.randint(2**53, (), device="cpu")) if settings.rounding == "stochastic" else None
         self._gathering = Gathering(settings, seed)
         self._ledger, self._sums = self._gathering.ledger, self._gathering.sums
         self._masters = MasterWeights(settings.buffer_device)

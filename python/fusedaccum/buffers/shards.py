@@ -124,6 +124,16 @@ def sum_over_meshes(number: int, slots: Iterable[Slot], ranks: int) -> int:
     return number
 
 
+def least_over_meshes(number: int, slots: Iterable[Slot]) -> int:
+    """The smallest of such numbers on the ranks that hold parts of these; waits for them."""
+    for mesh in {slot.param.device_mesh: None for slot in slots if slot.sharded}:  # type: ignore[attr-defined]
+        least = torch.tensor(number, device=mesh.device_type)
+        for dimension in range(mesh.ndim):
+            dist.all_reduce(least, dist.ReduceOp.MIN, group=mesh.get_group(dimension))
+        number = int(least)
+    return number
+
+
 def alike(slot: Slot) -> tuple | None:
     """A key under which the shards meet whose norms can be added up together."""
     return (slot.param.device_mesh, slot.param.placements) if slot.sharded else None  # type: ignore[attr-defined]

@@ -42,9 +42,7 @@ def own(opt: AccumulatingOptimizer, header: dict[str, Any]) -> dict[str, Any]:
         settings["accum_steps"] = window_settings(opt)["accum_steps"]
     mine = [rank for s, rank in enumerate(ranks) if falls_to(opt, s)]
     seen = {index for rank in mine for index in rank["divisors"] if index not in rank["unseen"]}
-    first = (
-        mine[0] if mine else {"seed": opt._gathering.accumulator.seed, "draws": [slot.draws for slot in buffers.slots]}
-    )
+    first = mine[0] if mine else ranks[0]  # the seed is that of all
     return {
         "format": header["format"],
         "shapes": header["shapes"],

@@ -29,7 +29,10 @@ class Accumulator:
     Args:
         loss_scale: what a GradScaler has shown of it.
         reduction, backend: as :class:`~fusedaccum.AccumulatingOptimizer` has them.
-        seed: of the stochastic rounding of 16-bit buffers; None rounds to nearest.
+        seed: of the stochastic rounding of 16-bit buffers, below 2**53, and the same on all ranks; None rounds to nearest.
+
+    Attributes:
+        rank: whose sums are added to those of others, and have to be rounded by other numbers: equal errors would add up.
     """
 
     def __init__(
@@ -37,7 +40,7 @@ class Accumulator:
     ):
         self._sums, self._ledger, self._loss_scale = sums, ledger, loss_scale
         self._reduction, self._backend = reduction, backend
-        self.seed = seed
+        self.seed, self.rank = seed, 0
 
     def add(self, slots: Sequence[Slot], grads: Sequence[Tensor], measure: bool) -> None:
         """``buffer += c * g`` for a bucket: one call a device and kind of add; the first touch of a parameter overwrites.
@@ -171,7 +174,7 @@ class Accumulator:
         counters = [(slot.draws * DRAWS_APART + slot.before) % (1 << 64) for slot in slots]
         for slot in slots:
             slot.draws += 1
-        return ops.StochasticRounding(self.seed, counters)
+        return ops.StochasticRounding(self.seed + (0 if slots[0].sharded else self.rank), counters)
 
 
 def one_call_each(
@@ -187,7 +190,7 @@ def one_call_each(
     for i in [0] if same else range(len(slots)):
         slot, first = slots[i], firsts[i]
         divisor, layout = None if first else identity(slot.divisor), alike(slot) if measure else None
-        key = (slot.made_for[1], first, slot.narrow, divisor, slot.averaged_by, layout)
+        key = (slot.made_for[1], first, slot.narrow, divisor, slot.averaged_by, layout, slot.sharded)
         calls.setdefault(key, []).append(i)
     if len(calls) == 1:  # as nearly always
         yield key, slots, grads

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..buffers.buffers import Slot
-from ..buffers.shards import added_up, local_gradient, sum_over_meshes
+from ..buffers.shards import added_up, least_over_meshes, local_gradient, sum_over_meshes
 from ..intake.intake import Intake
 from ..scalars import Scalar
 from ..window.attempts import Attempt
@@ -46,6 +46,10 @@ class Gathering(Windows):
     def share(self, group: dist.ProcessGroup | None, comm_dtype: torch.dtype | None, shard: bool) -> None:
         super().share(group, comm_dtype, shard)
         self._shards_found()
+        if self.accumulator.seed is not None:
+            seed = int(self.ranks.least(self.accumulator.seed))  # replicas of a shard round alike
+            self.accumulator.seed = least_over_meshes(seed, self.sums.buffers.slots)
+            self.accumulator.rank = self.ranks.rank
 
     def take(self, parameters: Iterable[tuple[str, Parameter]]) -> None:
         """Gather the gradients of these parameters from now on."""

@@ -1,0 +1,63 @@
+"""Random numbers of many ranks: others where their sums are added up, the same where they hold replicas."""
+
+import fusedaccum as fa
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+STOCHASTIC = {"buffer_dtype": None, "rounding": "stochastic"}
+
+
+def of_all_ranks(mine):
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, mine.contiguous())
+    return torch.stack(parts)
+
+
+def rounding_errors(rank):
+    """Of every rank's running mean, where all have the same gradients, and the same seed."""
+    p = nn.Parameter(torch.zeros(4096, dtype=torch.bfloat16))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), process_group=dist.group.WORLD, **STOCHASTIC)
+    factors = torch.tensor([0.7, 1.1, 0.9], dtype=torch.bfloat16)
+    for factor in factors:
+        (p * factor).sum().backward()
+    assert opt.progress["micro_batch"] == len(factors)
+    return of_all_ranks(p.grad.float()) - factors.float().mean()
+
+
+def test_rounding_errors_of_ranks_do_not_add_up(worlds):
+    first, second = worlds(2).run(rounding_errors)[0]
+    assert min(first.std(), second.std()) > 1e-4  # they are there
+    assert torch.corrcoef(torch.stack([first, second]))[0, 1].abs() < 0.1
+
+
+def replicas(rank, kind):
+    """What is left between the ranks' replicas, which have seeds of their own."""
+    torch.manual_seed(1)
+    layers = {"norm": nn.LayerNorm(16), "up": nn.Linear(16, 32), "down": nn.Linear(32, 16)}
+    model = nn.Sequential()
+    for name, layer in layers.items():
+        model.add_module(name, layer.bfloat16())
+    if kind == "tensor parallelism":
+        parallelize_module(model, init_device_mesh("cpu", (2,)), {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        same = [*model.norm.parameters(), model.down.bias.to_local()]
+    else:
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards")))
+        same = [p.to_local() for p in model.parameters()]
+    torch.manual_seed(100 + rank)
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), 4, **STOCHASTIC)
+    generator = torch.Generator().manual_seed(0 if kind == "tensor parallelism" else rank)
+    for _ in range(8):
+        model(torch.randn(8, 16, generator=generator).bfloat16()).float().square().mean().backward()
+        opt.step()
+    return [of_all_ranks(p.detach()) for p in same]
+
+
+@pytest.mark.parametrize("kind", ["tensor parallelism", "replicas of shards"])
+def test_replicas_stay_alike(worlds, kind):
+    for first, second in worlds(2).run(replicas, kind=kind)[0]:
+        assert torch.equal(first, second)
