@@ -8,6 +8,7 @@ import sys
 import textwrap
 import warnings
 
+import fusedaccum as fa
 import pytest
 import torch
 from training import assert_same_parameters, big_batch_step, data, grads, mean_loss, model, parts, sgd, twin, wrapped
@@ -226,6 +227,18 @@ def test_accum_steps_may_differ_when_the_window_is_empty():
     train(net, opt, parts(x, y, (12, 12)))
     other.load_state_dict(opt.state_dict())
     assert {int(s["step"]) for s in other.state.values()} == {1}
+
+
+def test_stochastic_rounding_goes_on_from_a_checkpoint_that_rounded_to_nearest():
+    p = torch.nn.Parameter(torch.zeros(4096, dtype=torch.bfloat16))
+    settings = {"accum_steps": 4, "buffer_dtype": torch.bfloat16}
+    state = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), **settings).state_dict()
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), rounding="stochastic", **settings)
+    opt.load_state_dict(state)
+    for factor in (0.7, 1.1, 0.9):
+        (p * factor).sum().backward()
+        opt.step()
+    assert len(p.grad.unique()) > 1
 
 
 def test_checkpoint_of_another_model_is_refused_by_name():

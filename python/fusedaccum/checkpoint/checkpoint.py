@@ -149,7 +149,8 @@ def load(opt: AccumulatingOptimizer, own: dict[str, Any]) -> None:
         {slots[i].param: saved for i, saved in own["masters"].items() if slots[i].param in opt._masters.of}
     )
     accumulator = opt._gathering.accumulator
-    accumulator.seed = own["seed"] if accumulator.seed is not None else None
+    if None not in (accumulator.seed, own["seed"]):  # saved and loaded with stochastic rounding
+        accumulator.seed = own["seed"]
     for slot, draws in zip(slots, own["draws"], strict=True):
         slot.draws = draws
     opt._gathering.loss_scale.load(own["loss_scale"])
