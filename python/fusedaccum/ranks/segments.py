@@ -262,6 +262,8 @@ class Segments:
             self._gone.append(Going(segment, sent, self._reduce(sent, segment.owner)))
         segment.block.written()
         self._sums.norms.forget(segment.slots)
+        for slot in segment.slots:
+            slot.clean = False  # it gets what others have gathered, or anything where another rank does
 
     def _reduce(self, sent: Tensor, owner: int | None) -> dist.Work | None:
         group = self._group.process_group
