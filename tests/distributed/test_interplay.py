@@ -282,3 +282,36 @@ def new_group_of_other_shapes(rank):
 def test_a_group_that_cannot_be_added_leaves_nothing_behind(worlds):
     for p, count in worlds(2).run(new_group_of_other_shapes):
         assert torch.equal(p, torch.zeros(2)) and count == 2
+
+
+def new_group_of_ranks(rank, kind, named):
+    """To a wrapper that was built without ranks; one that was told of them takes it."""
+    module = nn.Linear(2, 1, bias=False)
+    module = fully_shard(module) if kind == "FSDP2" else nn.parallel.DistributedDataParallel(module)
+    group = {"params": list(module.parameters())}
+    p = one()
+    inner = torch.optim.SGD([p], lr=1.0)
+    if named:
+        opt = fa.AccumulatingOptimizer(inner, 1, process_group=dist.group.WORLD)
+        opt.add_param_group(group)
+        before = whole(module).clone()
+        opt.backward(module(torch.full((1, 2), 1.0 + rank)).sum() + p.sum())
+        opt.step()
+        return whole(module) - before
+    opt = fa.AccumulatingOptimizer(inner, 1)
+    with pytest.raises(ValueError, match=rf"param_groups\[1\]\['params'\]\[0\] is in an? {kind} module"):
+        opt.add_param_group(group)
+    assert len(opt.param_groups) == 1
+    opt.add_param_group({"params": [one()]})  # and one can go on
+
+
+def whole(module):
+    (p,) = module.parameters()
+    return (p.full_tensor() if isinstance(p, DTensor) else p).detach()
+
+
+@pytest.mark.parametrize("kind", ["FSDP2", "DistributedDataParallel"])
+def test_a_group_of_ranks_is_not_added_to_a_wrapper_of_one(worlds, kind):
+    worlds(2).run(new_group_of_ranks, kind=kind, named=False)
+    for step in worlds(2).run(new_group_of_ranks, kind=kind, named=True):
+        assert torch.equal(step, torch.full((1, 2), -1.5))

@@ -48,6 +48,7 @@ class Windows:
         found = group or replicas.group or fully_sharded.group
         if found is None:
             check_alone(comm_dtype, shard)
+            self.ranks.looked = True
             return
         self.ranks = ranks = Ranks(
             found,

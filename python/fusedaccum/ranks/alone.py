@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 from ..buffers.buffers import Slot
 from .fsdp2 import FullySharded
-from .replicas import Replicas
+from .replicas import Replicas, replicas_of
 
 
 class Alone:
@@ -31,9 +31,20 @@ class Alone:
 
     def __init__(self) -> None:
         self.replicas, self.fully_sharded = Replicas([]), FullySharded([])
+        self.looked = False  # for other ranks, and were there none?
 
     def take(self, slots: Sequence[Slot]) -> None:
-        """Share these, too. Raises ValueError unless all ranks have the like."""
+        """Share these, too. Raises ValueError unless all ranks have the like, and for what ranks share where there were none."""
+        replicas = replicas_of([slot.param for slot in slots]) if self.looked else []
+        sharded = FullySharded(slots).slots if self.looked else []
+        if replicas or sharded:
+            held = {id(p) for module in replicas for p in module.parameters()}
+            slot = next(slot for slot in slots if slot in sharded or id(slot.param) in held)
+            kind = "a DistributedDataParallel" if replicas else "an FSDP2"
+            raise ValueError(
+                f"parameter {slot.name} is in {kind} module, and the optimizer was wrapped without any, for windows of this rank "
+                "alone; wrap it with these parameters in it, or pass process_group= then"
+            )
 
     def owned(self, parameters: Collection[Parameter]) -> list[Parameter]:
         """Those that this rank steps."""
