@@ -7,7 +7,7 @@ from torch import nn
 from training import assert_same_parameters, big_batch_step, data, mean_loss, model, parts, sgd, twin, wrapped
 
 
-def scaler_loop(opt, net, scaler, batches, overflow=(), clip=None, steps=None):
+def scaler_loop(opt, net, scaler, batches, overflow=(), clip=None, steps=None, normalize_first=False):
     """scale, backward, step, update on every micro-batch."""
     for i, (xs, ys) in enumerate(batches):
         loss = mean_loss(net, xs, ys)
@@ -16,8 +16,11 @@ def scaler_loop(opt, net, scaler, batches, overflow=(), clip=None, steps=None):
             scaled = scaled * float("inf")
         opt.backward(scaled, weight=len(xs))
         if clip is not None and (i + 1) % steps == 0:
+            if normalize_first:
+                opt.normalize_()
             scaler.unscale_(opt)
-            opt.normalize_()
+            if not normalize_first:
+                opt.normalize_()
             nn.utils.clip_grad_norm_(net.parameters(), clip)
         scaler.step(opt)
         scaler.update()
@@ -43,18 +46,18 @@ def test_window_equals_big_batch_whatever_the_scale_does(interval, fused):
         assert scaler.get_scale() > 1024
 
 
-@pytest.mark.parametrize("interval", [1, 1000])
-def test_unscale_and_clip_by_hand_at_the_boundary(interval):
+@pytest.mark.parametrize("normalize_first", [False, True], ids=["unscale-first", "normalize-first"])
+@pytest.mark.parametrize("interval", [1, 2, 1000], ids=lambda n: f"grows every {n}")
+def test_unscale_and_clip_by_hand_at_the_boundary(interval, normalize_first):
     net, (x, y) = model(torch.float32), data(dtype=torch.float32)
     big = twin(net)
     opt, plain = wrapped(net, 3), sgd(big.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=interval)
     for _ in range(3):
-        scaler_loop(opt, net, scaler, parts(x, y, (4, 8, 12)), clip=0.05 if interval == 1000 else 1e9, steps=3)
+        scaler_loop(opt, net, scaler, parts(x, y, (4, 8, 12)), clip=0.05, steps=3, normalize_first=normalize_first)
         plain.zero_grad()
         mean_loss(big, x, y).backward()
-        if interval == 1000:
-            nn.utils.clip_grad_norm_(big.parameters(), 0.05)
+        nn.utils.clip_grad_norm_(big.parameters(), 0.05)
         plain.step()
     assert_same_parameters(net, big, 2e-6)
 

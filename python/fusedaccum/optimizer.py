@@ -361,7 +361,7 @@ class AccumulatingOptimizer(Optimizer):
     def normalize_(self) -> None:
         """At a window's end, between its last backward and ``step()``: make ``p.grad`` the window's gradient, to clip or inspect.
 
-        In the buffer's dtype, before ``max_grad_norm``, and still times the loss scale where a GradScaler is used (unscale
+        In the buffer's dtype, before ``max_grad_norm``, and still times the loss scale in force where a GradScaler is used (unscale
         it as in plain PyTorch, before or after). One pass; does not wait for the device. With a process group it is the gradient of all
         ranks; all of them must call it, and it waits.
 
@@ -383,7 +383,8 @@ class AccumulatingOptimizer(Optimizer):
                 self._gathering.reset()
                 raise RuntimeError(NO_GRADIENT)
             divisor = self._ledger.divisor(window.weight) or 1.0
-        self._sums.divide_(self._sums.gathered(), divisor)
+        factor = self._gathering.loss_scale.bring(self._ledger.window)
+        self._sums.divide_(self._sums.gathered(), divisor, factor)
 
     @property
     def progress(self) -> dict[str, int | str]:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from ..scalars import Scalar, beside
+
 if TYPE_CHECKING:
     from .losses import Losses
     from .window import Window
@@ -54,6 +56,14 @@ class LossScale:
         """The scaler's scale is ``least`` from here on, as on other ranks. (A checkpoint's scaler has not been seen yet.)"""
         if self.live is not None and not self._copied:
             self.live.fill_(least)
+
+    def bring(self, window: Window) -> Scalar:
+        """What to multiply the sums of ``window`` by, so that they carry the scale that ``unscale_()`` divides by now."""
+        if self.live is None or window.unit is None:
+            return 1.0
+        factor = self.live / beside(window.unit, self.live)
+        window.unit = self.live.detach().clone()
+        return factor
 
     def left(self, window: Window | None, losses: Losses) -> None:
         """``step()`` was called by no scaler: the gradients of ``window`` carry no loss scale."""
