@@ -207,6 +207,25 @@ def test_a_caller_owned_window_that_drops_a_micro_batch_has_its_scale_taken_off_
     assert_same_parameters(net, big, 2e-6)
 
 
+@pytest.mark.parametrize("normalize_first", [False, True], ids=["unscale-first", "normalize-first"])
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_a_caller_owned_window_that_drops_a_micro_batch_and_is_normalized_by_hand(bad, normalize_first):
+    p = nn.Parameter(torch.zeros(4))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), nonfinite="skip_micro_batch")
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(p.sum()).backward()
+    scaler.step(opt)
+    scaler.update()
+    opt.zero_grad()
+    for i in range(3):
+        scaler.scale((p * (float("nan") if i == bad else 1.0)).sum()).backward()
+    calls = [lambda: scaler.unscale_(opt), opt.normalize_]
+    for call in reversed(calls) if normalize_first else calls:
+        call()
+    scaler.step(opt)
+    assert opt.updated and (p == -2).all()
+
+
 def test_a_look_at_the_state_brings_the_sums_back_from_behind_a_dropped_micro_batch():
     p = nn.Parameter(torch.zeros(4))
     opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 2, nonfinite="skip_micro_batch")

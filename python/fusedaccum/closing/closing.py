@@ -61,6 +61,8 @@ class Closing:
         self._sums.check_shown("GradScaler looks for overflows in p.grad", "use bf16, which needs no loss scale")
         if window is None or window.overflowed:
             return False
+        if scale.unscaled and self._gathering.put_rejected_away and as_tensor(found_inf) != 0:
+            scale.hidden = True  # unscale_() came before the call, normalize_() say, that has shown the sums again
         if scale.hidden and scale.live is None:
             # Where the window ends here, nobody knows what its other micro-batches carry.
             window.overflowed = self._settings.schedule.caller_owned

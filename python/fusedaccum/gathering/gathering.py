@@ -108,6 +108,7 @@ class Gathering(Windows):
             check_weight_of_lent(weight, self.sums.buffers.lent[0].name)
         if not ledger.has_micro:
             self._rejected.withdraw()
+            self._rejected.put_away = False
             if self._settings.schedule.caller_owned and ledger.is_open and self.sums.taken_away:
                 self.sums.warn_dropped("every p.grad", "the window is dropped, as opt.zero_grad() drops it")
                 self.reset()
@@ -177,6 +178,11 @@ class Gathering(Windows):
     def shows_rejected(self) -> bool:
         """Is it what ``p.grad`` shows, so that nobody else meets the sums?"""
         return self._rejected.shown
+
+    @property
+    def put_rejected_away(self) -> bool:
+        """Has ``p.grad`` shown it since the last backward, and shows the sums again?"""
+        return self._rejected.put_away
 
     def record_loss(self, loss: Scalar, scaled: bool = False) -> None:
         """Of the micro-batch that is open, or of the one counted last. ``scaled``: as opt.backward() got it, with a loss scale if any."""

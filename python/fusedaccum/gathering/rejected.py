@@ -22,6 +22,7 @@ class Rejected:
     """
 
     names: list[str] = field(default_factory=list)
+    put_away: bool = False  # has a call taken it away again, before which somebody may have met it?
     _hidden: list[tuple[Slot, Tensor | None]] = field(default_factory=list)
 
     def reject(self, bad: dict[Slot, Tensor], slots: Sequence[Slot]) -> None:
@@ -43,6 +44,7 @@ class Rejected:
 
     def withdraw(self) -> None:
         """Put back what ``p.grad`` was."""
+        self.put_away = self.put_away or self.shown
         for slot, grad in self._hidden:
             slot.param.grad = grad
         self._hidden = []
