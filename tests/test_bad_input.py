@@ -110,6 +110,18 @@ def test_what_can_be_wrapped():
         fa.AccumulatingOptimizer(sgd([p]))
 
 
+def test_a_lazy_module_is_wrapped_once_it_has_seen_an_input():
+    net = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 3))
+    inner = torch.optim.SGD(net.named_parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"parameter 0\.weight has no shape yet.*run one forward"):
+        fa.AccumulatingOptimizer(inner)
+    net(torch.randn(2, 6))
+    opt = fa.AccumulatingOptimizer(inner)
+    with pytest.raises(ValueError, match="parameter more has no shape yet"):
+        opt.add_param_group({"params": [("more", nn.LazyLinear(4).weight)]})
+    assert len(opt.param_groups) == 1
+
+
 def test_parameters_are_named_as_the_model_names_them():
     net = model()
     net[2].weight.grad = torch.zeros_like(net[2].weight)

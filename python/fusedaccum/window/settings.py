@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from ..buffers.buffers import buffer_dtype
@@ -139,6 +140,10 @@ def check_optimizer(optimizer: Any, settings: Settings, wrapper: type) -> None:
 
 def check_parameter(name: str, parameter: Tensor, settings: Settings) -> None:
     """Raises ValueError for a parameter whose gradients cannot be gathered, or not with these settings."""
+    if is_lazy(parameter):
+        raise ValueError(
+            f"parameter {name} has no shape yet, because its lazy module has seen no input; run one forward of the model before wrapping"
+        )
     if settings.buffer_device is not None and is_shard(parameter):
         raise ValueError(
             f"buffer_device='cpu' does not work with parameter {name}, which is a DTensor; leave it out, or use FSDP2's CPUOffloadPolicy"
