@@ -1,0 +1,65 @@
+"""Two models with an optimizer each, that train against each other: the backward of one's loss goes through the other."""
+
+import fusedaccum as fa
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import softplus
+from training import assert_same_parameters, twin
+
+
+def gan():
+    torch.manual_seed(0)
+    return nn.ModuleDict(
+        {"makes": nn.Linear(2, 6), "judges": nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))}
+    ).double()
+
+
+def losses(net, real, noise):
+    """The judge's, and the maker's as a function, for it is of the judge that has been stepped."""
+    made = net["makes"](noise)
+    judged = softplus(-net["judges"](real)).mean() + softplus(net["judges"](made.detach())).mean()
+    return judged, lambda: softplus(-net["judges"](made)).mean()
+
+
+def adam(net, half):
+    return torch.optim.Adam(net[half].parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize("how", ["frozen", "inputs"])
+def test_neither_loss_leaves_a_gradient_in_the_others_window(how):
+    net = gan()
+    big, generator = twin(net), torch.Generator().manual_seed(1)
+    batches = [[torch.randn(4, n, generator=generator).double() for n in (6, 2)] for _ in range(6)]
+    ours = {half: fa.AccumulatingOptimizer(adam(net, half), 3) for half in net}
+    theirs = {half: adam(big, half) for half in big}
+    for i, batch in enumerate(batches):
+        for n, optimizers, share in ((net, ours, 1), (big, theirs, 3)):
+            judged, made_by = losses(n, *batch)
+            (judged / share).backward()
+            if n is net or i % 3 == 2:
+                optimizers["judges"].step()
+                optimizers["judges"].zero_grad()
+            if how == "frozen":
+                n["judges"].requires_grad_(False)
+                (made_by() / share).backward()
+                n["judges"].requires_grad_(True)
+            else:
+                (made_by() / share).backward(inputs=list(n["makes"].parameters()))
+            if n is net or i % 3 == 2:
+                optimizers["makes"].step()
+                optimizers["makes"].zero_grad()
+    assert_same_parameters(net, big, 1e-12)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_zero_grad_says_that_it_keeps_what_the_other_loss_has_left(steps):
+    net = gan()
+    opt = fa.AccumulatingOptimizer(adam(net, "judges"), steps)
+    judged, made_by = losses(net, torch.randn(4, 6).double(), torch.randn(4, 2).double())
+    judged.backward()
+    opt.step()
+    opt.zero_grad()
+    made_by().backward()
+    with pytest.warns(RuntimeWarning, match=r"part of the next micro-batch.*requires_grad_\(False\)"):
+        opt.zero_grad()
