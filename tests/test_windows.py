@@ -157,6 +157,22 @@ def test_weighed_windows_close_at_their_weight():
     assert_same_parameters(net, big, 1e-12)
 
 
+@pytest.mark.parametrize("share", [0.1, torch.tensor(0.1, dtype=torch.float64)], ids=["number", "tensor"])
+def test_weights_that_are_shares_of_a_window_close_it(share):
+    """Ten times 0.1 is 0.9999999999999999, and 10**6 - 1 tokens are no million."""
+    net, (x, y) = model(), data()
+    opt = wrapped(net, window_weight=1)
+    for i in range(30):
+        opt.backward(mean_loss(net, x, y), weight=share)
+        opt.step()
+        assert opt.updated == (i % 10 == 9)
+    net = model()
+    opt = wrapped(net, window_weight=10**6)
+    opt.backward(mean_loss(net, x, y), weight=10**6 - 1)
+    opt.step()
+    assert not opt.updated
+
+
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 def test_weighed_windows_count_weights_given_at_step(reduction):
     net, (x, y) = model(), data()

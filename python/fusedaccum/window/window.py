@@ -83,7 +83,8 @@ class Schedule:
         """Is a window of these contents full? (Reads a tensor weight, when the sum of weights decides.)"""
         if length is not None:
             return micro_batches >= length
-        return self.window_weight is None or bool(weight >= self.window_weight)
+        # Ten weights of 0.1 add up to a little less than 1.
+        return self.window_weight is None or bool(weight >= self.window_weight * (1 - 1e-12))
 
     def may_complete(self, length: int | None, micro_batches: int, weight: Scalar) -> bool:
         """As :meth:`complete`, but says True rather than wait for a device."""
