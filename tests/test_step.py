@@ -310,6 +310,26 @@ def test_step_takes_a_closure(owned):
     assert_same_parameters(net, big, 1e-12)
 
 
+@pytest.mark.parametrize("make", [sgd, torch.optim.LBFGS], ids=["sgd", "lbfgs"])
+def test_a_step_that_raises_has_not_updated(make):
+    net, (x, y) = model(), data()
+    opt = wrapped(net, make=make)
+
+    def closure():
+        loss = mean_loss(net, x, y)
+        loss.backward()
+        return loss
+
+    def broken():
+        raise FileNotFoundError
+
+    opt.step(closure)
+    assert opt.updated
+    with pytest.raises(FileNotFoundError):
+        opt.step(broken)
+    assert not opt.updated
+
+
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("through", ["inner", "wrapper"])
 def test_step_hooks_run_once_a_window_and_see_the_finished_gradient(fused, through):

@@ -286,6 +286,7 @@ class AccumulatingOptimizer(Optimizer):
             FloatingPointError: ``nonfinite="raise"``; the micro-batch is dropped, and one can go on.
             RuntimeError: a parameter has changed its dtype, device or shape since it was wrapped.
         """
+        self._closing.updated = False  # also where this raises
         try:
             self._not_inside("step()")
             given = self._ledger.late_weight(weight)
@@ -300,7 +301,6 @@ class AccumulatingOptimizer(Optimizer):
             self._begin_step()
             if not self._ledger.has_window:
                 refuse_torchs_functions("step()")
-            self._closing.updated = False
             if self._closing.apply_again(self.optimizer):
                 return loss
             overflow = self._closing.overflow(self.__dict__.get("found_inf"))
@@ -323,9 +323,9 @@ class AccumulatingOptimizer(Optimizer):
         if "settings" not in self.__dict__:  # of another class, made by Lightning, that stands before the wrapper
             assert isinstance(self.optimizer, AccumulatingOptimizer)
             return self.optimizer.flush()
+        self._closing.updated = False
         self._not_inside("flush()")
         self._begin_step()
-        self._closing.updated = False
         self._closing.apply_again(self.optimizer)
         if self._ledger.has_micro or self._gathering.has_rejected:
             self._gathering.end_micro_batch(None)
