@@ -1,6 +1,7 @@
 """Batches in containers, cut into micro-batches and put together again."""
 
 import collections
+import collections.abc
 import types
 from dataclasses import dataclass, field
 
@@ -19,6 +20,28 @@ class Frozen:
     made: torch.Tensor = field(init=False, default=torch.tensor(1.0))
 
 
+class Own(collections.abc.MutableMapping):
+    """As people write one; copy.copy() of it shares the dict within."""
+
+    def __init__(self, items):
+        self.items_ = dict(items)
+
+    def __getitem__(self, key):
+        return self.items_[key]
+
+    def __setitem__(self, key, value):
+        self.items_[key] = value
+
+    def __delitem__(self, key):
+        del self.items_[key]
+
+    def __iter__(self):
+        return iter(self.items_)
+
+    def __len__(self):
+        return len(self.items_)
+
+
 X = torch.randn(7, 3)
 
 
@@ -33,6 +56,7 @@ X = torch.randn(7, 3)
         collections.OrderedDict(x=X),
         collections.defaultdict(list, x=X),
         collections.UserDict(x=X),
+        Own({"x": X}),
         types.MappingProxyType({"x": X}),
         {"x": X, "scale": 2.0, "t": torch.tensor(3.0), "none": None, "name": "abcdefg"},
         {"x": X, "texts": list("abcdefg"), "pairs": [(1, 2)] * 7},

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -107,7 +108,7 @@ def _parts(tree: Any) -> Mapping[Any, Any] | None:
 
 def _with(tree: Any, parts: dict[Any, Any]) -> Any:
     """A container like ``tree``, of these parts."""
-    if isinstance(tree, MutableMapping):
+    if isinstance(tree, (dict, UserDict)):  # a copy of another mapping may have its items in common with it
         new = copy.copy(tree)  # keeps what a subclass has beside its items, such as defaultdict's factory
         for key, value in parts.items():
             new[key] = value
