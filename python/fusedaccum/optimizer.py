@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import inspect
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -31,12 +30,6 @@ from .window.amp import LossScale
 from .window.ledger import NO_GRADIENT
 from .window.settings import Settings, check_group, check_lent, check_optimizer, check_parameter, checked_device
 from .window.window import LastWindow, Schedule
-
-KEPT = (
-    "opt.zero_grad() keeps, inside a window, what a backward that no opt.step() has followed left in p.grad, where plain PyTorch drops it: "
-    "it is part of the next micro-batch. If it was the backward of another model's loss (GAN, actor and critic), keep it out of these "
-    "parameters: requires_grad_(False) for that forward, or backward(inputs=...); opt.reset() drops the whole window"
-)
 
 
 def _of_inner(name: str) -> Any:
@@ -355,9 +348,7 @@ class AccumulatingOptimizer(Optimizer):
         """
         self._gathering.settle()
         if self._ledger.has_counted and not self.settings.schedule.caller_owned:
-            if self._ledger.has_micro and self._ledger.micro.passes and not self._ledger.micro.bad:
-                warnings.warn(KEPT, RuntimeWarning, stacklevel=4)
-            return
+            return self._gathering.keep_micro_batch()
         self._not_inside("zero_grad()")
         self._closing.forget_unapplied()
         zeroed = [] if set_to_none else self._sums.buffers.gathered()
