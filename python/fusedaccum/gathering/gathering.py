@@ -144,9 +144,10 @@ class Gathering(Windows):
         """``zero_grad()`` has been called inside a window. Warns where that leaves in it what plain PyTorch would have dropped."""
         if self.ledger.has_micro and self.ledger.micro.passes and not self.ledger.micro.bad:
             warnings.warn(
-                "opt.zero_grad() keeps, inside a window, what a backward that no opt.step() has followed left in p.grad, where plain PyTorch "
-                "drops it: it is part of the next micro-batch. If it was the backward of another model's loss (GAN, actor and critic), keep it "
-                "out of these parameters: requires_grad_(False) for that forward, or backward(inputs=...); opt.reset() drops the whole window",
+                "opt.zero_grad() keeps, inside a window, what a backward that no opt.step() has followed left in p.grad, where plain "
+                "PyTorch drops it: it is part of the next micro-batch. If it was the backward of another model's loss (GAN, actor and "
+                "critic), keep it out of these parameters: requires_grad_(False) for that forward, or backward(inputs=...); opt.reset() "
+                "drops the whole window",
                 RuntimeWarning,
                 stacklevel=5,
             )
