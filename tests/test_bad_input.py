@@ -110,6 +110,16 @@ def test_what_can_be_wrapped():
         fa.AccumulatingOptimizer(sgd([p]))
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn], ids=str)
+def test_quantized_weights_stay_out_of_the_optimizer(dtype):
+    """Frozen beside adapters (QLoRA), where plain PyTorch takes model.parameters()."""
+    frozen = nn.Parameter(torch.zeros(4).to(dtype), requires_grad=False)
+    with pytest.raises(
+        ValueError, match=r"\['params'\]\[1\] is torch\..*8.*Build the optimizer without .* if p\.requires_grad"
+    ):
+        fa.AccumulatingOptimizer(sgd([nn.Parameter(torch.zeros(2)), frozen]))
+
+
 def test_a_lazy_module_is_wrapped_once_it_has_seen_an_input():
     net = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 3))
     inner = torch.optim.SGD(net.named_parameters(), lr=0.1)

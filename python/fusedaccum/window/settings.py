@@ -148,14 +148,15 @@ def check_parameter(name: str, parameter: Tensor, settings: Settings) -> None:
         raise ValueError(
             f"buffer_device='cpu' does not work with parameter {name}, which is a DTensor; leave it out, or use FSDP2's CPUOffloadPolicy"
         )
-    if not parameter.is_floating_point():
+    if parameter.is_complex():
         raise ValueError(
             f"parameter {name} is {parameter.dtype}; only real floating-point parameters can be accumulated "
             "(store a complex one as two real ones, torch.view_as_real)"
         )
-    if parameter.dtype.itemsize < 2:
+    if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
         raise ValueError(
-            f"parameter {name} is {parameter.dtype}; FP64, FP32, bf16 and fp16 parameters can be accumulated"
+            f"parameter {name} is {parameter.dtype}; FP64, FP32, bf16 and fp16 parameters can be accumulated. Build the optimizer without "
+            "what is quantized and not trained: [p for p in model.parameters() if p.requires_grad]"
         )
     if parameter.layout is not torch.strided:
         raise ValueError(f"parameter {name} is {parameter.layout}; only dense parameters can be accumulated")
