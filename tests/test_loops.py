@@ -1,11 +1,11 @@
-"""Two models with an optimizer each, that train against each other: the backward of one's loss goes through the other."""
+"""Loops in which a step is not one backward's: two models that train against each other, and two steps on one batch."""
 
 import fusedaccum as fa
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import softplus
-from training import assert_same_parameters, twin
+from training import assert_same_parameters, data, mean_loss, model, parts, twin, wrapped
 
 
 def gan():
@@ -63,3 +63,38 @@ def test_zero_grad_says_that_it_keeps_what_the_other_loss_has_left(steps):
     made_by().backward()
     with pytest.warns(RuntimeWarning, match=r"part of the next micro-batch.*requires_grad_\(False\)"):
         opt.zero_grad()
+
+
+class SAM(torch.optim.SGD):
+    """Foret et al., 2020, as its packages have it: climbs by one gradient, and descends from there by another."""
+
+    @torch.no_grad()
+    def first_step(self):
+        params = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in params]).norm()
+        self.climbed = [(p, 0.05 * p.grad / norm) for p in params]
+        for p, by in self.climbed:
+            p.add_(by)
+
+    @torch.no_grad()
+    def second_step(self):
+        for p, by in self.climbed:
+            p.sub_(by)
+        self.step()
+
+
+def test_an_optimizer_of_two_steps_takes_a_window_each():
+    net, (x, y) = model(), data()
+    big = twin(net)
+    opt, plain = wrapped(net, make=SAM), SAM(big.parameters())
+    for _ in range(3):
+        for ours, its in ((opt.first_step, plain.first_step), (opt.second_step, plain.second_step)):
+            for xs, ys in parts(x, y, (5, 4, 15)):
+                opt.backward(mean_loss(net, xs, ys), weight=len(xs))
+            opt.normalize_()
+            ours()
+            opt.zero_grad()
+            mean_loss(big, x, y).backward()
+            its()
+            plain.zero_grad()
+    assert_same_parameters(net, big, 1e-12)
