@@ -16,7 +16,7 @@ from ..intake.streams import capturing
 from ..scalars import Scalar, beside, identity, on
 from ..window.amp import LossScale
 from ..window.ledger import Ledger
-from ..window.window import MicroBatch, Window
+from ..window.window import MicroBatch
 
 # Called with (buffer, scale, overwrite): buffer = (overwrite ? 0 : buffer) + scale * gradient.
 Write = Callable[[Tensor, float, bool], None]
@@ -54,7 +54,7 @@ class Accumulator:
         if sums.buffers.sharded:
             grads = [local_gradient(grad, slot.param) for slot, grad in zip(slots, grads, strict=True)]
         if micro.divisor is None:
-            micro.divisor = running_divisor(self._reduction, self._ledger.window, micro)
+            micro.divisor = running_divisor(self._reduction, self._ledger, micro)
         scale = self._contribution(micro.factor_left())
         for (device, first, narrow, *_), members, theirs in one_call_each(slots, grads, measure):
             divisor = micro.divisor if narrow else 1.0
@@ -199,10 +199,14 @@ def one_call_each(
         yield key, [slots[i] for i in members], [grads[i] for i in members]
 
 
-def running_divisor(reduction: str, window: Window, micro: MicroBatch) -> Scalar:
+def running_divisor(reduction: str, ledger: Ledger, micro: MicroBatch) -> Scalar:
     """What 16-bit buffers are divided by after this micro-batch, so that they hold a mean that cannot overflow where the window's fits."""
+    window = ledger.window
     if reduction == "none":
         return 1.0
+    if ledger.mixes_ranks:
+        # The same on all ranks, unlike their weights (which are in the gradients), or replicas of a shard would be rounded otherwise.
+        return ledger.ranks * (ledger.steps + 1.0)
     if reduction == "sum":
         return window.micro_batches + 1.0
     total = window.weight + micro.value()

@@ -226,7 +226,7 @@ class Ledger:
 
     def complete(self) -> bool:
         """Is the window full, or does every call close it? (Reads a tensor weight, when the sum of weights decides.)"""
-        return self._complete(self._steps, self.window.weight)
+        return self._complete(self.steps, self.window.weight)
 
     @property
     def progress(self) -> dict[str, int | str]:
@@ -234,7 +234,7 @@ class Ledger:
         window = self._window
         shown: dict[str, int | str] = {"window": self.index}
         length = self.schedule.length(self.index) if window is None else window.length
-        count = 0 if window is None else self._steps
+        count = 0 if window is None else self.steps
         shown["micro_batch"] = f"{count}/{length}" if length is not None else count
         weight = 0.0 if window is None else window.weight
         if self.schedule.window_weight is not None and not isinstance(weight, Tensor):
@@ -242,7 +242,7 @@ class Ledger:
         return shown
 
     @property
-    def _steps(self) -> int:
+    def steps(self) -> int:
         """What a count of micro-batches has come to. A rank that drops one must not fall behind the others, which wait for it."""
         window = self.window
         return window.micro_batches + (window.dropped if self.ranks > 1 else 0) + (window.carried or 0)
@@ -255,14 +255,14 @@ class Ledger:
     def may_be_last(self) -> bool:
         """May the micro-batch being gathered complete the window? Does not wait for a device, and says True in doubt."""
         window = self.window
-        return self.schedule.may_complete(window.length, self._steps + 1, window.weight + self.micro.value())
+        return self.schedule.may_complete(window.length, self.steps + 1, window.weight + self.micro.value())
 
     def is_last(self) -> bool:
         """Is it known that the micro-batch being gathered completes the window? Never where weights decide, which are added up later."""
         if self.schedule.window_weight is not None:
             return False
         length = self.window.length
-        return self.micro.last or (length is not None and self._steps + 1 >= length)
+        return self.micro.last or (length is not None and self.steps + 1 >= length)
 
     def divisor(self, weight: Scalar) -> Scalar:
         """What the sum is divided by in a window of this weight."""
@@ -277,7 +277,7 @@ class Ledger:
         if not self.is_open:
             raise RuntimeError(NO_GRADIENT)
         window = self.window
-        count, weight = self._steps, window.weight
+        count, weight = self.steps, window.weight
         last: Scalar | None = 0.0
         if self.has_micro and not self.micro.bad:
             count, last = count + 1, self._weight_of(self.micro, None)

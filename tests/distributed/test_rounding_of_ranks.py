@@ -1,4 +1,4 @@
-"""Random numbers of many ranks: others where their sums are added up, the same where they hold replicas."""
+"""Buffers of 16 bits over ranks: rounded by other random numbers where sums are added up, and alike where they are replicas."""
 
 import fusedaccum as fa
 import pytest
@@ -35,8 +35,8 @@ def test_rounding_errors_of_ranks_do_not_add_up(worlds):
     assert torch.corrcoef(torch.stack([first, second]))[0, 1].abs() < 0.1
 
 
-def replicas(rank, kind):
-    """What is left between the ranks' replicas, which have seeds of their own."""
+def replicas(rank, kind, rounding):
+    """Of ranks that have seeds, and micro-batches' weights, of their own."""
     torch.manual_seed(1)
     layers = {"norm": nn.LayerNorm(16), "up": nn.Linear(16, 32), "down": nn.Linear(32, 16)}
     model = nn.Sequential()
@@ -49,15 +49,17 @@ def replicas(rank, kind):
         fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards")))
         same = [p.to_local() for p in model.parameters()]
     torch.manual_seed(100 + rank)
-    opt = fa.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), 4, **STOCHASTIC)
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), 4, buffer_dtype=None, rounding=rounding)
     generator = torch.Generator().manual_seed(0 if kind == "tensor parallelism" else rank)
     for _ in range(8):
-        model(torch.randn(8, 16, generator=generator).bfloat16()).float().square().mean().backward()
+        loss = model(torch.randn(8, 16, generator=generator).bfloat16()).float().square().mean()
+        opt.backward(loss, weight=1 if kind == "tensor parallelism" else 3 + rank)
         opt.step()
     return [of_all_ranks(p.detach()) for p in same]
 
 
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("kind", ["tensor parallelism", "replicas of shards"])
-def test_replicas_stay_alike(worlds, kind):
-    for first, second in worlds(2).run(replicas, kind=kind)[0]:
+def test_replicas_stay_alike(worlds, kind, rounding):
+    for first, second in worlds(2).run(replicas, kind=kind, rounding=rounding)[0]:
         assert torch.equal(first, second)
