@@ -48,16 +48,17 @@ def test_window_equals_big_batch_whatever_the_scale_does(interval, fused):
 
 @pytest.mark.parametrize("normalize_first", [False, True], ids=["unscale-first", "normalize-first"])
 @pytest.mark.parametrize("interval", [1, 2, 1000], ids=lambda n: f"grows every {n}")
-def test_unscale_and_clip_by_hand_at_the_boundary(interval, normalize_first):
+@pytest.mark.parametrize("clip", [0.05, 1e9])
+def test_unscale_and_clip_by_hand_at_the_boundary(interval, normalize_first, clip):
     net, (x, y) = model(torch.float32), data(dtype=torch.float32)
     big = twin(net)
     opt, plain = wrapped(net, 3), sgd(big.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=interval)
     for _ in range(3):
-        scaler_loop(opt, net, scaler, parts(x, y, (4, 8, 12)), clip=0.05, steps=3, normalize_first=normalize_first)
+        scaler_loop(opt, net, scaler, parts(x, y, (4, 8, 12)), clip=clip, steps=3, normalize_first=normalize_first)
         plain.zero_grad()
         mean_loss(big, x, y).backward()
-        nn.utils.clip_grad_norm_(big.parameters(), 0.05)
+        nn.utils.clip_grad_norm_(big.parameters(), clip)
         plain.step()
     assert_same_parameters(net, big, 2e-6)
 

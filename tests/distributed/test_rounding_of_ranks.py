@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 STOCHASTIC = {"buffer_dtype": None, "rounding": "stochastic"}
@@ -44,12 +45,17 @@ def replicas(rank, kind, rounding):
         model.add_module(name, layer.bfloat16())
     if kind == "tensor parallelism":
         parallelize_module(model, init_device_mesh("cpu", (2,)), {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        same = [*model.norm.parameters(), model.down.bias.to_local()]
+        same, group = [*model.norm.parameters(), model.down.bias.to_local()], None
     else:
-        fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards")))
-        same = [p.to_local() for p in model.parameters()]
+        apart = set(model.down.parameters()) if kind == "replicas beside others" else None  # whose sums are added up
+        group = dist.group.WORLD if apart else None
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
+        fully_shard(model, mesh=mesh, ignored_params=apart)
+        model.set_gradient_divide_factor(1.0)  # so that both kinds could be in one call of a kernel
+        same = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
     torch.manual_seed(100 + rank)
-    opt = fa.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), 4, buffer_dtype=None, rounding=rounding)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    opt = fa.AccumulatingOptimizer(inner, 4, buffer_dtype=None, rounding=rounding, process_group=group)
     generator = torch.Generator().manual_seed(0 if kind == "tensor parallelism" else rank)
     for _ in range(8):
         loss = model(torch.randn(8, 16, generator=generator).bfloat16()).float().square().mean()
@@ -59,7 +65,7 @@ def replicas(rank, kind, rounding):
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-@pytest.mark.parametrize("kind", ["tensor parallelism", "replicas of shards"])
+@pytest.mark.parametrize("kind", ["tensor parallelism", "replicas of shards", "replicas beside others"])
 def test_replicas_stay_alike(worlds, kind, rounding):
     for first, second in worlds(2).run(replicas, kind=kind, rounding=rounding)[0]:
         assert torch.equal(first, second)
