@@ -274,7 +274,7 @@ def test_step_without_gradients_does_what_the_inner_optimizer_does():
     net, before = model(), model()
     opt = wrapped(net)
     opt.step()
-    assert not opt.updated
+    assert not opt.updated and not opt.last_window.applied
     assert_same_parameters(net, before, 0)
 
 

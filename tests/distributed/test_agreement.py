@@ -75,7 +75,8 @@ def nothing_but_dropped(rank):
         opt.step()
     else:
         opt.flush()
-    told = opt.updated, opt.progress, opt.last_window.micro_batches, int(opt.last_window.nonfinite)
+    last = opt.last_window
+    told = opt.updated, bool(last.applied), opt.progress, last.micro_batches, int(last.nonfinite)
     for x, y, weight, use in share(1, 4, rank, 2):
         opt.backward(mean_loss(model, x, y, use), weight=weight)
         opt.step()
@@ -89,7 +90,7 @@ def test_a_window_of_which_all_was_dropped_closes_on_all_ranks(worlds):
     opt = sgd(model.parameters())
     big_batch(model, opt, 1, 4)
     for ours, told in worlds(2).run(nothing_but_dropped):
-        assert told == (False, {"window": 1, "micro_batch": "0/2"}, 0, 1)
+        assert told == (False, False, {"window": 1, "micro_batch": "0/2"}, 0, 1)
         assert_close(ours, contents(model, opt))
 
 

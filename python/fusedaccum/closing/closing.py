@@ -103,6 +103,8 @@ class Closing:
 
     def _report(self, end: Conclusion, applied: bool | Tensor) -> None:
         self._unapplied = None
+        if not self._gathering.ranks.anything(end.slots):
+            applied = False
         noise = self.noise
         if noise is not None:
             both = measured(end.window, end.norm, self._ledger)
@@ -112,7 +114,7 @@ class Closing:
         adaptive = self._settings.schedule.adaptive
         if adaptive is not None:
             adaptive.window_closed(self.last_window, self._ledger.ranks)
-        self.updated = applied if self._gathering.ranks.anything(end.slots) else False
+        self.updated = applied
         self._sums.shown_as_is()
         self._gathering.accumulator.lend(self._sums.buffers.lent)
 
