@@ -26,9 +26,8 @@ INTERPRETED := -n auto --dist worksteal -m "not slow" -W ignore::RuntimeWarning 
 # for each other. (Tests of ranks have processes of their own.)
 SPREAD := -n auto --dist loadfile
 QUICK := $(SPREAD) -m "not slow"
-# What the version of torch has no part in, or next to none: our own numbers and messages.
+# What the version of torch has no part in.
 WITHOUT_TORCH := $(foreach t,benchmarks cuda_source rooms site,--ignore tests/test_$(t).py)
-RANKS_WITHOUT_TORCH := $(foreach t,agreement bad_parts loss_scales owned_apart window_numbers,--ignore tests/distributed/test_$(t).py)
 # Without PyTorch's own caching of memory, so that an access outside of a tensor is one outside of an allocation.
 SANITIZED := PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --report-api-errors no --error-exitcode 1
 SAY = @printf '\n== %s\n'
@@ -61,7 +60,7 @@ test: lint docs $(BUILT) $(if $(SECOND_TORCH),$(SECOND_VENV)/built)  ## lint, bu
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(INTERPRETED)
 	$(if $(SECOND_TORCH),$(SAY) "Tests against torch $(SECOND_TORCH)")
 	$(if $(SECOND_TORCH),OMP_NUM_THREADS=1 $(SECOND_BIN)/python -m pytest -q $(QUICK) --ignore tests/distributed $(WITHOUT_TORCH))
-	$(if $(SECOND_TORCH),$(SECOND_BIN)/python -m pytest -q -m "not slow" tests/distributed $(RANKS_WITHOUT_TORCH))
+	$(if $(SECOND_TORCH),$(SECOND_BIN)/python -m pytest -q -m "not slow" tests/distributed)
 	$(if $(SECOND_TORCH),$(SECOND_BIN)/python -m pytest -q tests/late_device)
 
 bench: $(BUILT)  ## measure against plain PyTorch; writes benchmarks/results

@@ -30,7 +30,7 @@ class DigitsCNN(nn.Sequential):
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear`` in FP32, rounded to ``x``'s dtype, and so its gradients: what hardware for bf16 does.
 
-    PyTorch's own bf16 matrix products are 10 to 60 times slower than those in FP32 on a CPU without instructions for them.
+    PyTorch's own bf16 matrix products are many times slower than those in FP32 on a CPU without instructions for them.
     """
     return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
 

@@ -1,118 +1,30 @@
-"""What a training loop sees: p.grad, zero_grad, reset, normalize_, closures, hooks, schedulers, groups."""
+"""What a training loop sees of the wrapper as an optimizer: norms, reset, closures, hooks, schedulers, groups, copies."""
 
 import copy
 import gc
 import inspect
 import math
 import pickle
-import warnings
 
 import fusedaccum as fa
 import fusedaccum.closing.closing
 import pytest
 import torch
 from torch import nn
-from training import assert_same_parameters, big_batch_step, data, grads, mean_loss, model, parts, sgd, twin, wrapped
-
-
-def gradient(net, x, y):
-    """Plain PyTorch's."""
-    return torch.autograd.grad(mean_loss(net, x, y), list(net.parameters()))
-
-
-def assert_grads(net, expected, rtol=1e-12):
-    for p, e in zip(net.parameters(), expected, strict=True):
-        torch.testing.assert_close(p.grad.double(), e.double(), rtol=rtol, atol=rtol)
-
-
-def test_p_grad_is_the_running_sum_then_the_windows_gradient():
-    net, (x, y) = model(), data()
-    batches = parts(x, y, (4, 8, 12))
-    each = [gradient(net, *batch) for batch in batches]
-    big = gradient(net, x, y)
-    opt = wrapped(net, 3)
-    total = [torch.zeros_like(p) for p in net.parameters()]
-    for i, batch in enumerate(batches):
-        n = len(batch[0])
-        opt.backward(mean_loss(net, *batch), weight=n)
-        total = [t + n * g for t, g in zip(total, each[i], strict=True)]
-        assert_grads(net, total)
-        opt.step()
-        if i < 2:
-            opt.zero_grad()  # must not drop anything
-            assert_grads(net, total)
-    assert_grads(net, big)  # stays readable until the next micro-batch
-    opt.zero_grad()
-    assert all(p.grad is None for p in net.parameters())
-
-
-def test_window_starts_anew_without_zero_grad():
-    net, (x, y) = model(), data()
-    big = twin(net)
-    opt, plain = wrapped(net, 2), sgd(big.parameters())
-    for _ in range(3):
-        for xs, ys in parts(x, y, (12, 12)):
-            mean_loss(net, xs, ys).backward()
-            opt.step()
-        big_batch_step(big, plain, x, y)
-    assert_same_parameters(net, big, 1e-12)
-
-
-def test_normalize_makes_p_grad_the_windows_gradient_to_clip_by_hand():
-    net, (x, y) = model(), data()
-    big = twin(net)
-    opt, plain = wrapped(net, 3), sgd(big.parameters())
-    for i, (xs, ys) in enumerate(parts(x, y, (4, 8, 12))):
-        opt.backward(mean_loss(net, xs, ys), weight=len(xs))
-        if i == 2:
-            opt.normalize_()
-            assert_grads(net, gradient(big, x, y))
-            norm = nn.utils.clip_grad_norm_(net.parameters(), 0.05)
-        opt.step()
-    plain.zero_grad()
-    mean_loss(big, x, y).backward()
-    torch.testing.assert_close(nn.utils.clip_grad_norm_(big.parameters(), 0.05), norm)
-    plain.step()
-    assert_same_parameters(net, big, 1e-12)
-
-
-def test_backward_after_normalize_still_counts_right():
-    net, (x, y) = model(), data()
-    big = twin(net)
-    opt, plain = wrapped(net), sgd(big.parameters())
-    first, second = parts(x, y, (12, 12))
-    mean_loss(net, *first).backward()
-    opt.normalize_()
-    mean_loss(net, *second).backward()
-    opt.step()
-    big_batch_step(big, plain, x, y)
-    assert_same_parameters(net, big, 1e-12)
-
-
-def test_normalize_inside_a_micro_batch_is_refused_for_its_gradients_may_be_held_still():
-    net, (x, y) = model(), data()
-    big = twin(net)
-    opt = wrapped(net, 1, nonfinite="skip_micro_batch")
-    with opt.micro_batch(weight=len(x)):
-        mean_loss(net, x, y).backward()
-        with pytest.raises(RuntimeError, match=r"normalize_\(\) was called inside micro_batch\(\)"):
-            opt.normalize_()
-    opt.normalize_()
-    mean_loss(big, x, y).backward()
-    for p, q in zip(net.parameters(), big.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-15)
-
-
-def test_normalize_before_the_end_is_refused():
-    net, (x, y) = model(), data()
-    opt = wrapped(net, 3)
-    with pytest.raises(RuntimeError, match="found no gradient"):
-        opt.normalize_()
-    mean_loss(net, x, y).backward()
-    before = grads(net)
-    with pytest.raises(RuntimeError, match=r"1 micro-batches.*closes at 3"):
-        opt.normalize_()
-    assert_grads(net, before, 0)
+from training import (
+    assert_grads,
+    assert_same_parameters,
+    big_batch_step,
+    data,
+    gradient,
+    grads,
+    mean_loss,
+    model,
+    parts,
+    sgd,
+    twin,
+    wrapped,
+)
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
@@ -181,93 +93,6 @@ def test_reset_drops_a_partial_window():
     assert opt.updated
     big_batch_step(big, plain, x, y)
     assert_same_parameters(net, big, 1e-12)
-
-
-@pytest.mark.parametrize("whose", ["opt", "model"])
-def test_zero_grad_in_a_caller_owned_window_drops_as_plain_pytorch_does(whose, recwarn):
-    net, (x, y) = model(), data()
-    big = twin(net)
-    opt, plain = wrapped(net), sgd(big.parameters())
-    mean_loss(net, 5 * x, y).backward()
-    (opt if whose == "opt" else net).zero_grad()
-    assert all(p.grad is None for p in net.parameters())
-    mean_loss(net, x, y).backward()
-    opt.step()
-    assert opt.last_window.micro_batches == 1
-    assert ["window is dropped" in str(w.message) for w in recwarn] == [True] * (whose == "model")
-    big_batch_step(big, plain, x, y)
-    assert_same_parameters(net, big, 1e-12)
-
-
-@pytest.mark.parametrize("owned", [False, True], ids=["counted", "caller-owned"])
-def test_zero_grad_to_zeros_leaves_a_gradient_of_zeros(owned):
-    """set_to_none=False: unused parameters go on being decayed, as in the plain loop."""
-    net, (x, y) = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)]).double(), data()
-    big = twin(net)
-
-    def make(ps):
-        return torch.optim.SGD(ps, lr=0.1, weight_decay=0.5)
-
-    opt, plain = wrapped(net, None if owned else 1, make=make), make(big.parameters())
-    for o, n in ((opt, net), (plain, big)):
-        (mean_loss(n[0], x, y) + mean_loss(n[1], x, y)).backward()
-        o.step()
-        o.zero_grad(set_to_none=False)
-        assert all(p.grad.count_nonzero() == 0 for p in n.parameters())
-        mean_loss(n[0], x, y).backward()
-        o.step()
-    assert_same_parameters(net, big, 1e-12)
-
-
-@pytest.mark.parametrize("clear", ["model", "by hand"])
-def test_clearing_p_grad_inside_a_window_drops_it_with_one_warning(clear):
-    net, (x, y) = model(), data()
-    opt = wrapped(net, 3)
-    for i in range(3):
-        mean_loss(net, x, y).backward()
-        if i < 2:
-            opt.step()
-            if clear == "model":
-                net.zero_grad()
-            else:
-                net[0].weight.grad = None
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                mean_loss(net, x, y).backward()
-            assert len(caught) == (i == 0)
-    expected = gradient(net, x, y)
-    held = net[0].weight.grad.clone()
-    opt.step()
-    # backward passes since the last clearing: 2 of the 5
-    torch.testing.assert_close(held, 2 * expected[0])
-
-
-def test_gradients_put_in_by_hand_are_accumulated_onto():
-    net, (x, y) = model(), data()
-    opt = wrapped(net)
-    g = gradient(net, x, y)
-    for p, value in zip(net.parameters(), g, strict=True):
-        p.grad = value.clone()
-    mean_loss(net, x, y).backward()
-    assert_grads(net, [2 * value for value in g])
-    for p in net.parameters():
-        p.grad = p.grad * 3  # replaced, not changed in place
-    mean_loss(net, x, y).backward()
-    assert_grads(net, [7 * value for value in g])
-    opt.step()
-    assert opt.last_window.micro_batches == 2
-
-
-def test_step_with_gradients_put_in_by_hand_alone():
-    net, (x, y) = model(), data()
-    big = twin(net)
-    opt, plain = wrapped(net), sgd(big.parameters())
-    for n, o in ((net, opt), (big, plain)):
-        for p, value in zip(n.parameters(), gradient(n, x, y), strict=True):
-            p.grad = value
-        o.step()
-    assert_same_parameters(net, big, 1e-12)
-    assert opt.updated
 
 
 def test_step_without_gradients_does_what_the_inner_optimizer_does():
@@ -346,20 +171,6 @@ def test_step_hooks_run_once_a_window_and_see_the_finished_gradient(fused, throu
     assert len(seen) == len(after) == 1
     for got, want in zip(seen[0], expected, strict=True):
         torch.testing.assert_close(got, want)
-
-
-def test_post_accumulate_grad_hooks_and_tensor_hooks_still_run():
-    net, (x, y) = model(), data()
-    opt = wrapped(net, 2)
-    calls = []
-    net[0].weight.register_hook(lambda g: calls.append("tensor") or 2 * g)
-    net[0].weight.register_post_accumulate_grad_hook(lambda p: calls.append("post"))
-    expected = gradient(net, x, y)[0]  # torch.autograd.grad runs the tensor hook as well
-    calls.clear()
-    mean_loss(net, x, y).backward()
-    assert calls == ["tensor", "post"]
-    torch.testing.assert_close(net[0].weight.grad, expected)
-    opt.step()
 
 
 def test_scheduler_on_the_wrapper_moves_once_a_window():

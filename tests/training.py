@@ -35,6 +35,16 @@ def wrapped(net, *args, make=sgd, **kwargs):
     return fa.AccumulatingOptimizer(make(net.parameters()), *args, **kwargs)
 
 
+def gradient(net, x, y):
+    """Plain PyTorch's."""
+    return torch.autograd.grad(mean_loss(net, x, y), list(net.parameters()))
+
+
+def assert_grads(net, expected, rtol=1e-12):
+    for p, e in zip(net.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad.double(), e.double(), rtol=rtol, atol=rtol)
+
+
 def big_batch_step(net, optimizer, x, y, loss=mean_loss):
     """One step of plain PyTorch on the whole batch."""
     optimizer.zero_grad()
