@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 M = TypeVar("M")
+
+_FROZEN_BEFORE = gc.get_freeze_count()  # some versions of Python do it to some objects of their own
 
 
 def modules_alive(kind: type[M], wanted: Callable[[M], bool] = lambda module: True) -> list[M]:
@@ -16,7 +19,24 @@ def modules_alive(kind: type[M], wanted: Callable[[M], bool] = lambda module: Tr
     Ranks share windows by what is found, and must find the same. A module that was dropped may be part of a cycle, as FSDP2's are, and
     stays until the garbage collector comes by, at another time on every rank. So where anything is found, the collector comes by now.
     """
-    found = [weakref.ref(x) for x in gc.get_objects() if issubclass(type(x), kind) and wanted(x)]
-    if found:
-        gc.collect()
+    with _thawed():
+        # Objects refer to their classes, and to be told which do takes a sixth of the time of a look at all of gc.get_objects().
+        found = [weakref.ref(x) for x in gc.get_referrers(*_classes(kind)) if issubclass(type(x), kind) and wanted(x)]
+        if found:
+            gc.collect()
     return [module for ref in found if (module := ref()) is not None]
+
+
+def _classes(kind: type) -> set[type]:
+    return {kind}.union(*map(_classes, kind.__subclasses__()))
+
+
+@contextmanager
+def _thawed() -> Iterator[None]:
+    """Also with what the caller has put out of the collector's sight, and ours, with ``gc.freeze()``; all is, after this."""
+    frozen = gc.get_freeze_count() > _FROZEN_BEFORE
+    if frozen:
+        gc.unfreeze()
+    yield
+    if frozen:
+        gc.freeze()

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
+from worlds import World
 
 
 @contextlib.contextmanager
@@ -68,6 +69,21 @@ def test_a_dropped_ddp_module_shares_windows_on_no_rank(worlds):
     for when in ("before", "after"):
         for at in range(2):
             assert worlds(2).run(dropped_ddp, at=at, when=when) == [True, True]
+
+
+def frozen(rank):
+    found = []
+    for module in (DDP(nn.Linear(4, 4)), fully_shard(nn.Linear(4, 4))):
+        gc.freeze()
+        opt = fa.AccumulatingOptimizer(torch.optim.SGD(module.parameters(), lr=1.0))
+        found.append(not opt._gathering.ranks.alone)
+    return found, gc.is_tracked(module) and not any(x is module for x in gc.get_objects())
+
+
+def test_frozen_modules_are_found_and_stay_frozen(tmp_path):
+    """``gc.freeze()``, by which long trainings save the collector's time, hides them from it and from those who ask it."""
+    with contextlib.closing(World(2, tmp_path)) as world:  # of its own, for what is frozen stays
+        assert world.run(frozen) == [([True, True], True)] * 2
 
 
 def dropped_batchnorm(rank, at):

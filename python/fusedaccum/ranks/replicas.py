@@ -85,7 +85,7 @@ class Replicas:
 
     def outdated(self, parameters: Collection[Tensor]) -> bool:
         """Have DistributedDataParallel modules been made of ``parameters`` since?"""
-        return any(module not in self.modules for module in replicas_of(parameters))
+        return bool(replicas_of(parameters, besides=self.modules))
 
     def check_all_gathered(self, parameters: Collection[Tensor], gathered: Callable[[Tensor], bool]) -> None:
         """Raises RuntimeError where a module would replace the sums in ``p.grad``, or has trained parameters that nobody gathers.
