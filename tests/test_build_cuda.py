@@ -38,8 +38,9 @@ def kernels():
     text = subprocess.run([tool, "-sass", library], check=True, capture_output=True, text=True).stdout
     found = {}
     for part in re.split(r"^arch = ", text, flags=re.MULTILINE)[1:]:
+        arch = part.split(maxsplit=1)[0]
         for function in part.split("Function : ")[1:]:
-            found[part.split()[0], function.split()[0]] = function
+            found[arch, function.split(maxsplit=1)[0]] = function
     return found
 
 

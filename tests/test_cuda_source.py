@@ -1,7 +1,7 @@
 """csrc/cuda/kernels.cu, the source itself, run on the CPU: block after block, a block's threads in ever other orders, under sanitizers.
 
-The undefined-behaviour sanitizer is always on; ``SHIM_SANITIZERS=address,undefined`` (with libasan preloaded) adds the other, which
-one slow test at the end does.
+The undefined-behaviour sanitizer is always on. A slow test at the end runs this file once more with the address sanitizer, from a
+library that it has compiled: ``SHIM_LIBRARY``, with libasan preloaded.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ from ops_cases import assert_same_bits, assert_same_stats, child_environment, va
 
 ROOT = Path(__file__).parents[1]
 SHIM = ROOT / "tests/cuda_shim"
-SANITIZERS = os.environ.get("SHIM_SANITIZERS", "undefined")
+WITH_ADDRESSES = os.environ.get("SHIM_LIBRARY")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # in the order of csrc/cuda/kernels.h
 NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 ACCUMULATE, CAST, STATS = range(3)
@@ -38,12 +38,16 @@ class Pair(ctypes.Structure):
     )
 
 
-def compiled(target, *flags):
-    """The C function of tests/cuda_shim/kernels.cpp: run(op, pairs, …) -> number of launches."""
+def compiled(target, *flags, sanitizers="undefined"):
     common = "-std=c++17 -O1 -g1 -ffp-contract=off -fno-strict-aliasing -fno-sanitize-recover=all -Wno-unknown-pragmas"
-    command = ["g++", *common.split(), f"-fsanitize={SANITIZERS}", *flags, "-shared", "-fPIC", f"-I{SHIM}"]
+    command = ["g++", *common.split(), f"-fsanitize={sanitizers}", *flags, "-shared", "-fPIC", f"-I{SHIM}"]
     subprocess.run([*command, "-o", target, SHIM / "kernels.cpp"], check=True)
-    run = ctypes.CDLL(str(target)).run
+    return str(target)
+
+
+def loaded(library):
+    """The C function of tests/cuda_shim/kernels.cpp: run(op, pairs, …) -> number of launches."""
+    run = ctypes.CDLL(library).run
     number, flag = ctypes.c_double, ctypes.c_bool
     run.argtypes = (
         ctypes.c_int, ctypes.POINTER(Pair), ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.POINTER(number), flag, number, flag,
@@ -54,7 +58,7 @@ def compiled(target, *flags):
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    return compiled(tmp_path_factory.mktemp("shim") / "kernels.so")
+    return loaded(WITH_ADDRESSES or compiled(tmp_path_factory.mktemp("shim") / "kernels.so"))
 
 
 def call(
@@ -212,7 +216,7 @@ def test_thousands_of_tensors_take_few_launches(kernels):
 
 
 def test_a_missing_barrier_shows(tmp_path):
-    broken = compiled(tmp_path / "broken.so", "-DSHIM_WITHOUT_BARRIERS")
+    broken = loaded(compiled(tmp_path / "broken.so", "-DSHIM_WITHOUT_BARRIERS"))
     ins = tensors((50_001,), torch.float32, 0, 1)
     right, sums = Stats.empty(), set()
     reference.stats(ins, right)
@@ -223,10 +227,15 @@ def test_a_missing_barrier_shows(tmp_path):
     assert any(abs(s - right.sq_norm.item()) > 1e-6 * right.sq_norm.item() for s in sums)
 
 
-@pytest.mark.skipif("address" in SANITIZERS, reason="is what runs under AddressSanitizer")
+@pytest.fixture(scope="module")
+def library_with_addresses(tmp_path_factory):
+    return compiled(tmp_path_factory.mktemp("shim") / "kernels.so", sanitizers="address,undefined")
+
+
+@pytest.mark.skipif(WITH_ADDRESSES is not None, reason="is what runs under AddressSanitizer")
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [False, True], ids=["sound", "overrun"])
-def test_no_access_leaves_its_tensor(fault):
+def test_no_access_leaves_its_tensor(fault, library_with_addresses):
     """This file once more, under AddressSanitizer."""
     libasan = subprocess.run(
         ["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
@@ -235,7 +244,7 @@ def test_no_access_leaves_its_tensor(fault):
     environment = child_environment(
         LD_PRELOAD=libasan,
         ASAN_OPTIONS="detect_leaks=0",
-        SHIM_SANITIZERS="address,undefined",
+        SHIM_LIBRARY=library_with_addresses,
         PYTHONPATH=str(ROOT / "tests"),
     )
     done = subprocess.run(
@@ -249,7 +258,7 @@ def test_no_access_leaves_its_tensor(fault):
         assert " passed" in done.stdout
 
 
-@pytest.mark.skipif("address" not in SANITIZERS, reason="a fault for the test above to find")
+@pytest.mark.skipif(WITH_ADDRESSES is None, reason="a fault for the test above to find")
 def test_planted_overrun(kernels):
     outs, ins = [torch.zeros(4096)], [torch.zeros(4096)]
     call(kernels, ACCUMULATE, outs, ins, more=9)
