@@ -1,6 +1,7 @@
 """FSDP2 in other orders of calls than the usual one, gradients that it holds back, and other things that a module returns."""
 
 import dataclasses
+from contextlib import nullcontext
 
 import fusedaccum as fa
 import pytest
@@ -161,3 +162,20 @@ def test_micro_batches_that_fsdp2_holds_back_are_left_out_with_a_bad_one(worlds,
     for ours, last in worlds(2).run(held_back_and_bad, bad=bad, synced=(3,)):
         assert_close(ours, list(made().parameters()), 0)
         assert (last.micro_batches, last.weight) == (0, 0)
+
+
+def held_back_beside(rank, frozen):
+    model = made()
+    model.requires_grad_(not frozen)
+    fully_shard(model.second.requires_grad_(True))
+    opt = wrapped(model, accum_steps=2, nonfinite="skip_micro_batch", process_group=torch.distributed.group.WORLD)
+    model.second.set_requires_gradient_sync(False)
+    (x, y, weight, _), *_ = share(0, 2, rank, 2)
+    with nullcontext() if frozen else pytest.raises(RuntimeError, match="which is not FSDP2's, are added at once"):
+        opt.backward(mean_loss(model, x, y, False), weight=weight)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_a_bad_micro_batch_could_not_take_with_it_is_an_error(worlds, frozen):
+    """Half of the model is FSDP2's and held back; the other half, where it is not frozen, is added at once."""
+    worlds(2).run(held_back_beside, frozen=frozen)

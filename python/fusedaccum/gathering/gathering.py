@@ -360,6 +360,7 @@ class Gathering(Windows):
         """Let the held gradients in, or drop the micro-batch and return those that are not finite (waits for the device)."""
         micro, held = self.ledger.micro, self._intake.held
         micro.judged = bool(held)
+        self.ranks.fully_sharded.check_droppable(self.sums.buffers.slots)
         self.ranks.fully_sharded.wait()
         found = self.ranks.of_all_parts(self.sums.count_nonfinite(map(added_up, held)))
         found = sum_over_meshes(found, self.sums.buffers.slots, self.ranks.size)

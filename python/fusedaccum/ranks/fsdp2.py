@@ -95,6 +95,19 @@ class FullySharded:
                 "flush() or state_dict() follows)"
             )
 
+    def check_droppable(self, slots: Sequence[Slot]) -> None:
+        """Raises RuntimeError where a bad micro-batch would take those with it that FSDP2 holds, and not what else they have brought."""
+        if not self.holds_back:
+            return
+        theirs = set(self.slots)
+        beside = [slot for slot in slots if slot.param.requires_grad and slot not in theirs]
+        if beside:
+            raise RuntimeError(
+                f"FSDP2 holds gradients back, and of the same micro-batches those of parameter {beside[0].name}, which is not FSDP2's, are "
+                "added at once: nonfinite='skip_micro_batch' could leave out the ones alone; reduce every micro-batch "
+                "(model.set_requires_gradient_sync(True), set_requires_all_reduce(True)), shard all parameters, or take 'skip_window'"
+            )
+
     @property
     def holds_back(self) -> bool:
         """Does FSDP2 keep gradients that it has not added up over the ranks yet?"""
