@@ -20,6 +20,14 @@ class Frozen:
     made: torch.Tensor = field(init=False, default=torch.tensor(1.0))
 
 
+class Attributes(dict):
+    """Items that are attributes too, as people write it."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.__dict__ = self
+
+
 class Own(collections.abc.MutableMapping):
     """As people write one; copy.copy() of it shares the dict within."""
 
@@ -57,6 +65,7 @@ X = torch.randn(7, 3)
         collections.defaultdict(list, x=X),
         collections.UserDict(x=X),
         Own({"x": X}),
+        Attributes(x=X),
         types.MappingProxyType({"x": X}),
         {"x": X, "scale": 2.0, "t": torch.tensor(3.0), "none": None, "name": "abcdefg"},
         {"x": X, "texts": list("abcdefg"), "pairs": [(1, 2)] * 7},
@@ -83,6 +92,14 @@ def test_cut_keeps_the_structure_and_every_sample_once(batch):
     if isinstance(batch, collections.defaultdict):
         assert parts[0].default_factory is list
     assert torch.equal(torch.cat([next(leaf for _, leaf in leaves(p)) for p in parts]), X)
+
+
+def test_items_that_are_attributes_too_are_cut_as_both():
+    batch = Attributes(x=X)
+    part = cut(batch, 0, 3)
+    assert part.x is part["x"] and torch.equal(part.x, X[:3])
+    part.y = 1
+    assert part["y"] == 1 and batch.x is X and list(batch) == ["x"]
 
 
 def test_mapped_leaves_the_tree_alone():

@@ -110,6 +110,8 @@ def _with(tree: Any, parts: dict[Any, Any]) -> Any:
     """A container like ``tree``, of these parts."""
     if isinstance(tree, (dict, UserDict)):  # a copy of another mapping may have its items in common with it
         new = copy.copy(tree)  # keeps what a subclass has beside its items, such as defaultdict's factory
+        if getattr(tree, "__dict__", None) is tree:  # or its attributes would be the items of the whole
+            new.__dict__ = new
         for key, value in parts.items():
             new[key] = value
         return new
