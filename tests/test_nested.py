@@ -2,6 +2,7 @@
 
 import collections
 import collections.abc
+import functools
 import types
 from dataclasses import dataclass, field
 
@@ -18,6 +19,15 @@ class Frozen:
     x: torch.Tensor
     name: str = "all"
     made: torch.Tensor = field(init=False, default=torch.tensor(1.0))
+
+
+@dataclass
+class Counted:
+    labels: torch.Tensor
+
+    @functools.cached_property
+    def tokens(self):
+        return int((self.labels != -100).sum())
 
 
 class Attributes(dict):
@@ -100,6 +110,14 @@ def test_items_that_are_attributes_too_are_cut_as_both():
     assert part.x is part["x"] and torch.equal(part.x, X[:3])
     part.y = 1
     assert part["y"] == 1 and batch.x is X and list(batch) == ["x"]
+
+
+def test_a_part_computes_its_cached_properties_itself():
+    batch = Counted(torch.tensor([1, -100, 1, 1, -100]))
+    assert batch.tokens == 3  # and is kept
+    parts = [cut(batch, 0, 2), cut(batch, 2, 5)]
+    assert [part.tokens for part in parts] == [1, 2] and batch.tokens == 3
+    assert mapped(lambda leaf: leaf * 0, parts[1]).tokens == 3
 
 
 def test_mapped_leaves_the_tree_alone():

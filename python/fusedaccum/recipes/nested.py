@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -109,7 +110,7 @@ def _parts(tree: Any) -> Mapping[Any, Any] | None:
 def _with(tree: Any, parts: dict[Any, Any]) -> Any:
     """A container like ``tree``, of these parts."""
     if isinstance(tree, (dict, UserDict)):  # a copy of another mapping may have its items in common with it
-        new = copy.copy(tree)  # keeps what a subclass has beside its items, such as defaultdict's factory
+        new = _copied(tree)  # keeps what a subclass has beside its items, such as defaultdict's factory
         if getattr(tree, "__dict__", None) is tree:  # or its attributes would be the items of the whole
             new.__dict__ = new
         for key, value in parts.items():
@@ -119,7 +120,17 @@ def _with(tree: Any, parts: dict[Any, Any]) -> Any:
         return type(tree)(parts)  # type: ignore[call-arg]
     if isinstance(tree, (list, tuple)):
         return type(tree)(*parts.values()) if hasattr(tree, "_fields") else type(tree)(parts.values())
-    new = copy.copy(tree)
+    new = _copied(tree)
     for name, value in parts.items():
         object.__setattr__(new, name, value)  # frozen ones too
+    return new
+
+
+def _copied(tree: Any) -> Any:
+    """A copy that has yet to compute its cached properties: what they have kept is of the whole."""
+    new = copy.copy(tree)
+    for kind in type(new).__mro__:
+        for name, attribute in vars(kind).items():
+            if isinstance(attribute, functools.cached_property):
+                getattr(new, "__dict__", {}).pop(name, None)
     return new
