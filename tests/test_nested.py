@@ -38,6 +38,13 @@ class Attributes(dict):
         self.__dict__ = self
 
 
+class Dotted(dict):
+    """As people write it; it says that it has any attribute, and that it is None."""
+
+    __getattr__ = dict.get
+    __setattr__ = dict.__setitem__
+
+
 class Own(collections.abc.MutableMapping):
     """As people write one; copy.copy() of it shares the dict within."""
 
@@ -76,6 +83,7 @@ X = torch.randn(7, 3)
         collections.UserDict(x=X),
         Own({"x": X}),
         Attributes(x=X),
+        Dotted(x=X),
         types.MappingProxyType({"x": X}),
         {"x": X, "scale": 2.0, "t": torch.tensor(3.0), "none": None, "name": "abcdefg"},
         {"x": X, "texts": list("abcdefg"), "pairs": [(1, 2)] * 7},

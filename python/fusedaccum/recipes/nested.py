@@ -78,14 +78,12 @@ def call(function: Callable[..., Any], micro_batch: Any) -> Any:
 
 
 def _cut(tree: Any, start: int, stop: int, n: int) -> Any:
-    if is_array(tree):
-        return tree[start:stop]
+    parts = _parts(tree)
+    if parts is None:  # asked first, as leaves() does: a dict may say that it has any attribute, those of an array too
+        return tree[start:stop] if is_array(tree) else tree
     plain = isinstance(tree, (list, tuple)) and not hasattr(tree, "_fields")
     if plain and len(tree) == n and not any(is_array(leaf) for _, leaf in leaves(tree)):
         return tree[start:stop]
-    parts = _parts(tree)
-    if parts is None:
-        return tree
     return _with(tree, {key: _cut(value, start, stop, n) for key, value in parts.items()})
 
 
