@@ -38,6 +38,15 @@ class Attributes(dict):
         self.__dict__ = self
 
 
+class Shown(dict):
+    """Items that are attributes too, from the start on."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.__dict__.update(self)
+        self.name = "shown"
+
+
 class Dotted(dict):
     """As people write it; it says that it has any attribute, and that it is None."""
 
@@ -118,6 +127,13 @@ def test_items_that_are_attributes_too_are_cut_as_both():
     assert part.x is part["x"] and torch.equal(part.x, X[:3])
     part.y = 1
     assert part["y"] == 1 and batch.x is X and list(batch) == ["x"]
+
+
+def test_items_that_were_made_attributes_are_cut_as_both():
+    batch = Shown(x=X, name="item")
+    part = cut(batch, 0, 3)
+    assert part.x is part["x"] and torch.equal(part.x, X[:3])
+    assert (part.name, part["name"]) == ("shown", "item") and batch.x is X
 
 
 def test_a_part_computes_its_cached_properties_itself():

@@ -111,7 +111,10 @@ def _with(tree: Any, parts: dict[Any, Any]) -> Any:
         new = _copied(tree)  # keeps what a subclass has beside its items, such as defaultdict's factory
         if getattr(tree, "__dict__", None) is tree:  # or its attributes would be the items of the whole
             new.__dict__ = new
+        own = getattr(new, "__dict__", {})
         for key, value in parts.items():
+            if key in own and own[key] is tree[key]:
+                own[key] = value  # the class has put its items among its attributes, and need not do so again
             new[key] = value
         return new
     if isinstance(tree, Mapping):
