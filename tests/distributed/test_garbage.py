@@ -86,6 +86,17 @@ def test_frozen_modules_are_found_and_stay_frozen(tmp_path):
         assert world.run(frozen) == [([True, True], True)] * 2
 
 
+def not_frozen(rank):
+    module, before = DDP(nn.Linear(4, 4)), gc.get_freeze_count()
+    fa.AccumulatingOptimizer(torch.optim.SGD(module.parameters(), lr=1.0))
+    return gc.get_freeze_count() <= before
+
+
+def test_who_has_frozen_nothing_has_nothing_frozen(worlds):
+    """Or what is dropped in a cycle would never be collected."""
+    assert worlds(2).run(not_frozen) == [True, True]
+
+
 def dropped_batchnorm(rank, at):
     """A layer that was replaced, beside one that stays."""
     torch.manual_seed(2)
