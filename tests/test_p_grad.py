@@ -210,3 +210,16 @@ def test_post_accumulate_grad_hooks_and_tensor_hooks_still_run():
     assert calls == ["tensor", "post"]
     torch.testing.assert_close(net[0].weight.grad, expected)
     opt.step()
+
+
+def test_a_prehook_of_the_node_that_was_there_before_the_wrapper_changes_what_is_added(each_intake):
+    net, (x, y) = model(), data()
+    weight = net[0].weight
+    node = torch.autograd.graph.get_gradient_edge(weight).node
+    node.register_prehook(lambda grads: (grads[0].clamp(-0.01, 0.01),))
+    expected = [gradient(net, *batch)[0].clamp(-0.01, 0.01) for batch in parts(x, y, (12, 12))]
+    opt = wrapped(net, 2)
+    for batch in parts(x, y, (12, 12)):
+        mean_loss(net, *batch).backward()
+        opt.step()
+    torch.testing.assert_close(weight.grad, sum(expected) / 2)
