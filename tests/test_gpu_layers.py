@@ -1,15 +1,11 @@
-"""On a GPU: layers that add by themselves, on side streams and in 16 bits. Without one they run on the CPU, as tests/test_gpu.py does."""
+"""On a GPU: layers that add by themselves, on side streams and in 16 bits."""
 
 import fusedaccum as fa
 import pytest
 import torch
 from fusedaccum.recipes import fuse
+from gpu import DEVICE, needs_gpu
 from torch import nn
-
-GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if GPU else "cpu")
-needs_gpu = pytest.mark.skipif(not GPU, reason="needs a CUDA device")
-
 
 # -- side streams ----------------------------------------------------------------------------------------------
 
