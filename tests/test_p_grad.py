@@ -2,6 +2,7 @@
 
 import warnings
 
+import fusedaccum as fa
 import pytest
 import torch
 from torch import nn
@@ -80,6 +81,39 @@ def test_backward_after_normalize_still_counts_right():
     mean_loss(net, *first).backward()
     opt.normalize_()
     mean_loss(net, *second).backward()
+    opt.step()
+    big_batch_step(big, plain, x, y)
+    assert_same_parameters(net, big, 1e-12)
+
+
+@pytest.mark.parametrize("owned", [False, True], ids=["counted", "caller-owned"])
+def test_backward_after_normalize_that_reaches_some_parameters_and_then_all(owned):
+    """They come in one bucket then, some of whose buffers hold a mean and some a sum."""
+    a, c = (nn.Parameter(torch.zeros(2, dtype=torch.float64)) for _ in range(2))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([a, c], lr=1.0), None if owned else 2)
+    ones = torch.ones(2, dtype=torch.float64)
+    (a * ones).sum().backward()
+    if not owned:
+        opt.step()
+    (a * ones).sum().backward()
+    opt.normalize_()
+    (c * ones).sum().backward()
+    ((a * ones).sum() + (c * ones).sum()).backward()
+    torch.testing.assert_close(torch.stack([a.grad, c.grad]), torch.stack([3 * ones, 2 * ones]))
+    opt.step()
+    micro_batches = 4 if owned else 2
+    torch.testing.assert_close(torch.stack([a, c]), torch.stack([-3 * ones, -2 * ones]) / micro_batches)
+
+
+@pytest.mark.parametrize("nothing", [0, torch.tensor(0)], ids=["number", "tensor"])
+def test_normalize_of_a_window_without_weight_shows_that_nothing_was_added(nothing):
+    net, (x, y) = model(), data()
+    big = twin(net)
+    opt, plain = wrapped(net), sgd(big.parameters())
+    opt.backward(mean_loss(net, x, y), weight=nothing)
+    opt.normalize_()
+    assert_grads(net, [torch.zeros_like(p) for p in net.parameters()])
+    opt.backward(mean_loss(net, x, y), weight=len(x))
     opt.step()
     big_batch_step(big, plain, x, y)
     assert_same_parameters(net, big, 1e-12)

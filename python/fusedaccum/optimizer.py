@@ -25,7 +25,7 @@ from .checkpoint import checkpoint
 from .checkpoint.distributed import refuse_torchs_functions
 from .closing.closing import Closing
 from .gathering.gathering import Gathering
-from .scalars import Scalar, as_tensor, checked_loss, checked_weight
+from .scalars import Scalar, as_tensor, checked_loss, checked_weight, or_one
 from .window.amp import LossScale
 from .window.ledger import NO_GRADIENT
 from .window.settings import Settings, check_group, check_lent, check_optimizer, check_parameter, checked_device
@@ -385,9 +385,9 @@ class AccumulatingOptimizer(Optimizer):
             if window.empty and not window.dropped:
                 self._gathering.reset()
                 raise RuntimeError(NO_GRADIENT)
-            divisor = self._ledger.divisor(window.weight) or 1.0
+            divisor = self._ledger.divisor(window.weight)
         factor = self._gathering.loss_scale.bring(self._ledger.window)
-        self._sums.divide_(self._sums.gathered(), divisor, factor)
+        self._sums.divide_(self._sums.gathered(), or_one(divisor), factor)
 
     @property
     def progress(self) -> dict[str, int | str]:

@@ -44,6 +44,11 @@ def beside(scalar: Scalar, other: Scalar) -> Scalar:
     return scalar
 
 
+def or_one(divisor: Scalar) -> Scalar:
+    """``divisor``, and 1 where it is 0: nothing is there to be divided. Does not wait."""
+    return torch.where(divisor == 0, 1.0, divisor) if isinstance(divisor, Tensor) else divisor or 1.0
+
+
 def times(factor: Scalar, value: Scalar) -> Scalar:
     """Their product in float64, and 0 where ``factor`` is, also of what is not finite."""
     if isinstance(value, Tensor):

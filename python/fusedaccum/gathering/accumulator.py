@@ -13,7 +13,7 @@ from ..buffers.buffers import Slot
 from ..buffers.shards import alike, local_gradient
 from ..buffers.sums import Sums
 from ..intake.streams import capturing
-from ..scalars import Scalar, beside, identity, on
+from ..scalars import Scalar, beside, identity, on, or_one
 from ..window.amp import LossScale
 from ..window.ledger import Ledger
 from ..window.window import MicroBatch
@@ -186,7 +186,10 @@ def one_call_each(
     """
     calls: dict[tuple, list[int]] = {}
     firsts = [slot.shown is None for slot in slots]
-    same = len({slot.block for slot in slots}) == len(set(firsts)) == 1 and not (slots[0].narrow or slots[0].sharded)
+    # After normalize_(), parameters that no pass has reached since still hold a mean.
+    divisors = {identity(slot.divisor) for slot in slots}
+    one = len({slot.block for slot in slots}) == len(set(firsts)) == len(divisors) == 1
+    same = one and not (slots[0].narrow or slots[0].sharded)
     for i in [0] if same else range(len(slots)):
         slot, first = slots[i], firsts[i]
         divisor, layout = None if first else identity(slot.divisor), alike(slot) if measure else None
@@ -209,5 +212,4 @@ def running_divisor(reduction: str, ledger: Ledger, micro: MicroBatch) -> Scalar
         return ledger.ranks * (ledger.steps + 1.0)
     if reduction == "sum":
         return window.micro_batches + 1.0
-    total = window.weight + micro.value()
-    return torch.where(total > 0, total, 1.0) if isinstance(total, Tensor) else total or 1.0
+    return or_one(window.weight + micro.value())

@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import ops
 from ..buffers.buffers import Block, Slot
 from ..buffers.sums import Sums
-from ..scalars import Scalar
+from ..scalars import Scalar, or_one
 from ..window.ledger import Ledger
 from .group import Group
 
@@ -278,7 +278,7 @@ class Segments:
 
     def _divisor(self, segment: Segment) -> Scalar:
         """What narrow buffers are divided by when they go: the sum of all ranks might overflow where the window's gradient fits."""
-        return (self._ledger.divisor(self._ledger.window.weight) or 1.0) if segment.narrow else 1.0
+        return or_one(self._ledger.divisor(self._ledger.window.weight)) if segment.narrow else 1.0
 
     def _take_back(self, going: Going) -> None:
         """One rank keeps what all have gathered, the others begin again with zeros: the sum over the ranks stays what it is."""
