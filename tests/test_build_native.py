@@ -18,6 +18,19 @@ def test_report_names_every_backend_and_what_was_built():
         assert f"  {name} " in text
 
 
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("auto", "in C++"),
+        ("python", "in Python: FUSEDACCUM_INTAKE=python"),
+        ("c++", "the environment's FUSEDACCUM_INTAKE is 'c++'"),
+    ],
+)
+def test_report_says_in_which_language_the_hooks_are(monkeypatch, asked, said):
+    monkeypatch.setenv("FUSEDACCUM_INTAKE", asked)
+    assert f"Hooks: {said}" in __main__.report()
+
+
 def test_a_build_record_was_left():
     record = native.build()
     assert record.torch == torch.__version__

@@ -31,7 +31,7 @@ def report() -> str:
             for row in backends.TABLE
         ),
         "",
-        f"Hooks: {'in Python: ' + why if (why := native.why_missing('_intake')) else 'in C++'}",
+        f"Hooks: {_hooks()}",
         f"CPU kernels in use: {_cpu_capability()}",
         f"CUDA devices: {_cuda_devices()}",
     ]
@@ -41,6 +41,14 @@ def report() -> str:
         if name in os.environ
     ]
     return "\n".join(lines)
+
+
+def _hooks() -> str:
+    try:
+        why = native.why_no_hooks()
+    except (ValueError, RuntimeError) as error:  # FUSEDACCUM_INTAKE names none, or one that is missing
+        return str(error)
+    return f"in Python: {why}" if why else "in C++"
 
 
 def _cpu_capability() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -52,6 +53,20 @@ def why_missing(extension: str) -> str | None:
     except ImportError as error:
         return f"fusedaccum.{extension} cannot be loaded ({error}); {ADVICE}"
     return None
+
+
+def why_no_hooks() -> str | None:
+    """None if hooks and queue of gradients run in C++, else why not. The environment's FUSEDACCUM_INTAKE overrules what is there.
+
+    Raises ValueError for what that cannot be, RuntimeError where it is "native" and that is missing.
+    """
+    asked = os.environ.get("FUSEDACCUM_INTAKE") or "auto"
+    if asked not in ("auto", "native", "python"):
+        raise ValueError(f"the environment's FUSEDACCUM_INTAKE is {asked!r}; it must be auto, native or python")
+    reason = "FUSEDACCUM_INTAKE=python" if asked == "python" else why_missing("_intake")
+    if reason and asked == "native":
+        raise RuntimeError(f"FUSEDACCUM_INTAKE=native is not available: {reason}; or use auto")
+    return reason
 
 
 def _minor(version: str) -> list[str]:

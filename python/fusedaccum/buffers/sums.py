@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -12,6 +11,7 @@ from torch.nn import Parameter
 
 from .. import ops
 from ..scalars import Scalar, identity, on
+from ..warn import warn
 from .buffers import Block, Buffers, Slot
 from .norms import SquaredNorms
 from .offload import Offload
@@ -144,7 +144,7 @@ class Sums:
         if not self._warned_dropped:
             self._warned_dropped = True
             message = f"{which} was set to None inside an open window (by model.zero_grad()?): {so}. Said once."
-            warnings.warn(message, RuntimeWarning, stacklevel=3)
+            warn(message)
 
     # -- the window's ends -------------------------------------------------------------------------------------
 

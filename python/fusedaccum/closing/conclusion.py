@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from ..buffers.buffers import Slot
 from ..buffers.sums import Sums
 from ..scalars import Scalar, as_tensor, beside, on
+from ..warn import warn
 from ..window.ledger import Ledger
 from ..window.settings import Settings
 from ..window.window import LastWindow, Window
@@ -58,8 +58,7 @@ def conclude(ledger: Ledger, sums: Sums, settings: Settings, overflow: bool | Te
     divisor = 1.0 if window.empty else ledger.divisor(window.weight)
     weightless = not window.empty and float(divisor) == 0
     if weightless:
-        message = f"window {window.index} has weight 0 (no tokens?): nothing is applied"
-        warnings.warn(message, RuntimeWarning, stacklevel=4)
+        warn(f"window {window.index} has weight 0 (no tokens?): nothing is applied")
         divisor = 1.0
     known = 0 < window.losses == window.micro_batches and not weightless
     loss = as_tensor(beside(window.loss.total, divisor) / divisor).double() if known else None

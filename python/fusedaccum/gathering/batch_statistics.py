@@ -6,7 +6,6 @@ the k-th call of the big batch would see it. Nothing here waits for the device, 
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -19,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..buffers.buffers import Buffers
 from ..modules import modules_alive
+from ..warn import warn
 from .moments import Total, merge, summed
 
 if TYPE_CHECKING:
@@ -253,10 +253,9 @@ def note_unpooled(buffers: Buffers) -> None:
     if found:
         _noted = True
         slot, module = min(found, key=lambda pair: pair[0].index)
-        warnings.warn(
+        warn(
             f"{len(found)} BatchNorm layer(s), the first the {type(module).__name__} with the weight {slot.name}, move their running "
             "statistics on every micro-batch, and not once a window with the whole window's; call fa.accumulate_batchnorm(model), or, "
             "if you mean it, warnings.filterwarnings('ignore', '.*BatchNorm layer'). See docs/batch-norm.md",
             UserWarning,
-            stacklevel=10,
         )

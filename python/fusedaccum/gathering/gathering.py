@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from ..buffers.buffers import Slot
 from ..buffers.shards import added_up, least_over_meshes, local_gradient, sum_over_meshes
 from ..intake.intake import Intake
 from ..scalars import Scalar
+from ..warn import warn
 from ..window.attempts import Attempt
 from ..window.noise import measure_small
 from ..window.settings import Settings, check_weight_of_lent
@@ -143,13 +143,11 @@ class Gathering(Windows):
     def keep_micro_batch(self) -> None:
         """``zero_grad()`` has been called inside a window. Warns where that leaves in it what plain PyTorch would have dropped."""
         if self.ledger.has_micro and self.ledger.micro.passes and not self.ledger.micro.bad:
-            warnings.warn(
+            warn(
                 "opt.zero_grad() keeps, inside a window, what a backward that no opt.step() has followed left in p.grad, where plain "
                 "PyTorch drops it: it is part of the next micro-batch. If it was the backward of another model's loss (GAN, actor and "
                 "critic), keep it out of these parameters: requires_grad_(False) for that forward, or backward(inputs=...); opt.reset() "
-                "drops the whole window",
-                RuntimeWarning,
-                stacklevel=5,
+                "drops the whole window"
             )
 
     @property
@@ -343,11 +341,9 @@ class Gathering(Windows):
         mixed = self.accumulator.added_unseen and torch._C._current_graph_task_id() != -1
         self.reset()
         instead = "; nonfinite='skip_micro_batch' adds a micro-batch only when it is complete, and loses nothing"
-        warnings.warn(
+        warn(
             f"backward {how} after part of its gradients had been added, so the open window was dropped"
-            + ("" if self.sums.buffers.lent else instead),  # which refuses what is lent
-            RuntimeWarning,
-            stacklevel=3,
+            + ("" if self.sums.buffers.lent else instead)  # which refuses what is lent
         )
         if mixed:
             raise RuntimeError(

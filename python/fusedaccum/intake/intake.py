@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 import sys
 import threading
 import weakref
@@ -54,24 +53,9 @@ class Owner(Protocol):
         """A pass broke off, and what it had queued is dropped; part of it may have been added before that."""
 
 
-@functools.cache
-def why_no_native(asked: str) -> str | None:
-    """None if hooks and queue run in C++, else why not. ``asked`` is the environment's FUSEDACCUM_INTAKE.
-
-    Raises ValueError for what it cannot be, RuntimeError where "native" is asked for and missing.
-    """
-    if asked not in ("auto", "native", "python"):
-        raise ValueError(f"the environment's FUSEDACCUM_INTAKE is {asked!r}; it must be auto, native or python")
-    reason = "FUSEDACCUM_INTAKE=python" if asked == "python" else native.why_missing("_intake")
-    if reason and asked == "native":
-        raise RuntimeError(f"FUSEDACCUM_INTAKE=native is not available: {reason}; or use auto")
-    return reason
-
-
 def arrivals_class() -> Any:
     """:class:`fusedaccum.intake.arrivals.Arrivals`, in C++ where that was built."""
-    missing = why_no_native(os.environ.get("FUSEDACCUM_INTAKE") or "auto")
-    return arrivals.Arrivals if missing else importlib.import_module("fusedaccum._intake").Arrivals
+    return arrivals.Arrivals if native.why_no_hooks() else importlib.import_module("fusedaccum._intake").Arrivals
 
 
 class Intake:

@@ -13,7 +13,6 @@ import functools
 import importlib
 import importlib.util
 import os
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 
 from .. import native
+from ..warn import warn
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch: kernels run in Python, on CPU tensors
 
@@ -133,8 +133,6 @@ def _warn_no_kernels(device_type: str) -> None:
     """Once a process and device type: that there are kernels, and why they are not to be had."""
     reasons = [f"{row.name}: {why_missing(row.name)}" for row in TABLE if device_type in row.devices]
     if device_type != "cpu" and reasons:
-        warnings.warn(
-            f"no kernels for {device_type} tensors here, so plain PyTorch does the accumulating ({'; '.join(reasons)})",
-            RuntimeWarning,
-            stacklevel=2,
+        warn(
+            f"no kernels for {device_type} tensors here, so plain PyTorch does the accumulating ({'; '.join(reasons)})"
         )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from torch.nn import Parameter
 
 from ..buffers.buffers import Slot
 from ..buffers.sums import Sums
+from ..warn import warn
 from ..window.amp import LossScale
 from ..window.ledger import Ledger
 from ..window.settings import Settings, check_shared, check_unsharded
@@ -270,11 +270,9 @@ class Ranks(Alone):
                 f"{how}: every rank's GradScaler has looked at its own gradients only; use "
                 "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler(process_group=...). The window is dropped"
             )
-        warnings.warn(
+        warn(
             f"{how}, for gradients have overflowed on some ranks only, or scales have grown at different times: the window is not "
-            "applied, and all ranks go on with the smallest scale",
-            RuntimeWarning,
-            stacklevel=7,
+            "applied, and all ranks go on with the smallest scale"
         )
         return numbers._replace(overflowed=1.0)
 
