@@ -76,6 +76,15 @@ def test_arguments_set_later_are_refused_for_they_would_change_nothing(name):
     assert opt.note == 4
 
 
+def test_arguments_can_be_read():
+    asked = {"accum_steps": 2, "reduction": "sum", "max_grad_norm": 1.0, "noise_scale": 0.5, "shard": False}
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1), **asked)
+    assert {name: getattr(opt, name) for name in asked} == asked
+    assert opt.window_weight is None and opt.process_group is None and opt.buffer_dtype is torch.float32
+    with pytest.raises(AttributeError, match="'SGD' object has no attribute 'accum_step'"):
+        opt.accum_step  # noqa: B018
+
+
 def test_callable_length_is_checked_by_name():
     net, (x, y) = model(), data()
     for length, error in ((0, ValueError), (2.0, ValueError), (None, TypeError)):

@@ -28,7 +28,7 @@ from .gathering.gathering import Gathering
 from .scalars import Scalar, as_tensor, checked_loss, checked_weight, or_one
 from .window.amp import LossScale
 from .window.ledger import NO_GRADIENT
-from .window.settings import Settings, check_group, check_lent, check_optimizer, check_parameter, checked_device
+from .window.settings import Settings, check_lent, check_optimizer, check_parameter, checked_device
 from .window.window import LastWindow, Schedule
 
 
@@ -42,16 +42,16 @@ def _of_inner(name: str) -> Any:
 
 
 class AccumulatingOptimizer(Optimizer):
-    """Any torch optimizer, stepped once a window of micro-batches, with the gradient of the whole window.
+    """Any torch optimizer, stepped once per window of micro-batches, with the gradient of the whole window.
 
     The window's gradient is ``sum(w_i * g_i) / sum(w_i)`` for ``reduction="mean"`` (w_i = 1 unless given),
     ``sum(g_i) / sum(w_i)`` for ``"sum"``, ``sum(g_i)`` for ``"none"``. Gradients are gathered in buffers of
-    ``buffer_dtype`` by one fused call a bucket, during backward; ``p.grad`` is the buffer and, within a window, the running
-    sum (in 16-bit buffers the running mean, which cannot overflow where the window's gradient fits).
+    ``buffer_dtype`` by one fused call per bucket, during backward; ``p.grad`` is the buffer and, within a window, the running
+    sum (in 16-bit buffers the running mean, which cannot overflow where the window's gradient fits; under ``"none"``, the sum).
 
     Args:
         optimizer: any ``torch.optim.Optimizer``; kept as ``.optimizer``. ``param_groups`` and ``state`` are its own.
-        accum_steps: micro-batches a window, an int or a callable(window_index) -> int.
+        accum_steps: micro-batches per window, an int or a callable(window_index) -> int.
         window_weight: instead of ``accum_steps``: a window closes once its weights add up to this (samples, tokens). With
             neither, the caller owns the boundary: every ``step()`` closes the window, every backward pass is a micro-batch.
         reduction: what a micro-batch's loss is: a ``"mean"`` over its items, a ``"sum"`` over them, or ``"none"``:
@@ -68,21 +68,22 @@ class AccumulatingOptimizer(Optimizer):
         buffer_device: ``"cpu"`` keeps the buffers in CPU memory, and with ``master_weights=True`` the weights that are stepped and the
             optimizer's state too: gradients leave the device during backward. ``p.grad`` stays None except during the inner step.
         process_group: ranks that gather a window together: gradients and weights are summed over all of them (under ``"none"``, the
-            gradient is their mean), by one all-reduce a window for each segment of the buffers. None takes the group of the
-            DistributedDataParallel modules that hold the parameters, if any, whose own reduction stays quiet. All ranks must close the
-            same number of windows; micro-batches and weights may differ.
+            gradient is their mean), by one all-reduce per window for each segment of the buffers. None: the group of the
+            DistributedDataParallel or FSDP2 modules that hold the parameters, if any; DDP's own reduction is switched off. All ranks must
+            close the same number of windows; micro-batches and weights may differ.
         comm_dtype: sums travel in ``torch.bfloat16`` or ``torch.float32``; None for the buffers' dtype.
         shard: each rank steps a part of the parameters only, and keeps the optimizer's state and the master weights of these (ZeRO-1):
             sums are reduced to the rank that steps them, which hands the stepped parameters out. ``state_dict()`` is a rank's own.
         noise_scale: measure the gradient noise scale ``tr(Sigma) / |G|^2``, as ``last_window.noise_scale``. The number is the decay of its
-            averages a window, at least 0 and less than 1 (0.95, say). McCandlish et al., 2018, appendix A.1.
+            running averages per window, at least 0 and less than 1 (0.95, say). McCandlish et al., 2018, appendix A.1.
 
     Raises:
         TypeError, ValueError: an argument, an optimizer or a parameter that makes no sense; the message names it and the fix.
         RuntimeError: a backend that is not available.
 
-    Waits for the device only where a decision needs it: ``nonfinite`` (once a window for ``"skip_window"``, once a
-    micro-batch for the two that drop one), weights that are device tensors (once a window), a GradScaler (once a micro-batch).
+    Waits for the device only where a decision needs it: ``nonfinite`` (once per window for ``"skip_window"``, once per micro-batch for
+    the two that drop one), weights that are device tensors (once per window; with ``window_weight``, once per micro-batch), a GradScaler
+    (once per micro-batch), other ranks (at each window's end).
     """
 
     # GradScaler.step() then calls our step() after an overflow too, so that the window keeps its boundary.
@@ -106,31 +107,25 @@ class AccumulatingOptimizer(Optimizer):
         shard: bool = False,
         noise_scale: float | None = None,
     ):
-        schedule = Schedule.checked(accum_steps, window_weight)
         settings = Settings(
-            schedule,
-            reduction,
-            buffer_dtype,
-            rounding,
-            master_weights,
-            max_grad_norm,
-            nonfinite,
-            backend,
-            checked_device(buffer_device),
-            noise_scale,
+            schedule=Schedule.checked(accum_steps, window_weight),
+            reduction=reduction,
+            buffer_dtype=buffer_dtype,
+            rounding=rounding,
+            master_weights=master_weights,
+            max_grad_norm=max_grad_norm,
+            nonfinite=nonfinite,
+            backend=backend,
+            buffer_device=checked_device(buffer_device),
+            process_group=process_group,
+            comm_dtype=comm_dtype,
+            shard=shard,
+            noise_scale=noise_scale,
         )
         check_optimizer(optimizer, settings, AccumulatingOptimizer)
-        check_group(process_group, comm_dtype, shard)
-        self._build(optimizer, settings, process_group, comm_dtype, shard)
+        self._build(optimizer, settings)
 
-    def _build(
-        self,
-        optimizer: Optimizer,
-        settings: Settings,
-        process_group: dist.ProcessGroup | None,
-        comm_dtype: torch.dtype | None,
-        shard: bool,
-    ) -> None:
+    def _build(self, optimizer: Optimizer, settings: Settings) -> None:
         # Optimizer.__init__ is not run: groups, state, defaults and hooks are the inner optimizer's (see __getattr__).
         self.optimizer = optimizer
         self.settings = settings
@@ -139,10 +134,9 @@ class AccumulatingOptimizer(Optimizer):
         self._ledger, self._sums = self._gathering.ledger, self._gathering.sums
         self._masters = MasterWeights(settings.buffer_device)
         self._closing = Closing(self._gathering, self._masters, settings)
-        self._sharing = process_group, comm_dtype, shard
         groups = range(len(self.param_groups))
         self._take(groups)
-        self._gathering.share(*self._sharing)
+        self._gathering.share()
         if isinstance(optimizer, LBFGS) and not self._gathering.ranks.alone:
             raise ValueError("process_group does not work with LBFGS, which decides by itself how often it evaluates")
         self._make_masters(groups)
@@ -184,6 +178,9 @@ class AccumulatingOptimizer(Optimizer):
         """Whatever is not ours is the inner optimizer's, looked up anew."""
         if name == "optimizer":  # not built yet
             raise AttributeError(name)
+        if name in ARGUMENTS:
+            schedule = self.settings.schedule
+            return getattr(schedule if hasattr(schedule, name) else self.settings, name)
         return getattr(self.optimizer, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -210,8 +207,9 @@ class AccumulatingOptimizer(Optimizer):
         Args:
             weight: number or 0-d tensor (samples, tokens), finite, >= 0; 1 when left out. A micro-batch of weight 0 adds
                 nothing.
-            last: the window ends with this micro-batch, so that the sums go to the other ranks while this backward still computes
-                (``accum_steps`` knows that by itself). Has no effect with ``window_weight``, where the weights of all ranks decide.
+            last: a hint for many ranks: you know that the window ends with this micro-batch, so its sums may travel while this backward
+                still computes (with ``accum_steps`` that is known without it). It closes nothing; and with ``window_weight``, where the
+                weights of all ranks decide, it has no effect.
 
         Raises:
             ValueError: a weight that makes no sense, or that differs from the one given before for this micro-batch.
@@ -229,7 +227,7 @@ class AccumulatingOptimizer(Optimizer):
         """Record the loss of a micro-batch whose ``loss.backward()`` somebody else has called, for ``last_window.loss``.
 
         Call it after that backward, before ``step()``. Losses of several backward passes of one micro-batch add up. The losses that
-        :meth:`backward` gets and a closure returns are recorded without it. Does not wait for the device.
+        :meth:`backward` gets and a closure (not LBFGS's) returns are recorded without it. Does not wait for the device.
 
         Args:
             loss: number or tensor of one element: what ``backward()`` was called on, without a GradScaler's factor.
@@ -475,7 +473,7 @@ class AccumulatingOptimizer(Optimizer):
         return {"optimizer": self.optimizer, "settings": self.settings, "own": checkpoint.save(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.optimizer, self.settings, self._sharing = state["optimizer"], state["settings"], (None, None, False)
+        self.optimizer, self.settings = state["optimizer"], state["settings"]
         self._build_anew()
         checkpoint.load(self, state["own"])
 
@@ -485,7 +483,7 @@ class AccumulatingOptimizer(Optimizer):
             for p in group["params"]:
                 p.grad = None  # a plain tensor's copy has a copy of the gradient; ours is in the window
             main_grad.take_back(group["params"])  # a pickled one's, too
-        self._build(self.optimizer, self.settings, *self._sharing)
+        self._build(self.optimizer, self.settings)
 
     def _not_inside(self, call: str) -> None:
         if self._gathering.inside:

@@ -62,7 +62,7 @@ def times(factor: Scalar, value: Scalar) -> Scalar:
 
 
 def checked_weight(weight: Any, name: str = "weight") -> Scalar:
-    """A micro-batch's weight as a float or a 0-d float64 tensor of its own (the caller may overwrite his).
+    """A micro-batch's weight as a float or a 0-d float64 tensor of its own (the caller may overwrite theirs).
 
     Raises:
         TypeError: not a number or a tensor. ValueError: more than one element, negative, NaN or infinite

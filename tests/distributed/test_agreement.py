@@ -175,7 +175,7 @@ def looks_at_the_end(rank, goes_back):
 
 
 def test_a_window_that_is_those_of_all_ranks_already_goes_back_to_a_checkpoint(worlds):
-    """After normalize_() nobody holds his part any more; a state that is loaded brings it."""
+    """After normalize_() nobody holds a part any more; a state that is loaded brings it."""
     straight = worlds(2).run(looks_at_the_end, goes_back=False)
     for ours, theirs in zip(worlds(2).run(looks_at_the_end, goes_back=True), straight):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs))

@@ -185,7 +185,7 @@ class Block:
 
 
 def _take_back(lent: list[Slot]) -> None:
-    """What another wrapper has lent since, or this one anew, stays."""
+    """Lend ``lent`` no more, but for what another wrapper has lent since, or this one anew."""
     ours = (slot for slot in lent if slot.placed and main_grad.is_lent(slot.param, slot.buffer))
     main_grad.take_back(slot.param for slot in ours)
 

@@ -46,7 +46,7 @@ class Sums:
             self.buffers.allocate(slots)
 
     def written(self, slots: Sequence[Slot], divisor: Scalar, shown: bool = False) -> None:
-        """``slots`` now hold a sum of ours, over ``divisor``, and show it (have shown it before)."""
+        """``slots`` now hold a sum of ours divided by ``divisor``; ``shown``: ``p.grad`` shows it already, else it does from now on."""
         self.norms.forget(slots)
         for block in {slot.block for slot in slots}:
             block.written()
@@ -82,7 +82,7 @@ class Sums:
                 self.adopt(slot)
 
     def adopt(self, slot: Slot) -> None:
-        """Take over what somebody else has put into ``p.grad``, as part of the running sum; notice what he took away."""
+        """Take over what somebody else has put into ``p.grad``, as part of the running sum; notice what was taken away."""
         if slot.placed:
             self.notice_writes(slot)
         grad, shown = slot.holder.grad, slot.shown

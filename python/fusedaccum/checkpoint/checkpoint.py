@@ -56,15 +56,15 @@ def save(opt: AccumulatingOptimizer) -> dict[str, Any]:
 
 def window_settings(opt: AccumulatingOptimizer) -> dict[str, Any]:
     """What must be the same where an open window goes on, as plain values."""
-    settings, ranks = opt.settings, opt._gathering.ranks
+    settings = opt.settings
     steps = settings.schedule.accum_steps
     return {
         "reduction": settings.reduction,
         "accum_steps": "callable" if callable(steps) else steps,
         "window_weight": settings.schedule.window_weight,
         "buffer_dtype": str(settings.buffer_dtype),
-        "rank": ranks.name,
-        "shard": ranks.shard,
+        "rank": opt._gathering.ranks.name,
+        "shard": settings.shard,
     }
 
 

@@ -63,7 +63,7 @@ class DistributedState:
         *,
         key: str | None = None,
     ):
-        if optimizer._gathering.ranks.shard:
+        if optimizer.shard:
             raise ValueError(
                 "DistributedState does not take an optimizer with shard=True, whose state is spread over the ranks; save every rank's "
                 "opt.state_dict() by torch.save, or use FSDP2"

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
@@ -43,8 +42,8 @@ class Gathering(Windows):
         self._rejected = Rejected()
         self._begun = False  # has there been a backward?
 
-    def share(self, group: dist.ProcessGroup | None, comm_dtype: torch.dtype | None, shard: bool) -> None:
-        super().share(group, comm_dtype, shard)
+    def share(self) -> None:
+        super().share()
         self._shards_found()
         if self.accumulator.seed is not None:
             seed = int(self.ranks.least(self.accumulator.seed))  # replicas of a shard round alike

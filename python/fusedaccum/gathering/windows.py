@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..buffers.sums import Sums
@@ -42,21 +40,20 @@ class Windows:
         self.ranks = Alone()  # with whom windows are shared
         self.counts_left: list[Tensor] = []
 
-    def share(self, group: dist.ProcessGroup | None, comm_dtype: torch.dtype | None, shard: bool) -> None:
-        """Have the windows in common with the ranks of ``group``; None for that of the DistributedDataParallel or FSDP2 modules, if any."""
+    def share(self) -> None:
+        """Have the windows in common with the ranks of the process group; without one, that of the DistributedDataParallel or FSDP2
+        modules, if any.
+        """
         replicas, fully_sharded = modules_of(self.sums.buffers.slots)
-        found = group or replicas.group or fully_sharded.group
-        if found is None:
-            check_alone(comm_dtype, shard)
+        group = self._settings.process_group or replicas.group or fully_sharded.group
+        if group is None:
+            check_alone(self._settings)
             self.ranks.looked = True
             return
         self.ranks = ranks = Ranks(
-            found,
-            group is None,
+            group,
             replicas,
             fully_sharded,
-            comm_dtype,
-            shard,
             self.sums,
             self.ledger,
             self.loss_scale,
@@ -65,7 +62,7 @@ class Windows:
             self.reset,
         )
         self.ledger.ranks, self.ledger.over_ranks = ranks.size, ranks.group.weight
-        if shard:
+        if self._settings.shard:
             self.sums.owned_apart, self.sums.over_owners = True, ranks.group.sum
 
     def begin_window(self) -> None:

@@ -86,7 +86,7 @@ class Arrivals:
             listener.enter(task)
         if slot.lent and listener.added_already(slot):
             return
-        # What somebody else holds too, he may overwrite before the bucket is full (a static buffer): it cannot wait.
+        # What somebody else holds too may be overwritten before the bucket is full (a static buffer): it cannot wait.
         hold = self._bucket_bytes is None
         kept = grad.clone() if hold and not ours else grad
         with self._lock:

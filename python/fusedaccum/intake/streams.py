@@ -1,4 +1,4 @@
-"""Gradients that are queued on one CUDA stream and added on another: whoever adds waits for them, and their memory for him.
+"""Gradients that are queued on one CUDA stream and added on another: whoever adds waits for them, and their memory is kept for that long.
 
 Nor do the adds of a pass all run on one stream: each waits for the one before, and the pass's caller for the last.
 """

@@ -51,7 +51,8 @@ def accumulate_(
         TypeError, ValueError: lists that do not match, a dtype or layout that is not supported, memory shared between buffers or
             with a gradient; a scale that is not one number. RuntimeError: a backend that is missing. Nothing is written then.
 
-    Waits for the device only when it has to read a scalar that is there. Allocates only for tensors that are not dense.
+    Never waits for the device. The kernels take no memory of the size of a tensor, but for copies of those that are not dense (views
+    with gaps); ``"reference"`` makes temporaries throughout.
     """
     if is_compiling() or modes():
         return traced.accumulate_(buffers, grads, scale, overwrite, decay, rounding, stats, backend)

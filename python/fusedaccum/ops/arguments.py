@@ -23,11 +23,12 @@ Scalar = float | Tensor
 
 @dataclass(frozen=True)
 class Stats:
-    """What an op measured of its output list: device tensors, so that reading them is the only wait.
+    """What an op measured: device tensors, so that reading them is the only wait.
 
     Attributes:
-        sq_norm: sum of squares of all elements, a 0-d float64 tensor.
-        nonfinite: number of elements that are NaN or infinite, a 0-d int64 tensor.
+        sq_norm: sum of squares of all elements of the output list, a 0-d float64 tensor.
+        nonfinite: number of elements that are NaN or infinite, in the output list or, for ``accumulate_``, in ``grad * scale``; a 0-d
+            int64 tensor.
     """
 
     sq_norm: Tensor

@@ -19,7 +19,6 @@ class Alone:
     Attributes:
         alone: are there no other ranks? (A process group may hold one rank.)
         size, rank, name: how many ranks there are, which one this is, and that for checkpoints.
-        shard: does each rank step its own parameters only?
         replicas, fully_sharded: the DistributedDataParallel and FSDP2 modules.
     """
 
@@ -27,7 +26,6 @@ class Alone:
     size: int = 1
     rank: int = 0
     name: str | None = None
-    shard: bool = False
 
     def __init__(self) -> None:
         self.replicas, self.fully_sharded = Replicas([]), FullySharded([])

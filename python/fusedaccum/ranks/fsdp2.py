@@ -104,7 +104,7 @@ class FullySharded:
         if beside:
             raise RuntimeError(
                 f"FSDP2 holds gradients back, and of the same micro-batches those of parameter {beside[0].name}, which is not FSDP2's, are "
-                "added at once: nonfinite='skip_micro_batch' could leave out the ones alone; reduce every micro-batch "
+                "added at once: nonfinite='skip_micro_batch' could then drop only FSDP2's part; reduce every micro-batch "
                 "(model.set_requires_gradient_sync(True), set_requires_all_reduce(True)), shard all parameters, or take 'skip_window'"
             )
 

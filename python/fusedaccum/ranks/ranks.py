@@ -38,15 +38,12 @@ if TYPE_CHECKING:
 
 
 class Ranks(Alone):
-    """One rank's side of the windows that a process group shares. What each call is for says :class:`Alone`.
+    """One rank's side of the windows that a process group shares. See :class:`Alone` for what each call is for.
 
     Args:
-        found: was the group found, and not asked for?
         replicas, fully_sharded: the modules, as :func:`modules_of` finds them.
-        comm_dtype: sums travel in this dtype; None for the buffers' own.
-        shard: each parameter is stepped by one rank, its owner.
         sums, ledger, loss_scale, statistics: of this rank. settings: as the wrapper was asked to work.
-        drop: a method that drops the open window, for what the ranks have half done is none any more. Held weakly.
+        drop: a method that drops the open window, called when a collective broke off halfway: what is left is no window. Held weakly.
     """
 
     alone = False
@@ -54,11 +51,8 @@ class Ranks(Alone):
     def __init__(
         self,
         process_group: dist.ProcessGroup,
-        found: bool,
         replicas: Replicas,
         fully_sharded: FullySharded,
-        comm_dtype: torch.dtype | None,
-        shard: bool,
         sums: Sums,
         ledger: Ledger,
         loss_scale: LossScale,
@@ -68,14 +62,14 @@ class Ranks(Alone):
     ):
         super().__init__()
         slots = sums.buffers.slots
-        self.replicas, self.fully_sharded, self.shard, self._found = replicas, fully_sharded, shard, found
+        self.replicas, self.fully_sharded = replicas, fully_sharded
         self._sums, self._ledger, self._loss_scale, self._statistics = sums, ledger, loss_scale, statistics
         self._settings, self._drop = settings, weakref.WeakMethod(drop)
         self._check(process_group, fully_sharded)
         self.group = Group(process_group, slots[0].device if slots else torch.device("cpu"), ledger)
         self.size, self.rank, self.name = self.group.size, self.group.rank, self.group.name
         self.owners: dict[Slot, int] = {}  # empty unless ``shard``
-        self.segments = Segments(self.group, comm_dtype, sums, ledger, settings.backend, self.owners)
+        self.segments = Segments(self.group, settings.comm_dtype, sums, ledger, settings.backend, self.owners)
         self._share(slots)
         self._average_shards(fully_sharded)
         self.forget()
@@ -92,15 +86,15 @@ class Ranks(Alone):
         slots = self._sums.buffers.slots
         parts = [slot.name for slot in slots if slot.sharded and slot not in fully_sharded.slots]
         lent = [slot.name for slot in self._sums.buffers.lent]
-        check_shared(self._settings, self.shard, self._sums.buffers.sharded, lent, parts)
+        check_shared(self._settings, self._sums.buffers.sharded, lent, parts)
         if fully_sharded.slots:
             check_unsharded(self._settings, [slot.name for slot in slots if not slot.sharded])
-        fully_sharded.check_shared_by(group, self._found)
+        fully_sharded.check_shared_by(group, self._settings.process_group is None)
 
     def _share(self, slots: Sequence[Slot]) -> None:
         self.group.compare_shapes(slots)
         self._compared = False  # are the parameters known to be equal on all ranks?
-        if self.shard:
+        if self._settings.shard:
             self.owners.update(owners(slots, self.size))
 
     def _average_shards(self, fully_sharded: FullySharded) -> None:
@@ -124,7 +118,7 @@ class Ranks(Alone):
         self.segments.forget()
 
     def forget_others(self, state: dict[Tensor, Any]) -> None:
-        if self.shard:
+        if self._settings.shard:
             known = [p for p in state if isinstance(p, Parameter)]
             for p in set(known).difference(self.owned(known)):
                 del state[p]

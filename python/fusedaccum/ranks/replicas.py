@@ -1,7 +1,7 @@
 """DistributedDataParallel modules whose parameters the wrapper gathers: kept quiet, for the ranks' sums are added once a window.
 
 DDP takes no part in a backward whose forward ran without synchronisation, so that every forward of such a module runs as under its
-``no_sync()``. What the caller has asked for with that is still his, and tells which backward a caller-owned window ends with.
+``no_sync()``. What the caller has asked for with that is still theirs, and tells which backward a caller-owned window ends with.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class RandomState:
             return
         own = torch.get_device_module(device)
         if not hasattr(own, "get_rng_state") or not getattr(own, "is_initialized", lambda: True)():
-            return  # nothing has been drawn there yet, and nobody shall wake a GPU that he does not use
+            return  # nothing has been drawn there yet, and no GPU shall be woken that nobody uses
         used = {tensor.device.index for tensor in tensors if tensor.device.type == device.type}
         for index in sorted(used | {torch.accelerator.current_device_index()}):
             with torch.accelerator.device_index(index):

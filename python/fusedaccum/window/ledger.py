@@ -22,7 +22,7 @@ NO_GRADIENT = "normalize_() found no gradient; call it after the window's last b
 
 
 class Follower(Protocol):
-    """Who keeps something of his own for every micro-batch (batch statistics), and is told what has become of it."""
+    """Who keeps something for every micro-batch (batch statistics), and is told what has become of it."""
 
     def micro_batch_counted(self) -> None:
         """The micro-batch is over, and part of the open window."""

@@ -35,7 +35,7 @@ class Measured:
 def measure_small(window: Window, micro: MicroBatch, sums: Sums, backend: str) -> None:
     """The window holds one micro-batch, whose norm its adds have taken; on this rank, for no sums have gone to others yet.
 
-    Of shards, one of every rank that FSDP2 adds up over, and the squares of all parts: the ranks that hold these call it together.
+    With FSDP2's shards, one micro-batch of each rank, whose squares are summed over the ranks that hold parts: these call it together.
     """
     unit, slots = 1.0 if window.unit is None else window.unit, sums.gathered()
     sq_norm = sums.sq_norm(slots) if sums.buffers.sharded else sums.norms.total(slots, backend)

@@ -37,8 +37,11 @@ class Settings:
     max_grad_norm: float | None
     nonfinite: str
     backend: str
-    buffer_device: torch.device | None = None
-    noise_scale: float | None = None
+    buffer_device: torch.device | None
+    process_group: dist.ProcessGroup | None
+    comm_dtype: torch.dtype | None
+    shard: bool
+    noise_scale: float | None
 
     def __post_init__(self) -> None:
         one_of("reduction", self.reduction, REDUCTIONS)
@@ -64,6 +67,9 @@ class Settings:
                 raise ValueError(
                     f"max_grad_norm must be greater than 0, got {norm}; None does not clip, math.inf only measures"
                 )
+        check_group(self.process_group)
+        one_of("comm_dtype", self.comm_dtype, COMM_DTYPES)
+        one_of("shard", self.shard, (True, False))
         check_noise_scale(self.noise_scale, self.schedule)
         backend = backends.check(self.backend)
         if self.buffer_device is not None and backend in ("cuda", "triton"):
@@ -171,15 +177,15 @@ def check_noise_scale(decay: Any, schedule: Schedule) -> None:
     if decay is None:
         if schedule.adaptive is not None:
             raise ValueError(
-                "accum_steps follows the noise scale, and nothing measures that; add noise_scale=0.95, the decay a window of its averages"
+                "accum_steps follows the noise scale, and nothing measures that; add noise_scale=0.95, the decay of its averages per window"
             )
     elif isinstance(decay, bool) or not isinstance(decay, (int, float)):
         raise TypeError(
-            f"noise_scale must be a number or None, got {decay!r}; it is the decay a window of its averages: 0.95"
+            f"noise_scale must be a number or None, got {decay!r}; it is the decay of its averages per window: 0.95"
         )
     elif not 0 <= decay < 1:
         raise ValueError(
-            f"noise_scale must be at least 0 and less than 1, got {decay}; it is the decay a window of its averages: 0.95 averages over "
+            f"noise_scale must be at least 0 and less than 1, got {decay}; it is the decay of its averages per window: 0.95 averages over "
             "about the last 20 windows"
         )
 
@@ -217,27 +223,25 @@ def check_weight_of_lent(weight: Scalar, name: str) -> None:
         )
 
 
-def check_group(process_group: Any, comm_dtype: Any, shard: Any) -> None:
-    """Raises TypeError or ValueError for what cannot be a process group, or a dtype that sums travel in."""
+def check_group(process_group: Any) -> None:
+    """Raises TypeError for what cannot be a process group."""
     if process_group is not None and not (dist.is_available() and isinstance(process_group, dist.ProcessGroup)):
         raise TypeError(
             f"process_group must be a torch.distributed.ProcessGroup (torch.distributed.group.WORLD) or None, got {process_group!r}"
         )
-    one_of("comm_dtype", comm_dtype, COMM_DTYPES)
-    one_of("shard", shard, (True, False))
 
 
-def check_alone(comm_dtype: torch.dtype | None, shard: bool) -> None:
+def check_alone(settings: Settings) -> None:
     """Raises ValueError for what is meant for several ranks, where there is no process group."""
-    for name, value in (("comm_dtype", comm_dtype), ("shard", shard or None)):
+    for name, value in (("comm_dtype", settings.comm_dtype), ("shard", settings.shard or None)):
         if value is not None:
             raise ValueError(
                 f"{name}={value} is for windows that ranks gather together, and there is no process_group; leave it out"
             )
 
 
-def check_shared(settings: Settings, shard: bool, sharded: bool, lent: list[str], parts: list[str]) -> None:
-    """Raises ValueError for what does not work over ranks, or not with ``shard``.
+def check_shared(settings: Settings, sharded: bool, lent: list[str], parts: list[str]) -> None:
+    """Raises ValueError for what does not work over ranks, or not with ``shard=True``.
 
     Args:
         sharded: there are DTensors. lent: parameters whose layers add to main_grad. parts: DTensors that are not FSDP2's.
@@ -257,11 +261,11 @@ def check_shared(settings: Settings, shard: bool, sharded: bool, lent: list[str]
             "nonfinite='raise' would raise on one rank while the others wait for it; use 'skip_micro_batch' or 'skip_window', and look "
             "at last_window.nonfinite"
         )
-    if shard and sharded:
+    if settings.shard and sharded:
         raise ValueError(
             "shard=True is for parameters that every rank holds, and these are shards already; leave it out"
         )
-    if shard and settings.buffer_device is not None:
+    if settings.shard and settings.buffer_device is not None:
         raise ValueError("shard=True does not work with buffer_device='cpu'; leave one of them out")
 
 
@@ -269,7 +273,7 @@ def check_unsharded(settings: Settings, names: list[str]) -> None:
     """Raises ValueError for parameters beside FSDP2's that it does not shard, and settings that need all of one kind."""
     if names and settings.noise_scale is not None:
         raise ValueError(
-            f"noise_scale={settings.noise_scale}: parameter {names[0]} is not FSDP2's, as others are; its gradient of a first micro-batch "
-            "is this rank's, and theirs that of all ranks, and no one batch has such a norm. Shard it too (fully_shard on the module that "
-            "holds it), or leave noise_scale out"
+            f"noise_scale={settings.noise_scale}: FSDP2 shards other parameters but not {names[0]}. After a first micro-batch its gradient "
+            "is this rank's own, while theirs is summed over all ranks already, so there is no one norm to measure. Shard it too "
+            "(fully_shard on the module that holds it), or leave noise_scale out"
         )

@@ -23,7 +23,7 @@ def checked_steps(steps: Any, name: str = "accum_steps") -> int:
     return checked_count(
         steps,
         name,
-        "; it counts a window's micro-batches (a callable(window_index) may, too), and flush() applies what is left over",
+        "; it is the number of micro-batches in a window, and flush() applies what is left over at the end",
     )
 
 
@@ -232,7 +232,7 @@ class LastWindow:
     def as_dict(self, prefix: str = "") -> dict[str, float]:
         """All that is known of the window as numbers, for a log: ``writer.add_scalar(*item, step)`` of each, ``wandb.log(...)``.
 
-        Waits for the device, once. ``prefix`` comes before every name.
+        Waits for the device, once for each that is there. ``prefix`` comes before every name.
         """
         known = {field.name: getattr(self, field.name) for field in fields(self)}
         return {prefix + name: float(value) for name, value in known.items() if value is not None}
