@@ -179,7 +179,7 @@ def test_shards_that_have_seen_one_batch_tell_nothing(worlds, accum_steps, sync)
 
 
 def beside_shards(rank):
-    with pytest.raises(ValueError, match=r"noise_scale=0.5: parameter .* is not FSDP2's.*Shard it too"):
+    with pytest.raises(ValueError, match=r"noise_scale=0.5: FSDP2 shards other parameters but not .*Shard it too"):
         shards(rank, {"accum_steps": 4}, (2,), True, True)
 
 
