@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from .. import ops
 from ..scalars import Scalar
 from . import main_grad
-from .shards import ShardHolder, is_shard, local_of
+from .shards import ShardHolder, fsdp1, is_flattened, is_shard, local_of
 
 ALIGNMENT = 64  # elements: a cache line or more in every dtype, also after narrow_() has halved their size
 NARROW_HEAD = 1 << 16  # elements that narrow_() moves through a temporary before it can work in place
@@ -124,8 +124,10 @@ class Slot:
             )
 
     def check_unchanged(self) -> None:
-        """Raises RuntimeError when the parameter is no longer of the dtype, device or shape it was wrapped with."""
+        """Raises RuntimeError when the parameter is no longer of the dtype, device or shape it was wrapped with, or FSDP1's now."""
         p = self.param
+        if is_flattened(p):
+            raise RuntimeError(fsdp1(self.name))
         if (p.dtype, p.device, p.shape) != self.made_for:
             was, now = (f"{d} {tuple(s)} on {v}" for d, v, s in (self.made_for, (p.dtype, p.device, p.shape)))
             raise RuntimeError(

@@ -26,6 +26,19 @@ def is_shard(tensor: Tensor) -> bool:
     return dist.is_available() and isinstance(tensor, DTensor)
 
 
+def fsdp1(name: str) -> str:
+    """What is wrong with this parameter, where :func:`is_flattened`, and what to do."""
+    return (
+        f"parameter {name} is in a FullyShardedDataParallel module (FSDP1), whose gradients never pass where they could be weighed and "
+        "added; use FSDP2, torch.distributed.fsdp.fully_shard(model)"
+    )
+
+
+def is_flattened(tensor: Tensor) -> bool:
+    """Has FSDP1 made it a part of a flat parameter, or is it one? (Its mark.)"""
+    return getattr(tensor, "_fsdp_flattened", False)
+
+
 def local_of(tensor: Tensor) -> Tensor:
     """The part of a tensor that is here: a DTensor's shard."""
     return tensor.to_local() if is_shard(tensor) else tensor  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from ..buffers.buffers import buffer_dtype
-from ..buffers.shards import is_shard
+from ..buffers.shards import fsdp1, is_flattened, is_shard
 from ..ops import backends
 from ..scalars import Scalar
 from .window import Schedule
@@ -150,6 +150,8 @@ def check_parameter(name: str, parameter: Tensor, settings: Settings) -> None:
         raise ValueError(
             f"parameter {name} has no shape yet, because its lazy module has seen no input; run one forward of the model before wrapping"
         )
+    if is_flattened(parameter):
+        raise ValueError(fsdp1(name))
     if settings.buffer_device is not None and is_shard(parameter):
         raise ValueError(
             f"buffer_device='cpu' does not work with parameter {name}, which is a DTensor; leave it out, or use FSDP2's CPUOffloadPolicy"
