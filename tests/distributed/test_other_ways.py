@@ -4,9 +4,12 @@ import warnings
 
 import pytest
 import torch
-from parts import made, mean_loss, share, wrapped
+from parts import assert_close, made, mean_loss, sgd, share, wrapped
 from torch import nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+DDP = nn.parallel.DistributedDataParallel
 
 
 def fsdp1(rank, strategy, original, first):
@@ -37,3 +40,64 @@ def fsdp1(rank, strategy, original, first):
 )
 def test_fsdp1_is_refused(worlds, strategy, original, first):
     worlds(2).run(fsdp1, strategy=strategy, original=original, first=first)
+
+
+def tried_out(rank, when):
+    """A forward of DDP without a backward, that nobody was asked to keep quiet, and then windows."""
+    model = plain()
+    module = DDP(model)
+    if when == "before":
+        module(torch.ones(1, 12))
+    opt = wrapped(model, accum_steps=2)
+    for window in range(2):
+        for x, y, weight, _ in share(window, 4, rank, 2):
+            if when == "between":
+                module.forward(torch.ones(1, 12))
+            opt.backward((module(x) - y).square().mean(), weight=weight)
+            opt.step()
+    return list(model.parameters())
+
+
+def plain():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def big(windows):
+    model = plain()
+    opt = sgd(model.parameters())
+    for window in range(windows):
+        batch = share(window, 4, 0, 1)
+        x, y = (torch.cat([part[i] for part in batch]) for i in range(2))
+        opt.zero_grad()
+        (model(x) - y).square().mean().backward()
+        opt.step()
+    return list(model.parameters())
+
+
+@pytest.mark.parametrize("when", ["before", "between"])
+def test_a_forward_of_ddp_that_no_backward_follows(worlds, when):
+    for ours in worlds(2).run(tried_out, when=when):
+        assert_close(ours, big(2))
+
+
+def not_called(rank, how):
+    model = plain()
+    module = replicate(model) if how == "replicate" else DDP(model)
+    module(torch.ones(1, 12))  # replicate() makes its DistributedDataParallel now
+    opt = wrapped(model, accum_steps=2)
+    parts = share(0, 4, rank, 2)
+    x, y, _, _ = parts[0]
+    with pytest.raises(RuntimeError, match=r"without a call of the module.*call module\(x\)"):
+        (module(x) if how == "replicate" else module.forward(x)).sum().backward()
+    for x, y, weight, _ in [] if how == "replicate" else parts:
+        opt.backward((module(x) - y).square().mean(), weight=weight)
+        opt.step()
+    return list(model.parameters())
+
+
+@pytest.mark.parametrize("how", ["module.forward(x)", "replicate"])
+def test_ddp_that_is_not_called_is_refused(worlds, how):
+    for ours in worlds(2).run(not_called, how=how):
+        if how != "replicate":
+            assert_close(ours, big(1))

@@ -43,6 +43,8 @@ class Silence:
 
         @_outside_graphs
         def begin(module: Any, args: Any) -> None:
+            if module.require_forward_param_sync:
+                disarm(module)
             asked["now"] = module.require_backward_grad_sync
             if torch.is_grad_enabled():
                 asked["synced"] = asked["now"]
@@ -52,7 +54,7 @@ class Silence:
         def end(module: Any, args: Any, output: Any) -> None:
             module.require_backward_grad_sync = asked["now"]
 
-        module.require_forward_param_sync = False  # module buffers follow the windows
+        disarm(module)
         for handle in (module.register_forward_pre_hook(begin), module.register_forward_hook(end, always_call=True)):
             weakref.finalize(self, handle.remove).atexit = False
         weakref.finalize(self, setattr, module, "require_forward_param_sync", True).atexit = False
@@ -61,6 +63,14 @@ class Silence:
     def synced(self) -> bool:
         """Would the backward of the last forward have been synchronised?"""
         return self._asked["synced"]
+
+
+def disarm(module: DistributedDataParallel) -> None:
+    """Have no gradients added up, and no module buffers sent, because of a forward that ran with synchronisation."""
+    module.require_forward_param_sync = False  # as such a forward has left it; module buffers follow the windows
+    reducer = getattr(module, "reducer", None)  # which some of DDP's options do without
+    if reducer is not None:
+        reducer._reset_state()
 
 
 # One a module, whichever wrappers gather its parameters.
@@ -105,6 +115,17 @@ class Replicas:
                 f"parameter {left_out[0]} of the DistributedDataParallel module belongs to no AccumulatingOptimizer ({len(left_out)} such "
                 "in all), and its gradient would differ between ranks, for DDP is kept quiet; wrap its optimizer too, or freeze it"
             )
+
+    def check_silent(self) -> None:
+        """Raises RuntimeError in the backward of a forward that has gone past our hooks, so that DDP would add up the ranks' gradients."""
+        for module in self.modules:
+            if module.require_forward_param_sync:
+                disarm(module)
+                raise RuntimeError(
+                    "a forward of the DistributedDataParallel module has run without a call of the module (module.forward(x), or "
+                    "torch.distributed._composable.replicate), and DDP would add up the ranks' gradients a second time; make it with "
+                    "DistributedDataParallel(model), and call module(x)"
+                )
 
     @property
     def synced(self) -> bool:
