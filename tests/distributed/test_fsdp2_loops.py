@@ -6,10 +6,16 @@ from contextlib import nullcontext
 import fusedaccum as fa
 import pytest
 import torch
+import torch.distributed as dist
 from parts import assert_close, big_batch, made, mean_loss, one_batch, sgd, share, wrapped
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+
+def full(p):
+    return (p.full_tensor() if isinstance(p, DTensor) else p).detach()
 
 
 def in_other_orders(rank, how):
@@ -179,3 +185,61 @@ def held_back_beside(rank, frozen):
 def test_what_a_bad_micro_batch_could_not_take_with_it_is_an_error(worlds, frozen):
     """Half of the model is FSDP2's and held back; the other half, where it is not frozen, is added at once."""
     worlds(2).run(held_back_beside, frozen=frozen)
+
+
+def two_sgds(model, beside):
+    first = [p for n, p in model.named_parameters() if (n.startswith("first") if beside else p.ndim == 2)]
+    theirs = {id(p) for p in first}
+    second = [p for p in model.parameters() if id(p) not in theirs]
+    return torch.optim.SGD(first, lr=0.1), torch.optim.SGD(second, lr=0.3)
+
+
+def two_wrappers(rank, beside, parts):
+    """One for matrices and one for vectors (Muon and AdamW); or one for what FSDP2 shards, and one for what is beside it."""
+    model = made()
+    fully_shard(model.first)
+    if not beside:
+        fully_shard(model)
+    group = dist.group.WORLD if beside else None
+    first, second = two_sgds(model, beside)
+    first = fa.AccumulatingOptimizer(first, accum_steps=2)
+    second = fa.AccumulatingOptimizer(second, accum_steps=2, process_group=group)
+    for window in range(2):
+        for x, y, weight, _ in share(window, 4, rank, 2):
+            first.backward(mean_loss(model, x, y, False) / parts, weight=weight)
+            if parts == 2:
+                first.backward(mean_loss(model, x, y, False) / parts)
+            first.step()
+            second.step()
+        told = [float(opt.last_window.weight) for opt in (first, second)]
+    return [full(p) for p in model.parameters()], told
+
+
+@pytest.mark.parametrize("beside, parts", [(False, 1), (True, 1), (False, 2)])
+def test_a_weight_in_the_loss_is_that_of_all_wrappers(worlds, beside, parts):
+    model = made()
+    opts = two_sgds(model, beside)
+    for window in range(2):
+        batch = share(window, 4, 0, 1)
+        total = sum(w for *_, w, _ in batch)
+        model.zero_grad()
+        sum(mean_loss(model, x, y, False) * (w / total) for x, y, w, _ in batch).backward()
+        for opt in opts:
+            opt.step()
+    for ours, told in worlds(2).run(two_wrappers, beside=beside, parts=parts):
+        assert_close(ours, list(model.parameters()))
+        assert told == [total, total]
+
+
+def normalised_beside(rank):
+    model = made()
+    fully_shard(model)
+    first, second = two_sgds(model, False)
+    opts = [fa.AccumulatingOptimizer(first, 1), fa.AccumulatingOptimizer(second, 1, reduction="none")]
+    x, y, _, _ = share(0, 1, 0, 1)[0]
+    with pytest.raises(RuntimeError, match=r"multiplied by weight=2, for another.*give both the same reduction"):
+        opts[0].backward(mean_loss(model, x, y, False), weight=2)
+
+
+def test_a_weight_in_the_loss_of_a_wrapper_that_takes_none_is_an_error(worlds):
+    worlds(2).run(normalised_beside)

@@ -6,6 +6,7 @@ import functools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -33,6 +34,9 @@ class Gathering(Windows):
     Attributes:
         inside: is the caller within ``micro_batch()``?
     """
+
+    # What the loss of the backward under way was multiplied with, by whichever wrapper.
+    _weight_in_loss: ClassVar[Scalar | None] = None
 
     def __init__(self, settings: Settings, seed: int | None):
         super().__init__(settings, seed)
@@ -92,7 +96,8 @@ class Gathering(Windows):
 
     def _hide_shards(self) -> None:
         """FSDP2 begins a backward, which shall find no ``p.grad``. Raises RuntimeError for one that lacks the micro-batch's weight."""
-        if self.weighs_loss and self.ledger.has_micro and self.ledger.micro.in_loss and not self.inside:
+        weighed = self.inside or self._weight_in_loss is not None
+        if self.weighs_loss and self.ledger.has_micro and self.ledger.micro.in_loss and not weighed:
             raise RuntimeError(
                 "this micro-batch has a weight, which FSDP2 needs in the loss of all its backward passes; use opt.backward(loss) for each"
             )
@@ -127,6 +132,7 @@ class Gathering(Windows):
         self.ledger.micro.in_loss = self.ledger.micro.in_loss or in_loss
         try:
             self.inside, self._adds_before = True, self.ledger.micro.adds
+            Gathering._weight_in_loss = self.ledger.micro.value() if self.ledger.micro.in_loss else None
             yield
             self._intake.settle()
             self.inside = False
@@ -137,7 +143,17 @@ class Gathering(Windows):
             self.pass_failed()
             raise
         finally:
-            self.inside = False
+            self.inside, Gathering._weight_in_loss = False, None
+
+    def _weighed_by_another(self, weight: Scalar) -> None:
+        """Another wrapper has put its micro-batch's weight into the loss, and so into the gradients of this one's parameters."""
+        if self._settings.reduction == "none":
+            raise RuntimeError(
+                f"the loss of this backward was multiplied by weight={float(weight):g}, for another wrapper, which has FSDP2's parameters, "
+                "and this one, with reduction='none', takes gradients as they are; give both the same reduction"
+            )
+        self.ledger.weigh(weight)
+        self.ledger.micro.in_loss = True
 
     def keep_micro_batch(self) -> None:
         """``zero_grad()`` has been called inside a window. Warns where that leaves in it what plain PyTorch would have dropped."""
@@ -273,6 +289,8 @@ class Gathering(Windows):
         if not self.inside:
             self.open(None)
             self._adds_before = self.ledger.micro.adds
+        if self._weight_in_loss is not None and not self.ledger.micro.in_loss:
+            self._weighed_by_another(self._weight_in_loss)
         if self.ledger.micro.judged:
             raise RuntimeError(
                 f"nonfinite={self._settings.nonfinite!r} must see a micro-batch whole before it adds any of it, and this backward "
