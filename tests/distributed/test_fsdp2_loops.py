@@ -139,6 +139,32 @@ def test_gradients_that_fsdp2_holds_back(worlds, call):
     worlds(2).run(unreduced, call=call)
 
 
+def owned_and_held_back(rank):
+    """Passes that bring nothing yet are micro-batches, and those for an input's gradient are none."""
+    model = made()
+    fully_shard(model)
+    opt = wrapped(model)
+    for window in range(2):
+        for number, (x, y, _, _) in enumerate(share(window, 6, rank, 2, True)):
+            model.set_requires_gradient_sync(number == 2)
+            mean_loss(model, x, y, False).backward()
+            seen = x.clone().requires_grad_()
+            torch.autograd.grad(model(seen).sum(), seen)
+        opt.step()
+        opt.zero_grad()
+    return [full(p) for p in model.parameters()], opt.last_window.micro_batches
+
+
+def test_gradients_that_fsdp2_holds_back_in_windows_of_the_caller(worlds):
+    model = made()
+    opt = sgd(model.parameters())
+    for window in range(2):
+        big_batch(model, opt, window, 6, True, sometimes=False)
+    for ours, micro_batches in worlds(2).run(owned_and_held_back):
+        assert_close(ours, list(model.parameters()))
+        assert micro_batches == 6
+
+
 def held_back_and_bad(rank, bad, synced):
     model = made()
     fully_shard(model)

@@ -104,6 +104,9 @@ class Gathering(Windows):
         if self.ledger.has_window:
             self.sums.adopt_all(self.sums.buffers.slots)  # what would not be hidden, FSDP2 would add to
         self.sums.hide()
+        trained = any(slot.param.requires_grad for slot in self.ranks.fully_sharded.slots)
+        if self._settings.schedule.caller_owned and trained:
+            self._intake.begin_pass()  # which is a micro-batch, also when FSDP2 holds back what it brings
 
     def open(self, weight: Scalar | None, last: bool = False) -> None:
         """The micro-batch that gathers from now on; joins the one that is open already. Raises as Ledger.weigh does."""

@@ -122,6 +122,14 @@ class Intake:
         asked = frame is not None and frame.f_locals["kwargs"].get("accumulate_grad", False)
         return bool(asked and torch._C._will_engine_execute_node(slot.node))
 
+    def begin_pass(self) -> None:
+        """The backward that is running here is a pass, also if no gradient comes of it yet."""
+        frame = running_backward()
+        how = {} if frame is None else frame.f_locals
+        # Not one of torch.autograd.grad, nor one that was told whose gradients are wanted.
+        if how and how["kwargs"].get("accumulate_grad", False) and not how["args"][3]:
+            self.enter(torch._C._current_graph_task_id())
+
     @contextmanager
     def within_pass(self, device: torch.device) -> Iterator[None]:
         """For what adds a gradient on ``device`` without the hooks: opens the pass if it is the first, and keeps other threads out."""
