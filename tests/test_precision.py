@@ -1,6 +1,7 @@
 """Dtypes of parameters and buffers: what is kept, what would be lost without, and what 16-bit buffers do."""
 
 import copy
+import functools
 import itertools
 
 import fusedaccum as fa
@@ -311,6 +312,52 @@ def test_master_weights_with_an_optimizer_that_has_no_hooks():
         p.sum().backward()
         opt.step()
     assert (p == 1 - 2**-8).all()
+
+
+def clamp(parameters):
+    for p in parameters:
+        p.detach().clamp_(-0.1, 0.1)
+
+
+def replace(net, gradient):
+    for p in net.parameters():
+        p.grad = gradient(p)
+
+
+HOOKS = {  # of a model: kind, and what it does with the model and the inner optimizer
+    "a model clamped after the step": ("post", lambda net, _: clamp(net.parameters())),
+    "groups clamped after the step": ("post", lambda _, inner: clamp(inner.param_groups[0]["params"])),
+    "a model clamped before the step": ("pre", lambda net, _: clamp(net.parameters())),
+    "gradients replaced": ("pre", lambda net, _: replace(net, lambda p: -p.grad)),
+    "16-bit gradients": ("pre", lambda net, _: replace(net, lambda p: p.detach().clone())),
+    "gradients taken away": ("pre", lambda net, _: net.zero_grad()),
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_what_step_hooks_do_to_the_model_counts_with_master_weights(hook, fused):
+    """As without: hooks ran while the masters were stepped, which were then rounded over what hooks had written."""
+    x, y = data(dtype=torch.bfloat16)
+    trained, seen = [], []
+    kind, do = HOOKS[hook]
+    for masters in (True, False):
+        net = model(torch.bfloat16)
+        make = functools.partial(torch.optim.SGD, lr=0.5, fused=fused)
+        opt = wrapped(net, 1, make=make, master_weights=masters)
+        handle = getattr(opt, f"register_step_{kind}_hook")(lambda inner, *_, net=net: do(net, inner))
+        opt.register_step_post_hook(lambda *_, net=net: seen.append(copy.deepcopy(net)))
+        mean_loss(net, x, y).backward()
+        opt.step()
+        if "groups" not in hook:
+            assert_same_parameters(seen[-1], net, 0)
+        trained.append(net)
+        before = copy.deepcopy(net)
+        handle.remove()
+        (0 * mean_loss(net, x, y)).backward()
+        opt.step()  # masters that had not followed would show now
+        assert_same_parameters(net, before, 0)
+    assert_same_parameters(*trained, 2**-7)
 
 
 def test_master_weights_take_over_weights_loaded_into_the_model():

@@ -113,6 +113,24 @@ def test_inner_step_that_raises_can_be_tried_again(dtype, steps, again):
     assert p.tolist() == [-1, -2, -3]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_window_whose_step_post_hook_raises_is_not_stepped_again(dtype):
+    p = zeros(3, dtype)
+    opt, fail = wrap([p], 1, master_weights=dtype is torch.bfloat16), [OSError]
+
+    def hook(*_):
+        if fail:
+            raise fail.pop()
+
+    opt.register_step_post_hook(hook)
+    p.sum().backward()
+    with pytest.raises(OSError):
+        opt.step()
+    assert p.tolist() == [-1, -1, -1]
+    opt.step()
+    assert p.tolist() == [-1, -1, -1] and opt.updated and opt.last_window.micro_batches == 1
+
+
 def test_fused_sgd_whose_first_window_is_skipped():
     """torch makes its momentum with empty_like, and does not fill it when found_inf is set."""
     p = zeros(300)

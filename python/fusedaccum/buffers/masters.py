@@ -35,6 +35,7 @@ class MasterWeights:
         self.of: dict[Parameter, Parameter] = {}
         self._model: dict[Parameter, Parameter] = {}
         self._version: dict[Parameter, int] = {}
+        self._lent: dict[Slot, Tensor | None] = {}  # gradients, while the inner optimizer is at work
 
     def add(self, parameters: Iterable[Parameter]) -> None:
         """Make masters of those that are 16 bits wide, or not where their gradients are."""
@@ -73,16 +74,25 @@ class MasterWeights:
     @contextmanager
     def at_work(self, inner: Optimizer, slots: Iterable[Slot] = ()) -> Iterator[None]:
         """Within, the inner optimizer's groups and state hold the masters, and those of ``slots`` their gradients."""
-        lent = [(self.of[slot.param], slot.stepped_grad) for slot in slots if slot.param in self.of]
+        slots = [slot for slot in slots if slot.param in self.of]
         _exchange(inner, self.of)
-        for master, grad in lent:
-            master.grad = grad
+        self.take_gradients(slots)
         try:
             yield
         finally:
-            for master, _ in lent:
-                master.grad = None
+            self._lent.clear()
+            for slot in slots:
+                self.of[slot.param].grad = None
             _exchange(inner, self._model)
+
+    def take_gradients(self, slots: Iterable[Slot]) -> None:
+        """Give the masters of ``slots`` their gradients, where these are not what they were given before."""
+        for slot in slots:
+            grad = slot.stepped_grad
+            if slot.param in self.of and grad is not self._lent.get(slot):
+                master = self.of[slot.param]
+                master.grad = None if grad is None else grad.to(master.device, master.dtype)
+                self._lent[slot] = grad
 
     @torch.no_grad()
     def follow_model(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -34,8 +34,13 @@ def apply(end: Conclusion, inner: Any, masters: MasterWeights, sums: Sums, setti
     if end.applied is False:
         end.applied = step_all(end, inner, masters, sums, settings)
     if end.applied is not False:
-        masters.write_back((slot.param for slot in end.slots), sums.offload, settings.backend)
+        write_back(end, masters, sums, settings)
     return end.applied
+
+
+def write_back(end: Conclusion, masters: MasterWeights, sums: Sums, settings: Settings) -> None:
+    """Round what was stepped into the model."""
+    masters.write_back((slot.param for slot in end.slots), sums.offload, settings.backend)
 
 
 def step_all(end: Conclusion, inner: Any, masters: MasterWeights, sums: Sums, settings: Settings) -> bool | Tensor:
@@ -58,13 +63,44 @@ def step_all(end: Conclusion, inner: Any, masters: MasterWeights, sums: Sums, se
         grad_scale = end.divisor / (end.coef * end.slots[0].divisor)
         inner.grad_scale = fp32_on(grad_scale, device)
         inner.found_inf = fp32_on(end.skip, device) if decided_there else None
+    applied = ~end.skip if decided_there and isinstance(end.skip, Tensor) else True
+
+    def pre_hooks_have_run() -> None:  # which may have written to the model, or replaced p.grad
+        masters.follow_model()
+        masters.take_gradients(end.slots)
+
+    def post_hooks_follow() -> None:  # which look at the model, and may raise
+        end.applied = applied
+        write_back(end, masters, sums, settings)
+
     try:
         with masters.at_work(inner, end.slots) if masters.of else nullcontext():
-            step(inner, end, masters, sums)
+            with among_hooks(inner, pre_hooks_have_run, post_hooks_follow):
+                step(inner, end, masters, sums)
+            masters.follow_model()
     finally:
         if fused:
             del inner.grad_scale, inner.found_inf
-    return ~end.skip if decided_there and isinstance(end.skip, Tensor) else True
+    return applied
+
+
+@contextmanager
+def among_hooks(
+    inner: Optimizer, pre_hooks_have_run: Callable[[], None], post_hooks_follow: Callable[[], None]
+) -> Iterator[None]:
+    """Within, ``inner.step()`` calls the one after its step pre-hooks, and the other before its post-hooks, where it has any."""
+    handles = []
+    calls_hooks = hasattr(inner, "_optimizer_step_post_hooks")  # one that hands all to another optimizer need not
+    if calls_hooks and (inner._optimizer_step_pre_hooks or _global_optimizer_pre_hooks):
+        handles.append(inner.register_step_pre_hook(lambda *_: pre_hooks_have_run()))
+    if calls_hooks and (inner._optimizer_step_post_hooks or _global_optimizer_post_hooks):
+        handles.append(inner.register_step_post_hook(lambda *_: post_hooks_follow()))
+        inner._optimizer_step_post_hooks.move_to_end(handles[-1].id, last=False)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def stepped_of(slot: Slot, masters: MasterWeights) -> Tensor:
