@@ -360,13 +360,18 @@ def test_what_step_hooks_do_to_the_model_counts_with_master_weights(hook, fused)
     assert_same_parameters(*trained, 2**-7)
 
 
-def test_master_weights_take_over_weights_loaded_into_the_model():
+def vector_loaded(net, other):
+    nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(other.parameters()), net.parameters())
+
+
+@pytest.mark.parametrize("load", [lambda net, other: net.load_state_dict(other.state_dict()), vector_loaded])
+def test_master_weights_take_over_weights_loaded_into_the_model(load):
     net, (x, y) = model(torch.bfloat16), data(dtype=torch.bfloat16)
     opt = wrapped(net, 1, make=lambda ps: torch.optim.SGD(ps, lr=1e-5), master_weights=True)
     mean_loss(net, x, y).backward()
     opt.step()
     other = model(torch.bfloat16, seed=7)
-    net.load_state_dict(other.state_dict())
+    load(net, other)
     mean_loss(net, x, y).backward()
     opt.step()
     assert_same_parameters(net, other, 1e-2)  # and not back where it was

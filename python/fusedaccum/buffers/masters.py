@@ -34,7 +34,7 @@ class MasterWeights:
         self._device = device
         self.of: dict[Parameter, Parameter] = {}
         self._model: dict[Parameter, Parameter] = {}
-        self._version: dict[Parameter, int] = {}
+        self._seen: dict[Parameter, tuple[int, int] | None] = {}  # version and address, as of the last write_back()
         self._lent: dict[Slot, Tensor | None] = {}  # gradients, while the inner optimizer is at work
 
     def add(self, parameters: Iterable[Parameter]) -> None:
@@ -44,7 +44,7 @@ class MasterWeights:
             if p not in self.of and (p.dtype.itemsize < 4 or p.device != device):
                 copy = p.detach().to(device, torch.promote_types(p.dtype, torch.float32))
                 master = Parameter(copy, requires_grad=p.requires_grad)
-                self.of[p], self._model[master], self._version[p] = master, p, p._version
+                self.of[p], self._model[master], self._seen[p] = master, p, _look(p)
 
     def take_state(self, inner: Optimizer) -> None:
         """Bring what ``inner`` keeps already to the masters, as its load_state_dict would: Adagrad makes its state in its constructor."""
@@ -98,15 +98,15 @@ class MasterWeights:
     def follow_model(self) -> None:
         """Take over what others wrote into the model since the last :meth:`write_back` (loaded weights, say).
 
-        Told by the parameters' versions, so writes through ``p.data`` go unseen. Where the parameter still is its master,
+        Told by the parameters' versions and memory, so writes into ``p.data`` go unseen. Where the parameter still is its master,
         rounded, the master keeps its FP32 bits: so the order in which a model's and
         an optimizer's checkpoint are loaded does not matter.
         """
         for p, master in self.of.items():
-            if p._version != self._version[p]:
+            if _look(p) != self._seen[p]:
                 theirs = p.to(master.device)
                 master.copy_(torch.where(master.to(p.dtype) == theirs, master, theirs.to(master.dtype)))
-                self._version[p] = p._version
+                self._seen[p] = _look(p)
 
     @torch.no_grad()
     def write_back(self, stepped: Iterable[Parameter], offload: Offload, backend: str) -> None:
@@ -120,14 +120,19 @@ class MasterWeights:
             cast_ = offload.cast_ if elsewhere else ops.cast_
             cast_([local_of(p.detach()) for p in parameters], masters, backend=backend)
             for p in parameters:
-                self._version[p] = p._version
+                self._seen[p] = _look(p)
 
     def load(self, masters: dict[Parameter, Tensor]) -> None:
         """Copy saved masters in."""
         with torch.no_grad():
             for p, saved in masters.items():
                 self.of[p].copy_(saved)
-                self._version[p] = -1  # the model may hold others: follow_model() compares
+                self._seen[p] = None  # the model may hold others: follow_model() compares
+
+
+def _look(p: Parameter) -> tuple[int, int]:
+    """What shows that somebody has written to a parameter, or (vector_to_parameters does) given it other memory."""
+    return p._version, p.data_ptr()
 
 
 def _exchange(inner: Optimizer, table: Mapping[Any, Any]) -> None:
