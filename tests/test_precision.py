@@ -64,6 +64,16 @@ def test_a_buffer_is_never_narrower_than_the_gradient(dtype, asked):
     assert p.tolist() == [0.625] * 3
 
 
+@pytest.mark.parametrize("dtype, asked", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_a_parameters_own_grad_dtype_does_not_stop_backward(dtype, asked):
+    """People who accumulate bf16 gradients in FP32 by hand set it. The buffer's dtype is ``buffer_dtype``."""
+    p = one(0.0, dtype)
+    p.grad_dtype = asked
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 2, buffer_dtype=None)
+    gather(p, opt, [256.0, 2.0])
+    assert p.item() == -129 and p.grad.dtype is dtype
+
+
 def test_finished_gradient_of_bf16_parameters_is_the_fp32_sum_rounded_once():
     """Also when several waves of narrowing share the buffer's storage: more elements than one wave moves."""
     torch.manual_seed(0)

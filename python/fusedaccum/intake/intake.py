@@ -89,8 +89,8 @@ class Intake:
         if slot.sharded:
             p.register_post_accumulate_grad_hook(self._taker(slot))
         p.requires_grad_(not frozen)
-        if slot.dtype != p.dtype:
-            p.grad_dtype = None  # lets p.grad be of the buffer's dtype
+        if slot.dtype != p.dtype or p.grad_dtype != p.dtype:  # which the caller may have set
+            p.grad_dtype = None  # lets p.grad be of the buffer's dtype, and of the one that is stepped
 
     def _taker(self, slot: Slot) -> Callable[[Tensor], None]:
         """The hook that FSDP2 calls when it has added up a shard's gradient over the ranks and put it into ``p.grad``."""
