@@ -235,6 +235,26 @@ def test_a_window_clipped_by_hand_tells_nothing(way):
     assert known[0] == known[1] > 0
 
 
+@pytest.mark.parametrize("saved", [False, True], ids=["run through", "resumed"])
+def test_gradients_zeroed_after_a_window_say_nothing_of_the_next(saved):
+    """What is written inside a window does, also over a checkpoint."""
+    model, data = telling([(4, 4)] * 3)
+    opt = wrapped(model.parameters(), accum_steps=2)
+    known = []
+    for window, inside in zip(data, (False, False, True), strict=True):
+        for i, (x, y) in enumerate(window):
+            opt.backward(nn.functional.mse_loss(model(x), y), weight=4)
+            opt.step()
+            if i == 1 or inside:
+                for p in model.parameters():
+                    p.grad.zero_()
+            if saved:
+                opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+        known.append(float(opt.last_window.noise_scale))
+    assert known[:2] == pytest.approx([of_paper(model, data[: i + 1], 0.9) for i in range(2)])
+    assert known[2] == known[1]
+
+
 def test_normalized_by_us_is_still_measured():
     model, (window,) = telling([(4, 4, 4)])
     opt = wrapped(model.parameters())

@@ -154,6 +154,8 @@ class Sums:
             if slot.shown is not None and slot.holder.grad is slot.shown:
                 slot.holder.grad = None
             slot.shown, slot.divisor = None, 1.0
+        for block in self.buffers.blocks:
+            block.written()  # what somebody wrote to the window before is gone with it
         self.changed_by_user = False
         self.norms.forget_all()
         self.offload.forget_failure()

@@ -28,7 +28,10 @@ def save(opt: AccumulatingOptimizer) -> dict[str, Any]:
     sums.offload.wait()
     if ledger.has_micro:
         accumulator.count()
+    gathered = sums.gathered() if ledger.has_window else []
     window = plain(ledger.window) if ledger.has_window else None
+    if window is not None and sums.changed_by_user:
+        window["small_sq_norm"] = None  # as at the window's end
     micro = plain(ledger.micro) if ledger.has_micro else None
     return {
         "format": FORMAT,
@@ -38,7 +41,7 @@ def save(opt: AccumulatingOptimizer) -> dict[str, Any]:
         "window": window,
         "micro_batch": micro,
         "norms": [] if window is None else sums.norms.save(),
-        "buffers": {} if window is None else {slot.index: _saved(slot) for slot in sums.gathered()},
+        "buffers": {slot.index: _saved(slot) for slot in gathered},
         "unseen": sorted(slot.index for slot in ranks.unseen),
         "masters": {
             slot.index: opt._masters.of[slot.param].detach()
