@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #if defined(__CUDACC__)
 #define FUSEDACCUM_HD __host__ __device__ __forceinline__
@@ -24,6 +25,10 @@ FUSEDACCUM_HD To bitcast(From from) {
   return to;
 }
 
+// What an op computes in: FP64 where one of its sides is, else FP32.
+template <class Out, class In>
+using Compute = std::conditional_t<std::is_same_v<Out, double> || std::is_same_v<In, double>, double, float>;
+
 // -- the ops -----------------------------------------------------------------------------------------------------------
 
 // t = grad * scale. Where scale == 0 the launcher hands in zeros for grad: then nothing is added, whatever the gradient holds.
@@ -38,8 +43,9 @@ FUSEDACCUM_HD V accumulated(V buffer, V decay, V t) {
   return buffer * decay + t;
 }
 
-// -- 16-bit formats: FP16 in the low half of a 32-bit word, BF16 in its upper half (its float, to be truncated)
-// -----------------------------------------------------------
+// -- 16-bit formats ----------------------------------------------------------------------------------------------------
+//
+// FP16 is in the low half of a 32-bit word, BF16 in its upper half (its float, to be truncated).
 
 // Nearest even; NaN becomes the quiet NaN 0x7fc0. The bits stay in the upper half: that is where some vectors pack them from.
 template <class V, class U>

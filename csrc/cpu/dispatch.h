@@ -1,9 +1,4 @@
 // Which instruction set's kernels run: the best this CPU has, lowered by FUSEDACCUM_CPU_CAPABILITY=default|avx2|avx512.
-//
-// Sources of the extension: csrc/bindings_cpu.cpp, csrc/cpu/dispatch.cpp, csrc/cpu/launch.cpp, and csrc/cpu/kernels_<isa>.cpp once an
-// instruction set: _default (no flags), _avx2 (-mavx2 -mf16c), _avx512 (-mavx512f -mavx512bw -mavx512dq -mavx512vl -mf16c); on other
-// architectures the last two compile to nothing. All of them: -std=c++17 (or newer) -O3 -ffp-contract=off, never -march=native or
-// fast-math. bindings_cpu.cpp is compiled with -fopenmp, but nothing is linked with it: PyTorch's own OpenMP must be found.
 #pragma once
 
 #include <string>

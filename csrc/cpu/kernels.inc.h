@@ -16,28 +16,6 @@ namespace fusedaccum {
 namespace cpu {
 namespace FUSEDACCUM_ISA {
 
-template <class A, class B>
-struct Compute {
-  using type = float;
-};
-template <class B>
-struct Compute<double, B> {
-  using type = double;
-};
-template <class A>
-struct Compute<A, double> {
-  using type = double;
-};
-template <>
-struct Compute<double, double> {
-  using type = double;
-};
-
-template <class A, class B>
-constexpr bool kSame = false;
-template <class A>
-constexpr bool kSame<A, A> = true;
-
 // Sums of squares in 16 lanes. Which lane an element of a chunk falls to is the same on every instruction set: i % 16 for element i, and
 // (i % 32) / 2 where even and odd elements come in registers of their own.
 struct Tally {
@@ -108,7 +86,7 @@ __attribute__((noinline)) int64_t count_nonfinite(const In* in, int64_t n, C sca
 // Thirty-two elements: read, compute, round, write; returns what was written.
 template <int kMode, class Out, class In, class C>
 struct Step {
-  static constexpr bool kSplit = kSame<Out, BF16> && kSame<In, BF16> && (kMode & kStochastic) == 0;
+  static constexpr bool kSplit = std::is_same_v<Out, BF16> && std::is_same_v<In, BF16> && (kMode & kStochastic) == 0;
   typename Pack<C>::Vector scale, decay;
 
   FUSEDACCUM_INLINE explicit Step(const Parameters& p)
@@ -175,7 +153,7 @@ FUSEDACCUM_INLINE void run_steps(Out* out, const In* in, int64_t n, const Step<k
 
 template <int kMode, class Out, class In>
 void run(void* out_memory, const void* in_memory, int64_t n, const Parameters& parameters, Partial* partial) {
-  using C = typename Compute<Out, In>::type;
+  using C = Compute<Out, In>;
   Out* out = static_cast<Out*>(out_memory);
   const In* in = static_cast<const In*>(in_memory);
   const Step<kMode, Out, In, C> step(parameters);
@@ -191,7 +169,7 @@ void run(void* out_memory, const void* in_memory, int64_t n, const Parameters& p
     *partial = {tally.total(), 0};
     if (finite(partial->sq_norm)) return;
     if constexpr ((kMode & kCountOutput) != 0) {
-      partial->nonfinite = count_nonfinite<Out, typename Compute<Out, Out>::type>(out, n, 1);
+      partial->nonfinite = count_nonfinite<Out, Compute<Out, Out>>(out, n, 1);
     } else {
       partial->nonfinite = count_nonfinite<In, C>(in, n, static_cast<C>(parameters.scale));
     }
@@ -200,7 +178,7 @@ void run(void* out_memory, const void* in_memory, int64_t n, const Parameters& p
 
 template <class In>
 void run_stats(const void* in_memory, int64_t n, bool prefetches, Partial* partial) {
-  constexpr bool kSplit = kSame<In, BF16>;
+  constexpr bool kSplit = std::is_same_v<In, BF16>;
   const In* in = static_cast<const In*>(in_memory);
   Tally tally;
   int64_t i = 0;
@@ -214,7 +192,7 @@ void run_stats(const void* in_memory, int64_t n, bool prefetches, Partial* parti
     tally.add<kSplit>(read<kSplit>(last));
   }
   *partial = {tally.total(), 0};
-  if (!finite(partial->sq_norm)) partial->nonfinite = count_nonfinite<In, typename Compute<In, In>::type>(in, n, 1);
+  if (!finite(partial->sq_norm)) partial->nonfinite = count_nonfinite<In, Compute<In, In>>(in, n, 1);
 }
 
 }  // namespace FUSEDACCUM_ISA

@@ -47,23 +47,6 @@ struct Rounded<FP16> {
   }
 };
 
-template <class Out, class In>
-struct Compute {
-  using type = float;
-};
-template <class In>
-struct Compute<double, In> {
-  using type = double;
-};
-template <class Out>
-struct Compute<Out, double> {
-  using type = double;
-};
-template <>
-struct Compute<double, double> {
-  using type = double;
-};
-
 // What a thread moves at a time: 16 bytes of the wider side, and as many elements of the other. Neighbouring threads then touch
 // neighbouring memory on both sides. With 16 bytes of the narrower one, the wider would be stored half a 32-byte sector at a time.
 template <class Out, class In>

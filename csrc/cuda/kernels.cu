@@ -92,7 +92,7 @@ struct Chunk {
 
 template <class Out, class In, bool kOverwrite, bool kStochastic, bool kStats>
 __global__ void __launch_bounds__(kThreads, kBlocks) write_kernel(const __grid_constant__ Batch batch) {
-  using C = typename Compute<Out, In>::type;
+  using C = Compute<Out, In>;
   constexpr int kCount = kPack<Out, In>;
 
   const Chunk<kCount, kPacks> chunk(batch, tensor_of(batch, blockIdx.x));
