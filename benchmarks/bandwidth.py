@@ -56,7 +56,7 @@ def streams(
     """Patterns with the mix of an accumulation, each timed as if it moved ``moved`` bytes.
 
     Args:
-        source_bytes, destination_bytes: bytes an element of the gradient and of the buffer (only their ratio matters).
+        source_bytes, destination_bytes: bytes per element of the gradient and of the buffer (only their ratio matters).
         overwrite: the destination is written only, else read and written.
         moved: bytes of the case beside which the patterns are measured.
         quick: small arrays, which caches flatter: to check the harness.

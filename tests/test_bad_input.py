@@ -3,6 +3,7 @@
 import math
 
 import fusedaccum as fa
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -85,6 +86,16 @@ def test_arguments_can_be_read():
         opt.accum_step  # noqa: B018
 
 
+def test_numbers_may_be_numpys():
+    net, (x, y) = model(), data()
+    opt = wrapped(net, window_weight=np.float32(24), max_grad_norm=np.float32(1), noise_scale=np.float32(0.5))
+    with opt.micro_batch(weight=np.int64(24)):
+        mean_loss(net, x, y).backward()
+    opt.record_loss(np.float32(2))
+    opt.step()
+    assert opt.last_window.weight == 24 and opt.last_window.loss == 2
+
+
 def test_callable_length_is_checked_by_name():
     net, (x, y) = model(), data()
     for length, error in ((0, ValueError), (2.0, ValueError), (None, TypeError)):
@@ -164,6 +175,7 @@ def test_refused_group_is_not_left_behind():
         (math.inf, ValueError, "weight must be finite"),
         ("7", TypeError, "weight must be a number or a 0-d tensor.*'7'"),
         (True, TypeError, "weight must be a number"),
+        (np.ones(2), TypeError, "weight must be a number"),
         (torch.tensor(-1.0), ValueError, "weight must be finite and not negative, got -1"),
         (torch.tensor(math.nan), ValueError, "weight must be finite"),
         (torch.ones(2), ValueError, r"one real number.*\(2,\)"),

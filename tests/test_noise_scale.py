@@ -405,6 +405,7 @@ def test_scaled_lr():
             ValueError,
             "add noise_scale=0.95",
         ),
+        (lambda: schedules.noise_scale(2, at_most=4, fraction="1"), TypeError, "fraction must be a number, got '1'"),
         (lambda: schedules.piecewise([(0, 4)]), TypeError, "steps must be a dict .* got a list"),
         (
             lambda: schedules.noise_scale(2, at_most=4, every=0),

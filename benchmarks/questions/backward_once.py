@@ -1,4 +1,4 @@
-"""Backward once on a summed loss, or once a micro-batch? What each holds while it runs, and whether the gradients are the same."""
+"""Backward once on a summed loss, or once per micro-batch? What each holds while it runs, and whether the gradients are the same."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def finding(rows: Sequence[Row]) -> str:
     peak = {r["contestant"]: f"{r['peak_bytes'] / 2**20:.0f} MiB" for r in rows}
     error = max(r["error"] for r in rows)
     return (
-        f"One backward of the sum of {PARTS} losses peaks at {peak[ONCE]}, as the big batch does ({peak[BIG]}); one backward a "
+        f"One backward of the sum of {PARTS} losses peaks at {peak[ONCE]}, as the big batch does ({peak[BIG]}); one backward per "
         f"micro-batch peaks at {peak[EACH]}, with fusedaccum at {peak[OURS]}. The gradients differ by {error:.0e} at most."
     )
 

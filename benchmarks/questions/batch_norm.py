@@ -62,7 +62,7 @@ def draw(rows: Sequence[Row], axes: Axes) -> None:
         axes.plot([r["micro_batch"] for r in mine], [r["accuracy"] for r in mine], ".", color=colour, alpha=0.4)
     axes.set_xscale("log", base=2)
     axes.set_xticks(MICRO_BATCHES, [str(size) for size in MICRO_BATCHES])
-    axes.set(xlabel=f"samples a micro-batch, of {DESIRED} a window", ylabel="test accuracy")
+    axes.set(xlabel=f"samples per micro-batch, of {DESIRED} per window", ylabel="test accuracy")
     axes.legend(frameon=False)
 
 

@@ -70,7 +70,7 @@ def draw(rows: Sequence[Row], axes: Axes) -> None:
         axes.loglog(sizes, errors, "-", marker=marker, color=colour, label=f"{way}, error")
         memory.loglog(sizes, [b / 2**20 for b in peaks], "--", marker=marker, color=colour, alpha=0.7)
         axes.plot([], [], "--", color=colour, alpha=0.7, label=f"{way}, memory")
-    axes.set(xlabel="samples a micro-batch", ylabel="error of the gradient", ylim=(1e-9, 1))
+    axes.set(xlabel="samples per micro-batch", ylabel="error of the gradient", ylim=(1e-9, 1))
     memory.set_ylabel("peak in memory [MiB]")
     for axis, ticks in (
         (axes.xaxis, [r["micro_batch_size"] for r in _of(rows, OURS)]),

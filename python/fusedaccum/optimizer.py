@@ -294,7 +294,7 @@ class AccumulatingOptimizer(Optimizer):
                 refuse_torchs_functions("step()")
             if self._closing.apply_again(self.optimizer):
                 return loss
-            overflow = self._closing.overflow(self.__dict__.get("found_inf"))
+            overflow = self._closing.meet_scaler(self.__dict__.get("found_inf"))
             self._gathering.end_micro_batch(given)
             if self._gathering.complete():
                 self._closing.close(self.optimizer, overflow)
@@ -384,7 +384,7 @@ class AccumulatingOptimizer(Optimizer):
                 self._gathering.reset()
                 raise RuntimeError(NO_GRADIENT)
             divisor = self._ledger.divisor(window.weight)
-        factor = self._gathering.loss_scale.bring(self._ledger.window)
+        factor = self._gathering.loss_scale.rescale(self._ledger.window)
         self._sums.divide_(self._sums.gathered(), or_one(divisor), factor)
 
     @property
@@ -511,7 +511,7 @@ class AccumulatingOptimizer(Optimizer):
 
     @grad_scale.setter
     def grad_scale(self, value: object) -> None:
-        self._gathering.loss_scale.told(value, self._gathering.shows_rejected)
+        self._gathering.loss_scale.scaler_sets(value, self._gathering.shows_rejected)
 
     @grad_scale.deleter
     def grad_scale(self) -> None:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import math
 import operator
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
 Scalar = float | Tensor
+
+
+def is_number(value: Any) -> bool:
+    """Is it a real number of Python's or NumPy's, and no bool?"""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def identity(scalar: Scalar) -> float | int:
@@ -76,7 +82,7 @@ def checked_weight(weight: Any, name: str = "weight") -> Scalar:
             )
         number = weight.item() if weight.device.type == "cpu" else 0.0
         result: Scalar = weight.detach().reshape(()).to(torch.float64, copy=True)
-    elif isinstance(weight, bool) or not hasattr(weight, "__float__"):
+    elif not is_number(weight):
         raise TypeError(f"{name} must be a number or a 0-d tensor (samples, tokens), got {weight!r}")
     else:
         result = number = float(weight)
@@ -93,7 +99,7 @@ def checked_loss(loss: Any) -> Scalar:
                 f"loss must be one number, got a tensor of shape {tuple(loss.shape)}; give what backward() was called on"
             )
         return loss
-    if isinstance(loss, bool) or not isinstance(loss, (int, float)):
+    if not is_number(loss):
         raise TypeError(f"loss must be a number or a tensor of one element, got {loss!r}")
     return float(loss)
 

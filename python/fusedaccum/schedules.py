@@ -7,14 +7,14 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .scalars import checked_count
+from .scalars import checked_count, is_number
 from .window.window import LastWindow, checked_steps
 
 Steps = Callable[[int], int]
 
 
 def piecewise(steps: Mapping[int, int]) -> Steps:
-    """``piecewise({0: 4, 1000: 8})``: 4 micro-batches a window, and 8 from window 1000 on.
+    """``piecewise({0: 4, 1000: 8})``: 4 micro-batches per window, and 8 from window 1000 on.
 
     Raises:
         ValueError: no entry for window 0, or one that is no window or no count of micro-batches.
@@ -37,7 +37,7 @@ def _piecewise(steps: dict[int, int], index: int) -> int:
 
 
 def linear(start: int, end: int, windows: int) -> Steps:
-    """From ``start`` micro-batches a window to ``end``, by equal amounts over the first ``windows`` windows; ``end`` from then on.
+    """From ``start`` micro-batches per window to ``end``, by equal amounts over the first ``windows`` windows; ``end`` from then on.
 
     The ramp of GPT-3 (Brown et al., 2020, section 2.3), there in samples. Raises as :func:`geometric`.
     """
@@ -49,7 +49,7 @@ def _linear(start: int, end: int, windows: int, index: int) -> int:
 
 
 def geometric(start: int, end: int, windows: int) -> Steps:
-    """From ``start`` micro-batches a window to ``end``, by equal factors over the first ``windows`` windows; ``end`` from then on.
+    """From ``start`` micro-batches per window to ``end``, by equal factors over the first ``windows`` windows; ``end`` from then on.
 
     Raises:
         TypeError, ValueError: an argument that is no int of at least 1.
@@ -74,7 +74,7 @@ class noise_scale:  # named as the functions beside it
     (McCandlish et al., 2018, equation 2.11).
 
     Args:
-        start: micro-batches a window until something is known.
+        start: micro-batches per window until something is known.
         at_most, at_least: bounds. With at_least=1 a window may shrink to one micro-batch, which measures no noise, so that it stays so.
         every: windows between two looks. Each waits for the device.
         fraction: of the noise scale.
@@ -101,6 +101,9 @@ class noise_scale:  # named as the functions beside it
             <= checked_steps(at_most, "at_most")
         ):
             raise ValueError(f"at_least <= start <= at_most does not hold for {bounds}")
+        for name, value in (("fraction", fraction), ("growth", growth)):
+            if not is_number(value):
+                raise TypeError(f"{name} must be a number, got {value!r}")
         if not (math.isfinite(fraction) and fraction > 0):
             raise ValueError(
                 f"fraction must be greater than 0, got {fraction!r}; 1.0 makes windows as large as the noise scale"

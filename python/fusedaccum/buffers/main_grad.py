@@ -35,12 +35,12 @@ def take_back(parameters: Iterable[Tensor]) -> None:
             del parameter.main_grad
 
 
-def added(parameter: Tensor) -> bool:
-    """Has the layer added a gradient since :func:`seen`?"""
+def is_marked(parameter: Tensor) -> bool:
+    """Has the layer added a gradient since :func:`unmark`?"""
     return bool(parameter.grad_added_to_main_grad)  # type: ignore[attr-defined]
 
 
-def seen(parameter: Tensor) -> bool:
+def unmark(parameter: Tensor) -> bool:
     """Take the mark away; returns whether what autograd brings is a gradient all the same."""
     parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
     return bool(getattr(parameter, "zero_out_wgrad", False))

@@ -110,7 +110,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def write_back(self, stepped: Iterable[Parameter], offload: Offload, backend: str) -> None:
-        """Round the masters of these parameters into the model: one call a device."""
+        """Round the masters of these parameters into the model: one call per device."""
         by_device: dict[tuple[torch.device, bool], list[Parameter]] = {}
         for p in stepped:
             if p in self.of:

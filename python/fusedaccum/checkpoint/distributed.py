@@ -177,7 +177,7 @@ def _saved(opt: AccumulatingOptimizer) -> dict[str, Any]:
             if is_shard(value) and value.shape != slots[index].param.shape:
                 raise ValueError(
                     f"the optimizer's state {name!r} of parameter {slots[index].name} is a DTensor of shape {tuple(value.shape)}, unlike "
-                    f"the parameter's {tuple(slots[index].param.shape)}, and cannot be resharded; use torch.save, one file a rank"
+                    f"the parameter's {tuple(slots[index].param.shape)}, and cannot be resharded; use torch.save, one file per rank"
                 )
             if isinstance(value, Tensor):
                 tensors[f"state.{index}.{name}"] = value

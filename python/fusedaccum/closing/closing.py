@@ -47,7 +47,7 @@ class Closing:
         self._ledger.close_window()
         self._apply(inner, self._unapplied)
 
-    def overflow(self, found_inf: Any) -> bool | Tensor:
+    def meet_scaler(self, found_inf: Any) -> bool | Tensor:
         """Brings the window's loss scale up to date; did a scaler find an overflow that no policy has dealt with yet?
 
         Args:
@@ -56,7 +56,7 @@ class Closing:
         scale = self._gathering.loss_scale
         window = self._ledger.window if self._ledger.has_window else None
         if not scale.through_scaler:
-            scale.left(window, self._gathering.losses)
+            scale.step_without_scaler(window, self._gathering.losses)
             return False
         self._sums.check_shown("GradScaler looks for overflows in p.grad", "use bf16, which needs no loss scale")
         if window is None or window.overflowed:
@@ -69,7 +69,7 @@ class Closing:
             return False
         if scale.unscaled:
             self._sums.norms.forget_all()  # GradScaler writes without raising the tensors' versions
-        scale.met(window, self._gathering.losses)
+        scale.step_by_scaler(window, self._gathering.losses)
         return not self._gathering.has_rejected and as_tensor(found_inf) != 0
 
     def add_no_more(self) -> None:

@@ -43,21 +43,19 @@ class Accumulator:
         self.seed, self.rank = seed, 0
 
     def add(self, slots: Sequence[Slot], grads: Sequence[Tensor], measure: bool) -> None:
-        """``buffer += c * g`` for a bucket: one call a device and kind of add; the first touch of a parameter overwrites.
+        """``buffer += c * g`` for a bucket: one call per device and kind of add; the first touch of a parameter overwrites.
 
         ``measure``: take the buffers' squared norm, and count what is not finite, on the way.
         """
         sums, micro = self._sums, self._ledger.micro
         sums.place(slots)
-        self._added_before(slots, measure)
+        self._count_layers_first(slots, measure)
         sums.adopt_all(slots)
         if sums.buffers.sharded:
             grads = [local_gradient(grad, slot.param) for slot, grad in zip(slots, grads, strict=True)]
-        if micro.divisor is None:
-            micro.divisor = running_divisor(self._reduction, self._ledger, micro)
         scale = self._contribution(micro.factor_left())
         for (device, first, narrow, *_), members, theirs in one_call_each(slots, grads, measure):
-            divisor = micro.divisor if narrow else 1.0
+            divisor = self._running_divisor() if narrow else 1.0
             here = scale * members[0].averaged_by
             stats = ops.Stats.empty(members[0].device) if measure else None
             accumulate_ = sums.offload.accumulate_ if members[0].offloaded else ops.accumulate_
@@ -90,7 +88,7 @@ class Accumulator:
         if scale == 0:
             return False
         sums.place([slot])
-        self._added_before([slot], measure)
+        self._count_layers_first([slot], measure)
         sums.adopt(slot)
         if slot.shown is not None:
             sums.divide_([slot], 1.0)  # normalize_() may have made it a mean
@@ -98,7 +96,7 @@ class Accumulator:
         self._has_added(slot, measure)
         return True
 
-    def added(self, slot: Slot, measure: bool) -> None:
+    def layer_added(self, slot: Slot, measure: bool) -> None:
         """The layer of a slot that is lent has added its gradient, times 1. Waits for the device where a loss scale is there."""
         scale = float(self._contribution(1.0))
         slot.check_added(scale)
@@ -107,22 +105,22 @@ class Accumulator:
             slot.buffer.zero_()
         self._has_added(slot, measure)
 
-    def _added_before(self, slots: Sequence[Slot], measure: bool) -> None:
+    def _count_layers_first(self, slots: Sequence[Slot], measure: bool) -> None:
         """Something else comes for ``slots``, to be added to what their layers have added in this pass."""
         if self._sums.buffers.lent:
             for slot in slots:
-                if slot.lent and main_grad.added(slot.param):
-                    self.added(slot, measure)
+                if slot.lent and main_grad.is_marked(slot.param):
+                    self.layer_added(slot, measure)
 
     @property
-    def added_unseen(self) -> bool:
+    def layers_unseen(self) -> bool:
         """Has a layer added a gradient that never arrived, because its pass was broken off?"""
-        return any(main_grad.added(slot.param) for slot in self._sums.buffers.lent)
+        return any(main_grad.is_marked(slot.param) for slot in self._sums.buffers.lent)
 
     def lend(self, slots: Sequence[Slot]) -> None:
         """Give the layers of ``slots`` that add by themselves their buffers for the next window, filled with zeros."""
         self._sums.buffers.allocate(slots)  # by themselves: they are zeroed while p.grad of others is still shown
-        stale = [slot for slot in slots if not slot.clean or main_grad.added(slot.param)]
+        stale = [slot for slot in slots if not slot.clean or main_grad.is_marked(slot.param)]
         if stale:
             torch._foreach_zero_([slot.buffer for slot in stale])
             self._sums.written(stale, 1.0)
@@ -162,6 +160,13 @@ class Accumulator:
             if self._loss_scale.live is not None:
                 scale = scale / beside(self._loss_scale.live, scale)
         return scale
+
+    def _running_divisor(self) -> Scalar:
+        """That of the open micro-batch, which stays what it was when its first gradients were added."""
+        micro = self._ledger.micro
+        if micro.divisor is None:
+            micro.divisor = running_divisor(self._reduction, self._ledger, micro)
+        return micro.divisor
 
     def _rounding(self, slots: Sequence[Slot]) -> ops.StochasticRounding | None:
         if self.seed is None:

@@ -255,7 +255,7 @@ def note_unpooled(buffers: Buffers) -> None:
         slot, module = min(found, key=lambda pair: pair[0].index)
         warn(
             f"{len(found)} BatchNorm layer(s), the first the {type(module).__name__} with the weight {slot.name}, move their running "
-            "statistics on every micro-batch, and not once a window with the whole window's; call fa.accumulate_batchnorm(model), or, "
+            "statistics on every micro-batch, and not once per window with the whole window's; call fa.accumulate_batchnorm(model), or, "
             "if you mean it, warnings.filterwarnings('ignore', '.*BatchNorm layer'). See docs/batch-norm.md",
             UserWarning,
         )

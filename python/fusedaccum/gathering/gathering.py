@@ -82,7 +82,7 @@ class Gathering(Windows):
             )
         self._intake.settle()
         self.sums.unhide()
-        if self.accumulator.added_unseen:
+        if self.accumulator.layers_unseen:
             self._break_off("was broken off by an exception (or its gradients were taken by torch.autograd.grad)")
         self._rejected.withdraw()
 
@@ -322,8 +322,8 @@ class Gathering(Windows):
         self.ranks.added(slots)
 
     @torch.no_grad()
-    def added(self, slot: Slot) -> None:
-        self.accumulator.added(slot, self.measures)
+    def layer_added(self, slot: Slot) -> None:
+        self.accumulator.layer_added(slot, self.measures)
 
     def pass_ends(self) -> None:
         if self.inside or not self.ledger.has_micro:
@@ -353,13 +353,13 @@ class Gathering(Windows):
         self.ranks.broke_off()
         if not self.ledger.has_micro or self._attempted:
             return
-        if self.ledger.micro.adds > self._adds_before or self.accumulator.added_unseen:
+        if self.ledger.micro.adds > self._adds_before or self.accumulator.layers_unseen:
             self._break_off("was broken off by an exception")
         elif self.ledger.micro.adds == 0:
             self.ledger.drop_micro_batch()
 
     def _break_off(self, how: str) -> None:
-        mixed = self.accumulator.added_unseen and torch._C._current_graph_task_id() != -1
+        mixed = self.accumulator.layers_unseen and torch._C._current_graph_task_id() != -1
         self.reset()
         instead = "; nonfinite='skip_micro_batch' adds a micro-batch only when it is complete, and loses nothing"
         warn(

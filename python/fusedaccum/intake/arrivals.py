@@ -55,8 +55,8 @@ class Arrivals:
         _fresh_holders()  # measured now, because it takes a backward of its own
         self._listener = listener
         self._bucket_bytes = bucket_bytes
+        self._tasks: set[int] = set()  # graph tasks that need no announcement
         self._lock = threading.Lock()  # of what is below; never held while the listener is told
-        self._tasks: set[int] = set()
         self._queue: list[tuple[Slot, Tensor]] = []
         self._bytes = 0
         self._streams: set[StreamName] = set()

@@ -43,7 +43,7 @@ class Owner(Protocol):
     def add(self, slots: Sequence[Slot], grads: Sequence[Tensor]) -> None:
         """Add these gradients to the buffers of these slots, of which none occurs twice."""
 
-    def added(self, slot: Slot) -> None:
+    def layer_added(self, slot: Slot) -> None:
         """The layer of a slot that is lent has added a gradient to its buffer."""
 
     def pass_ends(self) -> None:
@@ -163,11 +163,11 @@ class Intake:
     def added_already(self, slot: Slot) -> bool:
         """Has the slot's layer added its gradient itself, and sent nothing that counts?"""
         with self._lock:
-            if not main_grad.added(slot.param):
+            if not main_grad.is_marked(slot.param):
                 return False
             self._turns.take([slot.param.device])
-            self._owner_now().added(slot)
-            return not main_grad.seen(slot.param)
+            self._owner_now().layer_added(slot)
+            return not main_grad.unmark(slot.param)
 
     @_outside_graphs
     def enter(self, task: int) -> None:

@@ -98,7 +98,7 @@ def check_lists(
         if x.device != outs[0].device:
             raise ValueError(
                 f"{name}[{k}] is on {x.device} but {outs_name}[0] is on {outs[0].device}; "
-                "all tensors of a call must be on one device: move them, or make one call a device"
+                "all tensors of a call must be on one device: move them, or make one call per device"
             )
     for k, x in enumerate(ins or ()):
         if x.shape != outs[k].shape:
@@ -224,6 +224,8 @@ def check_number(name: str, value: Any) -> float:
 
 
 def check_stats(stats: Any, device: torch.device | None) -> None:
+    if stats is None:
+        return
     for name, dtype in (("sq_norm", torch.float64), ("nonfinite", torch.int64)):
         x = getattr(stats, name, None)
         if not isinstance(x, Tensor):

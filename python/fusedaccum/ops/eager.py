@@ -29,16 +29,14 @@ def accumulate_(
     decay = arguments.check_scalar("decay", decay, device)
     if rounding is not None:
         arguments.check_rounding(rounding, len(buffers))
-    if stats is not None:
-        arguments.check_stats(stats, device)
+    arguments.check_stats(stats, device)
     _run(module, "accumulate_", {"buffers": buffers, "grads": grads}, scale, overwrite, decay, rounding, stats)
 
 
 def scale_(tensors: Sequence[Tensor], scale: Scalar, stats: Stats | None, backend: str | None) -> None:
     module, device = _backend("scale_", "tensors", tensors, backend)
     scale = arguments.check_scalar("scale", scale, device)
-    if stats is not None:
-        arguments.check_stats(stats, device)
+    arguments.check_stats(stats, device)
     _run(module, "scale_", {"tensors": tensors}, scale, stats)
 
 
@@ -47,8 +45,7 @@ def cast_(
 ) -> None:
     module, device = _backend("cast_", "outs", outs, backend)
     scale = arguments.check_scalar("scale", scale, device)
-    if stats is not None:
-        arguments.check_stats(stats, device)
+    arguments.check_stats(stats, device)
     _run(module, "cast_", {"outs": outs, "ins": ins}, scale, stats)
 
 

@@ -1,4 +1,4 @@
-"""Windows over the ranks of a process group: their sums are added once a window, and they agree on what it holds.
+"""Windows over the ranks of a process group: their sums are added once per window, and they agree on what it holds.
 
 What a window weighs, and which parameters have a gradient on any rank, is one small all-reduce at its end, after that of the sums. Every
 rank so calls the same collectives in the same order, however many micro-batches it has gathered.

@@ -1,4 +1,4 @@
-"""DistributedDataParallel modules whose parameters the wrapper gathers: kept quiet, for the ranks' sums are added once a window.
+"""DistributedDataParallel modules whose parameters the wrapper gathers: kept quiet, for the ranks' sums are added once per window.
 
 DDP takes no part in a backward whose forward ran without synchronisation, so that every forward of such a module runs as under its
 ``no_sync()``. What the caller has asked for with that is still theirs, and tells which backward a caller-owned window ends with.
@@ -153,7 +153,7 @@ def check(module: DistributedDataParallel) -> None:
     if module.static_graph:
         raise ValueError(
             "the DistributedDataParallel module has static_graph=True, which needs a reduction in the first backward, and sums are reduced "
-            "once a window here; leave it out"
+            "once per window here; leave it out"
         )
     if getattr(module, "_comm_hooks", None):
         raise ValueError(

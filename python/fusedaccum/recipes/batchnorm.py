@@ -51,7 +51,7 @@ def accumulate_batchnorm(model: Model) -> Model:
     optimizer; after ``convert_sync_batchnorm`` and ``fully_shard``. A layer follows the wrapper that gathers its weight or bias, or else
     the first gathered parameter of the nearest module around it. :func:`restore_batchnorm` undoes it. Under ``torch.compile`` each layer
     is a graph break. The statistics are a by-product of the forward: no pass over the input is added, nothing waits for the device
-    (over ranks: four small collectives a window), and 16 bytes a channel and call are kept in an open window.
+    (over ranks: four small collectives per window), and 16 bytes a channel and call are kept in an open window.
 
     Raises:
         TypeError: ``model`` is not a module. ValueError: a lazy layer that does not know its channels yet. At a training forward,

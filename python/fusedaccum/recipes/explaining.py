@@ -30,7 +30,7 @@ class Explanation:
         recommended: one of them. reason: why. call: to paste, for the window that was asked for.
         micro_batches: of a window. micro_batch: samples in each, last: in the last of them.
         available: bytes on the parameters' device, :attr:`device`, for the model and all that comes with it; None where not known.
-        bandwidths: bytes a second of each pass, as measured.
+        bandwidths: bytes per second of each pass, as measured.
         hook_seconds: what the wrapper adds to a window's backward passes beside :attr:`Mode.seconds`; None where not measured.
     """
 
@@ -49,6 +49,9 @@ class Explanation:
     def __str__(self) -> str:
         return "\n".join(_text(self))
 
+    def __repr__(self) -> str:  # what a REPL shows below the text, which explain() has printed
+        return f"Explanation(recommended={self.recommended.name!r}, call={self.call!r})"
+
 
 def explain(
     model: nn.Module | Iterable[Tensor],
@@ -61,7 +64,7 @@ def explain(
 ) -> Explanation:
     """Print, and return, what a window will hold in memory, move in bytes and cost in time under each mode, and which one to take.
 
-    A window has ``N = ceil(desired_batch / micro_batch)`` micro-batches. For parameters of p bytes an element, buffers of b::
+    A window has ``N = ceil(desired_batch / micro_batch)`` micro-batches. For parameters of p bytes per element, buffers of b::
 
         bytes in memory = model + buffers + gradients on their way (a bucket) + masters + optimizer's state
         bytes moved     = (p + b) + (N - 1) * (p + 2b) + closing      closing: b + p to cast, 2b to scale, 0 where handed on
@@ -74,7 +77,7 @@ def explain(
 
     Args:
         model: a module, or its parameters, on one device. On ``"meta"`` it takes no memory, and nothing is measured.
-        desired_batch: samples a window.
+        desired_batch: samples per window.
         micro_batch: samples that go through the model at once.
         optimizer: an instance or a class, whose state is counted as it will be after the first step; None leaves it out.
         memory: bytes available on the device, another machine's for example; None asks this device.
@@ -196,7 +199,7 @@ def _text(found: Explanation) -> Iterator[str]:
     yield from _table(found)
     yield ""
     yield "memory = model + buffers + gradients on their way + masters + optimizer's state; activations and the step's own come on top."
-    yield f"bytes an element: first micro-batch + {n - 1} more + the window's end; moved = these × elements; ms = moved / bandwidth:"
+    yield f"bytes per element: first micro-batch + {n - 1} more + the window's end; moved = these × elements; ms = moved / bandwidth:"
     yield _speeds(found)
     if "optimizer" not in found.modes[0].memory:
         yield "The optimizer's state is left out: none was given (optimizer=torch.optim.AdamW), or it cannot be told before it steps."
@@ -209,7 +212,7 @@ def _text(found: Explanation) -> Iterator[str]:
 def _table(found: Explanation) -> Iterator[str]:
     columns = list(dict.fromkeys(part for mode in found.modes for part in (*mode.memory, *mode.cpu)))
     away = found.device.type != "cpu"
-    header = ["mode", *columns, "memory", *(["CPU memory"] if away else []), "moved", "ms", "bytes an element"]
+    header = ["mode", *columns, "memory", *(["CPU memory"] if away else []), "moved", "ms", "bytes per element"]
     lines = [header]
     for mode in found.modes:
         parts = [
@@ -234,7 +237,7 @@ def _speeds(found: Explanation) -> str:
     speeds = ", ".join(f"{kernel} {speed / 1e9:.1f}" for kernel, speed in found.bandwidths.items())
     return (
         f"    GB/s measured here: {speeds}.\n"
-        f"    Hooks add about {1e3 * found.hook_seconds:.1f} ms a window to every mode but {PLAIN.name}; gradients' own cost is not in it."
+        f"    Hooks add about {1e3 * found.hook_seconds:.1f} ms per window to all modes but {PLAIN.name}; gradients' own cost is not in it."
     )
 
 

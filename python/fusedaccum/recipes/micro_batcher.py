@@ -46,10 +46,10 @@ class MicroBatcher:
         weight: function that gives a micro-batch's number of items (or a 0-d tensor), called before it is moved; that of a batch must be
             the sum of its parts'. None counts samples.
         device: micro-batches are moved there one by one, so the desired batch may stay in CPU memory.
-        scaler: scales the losses, steps ``opt`` and is updated once a window. ``model_or_fn`` must not scale them too.
+        scaler: scales the losses, steps ``opt`` and is updated once per window. ``model_or_fn`` must not scale them too.
 
     Attributes:
-        micro_batch_size: the latest window's limit of samples a micro-batch; None before the first window of ``"auto"``.
+        micro_batch_size: the latest window's limit of samples per micro-batch; None before the first window of ``"auto"``.
 
     Raises:
         TypeError, ValueError: an argument that makes no sense, alone or with the others; the message names it and the fix.

@@ -26,7 +26,7 @@ class Size:
 
     Attributes:
         elements: of a sample.
-        limit: the most samples a micro-batch is given; None while there has been no error.
+        limit: the most samples that a micro-batch is given; None while there has been no error.
         clean: windows in a row that ``limit`` has fitted.
         patience: after so many it doubles; each doubling that turns out not to fit doubles this.
         trial: has it doubled, and not fitted yet?

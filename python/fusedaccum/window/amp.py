@@ -57,7 +57,7 @@ class LossScale:
         if self.live is not None and not self._copied:
             self.live.fill_(least)
 
-    def bring(self, window: Window) -> Scalar:
+    def rescale(self, window: Window) -> Scalar:
         """What to multiply the sums of ``window`` by, so that they carry the scale that ``unscale_()`` divides by now."""
         if self.live is None or window.unit is None:
             return 1.0
@@ -65,7 +65,7 @@ class LossScale:
         window.unit = self.live.detach().clone()
         return factor
 
-    def left(self, window: Window | None, losses: Losses) -> None:
+    def step_without_scaler(self, window: Window | None, losses: Losses) -> None:
         """``step()`` was called by no scaler: the gradients of ``window`` carry no loss scale."""
         if self.live is None:
             return
@@ -79,7 +79,7 @@ class LossScale:
             window.unit = None
             losses.there_is_no_scale()
 
-    def met(self, window: Window, losses: Losses) -> None:
+    def step_by_scaler(self, window: Window, losses: Losses) -> None:
         """``step()`` was called by a scaler: what the sums of ``window``, and its losses, carry is known now, or never will be."""
         if self.live is None:  # unscaled before we ever met the scaler
             window.unit, window.unit_lost, window.small_sq_norm = 1.0, True, None
@@ -92,7 +92,7 @@ class LossScale:
             losses.scale_is(window.unit)
         window.unit_lost = window.unit_lost or self._unseen
 
-    def told(self, grad_scale: object, hidden: bool) -> None:
+    def scaler_sets(self, grad_scale: object, hidden: bool) -> None:
         """``optimizer.grad_scale = ...`` by GradScaler.step(): our own object back when the gradients are unscaled already."""
         self.through_scaler, self.hidden = True, hidden
         self.unscaled = grad_scale is self or grad_scale is None

@@ -49,7 +49,7 @@ class Losses:
             ledger.window.unrecorded = None
         else:
             raise RuntimeError(
-                "record_loss() found no micro-batch that lacks its loss; call it once a micro-batch, between its backward and step() "
+                "record_loss() found no micro-batch that lacks its loss; call it once per micro-batch, between its backward and step() "
                 "(opt.backward(loss) needs no such call)"
             )
 

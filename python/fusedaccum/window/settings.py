@@ -15,7 +15,7 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 from ..buffers.buffers import buffer_dtype
 from ..buffers.shards import fsdp1, is_flattened, is_shard
 from ..ops import backends
-from ..scalars import Scalar
+from ..scalars import Scalar, is_number
 from .window import Schedule
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -61,7 +61,7 @@ class Settings:
             )
         if self.max_grad_norm is not None:
             norm = self.max_grad_norm
-            if isinstance(norm, bool) or not isinstance(norm, (int, float)):
+            if not is_number(norm):
                 raise TypeError(f"max_grad_norm must be a number or None, got {norm!r}")
             if math.isnan(norm) or norm <= 0:
                 raise ValueError(
@@ -126,7 +126,7 @@ def check_optimizer(optimizer: Any, settings: Settings, wrapper: type) -> None:
     if isinstance(optimizer, LBFGS):
         if not settings.schedule.caller_owned:
             raise ValueError(
-                "optimizer is LBFGS, which evaluates its closure several times a step, so one step() cannot be one micro-batch; "
+                "optimizer is LBFGS, which evaluates its closure several times per step, so one step() cannot be one micro-batch; "
                 "leave out accum_steps and window_weight and run the window's micro-batches inside the closure"
             )
         if settings.nonfinite == "skip_window":
@@ -181,7 +181,7 @@ def check_noise_scale(decay: Any, schedule: Schedule) -> None:
             raise ValueError(
                 "accum_steps follows the noise scale, and nothing measures that; add noise_scale=0.95, the decay of its averages per window"
             )
-    elif isinstance(decay, bool) or not isinstance(decay, (int, float)):
+    elif not is_number(decay):
         raise TypeError(
             f"noise_scale must be a number or None, got {decay!r}; it is the decay of its averages per window: 0.95"
         )
