@@ -7,7 +7,9 @@ import torch
 from parts import assert_close, made, mean_loss, sgd, share, wrapped
 from torch import nn
 from torch.distributed._composable.replicate import replicate
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 DDP = nn.parallel.DistributedDataParallel
 
@@ -101,3 +103,52 @@ def test_ddp_that_is_not_called_is_refused(worlds, how):
     for ours in worlds(2).run(not_called, how=how):
         if how != "replicate":
             assert_close(ours, big(1))
+
+
+def pipeline(rank, sharded):
+    """Two stages, each on two ranks; two runs of the schedule a window, of four parts each."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stages", "replicas"))
+    number, replica = mesh.get_coordinate()
+    first, tanh, second = plain()
+    layers = second if number else nn.Sequential(first, tanh)
+    module = (
+        fully_shard(layers, mesh=mesh["replicas"]) if sharded else DDP(layers, process_group=mesh.get_group("replicas"))
+    )
+    stage = PipelineStage(module, number, 2, torch.device("cpu"), group=mesh.get_group("stages"))
+    schedule = ScheduleGPipe(stage, 4, lambda y, target: (y - target).square().mean(), scale_grads=False)
+    opt = wrapped(layers)
+    for window in range(2):
+        for run in range(2):
+            x, y = (x[replica::2] for x in whole_batch(2 * window + run))
+            if sharded:
+                with pytest.raises(RuntimeError, match="when no backward runs, as pipeline schedules"):
+                    schedule.step(target=y) if number else schedule.step(x)
+                return None
+            schedule.step(target=y) if number else schedule.step(x)
+        opt.step()
+        opt.zero_grad()
+    assert opt.last_window.micro_batches == 16
+    return list(layers.parameters())
+
+
+def whole_batch(number):
+    generator = torch.Generator().manual_seed(number)
+    return [torch.randn(16, size, generator=generator) for size in (12, 3)]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_pipeline_of_ddp_stages(worlds):
+    model = plain()
+    opt = sgd(model.parameters())
+    for window in range(2):
+        x, y = (torch.cat(both) for both in zip(whole_batch(2 * window), whole_batch(2 * window + 1), strict=True))
+        opt.zero_grad()
+        (model(x) - y).square().mean().backward()
+        opt.step()
+    expected = list(model.parameters())
+    for rank, ours in enumerate(worlds(4).run(pipeline, sharded=False)):
+        assert_close(ours, expected[2:] if rank > 1 else expected[:2])
+
+
+def test_a_pipeline_of_fsdp2_stages_is_refused(worlds):
+    worlds(4).run(pipeline, sharded=True)

@@ -283,7 +283,7 @@ class Gathering(Windows):
         if not self._begun:
             self._begun = True
             self.ranks.replicas.check_all_gathered(self.sums.buffers.of, lambda p: self.of(p) is not None)
-        self.ranks.replicas.check_silent()
+        self.ranks.replicas.silence_pass()
         if self.ranks.agreed:
             raise RuntimeError(
                 "opt.normalize_() has added this window's sums over the ranks, and no gradient can join it after that; call opt.step() "

@@ -101,6 +101,11 @@ class Intake:
             queue, slot = arrivals(), place()
             if queue is not None and slot is not None and isinstance(slot.holder, ShardHolder):
                 grad = slot.holder.take()
+                if grad is not None and torch._C._current_graph_task_id() == -1:
+                    raise RuntimeError(
+                        f"FSDP2 was told to add up the gradient of {slot.name} when no backward runs, as pipeline schedules "
+                        "(torch.distributed.pipelining) do, and it would be in no micro-batch; make the stages DistributedDataParallel"
+                    )
                 if grad is not None:
                     queue.put(slot, grad)
                 elif slot.placed and not slot.block.untouched_by_user:

@@ -43,8 +43,7 @@ class Silence:
 
         @_outside_graphs
         def begin(module: Any, args: Any) -> None:
-            if module.require_forward_param_sync:
-                disarm(module)
+            module.require_forward_param_sync = False  # module buffers follow the windows
             asked["now"] = module.require_backward_grad_sync
             if torch.is_grad_enabled():
                 asked["synced"] = asked["now"]
@@ -54,7 +53,7 @@ class Silence:
         def end(module: Any, args: Any, output: Any) -> None:
             module.require_backward_grad_sync = asked["now"]
 
-        disarm(module)
+        module.require_forward_param_sync = False
         for handle in (module.register_forward_pre_hook(begin), module.register_forward_hook(end, always_call=True)):
             weakref.finalize(self, handle.remove).atexit = False
         weakref.finalize(self, setattr, module, "require_forward_param_sync", True).atexit = False
@@ -63,14 +62,6 @@ class Silence:
     def synced(self) -> bool:
         """Would the backward of the last forward have been synchronised?"""
         return self._asked["synced"]
-
-
-def disarm(module: DistributedDataParallel) -> None:
-    """Have no gradients added up, and no module buffers sent, because of a forward that ran with synchronisation."""
-    module.require_forward_param_sync = False  # as such a forward has left it; module buffers follow the windows
-    reducer = getattr(module, "reducer", None)  # which some of DDP's options do without
-    if reducer is not None:
-        reducer._reset_state()
 
 
 # One a module, whichever wrappers gather its parameters.
@@ -116,11 +107,16 @@ class Replicas:
                 "in all), and its gradient would differ between ranks, for DDP is kept quiet; wrap its optimizer too, or freeze it"
             )
 
-    def check_silent(self) -> None:
-        """Raises RuntimeError in the backward of a forward that has gone past our hooks, so that DDP would add up the ranks' gradients."""
+    def silence_pass(self) -> None:
+        """A backward pass begins: the modules add up nothing in it, whatever has told them to (a forward before our hooks were there, or a
+        pipeline's schedule). Raises RuntimeError where a forward has gone past the hooks.
+        """
         for module in self.modules:
-            if module.require_forward_param_sync:
-                disarm(module)
+            reducer, past = getattr(module, "reducer", None), module.require_forward_param_sync
+            if reducer is not None:  # which some of DDP's options do without
+                reducer._reset_state()
+            if past:  # such a forward has set it
+                module.require_forward_param_sync = False
                 raise RuntimeError(
                     "a forward of the DistributedDataParallel module has run without a call of the module (module.forward(x), or "
                     "torch.distributed._composable.replicate), and DDP would add up the ranks' gradients a second time; make it with "
