@@ -79,14 +79,22 @@ def shards(rank):
         fa.MicroBatcher(model, opt)
     batcher = fa.MicroBatcher(lambda part: (model(part[0], True) - part[1]).square().mean(), opt, 3)
     batcher.step([x[rank * 8 : rank * 8 + 8] for x in whole(0)])
+    batcher.step([x[rank * 10 : rank * 10 + (10, 4)[rank]] for x in whole(1)])  # alone they would be cut into 4 and 2
+    assert opt.last_window.micro_batches == 8
+    with pytest.raises(
+        ValueError, match=r"micro_batch_size=3 cuts a rank's batch into 4.*as many.*one has a batch of 2"
+    ):
+        batcher.step([x[: (10, 2)[rank]] for x in whole(2)])
     return [(p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for p in model.parameters()]
 
 
 def test_shards_take_a_number_of_samples(worlds):
     model = made()
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    x, y = (x[:16] for x in whole(0))
-    (model(x, True) - y).square().mean().backward()
-    opt.step()
+    for window, samples in enumerate((16, 14)):
+        x, y = (x[:samples] for x in whole(window))
+        opt.zero_grad()
+        (model(x, True) - y).square().mean().backward()
+        opt.step()
     for ours in worlds(2).run(shards):
         assert_close(ours, list(model.parameters()), 1e-6)

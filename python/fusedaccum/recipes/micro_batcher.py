@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -141,10 +142,9 @@ class MicroBatcher:
 
     def _window_of(self, size: int, batch: Any, samples: int) -> None:
         """All micro-batches, of ``size`` samples at most."""
-        each = evenly(samples, size)
-        parts = -(-samples // each)
-        for start in range(0, samples, each):
-            stop = min(start + each, samples)
+        cuts = self._cuts(size, samples)
+        parts = len(cuts) - 1
+        for start, stop in itertools.pairwise(cuts):
             micro_batch = nested.cut(batch, start, stop)
             weight, last = checked_weight(self._weight(micro_batch)), stop == samples
             try:
@@ -160,6 +160,19 @@ class MicroBatcher:
                 "model_or_fn has ended the window or dropped a part of it; it makes a loss, and leaves opt.step(), opt.zero_grad() and "
                 "opt.reset() to MicroBatcher"
             )
+
+    def _cuts(self, size: int, samples: int) -> list[int]:
+        """Where micro-batches of ``size`` samples at most begin and end. FSDP2 runs forwards of all ranks together: as many on all."""
+        gathering = self._opt._gathering
+        if not gathering.ledger.mixes_ranks:
+            return [*range(0, samples, evenly(samples, size)), samples]
+        parts, fewest = int(-gathering.ranks.least(samples // -size)), int(gathering.ranks.least(samples))
+        if parts > fewest:
+            raise ValueError(
+                f"micro_batch_size={size} cuts a rank's batch into {parts} micro-batches, and FSDP2 needs as many on all ranks, but one "
+                f"has a batch of {fewest}; hand in batches that differ less (drop_last=True), or a larger micro_batch_size"
+            )
+        return [samples * i // parts for i in range(parts + 1)]
 
     def _window(self, batch: Any, samples: int) -> None:
         """All micro-batches, of what fits."""
