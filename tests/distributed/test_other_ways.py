@@ -2,6 +2,7 @@
 
 import warnings
 
+import fusedaccum as fa
 import pytest
 import torch
 from parts import assert_close, made, mean_loss, sgd, share, wrapped
@@ -9,6 +10,7 @@ from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 DDP = nn.parallel.DistributedDataParallel
@@ -152,3 +154,24 @@ def test_a_pipeline_of_ddp_stages(worlds):
 
 def test_a_pipeline_of_fsdp2_stages_is_refused(worlds):
     worlds(4).run(pipeline, sharded=True)
+
+
+def zero(rank):
+    model = plain()
+    module = DDP(model)
+    inner = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.3, momentum=0.9, weight_decay=0.01)
+    with pytest.raises(
+        ValueError, match=r"master_weights=True.*ZeroRedundancyOptimizer, which.*\(\.optim\).*shard=True"
+    ):
+        fa.AccumulatingOptimizer(inner, master_weights=True)
+    opt = fa.AccumulatingOptimizer(inner, accum_steps=2)
+    for window in range(2):
+        for x, y, weight, _ in share(window, 4, rank, 2):
+            opt.backward((module(x) - y).square().mean(), weight=weight)
+            opt.step()
+    return list(model.parameters())
+
+
+def test_zero_redundancy_optimizer(worlds):
+    for ours in worlds(2).run(zero):
+        assert_close(ours, big(2))

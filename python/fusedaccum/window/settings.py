@@ -116,6 +116,15 @@ def check_optimizer(optimizer: Any, settings: Settings, wrapper: type) -> None:
             "optimizer is SparseAdam, which needs sparse gradients, and accumulation buffers are dense; "
             "use torch.optim.Adam and make the embedding with sparse=False"
         )
+    if settings.master_weights:
+        ours = {id(group["params"]) for group in optimizer.param_groups}
+        for name, other in vars(optimizer).items():
+            if isinstance(other, Optimizer) and any(id(group["params"]) not in ours for group in other.param_groups):
+                raise ValueError(
+                    f"master_weights=True does not work with {type(optimizer).__name__}, which steps by another optimizer (.{name}), with "
+                    "lists of its own that would still hold the model's parameters; wrap a plain optimizer (what ZeroRedundancyOptimizer "
+                    "does over ranks is shard=True here)"
+                )
     if settings.buffer_device is not None and settings.master_weights:
         group = next((group for group in optimizer.param_groups if group.get("capturable")), None)
         if group is not None and any(p.device != settings.buffer_device for p in group["params"]):
