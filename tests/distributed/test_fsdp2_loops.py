@@ -269,3 +269,20 @@ def normalised_beside(rank):
 
 def test_a_weight_in_the_loss_of_a_wrapper_that_takes_none_is_an_error(worlds):
     worlds(2).run(normalised_beside)
+
+
+def built_after_a_forward(rank):
+    """What the root does not take away after a forward are other parameters then."""
+    model = made()
+    fully_shard([model.first, model.second])
+    fully_shard(model)
+    with torch.no_grad():
+        model(torch.ones(1, 12))
+    with pytest.raises(ValueError, match=r"FSDP2 has gathered for a forward.*model\.reshard\(\)"):
+        wrapped(model)
+    model.reshard()
+    wrapped(model)
+
+
+def test_parameters_that_fsdp2_has_gathered_are_refused(worlds):
+    worlds(2).run(built_after_a_forward)

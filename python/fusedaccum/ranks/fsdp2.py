@@ -39,9 +39,17 @@ class FullySharded:
         modules: list[Any] = modules_alive(FSDPModule) if shards else []
         ours = []
         found: dict[int, tuple[Any, Any]] = {}  # FSDP2's records of a parameter, and of those that are sent with it
+        plain = {id(slot.param): slot.name for slot in slots if not slot.sharded}
         for module in modules:
             for group in _parameter_groups(module):
                 # Not module.parameters(): between forward and backward these may be the unsharded ones.
+                gathered = [id(getattr(p, "_unsharded_param", None)) for p in group.fsdp_params]
+                name = next((plain[i] for i in gathered if i in plain), None)
+                if name is not None:
+                    raise ValueError(
+                        f"parameter {name} is one that FSDP2 has gathered for a forward, and is going to take away; build the optimizer "
+                        "before the first forward, or after model.reshard()"
+                    )
                 params = [p for p in group.fsdp_params if id(p.sharded_param) in shards]
                 if params:
                     ours.append(module)
