@@ -143,6 +143,29 @@ def test_fused_sgd_whose_first_window_is_skipped():
     assert opt.updated and p.eq(-1).all()
 
 
+class Showing(torch.optim.Optimizer):
+    """Steps another optimizer, and shows all that this has."""
+
+    def __init__(self, optim):
+        self.optim = optim
+
+    def __getattr__(self, name):
+        return getattr(self.optim, name)
+
+    def step(self, closure=None):
+        return self.optim.step(closure)
+
+
+def test_an_optimizer_round_a_fused_one_gets_the_finished_gradient():
+    """It was left the sum, with a grad_scale that the fused one never saw."""
+    p = zeros()
+    opt = wrap([p], 4, make=lambda ps: Showing(torch.optim.SGD(ps, lr=1.0, fused=True)))
+    for _ in range(4):
+        p.sum().backward()
+        opt.step()
+    assert p.item() == -1
+
+
 def test_one_group_of_a_fused_optimizer_is_not_fused():
     a, b = zeros(3), zeros(3)
     groups = [{"params": [a]}, {"params": [b], "fused": False}]

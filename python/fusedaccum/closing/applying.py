@@ -163,7 +163,8 @@ def hidden(slots: list[Slot]) -> Iterator[None]:
 def inner_scales(inner: Optimizer, masters: MasterWeights, slots: list[Slot]) -> bool:
     """Can the inner optimizer scale the gradients itself? Not where a step pre-hook would see them before that."""
     return (
-        getattr(inner, "_step_supports_amp_scaling", False)
+        # Its own: one that shows another optimizer's attributes would not hand grad_scale on to it.
+        vars(inner).get("_step_supports_amp_scaling", getattr(type(inner), "_step_supports_amp_scaling", False))
         and all(group.get("fused") for group in inner.param_groups)
         and not (inner._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
         and len({(identity(slot.divisor), stepped_of(slot, masters).device) for slot in slots}) == 1
