@@ -4,6 +4,7 @@ import fusedaccum as fa
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 
 class Net(nn.Module):
@@ -38,6 +39,18 @@ class Gathered(torch.autograd.Function):
         grad = grad.clone()
         dist.all_reduce(grad)
         return grad.tensor_split(dist.get_world_size())[dist.get_rank()]
+
+
+class Block(nn.Module):
+    """What tensor parallelism splits, and beside it what it does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(12, 16), nn.Linear(16, 3)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(x))) * self.scale
 
 
 def made(dtype=torch.float32, seed=1):
@@ -91,9 +104,14 @@ def share(window, count, rank, size, equal=False):
     return list(micro_batches(window, count, equal))[rank::size]
 
 
+def full(x):
+    """A copy of a tensor, of a shard's whole (all ranks that hold parts call it)."""
+    return (x.full_tensor() if isinstance(x, DTensor) else x).detach().clone()
+
+
 def contents(model, opt):
     state = [value for entry in opt.state.values() for value in entry.values() if isinstance(value, torch.Tensor)]
-    return [x.detach().clone() for x in [*model.parameters(), *state]]
+    return [full(x) for x in [*model.parameters(), *state]]
 
 
 def assert_close(ours, theirs, tolerance=1e-6):

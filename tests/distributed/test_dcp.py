@@ -8,11 +8,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fusedaccum.checkpoint import resharding
-from parts import adamw, assert_close, made, mean_loss, micro_batches, sgd, wrapped
+from parts import adamw, assert_close, full, made, mean_loss, micro_batches, sgd, wrapped
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 WINDOWS, COUNT = 2, 8
 INSIDE = COUNT + 4  # micro-batches of all ranks: half of the second window
@@ -73,10 +72,6 @@ def load(path, module, opt):
     state = {"model": get_model_state_dict(module), "opt": fa.DistributedState(opt, path)}
     dcp.load(state, checkpoint_id=path)
     set_model_state_dict(module, state["model"])
-
-
-def full(x):
-    return (x.full_tensor() if isinstance(x, DTensor) else x).detach().clone()
 
 
 def contents(module, opt):

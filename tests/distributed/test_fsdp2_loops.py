@@ -7,15 +7,10 @@ import fusedaccum as fa
 import pytest
 import torch
 import torch.distributed as dist
-from parts import assert_close, big_batch, made, mean_loss, one_batch, sgd, share, wrapped
+from parts import assert_close, big_batch, full, made, mean_loss, one_batch, sgd, share, wrapped
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-
-
-def full(p):
-    return (p.full_tensor() if isinstance(p, DTensor) else p).detach()
 
 
 def in_other_orders(rank, how):

@@ -1,4 +1,4 @@
-"""Parameters that are shards: FSDP2 and tensor parallelism, against one process and the big batch."""
+"""Parameters that are FSDP2's shards, against one process and the big batch."""
 
 import copy
 import math
@@ -7,23 +7,14 @@ import fusedaccum as fa
 import pytest
 import torch
 import torch.distributed as dist
-from parts import assert_close, big_batch, made, mean_loss, sgd, share, wrapped
+from parts import Block, assert_close, big_batch, contents, full, made, mean_loss, sgd, share, wrapped
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 WINDOWS, COUNT = 3, 8
-
-
-def full(x):
-    return (x.full_tensor() if isinstance(x, DTensor) else x).detach().clone()
-
-
-def whole_contents(model, opt):
-    state = [value for entry in opt.state.values() for value in entry.values() if isinstance(value, torch.Tensor)]
-    return [full(x) for x in [*model.parameters(), *state]]
 
 
 def sharded(dtype=torch.float32, mesh=None, **settings):
@@ -54,14 +45,14 @@ def fsdp(rank, settings, equal, sync, bare=False, mesh_shape=None, group=False):
         assert opt.updated and opt.last_window.micro_batches == COUNT
         norms.append(opt.last_window.grad_norm)
     assert all(isinstance(p, DTensor) and (p.grad is None or isinstance(p.grad, DTensor)) for p in model.parameters())
-    return whole_contents(model, opt), [None if n is None else float(n) for n in norms]
+    return contents(model, opt), [None if n is None else float(n) for n in norms]
 
 
 def literal(equal, limit=None):
     model = made()
     opt = sgd(model.parameters())
     norms = [big_batch(model, opt, window, COUNT, equal, limit, sometimes=False) for window in range(WINDOWS)]
-    return whole_contents(model, opt), norms
+    return contents(model, opt), norms
 
 
 @pytest.mark.parametrize("sync", [True, False], ids=["every micro-batch", "once a window"])
@@ -186,7 +177,7 @@ def with_a_bad_one(rank, nonfinite):
             opt.zero_grad()
         if window == 0:
             told = bool(opt.updated), opt.last_window.micro_batches
-    return whole_contents(model, opt), told
+    return contents(model, opt), told
 
 
 @pytest.mark.parametrize("nonfinite", ["skip_window", "skip_micro_batch"])
@@ -201,7 +192,7 @@ def test_the_ranks_skip_together(worlds, nonfinite):
     big_batch(model, opt, 1, COUNT, sometimes=False)
     for ours, told in worlds(2).run(with_a_bad_one, nonfinite=nonfinite):
         assert told == ((False, COUNT) if nonfinite == "skip_window" else (True, COUNT - 2))
-        assert_close(ours, whole_contents(model, opt))
+        assert_close(ours, contents(model, opt))
 
 
 def by_hand(rank, normalize):
@@ -220,7 +211,7 @@ def by_hand(rank, normalize):
         nn.utils.clip_grad_norm_(model.parameters(), 0.05)
         opt.step()
         opt.zero_grad()
-    return whole_contents(model, opt)
+    return contents(model, opt)
 
 
 @pytest.mark.parametrize("normalize", [True, False])
@@ -306,92 +297,6 @@ def test_what_cannot_be_meant_is_refused(worlds):
     worlds(2).run(refused)
 
 
-# -- checkpoints and tensor parallelism ----------------------------------------------------------------------------------------
-
-
-def interrupted(rank, at, folder):
-    model = sharded()
-    opt = wrapped(model, accum_steps=4)
-    number = 0
-    for window in range(WINDOWS):
-        for x, y, weight, _ in share(window, COUNT, rank, 2):
-            if number == at:
-                saved = {"model": model.state_dict(), "opt": opt.state_dict()}
-                torch.save(saved, folder / f"{rank}")
-                model = sharded()
-                opt = wrapped(model, accum_steps=4)
-                saved = torch.load(folder / f"{rank}", weights_only=False)
-                model.load_state_dict(saved["model"])
-                opt.load_state_dict(saved["opt"])
-            opt.backward(mean_loss(model, x, y, False), weight=weight)
-            opt.step()
-            opt.zero_grad()
-            number += 1
-    return whole_contents(model, opt)
-
-
-def test_checkpoints_of_shards_go_on_bit_by_bit(worlds, tmp_path):
-    straight = worlds(2).run(interrupted, at=-1, folder=tmp_path)
-    for ours, theirs in zip(worlds(2).run(interrupted, at=6, folder=tmp_path), straight):
-        assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
-
-
-def parts_over_ranks(rank):
-    model = Block()
-    mesh = init_device_mesh("cpu", (2,))
-    parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    with pytest.raises(ValueError, match=r"is a DTensor that FSDP2 does not add up.*fully_shard"):
-        wrapped(model, process_group=dist.group.WORLD)
-
-
-def nothing_over_tensor_parallelism(rank, reduction):
-    model = Block()
-    parallelize_module(model, init_device_mesh("cpu", (2,)), {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    opt = wrapped(model, accum_steps=2, reduction=reduction)
-    x = torch.randn(4, 12, generator=torch.Generator().manual_seed(1))
-    for weight in (0.0, 4.0):
-        opt.backward(model(x / weight if weight == 0 else x).sum(), weight=weight)
-        opt.step()
-    return all(
-        p.to_local().isfinite().all() if isinstance(p, DTensor) else p.isfinite().all() for p in model.parameters()
-    )
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_a_weight_of_0_adds_nothing_over_tensor_parallelism(worlds, reduction):
-    assert all(worlds(2).run(nothing_over_tensor_parallelism, reduction=reduction))
-
-
-def test_tensor_parallelism_over_data_parallel_ranks_is_fsdp2s(worlds):
-    worlds(2).run(parts_over_ranks)
-
-
-def two_dimensions(rank):
-    """Tensor parallelism within pairs, FSDP2 between them: weights are summed over the second only."""
-    torch.manual_seed(2)
-    model = Block()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    parallelize_module(model, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    fully_shard(model, mesh=mesh["data"])
-    opt = wrapped(model, accum_steps=COUNT // 2, max_grad_norm=0.05)
-    norms = []
-    for window in range(WINDOWS):
-        for x, y, weight, _ in share(window, COUNT, mesh["data"].get_local_rank(), 2):
-            opt.backward((model(x) - y).square().mean(), weight=weight)
-            opt.step()
-            opt.zero_grad()
-        assert opt.last_window.micro_batches == COUNT
-        norms.append(float(opt.last_window.grad_norm))
-    return whole_contents(model, opt), norms
-
-
-def test_fsdp2_over_tensor_parallelism(worlds):
-    theirs, norms = tensor_parallel(0, False)
-    for ours, ours_norms in worlds(4).run(two_dimensions):
-        assert_close(ours, theirs, 1e-5)
-        assert ours_norms == pytest.approx(norms, rel=1e-5)
-
-
 def added_later(rank):
     """A group of shards that is added to a wrapper of shards."""
     model = sharded()
@@ -414,53 +319,28 @@ def test_groups_of_shards_that_are_added_later(worlds):
         assert_close(ours, list(model.parameters()))
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(12, 16), nn.Linear(16, 3)
-        self.scale = nn.Parameter(torch.ones(3))
-
-    def forward(self, x):
-        return self.down(torch.tanh(self.up(x))) * self.scale
-
-
-def tensor_parallel(rank, parallel):
-    torch.manual_seed(2)
-    model = Block()
-    if parallel:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    opt = wrapped(model, accum_steps=COUNT, max_grad_norm=0.05)
-    norms = []
+def interrupted(rank, at, folder):
+    model = sharded()
+    opt = wrapped(model, accum_steps=4)
+    number = 0
     for window in range(WINDOWS):
-        for x, y, weight, _ in share(window, COUNT, 0, 1):  # all ranks see the same
-            opt.backward((model(x) - y).square().mean(), weight=weight)
+        for x, y, weight, _ in share(window, COUNT, rank, 2):
+            if number == at:
+                saved = {"model": model.state_dict(), "opt": opt.state_dict()}
+                torch.save(saved, folder / f"{rank}")
+                model = sharded()
+                opt = wrapped(model, accum_steps=4)
+                saved = torch.load(folder / f"{rank}", weights_only=False)
+                model.load_state_dict(saved["model"])
+                opt.load_state_dict(saved["opt"])
+            opt.backward(mean_loss(model, x, y, False), weight=weight)
             opt.step()
             opt.zero_grad()
-        norms.append(float(opt.last_window.grad_norm))
-    return whole_contents(model, opt), norms
+            number += 1
+    return contents(model, opt)
 
 
-def test_tensor_parallel_parameters(worlds):
-    theirs, norms = tensor_parallel(0, False)
-    for ours, ours_norms in worlds(2).run(tensor_parallel, parallel=True):
-        assert_close(ours, theirs, 1e-5)
-        assert ours_norms == pytest.approx(norms, rel=1e-5)
-
-
-def partial(rank):
-    """A gradient that comes as parts of a sum is added up before it is gathered."""
-    mesh = init_device_mesh("cpu", (2,))
-    p = nn.Parameter(distribute_tensor(torch.ones(4), mesh))
-    x = DTensor.from_local(torch.full((4,), float(rank + 1)), mesh, [torch.distributed.tensor.Partial()])
-    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 2)
-    for _ in range(2):
-        p.register_hook(lambda _: x).remove()
-        torch.autograd.backward(p, x)
-        opt.step()
-    return full(p)
-
-
-def test_gradients_in_parts(worlds):
-    for p in worlds(2).run(partial):
-        assert torch.equal(p, torch.full((4,), -2.0))
+def test_checkpoints_of_shards_go_on_bit_by_bit(worlds, tmp_path):
+    straight = worlds(2).run(interrupted, at=-1, folder=tmp_path)
+    for ours, theirs in zip(worlds(2).run(interrupted, at=6, folder=tmp_path), straight):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
