@@ -175,3 +175,16 @@ def zero(rank):
 def test_zero_redundancy_optimizer(worlds):
     for ours in worlds(2).run(zero):
         assert_close(ours, big(2))
+
+
+def joined(rank):
+    module = DDP(plain())
+    opt = wrapped(module, accum_steps=2)
+    with pytest.raises(RuntimeError, match=r"join\(\).*leave it out.*opt\.flush\(\)"), module.join():
+        for x, y, weight, _ in share(0, 4, rank, 2)[: 2 - rank]:
+            opt.backward((module(x) - y).square().mean(), weight=weight)
+            opt.step()
+
+
+def test_join_is_refused(worlds):
+    worlds(2).run(joined)

@@ -43,6 +43,11 @@ class Silence:
 
         @_outside_graphs
         def begin(module: Any, args: Any) -> None:
+            if module._join_config.enable:
+                raise RuntimeError(
+                    "DistributedDataParallel.join() answers reductions of ranks that still have data, and DDP makes none here, so that "
+                    "it would wait for ever; leave it out, and let a rank without data call opt.flush()"
+                )
             module.require_forward_param_sync = False  # module buffers follow the windows
             asked["now"] = module.require_backward_grad_sync
             if torch.is_grad_enabled():
