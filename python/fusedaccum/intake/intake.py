@@ -130,9 +130,10 @@ class Intake:
     def begin_pass(self) -> None:
         """The backward that is running here is a pass, also if no gradient comes of it yet."""
         frame = running_backward()
-        how = {} if frame is None else frame.f_locals
-        # Not one of torch.autograd.grad, nor one that was told whose gradients are wanted.
-        if how and how["kwargs"].get("accumulate_grad", False) and not how["args"][3]:
+        if frame is None:
+            return
+        wanted = frame.f_locals["args"][3]  # torch.autograd.grad is always told
+        if not wanted:
             self.enter(torch._C._current_graph_task_id())
 
     @contextmanager
