@@ -10,7 +10,6 @@ from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 DDP = nn.parallel.DistributedDataParallel
@@ -157,6 +156,8 @@ def test_a_pipeline_of_fsdp2_stages_is_refused(worlds):
 
 
 def zero(rank):
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns in PyTorch 2.13, of what it is made with
+
     model = plain()
     module = DDP(model)
     inner = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.3, momentum=0.9, weight_decay=0.01)
