@@ -156,8 +156,9 @@ def test_a_pipeline_of_fsdp2_stages_is_refused(worlds):
 
 
 def zero(rank):
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns in PyTorch 2.13, of what it is made with
-
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch 2.13 warns of what it is made with itself
+        from torch.distributed.optim import ZeroRedundancyOptimizer
     model = plain()
     module = DDP(model)
     inner = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.3, momentum=0.9, weight_decay=0.01)
