@@ -53,6 +53,19 @@ def test_max_grad_norm_clips_the_finished_window_once(fused, limit, owned):
     assert_same_parameters(net, big, 2e-6)
 
 
+def test_a_tiny_norm_is_clipped_as_pytorch_clips_it():
+    """``limit / (norm + 1e-6)``: where the norm is no larger than the 1e-6, it halves what the bare quotient would keep."""
+    net, big = nn.Parameter(torch.zeros(2).double()), nn.Parameter(torch.zeros(2).double())
+    opt, plain = fa.AccumulatingOptimizer(sgd([net]), 2, max_grad_norm=1e-6), sgd([big])
+    for _ in range(2):
+        (net * torch.tensor([6e-7, 8e-7])).sum().backward()
+        opt.step()
+    (big * torch.tensor([6e-7, 8e-7])).sum().backward()
+    nn.utils.clip_grad_norm_([big], 1e-6)
+    plain.step()
+    torch.testing.assert_close(net, big, rtol=1e-6, atol=0)
+
+
 def test_grad_norm_covers_parameters_the_last_micro_batch_did_not_touch():
     net = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)]).double()
     x, y = data()
