@@ -206,13 +206,14 @@ class AccumulatingOptimizer(Optimizer):
 
         Args:
             weight: number or 0-d tensor (samples, tokens), finite, >= 0; 1 when left out. A micro-batch of weight 0 adds
-                nothing.
+                nothing. Under ``reduction="mean"`` it is that of the loss for other wrappers, too, that gather gradients of it.
             last: a hint for many ranks: you know that the window ends with this micro-batch, so its sums may travel while this backward
                 still computes (with ``accum_steps`` that is known without it). It closes nothing; and with ``window_weight``, where the
                 weights of all ranks decide, it has no effect.
 
         Raises:
             ValueError: a weight that makes no sense, or that differs from the one given before for this micro-batch.
+            RuntimeError: a weight of a loss that reaches FSDP2's parameters, given to a wrapper that does not have them.
         """
         in_loss = self._gathering.weighs_loss and weight is not None
         with self._grouped(weight, last, in_loss):

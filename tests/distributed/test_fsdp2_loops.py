@@ -267,6 +267,26 @@ def test_a_weight_in_the_loss_of_a_wrapper_that_takes_none_is_an_error(worlds):
     worlds(2).run(normalised_beside)
 
 
+def told_beside(rank):
+    model = made()
+    fully_shard(model.first)
+    first, second = two_sgds(model, True)
+    sharded, beside = (
+        fa.AccumulatingOptimizer(first, 1),
+        fa.AccumulatingOptimizer(second, 1, process_group=dist.group.WORLD),
+    )
+    x, y, _, _ = share(0, 1, 0, 1)[0]
+    with pytest.raises(
+        RuntimeError, match=r"has weight=2, which another wrapper was told, and FSDP2 needs it in the loss"
+    ):
+        beside.backward(mean_loss(model, x, y, False), weight=2)
+    assert not sharded.updated
+
+
+def test_a_weight_that_fsdp2s_wrapper_was_not_told_is_an_error(worlds):
+    worlds(2).run(told_beside)
+
+
 def built_after_a_forward(rank):
     """What the root does not take away after a forward are other parameters then."""
     model = made()

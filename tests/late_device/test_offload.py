@@ -193,6 +193,19 @@ def test_parameters_of_several_devices(device):
     assert_same(*ends)
 
 
+def test_a_weight_told_to_one_wrapper_reaches_the_other_in_the_engines_thread(device):
+    """Where hooks run for parameters of a device."""
+    model = moved(nn.Linear(3, 2, bias=True), device)
+    model.weight.data.zero_(), model.bias.data.zero_()
+    first, second = (fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 2) for p in (model.weight, model.bias))
+    for size in (1, 3):
+        x = torch.full((size, 3), float(size), device=device)
+        first.backward(model(x).mul(size).sum() / size, weight=size)
+        first.step(), second.step()
+    assert float(second.last_window.weight) == 4
+    assert model.bias.tolist() == [-2.5, -2.5]  # (1 * 1 + 3 * 3) / 4
+
+
 def test_a_step_that_fails_half_way_is_finished_by_the_next(device, monkeypatch):
     straight, its = made(device, accum_steps=2)
     train(straight, its, device, count=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,11 +17,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..buffers.buffers import Slot
 from ..buffers.shards import added_up, least_over_meshes, local_gradient, sum_over_meshes
 from ..intake.intake import Intake
+from ..intake.passes import outermost_backward
 from ..scalars import Scalar
 from ..warn import warn
 from ..window.attempts import Attempt
 from ..window.noise import measure_small
 from ..window.settings import Settings, check_weight_of_lent
+from ..window.window import MicroBatch
 from .accumulator import Write
 from .rejected import Rejected
 from .windows import Windows
@@ -35,8 +38,8 @@ class Gathering(Windows):
         inside: is the caller within ``micro_batch()``?
     """
 
-    # What the loss of the backward under way was multiplied with, by whichever wrapper.
-    _weight_in_loss: ClassVar[Scalar | None] = None
+    # By thread: who has been told the weight of the losses whose backward it calls.
+    _told: ClassVar[dict[int, Gathering]] = {}
 
     def __init__(self, settings: Settings, seed: int | None):
         super().__init__(settings, seed)
@@ -96,8 +99,14 @@ class Gathering(Windows):
 
     def _hide_shards(self) -> None:
         """FSDP2 begins a backward, which shall find no ``p.grad``. Raises RuntimeError for one that lacks the micro-batch's weight."""
-        weighed = self.inside or self._weight_in_loss is not None
-        if self.weighs_loss and self.ledger.has_micro and self.ledger.micro.in_loss and not weighed:
+        told = self._told_by_another(outermost_backward().thread)
+        if self.weighs_loss and told is not None and not told.in_loss:
+            raise RuntimeError(
+                f"the loss of this backward has weight={float(told.value()):g}, which another wrapper was told, and FSDP2 needs it in the "
+                "loss; call backward() of the wrapper that has FSDP2's parameters"
+            )
+        in_loss = self.weighs_loss and self.ledger.has_micro and self.ledger.micro.in_loss
+        if in_loss and not self.inside and told is None:
             raise RuntimeError(
                 "this micro-batch has a weight, which FSDP2 needs in the loss of all its backward passes; use opt.backward(loss) for each"
             )
@@ -133,9 +142,12 @@ class Gathering(Windows):
         """All passes within are one micro-batch; an exception drops it. ``in_loss``: their losses are multiplied by the weight."""
         self.open(weight, last)
         self.ledger.micro.in_loss = self.ledger.micro.in_loss or in_loss
+        thread = threading.get_ident()
+        around = self._told.get(thread)
         try:
             self.inside, self._adds_before = True, self.ledger.micro.adds
-            Gathering._weight_in_loss = self.ledger.micro.value() if self.ledger.micro.in_loss else None
+            if self.ledger.micro.weight is not None and self._settings.reduction == "mean":
+                self._told[thread] = self
             yield
             self._intake.settle()
             self.inside = False
@@ -146,17 +158,36 @@ class Gathering(Windows):
             self.pass_failed()
             raise
         finally:
-            self.inside, Gathering._weight_in_loss = False, None
+            self.inside = False
+            if around is None:
+                self._told.pop(thread, None)
+            else:
+                self._told[thread] = around
 
-    def _weighed_by_another(self, weight: Scalar) -> None:
-        """Another wrapper has put its micro-batch's weight into the loss, and so into the gradients of this one's parameters."""
-        if self._settings.reduction == "none":
+    def _told_by_another(self, thread: int | None) -> MicroBatch | None:
+        """Another wrapper's micro-batch, whose weight is that of the loss of the backward that ``thread`` has called."""
+        other = None if thread is None else self._told.get(thread)
+        return None if other is None or other is self or not other.ledger.has_micro else other.ledger.micro
+
+    def _weigh_as(self, other: MicroBatch) -> None:
+        """A pass begins, of a loss that another wrapper was told the weight of: it is the micro-batch's here, too."""
+        micro, reduction, weight = self.ledger.micro, self._settings.reduction, other.value()
+        if other.in_loss and reduction == "none":
             raise RuntimeError(
                 f"the loss of this backward was multiplied by weight={float(weight):g}, for another wrapper, which has FSDP2's parameters, "
                 "and this one, with reduction='none', takes gradients as they are; give both the same reduction"
             )
-        self.ledger.weigh(weight)
-        self.ledger.micro.in_loss = True
+        if other.in_loss:
+            self.ledger.weigh(weight)
+            micro.in_loss = True
+        elif reduction == "mean" and micro.weight is None and micro.passes == 0:
+            self.open(weight)
+            micro.assumed = True
+        elif micro.assumed and micro.weight is not weight and float(micro.value()) != float(weight):
+            raise ValueError(
+                f"the losses of this micro-batch have weights {float(micro.value()):g} and {float(weight):g}, which other wrappers were "
+                "told; call this one's step() after each backward, or give its own: `with opt.micro_batch(weight=...): ...` around them"
+            )
 
     def keep_micro_batch(self) -> None:
         """``zero_grad()`` has been called inside a window. Warns where that leaves in it what plain PyTorch would have dropped."""
@@ -279,7 +310,7 @@ class Gathering(Windows):
 
     # -- what the intake tells (its Owner) ---------------------------------------------------------------------
 
-    def pass_begins(self) -> None:
+    def pass_begins(self, thread: int | None) -> None:
         if not self._begun:
             self._begun = True
             self.ranks.replicas.check_all_gathered(self.sums.buffers.of, lambda p: self.of(p) is not None)
@@ -292,8 +323,9 @@ class Gathering(Windows):
         if not self.inside:
             self.open(None)
             self._adds_before = self.ledger.micro.adds
-        if self._weight_in_loss is not None and not self.ledger.micro.in_loss:
-            self._weighed_by_another(self._weight_in_loss)
+        told = self._told_by_another(thread)
+        if told is not None and not self.ledger.micro.in_loss:
+            self._weigh_as(told)
         if self.ledger.micro.judged:
             raise RuntimeError(
                 f"nonfinite={self._settings.nonfinite!r} must see a micro-batch whole before it adds any of it, and this backward "

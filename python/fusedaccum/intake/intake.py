@@ -37,8 +37,8 @@ BUCKET_BYTES = 32 << 20  # fresh gradients held at once; a larger single gradien
 class Owner(Protocol):
     """What the intake tells the wrapper. Called from whichever thread autograd runs hooks in, one at a time."""
 
-    def pass_begins(self) -> None:
-        """An outermost backward pass brings its first gradient. May raise, which refuses the pass."""
+    def pass_begins(self, thread: int | None) -> None:
+        """An outermost backward pass, which ``thread`` has called, brings its first gradient. May raise, which refuses the pass."""
 
     def add(self, slots: Sequence[Slot], grads: Sequence[Tensor]) -> None:
         """Add these gradients to the buffers of these slots, of which none occurs twice."""
@@ -181,7 +181,7 @@ class Intake:
         with self._lock:
             if task in self._tasks:
                 return
-            call, nested = outermost_backward()
+            call, thread, nested = outermost_backward()
             if self._open and (self._call is not call or (call is None and self._tasks and not nested)):
                 if under_way(self._call):
                     raise RuntimeError(
@@ -190,7 +190,7 @@ class Intake:
                     )
                 self.settle()
             if not self._open:
-                self._owner_now().pass_begins()
+                self._owner_now().pass_begins(thread)
                 self._open, self._call = True, call
                 self.nested = False
             self.nested = self.nested or nested
@@ -220,7 +220,7 @@ class Intake:
             if not self._hold:
                 self.release()
             self._forget(task)
-            if not outermost_backward()[1]:
+            if not outermost_backward().nested:
                 self._end_pass()
 
     def _forget(self, task: int) -> None:

@@ -6,29 +6,42 @@ import dis
 import sys
 import threading
 from types import FrameType
+from typing import NamedTuple
 
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import _engine_run_backward
 
 
-def outermost_backward() -> tuple[FrameType | None, bool]:
-    """The call of the outermost backward pass under way, and whether the one running here is nested in another.
+class Outermost(NamedTuple):
+    """The outermost backward pass under way: its call, the thread it was made in (if known), and is the pass running here nested in it?"""
+
+    call: FrameType | None
+    thread: int | None
+    nested: bool
+
+
+def outermost_backward() -> Outermost:
+    """Which pass the hook that asks runs for.
 
     Autograd gives no name to the pass around a re-entrant one (activation checkpointing with ``use_reentrant=True``), so
     this reads it off the Python stack: every pass is a call of ``_engine_run_backward``. For parameters on a GPU the hooks
     run in a thread of the engine's, whose stack begins inside the engine; there the outermost call is on another thread's.
     None for one called from C++.
     """
+    here = threading.get_ident()
     frames, begins_inside = _backward_frames(sys._getframe())
     nested = len(frames) > 1 or (begins_inside and bool(frames))
-    if begins_inside or not frames:
-        here, frames = threading.get_ident(), []
-        for thread, frame in sys._current_frames().items():
-            others, inside = _backward_frames(frame) if thread != here else ([], False)
-            if others and not inside:
-                frames = others
-                break
-    return frames[-1] if frames else None, nested
+    if frames and not begins_inside:
+        return Outermost(frames[-1], here, nested)
+    callers = []
+    for thread, frame in sys._current_frames().items():
+        others, inside = _backward_frames(frame) if thread != here else ([], False)
+        if others and not inside:
+            callers.append((others[-1], thread))
+    if not callers:
+        return Outermost(None, None, nested)
+    call, thread = callers[0]
+    return Outermost(call, thread if len(callers) == 1 else None, nested)
 
 
 def under_way(call: FrameType | None) -> bool:

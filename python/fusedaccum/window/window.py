@@ -118,6 +118,7 @@ class MicroBatch:
     """The micro-batch being gathered: all that lies between two commits."""
 
     weight: Scalar | None = None  # None: nobody has said
+    assumed: bool = False  # is it what another wrapper was told of the same loss?
     factor: Scalar = 1.0  # c_i, which multiplies its loss, and its gradients
     in_loss: bool = False  # has the loss been multiplied by the weight, so that the gradient comes with it?
     last: bool = False  # has the caller said that the window ends with it?

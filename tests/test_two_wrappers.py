@@ -1,0 +1,147 @@
+"""Two wrappers of one model (Muon's and AdamW's): one backward brings gradients to both, and one of them is told its weight."""
+
+import threading
+
+import fusedaccum as fa
+import pytest
+import torch
+from gpu import DEVICE
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from training import assert_same_parameters, big_batch_step, data, mean_loss, model, parts, twin
+
+
+def split(net):
+    """Matrices and vectors."""
+    ps = list(net.parameters())
+    return [torch.optim.SGD([p for p in ps if p.ndim == dims], lr=lr) for dims, lr in ((2, 0.1), (1, 0.3))]
+
+
+def two(net, *args, **kwargs):
+    return [fa.AccumulatingOptimizer(inner, *args, **kwargs) for inner in split(net)]
+
+
+class Both:
+    """As one optimizer."""
+
+    def __init__(self, *opts):
+        self.opts = opts
+
+    def step(self):
+        for opt in self.opts:
+            opt.step()
+
+    def zero_grad(self):
+        for opt in self.opts:
+            opt.zero_grad()
+
+
+def told_backward(first, second, loss, weight):
+    first.backward(loss, weight=weight)
+
+
+def told_block(first, second, loss, weight):
+    with first.micro_batch(weight=weight):
+        loss.backward()
+
+
+def told_around(first, second, loss, weight):
+    with first.micro_batch(weight=weight):
+        second.backward(loss)
+
+
+def told_both(first, second, loss, weight):
+    with second.micro_batch(weight=weight):
+        first.backward(loss, weight=weight)
+
+
+@pytest.mark.parametrize("kind", [int, torch.tensor], ids=["number", "tensor"])
+@pytest.mark.parametrize("accum_steps", [3, None], ids=["counted", "caller-owned"])
+@pytest.mark.parametrize("tell", [told_backward, told_block, told_around, told_both])
+def test_the_weight_that_one_wrapper_is_told_is_that_of_both(tell, accum_steps, kind):
+    net, (x, y) = model().to(DEVICE), data()
+    x, y = x.to(DEVICE), y.to(DEVICE)
+    big = twin(net)
+    opts, plain = two(net, accum_steps), Both(*split(big))
+    for _ in range(2):
+        for xs, ys in parts(x, y, (4, 8, 12)):
+            tell(*opts, mean_loss(net, xs, ys), kind(len(xs)))
+            if accum_steps:
+                Both(*opts).step()
+        if not accum_steps:
+            Both(*opts).step()
+        Both(*opts).zero_grad()
+        big_batch_step(big, plain, x, y)
+    assert_same_parameters(net, big, 1e-12)
+    assert [float(opt.last_window.weight) for opt in opts] == [24, 24]
+
+
+@pytest.mark.parametrize("told", [0, 1])
+def test_it_is_told_in_a_pass_of_reentrant_checkpoints_too(told):
+    net, (x, y) = model(), data()
+    big = twin(net)
+    opts = two(net, 3)
+    for xs, ys in parts(x, y, (4, 8, 12)):
+        out = checkpoint(net, xs.requires_grad_(), use_reentrant=True)
+        opts[told].backward(nn.functional.mse_loss(out, ys), weight=len(xs))
+        Both(*opts).step()
+    big_batch_step(big, Both(*split(big)), x, y, loss=lambda net, x, y: nn.functional.mse_loss(net(x), y))
+    assert_same_parameters(net, big, 1e-12)
+
+
+def test_a_wrappers_own_weight_counts_more_than_that_of_another():
+    p, q = (nn.Parameter(torch.zeros(()).double()) for _ in range(2))
+    first, second = (fa.AccumulatingOptimizer(torch.optim.SGD([leaf], lr=1.0), 2) for leaf in (p, q))
+    for factor in (1.0, 5.0):
+        with second.micro_batch(weight=1):
+            first.backward(factor * (p + q), weight=factor)
+        Both(first, second).step()
+    assert (-p.item(), -q.item()) == ((1 + 25) / 6, 3.0)
+
+
+def test_sums_are_weighed_by_their_own_wrappers():
+    """Which may be told at ``step()``, and where none of them is, they say so."""
+    p, q = (nn.Parameter(torch.zeros(())) for _ in range(2))
+    first, second = (fa.AccumulatingOptimizer(torch.optim.SGD([leaf], lr=1.0), 1, reduction="sum") for leaf in (p, q))
+    first.backward(6 * (p + q), weight=3)
+    first.step()
+    with pytest.raises(ValueError, match="was given none"):
+        second.step()
+    second.step(weight=2)
+    assert (p.item(), q.item()) == (-2.0, -3.0)
+
+
+def test_one_micro_batch_of_losses_with_two_weights_is_an_error():
+    trunk, heads = nn.Parameter(torch.zeros(())), [nn.Parameter(torch.zeros(())) for _ in range(2)]
+    opt, *tasks = (fa.AccumulatingOptimizer(torch.optim.SGD([leaf], lr=1.0)) for leaf in (trunk, *heads))
+    with opt.micro_batch(weight=1):
+        for task, head, weight in zip(tasks, heads, (2, 3), strict=True):
+            task.backward(trunk + head, weight=weight)
+    opt.step()
+    assert trunk.item() == -2.0  # a sum of two losses
+    refused = pytest.raises(ValueError, match=r"weights 2 and 3, which other wrappers were told.*with opt.micro_batch")
+    with pytest.warns(RuntimeWarning, match="window was dropped"), refused, opt.micro_batch():
+        for task, head, weight in zip(tasks, heads, (2, 3), strict=True):
+            task.backward(trunk + head, weight=weight)
+
+
+def test_a_backward_in_another_thread_has_no_part_in_it():
+    """Two models that two threads train."""
+    p, q = (nn.Parameter(torch.zeros(())) for _ in range(2))
+    first, second = (fa.AccumulatingOptimizer(torch.optim.SGD([leaf], lr=1.0)) for leaf in (p, q))
+
+    def train():
+        (3 * q).backward()
+        second.step()
+
+    with first.micro_batch(weight=8):
+        p.backward()
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join()
+    first.step()
+    p.backward()
+    (3 * q).backward()
+    Both(first, second).step()
+    assert (second.last_window.weight.item(), q.item()) == (1.0, -6.0)
+    assert first.last_window.weight.item() == 1.0  # nothing is left of a block that is over
