@@ -190,3 +190,39 @@ def joined(rank):
 
 def test_join_is_refused(worlds):
     worlds(2).run(joined)
+
+
+def ignored(rank, gathered):
+    """A part of the model whose gradients are this rank's own, as sharded embeddings have it."""
+    model = plain()
+    DDP._set_params_and_buffers_to_ignore_for_model(model, ["2.weight", "2.bias"])
+    module = DDP(model)
+    if gathered:
+        with pytest.raises(ValueError, match=r"told to ignore parameter 2\.weight.*leave it out"):
+            wrapped(module)
+        return None
+    opt = fa.AccumulatingOptimizer(sgd(model[0].parameters()), accum_steps=2)
+    for x, y, weight, _ in share(0, 4, rank, 2):
+        opt.backward((module(x) - y).square().mean(), weight=weight)
+        opt.step()
+    assert model[2].weight.grad is not None
+    return list(model.parameters())
+
+
+@pytest.mark.parametrize("gathered", [True, False])
+def test_parameters_that_ddp_ignores(worlds, gathered):
+    for ours in worlds(2).run(ignored, gathered=gathered):
+        if not gathered:
+            assert_close(ours, [*big(1)[:2], *plain()[2].parameters()])
+
+
+def delayed(rank):
+    model = plain()
+    late = [("2.weight", model[2].weight)]
+    module = DDP(model, delay_all_reduce_named_params=late, param_to_hook_all_reduce=model[0].weight)
+    with pytest.raises(ValueError, match=r"parameter 2\.weight, or to delay its reduction"):
+        wrapped(module)
+
+
+def test_parameters_whose_reduction_ddp_delays(worlds):
+    worlds(2).run(delayed)

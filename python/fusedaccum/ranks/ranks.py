@@ -30,7 +30,7 @@ from .agreement import Numbers
 from .alone import Alone
 from .fsdp2 import FullySharded
 from .group import Group, RaisedByAllError
-from .replicas import Replicas, replicas_of
+from .replicas import Replicas
 from .segments import Phase, Segments
 
 if TYPE_CHECKING:
@@ -299,7 +299,7 @@ class Ranks(Alone):
 
 def modules_of(slots: Sequence[Slot]) -> tuple[Replicas, FullySharded]:
     """The DistributedDataParallel and FSDP2 modules that hold the parameters of all of a wrapper's slots."""
-    return Replicas(replicas_of([slot.param for slot in slots])), FullySharded(slots)
+    return Replicas([slot.param for slot in slots]), FullySharded(slots)
 
 
 def owners(slots: Sequence[Slot], ranks: int) -> dict[Slot, int]:

@@ -24,7 +24,7 @@ def replicas_of(
     parameters: Collection[Tensor], besides: Collection[DistributedDataParallel] = ()
 ) -> list[DistributedDataParallel]:
     """The DistributedDataParallel modules that hold some of ``parameters``, in their order (the same on all ranks); without ``besides``."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not (parameters and dist.is_available() and dist.is_initialized()):
         return []
     number = {id(p): i for i, p in enumerate(parameters)}
 
@@ -74,12 +74,12 @@ _SILENCES: weakref.WeakValueDictionary[int, Silence] = weakref.WeakValueDictiona
 
 
 class Replicas:
-    """The modules of one wrapper. Raises ValueError for what they have been asked to do, and cannot."""
+    """The modules that hold some of a wrapper's ``parameters``. Raises ValueError for what they have been asked to do, and cannot."""
 
-    def __init__(self, modules: list[DistributedDataParallel]):
-        self.modules = modules
+    def __init__(self, parameters: Collection[Tensor]):
+        self.modules = modules = replicas_of(parameters)
         for module in modules:
-            check(module)
+            check(module, parameters)
         self.group: dist.ProcessGroup | None = modules[0].process_group if modules else None
         if any(module.process_group is not self.group for module in modules):
             raise ValueError(
@@ -104,8 +104,12 @@ class Replicas:
                 "the model was wrapped in DistributedDataParallel after its optimizer was wrapped, and DDP would add up the ranks' "
                 "gradients a second time; make the DistributedDataParallel module first, then AccumulatingOptimizer"
             )
-        trained = [named for module in self.modules for named in module.module.named_parameters()]
-        left_out = [name for name, p in trained if p.requires_grad and not gathered(p)]
+        left_out = [
+            name
+            for module in self.modules
+            for name, p in module.module.named_parameters()
+            if p.requires_grad and not gathered(p) and name not in module.parameters_to_ignore
+        ]
         if left_out:
             raise RuntimeError(
                 f"parameter {left_out[0]} of the DistributedDataParallel module belongs to no AccumulatingOptimizer ({len(left_out)} such "
@@ -149,8 +153,15 @@ class Replicas:
                 module._sync_buffers()
 
 
-def check(module: DistributedDataParallel) -> None:
-    """Raises ValueError for what DDP does in a reduction that does not take place."""
+def check(module: DistributedDataParallel, parameters: Collection[Tensor]) -> None:
+    """Raises ValueError for what DDP does in a reduction that does not take place, and for one of ``parameters`` that it leaves alone."""
+    here = {id(p) for p in parameters}
+    for name, p in module.module.named_parameters():
+        if name in module.parameters_to_ignore and id(p) in here:
+            raise ValueError(
+                f"the DistributedDataParallel module was told to ignore parameter {name}, or to delay its reduction, and here the "
+                "gradients of all the optimizer's parameters are added up over the ranks; leave it out of the optimizer that is wrapped"
+            )
     if module.static_graph:
         raise ValueError(
             "the DistributedDataParallel module has static_graph=True, which needs a reduction in the first backward, and sums are reduced "
