@@ -55,7 +55,7 @@ def recorded(device_type: str) -> Iterator[Timeline]:
     """Record a block on this kind of device; the timeline that it yields is filled when the block is left."""
     timeline = Timeline()
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own log lines would tear the progress bar
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         yield timeline
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
