@@ -1,4 +1,4 @@
-"""The optimizer wrapper: ``opt = AccumulatingOptimizer(opt, accum_steps=8)``, and the training loop stays as it is."""
+"""The optimizer wrapper: ``opt = AccumulatingOptimizer(opt, accum_steps=8)``; the training loop stays as it is."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class AccumulatingOptimizer(Optimizer):
     """Any torch optimizer, stepped once per window of micro-batches, with the gradient of the whole window.
 
     The window's gradient is ``sum(w_i * g_i) / sum(w_i)`` for ``reduction="mean"`` (w_i = 1 unless given),
-    ``sum(g_i) / sum(w_i)`` for ``"sum"``, ``sum(g_i)`` for ``"none"``. Gradients are gathered in buffers of
-    ``buffer_dtype`` by one fused call per bucket, during backward; ``p.grad`` is the buffer and, within a window, the running
+    ``sum(g_i) / sum(w_i)`` for ``"sum"``, ``sum(g_i)`` for ``"none"``. Gradients accumulate in buffers of
+    ``buffer_dtype``, by one fused call per bucket, during backward. ``p.grad`` is the buffer; within a window it holds the running
     sum (in 16-bit buffers the running mean, which cannot overflow where the window's gradient fits; under ``"none"``, the sum).
 
     Args:
@@ -54,7 +54,7 @@ class AccumulatingOptimizer(Optimizer):
         accum_steps: micro-batches per window, an int or a callable(window_index) -> int.
         window_weight: instead of ``accum_steps``: a window closes once its weights add up to this (samples, tokens). With
             neither, the caller owns the boundary: every ``step()`` closes the window, every backward pass is a micro-batch.
-        reduction: what a micro-batch's loss is: a ``"mean"`` over its items, a ``"sum"`` over them, or ``"none"``:
+        reduction: what a micro-batch's loss is: a ``"mean"`` over its items, a ``"sum"`` over them, or, with ``"none"``,
             normalised by the caller.
         buffer_dtype: dtype of the buffers, or None for the parameter's own; never narrower than the gradient.
         rounding: ``"nearest"``, or ``"stochastic"`` for 16-bit buffers; seeded from PyTorch's default generator (of one of the ranks).
@@ -63,22 +63,22 @@ class AccumulatingOptimizer(Optimizer):
         nonfinite: ``"propagate"``; ``"skip_window"`` does not apply a window that holds a NaN or an infinity;
             ``"skip_micro_batch"`` leaves the bad micro-batch out without a trace, and therefore holds its gradients until its
             backward is over; ``"raise"`` does so too, and raises FloatingPointError at ``step()``.
-        backend: ``"auto"``, ``"cuda"``, ``"triton"``, ``"cpu"`` or ``"reference"``; for ``"auto"`` the environment's
-            FUSEDACCUM_BACKEND decides where it is set.
-        buffer_device: ``"cpu"`` keeps the buffers in CPU memory, and with ``master_weights=True`` the weights that are stepped and the
-            optimizer's state too: gradients leave the device during backward. ``p.grad`` stays None except during the inner step.
-        process_group: ranks that gather a window together: gradients and weights are summed over all of them (under ``"none"``, the
+        backend: ``"auto"``, ``"cuda"``, ``"triton"``, ``"cpu"`` or ``"reference"``; for ``"auto"`` the environment variable
+            FUSEDACCUM_BACKEND decides, if set.
+        buffer_device: ``"cpu"`` keeps the buffers in CPU memory, and with ``master_weights=True`` also the weights that are stepped and the
+            optimizer's state; gradients leave the device during backward. ``p.grad`` stays None except during the inner step.
+        process_group: ranks that share windows: gradients and weights are summed over all of them (under ``"none"``, the
             gradient is their mean), by one all-reduce per window for each segment of the buffers. None: the group of the
             DistributedDataParallel or FSDP2 modules that hold the parameters, if any; DDP's own reduction is switched off. All ranks must
             close the same number of windows; micro-batches and weights may differ.
-        comm_dtype: sums travel in ``torch.bfloat16`` or ``torch.float32``; None for the buffers' dtype.
-        shard: each rank steps a part of the parameters only, and keeps the optimizer's state and the master weights of these (ZeRO-1):
-            sums are reduced to the rank that steps them, which hands the stepped parameters out. ``state_dict()`` is a rank's own.
+        comm_dtype: dtype in which sums travel, ``torch.bfloat16`` or ``torch.float32``; None for the buffers' dtype.
+        shard: each rank steps only a part of the parameters, and keeps the optimizer's state and the master weights of these (ZeRO-1).
+            Sums are reduced to the rank that steps them, which distributes the stepped parameters. ``state_dict()`` is a rank's own.
         noise_scale: measure the gradient noise scale ``tr(Sigma) / |G|^2``, as ``last_window.noise_scale``. The number is the decay of its
-            running averages per window, at least 0 and less than 1 (0.95, say). McCandlish et al., 2018, appendix A.1.
+            running averages per window, at least 0 and less than 1 (such as 0.95). McCandlish et al., 2018, appendix A.1.
 
     Raises:
-        TypeError, ValueError: an argument, an optimizer or a parameter that makes no sense; the message names it and the fix.
+        TypeError, ValueError: an invalid argument, optimizer or parameter; the message names it and the fix.
         RuntimeError: a backend that is not available.
 
     Waits for the device only where a decision needs it: ``nonfinite`` (once per window for ``"skip_window"``, once per micro-batch for
@@ -200,19 +200,19 @@ class AccumulatingOptimizer(Optimizer):
 
     @_outside_graphs
     def backward(self, loss: Tensor, *, weight: Scalar | None = None, last: bool = False, **kwargs: Any) -> None:
-        """``loss.backward(**kwargs)`` for a micro-batch of this weight; several before one ``step()`` are parts of one micro-batch.
+        """``loss.backward(**kwargs)`` for a micro-batch of this weight; several calls before one ``step()`` are parts of one micro-batch.
 
-        Records the loss, where it is one number, for ``last_window.loss``.
+        Records the loss, if it is a single number, for ``last_window.loss``.
 
         Args:
             weight: number or 0-d tensor (samples, tokens), finite, >= 0; 1 when left out. A micro-batch of weight 0 adds
-                nothing. Under ``reduction="mean"`` it is that of the loss for other wrappers, too, that gather gradients of it.
-            last: a hint for many ranks: you know that the window ends with this micro-batch, so its sums may travel while this backward
-                still computes (with ``accum_steps`` that is known without it). It closes nothing; and with ``window_weight``, where the
-                weights of all ranks decide, it has no effect.
+                nothing. Under ``reduction="mean"`` it also applies to other wrappers that accumulate gradients of this loss.
+            last: a hint when several ranks share windows: you know that the window ends with this micro-batch, so its sums may travel while
+                this backward still computes (with ``accum_steps`` the wrapper knows). It closes nothing. With ``window_weight``, where
+                the weights of all ranks decide, it has no effect.
 
         Raises:
-            ValueError: a weight that makes no sense, or that differs from the one given before for this micro-batch.
+            ValueError: an invalid weight, or one that differs from the weight given before for this micro-batch.
             RuntimeError: a weight of a loss that reaches FSDP2's parameters, given to a wrapper that does not have them.
         """
         in_loss = self._gathering.weighs_loss and weight is not None
@@ -225,24 +225,24 @@ class AccumulatingOptimizer(Optimizer):
 
     @_outside_graphs
     def record_loss(self, loss: Scalar) -> None:
-        """Record the loss of a micro-batch whose ``loss.backward()`` somebody else has called, for ``last_window.loss``.
+        """Record the loss of a micro-batch whose ``loss.backward()`` other code has called, for ``last_window.loss``.
 
-        Call it after that backward, before ``step()``. Losses of several backward passes of one micro-batch add up. The losses that
-        :meth:`backward` gets and a closure (not LBFGS's) returns are recorded without it. Does not wait for the device.
+        Call it after that backward, before ``step()``. Losses of several backward passes of one micro-batch add up. The losses passed to
+        :meth:`backward` or returned by a closure (not LBFGS's) are recorded without it. Does not wait for the device.
 
         Args:
             loss: number or tensor of one element: what ``backward()`` was called on, without a GradScaler's factor.
 
         Raises:
-            TypeError, ValueError: not a number, or several. RuntimeError: no micro-batch lacks its loss.
+            TypeError, ValueError: not a number, or several. RuntimeError: no micro-batch is missing its loss.
         """
         self._gathering.record_loss(checked_loss(loss))
 
     @contextmanager
     def micro_batch(self, *, weight: Scalar | None = None, last: bool = False) -> Iterator[None]:
-        """All backward passes within are one micro-batch of this weight; raises as :meth:`backward` does.
+        """Make all backward passes in the block one micro-batch of this weight; raises as :meth:`backward` does.
 
-        When an exception leaves the block, the micro-batch counts for nothing; if part of it had been added by then, the
+        When an exception leaves the block, the micro-batch counts for nothing; if part of it had already been added, the
         open window is dropped, with a warning.
         """
         if self._gathering.weighs_loss and weight is not None:
@@ -262,10 +262,10 @@ class AccumulatingOptimizer(Optimizer):
     @_outside_graphs
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, weight: Scalar | None = None) -> Any:
-        """End the micro-batch, and with it the window if it is complete: then normalise, clip and step the inner optimizer.
+        """End the micro-batch. If that completes the window, normalise, clip and step the inner optimizer.
 
         Args:
-            closure: evaluates the micro-batch (forward and backward) and returns its loss; called once, with gradients on.
+            closure: evaluates the micro-batch (forward and backward) and returns its loss; called once, with gradients enabled.
                 (LBFGS calls it as often as it likes: run the whole window in it.)
             weight: the micro-batch's weight, where it does not scale the gradient and so may come late
                 (``reduction="sum"`` or ``"none"``). With caller-owned windows: that of all micro-batches that have none yet.
@@ -274,8 +274,8 @@ class AccumulatingOptimizer(Optimizer):
             what the closure returned.
 
         Raises:
-            ValueError: ``weight`` where it comes too late, or missing under ``reduction="sum"``; nothing is counted then.
-            FloatingPointError: ``nonfinite="raise"``; the micro-batch is dropped, and one can go on.
+            ValueError: ``weight`` comes too late, or is missing under ``reduction="sum"``; nothing is counted then.
+            FloatingPointError: ``nonfinite="raise"``; the micro-batch is dropped, and training can go on.
             RuntimeError: a parameter has changed its dtype, device or shape since it was wrapped.
         """
         self._closing.updated = False  # also where this raises
@@ -308,9 +308,9 @@ class AccumulatingOptimizer(Optimizer):
     @_outside_graphs
     @torch.no_grad()
     def flush(self) -> None:
-        """Apply a partial window, divided by what it really holds. A backward pass not yet followed by ``step()`` is part of it.
+        """Apply a partial window, divided by what it actually holds. A backward pass not yet followed by ``step()`` is part of it.
 
-        Does nothing where nothing was gathered (on any rank). Raises as :meth:`step` does.
+        Does nothing if nothing was accumulated (on any rank). Raises as :meth:`step` does.
         """
         if "settings" not in self.__dict__:  # of another class, made by Lightning, that stands before the wrapper
             assert isinstance(self.optimizer, AccumulatingOptimizer)
@@ -328,9 +328,9 @@ class AccumulatingOptimizer(Optimizer):
 
     @_outside_graphs
     def reset(self) -> None:
-        """Drop a partial window, and forwards that no backward has followed; the next micro-batch begins it anew, under the same index.
+        """Drop a partial window, and forwards not yet followed by a backward; the next micro-batch restarts it under the same index.
 
-        The scale that a GradScaler has shown is forgotten too, until the scaler steps again.
+        The loss scale last seen from a GradScaler is forgotten too, until the scaler steps again.
         """
         self._not_inside("reset()")
         self._gathering.settle()
@@ -341,9 +341,9 @@ class AccumulatingOptimizer(Optimizer):
 
     @_outside_graphs
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Inside a counted or weighted window, do nothing: what was gathered stays. Otherwise as in plain PyTorch.
+        """Inside a counted or weighted window, do nothing: the accumulated gradients stay. Otherwise as in plain PyTorch.
 
-        Warns where it so keeps a backward that no ``step()`` has followed, which plain PyTorch would drop.
+        Warns if this keeps a backward not yet followed by ``step()``, which plain PyTorch would drop.
         """
         self._gathering.settle()
         if self._ledger.has_counted and not self.settings.schedule.caller_owned:
@@ -363,9 +363,9 @@ class AccumulatingOptimizer(Optimizer):
     def normalize_(self) -> None:
         """At a window's end, between its last backward and ``step()``: make ``p.grad`` the window's gradient, to clip or inspect.
 
-        In the buffer's dtype, before ``max_grad_norm``, and still times the loss scale in force where a GradScaler is used (unscale
-        it as in plain PyTorch, before or after). One pass; does not wait for the device. With a process group it is the gradient of all
-        ranks; all of them must call it, and it waits.
+        The gradient is in the buffer's dtype, before ``max_grad_norm``, and with a GradScaler still multiplied by the loss scale in force
+        (unscale it as in plain PyTorch, before or after). One pass; does not wait for the device. With a process group it is the
+        gradient of all ranks: all of them must call it, and it waits.
 
         Raises:
             RuntimeError: the window is not complete. ValueError: a weight is still missing (``reduction="sum"``).
@@ -390,23 +390,23 @@ class AccumulatingOptimizer(Optimizer):
 
     @property
     def progress(self) -> dict[str, int | str]:
-        """Where the open window stands, for a progress bar: ``bar.set_postfix(opt.progress)``. Does not wait for the device.
+        """Progress of the open window, for a progress bar: ``bar.set_postfix(opt.progress)``. Does not wait for the device.
 
-        ``"window"``, its index; ``"micro_batch"``, how many it holds, as ``"3/8"`` where a count closes it; ``"weight"``, as ``"96/4096"``,
-        where weights that the host knows close it. Once a window has closed, this is about the next one.
+        ``"window"`` is its index; ``"micro_batch"`` how many it holds, as ``"3/8"`` if a count closes it; ``"weight"``, as ``"96/4096"``,
+        is there if weights that the host knows close it. Once a window has closed, this describes the next one.
         """
         return self._ledger.progress
 
     @property
     def last_window(self) -> LastWindow | None:
-        """What is known of the last closed window; None before the first."""
+        """What is known about the last closed window; None before the first."""
         return self._closing.last_window
 
     @property
     def updated(self) -> bool:
         """Did the last ``step()`` or ``flush()`` change the parameters? (``if opt.updated: scheduler.step()``.)
 
-        Waits for the device only where the decision was left to a fused optimizer there.
+        Waits for the device only if the decision was left to a fused optimizer there.
         """
         return bool(self._closing.updated)
 
@@ -422,9 +422,9 @@ class AccumulatingOptimizer(Optimizer):
 
     @_outside_graphs
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's, plus one key, ``"fusedaccum"``: the open window with its buffers, and master weights.
+        """The inner optimizer's state dict plus one key, ``"fusedaccum"``: the open window with its buffers, and master weights.
 
-        Tensors and plain values only (``torch.load(weights_only=True)`` reads it); buffers are copies. A plain optimizer loads
+        Tensors and plain values only (``torch.load(weights_only=True)`` reads it); buffers are copies. A plain optimizer can load
         it too, and ignores the key.
         """
         self._not_inside("state_dict()")
@@ -437,8 +437,8 @@ class AccumulatingOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned, an open window included, or a plain optimizer's state (an empty window).
 
-        The model may have moved to another device or dtype since it was wrapped, or into a DistributedDataParallel module: its
-        gradients are gathered there from now on. (Accelerate does that to a model, and then loads the optimizer's own state.)
+        If the model has moved to another device or dtype since it was wrapped, or into a DistributedDataParallel module, its
+        gradients accumulate there from now on. (Accelerate moves a model, and then loads the optimizer's own state.)
 
         Raises:
             ValueError: saved from other parameters, or with an open window and other window settings; nothing is loaded then.

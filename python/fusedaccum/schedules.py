@@ -1,4 +1,4 @@
-"""Windows that change their length as training goes on, for ``accum_steps=``; and the learning rate that goes with a larger batch."""
+"""Windows that change length during training, for ``accum_steps=``, and the learning rate that goes with a larger batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def piecewise(steps: Mapping[int, int]) -> Steps:
     """``piecewise({0: 4, 1000: 8})``: 4 micro-batches per window, and 8 from window 1000 on.
 
     Raises:
-        ValueError: no entry for window 0, or one that is no window or no count of micro-batches.
+        ValueError: no entry for window 0, or an entry that is not a window and a count of micro-batches.
     """
     if not isinstance(steps, Mapping):
         raise TypeError(
@@ -37,7 +37,7 @@ def _piecewise(steps: dict[int, int], index: int) -> int:
 
 
 def linear(start: int, end: int, windows: int) -> Steps:
-    """From ``start`` micro-batches per window to ``end``, by equal amounts over the first ``windows`` windows; ``end`` from then on.
+    """From ``start`` micro-batches per window to ``end``, in equal steps over the first ``windows`` windows; ``end`` from then on.
 
     The ramp of GPT-3 (Brown et al., 2020, section 2.3), there in samples. Raises as :func:`geometric`.
     """
@@ -52,7 +52,7 @@ def geometric(start: int, end: int, windows: int) -> Steps:
     """From ``start`` micro-batches per window to ``end``, by equal factors over the first ``windows`` windows; ``end`` from then on.
 
     Raises:
-        TypeError, ValueError: an argument that is no int of at least 1.
+        TypeError, ValueError: an argument that is not an int of at least 1.
     """
     return functools.partial(_geometric, *_ramp(start, end, windows))
 
@@ -70,18 +70,18 @@ class noise_scale:  # named as the functions beside it
 
     ``accum_steps=noise_scale(start=4, at_most=64), noise_scale=0.95``: every ``every`` windows, the next ones hold ``fraction`` of
     ``last_window.noise_scale``, in micro-batches that weigh what the last window's did, on all ranks together. At a batch of the noise
-    scale, training takes twice the steps that a far larger batch would take, and twice the samples that a far smaller one would
+    scale, training takes twice the steps of a far larger batch, and twice the samples of a far smaller one
     (McCandlish et al., 2018, equation 2.11).
 
     Args:
-        start: micro-batches per window until something is known.
-        at_most, at_least: bounds. With at_least=1 a window may shrink to one micro-batch, which measures no noise, so that it stays so.
-        every: windows between two looks. Each waits for the device.
+        start: micro-batches per window until the noise scale is known.
+        at_most, at_least: bounds. With at_least=1 a window may shrink to one micro-batch, which measures no noise, so it stays at one.
+        every: windows between two checks. Each check waits for the device.
         fraction: of the noise scale.
-        growth: the most that a look changes the length by, as a factor (and by one micro-batch at least).
+        growth: the largest factor by which one check changes the length (one micro-batch is always allowed).
 
     Raises:
-        TypeError, ValueError: an argument that makes no sense.
+        TypeError, ValueError: an invalid argument.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class noise_scale:  # named as the functions beside it
         return self.steps
 
     def window_closed(self, window: LastWindow, ranks: int) -> None:
-        """The wrapper calls it with every window that has closed, gathered by ``ranks`` ranks."""
+        """Called by the wrapper with every window that has closed, shared by ``ranks`` ranks."""
         self._seen += 1
         if self._seen % self._every or window.noise_scale is None or not window.micro_batches:
             return
@@ -145,14 +145,14 @@ class noise_scale:  # named as the functions beside it
 
 
 def scaled_lr(lr: float, *, batch: float, base_batch: float, rule: str) -> float:
-    """The learning rate for batches of ``batch``, where ``lr`` is good for ``base_batch`` (both in samples, or both in tokens).
+    """The learning rate for batches of ``batch``, given an ``lr`` that suits ``base_batch`` (both in samples, or both in tokens).
 
-    Accumulating does not change a batch: a window of 8 micro-batches takes the learning rate of the batch that they make up. This is for
-    batches that become larger or smaller.
+    Accumulating does not change a batch: a window of 8 micro-batches takes the learning rate of the batch that they add up to. Use this
+    for batches that become larger or smaller.
 
     Args:
         rule: ``"linear"``, ``lr * batch / base_batch``, for SGD while batches are small beside the noise scale (Goyal et al., 2017,
-            "Accurate, Large Minibatch SGD", with a warmup); ``"sqrt"``, ``lr * sqrt(batch / base_batch)``, for Adam and its like (Malladi
+            "Accurate, Large Minibatch SGD", with a warmup); ``"sqrt"``, ``lr * sqrt(batch / base_batch)``, for Adam and the like (Malladi
             et al., 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms"; Krizhevsky, 2014, for SGD).
 
     Raises:

@@ -37,23 +37,23 @@ class DistributedState:
     """All of a wrapper's state (inner optimizer, open window, master weights) as a value in the dict of ``dcp.save`` and ``dcp.load``.
 
     ``dcp.save({"opt": DistributedState(opt)}, checkpoint_id=path)``, then
-    ``dcp.load({"opt": DistributedState(opt, path)}, checkpoint_id=path)``. Parameters are known by their position in ``param_groups``.
+    ``dcp.load({"opt": DistributedState(opt, path)}, checkpoint_id=path)``. Parameters are identified by position in ``param_groups``.
 
     An open window keeps its total over the ranks. When N ranks saved and M load, rank r takes the sums and weights of ranks r, r + M, …
-    of those that saved, and counts ``(all micro-batches so far) // M``. With N = M everything goes on bit-identically.
+    of those that saved, and counts ``(all micro-batches so far) // M``. With N = M everything continues bit-identically.
 
     Args:
         optimizer: the wrapper.
         load_from: the checkpoint to load, a folder or a ``StorageReader``; None to save.
-        key: that of the value in the dict, where the checkpoint holds several wrappers.
+        key: the value's key in the dict, if the checkpoint holds several wrappers.
 
     ``state_dict()`` and ``load_state_dict()`` are for ``torch.distributed.checkpoint`` to call, on all ranks together. Saving exchanges
     the plain values, changes nothing, and takes memory for a copy of the open window's sums; loading takes memory for what is read.
 
     Raises:
         RuntimeError: saved between ``backward()`` and ``step()``, or after ``normalize_()``; loaded without ``load_from``.
-        ValueError: saved where the ranks stand at different places of the window; loaded from another model's checkpoint, or one with an
-            open window that this wrapper cannot go on with. Nothing has been read into the model or the wrapper then.
+        ValueError: saved while the ranks are at different places in the window; loaded from another model's checkpoint, or one with an
+            open window that this wrapper cannot continue. Nothing has been read into the model or the wrapper then.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class DistributedState:
         self._opt, self._load_from, self._key = optimizer, load_from, key
 
     def state_dict(self) -> dict[str, Any]:
-        """What is to be saved; with ``load_from``, tensors to be filled from there."""
+        """What to save; with ``load_from``, tensors to be filled from there."""
         return _saved(self._opt) if self._load_from is None else self._to_fill(self._load_from)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put in what was read into :meth:`state_dict`'s tensors."""
+        """Load what was read into :meth:`state_dict`'s tensors."""
         if self._load_from is None:
             raise RuntimeError(
                 "DistributedState(opt) saves; to load, tell it the checkpoint, because what that holds depends on whether a window was "

@@ -10,10 +10,10 @@ from fusedaccum import AccumulatingOptimizer
 
 
 class ResumeInsideWindow(Callback):
-    """``Trainer(callbacks=[ResumeInsideWindow()])``: ``fit(ckpt_path=...)`` goes on inside the window that the checkpoint was taken in.
+    """``Trainer(callbacks=[ResumeInsideWindow()])``: ``fit(ckpt_path=...)`` resumes inside the window that the checkpoint was taken in.
 
-    Lightning restores the optimizers and then sets all gradients of the model to None, which drops the open window. So this loads
-    the states of wrapped optimizers once more, before the first batch; until then it holds on to them.
+    Lightning restores the optimizers and then sets all gradients of the model to None, which drops the open window. So this callback loads
+    the states of wrapped optimizers again, before the first batch; until then it keeps them.
     """
 
     def __init__(self) -> None:

@@ -4,8 +4,8 @@ Any of FP64, FP32, BF16 and FP16 goes into any of them, also mixed within one ca
 FP32: multiply, then add, each rounded (no FMA), then one rounding to the output's dtype. So all backends give the same bits.
 Every op writes its first list in place and bumps the tensors' autograd versions; gradients are not tracked through it.
 
-A call runs at once, past PyTorch's dispatcher (:mod:`fusedaccum.ops.eager`). One that ``torch.compile`` traces, or that a dispatch mode
-is to see (``make_fx``, ``torch.export``, ``FakeTensorMode``), goes through it, as ``torch.ops.fusedaccum``
+A call runs immediately, bypassing PyTorch's dispatcher (:mod:`fusedaccum.ops.eager`). A call that ``torch.compile`` traces, or that a
+dispatch mode should see (``make_fx``, ``torch.export``, ``FakeTensorMode``), goes through the dispatcher, as ``torch.ops.fusedaccum``
 (:mod:`fusedaccum.ops.traced`).
 """
 
@@ -37,21 +37,21 @@ def accumulate_(
     """``buffer = buffer * decay + grad * scale`` for every pair; with ``overwrite``, ``buffer = grad * scale``.
 
     Args:
-        buffers: what is written; any strides, no shared memory.
-        grads: what is added, of the buffers' shapes and device; any strides.
+        buffers: written in place; any strides, no shared memory.
+        grads: added, of the buffers' shapes and device; any strides.
         scale: a number or 0-d tensor. 0 adds nothing, whatever the gradients hold (NaN too).
-        overwrite: do not read the buffers: the first touch needs no zeroing.
+        overwrite: do not read the buffers, so the first touch needs no zeroing.
         decay: a number or 0-d tensor; for buffers that hold a running mean.
-        rounding: of 16-bit buffers, None for nearest-even.
+        rounding: for 16-bit buffers; None for nearest-even.
         stats: overwritten with the squared norm of the buffers after the call and the number of elements of
             ``grad * scale`` that are not finite.
-        backend: a name, or None for the environment's FUSEDACCUM_BACKEND, else ``"auto"``.
+        backend: a name, or None for the environment variable FUSEDACCUM_BACKEND, else ``"auto"``.
 
     Raises:
-        TypeError, ValueError: lists that do not match, a dtype or layout that is not supported, memory shared between buffers or
-            with a gradient; a scale that is not one number. RuntimeError: a backend that is missing. Nothing is written then.
+        TypeError, ValueError: lists that do not match, an unsupported dtype or layout, memory shared between buffers or
+            with a gradient; a scale that is not one number. RuntimeError: a missing backend. Nothing is written then.
 
-    Never waits for the device. The kernels take no memory of the size of a tensor, but for copies of those that are not dense (views
+    Never waits for the device. The kernels allocate no tensor-sized memory, except to copy tensors that are not dense (views
     with gaps); ``"reference"`` makes temporaries throughout.
     """
     if is_compiling() or modes():
@@ -84,8 +84,8 @@ def cast_(
     """``out = cast(in * scale)`` for every pair, rounded to nearest even, literally: infinity times 0 is NaN.
 
     Args:
-        outs: what is written; any strides, no shared memory.
-        ins: what is read, of the outputs' shapes and device; any strides.
+        outs: written in place; any strides, no shared memory.
+        ins: read, of the outputs' shapes and device; any strides.
         scale: a number or 0-d tensor.
         stats: overwritten with the squared norm and the non-finite count of ``outs``.
         backend, and Raises: as :func:`accumulate_`.
@@ -102,7 +102,7 @@ def stats(tensors: Sequence[Tensor], *, backend: str | None = None) -> Stats:
         tensors: any strides; may share memory.
         backend, and Raises: as :func:`accumulate_`.
 
-    Returns new :class:`Stats` on the tensors' device (the CPU for an empty list); does not wait for it.
+    Returns new :class:`Stats` on the tensors' device (the CPU for an empty list); does not wait for the device.
     """
     if is_compiling() or modes():
         return traced.stats(tensors, backend)

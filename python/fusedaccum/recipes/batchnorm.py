@@ -31,7 +31,7 @@ Place = tuple[int, tuple[Parameter, ...]]  # number among the model's modules; t
 def accumulate_batchnorm(model: Model) -> Model:
     """Give every BatchNorm layer in ``model`` the running statistics that the big batch would leave in it; returns ``model``.
 
-    With n_i values a channel of mean m_i and unbiased variance v_i in micro-batch i, and N = sum(n_i), when a window closes::
+    If micro-batch i has n_i values per channel, with mean m_i and unbiased variance v_i, and N = sum(n_i), then when a window closes::
 
         mean = sum(n_i * m_i) / N
         var  = (sum((n_i - 1) * v_i) + sum(n_i * (m_i - mean)**2)) / (N - 1)
@@ -39,23 +39,23 @@ def accumulate_batchnorm(model: Model) -> Model:
 
     in FP64, in place, and ``num_batches_tracked`` counts one. Normalisation itself still sees one micro-batch at a time: a layer's
     output and its gradients stay those of the micro-batch. Exact for a layer whose inputs are those of the big batch (the first
-    one); a later layer's are the pooled statistics of its own inputs.
+    one); a later layer gets the pooled statistics of its own inputs.
 
     Pools ``BatchNorm1d``, ``2d``, ``3d``, ``SyncBatchNorm`` and subclasses, which must pass ``running_mean``, ``running_var`` and
-    ``momentum`` on as they are. Layers in ``eval()``, without running statistics, and training forwards under ``no_grad()`` work as before.
-    Forwards that activation checkpointing runs again count once. A layer that is called several times in a micro-batch moves as often, its
-    k-th calls pooled with each other. Micro-batches that are dropped count for nothing. Statistics that are not finite are not written.
+    ``momentum`` on as they are. Layers in ``eval()`` or without running statistics, and training forwards under ``no_grad()``, work as
+    before. Forwards that activation checkpointing recomputes count once. A layer that is called several times in a micro-batch updates as
+    often, its k-th calls pooled with each other. Dropped micro-batches count for nothing. Statistics that are not finite are not written.
     With a process group the population is that of all ranks.
 
-    In place: modules keep their names, parameters, buffers, state dicts and forward results, bit for bit. Before or after wrapping the
-    optimizer; after ``convert_sync_batchnorm`` and ``fully_shard``. A layer follows the wrapper that gathers its weight or bias, or else
-    the first gathered parameter of the nearest module around it. :func:`restore_batchnorm` undoes it. Under ``torch.compile`` each layer
-    is a graph break. The statistics are a by-product of the forward: no pass over the input is added, nothing waits for the device
-    (over ranks: four small collectives per window), and 16 bytes a channel and call are kept in an open window.
+    In place: modules keep their names, parameters, buffers, state dicts and forward results, bit for bit. Call it before or after wrapping
+    the optimizer, but after ``convert_sync_batchnorm`` and ``fully_shard``. A layer follows the wrapper that accumulates its weight or
+    bias, or else that of the first accumulated parameter of the nearest module around it. :func:`restore_batchnorm` undoes it. Under
+    ``torch.compile`` each layer is a graph break. The statistics are a by-product of the forward: no pass over the input is added, nothing
+    waits for the device (over ranks: four small collectives per window), and an open window keeps 16 bytes per channel and call.
 
     Raises:
         TypeError: ``model`` is not a module. ValueError: a lazy layer that does not know its channels yet. At a training forward,
-        RuntimeError: no ``AccumulatingOptimizer`` gathers a parameter of the model.
+        RuntimeError: no ``AccumulatingOptimizer`` accumulates a parameter of the model.
     """
     _check(model)
     modules = dict(model.named_modules())

@@ -33,34 +33,34 @@ def cached_backward(
 ) -> Tensor:
     """The backward pass of the loss of a whole batch, ``loss_fn(encoder(batch), ...)``, with the graph of one micro-batch.
 
-    With E the embeddings of all samples, ``dL/dp = sum over micro-batches i of dL/dE_i * dE_i/dp``. The first pass makes E without a
-    graph; dL/dE comes from the loss of all of it; the second pass encodes every micro-batch again, with the random numbers that it
-    drew before from PyTorch's default generators, and goes backward from its part of dL/dE. That is the gradient of the one big
-    backward, up to the order of its sums, where a sample's embedding depends on that sample alone (with batch normalisation it does
+    With E the embeddings of all samples, ``dL/dp = sum over micro-batches i of dL/dE_i * dE_i/dp``. The first pass computes E without a
+    graph. The loss of all of E gives dL/dE. The second pass encodes every micro-batch again, with the random numbers that it
+    drew before from PyTorch's default generators, and runs backward from its part of dL/dE. That is the gradient of the one big
+    backward, up to the order of its sums, if a sample's embedding depends on that sample alone (with batch normalisation it does
     not).
 
-    Beside the graph of a micro-batch, memory holds E, dL/dE, the graph of the loss (until the second pass) and a copy of the modules'
-    buffers (until the loss). Trained encoders run forward twice, frozen ones once. Waits for no device by itself. The two passes are those
-    of GradCache: Gao et al., 2021, arXiv:2101.06983, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup".
+    Besides the graph of a micro-batch, memory holds E, dL/dE, the graph of the loss (until the second pass) and a copy of the modules'
+    buffers (until the loss). Trained encoders run forward twice, frozen ones once. Does not itself wait for a device. The two passes are
+    those of GradCache: Gao et al., 2021, arXiv:2101.06983, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup".
 
     Args:
-        loss_fn: the scalar loss of the embeddings of all samples, one argument an encoder; called once. Parameters that it uses (a
+        loss_fn: the scalar loss of the embeddings of all samples, with one argument per encoder; called once. Parameters that it uses (a
             temperature) get their gradients too. With a GradScaler, it returns ``scaler.scale(loss)``.
         encoders: a module or function, or a list of them, in which one may occur twice. A module is called with ``**batch`` for a dict,
             ``*batch`` for a list or tuple, and ``batch`` otherwise; a function with the micro-batch as it is. It returns a tensor,
             or tensors nested in dicts, lists, tuples or dataclasses, whose first dimension is the sample.
-        inputs: the whole batch, nested likewise; for a list of encoders, a list of one batch an encoder. Tensors in it that require
+        inputs: the whole batch, nested likewise; for a list of encoders, a list with one batch per encoder. Tensors in it that require
             a gradient get one.
         micro_batch_size: samples that are encoded at once; the last micro-batch may be smaller.
-        opt: the wrapper that gathers the gradients: the call is one micro-batch of it, and its loss is recorded. Not needed with a plain
-            optimizer, nor within ``opt.micro_batch()``.
+        opt: the wrapper that accumulates the gradients: the call is one micro-batch of it, and its loss is recorded. Not needed with a
+            plain optimizer, nor within ``opt.micro_batch()``.
         weight: of that micro-batch, as :meth:`AccumulatingOptimizer.backward` takes it; only with ``opt``.
 
     Returns:
         what ``loss_fn`` returned, detached (with a GradScaler, scaled).
 
     Raises:
-        TypeError, ValueError: an argument, a loss or an encoder's output that makes no sense; nothing has been added by then.
+        TypeError, ValueError: an invalid argument, loss or encoder output; nothing has been added by then.
         RuntimeError: a wrapper would count the passes as several micro-batches, or an encoder changes its inputs in place. After any
             exception ``opt`` is as :meth:`AccumulatingOptimizer.micro_batch` says; without ``opt``, ``p.grad`` may hold a part.
     """

@@ -23,15 +23,15 @@ ROOM = 0.2
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """What :func:`explain` found; ``str()`` of it is the text.
+    """What :func:`explain` found; its ``str()`` is the printed text.
 
     Attributes:
-        modes: what there is to choose from.
-        recommended: one of them. reason: why. call: to paste, for the window that was asked for.
-        micro_batches: of a window. micro_batch: samples in each, last: in the last of them.
-        available: bytes on the parameters' device, :attr:`device`, for the model and all that comes with it; None where not known.
+        modes: the modes to choose from.
+        recommended: one of them. reason: why. call: code to paste, for the requested window.
+        micro_batches: per window. micro_batch: samples in each. last: samples in the last.
+        available: bytes on the parameters' device, :attr:`device`, for the model and all that comes with it; None if not known.
         bandwidths: bytes per second of each pass, as measured.
-        hook_seconds: what the wrapper adds to a window's backward passes beside :attr:`Mode.seconds`; None where not measured.
+        hook_seconds: what the wrapper adds to a window's backward passes, besides :attr:`Mode.seconds`; None if not measured.
     """
 
     modes: list[Mode]
@@ -62,7 +62,7 @@ def explain(
     memory: int | None = None,
     show: bool = True,
 ) -> Explanation:
-    """Print, and return, what a window will hold in memory, move in bytes and cost in time under each mode, and which one to take.
+    """Print and return a window's memory, bytes moved and time under each mode, and which mode to use.
 
     A window has ``N = ceil(desired_batch / micro_batch)`` micro-batches. For parameters of p bytes per element, buffers of b::
 
@@ -70,9 +70,9 @@ def explain(
         bytes moved     = (p + b) + (N - 1) * (p + 2b) + closing      closing: b + p to cast, 2b to scale, 0 where handed on
         seconds         = sum over the passes of bytes / measured bandwidth      (+ hooks, a parameter and micro-batch)
 
-    counted over the parameters as they are; each term is explained in docs/memory.md and docs/performance.md. Gradients are taken to
-    come from the last parameter to the first. Not counted, because no input is known: activations, the rows of a fused embedding, what
-    fused layers' GEMMs take longer, and what the inner step takes for itself. (``fa.MicroBatcher(model, opt)`` finds the largest
+    counted over the parameters as they are; docs/memory.md and docs/performance.md explain each term. Gradients are assumed to
+    arrive from the last parameter to the first. Not counted, because no input is known: activations, the rows of a fused embedding, the
+    extra time of fused layers' GEMMs, and what the inner step takes for itself. (``fa.MicroBatcher(model, opt)`` finds the largest
     micro-batch that fits.)
 
     Args:
@@ -84,12 +84,12 @@ def explain(
         show: print the text.
 
     Raises:
-        TypeError, ValueError: no model, nothing to train, several devices; sizes that are not whole numbers, below 1, or a micro-batch
+        TypeError, ValueError: no model, nothing to train, several devices; sizes that are not whole numbers or below 1, or a micro-batch
             larger than the batch.
 
-    Measures with the library's own calls on memory of its own: about a second on a CPU, and at most 1 GiB (of FP64), which it frees
-    (if a device is too full for that, explain a copy on ``"meta"``). Waits for the device. Parameters, gradients and the optimizer stay
-    untouched.
+    Measures with the library's own calls on memory of its own: this takes about a second on a CPU and at most 1 GiB (of FP64), which is
+    freed. (If a device is too full for that, explain a copy on ``"meta"``.) Waits for the device. Parameters, gradients and the optimizer
+    stay untouched.
     """
     desired_batch = checked_count(desired_batch, "desired_batch", "; it counts samples")
     micro_batch = checked_count(micro_batch, "micro_batch", "; it counts samples")

@@ -1,6 +1,6 @@
-"""Layers whose backward adds the weight's gradient into its buffer, so that it never is a tensor of its own.
+"""Layers whose backward adds the weight's gradient into its buffer, so that it is never a tensor of its own.
 
-``fuse_linear``: the GEMM that makes a ``Linear``'s weight gradient writes ``buffer + scale * gradient``.
+``fuse_linear``: the GEMM that computes a ``Linear``'s weight gradient writes ``buffer + scale * gradient``.
 ``fuse_embedding``: an ``Embedding`` adds the rows of the tokens that occur, instead of a gradient as large as the vocabulary.
 """
 
@@ -22,31 +22,32 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def fuse_linear(model: Model) -> Model:
-    """Make every ``nn.Linear`` in ``model`` add its weight's gradient into the buffer that gathers it; returns ``model``.
+    """Make every ``nn.Linear`` in ``model`` add its weight's gradient directly into the buffer; returns ``model``.
 
-    ``buffer = buffer + scale * (grad_output.T @ input)`` in one GEMM, where torch has one that reads the layer's dtype and writes the
-    buffer's: FP32 and FP64 everywhere, bf16 and fp16 into FP32 buffers on GPUs. The sum is rounded once, where the plain way rounds the
-    gradient first: results differ by that rounding. Biases go the plain way.
+    ``buffer = buffer + scale * (grad_output.T @ input)`` in one GEMM, if torch has one that reads the layer's dtype and writes the
+    buffer's: FP32 and FP64 everywhere, bf16 and fp16 into FP32 buffers on GPUs. The sum is rounded once, whereas an unfused layer rounds
+    the gradient first: results differ by that rounding. Biases are not fused.
 
-    The plain way is taken, with the same meaning, wherever a gradient must be seen whole: for weights that no wrapper gathers, under
-    ``nonfinite="skip_micro_batch"``, in 16-bit buffers, with micro-batch weights that are tensors on a GPU, under autocast,
-    ``torch.compile`` and ``torch.func``, for ``create_graph=True`` and ``torch.autograd.grad``, for layers whose weight has hooks, and for
-    nested and sparse inputs.
+    The layer falls back to the unfused path, with the same meaning, wherever a gradient must be seen whole: for weights that no wrapper
+    accumulates, under ``nonfinite="skip_micro_batch"``, in 16-bit buffers, with micro-batch weights that are tensors on a GPU, under
+    autocast, ``torch.compile`` and ``torch.func``, for ``create_graph=True`` and ``torch.autograd.grad``, for layers whose weight has
+    hooks, and for nested and sparse inputs.
 
-    In place: modules keep their names, parameters, state dicts and forward results, bit for bit. Before or after wrapping the optimizer.
-    :func:`unfuse` undoes it; do so before ``torch.jit`` or ``torch.fx`` trace the model. Subclasses of ``nn.Linear`` are left alone.
+    In place: modules keep their names, parameters, state dicts and forward results, bit for bit. Call it before or after wrapping the
+    optimizer. :func:`unfuse` undoes it; do so before ``torch.jit`` or ``torch.fx`` traces the model. Subclasses of ``nn.Linear`` are left
+    alone.
     """
     return _swap(model, {nn.Linear: Linear})
 
 
 def fuse_embedding(model: Model) -> Model:
-    """Make every ``nn.Embedding`` in ``model`` add the rows of its tokens into the buffer; returns ``model``.
+    """Make every ``nn.Embedding`` in ``model`` add the rows of its tokens directly into the buffer; returns ``model``.
 
-    ``buffer[token] += scale * grad_output`` token by token: memory and time grow with the tokens of the micro-batch, not with the
-    vocabulary, except for one zeroing of the buffer a window. The rows are added one after the other in the buffer's dtype, where the plain
-    way adds equal tokens in the gradient's dtype first: results differ by that rounding. Deterministic.
+    ``buffer[token] += scale * grad_output``, token by token: memory and time grow with the tokens of the micro-batch, not with the
+    vocabulary, except that the buffer is zeroed once per window. The rows are added one after the other in the buffer's dtype, whereas an
+    unfused layer adds equal tokens in the gradient's dtype first: results differ by that rounding. Deterministic.
 
-    The plain way is taken as for :func:`fuse_linear`, and for embeddings with ``sparse``, ``max_norm`` or ``scale_grad_by_freq``.
+    Falls back as :func:`fuse_linear` does, and for embeddings with ``sparse``, ``max_norm`` or ``scale_grad_by_freq``.
     """
     return _swap(model, {nn.Embedding: Embedding})
 

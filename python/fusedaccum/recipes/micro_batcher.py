@@ -29,23 +29,23 @@ from .sizes import Sizes, checked_size
 class MicroBatcher:
     """Splits each desired batch into micro-batches that fit into memory, runs them as one window, and steps the optimizer.
 
-    The window's gradient is that of the desired batch, ``sum(w_i * g_i) / sum(w_i)`` under ``reduction="mean"``, however it is split: also
-    where the micro-batch does not divide it, and where memory runs out in the middle. After an out-of-memory error the micro-batch is freed
-    and halved, and the same window goes on. What parameters have already taken of it stays, and is left out when its samples come again.
+    The window's gradient is that of the desired batch, ``sum(w_i * g_i) / sum(w_i)`` under ``reduction="mean"``, however it is split, even
+    if the micro-batch size does not divide it, and even if memory runs out midway. After an out-of-memory error the micro-batch is freed
+    and halved, and the same window continues. Gradients already added stay, and are left out when their samples are run again.
 
     Args:
-        model_or_fn: what makes a micro-batch's loss: a function of it; or a module, called with ``**`` for a mapping, ``*`` for a list or
+        model_or_fn: computes a micro-batch's loss: a function of it; or a module, called with ``**`` for a mapping, ``*`` for a list or
             tuple, else with the micro-batch itself. The loss is what it returns, or its ``.loss`` or ``["loss"]``: one number, a mean over
             the micro-batch's items under ``opt``'s ``reduction="mean"``, a sum under ``"sum"``, and under ``"none"`` such that the losses
             of a window's micro-batches add up to the window's.
         opt: an :class:`AccumulatingOptimizer` whose windows the caller owns (neither ``accum_steps`` nor ``window_weight``).
-        micro_batch_size: samples at most, in parts as equal as can be; or ``"auto"``, which begins with the whole batch, halves on an
-            error, remembers for each shape what has fitted, and tries twice that after 16 windows without an error (after 32, 64, ...
-            where it does not fit again). Ranks that share windows begin each window with the smallest of their sizes (one number is reduced
-            a window, which waits for the device). With a number an out-of-memory error is raised; layers of ``fuse_linear`` then add by
-            themselves, and sums go to other ranks during the last backward, as in a loop by hand.
-        weight: function that gives a micro-batch's number of items (or a 0-d tensor), called before it is moved; that of a batch must be
-            the sum of its parts'. None counts samples.
+        micro_batch_size: samples at most, in parts as equal as possible; or ``"auto"``, which begins with the whole batch, halves on an
+            error, remembers for each shape what fitted, and tries twice that after 16 windows without an error (after 32, 64, ...
+            if it does not fit again). Ranks that share windows begin each window with the smallest of their sizes (one number per window
+            is reduced, which waits for the device). With a number, an out-of-memory error is raised; layers of ``fuse_linear`` then stay
+            fused, and sums travel to other ranks during the last backward, as in a hand-written loop.
+        weight: function that returns a micro-batch's number of items (or a 0-d tensor), called before it is moved; a batch's weight must
+            be the sum of its parts'. None counts samples.
         device: micro-batches are moved there one by one, so the desired batch may stay in CPU memory.
         scaler: scales the losses, steps ``opt`` and is updated once per window. ``model_or_fn`` must not scale them too.
 
@@ -53,7 +53,7 @@ class MicroBatcher:
         micro_batch_size: the latest window's limit of samples per micro-batch; None before the first window of ``"auto"``.
 
     Raises:
-        TypeError, ValueError: an argument that makes no sense, alone or with the others; the message names it and the fix.
+        TypeError, ValueError: an argument that is invalid, alone or with the others; the message names it and the fix.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class MicroBatcher:
         """One window: forward and backward of every sample of ``batch``, and the optimizer's step.
 
         Args:
-            batch: tensors (or NumPy arrays) whose first dimension is the sample, in dicts, lists, tuples and dataclasses as you like.
+            batch: tensors (or NumPy arrays) whose first dimension is the sample, nested in dicts, lists, tuples and dataclasses.
 
         Returns:
             ``opt.last_window.loss``, a 0-d float64 tensor: the desired batch's loss. NaN for a window without weight.
@@ -95,7 +95,7 @@ class MicroBatcher:
         Raises:
             ValueError: ``batch`` cannot be cut. RuntimeError: ``opt`` holds an open window.
             torch.OutOfMemoryError: one sample, or ``micro_batch_size`` samples, do not fit.
-            Whatever the model or ``opt.step()`` raise. The window is dropped then, and the batch can be handed in again.
+            Whatever the model or ``opt.step()`` raise. The window is dropped then, and you can pass the batch again.
 
         Waits for the device only where ``opt.step()`` does, and where ranks agree on a size.
         """
@@ -123,9 +123,9 @@ class MicroBatcher:
         return torch.tensor(math.nan, dtype=torch.float64) if last is None or last.loss is None else last.loss
 
     def epoch(self, batches: Iterable[Any]) -> Iterator[Tensor]:
-        """:meth:`step` for each of ``batches``, such as a DataLoader's; yields their losses. It runs only as it is iterated over.
+        """:meth:`step` for each of ``batches``, such as a DataLoader's; yields their losses. It runs only while you iterate over it.
 
-        A DataLoader's last batch may be a small one, and is a window like the others: ``drop_last=True`` leaves it out.
+        A DataLoader's last batch may be small, and is a window like the others: ``drop_last=True`` leaves it out.
         """
         for batch in batches:
             yield self.step(batch)
@@ -135,7 +135,7 @@ class MicroBatcher:
         return {"sizes": self._sizes.state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the sizes of :meth:`state_dict`."""
+        """Continue with the sizes of :meth:`state_dict`."""
         self._sizes.load(state_dict["sizes"])
 
     # -- windows -----------------------------------------------------------------------------------------------

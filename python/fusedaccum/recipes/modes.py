@@ -85,12 +85,12 @@ class Mode:
     """One way to accumulate, and what a window costs under it.
 
     Attributes:
-        name, arguments: of the mode, and of the wrapper to get it.
-        memory: bytes by what they are for ("model", "buffers", "gradients", "masters", "optimizer"), on the parameters' device, at
-            the peak; activations and what the inner step takes by itself left out.
-        cpu: the same in CPU memory, where the parameters are elsewhere.
-        elements: how many are trained. passes: those over memory, in a window.
-        seconds: what the passes take a window; None where not measured.
+        name: of the mode. arguments: the wrapper's arguments that select it.
+        memory: bytes by purpose ("model", "buffers", "gradients", "masters", "optimizer"), on the parameters' device, at
+            the peak; excludes activations and what the inner step takes by itself.
+        cpu: the same in CPU memory, if the parameters are elsewhere.
+        elements: number of trained elements. passes: a window's passes over memory.
+        seconds: time of the passes per window; None if not measured.
     """
 
     name: str
@@ -107,12 +107,12 @@ class Mode:
 
     @property
     def moved(self) -> int:
-        """Bytes read and written a window by accumulation, wherever."""
+        """Bytes that accumulation reads and writes per window, in any memory."""
         return sum(p.bytes for p in self.passes)
 
     @property
     def formula(self) -> str:
-        """:attr:`moved` an element, pass by pass; "of 12%" where a pass goes over a part of the elements."""
+        """:attr:`moved` per element, pass by pass; "of 12%" where a pass covers part of the elements."""
         terms = []
         for p in self.passes:
             share = p.elements / self.elements
