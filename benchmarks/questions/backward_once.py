@@ -49,8 +49,8 @@ def finding(rows: Sequence[Row]) -> str:
     peak = {r["contestant"]: f"{r['peak_bytes'] / 2**20:.0f} MiB" for r in rows}
     error = max(r["error"] for r in rows)
     return (
-        f"One backward of the sum of {PARTS} losses peaks at {peak[ONCE]}, as the big batch does ({peak[BIG]}); one backward per "
-        f"micro-batch peaks at {peak[EACH]}, with fusedaccum at {peak[OURS]}. The gradients differ by {error:.0e} at most."
+        f"One backward of the sum of {PARTS} losses peaks at {peak[ONCE]} of memory (the big batch at {peak[BIG]}); one backward per "
+        f"micro-batch peaks at {peak[EACH]}, and with fusedaccum at {peak[OURS]}. The gradients differ by at most {error:.0e}."
     )
 
 

@@ -46,9 +46,9 @@ def finding(rows: Sequence[Row]) -> str:
     one, all_ = ({way: _mean(rows, way, size, "accuracy") for way in WAYS} for size in (1, DESIRED))
     plain, pooled = (_mean(rows, way, 1, "variance_error") for way in (PLAIN, POOLED))
     return (
-        f"Micro-batch 1 instead of {DESIRED} at once takes BatchNorm's test accuracy from {all_[PLAIN]:.1%} to {one[PLAIN]:.1%}, "
-        f"with accumulate_batchnorm to {one[POOLED]:.1%}, GroupNorm's from {all_[GROUPS]:.1%} to {one[GROUPS]:.1%}. "
-        f"The first layer's running variance is then {plain:.0%} off what the big batch leaves, pooled {pooled:.0e}."
+        f"Training with micro-batches of 1 instead of {DESIRED} takes BatchNorm's test accuracy from {all_[PLAIN]:.1%} to "
+        f"{one[PLAIN]:.1%} ({one[POOLED]:.1%} with accumulate_batchnorm), and GroupNorm's from {all_[GROUPS]:.1%} to {one[GROUPS]:.1%}. "
+        f"The first layer's running variance is then {plain:.0%} off the big batch's, and {pooled:.0e} off with accumulate_batchnorm."
     )
 
 

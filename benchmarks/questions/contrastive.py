@@ -53,10 +53,10 @@ def finding(rows: Sequence[Row]) -> str:
     (big,), small = _of(rows, BIG), _of(rows, OURS)[0]
     in_bf16 = max(r["error"] for r in rows if r["contestant"] == CHECKPOINTED)
     return (
-        f"A contrastive loss accumulated over micro-batches has a gradient {min(accumulated):.0%} to {max(accumulated):.0%} off the big "
-        f"batch's. That of fa.cached_backward is {max(cached):.0e} off, in {small['peak_bytes'] / big['peak_bytes']:.0%} of its memory "
-        f"(micro-batches of {small['micro_batch_size']} of {small['samples']}). Checkpointing them in one backward would add up bf16 "
-        f"gradients {in_bf16:.1%} off."
+        f"Accumulated over micro-batches, a contrastive loss has a gradient {min(accumulated):.0%} to {max(accumulated):.0%} off the big "
+        f"batch's. That of fa.cached_backward is {max(cached):.0e} off, in {small['peak_bytes'] / big['peak_bytes']:.0%} of the memory "
+        f"({small['samples']} samples in micro-batches of {small['micro_batch_size']}). Checkpointing the micro-batches in one backward "
+        f"would sum their gradients in bf16, {in_bf16:.1%} off."
     )
 
 

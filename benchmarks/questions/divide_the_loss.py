@@ -43,8 +43,9 @@ def finding(rows: Sequence[Row]) -> str:
     """The drift at the end, of the ways that people take for right."""
     last = {(r["contestant"], r["sizes"]): r["drift"] for r in rows}
     return (
-        f"With unequal micro-batches, loss / N ends {last['loss / N', 'unequal']:.0%} of the distance trained away from the big batch, "
-        f"weighted losses {last[OURS, 'unequal']:.0e} of it; a mean that nobody divides {last['not divided', 'equal']:.0%}."
+        f"With unequal micro-batches, training on loss / N ends {last['loss / N', 'unequal']:.0%} of the distance trained away from the "
+        f"big batch's result, and on weighted losses {last[OURS, 'unequal']:.0e}. Means that are added and never divided end "
+        f"{last['not divided', 'equal']:.0%} away, even with equal micro-batches."
     )
 
 

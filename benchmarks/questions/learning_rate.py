@@ -57,10 +57,10 @@ def finding(rows: Sequence[Row]) -> str:
     losses = {r["contestant"]: r["losses"] for r in rows}
     apart = max(abs(a - b) / a for a, b in zip(losses[BIG], losses[OURS]))
     return (
-        f"With the window's mean the rate stays: at most {apart:.0e} from the big batch's loss, which ends at "
-        f"{losses[BIG][-1]:.3f}. Not divided: {losses[SUMMED][-1]:.3f}. A batch {GROWN} times as large: "
-        f"{losses[LINEAR][-1]:.3f} with {GROWN} times the rate, {losses[ROOT][-1]:.3f} with its root, "
-        f"{losses[UNCHANGED][-1]:.3f} with the same."
+        f"With the window's mean the learning rate stays as it is: the loss is within {apart:.0e} of the big batch's, which ends at "
+        f"{losses[BIG][-1]:.3f}. Without the division it ends at {losses[SUMMED][-1]:.3f}. A batch {GROWN} times as large ends at "
+        f"{losses[LINEAR][-1]:.3f} with {GROWN} times the rate, at {losses[ROOT][-1]:.3f} with {GROWN**0.5:g} times (the square root), "
+        f"and at {losses[UNCHANGED][-1]:.3f} with the same rate."
     )
 
 

@@ -45,8 +45,8 @@ def finding(rows: Sequence[Row]) -> str:
     """How far off each way may be."""
     off = {r["contestant"]: max(r["errors"]) for r in rows}
     return (
-        f"With unequal micro-batches, the last one's loss is up to {off[LAST]:.0%} off the big batch's, their plain mean "
-        f"up to {off[MEAN]:.0%}; last_window.loss {off[OURS]:.0e}."
+        f"With unequal micro-batches, the last one's loss is up to {off[LAST]:.0%} off the big batch's, and the plain mean of all "
+        f"up to {off[MEAN]:.0%}; last_window.loss is at most {off[OURS]:.0e} off."
     )
 
 

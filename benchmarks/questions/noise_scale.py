@@ -41,8 +41,8 @@ def finding(rows: Sequence[Row]) -> str:
     apart = max(abs(of[FIXED][t] / of[DIRECT][t] - 1) for t in of[DIRECT])
     first, last = min(of[DIRECT]), max(of[DIRECT])
     return (
-        f"From norms of windows and from single samples: at most {apart:.0%} apart. In {last} windows, the batch that still pays goes from "
-        f"{of[DIRECT][first]:.0f} to {of[DIRECT][last]:.0f} samples."
+        f"The scale estimated from norms of windows is within {apart:.0%} of the one from single samples. In {last} windows, the batch "
+        f"that still pays off goes from {of[DIRECT][first]:.0f} to {of[DIRECT][last]:.0f} samples."
     )
 
 

@@ -40,9 +40,9 @@ def finding(rows: Sequence[Row]) -> str:
     """The worst of every way, and what even the full window is off by."""
     errors = {r["contestant"]: r["errors"] for r in rows}
     return (
-        f"The gradient of loss / {N} is up to {max(errors[FULL]):.0%} off, and {errors[FULL][-1]:.0%} where the window is full, because "
-        f"{DESIRED} is not {N} × {MICRO_BATCH}; divided by the micro-batches held, it is up to {max(errors[HELD]):.0%} off; "
-        f"weighted and flushed, {max(errors[OURS]):.0e}."
+        f"The gradient of loss / {N} is up to {max(errors[FULL]):.0%} off, and still {errors[FULL][-1]:.0%} in a full window, because "
+        f"{DESIRED} is not {N} × {MICRO_BATCH}. Divided by the number of micro-batches held, it is up to {max(errors[HELD]):.0%} off; "
+        f"weighted and flushed, at most {max(errors[OURS]):.0e}."
     )
 
 

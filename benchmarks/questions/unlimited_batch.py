@@ -51,9 +51,9 @@ def finding(rows: Sequence[Row]) -> str:
     sizes = [r["batch"] for r in rows]
     error = max(r["error"] for r in rows)
     return (
-        f"From a batch of {min(sizes)} to {max(sizes)} the big batch's peak goes from {peaks[BIG][0]:.0f} to "
-        f"{peaks[BIG][-1]:.0f} MiB; in windows of {MICRO_BATCH} sequences from {peaks[OURS][0]:.1f} to "
-        f"{peaks[OURS][-1]:.1f} MiB, for a gradient at most {error:.0e} away."
+        f"From a batch of {min(sizes)} sequences to {max(sizes)}, peak memory goes from {peaks[BIG][0]:.0f} to {peaks[BIG][-1]:.0f} MiB "
+        f"with the big batch, and from {peaks[OURS][0]:.1f} to {peaks[OURS][-1]:.1f} MiB in micro-batches of {MICRO_BATCH}, for a gradient "
+        f"at most {error:.0e} off."
     )
 
 
