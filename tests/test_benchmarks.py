@@ -16,6 +16,7 @@ from benchmarks import (
     bench_accumulate,
     bench_explain,
     bench_memory,
+    bench_overhead,
     bench_questions,
     bench_ranks,
     bench_step,
@@ -26,6 +27,7 @@ from benchmarks import (
     memory,
     models,
     peers,
+    plots,
     questions,
     report,
     shapes,
@@ -112,6 +114,18 @@ def test_a_step_tells_accumulation_from_forward_and_backward(tmp_path: Path) -> 
     assert shares[bench_step.ALONE] == 0
     assert all(share < 1 for share in shares.values())
     assert "tiny, 8 × 64 tokens: fusedaccum" in report.printed("step", rows)
+
+
+def test_calls_are_timed_with_as_many_tensors_as_their_limits_speak_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_overhead, "COUNTS", (1,))
+    monkeypatch.setattr(bench_overhead, "race", lambda contestants, _: harness.race(contestants, 1, at_least=0.0))
+    rows = bench_overhead.run(harness.Options(out=tmp_path))
+    counts = {r["tensors"] for r in rows if r["level"] == "call"}
+    assert counts >= {len(shapes.SETS[name]().shapes) for name in ("resnet-101", "2000x64x64")}
+    assert "call, 2,000 tensors" in tables.markdown(tables.overhead(rows))
+    assert plots.draw("overhead", rows, tmp_path)
 
 
 @pytest.mark.slow
