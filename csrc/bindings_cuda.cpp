@@ -78,14 +78,19 @@ int run(const Lists& lists, Call call, const std::vector<uint64_t>& counters, py
   if (!stats.is_none()) call.partials = statistics.emplace(stats, outs).first();
 
   std::array<std::array<std::vector<Pair>, kDTypes>, kDTypes> pairs;
+  std::vector<Pair>* place = nullptr;  // of the pair before, whose dtypes are nearly always those of the next
   for (std::size_t k = 0; k < outs.size(); ++k) {
     const at::Tensor &out = *outs[k], &in = *ins[k];
+    if (place == nullptr || out.dtype() != outs[k - 1]->dtype() || in.dtype() != ins[k - 1]->dtype()) {
+      place = &pairs[dtype_of(out)][dtype_of(in)];
+      if (place->empty()) place->reserve(outs.size() - k);
+    }
     void* written = nullptr;
     if (call.op != Op::kStats) {
       written = out.mutable_data_ptr();
       fusedaccum::bump_version(out);
     }
-    pairs[dtype_of(out)][dtype_of(in)].push_back({written, in.const_data_ptr(), out.numel(), counters.empty() ? 0 : counters[k]});
+    place->push_back({written, in.const_data_ptr(), out.numel(), counters.empty() ? 0 : counters[k]});
   }
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   {
