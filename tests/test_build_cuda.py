@@ -130,6 +130,12 @@ def test_in_whole_tiles(holds):
             assert holds(kernel, loop), (arch, kernel)
 
 
+def test_loads_and_stores_are_weak():
+    """None that anything else has to be ordered by, as the hints of cache levels have it (``__stwb``: STG.E.128.STRONG.SM)."""
+    for key, code in kernels().items():
+        assert not re.search(r"\b(LDG|STG)\S*\.STRONG\b", code), key
+
+
 # A GPU of each kind by its data sheet: bytes of memory a second, multiprocessors, clocks a second.
 GPUS = {
     "sm_80": ("A100 80 GB", 2.04e12, 108, 1.41e9),
@@ -209,7 +215,7 @@ def test_planted_faults_show_in_the_machine_code(fault, trace, tmp_path):
 @pytest.mark.parametrize(
     ("file", "sound", "fault", "holds"),
     [
-        ("elements.h", "__stwb(reinterpret_cast<Whole*>(to), ", "*reinterpret_cast<Whole*>(to) = (", moves_packs),
+        ("elements.h", "store_whole(reinterpret_cast<Whole*>(to), ", "*reinterpret_cast<Whole*>(to) = (", moves_packs),
         ("kernels.cu", "kPacks = 2;", "kPacks = 1;", loads_together),
     ],
     ids=["a plain store", "one pack a thread"],

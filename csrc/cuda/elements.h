@@ -67,14 +67,25 @@ struct Word<4> {
   using type = uint32_t;
 };
 
+// A plain store, which the compiler would take apart where it has computed the elements one by one. (__stwb() is stronger than a plain
+// one: its stores are ordered within the multiprocessor.)
+#if defined(__CUDACC__)
+FUSEDACCUM_DEVICE void store_whole(uint4* to, uint4 x) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}
+FUSEDACCUM_DEVICE void store_whole(uint2* to, uint2 x) {
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(x.x), "r"(x.y) : "memory");
+}
+FUSEDACCUM_DEVICE void store_whole(uint32_t* to, uint32_t x) { asm volatile("st.global.b32 [%0], %1;" ::"l"(to), "r"(x) : "memory"); }
+#endif
+
 template <class T, int kCount>
 struct alignas(kCount * sizeof(T)) Pack {
   using Whole = typename Word<kCount * sizeof(T)>::type;
   T x[kCount];
 
   FUSEDACCUM_DEVICE void load(const T* from) { *reinterpret_cast<Whole*>(x) = *reinterpret_cast<const Whole*>(from); }
-  // As st.wb, which is what a plain store is; but a plain one the compiler takes apart where it has computed the elements one by one.
-  FUSEDACCUM_DEVICE void store(T* to) const { __stwb(reinterpret_cast<Whole*>(to), *reinterpret_cast<const Whole*>(x)); }
+  FUSEDACCUM_DEVICE void store(T* to) const { store_whole(reinterpret_cast<Whole*>(to), *reinterpret_cast<const Whole*>(x)); }
 
   // The first `valid` elements, one by one; the others become 0.
   FUSEDACCUM_DEVICE void load(const T* from, int valid) {

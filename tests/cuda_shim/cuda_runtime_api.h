@@ -153,7 +153,7 @@ inline void __syncthreads() { shim::wait(shim::State::kAtBlock); }
 #endif
 
 template <class T>
-void __stwb(T* to, T value) {
+void store_whole(T* to, T value) {  // of csrc/cuda/elements.h
   *to = value;
 }
 
