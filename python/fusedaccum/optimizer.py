@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -181,7 +182,10 @@ class AccumulatingOptimizer(Optimizer):
         if name in ARGUMENTS:
             schedule = self.settings.schedule
             return getattr(schedule if hasattr(schedule, name) else self.settings, name)
-        return getattr(self.optimizer, name)
+        value = getattr(self.optimizer, name)
+        if self._masters.of and inspect.ismethod(value) and not name.startswith("_"):
+            return functools.wraps(value)(functools.partial(self._closing.call, value, self.optimizer))
+        return value
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ARGUMENTS:
@@ -431,7 +435,9 @@ class AccumulatingOptimizer(Optimizer):
         refuse_torchs_functions("state_dict()")
         self._gathering.settle()
         self._gathering.ranks.fully_sharded.check_reduced("state_dict() would lose gradients of the open window")
-        return {**self.optimizer.state_dict(), checkpoint.KEY: checkpoint.save(self)}
+        with self._masters.at_work(self.optimizer):
+            inner = self.optimizer.state_dict()
+        return {**inner, checkpoint.KEY: checkpoint.save(self)}
 
     @_outside_graphs
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -35,7 +35,9 @@ class MasterWeights:
         self.of: dict[Parameter, Parameter] = {}
         self._model: dict[Parameter, Parameter] = {}
         self._seen: dict[Parameter, tuple[int, int] | None] = {}  # version and address, as of the last write_back()
-        self._lent: dict[Slot, Tensor | None] = {}  # gradients, while the inner optimizer is at work
+        # While the inner optimizer is at work: gradients, and what the masters have in their places.
+        self._lent: dict[Slot, tuple[Tensor | None, Tensor | None]] = {}
+        self._working = False
 
     def add(self, parameters: Iterable[Parameter]) -> None:
         """Make masters of those that are 16 bits wide, or not where their gradients are."""
@@ -48,8 +50,8 @@ class MasterWeights:
 
     def take_state(self, inner: Optimizer) -> None:
         """Bring what ``inner`` keeps already to the masters, as its load_state_dict would: Adagrad makes its state in its constructor."""
-        for p, master in self.of.items():
-            entry = inner.state.get(p, {})
+        entries = [(p, master, state.get(p, {})) for state in _states(inner) for p, master in self.of.items()]
+        for p, master, entry in entries:
             for key, value in entry.items():
                 if not isinstance(value, Tensor):
                     continue
@@ -67,19 +69,25 @@ class MasterWeights:
             if masters is not None:
                 masters.take_state(optimizer)
 
-        # Optimizers that hand all to another one need not have PyTorch's hooks.
-        if hasattr(inner, "_optimizer_load_state_dict_post_hooks"):
-            weakref.finalize(self, inner.register_load_state_dict_post_hook(loaded).remove).atexit = False
+        for optimizer in _all(inner):
+            # Optimizers that hand all to another one need not have PyTorch's hooks.
+            if hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):
+                weakref.finalize(self, optimizer.register_load_state_dict_post_hook(loaded).remove).atexit = False
 
     @contextmanager
     def at_work(self, inner: Optimizer, slots: Iterable[Slot] = ()) -> Iterator[None]:
         """Within, the inner optimizer's groups and state hold the masters, and those of ``slots`` their gradients."""
+        if self._working or not self.of:  # a step hook may call the wrapper
+            yield
+            return
         slots = [slot for slot in slots if slot.param in self.of]
         _exchange(inner, self.of)
-        self.take_gradients(slots)
+        self._working = True
         try:
+            self.take_gradients(slots)
             yield
         finally:
+            self._working = False
             self._lent.clear()
             for slot in slots:
                 self.of[slot.param].grad = None
@@ -89,10 +97,18 @@ class MasterWeights:
         """Give the masters of ``slots`` their gradients, where these are not what they were given before."""
         for slot in slots:
             grad = slot.stepped_grad
-            if slot.param in self.of and grad is not self._lent.get(slot):
+            if slot.param in self.of and grad is not self._lent.get(slot, (None, None))[0]:
                 master = self.of[slot.param]
                 master.grad = None if grad is None else grad.to(master.device, master.dtype)
-                self._lent[slot] = grad
+                self._lent[slot] = grad, master.grad
+
+    def return_gradients(self, slots: Iterable[Slot]) -> None:
+        """Where somebody has replaced the gradient of a master, or taken it away, ``p.grad`` becomes that."""
+        for slot in slots:
+            left = self.of[slot.param].grad if slot.param in self.of else None
+            if left is not self._lent.get(slot, (None, None))[1]:
+                holder = slot.holder if slot.offloaded else slot.param
+                holder.grad = left
 
     @torch.no_grad()
     def follow_model(self) -> None:
@@ -138,7 +154,20 @@ def _look(p: Parameter) -> tuple[int, int]:
 def _exchange(inner: Optimizer, table: Mapping[Any, Any]) -> None:
     for group in inner.param_groups:
         group["params"][:] = [table.get(p, p) for p in group["params"]]
-    entries = list(inner.state.items())
-    inner.state.clear()
-    for key, value in entries:
-        inner.state[table.get(key, key)] = value
+    for state in _states(inner):
+        entries = list(state.items())
+        state.clear()
+        for key, value in entries:
+            state[table.get(key, key)] = value
+
+
+def _all(inner: Optimizer) -> list[Optimizer]:
+    """It, and optimizers that it steps by: these have its groups (see check_optimizer), and may keep a state of their own."""
+    found = [inner]
+    for optimizer in found:
+        found += [other for other in vars(optimizer).values() if isinstance(other, Optimizer) and other not in found]
+    return found
+
+
+def _states(inner: Optimizer) -> list[dict]:
+    return list({id(optimizer.state): optimizer.state for optimizer in _all(inner)}.values())

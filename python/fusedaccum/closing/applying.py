@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -74,7 +74,7 @@ def step_all(end: Conclusion, inner: Any, masters: MasterWeights, sums: Sums, se
         write_back(end, masters, sums, settings)
 
     try:
-        with masters.at_work(inner, end.slots) if masters.of else nullcontext():
+        with masters.at_work(inner, end.slots):
             with among_hooks(inner, pre_hooks_have_run, post_hooks_follow):
                 step(inner, end, masters, sums)
             masters.follow_model()

@@ -118,6 +118,17 @@ class Closing:
         self._sums.shown_as_is()
         self._gathering.accumulator.lend(self._sums.buffers.lent)
 
+    def call(self, method: Callable[..., Any], inner: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the inner optimizer's own, on what that steps: ``eval()``, ``second_step()``."""
+        self._gathering.settle()
+        slots = self._sums.buffers.slots
+        self._masters.follow_model()
+        with self._masters.at_work(inner, slots):
+            result = method(*args, **kwargs)
+            self._masters.return_gradients(slots)
+        self._masters.write_back(self._masters.of, self._sums.offload, self._settings.backend)
+        return result
+
     def step_lbfgs(self, inner: Optimizer, closure: Callable[[], Any] | None, weight: Scalar | None) -> Any:
         """LBFGS evaluates the closure as often as it likes; each time it runs a whole window."""
         if closure is None:

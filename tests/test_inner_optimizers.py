@@ -1,0 +1,190 @@
+"""Inner optimizers that do more than step(): by other optimizers inside of them, or by methods of their own."""
+
+import copy
+
+import fusedaccum as fa
+import pytest
+import torch
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from training import assert_same_parameters, data, mean_loss, model, parts
+
+
+class Lookahead(Optimizer):
+    """Zhang et al., 2019, as its packages have it: steps another optimizer of the same groups, and has a state beside that one's."""
+
+    def __init__(self, base):
+        super().__init__(base.param_groups, {})
+        self.base, self.param_groups = base, base.param_groups
+
+    def step(self, closure=None):
+        for p in self.base.param_groups[0]["params"]:
+            self.state[p].setdefault("slow", p.detach().clone())
+        self.base.step()
+        for p, entry in self.state.items():
+            entry["slow"].lerp_(p.detach(), 0.5)
+            p.detach().copy_(entry["slow"])
+
+    def state_dict(self):
+        slow = [entry["slow"] for p in self.param_groups[0]["params"] if (entry := self.state.get(p))]
+        return {**self.base.state_dict(), "slow": slow}
+
+    def load_state_dict(self, state):
+        self.base.load_state_dict({key: state[key] for key in ("state", "param_groups")})
+        for p, slow in zip(self.param_groups[0]["params"], state["slow"], strict=False):
+            self.state[p] = {"slow": slow.clone()}
+
+
+class ScheduleFree(Optimizer):
+    """Defazio et al., 2024: evaluates elsewhere than it trains."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            z = self.state[p].setdefault("z", p.detach().clone())
+            p.detach().lerp_(z, 0.5).sub_(p.grad, alpha=1e-3)
+            z.sub_(p.grad, alpha=1e-2)
+
+    def eval(self):
+        for p, entry in self.state.items():
+            p.detach().lerp_(entry["z"], -1.0)  # PyTorch asks for one dtype
+
+    def train(self):
+        for p, entry in self.state.items():
+            p.detach().lerp_(entry["z"], 0.5)
+
+
+class SAM(Optimizer):
+    """Foret et al., 2020, which climbs by one gradient, and descends from there by another."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+        self.base = torch.optim.AdamW(self.param_groups, lr=1e-3)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def first_step(self):
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["was"] = p.clone()
+            p.add_(p.grad, alpha=0.05)
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self):
+        for p in self.param_groups[0]["params"]:
+            p.copy_(self.state[p]["was"])
+        self.base.step()
+        self.zero_grad()
+
+
+def lookahead(parameters):
+    return Lookahead(torch.optim.AdamW(parameters, lr=1e-3))
+
+
+def gradients(net, x, y):
+    """In FP32, as a window gathers them."""
+    each = [torch.autograd.grad(mean_loss(net, *part), list(net.parameters())) for part in parts(x, y, (8, 8, 8))]
+    return [sum(g.float() for g in of_one) / 3 for of_one in zip(*each, strict=True)]
+
+
+def oracle(net, make):
+    """FP32 copies of the model's parameters and their plain optimizer."""
+    copies = [Parameter(p.detach().float()) for p in net.parameters()]
+    return copies, make(copies)
+
+
+def plain_call(call, copies, its):
+    for p, g in zip(copies, its, strict=True):
+        p.grad = g
+    call()
+
+
+def window(net, x, y, opt):
+    for part in parts(x, y, (8, 8, 8)):
+        mean_loss(net, *part).backward()
+        opt.step()
+
+
+def assert_rounded(net, opt, copies):
+    """The masters are what plain FP32 training has, and the model is their rounding."""
+    for p, m in zip(net.parameters(), copies, strict=True):
+        torch.testing.assert_close(opt._masters.of[p].detach(), m.detach(), rtol=1e-5, atol=1e-6)
+        assert torch.equal(p, opt._masters.of[p].bfloat16())
+
+
+@pytest.mark.parametrize("stepped_before", [False, True])
+def test_masters_of_an_optimizer_inside_another_that_keeps_its_own_state(stepped_before):
+    """Its state stayed with the masters, and what it had before with the model: it began anew, and there was no state_dict()."""
+    net, (x, y) = model(torch.bfloat16), data(dtype=torch.bfloat16)
+    inner = lookahead(net.parameters())
+    if stepped_before:
+        mean_loss(net, x, y).backward()
+        inner.step()
+        net.zero_grad()
+    copies, plain = oracle(net, lookahead)
+    state = copy.deepcopy(inner.state_dict())
+    plain.load_state_dict({**state, "slow": [slow.float() for slow in state["slow"]]})
+    opt = fa.AccumulatingOptimizer(inner, 3, master_weights=True)
+    for _ in range(3):
+        plain_call(plain.step, copies, gradients(net, x, y))
+        window(net, x, y, opt)
+    assert_rounded(net, opt, copies)
+    assert set(inner.base.state) == set(inner.state) == set(net.parameters())
+    other = copy.deepcopy(net)
+    again = fa.AccumulatingOptimizer(lookahead(other.parameters()), 3, master_weights=True)
+    again.load_state_dict(copy.deepcopy(opt.state_dict()))
+    window(net, x, y, opt)
+    window(other, x, y, again)
+    assert_same_parameters(other, net, 0)
+
+
+def test_methods_of_the_inner_optimizer_work_on_the_masters():
+    net, (x, y) = model(torch.bfloat16), data(dtype=torch.bfloat16)
+    copies, plain = oracle(net, ScheduleFree)
+    opt = fa.AccumulatingOptimizer(ScheduleFree(net.parameters()), 3, master_weights=True)
+    for i in range(4):
+        plain_call(plain.step, copies, gradients(net, x, y))
+        for part in parts(x, y, (8, 8, 8)):
+            mean_loss(net, *part).backward()
+            if i == 2:  # inside a window
+                opt.eval()
+                opt.train()
+            opt.step()
+        opt.eval()
+        plain.eval()
+        assert_rounded(net, opt, copies)
+        opt.train()
+        plain.train()
+
+
+@pytest.mark.filterwarnings("ignore:.*the window is dropped")
+def test_methods_that_step_step_the_masters():
+    """They stepped the model, in 16 bits; and what they did to its gradients must reach p.grad."""
+    net, (x, y) = model(torch.bfloat16), data(dtype=torch.bfloat16)
+    copies, plain = oracle(net, SAM)
+    opt = fa.AccumulatingOptimizer(SAM(net.parameters()), master_weights=True)
+    for _ in range(3):
+        for ours, its in ((opt.first_step, plain.first_step), (opt.second_step, plain.second_step)):
+            plain_call(its, copies, gradients(net, x, y))
+            for part in parts(x, y, (8, 8, 8)):
+                mean_loss(net, *part).backward()
+            opt.normalize_()
+            ours()
+            assert all(p.grad is None for p in net.parameters())
+        assert_rounded(net, opt, copies)
+
+
+def test_a_gradient_that_such_a_method_replaces_is_stepped():
+    class Signed(torch.optim.SGD):
+        def take_signs(self):
+            for p in self.param_groups[0]["params"]:
+                p.grad = p.grad.sign()
+
+    p = Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    opt = fa.AccumulatingOptimizer(Signed([p], lr=1.0), master_weights=True)
+    (3 * p).sum().backward()
+    opt.take_signs()
+    opt.step()
+    assert (p == -1).all()
