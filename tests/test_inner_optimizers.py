@@ -188,3 +188,40 @@ def test_a_gradient_that_such_a_method_replaces_is_stepped():
     opt.take_signs()
     opt.step()
     assert (p == -1).all()
+
+
+class Again(torch.optim.SGD):
+    """Evaluates by itself within its step, as kozistr's GSAM does."""
+
+    def step(self, closure=None):
+        self.zero_grad()
+        with torch.enable_grad():
+            self.again()
+        return super().step()
+
+
+@pytest.mark.parametrize(
+    "settings", [{"accum_steps": 2}, {"accum_steps": 2, "nonfinite": "raise"}, {"master_weights": True}]
+)
+def test_a_backward_within_the_inner_step_is_refused_where_it_would_be_the_next_windows(settings):
+    p = Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    opt = fa.AccumulatingOptimizer(Again([p], lr=1.0), **settings)
+    opt.optimizer.again = lambda: p.sum().backward()
+    with pytest.raises(RuntimeError, match=r"within step.*leave out accum_steps"):
+        for _ in range(2):
+            p.sum().backward()
+            opt.step()
+    opt.optimizer.again = lambda: None
+    opt.zero_grad()
+    assert (p == 0).all()
+
+
+def test_a_backward_within_the_inner_step_of_a_window_that_the_caller_owns():
+    p = Parameter(torch.zeros(3))
+    opt = fa.AccumulatingOptimizer(Again([p], lr=1.0))
+    opt.optimizer.again = lambda: (2 * p).sum().backward()
+    for _ in range(2):
+        p.sum().backward()
+        opt.step()
+        opt.zero_grad()
+    assert (p == -4).all()

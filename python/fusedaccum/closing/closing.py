@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -97,9 +98,21 @@ class Closing:
 
     def _apply(self, inner: Optimizer, end: Conclusion) -> None:
         # When the inner optimizer raises, the window stays unapplied, and the next step() or flush() tries again.
-        applied = apply(end, inner, self._masters, self._sums, self._settings)
+        with self._inner_at_work():
+            applied = apply(end, inner, self._masters, self._sums, self._settings)
         self._gathering.ranks.hand_out(applied)
         self._report(end, applied)
+
+    @contextmanager
+    def _inner_at_work(self) -> Iterator[None]:
+        before = self._gathering.closed
+        # Where the caller owns windows, and it steps what gradients come to, its backward is as any other.
+        apart = self._masters.of or self._sums.buffers.offloaded
+        self._gathering.closed = bool(apart) or not self._settings.schedule.caller_owned
+        try:
+            yield
+        finally:
+            self._gathering.closed = before
 
     def _report(self, end: Conclusion, applied: bool | Tensor) -> None:
         self._unapplied = None
@@ -123,7 +136,7 @@ class Closing:
         self._gathering.settle()
         slots = self._sums.buffers.slots
         self._masters.follow_model()
-        with self._masters.at_work(inner, slots):
+        with self._inner_at_work(), self._masters.at_work(inner, slots):
             result = method(*args, **kwargs)
             self._masters.return_gradients(slots)
         self._masters.write_back(self._masters.of, self._sums.offload, self._settings.backend)

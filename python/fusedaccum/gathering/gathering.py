@@ -36,6 +36,7 @@ class Gathering(Windows):
 
     Attributes:
         inside: is the caller within ``micro_batch()``?
+        closed: is the inner optimizer at work, and would not find what a backward brings meanwhile?
     """
 
     # By thread: who has been told the weight of the losses whose backward it calls.
@@ -43,7 +44,7 @@ class Gathering(Windows):
 
     def __init__(self, settings: Settings, seed: int | None):
         super().__init__(settings, seed)
-        self.inside = False
+        self.inside = self.closed = False
         self._adds_before = 0  # of the open micro-batch, when the pass (or the group of them) under way began
         self._intake = Intake(self, hold=settings.drops_micro_batches)
         self._rejected = Rejected()
@@ -315,6 +316,11 @@ class Gathering(Windows):
             self._begun = True
             self.ranks.replicas.check_all_gathered(self.sums.buffers.of, lambda p: self.of(p) is not None)
         self.ranks.replicas.silence_pass()
+        if self.closed:
+            raise RuntimeError(
+                "the inner optimizer, or a hook of its step, has run a backward within step(), whose gradients would be the next window's; "
+                "for an optimizer that evaluates by itself, leave out accum_steps, window_weight, master_weights and buffer_device"
+            )
         if self.ranks.agreed:
             raise RuntimeError(
                 "opt.normalize_() has added this window's sums over the ranks, and no gradient can join it after that; call opt.step() "
