@@ -190,6 +190,25 @@ def test_a_gradient_that_such_a_method_replaces_is_stepped():
     assert (p == -1).all()
 
 
+def test_masters_have_the_attributes_of_their_parameters():
+    """By which some optimizers tell parameters apart: without a word, they were not there."""
+
+    class Multiplying(torch.optim.SGD):
+        def step(self, closure=None):
+            for p in self.param_groups[0]["params"]:
+                p.grad.mul_(getattr(p, "lr_mul", 1.0))
+            return super().step()
+
+    p = Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    p.lr_mul = 2.0
+    opt = fa.AccumulatingOptimizer(Multiplying([p], lr=1.0), 1, master_weights=True)
+    for expected in (-2, -5):
+        p.sum().backward()
+        opt.step()
+        assert (p == expected).all()
+        p.lr_mul = 3.0
+
+
 class Again(torch.optim.SGD):
     """Evaluates by itself within its step, as kozistr's GSAM does."""
 

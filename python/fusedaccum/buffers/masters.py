@@ -46,6 +46,8 @@ class MasterWeights:
             if p not in self.of and (p.dtype.itemsize < 4 or p.device != device):
                 copy = p.detach().to(device, torch.promote_types(p.dtype, torch.float32))
                 master = Parameter(copy, requires_grad=p.requires_grad)
+                if type(p) in (Parameter, Tensor):  # other kinds keep their own data there
+                    master.__dict__ = p.__dict__  # attributes that optimizers look at (p.lr_mul), whenever they are set
                 self.of[p], self._model[master], self._seen[p] = master, p, _look(p)
 
     def take_state(self, inner: Optimizer) -> None:
