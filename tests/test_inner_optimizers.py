@@ -209,6 +209,21 @@ def test_masters_have_the_attributes_of_their_parameters():
         p.lr_mul = 3.0
 
 
+def test_masters_are_frozen_as_their_parameters_are():
+    class Trainable(torch.optim.SGD):
+        def step(self, closure=None):
+            self.trained = [p.requires_grad for p in self.param_groups[0]["params"]]
+            return super().step()
+
+    p, q = (Parameter(torch.zeros(3, dtype=torch.bfloat16), requires_grad=trained) for trained in (False, True))
+    opt = fa.AccumulatingOptimizer(Trainable([p, q], lr=1.0), 1, master_weights=True)
+    for trained in (True, False):
+        p.requires_grad_(trained)
+        (p + q).sum().backward()
+        opt.step()
+        assert opt.optimizer.trained == [trained, True]
+
+
 class Again(torch.optim.SGD):
     """Evaluates by itself within its step, as kozistr's GSAM does."""
 

@@ -121,6 +121,7 @@ class MasterWeights:
         an optimizer's checkpoint are loaded does not matter.
         """
         for p, master in self.of.items():
+            master.requires_grad = p.requires_grad  # somebody may have frozen it since, or unfrozen
             if _look(p) != self._seen[p]:
                 theirs = p.to(master.device)
                 master.copy_(torch.where(master.to(p.dtype) == theirs, master, theirs.to(master.dtype)))
