@@ -224,6 +224,27 @@ def test_masters_are_frozen_as_their_parameters_are():
         assert opt.optimizer.trained == [trained, True]
 
 
+def test_what_is_set_on_the_wrapper_reaches_the_inner_optimizer():
+    """It stayed on the wrapper: Opacus' noise schedulers, say, moved nothing."""
+
+    class Noisy(torch.optim.SGD):
+        noise, settings = 1.0, None
+
+        def step(self, closure=None):
+            self.seen = self.noise
+            return super().step()
+
+    p = Parameter(torch.zeros(3))
+    opt = fa.AccumulatingOptimizer(Noisy([p], lr=1.0), 1)
+    opt.noise = 0.5
+    opt.mine = 2
+    p.sum().backward()
+    opt.step()
+    assert opt.noise == opt.seen == 0.5
+    assert opt.mine == 2 and not hasattr(opt.optimizer, "mine")
+    assert opt.optimizer.settings is None
+
+
 class Again(torch.optim.SGD):
     """Evaluates by itself within its step, as kozistr's GSAM does."""
 

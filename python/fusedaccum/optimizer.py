@@ -193,7 +193,11 @@ class AccumulatingOptimizer(Optimizer):
                 f"{name} is what the optimizer was wrapped with, and setting it would change nothing; build a new wrapper, and carry over "
                 "with load_state_dict(state_dict()). Windows that change their length take a callable accum_steps"
             )
-        super().__setattr__(name, value)
+        ours = name in OURS or name.startswith("_") or hasattr(type(self), name)
+        if not ours and hasattr(self.optimizer, name):
+            setattr(self.optimizer, name, value)  # where it is read: a noise_multiplier that a scheduler moves
+        else:
+            super().__setattr__(name, value)
 
     param_groups, state, defaults = map(_of_inner, ("param_groups", "state", "defaults"))
 
@@ -525,5 +529,7 @@ class AccumulatingOptimizer(Optimizer):
         pass
 
 
+# What the wrapper keeps itself, beside names that begin with an underscore; GradScaler.step() sets the last.
+OURS = {"optimizer", "settings", "found_inf"}
 # What an optimizer is wrapped with, and stays so.
 ARGUMENTS = set(inspect.signature(AccumulatingOptimizer).parameters) - {"optimizer"}
