@@ -245,6 +245,42 @@ def test_what_is_set_on_the_wrapper_reaches_the_inner_optimizer():
     assert opt.optimizer.settings is None
 
 
+class Remembering(Optimizer):
+    """Keeps gradients themselves, and not copies, as some do: plain PyTorch leaves them to it after zero_grad()."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            entry = self.state[p]
+            p.sub_(p.grad - 0.5 * entry.get("last", p.grad), alpha=0.1)
+            entry["last"] = p.grad
+            entry.setdefault("all", []).append(p.grad)
+
+
+@pytest.mark.parametrize("settings", [{}, {"accum_steps": 3}, {"accum_steps": 3, "master_weights": True}])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_gradients_that_the_inner_optimizer_keeps_stay_what_they_were(dtype, settings):
+    """The next window's were written there."""
+    p, q = (Parameter(torch.zeros(3, dtype=dtype)) for _ in range(2))
+    opt, plain = fa.AccumulatingOptimizer(Remembering([p]), **settings), Remembering([q])
+    opt.load_state_dict(opt.state_dict())  # which gives the inner optimizer another dict
+    for value in (1.0, 4.0, 2.0):
+        for part in (value - 1, value, value + 1):
+            (part * p).sum().backward()
+            if "accum_steps" in settings:
+                opt.step()
+        if "accum_steps" not in settings:
+            opt.step()
+            opt.zero_grad()
+        q.grad = torch.full_like(q, value)
+        plain.step()
+    assert [g[0].item() for g in opt.state[p]["all"]] == [1, 4, 2]
+    torch.testing.assert_close(p, q, rtol=2**-6 if dtype is torch.bfloat16 else 1e-12, atol=0)
+
+
 class Again(torch.optim.SGD):
     """Evaluates by itself within its step, as kozistr's GSAM does."""
 

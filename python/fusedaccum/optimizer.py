@@ -21,7 +21,7 @@ from torch.optim import LBFGS
 from torch.optim.optimizer import Optimizer
 
 from .buffers import main_grad
-from .buffers.masters import MasterWeights
+from .buffers.masters import MasterWeights, states_of
 from .checkpoint import checkpoint
 from .checkpoint.distributed import refuse_torchs_functions
 from .closing.closing import Closing
@@ -133,6 +133,8 @@ class AccumulatingOptimizer(Optimizer):
         seed = int(torch.randint(2**53, (), device="cpu")) if settings.rounding == "stochastic" else None
         self._gathering = Gathering(settings, seed)
         self._ledger, self._sums = self._gathering.ledger, self._gathering.sums
+        if not type(optimizer).__module__.startswith("torch.optim."):  # PyTorch's own keep copies of gradients
+            self._sums.states = functools.partial(states_of, optimizer)
         self._masters = MasterWeights(settings.buffer_device)
         self._closing = Closing(self._gathering, self._masters, settings)
         groups = range(len(self.param_groups))

@@ -52,7 +52,7 @@ class MasterWeights:
 
     def take_state(self, inner: Optimizer) -> None:
         """Bring what ``inner`` keeps already to the masters, as its load_state_dict would: Adagrad makes its state in its constructor."""
-        entries = [(p, master, state.get(p, {})) for state in _states(inner) for p, master in self.of.items()]
+        entries = [(p, master, state.get(p, {})) for state in states_of(inner) for p, master in self.of.items()]
         for p, master, entry in entries:
             for key, value in entry.items():
                 if not isinstance(value, Tensor):
@@ -157,7 +157,7 @@ def _look(p: Parameter) -> tuple[int, int]:
 def _exchange(inner: Optimizer, table: Mapping[Any, Any]) -> None:
     for group in inner.param_groups:
         group["params"][:] = [table.get(p, p) for p in group["params"]]
-    for state in _states(inner):
+    for state in states_of(inner):
         entries = list(state.items())
         state.clear()
         for key, value in entries:
@@ -172,5 +172,6 @@ def _all(inner: Optimizer) -> list[Optimizer]:
     return found
 
 
-def _states(inner: Optimizer) -> list[dict]:
+def states_of(inner: Optimizer) -> list[dict]:
+    """Its own state, and those of optimizers inside of it."""
     return list({id(optimizer.state): optimizer.state for optimizer in _all(inner)}.values())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ class Sums:
 
     Attributes:
         changed_by_user: has somebody else written to the window's sums?
+        states: those of an optimizer that may keep ``p.grad`` itself, and not a copy.
         owned_apart: do ranks step a part of the parameters each? over_owners: the sum over such ranks.
     """
 
@@ -36,6 +38,7 @@ class Sums:
         self._backend = backend
         self._warned_dropped = False
         self.changed_by_user = False
+        self.states: Callable[[], Iterable[dict]] = tuple
         self.owned_apart = False
         self.over_owners: Callable[[Tensor], Tensor] = lambda mine: mine
 
@@ -150,6 +153,8 @@ class Sums:
 
     def begin(self) -> None:
         """Start from nothing: the gradients of the window before, still shown, go; the user's own stay, to be adopted."""
+        for state in self.states():
+            self._set_apart(state)
         for slot in self.buffers.slots:
             if slot.shown is not None and slot.holder.grad is slot.shown:
                 slot.holder.grad = None
@@ -159,6 +164,17 @@ class Sums:
         self.changed_by_user = False
         self.norms.forget_all()
         self.offload.forget_failure()
+
+    def _set_apart(self, kept: Any) -> Any:
+        """``kept``, in which what is in our storage has got memory of its own, as in plain PyTorch after ``zero_grad()``."""
+        if isinstance(kept, (dict, MutableSequence)):
+            for key, value in list(kept.items() if isinstance(kept, dict) else enumerate(kept)):
+                apart = self._set_apart(value)
+                if apart is not value:
+                    kept[key] = apart
+        elif type(kept) is Tensor and kept.layout is torch.strided and self._is_ours(kept):
+            return kept.clone()
+        return kept
 
     def clear(self) -> None:
         """Take every gradient out of ``p.grad``, whoever put it there."""
