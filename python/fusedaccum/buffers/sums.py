@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -153,8 +153,9 @@ class Sums:
 
     def begin(self) -> None:
         """Start from nothing: the gradients of the window before, still shown, go; the user's own stay, to be adopted."""
+        memory = [(block.flat.data_ptr(), block.flat.data_ptr() + block.flat.nbytes) for block in self.buffers.blocks]
         for state in self.states():
-            self._set_apart(state)
+            _set_apart(state, memory)
         for slot in self.buffers.slots:
             if slot.shown is not None and slot.holder.grad is slot.shown:
                 slot.holder.grad = None
@@ -164,17 +165,6 @@ class Sums:
         self.changed_by_user = False
         self.norms.forget_all()
         self.offload.forget_failure()
-
-    def _set_apart(self, kept: Any) -> Any:
-        """``kept``, in which what is in our storage has got memory of its own, as in plain PyTorch after ``zero_grad()``."""
-        if isinstance(kept, (dict, MutableSequence)):
-            for key, value in list(kept.items() if isinstance(kept, dict) else enumerate(kept)):
-                apart = self._set_apart(value)
-                if apart is not value:
-                    kept[key] = apart
-        elif type(kept) is Tensor and kept.layout is torch.strided and self._is_ours(kept):
-            return kept.clone()
-        return kept
 
     def clear(self) -> None:
         """Take every gradient out of ``p.grad``, whoever put it there."""
@@ -294,3 +284,17 @@ class Sums:
             self.notice_writes(members[0])
             for slot in self.buffers.lent:
                 slot.clean = slot.clean and slot.block is not block
+
+
+def _set_apart(kept: Any, memory: Sequence[tuple[int, int]]) -> Any:
+    """``kept``, in which tensors in these stretches of memory have been given their own, as in plain PyTorch after ``zero_grad()``."""
+    if isinstance(kept, (dict, list)):
+        for key, value in list(kept.items() if isinstance(kept, dict) else enumerate(kept)):
+            apart = _set_apart(value, memory)
+            if apart is not value:
+                kept[key] = apart
+    elif type(kept) is Tensor and kept.layout is torch.strided:
+        address = kept.data_ptr()
+        if any(begin <= address < end for begin, end in memory):
+            return kept.clone()
+    return kept
