@@ -137,7 +137,7 @@ def test_a_wrapper_that_some_ranks_build_is_in_nobodys_way(worlds):
         assert torch.equal(p, torch.zeros(2))
 
 
-def shared_module(rank):
+def shared_module(rank, told):
     """Two wrappers over one DDP module, dropped in the order that they were made in."""
     model = made()
     module = DDP(model, find_unused_parameters=True)
@@ -145,8 +145,12 @@ def shared_module(rank):
     first = fa.AccumulatingOptimizer(sgd(model.second.parameters()), 2)
     second = fa.AccumulatingOptimizer(sgd(rest), 2)
     for x, y, weight, _ in share(0, 4, rank, 2):
-        with first.micro_batch(weight=weight), second.micro_batch(weight=weight):
-            mean_loss(module, x, y, False).backward()
+        loss = mean_loss(module, x, y, False)
+        if told == "both":
+            with first.micro_batch(weight=weight), second.micro_batch(weight=weight):
+                loss.backward()
+        else:
+            first.backward(loss, weight=weight)
         first.step()
         second.step()
     assert module.require_backward_grad_sync
@@ -159,11 +163,12 @@ def shared_module(rank):
     return found, model.second.weight.grad.clone()
 
 
-def test_two_wrappers_over_one_ddp_module(worlds):
+@pytest.mark.parametrize("told", ["both", "one"])
+def test_two_wrappers_over_one_ddp_module(worlds, told):
     model = made()
     opt = sgd(model.parameters())
     big_batch(model, opt, 0, 4, sometimes=False)
-    (ours, grad), (others, other_grad) = worlds(2).run(shared_module)
+    (ours, grad), (others, other_grad) = worlds(2).run(shared_module, told=told)
     assert_close(ours, list(model.parameters()))
     assert_close(others, list(model.parameters()))
     assert torch.equal(grad, other_grad)
