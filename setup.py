@@ -127,6 +127,8 @@ def plan() -> tuple[list, dict, dict]:
         built["_cuda"] = f"{' '.join(NVCC_FLAGS)}; CUDA {torch.version.cuda}; {os.environ['TORCH_CUDA_ARCH_LIST']}"
     modules, command = native(with_cuda=not why_not)
     record = {"torch": torch.__version__, "built": built, "missing": {"_cuda": why_not} if why_not else {}}
+    if not why_not:
+        record["cuda_archs"] = os.environ["TORCH_CUDA_ARCH_LIST"]
     return modules, {"build_ext": command}, record
 
 

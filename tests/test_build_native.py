@@ -35,6 +35,8 @@ def test_a_build_record_was_left():
     record = native.build()
     assert record.torch == torch.__version__
     assert "_cpu" in record.built
+    assert record.cuda_archs in record.built.get("_cuda", "")
+    assert bool(record.cuda_archs) == ("_cuda" in record.built)
     assert native.why_missing("_cpu") is None
 
 
@@ -57,6 +59,31 @@ def test_reason_of_the_build_is_passed_on(monkeypatch):
     assert native.why_missing("_cpu") == "no torch to build against"
     assert "_cpu       not built: no torch to build against" in __main__.report()
     assert "CPU kernels in use: none" in __main__.report()
+
+
+@pytest.mark.parametrize(
+    ("archs", "runs", "not_on"),
+    [
+        ("7.5;8.0;9.0+PTX", [(7, 5), (8, 0), (8, 9), (9, 0), (10, 3), (12, 0)], [(7, 0), (7, 2)]),
+        ("8.6 9.0", [(8, 6), (8, 9), (9, 0)], [(8, 0), (10, 0)]),
+        ("9.0a", [(9, 0)], [(8, 9), (10, 0)]),
+        ("10.0f", [(10, 0), (10, 3)], [(9, 0), (12, 0)]),
+        ("Hopper", [(9, 0), (8, 0)], []),
+        ("", [(9, 0)], []),
+    ],
+)
+def test_gpus_that_the_cuda_extension_was_not_compiled_for(monkeypatch, archs, runs, not_on):
+    monkeypatch.setattr(native, "build", lambda: native.Build(cuda_archs=archs))
+    assert native.why_not_on(runs) is None
+    for device in not_on:
+        with monkeypatch.context() as patch:
+            patch.setattr(native, "why_missing", lambda extension: None)
+            patch.setattr(torch.cuda, "is_available", lambda: True)
+            patch.setattr(torch.cuda, "device_count", lambda: 2)
+            patch.setattr(torch.cuda, "get_device_capability", lambda i, device=device: (runs[0], device)[i])
+            reason = backends._cuda_missing()
+        name = ".".join(map(str, device))
+        assert f"compute capability {archs}, and one here is of {name}; with TORCH_CUDA_ARCH_LIST={name}" in reason
 
 
 @pytest.mark.parametrize("extension", ["_cpu", "_nonesuch"])

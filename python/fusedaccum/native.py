@@ -6,6 +6,8 @@ import importlib
 import importlib.util
 import json
 import os
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,11 +24,13 @@ class Build:
         torch: version that the extensions were built against; None if there was none.
         built: extension -> how it was built, for people.
         missing: extension -> why it was not built, and what to do about it.
+        cuda_archs: GPUs that the CUDA extension was compiled for, as TORCH_CUDA_ARCH_LIST has them.
     """
 
     torch: str | None = None
     built: dict[str, str] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
+    cuda_archs: str = ""
 
 
 def build() -> Build:
@@ -52,6 +56,33 @@ def why_missing(extension: str) -> str | None:
         importlib.import_module(f"fusedaccum.{extension}")
     except ImportError as error:
         return f"fusedaccum.{extension} cannot be loaded ({error}); {ADVICE}"
+    return None
+
+
+def why_not_on(capabilities: Iterable[tuple[int, int]]) -> str | None:
+    """None if the CUDA extension was compiled for GPUs of all these compute capabilities, else the reason and the remedy.
+
+    Machine code runs on GPUs of its major version, from its minor version on; PTX on all later ones.
+    (CUDA C++ Programming Guide, "Compilation with NVCC".)
+    """
+    archs = build().cuda_archs
+
+    def runs(arch: str, device: tuple[int, int]) -> bool:
+        parts = re.fullmatch(r"(\d+)\.(\d+)([af]?)(\+PTX)?", arch)
+        if parts is None:  # a GPU by its name, or no record
+            return True
+        since = int(parts[1]), int(parts[2])
+        if parts[3] == "a":
+            return device == since
+        return device >= since and (device[0] == since[0] or parts[4] is not None)
+
+    for device in capabilities:
+        if not any(runs(arch, device) for arch in re.split(r"[;\s]+", archs)):
+            name = f"{device[0]}.{device[1]}"
+            return (
+                f"it was compiled for GPUs of compute capability {archs}, and one here is of {name}; "
+                f"with TORCH_CUDA_ARCH_LIST={name}, {ADVICE}"
+            )
     return None
 
 

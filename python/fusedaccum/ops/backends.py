@@ -37,9 +37,10 @@ class Backend:
 
 
 def _cuda_missing() -> str | None:
-    return native.why_missing("_cuda") or (
-        None if torch.cuda.is_available() else "torch finds no CUDA device on this machine"
-    )
+    missing = native.why_missing("_cuda")
+    if missing or not torch.cuda.is_available():
+        return missing or "torch finds no CUDA device on this machine"
+    return native.why_not_on(torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count()))
 
 
 def _triton_missing() -> str | None:
