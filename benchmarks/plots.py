@@ -1,4 +1,4 @@
-"""Plots of the results: one finding each, said in its title."""
+"""Plots of the results, each with its one finding as the title."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HEADLINES = [("bf16", "fp32"), ("fp16", "fp32"), ("bf16", "bf16"), ("fp32", "fp3
 
 
 def accumulate(rows: Sequence[Row]) -> Figure:
-    """GB/s of every way on every set, under the bandwidth that the same race measured."""
+    """GB/s of every way on every set, below the bandwidth that the same race measured."""
     cases = tables.grouped(rows, ("set", "grads", "buffers", "mode", "stats"))
     sets = list(dict.fromkeys(str(r["set"]) for r in rows))
     shown = [r for r in rows if r["kind"] != "bandwidth" and r["mode"] == "add" and not r["stats"]]
@@ -66,7 +66,7 @@ def accumulate(rows: Sequence[Row]) -> Figure:
 
 
 def pairs(rows: Sequence[Row]) -> Figure:
-    """How many times faster than the best peer, for every dtype pair, set and mode."""
+    """How many times faster we are than the best peer, for every dtype pair, set and mode."""
     cases = tables.grouped(rows, ("set", "mode", "grads", "buffers", "stats"))
     dtypes = ("fp64", "fp32", "bf16", "fp16")
     columns = [(g, b) for g in dtypes for b in dtypes if any(k[2:4] == (g, b) for k in cases)]
@@ -98,7 +98,7 @@ def pairs(rows: Sequence[Row]) -> Figure:
 
 
 def window(rows: Sequence[Row]) -> Figure:
-    """Milliseconds of a whole window, a panel a set."""
+    """Milliseconds of a whole window, one panel per set."""
     cases = tables.grouped(rows, ("set", "grads", "buffers"))
     shown = [k for k in cases if k[1:] == ("bf16", "fp32")]
     figure, panels = plt.subplots(
@@ -117,16 +117,16 @@ def window(rows: Sequence[Row]) -> Figure:
         axes.grid(axis="y", visible=False)
         axes.set_xlabel("ms, median with p10–p90")
         axes.margins(x=0.12)
-        axes.set_title(f"{key[0]}: {measured[OURS]['speedup']:.1f}× the best")
+        axes.set_title(f"{key[0]}: {measured[OURS]['speedup']:.1f}× as fast as the best")
     best = cases[shown[0]][OURS]
     figure.suptitle(
-        f"A window of 8 bf16 micro-batches, clipped: {best['speedup']:.1f}× faster than plain PyTorch's best on {shown[0][0]}"
+        f"A window of 8 bf16 micro-batches, clipped: {best['speedup']:.1f}× as fast as the best plain-PyTorch way on {shown[0][0]}"
     )
     return figure
 
 
 def memory(rows: Sequence[Row]) -> Figure:
-    """Allocated bytes over two micro-batches and a step, a line a way, with the floors they stand on; a panel a dtype of the weights."""
+    """Allocated bytes over two micro-batches and a step, one line per way, above their floors; one panel per dtype of the weights."""
     figure, panels = plt.subplots(1, 2, figsize=(12, 4.6), layout="constrained")
     for axes, weights in zip(panels, dict.fromkeys(str(r["weights"]) for r in rows)):
         of_panel = [r for r in rows if r["weights"] == weights]
@@ -147,17 +147,17 @@ def memory(rows: Sequence[Row]) -> Figure:
         axes.set_ylim(0)
         axes.set_xlim(0, 1)
         axes.set_xticks([])
-        axes.set_xlabel("two micro-batches, then the step; every run from its start to its end")
+        axes.set_xlabel("two micro-batches, then the step; each run scaled to the same width")
         axes.legend(loc="lower right", frameon=True, framealpha=0.95, fontsize=8)
     panels[0].set_ylabel("allocated, MiB")
     figure.suptitle(
-        f"Beside parameters and sums: {rows[0]['excess_bytes'] / 2**20:.0f} MiB, a bucket of gradients and not all of them"
+        f"Beyond parameters and sums: {rows[0]['excess_bytes'] / 2**20:.0f} MiB, for a bucket of gradients and not all of them"
     )
     return figure
 
 
 def overhead(rows: Sequence[Row]) -> Figure:
-    """Microseconds a tensor against the number of tensors, for a micro-batch and for one call."""
+    """Microseconds per tensor over the number of tensors, for a micro-batch and for one call."""
     figure, panels = plt.subplots(1, 2, figsize=(9, 3.8), layout="constrained")
     titles = {"micro-batch": "a micro-batch through autograd", "call": "one call of the functional layer"}
     for axes, (level, title) in zip(panels, titles.items()):
@@ -173,17 +173,17 @@ def overhead(rows: Sequence[Row]) -> Figure:
             axis.set_major_formatter(StrMethodFormatter("{x:g}"))
             axis.set_minor_formatter(NullFormatter())
         axes.legend(frameon=False, fontsize=8.5)
-    panels[0].set_ylabel("µs a tensor")
+    panels[0].set_ylabel("µs per tensor")
     most = max(r["tensors"] for r in rows if r["level"] == "micro-batch")
     us = next(
         r["us_per_tensor"] for r in rows if (r["level"], r["tensors"], r["contestant"]) == ("micro-batch", most, OURS)
     )
-    figure.suptitle(f"The wrapper's host cost: {us:.0f} µs a parameter and micro-batch, autograd's own included")
+    figure.suptitle(f"The wrapper's host cost: {us:.0f} µs per parameter and micro-batch, autograd's own included")
     return figure
 
 
 def question(name: str, rows: Sequence[Row]) -> Figure:
-    """What was measured of one question, under what was found."""
+    """One question's measurements, with the finding as the title."""
     figure, axes = plt.subplots(figsize=(7.5, 4), layout="constrained")
     QUESTIONS[name].draw(rows, axes)
     figure.suptitle(textwrap.fill(QUESTIONS[name].finding(rows), 80), fontsize=10.5)
@@ -200,7 +200,7 @@ PLOTS: dict[str, tuple[tuple[str, Plot], ...]] = {
 
 
 def draw(benchmark: str, rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Draw a benchmark's plots into ``folder``; their paths."""
+    """Draw a benchmark's plots into ``folder``; returns their paths."""
     if benchmark == "questions":
         found = tables.by_question(rows)
         return [_saved(partial(question, name), found[name], folder / f"questions-{name}.svg") for name in found]

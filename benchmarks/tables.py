@@ -30,9 +30,9 @@ def markdown(table: Table) -> str:
 
 
 def accumulate(rows: Sequence[Row]) -> Table:
-    """One line a case: our time, bandwidth and share of it, and how many times slower each peer was.
+    """One line per case: our time, GB/s and share of the bandwidth, and how many times slower each peer was.
 
-    "At the bandwidth" is how many times faster than the best peer a way would be that reached the bandwidth of the same run: the most
+    "At the bandwidth" is how many times faster than the best peer a way would be if it reached the bandwidth of the same run: the most
     that can be asked for there.
     """
     cases = grouped(rows, ("set", "grads", "buffers", "mode", "stats"))
@@ -57,7 +57,7 @@ def accumulate(rows: Sequence[Row]) -> Table:
 
 
 def stats_cost(rows: Sequence[Row]) -> Table:
-    """What the norm and the finite check add to an accumulation, and what they cost a peer."""
+    """What the norm and the finite check add to an accumulation, and how the whole compares with the best peer that measures a norm."""
     lines = []
     for (name, grads, buffers, _, stats), of_case in grouped(
         rows, ("set", "grads", "buffers", "mode", "stats")
@@ -68,11 +68,11 @@ def stats_cost(rows: Sequence[Row]) -> Table:
             lines.append(
                 [f"{name} {grads}→{buffers}", f"{cost:+.1%}", f"{ours['speedup']:.2f}×", str(ours["best_peer"])]
             )
-    return ["set and dtypes", "norm and finite check cost", "vs best way with a norm", "which is"], lines
+    return ["set and dtypes", "cost of norm and finite check", "vs best way with a norm", "the best way"], lines
 
 
 def window(rows: Sequence[Row]) -> Table:
-    """One line a set and pair: whole windows of every contestant."""
+    """One line per set and dtype pair: whole windows of every contestant."""
     cases = grouped(rows, ("set", "grads", "buffers"))
     others = _names(rows, "variant") + _names(rows, "peer")
     header = ["window of 8", "fusedaccum ms (p10–p90)", "GB/s", "of bandwidth", "vs best", *others]
@@ -85,7 +85,7 @@ def window(rows: Sequence[Row]) -> Table:
 
 
 def training(rows: Sequence[Row]) -> Table:
-    """One line a set and pair: windows through autograd, of every contestant."""
+    """One line per set and dtype pair: windows through autograd, of every contestant."""
     others = _names(rows, "peer") + _names(rows, "variant")
     lines = []
     for (name, grads, buffers), of_case in grouped(rows, ("set", "grads", "buffers")).items():
@@ -96,7 +96,7 @@ def training(rows: Sequence[Row]) -> Table:
 
 
 def ranks(rows: Sequence[Row]) -> Table:
-    """One line a set: windows over several ranks, of every contestant."""
+    """One line per set: windows over several ranks, of every contestant."""
     others = _names(rows, "variant") + _names(rows, "peer")
     lines = []
     for (name, number), of_case in grouped(rows, ("set", "ranks")).items():
@@ -107,7 +107,7 @@ def ranks(rows: Sequence[Row]) -> Table:
 
 
 def step(rows: Sequence[Row]) -> Table:
-    """One line a model and way: a window of training, and what of it is accumulation."""
+    """One line per model and way: a window of training, and the share of it that is accumulation."""
     lines = []
     for r in rows:
         model = f"{r['set']}, {r['micro_batches']} × {r['tokens']} tokens"
@@ -117,7 +117,7 @@ def step(rows: Sequence[Row]) -> Table:
 
 
 def fused(rows: Sequence[Row]) -> Table:
-    """One line a layer: a micro-batch of it, of every contestant, and how many times faster ours is than each."""
+    """One line per layer: the time of a micro-batch for every contestant, and how many times faster ours is."""
     others = _names(rows, "peer") + _names(rows, "variant")
     lines = []
     for (layer, n, columns, dtype, tokens), of_case in grouped(
@@ -130,13 +130,13 @@ def fused(rows: Sequence[Row]) -> Table:
 
 
 def overhead(rows: Sequence[Row]) -> Table:
-    """Microseconds a tensor of every contestant, by number of tensors; and what hooks in C++ add to a backward, of what Python's do:
-    hooks and queue alone, and the whole wrapper with them.
+    """Microseconds per tensor of every contestant, by number of tensors; and what C++ hooks add to a backward, as a share of what Python
+    hooks add: for hooks and queue alone, and for the whole wrapper.
     """
     contestants = list(dict.fromkeys(str(r["contestant"]) for r in rows))
     pairs = {
-        "hooks and queue, C++ of Python": (HOOKS_ALONE, PYTHON_HOOKS_ALONE),
-        "the whole wrapper": (OURS, PYTHON_HOOKS),
+        "hooks and queue, C++ / Python": (HOOKS_ALONE, PYTHON_HOOKS_ALONE),
+        "whole wrapper, C++ / Python": (OURS, PYTHON_HOOKS),
     }
     lines = []
     for (level, tensors), of_case in grouped(rows, ("level", "tensors")).items():
@@ -146,7 +146,7 @@ def overhead(rows: Sequence[Row]) -> Table:
             for native, python in pairs.values()
         ]
         lines.append([f"{level}, {tensors:,} tensor{'s' if tensors > 1 else ''}", *times, *shares])
-    return ["µs a tensor", *contestants, *pairs], lines
+    return ["µs per tensor", *contestants, *pairs], lines
 
 
 def _above_bare(of_case: dict[str, Row], contestant: str) -> float:
@@ -154,7 +154,7 @@ def _above_bare(of_case: dict[str, Row], contestant: str) -> float:
 
 
 def memory(rows: Sequence[Row]) -> Table:
-    """Peaks in MiB and what they are made of."""
+    """Peaks in MiB, and what they consist of."""
     lines = []
     for r in rows:
         columns = ("parameter_bytes", "sum_bytes", "excess_bytes", "peak_bytes")
@@ -163,24 +163,24 @@ def memory(rows: Sequence[Row]) -> Table:
 
 
 def explain(rows: Sequence[Row]) -> Table:
-    """What explain foretold of a window's accumulation, what it took, and the ratio within a round."""
+    """The time that explain predicted for a window's accumulation, the measured time, and the ratio within a round."""
     lines = []
     for r in rows:
         ratio = f"{r['said_of_measured']:.2f} ({r['p10']:.2f}–{r['p90']:.2f})"
         lines.append(
             [f"{r['set']} {r['weights']}: {r['contestant']}", f"{r['said_ms']:.1f}", f"{r['median_ms']:.1f}", ratio]
         )
-    return ["window of 8", "explain says ms", "measured ms", "said / measured (p10–p90)"], lines
+    return ["window of 8", "predicted ms", "measured ms", "predicted / measured (p10–p90)"], lines
 
 
 def questions(rows: Sequence[Row]) -> Table:
-    """One line a question: what was found."""
+    """One line per question: the finding."""
     found = by_question(rows)
     return ["question", "found"], [[name.replace("_", " "), QUESTIONS[name].finding(found[name])] for name in found]
 
 
 def by_question(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """The rows of every question that was measured."""
+    """The rows, grouped by question."""
     groups: dict[str, list[Row]] = {}
     for r in rows:
         groups.setdefault(str(r["question"]), []).append(r)
@@ -188,7 +188,7 @@ def by_question(rows: Iterable[Row]) -> dict[str, list[Row]]:
 
 
 def summary(accumulated: Sequence[Row], windows: Sequence[Row]) -> Table:
-    """The short table of the README: how many times faster than the best eager way, and than torch.compile where it ran."""
+    """The README's short table: how many times faster than the best eager way, and (where it ran) than torch.compile."""
     pairs = [("bf16", "fp32"), ("fp16", "fp32"), ("bf16", "bf16"), ("fp32", "fp32")]
     lines = []
     found = grouped(accumulated, ("set", "grads", "buffers", "mode", "stats"))
@@ -203,7 +203,7 @@ def summary(accumulated: Sequence[Row], windows: Sequence[Row]) -> Table:
 
 
 def grouped(rows: Iterable[Row], keys: Sequence[str]) -> dict[tuple, dict[str, Row]]:
-    """Rows by the values of ``keys``, then by contestant; those of streams are left out."""
+    """Rows by the values of ``keys``, then by contestant; bandwidth streams are left out."""
     groups: dict[tuple, dict[str, Row]] = {}
     for r in rows:
         if r["kind"] != "bandwidth":

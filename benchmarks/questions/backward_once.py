@@ -23,7 +23,7 @@ COLOURS = {BIG: GREY, ONCE: ORANGE, EACH: PURPLE, OURS: BLUE}
 
 
 def measure(quick: bool) -> list[Row]:
-    """One window of every way: what is allocated from its start to its end, and its gradient against the big batch's."""
+    """One window with every way: what is allocated from its start to its end, and its gradient against the big batch's."""
     batch = torch.randint(0, 256, (PARTS * SEQUENCES, TOKENS))
     rows: list[Row] = []
     big = None
@@ -45,7 +45,7 @@ def measure(quick: bool) -> list[Row]:
 
 
 def finding(rows: Sequence[Row]) -> str:
-    """The peaks, and how far the gradients are apart."""
+    """The peaks, and how far apart the gradients are."""
     peak = {r["contestant"]: f"{r['peak_bytes'] / 2**20:.0f} MiB" for r in rows}
     error = max(r["error"] for r in rows)
     return (
@@ -55,14 +55,14 @@ def finding(rows: Sequence[Row]) -> str:
 
 
 def draw(rows: Sequence[Row], axes: Axes) -> None:
-    """Allocated bytes, every way from its window's start to its end."""
+    """Allocated bytes of every way, from its window's start to its end."""
     for r in rows:
         levels = [b / 2**20 for b in r["allocated"]]
         width = 2 if r["contestant"] == OURS else 1.4
         at = [i / (len(levels) - 1) for i in range(len(levels))]
         axes.plot(at, levels, color=COLOURS[r["contestant"]], lw=width, label=r["contestant"])
     axes.set(
-        xlabel="from the window's start to its end, by allocations",
+        xlabel="from the window's start to its end, in allocations",
         ylabel="allocated, MiB",
         ylim=(0, None),
         xlim=(0, 1),

@@ -13,14 +13,14 @@ from .. import digits
 from ..harness import OURS, Row
 from ..style import BLUE, GREY, SKY
 
-WINDOWS = 200  # at every look
+WINDOWS = 200  # averaged over at every point of LOOKS
 DIRECT, FIXED = "covariance of single samples", f"fusedaccum, averaged over {WINDOWS} windows at that point"
-LOOKS = (0, 5, 20, 60)  # windows trained
-WINDOW, FIRST = 512, 16  # samples, and those of the first of its two micro-batches
+LOOKS = (0, 5, 20, 60)  # measure after so many windows of training
+WINDOW, FIRST = 512, 16  # samples per window, and in the first of its two micro-batches
 
 
 def measure(quick: bool) -> list[Row]:
-    """Train; at every look leave the model as it is, and measure its noise scale both ways."""
+    """Train; at every point of ``LOOKS`` measure the model's noise scale both ways, without changing the model."""
     x, y = digits.samples(200 if quick else 1797)
     model = digits.model()
     opt = _wrapped(model, lr=0.05, decay=0.95)
@@ -36,18 +36,18 @@ def measure(quick: bool) -> list[Row]:
 
 
 def finding(rows: Sequence[Row]) -> str:
-    """How far apart the two are at the same points, and where the noise scale goes."""
+    """How far apart the two are at the same points, and how the noise scale changes."""
     of = {way: {r["trained"]: r["noise_scale"] for r in rows if r["contestant"] == way} for way in (DIRECT, FIXED)}
     apart = max(abs(of[FIXED][t] / of[DIRECT][t] - 1) for t in of[DIRECT])
     first, last = min(of[DIRECT]), max(of[DIRECT])
     return (
-        f"The scale estimated from norms of windows is within {apart:.0%} of the one from single samples. In {last} windows, the batch "
-        f"that still pays off goes from {of[DIRECT][first]:.0f} to {of[DIRECT][last]:.0f} samples."
+        f"The noise scale estimated from norms of windows is within {apart:.0%} of the one from single samples. In {last} windows, the "
+        f"batch that still pays off goes from {of[DIRECT][first]:.0f} to {of[DIRECT][last]:.0f} samples."
     )
 
 
 def draw(rows: Sequence[Row], axes: Axes) -> None:
-    """Over training: the running average as a line, the others as points."""
+    """The noise scale over training: the running average as a line, the others as points."""
     for way, style in {
         OURS: {"color": SKY, "label": "fusedaccum while training, noise_scale=0.95"},
         DIRECT: {"color": GREY, "marker": "o", "ms": 11, "ls": "", "mfc": "none", "mew": 2, "label": DIRECT},
@@ -72,7 +72,7 @@ def direct(model: nn.Module, x: Tensor, y: Tensor) -> float:
 
 
 def _at(model: nn.Module, x: Tensor, y: Tensor, windows: int) -> float:
-    """By windows that change nothing, of a copy: one parameter belongs to one wrapper."""
+    """The wrapper's estimate, from windows that change nothing; on a copy, because a parameter belongs to one wrapper."""
     twin = digits.model()
     twin.load_state_dict(model.state_dict())
     opt = _wrapped(twin, lr=0.0, decay=1 - 1e-6)  # all windows count alike
@@ -86,7 +86,7 @@ def _wrapped(model: nn.Module, lr: float, decay: float) -> fa.AccumulatingOptimi
 
 
 def _window(opt: fa.AccumulatingOptimizer, model: nn.Module, x: Tensor, y: Tensor, seed: int) -> None:
-    """Of samples drawn independently, as the formula has it."""
+    """One window of samples drawn independently, as the formula assumes."""
     drawn = torch.randint(len(x), (WINDOW,), generator=torch.Generator().manual_seed(seed))
     for i in drawn.split([FIRST, WINDOW - FIRST]):
         opt.backward(digits.loss(model, x[i], y[i]), weight=len(i))
