@@ -1,1 +1,1 @@
-"""Benchmarks of fusedaccum: one file a question, one harness, the public API only."""
+"""Benchmarks of fusedaccum: one file per question, one harness, the public API only."""

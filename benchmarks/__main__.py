@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: run them all, or those named; print the tables, write results and plots."""
+"""``python -m benchmarks``: run all benchmarks, or those named; print the tables, write results and plots."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ BENCHMARKS = {
 
 
 def everything(device: str) -> list[str]:
-    """The names of all benchmarks that have something to say of this kind of device: the questions are of numbers, not of hardware."""
+    """The names of all benchmarks that apply to this kind of device: the questions are about numbers, not hardware."""
     return [name for name in BENCHMARKS if device == "cpu" or name != bench_questions.NAME]
 
 
@@ -52,27 +52,27 @@ def main() -> None:
         "names",
         nargs="*",
         metavar="name",
-        help=f"of {', '.join(BENCHMARKS)}; all that concern the device when left out",
+        help=f"any of {', '.join(BENCHMARKS)} (default: all that apply to the device)",
     )
     parser.add_argument(
         "--quick", action="store_true", help="small shapes, few rounds: checks the harness, measures nothing"
     )
-    parser.add_argument("--sets", nargs="+", choices=list(SETS), help="shape sets, all when left out")
-    parser.add_argument("--rounds", type=int, help="interleaved rounds a case (9)")
-    parser.add_argument("--threads", type=int, help="PyTorch's threads (its own default)")
-    parser.add_argument("--headlines", action="store_true", help="of the dtype pairs only those that most people run")
+    parser.add_argument("--sets", nargs="+", choices=list(SETS), help="shape sets (default: all)")
+    parser.add_argument("--rounds", type=int, help="interleaved rounds per case (default: 9)")
+    parser.add_argument("--threads", type=int, help="PyTorch's threads (default: PyTorch's own)")
+    parser.add_argument("--headlines", action="store_true", help="only the dtype pairs that most people run")
     parser.add_argument("--no-compile", action="store_true", help="leave the torch.compile peer out")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the tensors are (cpu)")
-    parser.add_argument("--backend", help="the backend to measure (that of the device's name)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the tensors are (default: cpu)")
+    parser.add_argument("--backend", help="the backend to measure (default: the one named like the device)")
     parser.add_argument(
         "--out",
         type=Path,
-        help="where results and plots go (benchmarks/results; its gpu/ and quick/ with those options)",
+        help="folder for results and plots (default: benchmarks/results; its gpu/ with --device cuda, quick/ with --quick)",
     )
     arguments = parser.parse_args()
     unknown = [n for n in arguments.names if n not in BENCHMARKS]
     if unknown:
-        parser.error(f"no benchmark called {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
+        parser.error(f"no benchmark is called {', '.join(unknown)}; choose from {', '.join(BENCHMARKS)}")
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.exit(1, "There is no CUDA device here that PyTorch can use: nothing was measured.\n")
     environment.device = torch.device(arguments.device)

@@ -1,9 +1,9 @@
 """The machine's own bandwidth, as contestants of the same race.
 
-STREAM-like patterns over arrays of their own, with as many threads as PyTorch has: the exact read:write mix of an
-accumulation in C (``stream.c``, compiled when there is a compiler), and PyTorch's own streaming ops where their mix is the
+STREAM-like patterns over separate arrays, with as many threads as PyTorch has: the exact read:write mix of an
+accumulation in C (``stream.c``, compiled when there is a compiler), and PyTorch's own streaming ops whose mix is the
 same or the nearest. The fastest of them is the ceiling, and a row names it. Bytes are counted as for the operations: what
-is read plus what is written, and no write-allocate traffic.
+is read plus what is written, without write-allocate traffic.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from . import environment
 from .harness import Contestant
 
 _BLOCK = 256  # as in stream.c
-_STREAM_BYTES = 512 * 2**20  # of each pattern's arrays together: far beyond any last-level cache
+_STREAM_BYTES = 512 * 2**20  # for each pattern's arrays together: far beyond any last-level cache
 
-Pattern = tuple[str, Callable[[], object], int]  # name, one pass, bytes of the pass
+Pattern = tuple[str, Callable[[], object], int]  # name, function that makes one pass, bytes of the pass
 
 
 @functools.lru_cache(maxsize=1)
@@ -46,7 +46,7 @@ def _library() -> ctypes.CDLL | None:
 
 @functools.lru_cache(maxsize=1)
 def _threads() -> ThreadPoolExecutor:
-    # Threads of Python's, for a ctypes call releases the interpreter's lock, and an OpenMP pool of our own would spin.
+    # Python threads, because a ctypes call releases the interpreter's lock, and an OpenMP pool of our own would spin.
     return ThreadPoolExecutor(torch.get_num_threads())
 
 
@@ -57,9 +57,9 @@ def streams(
 
     Args:
         source_bytes, destination_bytes: bytes per element of the gradient and of the buffer (only their ratio matters).
-        overwrite: the destination is written only, else read and written.
-        moved: bytes of the case beside which the patterns are measured.
-        quick: small arrays, which caches flatter: to check the harness.
+        overwrite: the destination is only written, not read and written.
+        moved: bytes of the case with which the patterns are compared.
+        quick: small arrays, which profit from caches: only to check the harness.
     """
     size = _STREAM_BYTES // 16 if quick else _STREAM_BYTES
     patterns = [*_c_patterns(source_bytes, destination_bytes, overwrite, size), *_torch_patterns(overwrite, size)]
@@ -67,7 +67,7 @@ def streams(
 
 
 def _contestant(name: str, run: Callable[[], object], traffic: int, moved: int) -> Contestant:
-    """A pattern repeated until it has moved about ``moved`` bytes, a gigabyte at most; ``scale`` makes it exact."""
+    """A pattern repeated until it has moved about ``moved`` bytes, at most a gigabyte; ``scale`` corrects its time to exactly ``moved``."""
     times = max(1, min(round(moved / traffic), 2**30 // traffic))
     return Contestant(name, lambda _: [run() for _ in range(times)], kind="bandwidth", scale=moved / (times * traffic))
 
@@ -103,7 +103,7 @@ def _torch_patterns(overwrite: bool, size: int) -> list[Pattern]:
     count = size // 8
     a, b = _array("torch destination")[:count], _array("torch source")[:count]
     copy = ("torch copy_ fp32 (50% reads)", lambda: a.copy_(b), 8 * count)
-    if overwrite or a.is_cuda:  # on a GPU a copy is what people know as its bandwidth
+    if overwrite or a.is_cuda:  # a GPU's bandwidth is commonly stated as that of a copy
         return [copy]
     return [
         ("torch add_ fp32 (67% reads)", lambda: a.add_(b), 12 * count),
@@ -113,7 +113,7 @@ def _torch_patterns(overwrite: bool, size: int) -> list[Pattern]:
 
 @functools.cache
 def _array(role: str) -> torch.Tensor:
-    """One array a role for the whole run, as large as any pattern needs it."""
+    """One array per role for the whole run, as large as any pattern needs."""
     return torch.ones(_STREAM_BYTES // 4, device=environment.device)
 
 

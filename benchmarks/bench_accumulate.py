@@ -1,7 +1,7 @@
 """How fast is one accumulation? Every dtype pair and shape set, against plain PyTorch's ways in the same run.
 
-Bytes an element that the operation has to move, for a gradient of g and a buffer of b bytes: g + 2b to add (both read, the
-buffer written), g + b to overwrite. Statistics ride on the same pass and count nothing; a peer that wants them reads the
+Bytes that the operation has to move per element, for a gradient of g and a buffer of b bytes: g + 2b to add (both read, the
+buffer written), g + b to overwrite. Statistics are taken in the same pass and count nothing; a peer that wants them reads the
 buffers once more.
 """
 
@@ -21,10 +21,10 @@ from .shapes import SETS, ShapeSet
 
 NAME = "accumulate"
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# What people run: these are measured on every set, with statistics and against torch.compile too.
+# What most people run: measured on every set, also with statistics and against torch.compile.
 HEADLINES = (("bf16", "fp32"), ("fp16", "fp32"), ("fp32", "fp32"), ("bf16", "bf16"))
 HEADLINES_ONLY = ("llama3-8b",)
-ADD_SCALE, OVERWRITE_SCALE = 0.125, 1.0  # 1.0: a plain copy is then all that a peer needs to overwrite
+ADD_SCALE, OVERWRITE_SCALE = 0.125, 1.0  # with 1.0, a peer needs no more than a plain copy to overwrite
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def cases(options: Options) -> list[Case]:
 
 
 def run(options: Options) -> list[Row]:
-    """Race every case; the rows."""
+    """Race every case; returns the rows."""
     todo = cases(options)
     with Sink(NAME, options, len(todo)) as sink:
         pair, inputs, shapes = None, [], None
@@ -94,7 +94,7 @@ Inputs = list[tuple[list[Tensor], list[Tensor]]]
 
 
 def _inputs(shapes: ShapeSet, grads: torch.dtype, buffers: torch.dtype) -> Inputs:
-    """(buffers, gradients), as many copies as keep a call from finding its inputs in the cache."""
+    """Pairs of (buffers, gradients), in enough copies to keep a call from finding its inputs in the cache."""
     copies = rotations(shapes.elements * (grads.itemsize + buffers.itemsize))
     return [(filled(shapes.shapes, buffers, i), filled(shapes.shapes, grads, i + 100)) for i in range(copies)]
 
@@ -137,7 +137,7 @@ def _contestants(case: Case, shapes: ShapeSet, inputs: Inputs, moved: int, optio
 
 
 def _on_gpu(inputs: Inputs, scale: float, overwrite: bool) -> list[Contestant]:
-    """What only a GPU has: the same calls by Triton's kernels, and replayed from CUDA graphs, without their host's time."""
+    """What only a GPU has: the same calls with the Triton kernels, and replayed from CUDA graphs, without the host's time."""
 
     def add(i: int, backend: str) -> None:
         buffers, grads = inputs[i]
@@ -145,7 +145,7 @@ def _on_gpu(inputs: Inputs, scale: float, overwrite: bool) -> list[Contestant]:
 
     graphs = []
     for i in range(len(inputs)):
-        add(i, "cuda")  # what is loaded at the first call cannot be captured
+        add(i, "cuda")  # what the first call loads cannot be captured
         graphs.append(torch.cuda.CUDAGraph())
         with torch.cuda.graph(graphs[-1]):
             add(i, "cuda")

@@ -1,8 +1,8 @@
-"""Does ``fa.explain`` foretell what accumulation takes? Its seconds, and those that a real window spends accumulating, in the same round.
+"""Does ``fa.explain`` predict the time of accumulation? Its seconds, and those that a real window spends accumulating, in the same round.
 
 A window of 8 micro-batches goes through autograd and the wrapper. What is measured is the time within the library's calls: adds, the
-pass that closes the window, and masters on their way back; for plain ``p.grad`` the time within autograd's AccumulateGrad. Each
-round asks explain anew, right before the windows, so that both meet the machine in one state; a ratio is the median over the rounds.
+pass that closes the window, and masters on their way back; for plain ``p.grad``, the time within autograd's AccumulateGrad. Each
+round asks explain again, right before the windows, so that both find the machine in the same state; a ratio is the median over the rounds.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ SETTINGS: dict[str, dict[str, object]] = {
 }
 PLAIN = "plain p.grad"
 MEASURED = ("accumulate_", "scale_", "cast_", "stats")
-Window = Callable[[], float]  # runs one, and returns the seconds that accumulation took
+Window = Callable[[], float]  # runs a window, and returns the seconds that accumulation took
 
 
 def run(options: Options) -> list[Row]:
-    """Foretell and measure by turns; the rows, one a mode."""
+    """Predict and measure in turn; returns the rows, one per mode."""
     todo = [
         (s, d)
         for s in SET_NAMES
@@ -62,7 +62,7 @@ def run(options: Options) -> list[Row]:
 
 
 def ask(grads: list[torch.Tensor]) -> fa.Explanation:
-    """What explain says of parameters like these."""
+    """What explain says about parameters like these."""
     return fa.explain([Parameter(g) for g in grads], desired_batch=MICRO_BATCHES, micro_batch=1, show=False)
 
 
@@ -111,7 +111,7 @@ def wrapped(grads: list[torch.Tensor], settings: dict[str, object]) -> Window:
 
 @contextmanager
 def clocked() -> Iterator[list[float]]:
-    """Within, the seconds of every call of ours are noted."""
+    """Within the block, the seconds of every call of ours are recorded."""
     seconds: list[float] = []
     before = {name: getattr(fa.ops, name) for name in MEASURED}
 
@@ -137,7 +137,7 @@ def clocked() -> Iterator[list[float]]:
 
 
 def plain(grads: list[torch.Tensor]) -> Window:
-    """PyTorch's own accumulation, timed from one end of AccumulateGrad to the other."""
+    """A window of PyTorch's own accumulation, timed from the beginning of AccumulateGrad to its end."""
     params = [Parameter(g.clone()) for g in grads]
     began, seconds = [0.0], [0.0]
 

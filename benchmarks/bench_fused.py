@@ -1,6 +1,6 @@
-"""What do layers gain that add their weight's gradient into its buffer? Micro-batches of one layer: forward, backward, accumulation.
+"""How much faster are layers that add their weight's gradient into its buffer? A micro-batch of one layer: forward, backward, accumulation.
 
-The window stays open: no optimizer steps. The sums are FP32.
+The window stays open, so no optimizer steps. The sums are FP32.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NOTHING_ADDED = "p.grad, nothing accumulated"
 
 
 def run(options: Options) -> list[Row]:
-    """Race fused, unfused and plain layers; the rows."""
+    """Race fused, unfused and plain layers; returns the rows."""
     shrink = 16 if options.quick else 1
     cases = [
         ("embedding", 50_257 // shrink, 768, torch.bfloat16),

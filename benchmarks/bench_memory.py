@@ -1,8 +1,8 @@
 """What does a window hold in memory? Every allocation of two micro-batches and the step, by PyTorch's own accounting.
 
 The model is the 12 blocks of GPT-2 124M (85 million parameters), in bf16 and in FP32, on a short sequence, so that activations are
-small beside gradients. A way's excess is its peak less the parameters, and less the sums where it has any: what the gradients
-of a backward pass take on their way, with activations and temporaries.
+small compared with gradients. A way's excess is its peak less the parameters, and less the sums where it has any: what the
+gradients of a backward pass take until they are added, with activations and temporaries.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from .models import SIZES, Block
 
 NAME = "memory"
 SIZE, TOKENS = SIZES["gpt2-124m"], 8
-POINTS = 1500  # of a timeline, in the results
+POINTS = 1500  # per timeline, in the results
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def run(options: Options) -> list[Row]:
-    """Record one window a way; the rows, each with its timeline."""
+    """Record one window of every way; returns the rows, each with its timeline."""
     blocks = 2 if options.quick else SIZE.blocks
     ways = WAYS | (OFFLOADED if environment.device.type != "cpu" else {})
     for name in ("p.grad in bf16", "p.grad in FP32") if environment.device.type != "cpu" else ():
-        _record(1, ways[name], options.backend)  # what cuBLAS allocates once and keeps is in nobody's peak
+        _record(1, ways[name], options.backend)  # so that what cuBLAS allocates once and keeps is in no way's peak
     with Sink(NAME, options, len(ways)) as sink:
         for name, way in ways.items():
             sink.case(name)
@@ -124,7 +124,7 @@ def _ours(fused: bool = False, **settings: object) -> Callable:
 
 
 def _sgd(model: nn.Module, sums: list[Tensor]) -> None:
-    """No torch optimizer takes FP32 gradients of bf16 parameters: step by hand, without a copy."""
+    """No torch optimizer accepts FP32 gradients of bf16 parameters: step by hand, without a copy."""
     with torch.no_grad():
         for p, total in zip(model.parameters(), sums):
             p.add_(total, alpha=-0.05)
@@ -132,7 +132,7 @@ def _sgd(model: nn.Module, sums: list[Tensor]) -> None:
 
 @dataclass(frozen=True)
 class Way:
-    """``sum_bytes``: of the sums that it keeps (p.grad or others), an element."""
+    """A way to accumulate; ``sum_bytes`` is the bytes per element of the sums that it keeps (p.grad or others)."""
 
     note: str
     window: Callable[[nn.Module, str], AbstractContextManager[Window]]
@@ -154,7 +154,7 @@ WAYS: dict[str, Way] = {
     "p.grad in FP32": Way("PyTorch's own accumulation", _plain, 4, "fp32"),
 }
 
-# On a device of which the sums take nothing.
+# The sums take no memory on the device.
 OFFLOADED: dict[str, Way] = {
     "fusedaccum, buffers in CPU memory": Way("buffer_device='cpu'", _ours(buffer_device="cpu", backend="auto"), 0),
     "fusedaccum, masters in CPU memory": Way(
@@ -164,7 +164,7 @@ OFFLOADED: dict[str, Way] = {
 
 
 def _thinned(timeline: Timeline) -> list[list[float]]:
-    """At most ``POINTS`` points; of every stretch the highest, so that no peak is lost."""
+    """At most ``POINTS`` points: the highest of every stretch, so that no peak is lost."""
     points = list(zip(timeline.seconds, timeline.allocated))
     size = max(1, -(-len(points) // POINTS))
     parts = (points[i : i + size] for i in range(0, len(points), size))

@@ -1,9 +1,8 @@
-"""What does the wrapper cost the host? Microseconds a parameter and micro-batch, with tensors too small to matter.
+"""What does the wrapper cost the host? Microseconds per parameter and micro-batch, with tensors too small to matter.
 
-The backward pass only copies given gradients (gradients.py), so that autograd's engine and the accumulation are what runs. A
-"tensor" is 16 elements of bf16; the sums are FP32, but for PyTorch's own, which stay in bf16. What the backward pass costs by itself
-is there too: it hands its gradients back instead of accumulating them. What hooks and queue cost by themselves shows where the adds
-are left out.
+The backward pass only copies given gradients (gradients.py), so that only autograd's engine and the accumulation run. A "tensor" is
+16 elements of bf16; the sums are FP32, except PyTorch's own, which stay in bf16. One contestant is the backward pass alone, which
+returns its gradients instead of accumulating them. Where the adds are left out, the cost of hooks and queue alone remains.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ from .harness import (
 
 NAME = "overhead"
 COUNTS = (1, 10, 100, 1000)
-CALL_COUNTS = (314, 2000)  # of ResNet-101 and of the set of small matrices: for these the host's time has a limit
+CALL_COUNTS = (314, 2000)  # tensors in ResNet-101 and in the set of small matrices, for which the host time has a limit
 SHAPE = (16,)
 WINDOW = 8
 
 
 def run(options: Options) -> list[Row]:
-    """Race wrappers and functional calls over some numbers of parameters; the rows."""
+    """Race wrappers and functional calls over several numbers of parameters; returns the rows."""
     levels = {"micro-batch": _micro_batches, "call": _calls}
     todo = [(count, level) for count in COUNTS for level in levels] + [(count, "call") for count in CALL_COUNTS]
     todo.sort(key=lambda case: case[0])
@@ -68,7 +67,7 @@ def _parameters(count: int) -> list[torch.nn.Parameter]:
 
 
 def _closes() -> Iterator[bool]:
-    """Does this micro-batch close its window?"""
+    """For every micro-batch, whether it closes its window."""
     return itertools.cycle([False] * (WINDOW - 1) + [True])
 
 
@@ -99,7 +98,7 @@ def _wrapped(count: int, backend: str, hooks: str) -> Callable[[int], object]:
 
 
 def _hooks_alone(micro_batch: Callable[[int], object]) -> Callable[[int], object]:
-    """The same, but what arrives is dropped where it would be added: the one look under the public API, at what no user can see."""
+    """The same, but dropping what arrives instead of adding it. No user could see that: the one place that goes below the public API."""
 
     def without_adds(i: int) -> None:
         with mock.patch("fusedaccum.gathering.gathering.Gathering.add", _drop):
@@ -132,7 +131,7 @@ def _plain(count: int) -> Callable[[int], object]:
 
 
 def _main_grad(count: int) -> Callable[[int], object]:
-    """What Megatron-LM and others do: after a parameter's backward, ``main_grad.add_(p.grad)`` and ``p.grad = None``."""
+    """As in Megatron-LM and others: after a parameter's backward, ``main_grad.add_(p.grad)`` and ``p.grad = None``."""
     params, grads = _parameters(count), _gradients(count)
     main_grads = filled(count * [SHAPE], torch.float32)
     opt = Hold(params)

@@ -1,4 +1,4 @@
-"""What do newcomers ask? Every question of docs/questions, measured on the CPU: errors, losses and bytes, not seconds."""
+"""What do newcomers ask? Every question in docs/questions, measured on the CPU: errors, losses and bytes, not seconds."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ NAME = "questions"
 
 
 def run(options: Options) -> list[Row]:
-    """Measure all questions; the rows, each with its question.
+    """Measure all questions; returns the rows, each with its question.
 
-    On one thread: models this small gain little from a second, and sums then come in the same order on every machine.
+    On one thread: models this small gain little from a second one, and sums are then taken in the same order on every machine.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

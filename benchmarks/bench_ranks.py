@@ -1,8 +1,8 @@
 """A window of 8 micro-batches on each of several ranks: what is sent between them, how often, and behind how much of backward?
 
 The backward pass only copies given bf16 gradients (gradients.py), so that what lies between it and the optimizer is what is timed. Ranks
-are processes of this machine, with a GPU each where these are measured, else with a thread each and gloo between them. Plain DDP adds in
-bf16, within a rank and between them; the others add in FP32.
+are processes on this machine: with a GPU each when GPUs are measured, else with one thread each, communicating through gloo. Plain DDP
+adds in bf16, within a rank and between ranks; the others add in FP32.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WAYS = {
 
 
 def run(options: Options) -> list[Row]:
-    """Race windows over two ranks, or over the GPUs where there are more; the rows."""
+    """Race windows over two ranks, or over all GPUs where there are more; returns the rows."""
     ranks = max(2, torch.cuda.device_count()) if environment.device.type == "cuda" else 2
     names = [name for name in SET_NAMES if not options.sets or name in options.sets]
     with Sink(NAME, options, len(names)) as sink:
@@ -50,7 +50,7 @@ def run(options: Options) -> list[Row]:
             case: Row = {"set": name, "ranks": ranks, "micro_batches": WINDOW, "elements": shapes.elements}
             case["tensors"] = len(shapes.shapes)
             if environment.device.type == "cuda" and torch.cuda.device_count() < ranks:
-                reason = f"needs {ranks} GPUs, and there is one"
+                reason = f"needs {ranks} GPUs, but there is only one"
                 sink.add(rows_of(case, [Contestant(way, kind=k, skipped=reason) for way, k in WAYS.items()], {}, 0))
                 continue
             with Team(ranks, shapes.shapes, options.backend) as team:
@@ -61,7 +61,7 @@ def run(options: Options) -> list[Row]:
 
 
 class Team:
-    """The ranks, each a process that has prepared all ways and runs the one that it is told."""
+    """The ranks, each a process that has prepared all ways and runs the one that it is sent."""
 
     def __init__(self, ranks: int, shapes: tuple[Shape, ...], backend: str):
         self._folder = tempfile.TemporaryDirectory()
@@ -85,7 +85,7 @@ class Team:
             self._processes.append(process)
 
     def window(self, way: str) -> Callable[[int], object]:
-        """Runs one window in this way on all ranks."""
+        """A function that runs one window in this way on all ranks."""
 
         def together(_: int) -> None:
             for pipe in self._pipes:
@@ -109,7 +109,7 @@ class Team:
 def serve(
     rank: int, ranks: int, store: Path, kind: str, shapes: tuple[Shape, ...], backend: str, pipe: Connection
 ) -> None:
-    """What a rank's process does until it is told None."""
+    """What a rank's process does until it receives None."""
     if kind == "cuda":
         torch.cuda.set_device(rank)
         environment.device = torch.device("cuda", rank)
@@ -139,7 +139,7 @@ class Parameters(nn.Module):
 
 
 def prepared(shapes: tuple[Shape, ...], backend: str) -> dict[str, Callable[[], object]]:
-    """Every way to do a window, by its name."""
+    """Every way to do a window, by name."""
     grads = filled(shapes, torch.bfloat16, seed=1)
     return {
         OURS: _ours(shapes, grads, backend, {}),
@@ -181,7 +181,7 @@ def _ddp(shapes: tuple[Shape, ...], grads: list[Tensor], every: bool) -> Callabl
 
 
 def _main_grad(shapes: tuple[Shape, ...], grads: list[Tensor]) -> Callable[[], object]:
-    """As Megatron-LM does it: FP32 ``main_grad`` in one flat buffer, added to by hooks."""
+    """As in Megatron-LM: FP32 ``main_grad`` in one flat buffer, to which hooks add."""
     module = Parameters(shapes)
     params = list(module.parameters())
     flat = torch.zeros(sum(p.numel() for p in params), device=params[0].device)

@@ -1,7 +1,7 @@
-"""How much of a training step is accumulation? Windows of 8 micro-batches of one sequence, of real models in bf16.
+"""How much of a training step is accumulation? Windows of 8 micro-batches of one sequence each, with real models in bf16.
 
 The share is what a way takes beyond forward and backward alone, whose gradients are dropped; the optimizer itself does nothing.
-On a GPU, buffers in CPU memory are a way too, beside what the link to the CPU alone takes for a window's gradients.
+On a GPU, buffers in CPU memory are a way too, compared with the time that the link to the CPU alone takes for a window's gradients.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .models import SIZES, Size, language_model
 
 NAME = "step"
 MICRO_BATCHES = 8
-# Model and tokens of a sequence; short on a CPU, where the whole step is slow.
+# Model, and tokens per sequence; short on a CPU, where the whole step is slow.
 CASES = {
     "cpu": (("gpt2-124m", 64),),
     "cuda": (("gpt2-124m", 1024), ("llama-1b", 1024), ("llama-1b", 4096)),
@@ -32,7 +32,7 @@ LINK = "gradients to pinned memory, alone"
 
 
 def run(options: Options) -> list[Row]:
-    """Race the ways; the rows."""
+    """Race the ways; returns the rows."""
     cases = (("tiny", 64),) if options.quick else CASES[environment.device.type]
     with Sink(NAME, options, len(cases)) as sink:
         for name, length in cases:
@@ -73,7 +73,7 @@ def _contestants(net: nn.Module, tokens: Tensor, backend: str) -> list[Contestan
 
 
 def over_the_link(net: nn.Module) -> Callable[[int], object]:
-    """As many bytes as a window's gradients, to memory that the device can write by itself."""
+    """As many bytes as a window's gradients, copied to pinned memory."""
     grads = [torch.empty_like(p) for p in net.parameters()]
     pinned = [torch.empty_like(grad, device="cpu", pin_memory=True) for grad in grads]
 
@@ -86,7 +86,7 @@ def over_the_link(net: nn.Module) -> Callable[[int], object]:
 
 
 def wrapped(net: nn.Module, tokens: Tensor, **settings: Any) -> Callable[[int], object]:
-    """Through the wrapper: FP32 sums, clipped."""
+    """A window through the wrapper: FP32 sums, clipped."""
     opt = fa.AccumulatingOptimizer(
         Hold(list(net.parameters())), accum_steps=MICRO_BATCHES, max_grad_norm=1.0, **settings
     )
@@ -101,7 +101,7 @@ def wrapped(net: nn.Module, tokens: Tensor, **settings: Any) -> Callable[[int], 
 
 
 def plain(net: nn.Module, tokens: Tensor) -> Callable[[int], object]:
-    """PyTorch's own: sums rounded to bf16, clipped."""
+    """A window of PyTorch's own accumulation: sums rounded to bf16, clipped."""
 
     def window(_: int) -> None:
         for _ in range(MICRO_BATCHES):
@@ -113,7 +113,7 @@ def plain(net: nn.Module, tokens: Tensor) -> Callable[[int], object]:
 
 
 def added_after(net: nn.Module, tokens: Tensor) -> Callable[[int], object]:
-    """FP32 sums, a list at a time after each backward, clipped."""
+    """A window of FP32 sums, added to by one call after each backward, clipped."""
     params = list(net.parameters())
     sums = [torch.zeros_like(p, dtype=torch.float32) for p in params]
 
@@ -130,7 +130,7 @@ def added_after(net: nn.Module, tokens: Tensor) -> Callable[[int], object]:
 
 
 def alone(net: nn.Module, tokens: Tensor) -> None:
-    """What all the others have in common."""
+    """The part that all the others have in common."""
     for _ in range(MICRO_BATCHES):
         net(tokens).backward()
         net.zero_grad()

@@ -1,7 +1,7 @@
-"""The same window of 8 as a training loop meets it: gradients come out of autograd, and what comes out is ``p.grad``.
+"""The same window of 8 as in a training loop: gradients come out of autograd, and the result is ``p.grad``.
 
-Every contestant makes the same fresh gradients (one copy each, which "backward alone" times), adds them in FP32 weighted by their
-tokens, and leaves in ``p.grad``, in the parameter's dtype, the window's mean clipped to a norm.
+Every contestant produces the same fresh gradients (one copy each, which "backward alone" times), adds them in FP32 weighted by
+their tokens, and leaves in ``p.grad``, in the parameter's dtype, the window's mean clipped to a norm.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from .harness import OURS, Contestant, Options, Row, Sink, filled, race, rows_of
 from .shapes import SETS
 
 NAME = "training"
-NOISE_SCALE = "fusedaccum, noise scale"  # the first add's norm, beside the last one's
+NOISE_SCALE = "fusedaccum, noise scale"  # also takes the first add's norm, not only the last one's
 PAIRS = (("bf16", "fp32"), ("fp32", "fp32"))
 
 
 def run(options: Options) -> list[Row]:
-    """Race the windows; the rows."""
+    """Race the windows; returns the rows."""
     pairs = PAIRS[:1] if options.quick else PAIRS
     todo = [(s, *pair) for s in SET_NAMES if not options.sets or s in options.sets for pair in pairs]
     with Sink(NAME, options, len(todo)) as sink:
@@ -52,7 +52,7 @@ class Work:
 
     @staticmethod
     def of(shapes: Sequence[tuple[int, ...]], grads: torch.dtype, buffers: torch.dtype) -> Work:
-        """Filled with ordinary numbers."""
+        """The shared tensors, filled with ordinary numbers."""
         return Work(
             [filled(shapes, grads, seed) for seed in range(MICRO_BATCHES)],
             [torch.nn.Parameter(p) for p in filled(shapes, grads)],
@@ -77,7 +77,7 @@ def _contestants(work: Work, backend: str) -> list[Contestant]:
 def wrapped(
     work: Work, params: list[torch.nn.Parameter], backend: str | None = None, noise_scale: float | None = None
 ) -> Callable[[int], object]:
-    """Through the wrapper. It drops ``p.grad`` in ``zero_grad()``, which is left to the next window here."""
+    """A window through the wrapper. Here the next window's ``zero_grad()`` drops ``p.grad``."""
     opt = fa.AccumulatingOptimizer(
         Hold(params),
         accum_steps=MICRO_BATCHES,
@@ -97,7 +97,7 @@ def wrapped(
 
 
 def added_after(work: Work) -> Callable[[int], object]:
-    """When a micro-batch's backward is over, one add for the list."""
+    """A window with one add for the whole list after each micro-batch's backward."""
     params = work.params
 
     def window(_: int) -> None:
@@ -113,7 +113,7 @@ def added_after(work: Work) -> Callable[[int], object]:
 
 
 def hooked(work: Work, params: list[torch.nn.Parameter]) -> Callable[[int], object]:
-    """What Megatron-LM and others do: after a parameter's backward, add ``p.grad`` and drop it."""
+    """As in Megatron-LM and others: after a parameter's backward, add ``p.grad`` and drop it."""
     tokens = [0.0]  # of the micro-batch under way
 
     def hook_of(total: Tensor) -> Callable[[Tensor], None]:
@@ -137,7 +137,7 @@ def hooked(work: Work, params: list[torch.nn.Parameter]) -> Callable[[int], obje
 
 
 def finish(sums: list[Tensor], params: list[torch.nn.Parameter]) -> None:
-    """Norm, then mean and clipping in one product, and the cast."""
+    """The norm, then mean and clipping in one product, and the cast."""
     norm, _ = peers.norm_and_finite(sums)
     tokens = sum(TOKENS)
     torch._foreach_mul_(sums, (MAX_NORM / (norm / tokens + 1e-6)).clamp(max=1.0) / tokens)
@@ -146,13 +146,13 @@ def finish(sums: list[Tensor], params: list[torch.nn.Parameter]) -> None:
 
 
 def backward_alone(work: Work) -> None:
-    """What all the others have in common."""
+    """The part that all the others have in common."""
     for grads in work.micro_batches:
         drop(work.params)
         loss_with(grads, work.params).backward()
 
 
 def drop(params: Sequence[torch.nn.Parameter]) -> None:
-    """``zero_grad()`` of plain PyTorch."""
+    """Plain PyTorch's ``zero_grad()``."""
     for p in params:
         p.grad = None

@@ -1,13 +1,13 @@
 """A whole window of 8 micro-batches: zero, adds, norm, clip, rescale, against the best plain-PyTorch ways.
 
 Every contestant turns the gradients of 8 micro-batches, weighted by their tokens, into the finished FP32 gradient: divided by
-the window's tokens and clipped to a norm. Bytes an element for 2-byte gradients and FP32 buffers:
+the window's tokens and clipped to a norm. Bytes per element for 2-byte gradients and FP32 buffers:
 
     as usual     4 (zero) + 8 x 10 (add) + 8 (rescale) + 4 (norm) + 8 (clip)                    = 104
     cast first   the same with 8 x 18                                                           = 168
-    folded       6 + 8 (copy, weigh) + 7 x 10 + 4 (norm) + 8 (rescale and clip at once)         = 96
+    folded       6 + 8 (copy, weight) + 7 x 10 + 4 (norm) + 8 (rescale and clip at once)        = 96
     fusedaccum   6 (overwrite) + 7 x 10, the norm from the last of them, + 8 (rescale and clip) = 84
-    handed on    the same without the last pass, where a fused optimizer takes the coefficient  = 76
+    handed on    the same without the last pass, as a fused optimizer takes the coefficient     = 76
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ NAME = "window"
 MICRO_BATCHES = 8
 PAIRS = (("bf16", "fp32"), ("fp16", "fp32"), ("fp32", "fp32"))
 SET_NAMES = ("gpt2-124m", "resnet-101", "2000x64x64")
-TOKENS = (1024.0,) * MICRO_BATCHES  # equal, for torch.compile would recompile for every other number
+TOKENS = (1024.0,) * MICRO_BATCHES  # equal, because torch.compile would recompile for every new number
 MAX_NORM = 1.0
 
 
 def run(options: Options) -> list[Row]:
-    """Race the windows; the rows."""
+    """Race the windows; returns the rows."""
     todo = [
         (s, *pair)
         for s in SET_NAMES
@@ -56,7 +56,7 @@ def run(options: Options) -> list[Row]:
 
 
 def bytes_per_element(grads: str, buffers: str) -> int:
-    """What a window has to move: an overwrite, the other adds, and one pass to rescale."""
+    """The bytes that a window has to move per element: an overwrite, the other adds, and one pass to rescale."""
     grad, buffer = DTYPES[grads].itemsize, DTYPES[buffers].itemsize
     return (grad + buffer) + (MICRO_BATCHES - 1) * (grad + 2 * buffer) + 2 * buffer
 
@@ -110,7 +110,7 @@ def as_usual(sums: list[Tensor], micro_batches: list[list[Tensor]], way: peers.W
 
 
 def folded(sums: list[Tensor], micro_batches: list[list[Tensor]], way: peers.Way) -> None:
-    """The fewest passes that plain PyTorch can do it in: the first copies, one product rescales and clips."""
+    """The window in the fewest passes that plain PyTorch allows: the first copies, one product rescales and clips."""
     peers.copy_each(sums, micro_batches[0], TOKENS[0])
     for k, grads in enumerate(micro_batches[1:], start=1):
         way(sums, grads, TOKENS[k])

@@ -1,4 +1,4 @@
-"""Training that the questions share: the demo's small CNN on handwritten digits, by SGD, so that a gradient's error is the update's."""
+"""Training that the questions share: the demo's small CNN on handwritten digits, with SGD, so that a gradient's error is the update's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from demo.models import DigitsCNN
 
 
 def model() -> nn.Module:
-    """The same weights every time."""
+    """The CNN, with the same weights every time."""
     torch.manual_seed(0)
     return DigitsCNN(8)
 
@@ -35,7 +35,7 @@ def loss(net: nn.Module, x: Tensor, y: Tensor, reduction: str = "mean") -> Tenso
 
 
 def sgd(net: nn.Module, lr: float = 0.02) -> torch.optim.Optimizer:
-    """The optimizer of all ways."""
+    """The optimizer that all ways use."""
     return torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9)
 
 
@@ -50,7 +50,7 @@ def gradient(net: nn.Module) -> Tensor:
 
 
 def drift(net: nn.Module, big: nn.Module) -> float:
-    """How far the parameters are from the big batch's, as a share of how far those have come from the start."""
+    """The distance of the parameters from the big batch's, as a share of the distance that those have moved from the start."""
     start = flat(model())
     return ((flat(net) - flat(big)).norm() / (flat(big) - start).norm()).item()
 

@@ -1,6 +1,6 @@
 """What a row must say about where it was measured: hardware, versions, commit.
 
-In a source tree without ``.git`` the environment's FUSEDACCUM_COMMIT names the commit.
+In a source tree without ``.git`` the environment variable FUSEDACCUM_COMMIT names the commit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import fusedaccum
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-# Where tensors are made. Not torch.set_default_device(): that puts Python between every call and PyTorch, which is what is timed.
+# Where tensors are made. Not torch.set_default_device(): that puts Python between every call and PyTorch, and the calls are timed.
 device = torch.device("cpu")
 
 
@@ -63,7 +63,7 @@ def _huge_pages() -> str:
 
 
 def _gpu() -> dict[str, object]:
-    """Of the device that is measured, where that is one: its name, memory, driver, and the CUDA that PyTorch was built for."""
+    """If the measured device is a GPU: its name, memory and driver, and the CUDA version that PyTorch was built for."""
     if device.type != "cuda":
         return {}
     p = torch.cuda.get_device_properties(0)
@@ -82,7 +82,7 @@ def _commit() -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        # Results are written by the run itself, so that they do not count as a change.
+        # Results do not count as a change, because the run itself writes them.
         changed = git("status", "--porcelain", "--", ".", ":!benchmarks/results", ":!docs", ":!README.md")
         return git("rev-parse", "--short=12", "HEAD") + ("+changes" if changed else "")
     except (OSError, subprocess.CalledProcessError):

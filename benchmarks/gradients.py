@@ -1,8 +1,8 @@
-"""Training without a model: a backward pass that costs next to nothing but hands every parameter a fresh gradient, and an
+"""Training without a model: a backward pass that costs next to nothing but gives every parameter a fresh gradient, and an
 optimizer that does nothing, so that what lies between the two is what is timed.
 
-Fresh matters: a gradient that somebody else still holds must be copied or added at once, and autograd itself copies it into
-``p.grad`` where it would have moved a fresh one.
+Gradients have to be fresh: one that something else still holds must be copied or added immediately, and autograd itself copies it
+into ``p.grad`` where it would have moved a fresh one.
 """
 
 from __future__ import annotations

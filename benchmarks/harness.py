@@ -3,10 +3,10 @@
 Rules that every benchmark here keeps:
 
 - All contestants of a case run in the same process, one after the other in every round, so that a neighbour's noise or a
-  change of clock speed falls on all of them, and each round in another order, so that none profits from the one before it.
+  change of clock speed affects all of them. The order differs from round to round, so that none profits from the one before it.
   A ratio is the median over the rounds of the ratio within a round.
-- Inputs rotate over the calls of all contestants: none finds in the cache what the one before it left there.
-- On a GPU a measurement ends when the device is idle again: the longer of what the host and what the device takes.
+- Inputs rotate over the calls of all contestants, so that none finds in the cache what the one before it left there.
+- On a GPU a measurement ends when the device is idle again: it is the longer of the host's time and the device's.
 - GB/s counts the bytes the *operation* has to move, for every contestant alike; a way that moves more shows as slower.
 """
 
@@ -38,9 +38,9 @@ Row = dict[str, object]
 
 @dataclass
 class Options:
-    """What the command line asked for; ``--quick`` shrinks the sets, to check the harness and not to measure.
+    """The command line's options; ``--quick`` shrinks the sets, to check the harness and not to measure.
 
-    ``backend`` is asked for by name, so that nothing else is measured in its stead where it is missing.
+    ``backend`` is requested by name, so that no other is measured in its place where it is missing.
     """
 
     quick: bool = False
@@ -65,7 +65,7 @@ class Options:
 class Contestant:
     """One way to do a case's work: ``run(i)`` does it once, on the i-th rotation of the inputs.
 
-    ``kind`` is "ours", "peer" or "bandwidth"; ``skipped`` says why it could not run; ``scale`` multiplies its seconds
+    ``kind`` is "ours", "variant", "peer" or "bandwidth"; ``skipped`` says why it could not run; ``scale`` multiplies its seconds
     (a stream moves a whole number of arrays, not exactly the case's bytes).
     """
 
@@ -78,7 +78,7 @@ class Contestant:
 
 @dataclass
 class Timing:
-    """Seconds a call, one number a round."""
+    """Seconds per call, one number for each round."""
 
     seconds: list[float] = field(default_factory=list)
 
@@ -91,7 +91,7 @@ class Timing:
 
 
 def percentile(values: Iterable[float], percent: float) -> float:
-    """Linear interpolation between the closest ranks."""
+    """The percentile, interpolated linearly between the closest ranks."""
     ordered = sorted(values)
     place = (len(ordered) - 1) * percent / 100
     low = int(place)
@@ -126,21 +126,21 @@ def race(contestants: list[Contestant], rounds: int, at_least: float = 3e-3) -> 
 
 
 def wait_for_device() -> None:
-    """Calls on a GPU return before their work is done."""
+    """Wait until a GPU is idle: calls on it return before their work is done."""
     if environment.device.type == "cuda":
         torch.cuda.synchronize()
 
 
 def ratio(other: Timing, ours: Timing) -> tuple[float, float, float]:
-    """Median, p10 and p90 over the rounds of other / ours: how many times faster ours was in the same round."""
+    """Median, p10 and p90, over the rounds, of other / ours: how many times faster ours was in the same round."""
     ratios = [a / b for a, b in zip(other.seconds, ours.seconds, strict=True)]
     return statistics.median(ratios), percentile(ratios, 10), percentile(ratios, 90)
 
 
 def rows_of(case: Row, contestants: list[Contestant], timings: dict[str, Timing], moved: int) -> list[Row]:
-    """One row a contestant. ``moved`` is the bytes the operation has to move; it gives GB/s and the share of bandwidth."""
+    """One row per contestant. ``moved`` is the bytes the operation has to move; GB/s and the share of bandwidth follow from it."""
     streams = [c.name for c in contestants if c.kind == "bandwidth" and c.name in timings]
-    # A stream's seconds are those of `moved` bytes of its own traffic (bandwidth.py): the fastest is the ceiling.
+    # A stream's seconds are for `moved` bytes of its own traffic (bandwidth.py): the fastest is the ceiling.
     ceiling = min(streams, key=lambda name: timings[name].median) if streams else None
     ours = timings.get(OURS)
     peers = [c.name for c in contestants if c.kind == "peer" and c.name in timings]
@@ -169,7 +169,7 @@ def rows_of(case: Row, contestants: list[Contestant], timings: dict[str, Timing]
 
 
 class Sink:
-    """Rows of one benchmark, written to ``<out>/<name>.jsonl`` as they come, the environment in each."""
+    """Rows of one benchmark, written to ``<out>/<name>.jsonl`` as they come, each with the environment."""
 
     def __init__(self, name: str, options: Options, cases: int):
         options.out.mkdir(parents=True, exist_ok=True)
@@ -208,7 +208,7 @@ def _rounded(value: object) -> object:
 
 
 def filled(shapes: Iterable[tuple[int, ...]], dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
-    """Tensors of ordinary gradient size, each its own allocation as autograd makes them."""
+    """Tensors with values of a gradient's ordinary size, each its own allocation, as autograd makes them."""
     generator = torch.Generator().manual_seed(seed)
     tile = (torch.randn(2**16, generator=generator) * 1e-2).to(environment.device, dtype)
     tensors = []
@@ -222,8 +222,8 @@ def filled(shapes: Iterable[tuple[int, ...]], dtype: torch.dtype, seed: int = 0)
 
 
 def rotations(bytes_each: int) -> int:
-    """How many copies of the inputs keep a call from finding the last one's in the cache."""
+    """How many copies of the inputs it takes to keep a call from finding the previous call's in the cache."""
     return max(1, min(12, -(-ROTATED_BYTES // bytes_each)))
 
 
-ROTATED_BYTES = 512 * 2**20  # several times the last-level cache, those of large servers too
+ROTATED_BYTES = 512 * 2**20  # several times the last-level cache, even of large servers

@@ -1,7 +1,7 @@
 """Memory as PyTorch's allocator sees it: every allocation and release on a kind of device, from the profiler's memory events.
 
-Exact for tensors, temporaries inside ops included. Not seen: what a library allocates by itself (oneDNN's scratch pads) and
-Python objects. Build whatever is to be counted inside the block.
+Exact for tensors, including temporaries inside ops. It does not see what a library allocates by itself (oneDNN's scratch pads), or
+Python objects. Whatever is to be counted has to be built inside the block.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _DEVICE_TYPES = {"cpu": 0, "cuda": 1}  # as c10::DeviceType numbers them
 
 @dataclass
 class Timeline:
-    """Bytes allocated after every event, and the stretches that were marked, in seconds from the first event."""
+    """Bytes allocated after every event, and the marked stretches, in seconds from the first event."""
 
     seconds: list[float] = field(default_factory=list)
     allocated: list[int] = field(default_factory=list)
@@ -33,17 +33,17 @@ class Timeline:
         return max(self.allocated, default=0)
 
     def within(self, start: float, end: float) -> list[int]:
-        """What was allocated between two moments, with what stood at the first of them."""
+        """The levels between two moments, beginning with the level at the first of them."""
         before = [b for s, b in zip(self.seconds, self.allocated) if s <= start]
         return before[-1:] + [b for s, b in zip(self.seconds, self.allocated) if start < s <= end]
 
     def peak_of(self, *names: str) -> int:
-        """The peak over the stretches of these names."""
+        """The peak over the stretches with these names."""
         stretches = [m for m in self.marks if m[0] in names]
         return max(max(self.within(start, end), default=0) for _, start, end in stretches)
 
     def highest(self, name: str, points: int) -> list[int]:
-        """A stretch in at most ``points`` parts of as many events each, and the peak of each: it has no clock in it."""
+        """The peaks of at most ``points`` parts of a stretch, each of equally many events, so that they depend on no clock."""
         ((_, start, end),) = [m for m in self.marks if m[0] == name]
         levels = self.within(start, end)
         size = -(-len(levels) // points)
@@ -52,7 +52,7 @@ class Timeline:
 
 @contextmanager
 def recorded(device_type: str) -> Iterator[Timeline]:
-    """Record a block on this kind of device; the timeline that it yields is filled when the block is left."""
+    """Record a block on this kind of device; the timeline that it yields is filled when the block ends."""
     timeline = Timeline()
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own log lines would tear the progress bar
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:

@@ -1,4 +1,4 @@
-"""Transformers to measure with, of the sizes that people train: GPT-2's blocks, and Llama's."""
+"""Transformers to measure with, in sizes that people train: GPT-2's blocks, and Llama's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from . import environment
 
 @dataclass(frozen=True)
 class Size:
-    """``gated``: Llama's blocks (RMSNorm, SwiGLU, no biases, a head of its own); else GPT-2's (LayerNorm, GELU, a tied head)."""
+    """``gated``: Llama's blocks (RMSNorm, SwiGLU, no biases, an untied head); else GPT-2's (LayerNorm, GELU, a tied head)."""
 
     vocabulary: int
     width: int
@@ -67,6 +67,6 @@ class LanguageModel(nn.Module):
 
 
 def language_model(size: Size) -> LanguageModel:
-    """In bf16, on the device that is measured, with ordinary weights."""
+    """A model in bf16, on the measured device, with ordinary weights."""
     torch.manual_seed(0)
     return LanguageModel(size).to(environment.device, torch.bfloat16)

@@ -1,6 +1,6 @@
-"""Puts the results files into README.md and docs/: ``python -m benchmarks.report``.
+"""Writes the results into README.md and docs/: ``python -m benchmarks.report``.
 
-Rewrites what stands between ``<!-- benchmarks:NAME -->`` and ``<!-- /benchmarks:NAME -->``; no figure is typed by hand.
+Replaces the text between ``<!-- benchmarks:NAME -->`` and ``<!-- /benchmarks:NAME -->``; no figure is typed by hand.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ TABLES: dict[str, Callable[[Sequence[Row]], tables.Table]] = {
 
 
 def load(name: str, folder: Path = RESULTS) -> list[Row]:
-    """The rows of a benchmark's last run, none if it has not been run."""
+    """The rows of a benchmark's last run; none if it has not been run."""
     path = folder / f"{name}.jsonl"
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
 def printed(name: str, rows: Sequence[Row]) -> str:
-    """The tables of a benchmark for the terminal."""
+    """A benchmark's tables, for the terminal."""
     if name == "questions":
         return "\n\n".join(["", *(": ".join(line) for line in tables.questions(rows)[1]), ""])
     parts = [tables.text(TABLES[name](rows))]
@@ -49,12 +49,12 @@ def printed(name: str, rows: Sequence[Row]) -> str:
 
 
 def draw_all(folder: Path = RESULTS) -> list[Path]:
-    """Draw every plot there are results for, beside them."""
+    """Draw every plot that has results, beside the results files; returns the paths."""
     return [path for name in TABLES if (rows := load(name, folder)) for path in plots.draw(name, rows, folder)]
 
 
 def blocks() -> dict[str, str]:
-    """The text of every block that a page may ask for; those of the results on a GPU begin with ``gpu_``."""
+    """The text of every block that a page may contain; the names of blocks measured on a GPU begin with ``gpu_``."""
     texts = _blocks_of(RESULTS)
     if load("accumulate"):
         texts["summary"] = f"![bandwidth of every way](benchmarks/results/accumulate.svg)\n\n{_summary(RESULTS)}"
@@ -64,7 +64,7 @@ def blocks() -> dict[str, str]:
 
 
 def _questions(rows: Sequence[Row]) -> dict[str, str]:
-    """Of every question that was measured: what was found, the plot, and where it was measured."""
+    """For every question that was measured: the finding, the plot, and where it was measured."""
     texts = {}
     for name, of_question in tables.by_question(rows).items():
         picture = f"![{name.replace('_', ' ')}](benchmarks/results/questions-{name}.svg)"
@@ -91,7 +91,7 @@ def _blocks_of(folder: Path) -> dict[str, str]:
 
 
 def rewrite(page: Path, texts: dict[str, str]) -> list[str]:
-    """Rewrite the marked blocks of a page; the names of those that there are no results for."""
+    """Rewrite a page's marked blocks; returns the names of those without results."""
     before = page.read_text(encoding="utf-8")
     after, missing = rewritten(before, page.parent, texts)
     if after != before:
@@ -100,9 +100,9 @@ def rewrite(page: Path, texts: dict[str, str]) -> list[str]:
 
 
 def rewritten(before: str, folder: Path, texts: dict[str, str]) -> tuple[str, list[str]]:
-    """A page of a folder with its marked blocks rewritten, and the names of those that there are no results for.
+    """The text of a page in ``folder`` with its marked blocks rewritten, and the names of those without results.
 
-    Pictures of the texts are named from the project's root, and on the page from where it is.
+    The texts give pictures by their path from the project's root; on the page the path is relative to ``folder``.
     """
     missing = []
 

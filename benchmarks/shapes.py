@@ -13,7 +13,7 @@ Shape = tuple[int, ...]
 class ShapeSet:
     """A named list of tensor shapes.
 
-    ``large`` sets are many times any last-level cache, so that bandwidth is their limit; ``note`` says what was left out.
+    ``large`` sets are many times as large as any last-level cache, so that bandwidth is their limit; ``note`` says what was left out.
     """
 
     name: str
@@ -69,7 +69,7 @@ def llama3(layers: int = 2) -> ShapeSet:
 
 
 def small() -> ShapeSet:
-    """2,000 matrices of 64 x 64: where the cost of a call shows."""
+    """2,000 matrices of 64 x 64, where the cost of each call shows."""
     return ShapeSet("2000x64x64", "2,000 × 64×64", 2000 * ((64, 64),), large=False)
 
 

@@ -1,7 +1,7 @@
 /* Memory traffic with the mix of an accumulation, and as little arithmetic as keeps the compiler from dropping it.
  *
- * Compiled at run time by bandwidth.py for the machine it runs on. Sizes are in bytes and multiples of BLOCK; pointers are
- * aligned to 64 bytes. Each function is called from as many threads as are measured, every one on its own part.
+ * Compiled at run time by bandwidth.py for the machine it runs on. Sizes are in bytes, multiples of BLOCK; pointers are
+ * aligned to 64 bytes. Each function is called from as many threads as are measured, each on its own part.
  */
 #include <stddef.h>
 #include <stdint.h>
@@ -12,7 +12,7 @@
 
 typedef uint64_t words __attribute__((vector_size(64)));
 
-/* A store that bypasses the caches, where the compiler can be told to make one. */
+/* A store that bypasses the caches, where the compiler offers one. */
 static inline void store_past_caches(words *to, words value) {
 #if defined(__clang__)
     __builtin_nontemporal_store(value, to);

@@ -1,10 +1,10 @@
-"""The look of all plots: colours that the colour-blind can tell apart, one for every contestant."""
+"""The look of all plots: a colour for every contestant, from a palette that the colour-blind can tell apart."""
 
 from __future__ import annotations
 
 from .harness import BARE, HOOKS_ALONE, OURS, PYTHON_HOOKS, PYTHON_HOOKS_ALONE
 
-# Okabe and Ito's palette: ours in the strong colour, everybody else in the others.
+# Okabe and Ito's palette: ours in the strong colour, the peers in the others.
 BLUE, ORANGE, GREEN, YELLOW, SKY, PURPLE, GREY = (
     "#0072B2",
     "#E69F00",

@@ -1,11 +1,11 @@
-"""The questions that every newcomer asks (docs/questions), measured: a file a question, each with
+"""The questions that every newcomer asks (docs/questions), measured: one file per question, each with
 
 - ``measure(quick) -> list[Row]``: deterministic (PyTorch is seeded before), a minute at most; ``quick`` runs the same code in a second and
-  measures nothing. Of a row, ``contestant`` names the way that was gone.
-- ``finding(rows) -> str``: what was found, in a line or two with figures from the rows. It is the plot's title, and stands on the page.
+  measures nothing. A row's ``contestant`` names the way that was used.
+- ``finding(rows) -> str``: the result, in a line or two with figures from the rows. It is the plot's title, and stands on the page.
 - ``draw(rows, axes)``: the plot, from the rows alone.
 
-A file here is a question; what several of them share lies outside.
+Every file here is a question; code that several of them share is elsewhere.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from ..harness import Row
 
 
 class Question(Protocol):
-    """What a file here has to have."""
+    """What every file here has to define."""
 
     def measure(self, quick: bool) -> list[Row]:
-        """Rows of everything that is compared."""
+        """Measure everything that is compared; returns the rows."""
 
     def finding(self, rows: Sequence[Row]) -> str:
-        """What the rows say."""
+        """The result, in words."""
 
     def draw(self, rows: Sequence[Row], axes: Axes) -> None:
-        """Draw the rows; the title is set by the caller."""
+        """Draw the rows; the caller sets the title."""
 
 
 QUESTIONS: dict[str, Question] = {m.name: import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)}

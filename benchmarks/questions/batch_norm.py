@@ -1,4 +1,4 @@
-"""Why did accuracy fall at micro-batch size 1? BatchNorm, its running statistics pooled or not, and GroupNorm, at one desired batch."""
+"""Why did accuracy fall at micro-batch size 1? BatchNorm with and without pooled statistics, and GroupNorm, at one desired batch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WAYS = {PLAIN: ORANGE, POOLED: BLUE, GROUPS: GREEN}
 
 
 def measure(quick: bool) -> list[Row]:
-    """Train by every way, at every size of the micro-batch, from a few seeds."""
+    """Train with every way, at every micro-batch size, from a few seeds."""
     epochs, seeds = (1, 1) if quick else (4, 2)
     x, y = (each[: 2 * DESIRED] if quick else each for each in data.digits())
     trained = DESIRED if quick else TRAINED
@@ -77,15 +77,15 @@ def _model(way: str, seed: int) -> nn.Module:
 
 
 def _train(net: nn.Module, x: Tensor, y: Tensor, size: int, epochs: int, pooled: bool) -> nn.Module:
-    """Train; returns a layer that has seen of every window, in one batch, what the first norm has seen in micro-batches."""
+    """Train; returns a BatchNorm that was given each window as one batch, where the model's first norm was given micro-batches."""
     big = nn.BatchNorm2d(net[0].out_channels)
     if pooled:
         fa.accumulate_batchnorm(net)
     opt = fa.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), accum_steps=DESIRED // size)
-    # To nothing, so that the statistics of every way end where the model does, and not some windows behind it.
+    # To zero, so that the statistics of every way end where the model does, and not some windows behind it.
     decay = torch.optim.lr_scheduler.LinearLR(opt, 1.0, 0.0, epochs * len(x) // DESIRED)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*BatchNorm layer")  # it is what is measured
+        warnings.filterwarnings("ignore", ".*BatchNorm layer")  # what it warns of is what is measured
         for batch in _batches(len(x), epochs):
             with torch.no_grad():
                 big(net[0](x[batch]))
@@ -104,7 +104,7 @@ def _batches(count: int, epochs: int) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def _told(net: nn.Module, big: nn.Module, x: Tensor, y: Tensor, trained: int) -> Row:
-    """Of the trained model, as it is used: in eval(). Of its first layer's running variance, how far it is from the big batch's."""
+    """The trained model's accuracy and loss in eval(), and how far its first norm's running variance is from the big batch's."""
     norm = net.eval()[1]
     right = (net(x[trained:]).argmax(1) == y[trained:]).double().mean().item()
     error = 0.0

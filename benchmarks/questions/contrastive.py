@@ -1,4 +1,4 @@
-"""Is there a loss that cannot be accumulated? A contrastive one, of two views of handwritten digits: the gradient's error, and memory."""
+"""Is there a loss that cannot be accumulated? A contrastive one, on two views of handwritten digits: the gradient's error, and memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COLOURS = {BIG: GREY, ACCUMULATED: ORANGE, OURS: BLUE}
 
 
 def measure(quick: bool) -> list[Row]:
-    """The gradient of one batch by every way and micro-batch size, and its peak in memory, all that it is made of included."""
+    """The gradient of one batch with every way and micro-batch size, and the peak in memory, model and data included."""
     samples, sizes = (16, (4, 16)) if quick else (512, (4, 16, 64, 256, 512))
     exact = _gradient(Pair(samples, torch.float64), BIG, samples)
     rows: list[Row] = []
@@ -39,7 +39,7 @@ def measure(quick: bool) -> list[Row]:
 
 
 def _sums_in_bf16(samples: int, size: int) -> list[Row]:
-    """What adding up the micro-batches' gradients costs in bf16: against the same gradients, added up in FP64."""
+    """The error of adding up the micro-batches' gradients in bf16, against the same gradients added up in FP64."""
     exact = _gradient(Pair(samples, torch.bfloat16), IN_FP64, size)
     ways = (CHECKPOINTED, OURS)
     found = [_gradient(Pair(samples, torch.bfloat16), way, size) for way in ways]
@@ -48,7 +48,7 @@ def _sums_in_bf16(samples: int, size: int) -> list[Row]:
 
 
 def finding(rows: Sequence[Row]) -> str:
-    """The worst of what is accumulated and of what is cached; memory at the smallest size; what sums in bf16 cost."""
+    """The largest errors when accumulated and when cached, memory at the smallest size, and the error of sums in bf16."""
     accumulated, cached = ([r["error"] for r in _of(rows, way)[:-1]] for way in (ACCUMULATED, OURS))
     (big,), small = _of(rows, BIG), _of(rows, OURS)[0]
     in_bf16 = max(r["error"] for r in rows if r["contestant"] == CHECKPOINTED)
@@ -61,7 +61,7 @@ def finding(rows: Sequence[Row]) -> str:
 
 
 def draw(rows: Sequence[Row], axes: Axes) -> None:
-    """Errors by micro-batch size, drawn through; peaks in memory dashed, on an axis of their own."""
+    """Errors by micro-batch size as solid lines; peaks in memory dashed, on a separate axis."""
     memory = axes.twinx()
     for way, colour in COLOURS.items():
         mine = _of(rows, way)
@@ -87,7 +87,7 @@ def _of(rows: Sequence[Row], way: str) -> list[Row]:
 
 
 class Pair:
-    """An encoder, the two views of every digit, and the loss of SimCLR's kind over them with a learned temperature."""
+    """An encoder, the two views of every digit, and a SimCLR-like loss over them with a learned temperature."""
 
     def __init__(self, samples: int, dtype: torch.dtype):
         torch.manual_seed(0)

@@ -17,7 +17,7 @@ COLOURS = {"loss / N": ORANGE, "not divided": PURPLE, OURS: BLUE, "fusedaccum, s
 
 
 def measure(quick: bool) -> list[Row]:
-    """Train by every way on the same windows; the drift after each."""
+    """Train with every way on the same windows; the drift after each window."""
     x, y = digits.samples(512)
     windows = [batch for epoch in range(1 if quick else 10) for batch in digits.batches(512, epoch, BATCH)]
     rows: list[Row] = []
@@ -40,7 +40,7 @@ def measure(quick: bool) -> list[Row]:
 
 
 def finding(rows: Sequence[Row]) -> str:
-    """The drift at the end, of the ways that people take for right."""
+    """The final drift of the ways that people believe to be right."""
     last = {(r["contestant"], r["sizes"]): r["drift"] for r in rows}
     return (
         f"With unequal micro-batches, training on loss / N ends {last['loss / N', 'unequal']:.0%} of the distance trained away from the "
@@ -50,7 +50,7 @@ def finding(rows: Sequence[Row]) -> str:
 
 
 def draw(rows: Sequence[Row], axes: Axes) -> None:
-    """Drift by window; unequal micro-batches drawn through, equal ones dashed."""
+    """Drift by window; unequal micro-batches as solid lines, equal ones dashed."""
     for r in sorted(rows, key=lambda r: str(r["sizes"]), reverse=True):
         dashes = "-" if r["sizes"] == "unequal" else "--"
         windows = range(1, len(r["drifts"]) + 1)

@@ -1,4 +1,4 @@
-"""Must the learning rate change? Training curves of the big batch, of windows with its rate, and of a batch grown fourfold."""
+"""Must the learning rate change? Training curves of the big batch, of windows with its rate, and of a batch four times as large."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STYLES = {
 
 
 def measure(quick: bool) -> list[Row]:
-    """Train by every way; the loss over all samples after every epoch."""
+    """Train with every way; the loss over all samples after every epoch."""
     x, y = digits.samples(1024)
     epochs = 1 if quick else 8
     return [

@@ -1,4 +1,4 @@
-"""How to log the loss of a window? What three ways log while a model trains, against the loss of the window as one batch."""
+"""How do I log a window's loss? What three ways log while a model trains, against the loss of the window as one batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COLOURS = {LAST: ORANGE, MEAN: PURPLE, OURS: BLUE}
 
 
 def measure(quick: bool) -> list[Row]:
-    """Train with weights, and log what each way would."""
+    """Train with weights, and log what each way would log."""
     x, y = digits.samples(512)
     net = digits.model()
     opt = fa.AccumulatingOptimizer(digits.sgd(net, lr=0.05), accum_steps=PARTS)
@@ -42,7 +42,7 @@ def measure(quick: bool) -> list[Row]:
 
 
 def finding(rows: Sequence[Row]) -> str:
-    """How far off each way may be."""
+    """The largest error of each way."""
     off = {r["contestant"]: max(r["errors"]) for r in rows}
     return (
         f"With unequal micro-batches, the last one's loss is up to {off[LAST]:.0%} off the big batch's, and the plain mean of all "

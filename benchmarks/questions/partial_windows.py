@@ -1,4 +1,4 @@
-"""A last window that is not full, a batch that the micro-batch does not divide: the gradient's error by what the window holds."""
+"""A last window that is not full, a batch that is no multiple of the micro-batch: the gradient's error by what the window holds."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def measure(quick: bool) -> list[Row]:
 
 
 def finding(rows: Sequence[Row]) -> str:
-    """The worst of every way, and what even the full window is off by."""
+    """The largest error of every way, and the error of ``loss / N`` even in a full window."""
     errors = {r["contestant"]: r["errors"] for r in rows}
     return (
         f"The gradient of loss / {N} is up to {max(errors[FULL]):.0%} off, and still {errors[FULL][-1]:.0%} in a full window, because "

@@ -1,4 +1,4 @@
-"""Is there a limit to the batch? Peak memory by the desired batch, of one big batch and of windows of micro-batches."""
+"""Is there a limit to the batch? Peak memory over the desired batch, for one big batch and for windows of micro-batches."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ..harness import OURS, Row
 from ..memory import mark, recorded
 from ..style import BLUE, GREY
 
-TOKENS, MICRO_BATCH = 64, 4  # tokens a sequence, sequences a micro-batch
+TOKENS, MICRO_BATCH = 64, 4  # tokens per sequence, sequences per micro-batch
 BIG = "big batch"
 COLOURS = {BIG: GREY, OURS: BLUE}
 
 
 def measure(quick: bool) -> list[Row]:
-    """The peak of one step of every batch size, by both ways, and how far their gradients are apart."""
+    """The peak of one step at every batch size, with both ways, and how far apart their gradients are."""
     rows: list[Row] = []
     for batch in (4, 8) if quick else (4, 8, 16, 32, 64, 128, 256):
         tokens = torch.randint(0, 256, (batch, TOKENS))
@@ -46,7 +46,7 @@ def measure(quick: bool) -> list[Row]:
 
 
 def finding(rows: Sequence[Row]) -> str:
-    """From the smallest batch to the largest."""
+    """The peaks at the smallest batch and at the largest."""
     peaks = {name: [r["peak_bytes"] / 2**20 for r in rows if r["contestant"] == name] for name in COLOURS}
     sizes = [r["batch"] for r in rows]
     error = max(r["error"] for r in rows)
@@ -58,7 +58,7 @@ def finding(rows: Sequence[Row]) -> str:
 
 
 def draw(rows: Sequence[Row], axes: Axes) -> None:
-    """Peaks by batch, over the floors that they stand on."""
+    """Peaks by batch, above their floors."""
     for name, colour in COLOURS.items():
         mine = [r for r in rows if r["contestant"] == name]
         axes.loglog([r["batch"] for r in mine], [r["peak_bytes"] / 2**20 for r in mine], "o-", color=colour, label=name)
