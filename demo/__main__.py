@@ -17,12 +17,12 @@ HEADER = ("way", "final loss", "largest difference from (a)", "seconds", "peak M
 
 
 def main(arguments: Sequence[str] | None = None) -> list[tuple[Task, dict[str, Run]]]:
-    """Train everything, print the table, draw the figure; what came out."""
+    """Train everything, print the table, draw the figure; returns every task with its runs."""
     parser = argparse.ArgumentParser(prog="python -m demo", description=__doc__)
-    parser.add_argument("--tiny", action="store_true", help="tiny models and data, to check that it runs")
-    parser.add_argument("--figure", type=Path, default=FIGURE, help="where the figure goes (.png, .svg or .pdf)")
-    # One thread: models this small gain little from a second, and sums then come in the same order on every machine.
-    parser.add_argument("--threads", type=int, default=1, help="PyTorch's threads (1)")
+    parser.add_argument("--tiny", action="store_true", help="tiny models and data, to check that the demo runs")
+    parser.add_argument("--figure", type=Path, default=FIGURE, help="the figure's file (.png, .svg or .pdf)")
+    # One thread: models this small gain little from a second one, and sums are then taken in the same order on every machine.
+    parser.add_argument("--threads", type=int, default=1, help="PyTorch's threads (default: 1)")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     started = time.perf_counter()
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> list[tuple[Task, dict[str, R
         count = sum(p.numel() for p in task.make_model().parameters())
         window = f"{task.accum_steps} micro-batches of {task.micro_batch}"
         print(
-            f"\n{task.title}: {count:,} parameters, {len(task.data[0]):,} samples, {window} a window, {task.steps} steps"
+            f"\n{task.title}: {count:,} parameters, {len(task.data[0]):,} samples, {window} per window, {task.steps} steps"
         )
         results.append((task, {key: train(task, way, f"({key}) {name}") for key, (name, way) in ways_of(task).items()}))
     print("\n" + table(results))
@@ -73,7 +73,7 @@ def findings(results: Sequence[tuple[Task, dict[str, Run]]]) -> list[str]:
         if task.master_weights:
             lines.append(
                 f"{task.title}: (b) ends {times['c']} closer to the big batch (in FP32 arithmetic) than plain sums in bf16, "
-                f"{times['d']} closer when those are weighted by hand, {times['e']} closer than the big batch in bf16 arithmetic."
+                f"{times['d']} closer than those weighted by hand, and {times['e']} closer than the big batch in bf16 arithmetic."
             )
         else:
             lines.append(

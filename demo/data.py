@@ -1,4 +1,4 @@
-"""Data that is on the machine already: scikit-learn's handwritten digits, and the Python standard library's own sources."""
+"""Data that is already on the machine: scikit-learn's handwritten digits, and the Python standard library's own sources."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-# Modules that every Python has, in this order; the text is cut to the same length on all of them.
+# Modules that every Python has, in this order; the text is cut to the same length in every Python.
 SOURCES = (
     "argparse.py",
     "ast.py",
@@ -36,7 +36,7 @@ def text(sequences: int, context: int) -> tuple[Tensor, Tensor]:
     needed = sequences * context + 1
     if len(content) < needed:
         raise RuntimeError(
-            f"the standard library in {folder} has {len(content)} bytes of the modules read, {needed} are needed"
+            f"the modules read from the standard library in {folder} have {len(content)} bytes, but {needed} are needed"
         )
     stream = torch.frombuffer(bytearray(content[:needed]), dtype=torch.uint8).long()
     return stream[:-1].view(sequences, context), stream[1:].view(sequences, context)

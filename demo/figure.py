@@ -1,4 +1,4 @@
-"""The demo's figure: a row a task, its loss curves and how far every way drifts from the big batch."""
+"""The demo's figure: one row per task, with its loss curves and how far every way drifts from the big batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 
 from .ways import WAYS, Run, Task
 
-# Okabe and Ito's colours, for readers who cannot tell red from green, and other dashes for readers in black and white.
+# Okabe and Ito's colours, for readers who cannot tell red from green, and different dashes for readers in black and white.
 LINES = {
     "a": ("black", "-", 2.6),
     "b": ("#0072B2", "-", 1.6),
@@ -23,7 +23,7 @@ LINES = {
 
 
 def draw(results: Sequence[tuple[Task, dict[str, Run]]], path: Path) -> None:
-    """Write the figure; its titles say what came out."""
+    """Write the figure; its titles give the results."""
     style = {
         "font.size": 9.5,
         "axes.spines.top": False,
@@ -48,7 +48,7 @@ def draw(results: Sequence[tuple[Task, dict[str, Run]]], path: Path) -> None:
             drifts.set_title(f"drift from the big batch: ours {ours:.1e}, plain {plain:.1e}")
             drifts.set(xlabel="optimizer step", ylabel="largest parameter difference")
             losses.legend(frameon=False)
-        figure.suptitle("Micro-batches through fusedaccum train as the big batch does", fontsize=13, fontweight="bold")
+        figure.suptitle("Micro-batches through fusedaccum train like the big batch", fontsize=13, fontweight="bold")
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150)
         plt.close(figure)

@@ -1,4 +1,4 @@
-"""The two models of the demo, small enough for two cores. Neither has BatchNorm, which sees a micro-batch and not the batch."""
+"""The demo's two models, small enough for two cores. Neither has BatchNorm, which sees a micro-batch and not the whole batch."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class DigitsCNN(nn.Sequential):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear`` in FP32, rounded to ``x``'s dtype, and so its gradients: what hardware for bf16 does.
+    """``F.linear`` in FP32, rounded to ``x``'s dtype, as are its gradients: what hardware for bf16 does.
 
-    PyTorch's own bf16 matrix products are many times slower than those in FP32 on a CPU without instructions for them.
+    On a CPU without bf16 instructions, PyTorch's own bf16 matrix products are many times slower than those in FP32.
     """
     return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
 
@@ -43,7 +43,7 @@ class Linear(nn.Linear):
 
 
 class SmallGPT(nn.Module):
-    """A decoder of GPT-2's kind over bytes; ``forward`` gives the logits of every next byte."""
+    """A GPT-2-like decoder over bytes; ``forward`` returns the logits of every next byte."""
 
     def __init__(self, width: int = 128, layers: int = 3, heads: int = 4, context: int = 64):
         super().__init__()

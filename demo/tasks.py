@@ -30,12 +30,12 @@ def digits(tiny: bool = False) -> Task:
 
 
 def gpt(tiny: bool = False) -> Task:
-    """A small GPT in bf16 with FP32 master weights, so that the gradient alone makes the difference between the ways.
+    """A small GPT in bf16 with FP32 master weights, so that the ways differ only in the gradient.
 
     1,000 sequences make 7 windows of 64 x 2 and one of 52 x 2.
 
-    SGD with momentum, for its update is linear in the gradient: the drift is then the gradients' error, summed. (Adam's first
-    steps are as large as the learning rate where a gradient is nothing but rounding, and would hide it.)
+    SGD with momentum, because its update is linear in the gradient: the drift is then the gradients' error, summed. (Adam's first
+    steps are as large as the learning rate even where a gradient is nothing but rounding, and would hide that error.)
     """
     context, width, layers = (16, 32, 1) if tiny else (64, 128, 2)
     sequences = 160 if tiny else 1000
@@ -54,5 +54,5 @@ def gpt(tiny: bool = False) -> Task:
 
 
 def _next_byte(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    # The loss itself in FP32, as everybody takes it: a mean of thousands of numbers.
+    # The loss itself is in FP32, as usual: it is a mean of thousands of numbers.
     return F.cross_entropy(model(x).float().flatten(0, 1), y.flatten())

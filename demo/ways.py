@@ -1,4 +1,4 @@
-"""The ways to train that the demo compares: the same model, data, order and optimizer, and only the gradient made otherwise."""
+"""The ways to train that the demo compares: the same model, data, order and optimizer, with only the gradient computed differently."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from benchmarks.memory import mark, recorded
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained: a model with its data and optimizer, and how a big batch falls into micro-batches.
+    """What is trained: a model with its data and optimizer, and how a big batch is split into micro-batches.
 
-    ``make_model`` is called after seeding and gives a model of ``dtype``; ``loss`` is a mean over a (micro-)batch's samples.
+    ``make_model`` is called after seeding and returns a model of ``dtype``; ``loss`` is a mean over a (micro-)batch's samples.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Task:
 
     @property
     def master_weights(self) -> bool:
-        """Models of less than FP32 are trained with FP32 master weights, in every way alike."""
+        """Whether every way trains with FP32 master weights: for models in less than FP32."""
         return self.dtype.itemsize < 4
 
     def windows(self, epoch: int) -> Iterator[Tensor]:
@@ -50,7 +50,7 @@ class Task:
 
 @dataclass
 class Run:
-    """What one way of training gave: a loss a step, the weights after every step, the final loss over all data, and the cost."""
+    """The result of one way of training: every step's loss and the weights after it, the final loss over all data, and the cost."""
 
     losses: list[float] = field(default_factory=list)
     parameters: list[Tensor] = field(default_factory=list)
@@ -60,7 +60,7 @@ class Run:
 
 
 class PlainMasters:
-    """FP32 master weights the plain way, for the runs without fusedaccum: step FP32 copies, then round them into the model."""
+    """FP32 master weights in plain PyTorch, for the runs without fusedaccum: step FP32 copies, then round them into the model."""
 
     def __init__(self, model: nn.Module, task: Task):
         self.params = list(model.parameters())
@@ -81,20 +81,20 @@ class PlainMasters:
                     p.copy_(master.to(self.dtype))
 
 
-# A way takes (task, model) and gives two functions: step(window) -> mean loss, and the weights as the optimizer has them.
+# A way takes (task, model) and returns two functions: step(window) -> mean loss, and the weights as the optimizer has them.
 Way = Callable[[Task, nn.Module], tuple[Callable[[Tensor], float], Callable[[], list[Tensor]]]]
 
 
 def big_batch(task: Task, model: nn.Module) -> tuple:
     """(a) The batch that micro-batches stand for, in one forward and backward, in FP32 arithmetic.
 
-    A bf16 model's weights are rounded to bf16 as in all the other ways; only the arithmetic on them is not.
+    A bf16 model's weights are rounded to bf16 as in all the other ways; only the arithmetic on them is in FP32.
     """
     return big_batch_as_is(task, model.float())
 
 
 def big_batch_as_is(task: Task, model: nn.Module) -> tuple:
-    """(e) The big batch in the model's own arithmetic: what (a) would be, were there no reason to mistrust it."""
+    """(e) The big batch in the model's own arithmetic: what (a) would be if that could be trusted."""
     plain = PlainMasters(model, task)
     inputs, targets = task.data
 
@@ -108,7 +108,7 @@ def big_batch_as_is(task: Task, model: nn.Module) -> tuple:
 
 
 def fused(task: Task, model: nn.Module) -> tuple:
-    """(b) fusedaccum: the loop of plain PyTorch, with one line more. The partial window at an epoch's end is flushed."""
+    """(b) fusedaccum: plain PyTorch's loop, with one line more. The partial window at an epoch's end is flushed."""
     inner = task.make_optimizer(list(model.parameters()))
     opt = fa.AccumulatingOptimizer(inner, accum_steps=task.accum_steps, master_weights=task.master_weights)
     inputs, targets = task.data
@@ -126,7 +126,7 @@ def fused(task: Task, model: nn.Module) -> tuple:
         return total / len(window)
 
     def weights() -> list[Tensor]:
-        masters = opt.state_dict()["fusedaccum"]["masters"]  # by the parameter's place, none for FP32 models
+        masters = opt.state_dict()["fusedaccum"]["masters"]  # by the parameter's position; none for FP32 models
         return [masters.get(i, p) for i, p in enumerate(model.parameters())]
 
     return step, weights
@@ -135,7 +135,7 @@ def fused(task: Task, model: nn.Module) -> tuple:
 def plain_accumulation(task: Task, model: nn.Module, corrected: bool = False) -> tuple:
     """(c) What most loops do: ``(loss / accum_steps).backward()`` into the parameters' own ``.grad``.
 
-    ``corrected`` divides a micro-batch's loss by its share of the window it is really in, as careful loops do.
+    ``corrected`` multiplies a micro-batch's loss by its share of the samples that its window really holds, as careful loops do.
     """
     plain = PlainMasters(model, task)
     inputs, targets = task.data
@@ -168,7 +168,7 @@ WAYS: dict[str, tuple[str, Way]] = {
 
 
 def ways_of(task: Task) -> dict[str, tuple[str, Way]]:
-    """The ways that differ for this task: in FP32, (e) is (a)."""
+    """The ways that differ for this task; in FP32, (e) is the same as (a)."""
     return {key: way for key, way in WAYS.items() if key != "e" or task.master_weights}
 
 
@@ -196,7 +196,7 @@ def train(task: Task, way: Way, label: str) -> Run:
 
 
 def peak_of(task: Task, way: Way) -> int:
-    """The most bytes that PyTorch's allocator held during two windows, parameters and optimizer state included, not the data."""
+    """The most bytes that PyTorch's allocator held during two windows, including parameters and optimizer state, but not the data."""
     windows = [next(task.windows(epoch)) for epoch in range(2)]
     with recorded("cpu") as timeline:
         with mark("build"):
