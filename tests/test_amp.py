@@ -305,7 +305,7 @@ def test_a_loop_that_has_done_with_its_scaler(accum_steps):
                 scaler.step(opt)
                 scaler.update()
             elif window == 2 and accum_steps is None:  # which might as well be a mistake
-                with pytest.raises(RuntimeError, match=r"without it from here on, call opt.reset\(\)"):
+                with pytest.raises(RuntimeError, match=r"call opt.reset\(\) first to go on without it"):
                     opt.step()
                 opt.reset()
                 p.sum().backward()

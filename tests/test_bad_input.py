@@ -135,7 +135,7 @@ def test_quantized_weights_stay_out_of_the_optimizer(dtype):
     """Frozen beside adapters (QLoRA), where plain PyTorch takes model.parameters()."""
     frozen = nn.Parameter(torch.zeros(4).to(dtype), requires_grad=False)
     with pytest.raises(
-        ValueError, match=r"\['params'\]\[1\] is torch\..*8.*Build the optimizer without .* if p\.requires_grad"
+        ValueError, match=r"\['params'\]\[1\] is torch\..*8.*Leave .* out of the optimizer: .* if p\.requires_grad"
     ):
         fa.AccumulatingOptimizer(sgd([nn.Parameter(torch.zeros(2)), frozen]))
 

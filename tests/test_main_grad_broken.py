@@ -182,8 +182,8 @@ def test_a_loss_scale_that_changes_within_a_window_is_refused():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"nonfinite": "raise"}, "nonfinite='raise' must see them before"),
-        ({"nonfinite": "skip_micro_batch"}, "nonfinite='skip_micro_batch' must see them before"),
+        ({"nonfinite": "raise"}, "nonfinite='raise' must see them first"),
+        ({"nonfinite": "skip_micro_batch"}, "nonfinite='skip_micro_batch' must see them first"),
         ({"buffer_dtype": torch.bfloat16}, "use buffer_dtype=torch.float32"),
         ({"buffer_dtype": None}, "use buffer_dtype=torch.float32"),
     ],
@@ -199,7 +199,7 @@ def test_what_cannot_be_is_refused_at_wrapping(settings, message):
 def test_somebody_elses_main_grad_is_refused():
     net = marked(Net())
     net.twice.weight.main_grad = torch.zeros(8, 8)
-    with pytest.raises(ValueError, match="somebody else's main_grad"):
+    with pytest.raises(ValueError, match="already has a main_grad from elsewhere"):
         wrapped(net, 2)
 
 

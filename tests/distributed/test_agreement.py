@@ -201,9 +201,9 @@ def test_bad_arguments():
         wrapped(model, process_group="world")
     with pytest.raises(ValueError, match=r"comm_dtype must be one of .*got torch\.float16"):
         wrapped(model, comm_dtype=torch.float16)
-    with pytest.raises(ValueError, match=r"comm_dtype=torch\.bfloat16 is for windows that ranks gather together"):
+    with pytest.raises(ValueError, match=r"comm_dtype=torch\.bfloat16 is for windows that ranks share"):
         wrapped(model, comm_dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="shard=True is for windows that ranks gather together"):
+    with pytest.raises(ValueError, match="shard=True is for windows that ranks share"):
         wrapped(model, shard=True)
     with pytest.raises(ValueError, match="shard must be one of True, False, got 'yes'"):
         wrapped(model, shard="yes")

@@ -108,7 +108,7 @@ def test_capturable_masters_are_refused(device):
     inner = torch.optim.Adam([p])
     inner.param_groups[0]["capturable"] = True
     with pytest.raises(
-        ValueError, match=r"capturable=True.*buffer_device='cpu' and master_weights=True.*build it without"
+        ValueError, match=r"capturable=True.*buffer_device='cpu' and master_weights=True.*build it without capturable"
     ):
         fa.AccumulatingOptimizer(inner, master_weights=True, buffer_device="cpu")
     fa.AccumulatingOptimizer(inner, buffer_device="cpu")

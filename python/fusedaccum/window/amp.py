@@ -1,9 +1,9 @@
-"""What ``torch.amp.GradScaler`` tells an optimizer, and what the window has to know of it.
+"""What ``torch.amp.GradScaler`` tells an optimizer, and what the window has to know about it.
 
 A gradient that comes from ``scaler.scale(loss)`` carries the loss scale of its micro-batch, and the scale may change after
 every ``scaler.update()``. The scaler gives an optimizer its scale only inside ``scaler.step()``, after backward: too late
-for the add. But it computes ``scale * getattr(optimizer, "grad_scale", 1)``, so an object found there is handed the scaler's own
-scale tensor, which ``update()`` changes in place: from then on the scale in force can be read before every add, on the device.
+for the add. But it computes ``scale * getattr(optimizer, "grad_scale", 1)``, so an object found there gets the scaler's own scale
+tensor, which ``update()`` changes in place: from then on the scale in force can be read before every add, on the device.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class LossScale:
     """The loss scale in force, as far as a scaler has shown it.
 
     Attributes:
-        live: the scaler's own scale tensor, or None before its first ``step()``; after a checkpoint, until the next plain one, a copy.
-        through_scaler: is the ``step()`` being run called by a scaler?
+        live: the scaler's own scale tensor; None before its first ``step()``, a copy between a checkpoint and the next plain ``step()``.
+        through_scaler: was the ``step()`` that is running called by a scaler?
         unscaled: has the user called ``scaler.unscale_(optimizer)`` before it?
-        hidden: did that, and the scaler's look for overflows, meet a rejected micro-batch's gradient, and not the sums?
+        hidden: did ``unscale_()`` and the scaler's check for overflows see a rejected micro-batch's gradient instead of the sums?
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class LossScale:
 
     @property
     def _unseen(self) -> bool:
-        """Has a checkpoint's scaler ended a micro-batch without showing what its scale is now?"""
+        """Has a checkpoint's scaler ended a micro-batch without showing its current scale?"""
         return self._copied and self.unscaled
 
     def forget_step(self) -> None:
@@ -44,16 +44,16 @@ class LossScale:
         self.through_scaler = self.unscaled = self.hidden = False
 
     def __rmul__(self, scale: Tensor) -> Tensor:
-        """``scale * optimizer.grad_scale``, as GradScaler.step() computes it: keeps hold of the tensor, changes nothing."""
+        """``scale * optimizer.grad_scale``, as GradScaler.step() computes it: keeps the tensor, changes nothing."""
         self.live, self._copied = scale, False
         return scale
 
     def load(self, saved: Tensor | None) -> None:
-        """Go on with a checkpoint's scale. Its scaler has not been seen: what ``update()`` changes there does not show here."""
+        """Continue with a checkpoint's scale. Its scaler has not been seen yet, so what ``update()`` changes there does not show here."""
         self.live, self._copied = None if saved is None else saved.clone(), True
 
     def lower(self, least: float) -> None:
-        """The scaler's scale is ``least`` from here on, as on other ranks. (A checkpoint's scaler has not been seen yet.)"""
+        """Set the scaler's scale to ``least``, as other ranks do. (Not a checkpoint's, whose scaler has not been seen yet.)"""
         if self.live is not None and not self._copied:
             self.live.fill_(least)
 
@@ -66,13 +66,13 @@ class LossScale:
         return factor
 
     def step_without_scaler(self, window: Window | None, losses: Losses) -> None:
-        """``step()`` was called by no scaler: the gradients of ``window`` carry no loss scale."""
+        """``step()`` was not called by a scaler: the gradients of ``window`` carry no loss scale."""
         if self.live is None:
             return
         if window is not None and not window.empty:
             raise RuntimeError(
-                "opt.step() in a window that began with scaler.step(opt), or after one: its micro-batches carry a loss scale as far as is "
-                "known; step all of them through the scaler, or, to do without it from here on, call opt.reset() first"
+                "opt.step() was called in a window that began with scaler.step(opt), or after one, so its micro-batches should carry a "
+                "loss scale; step all of them through the scaler, or call opt.reset() first to go on without it"
             )
         self.live = None
         if window is not None:
@@ -80,19 +80,19 @@ class LossScale:
             losses.there_is_no_scale()
 
     def step_by_scaler(self, window: Window, losses: Losses) -> None:
-        """``step()`` was called by a scaler: what the sums of ``window``, and its losses, carry is known now, or never will be."""
-        if self.live is None:  # unscaled before we ever met the scaler
+        """``step()`` was called by a scaler: the scale that the sums and losses of ``window`` carry is known now, or never will be."""
+        if self.live is None:  # unscaled before we first saw the scaler
             window.unit, window.unit_lost, window.small_sq_norm = 1.0, True, None
             losses.scale_stays_unknown()
         elif self.unscaled and not self.hidden:
             window.unit = (self.live if window.unit is None else window.unit) / self.live
         elif window.unit is None:
             window.unit = self.live.detach().clone()
-            window.small_sq_norm = None  # was measured before anybody knew
+            window.small_sq_norm = None  # was measured while the scale was unknown
             losses.scale_is(window.unit)
         window.unit_lost = window.unit_lost or self._unseen
 
     def scaler_sets(self, grad_scale: object, hidden: bool) -> None:
-        """``optimizer.grad_scale = ...`` by GradScaler.step(): our own object back when the gradients are unscaled already."""
+        """``optimizer.grad_scale = ...``, by GradScaler.step(): our own object, or None, if the gradients are unscaled already."""
         self.through_scaler, self.hidden = True, hidden
         self.unscaled = grad_scale is self or grad_scale is None

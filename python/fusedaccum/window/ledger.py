@@ -22,7 +22,7 @@ NO_GRADIENT = "normalize_() found no gradient; call it after the window's last b
 
 
 class Follower(Protocol):
-    """Who keeps something for every micro-batch (batch statistics), and is told what has become of it."""
+    """What keeps something for every micro-batch (batch statistics), and is notified of what becomes of it."""
 
     def micro_batch_counted(self) -> None:
         """The micro-batch is over, and part of the open window."""
@@ -31,22 +31,22 @@ class Follower(Protocol):
         """The micro-batch counts for nothing."""
 
     def window_closed(self) -> None:
-        """The open window is complete. Over ranks, all of them are told at the same place between their collectives."""
+        """The open window is complete. With several ranks, all are notified at the same place between their collectives."""
 
     def window_dropped(self) -> None:
-        """The micro-batches that the open window has counted do not count any more."""
+        """The micro-batches that the open window has counted no longer count."""
 
 
 class Ledger:
-    """Windows in a row.
+    """Windows, one after another.
 
     Attributes:
-        index: of the window that is open, or else of the next.
+        index: of the open window, or else of the next one.
         has_window: False when the last window is closed (its gradient still readable) and no micro-batch has come since.
-        has_micro: is a micro-batch being gathered? False between two.
-        ranks: how many gather a window together.
-        over_ranks: the sum over them of a weight.
-        mixes_ranks: do other ranks' gradients come with this one's, so that its weight must not keep them out?
+        has_micro: is a micro-batch open? False between two.
+        ranks: how many share a window.
+        over_ranks: sums a weight over them.
+        mixes_ranks: do gradients arrive with other ranks' in them, which this rank's weight must not keep out?
     """
 
     def __init__(self, schedule: Schedule, reduction: str):
@@ -58,16 +58,16 @@ class Ledger:
         self.index = 0
         self._window: Window | None = None
         self._micro: MicroBatch | None = None
-        self._before_held: dict[str, Any] | None = None  # what was counted before those whose gradients are to come
+        self._before_held: dict[str, Any] | None = None  # counts before those whose gradients are still to come
         self._followers: list[weakref.ref[Follower]] = []
 
     @property
     def followers(self) -> list[Follower]:
-        """Who is told, in the order in which they came (the same on all ranks)."""
+        """Those that are alive, in the order in which they were added (the same on all ranks)."""
         return [alive for follower in self._followers if (alive := follower()) is not None]
 
     def tell(self, follower: Follower) -> None:
-        """Keep ``follower`` up to date while it lives."""
+        """Notify ``follower`` for as long as it lives."""
         self._followers.append(weakref.ref(follower))
 
     @property
@@ -86,13 +86,13 @@ class Ledger:
 
     @property
     def micro(self) -> MicroBatch:
-        """The micro-batch being gathered."""
+        """The open micro-batch."""
         assert self._micro is not None
         return self._micro
 
     @property
     def is_open(self) -> bool:
-        """Has the window gathered, or begun to gather, anything?"""
+        """Has the window accumulated anything, or begun to?"""
         return self.has_micro or (self.has_window and not self.window.empty)
 
     @property
@@ -125,11 +125,11 @@ class Ledger:
             follower.window_closed()
 
     def restore(self, index: int, window: Window | None, micro: MicroBatch | None) -> None:
-        """Go on where a checkpoint was taken."""
+        """Continue from a checkpoint."""
         self.index, self._window, self._micro, self._before_held = index, window, micro, None
 
     def weigh(self, weight: Scalar) -> None:
-        """A weight given to the open micro-batch.
+        """Give the open micro-batch a weight.
 
         Raises:
             ValueError: it differs from the one given before, or comes after gradients were scaled without it.
@@ -153,7 +153,7 @@ class Ledger:
             )
 
     def late_weight(self, weight: Scalar | None) -> Scalar | None:
-        """``step(weight=)``, checked. Raises ValueError where it comes too late."""
+        """``step(weight=)``, checked. Raises ValueError if it comes too late."""
         if weight is not None and self.reduction == "mean":
             raise ValueError(
                 "step(weight=) comes too late under reduction='mean': the weight scales the gradient as it is added; "
@@ -164,7 +164,7 @@ class Ledger:
     def commit(self, late: Scalar | None, held: bool = False) -> None:
         """The micro-batch is over: count it, with the weight it was given, now or before. One that was rejected counts for nothing.
 
-        ``held``: will its gradients come with those of a later one? What rejects that rejects them both.
+        ``held``: will its gradients come with those of a later micro-batch? Then the two can only be rejected together.
         """
         window, micro = self.window, self.micro
         if micro.bad:
@@ -172,7 +172,7 @@ class Ledger:
             self._before_held = None
             self.drop_micro_batch()
             return
-        if 0 < micro.told < micro.passes:  # somebody else has run a part of it
+        if 0 < micro.told < micro.passes:  # other code has run some of its passes
             micro.loss = None
         micro.weight = self._weight_of(micro, late)
         self._before_held = (self._before_held or window.counted) if held else None
@@ -183,7 +183,7 @@ class Ledger:
             follower.micro_batch_counted()
 
     def _weight_of(self, micro: MicroBatch, late: Scalar | None) -> Scalar | None:
-        """A micro-batch's weight at its end; None where a caller-owned window may still be told it."""
+        """A micro-batch's weight at its end; None if a caller-owned window may still be given it."""
         if micro.weight is not None and late is not None and float(micro.weight) != float(late):
             raise ValueError(
                 f"step(weight={float(late):g}) differs from {float(micro.weight):g}, given with backward()"
@@ -207,7 +207,7 @@ class Ledger:
     def weigh_the_rest(self, late: Scalar | None) -> None:
         """Before a window closes: ``late`` is the weight of all its micro-batches that were given none.
 
-        Raises ValueError where it is missing under ``reduction="sum"``, and where there is nothing left to weigh.
+        Raises ValueError if it is missing under ``reduction="sum"``, or if there is nothing left to weigh.
         """
         window = self.window
         if not window.unweighed:
@@ -230,7 +230,7 @@ class Ledger:
 
     @property
     def progress(self) -> dict[str, int | str]:
-        """The open window's index (or the next one's), and what it holds of what it closes at, as far as the host knows."""
+        """The open window's index (or the next one's), and how far it has come, as far as the host knows."""
         window = self._window
         shown: dict[str, int | str] = {"window": self.index}
         length = self.schedule.length(self.index) if window is None else window.length
@@ -243,7 +243,7 @@ class Ledger:
 
     @property
     def steps(self) -> int:
-        """What a count of micro-batches has come to. A rank that drops one must not fall behind the others, which wait for it."""
+        """Micro-batches as ``accum_steps`` counts them: among several ranks, also dropped ones, or a rank would keep the others waiting."""
         window = self.window
         return window.micro_batches + (window.dropped if self.ranks > 1 else 0) + (window.carried or 0)
 
@@ -253,12 +253,12 @@ class Ledger:
         return self.schedule.complete(self.window.length, steps, weight)
 
     def may_be_last(self) -> bool:
-        """May the micro-batch being gathered complete the window? Does not wait for a device, and says True in doubt."""
+        """May the open micro-batch complete the window? True if in doubt; does not wait for a device."""
         window = self.window
         return self.schedule.may_complete(window.length, self.steps + 1, window.weight + self.micro.value())
 
     def is_last(self) -> bool:
-        """Is it known that the micro-batch being gathered completes the window? Never where weights decide, which are added up later."""
+        """Is it known that the open micro-batch completes the window? Never if weights decide, because they are added up later."""
         if self.schedule.window_weight is not None:
             return False
         length = self.window.length
@@ -269,10 +269,10 @@ class Ledger:
         return 1.0 if self.reduction == "none" else weight
 
     def divisor_at_end(self) -> Scalar:
-        """The divisor of the window that ends with the micro-batch being gathered, or has ended before it.
+        """The divisor of the window that ends with the open micro-batch, or has ended before it.
 
         Raises:
-            RuntimeError: nothing gathered, or the window is not complete by then. ValueError: a weight is missing.
+            RuntimeError: nothing accumulated, or the window is not complete by then. ValueError: a weight is missing.
         """
         if not self.is_open:
             raise RuntimeError(NO_GRADIENT)

@@ -1,4 +1,4 @@
-"""What is told of losses: of the micro-batch that is open, or of the one counted last, for ``last_window.loss``."""
+"""Losses of the open micro-batch, or of the one counted last, recorded for ``last_window.loss``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .window import Loss
 
 
 class Losses:
-    """Records losses in a ledger's windows, weighed as their gradients are, and takes a GradScaler's factor off.
+    """Records losses in a ledger's windows, weighted as their gradients are, and takes off a GradScaler's factor.
 
     Args:
         loss_scale: that factor, once a scaler has shown it.
@@ -20,16 +20,16 @@ class Losses:
 
     @property
     def lacking(self) -> bool:
-        """Has nobody told the loss of the micro-batch that is open, or was counted last?"""
+        """Is the loss of the micro-batch that is open, or was counted last, still missing?"""
         ledger = self._ledger
         if ledger.has_micro:
             return ledger.micro.loss is None
         return ledger.has_window and ledger.window.unrecorded is not None
 
     def record(self, loss: Scalar, by_backward: bool) -> None:
-        """``by_backward``: as opt.backward() got it, with a loss scale if there is one.
+        """Record a loss. ``by_backward``: it is what opt.backward() got, with a loss scale if there is one.
 
-        Raises RuntimeError where there is no micro-batch that lacks its loss, or opt.backward() has told a part of it.
+        Raises RuntimeError if no micro-batch is missing its loss, or if only a part of it comes from opt.backward().
         """
         ledger, live = self._ledger, self._scale.live if by_backward else None
         raw = by_backward and live is None
@@ -59,7 +59,7 @@ class Losses:
             self._ledger.micro.told += 1
 
     def scale_is(self, loss_scale: Scalar) -> None:
-        """Losses that carried an unknown loss scale carried this one."""
+        """The loss scale of losses that carried an unknown one is this."""
         window = self._ledger.window
         window.loss = window.loss.unscaled(loss_scale)
         micro = self._ledger.micro if self._ledger.has_micro else None
@@ -67,7 +67,7 @@ class Losses:
             micro.loss = micro.loss.unscaled(loss_scale)
 
     def scale_stays_unknown(self) -> None:
-        """The loss scale that they may carry is not going to be known."""
+        """The loss scale that losses may carry will not become known."""
         window = self._ledger.window
         if window.loss.may_carry_scale:
             window.losses = -1
@@ -76,7 +76,7 @@ class Losses:
             micro.loss = None
 
     def there_is_no_scale(self) -> None:
-        """No scaler any more: one was taken off the open micro-batch's loss that this did not carry."""
+        """No scaler is used any more: the open micro-batch's loss was divided by a loss scale that it did not carry."""
         if self._ledger.has_micro and self._ledger.micro.loss_by_backward:
             self._ledger.micro.loss = None
 

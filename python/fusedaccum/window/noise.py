@@ -1,9 +1,9 @@
-"""The simple gradient noise scale: how large a batch still pays, from norms that the adds have measured anyway.
+"""The simple gradient noise scale: how large a batch still pays off, from norms that the adds have measured anyway.
 
 McCandlish, Kaplan, Amodei and the OpenAI Dota Team, "An Empirical Model of Large-Batch Training" (2018), arXiv:1812.06162, section 2.2
 and appendix A.1: ``tr(Sigma) / |G|^2``, with G the true gradient and Sigma the covariance of one sample's. Two sums of gradients, of
-a small batch and of a large one, tell both, for a sum over samples of weight w has ``E|S|^2 = w^2 |G|^2 + w tr(Sigma)``. The small one is
-a window when it holds its first micro-batch, the large one is the whole window.
+a small batch and of a large one, give both, because a sum over samples of weight w has ``E|S|^2 = w^2 |G|^2 + w tr(Sigma)``. The small
+one is a window when it holds its first micro-batch, the large one is the whole window.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from .window import MicroBatch, Window
 
 @dataclass(frozen=True)
 class Measured:
-    """A sum of weighed gradients, or several sums added up: ``E[sq_norm] = square |G|^2 + weight tr(Sigma)``.
+    """A sum of weighted gradients: ``E[sq_norm] = square |G|^2 + weight tr(Sigma)``. Or several sums, with each attribute added up.
 
     Attributes:
-        sq_norm: squared norm of the sum. weight: of what it holds. square: the weight's square, of each sum by itself.
+        sq_norm: squared norm of the sum. weight: of what it holds. square: the weight's square.
     """
 
     sq_norm: Scalar
@@ -33,7 +33,7 @@ class Measured:
 
 
 def measure_small(window: Window, micro: MicroBatch, sums: Sums, backend: str) -> None:
-    """The window holds one micro-batch, whose norm its adds have taken; on this rank, for no sums have gone to others yet.
+    """Note the norm of the one micro-batch in the window, as its adds have taken it: this rank's, because no sums have been sent yet.
 
     With FSDP2's shards, one micro-batch of each rank, whose squares are summed over the ranks that hold parts: these call it together.
     """
@@ -45,26 +45,26 @@ def measure_small(window: Window, micro: MicroBatch, sums: Sums, backend: str) -
 
 
 def measured(window: Window, norm: Tensor | None, ledger: Ledger) -> tuple[Measured, Measured] | None:
-    """What a window was when it held one micro-batch, and what it is, with a gradient of this norm; None where either is not known."""
+    """A window as it was with one micro-batch, and as it is now, with a gradient of this norm; None if either is not known."""
     if window.overflowed or norm is None or window.micro_batches <= (ledger.ranks if ledger.mixes_ranks else 1):
         return None
     if window.small_sq_norm is None or window.small_weight is None or window.small_square is None:
         return None
-    # The gradient's norm is over this; a mean over ranks, where it comes normalised.
+    # What the gradient is divided by: under "none" it is a mean over the ranks.
     sums = norm * (float(ledger.ranks) if ledger.reduction == "none" else on(window.weight, norm.device))
     small = Measured(window.small_sq_norm, window.small_weight, window.small_square)
     return small, Measured(sums**2, window.weight, window.weight**2)
 
 
 class NoiseScale:
-    """``|G|^2`` and ``tr(Sigma)``, averaged over windows one by one: their ratio is biased, and noisier than either.
+    """``|G|^2`` and ``tr(Sigma)``, each averaged over windows: their ratio is biased, and noisier than either.
 
     Args:
-        decay: a window of the exponential averages.
+        decay: of the exponential averages, per window.
 
     Attributes:
-        averages: both, as one float64 tensor, always the same one on a device, so that a CUDA graph's replays go on from each other; None
-            before the first window. (They begin at zero, which their ratio does not show.)
+        averages: both, as one float64 tensor, always the same one on a device, so that each replay of a CUDA graph continues from the one
+            before; None before the first window. (They begin at zero, which cancels in their ratio.)
     """
 
     def __init__(self, decay: float):
@@ -72,19 +72,19 @@ class NoiseScale:
         self.averages: Tensor | None = None
 
     def load(self, averages: Tensor | None) -> None:
-        """Go on from a checkpoint's."""
+        """Continue from a checkpoint's averages."""
         if self.averages is None or averages is None:
             self.averages = None if averages is None else averages.clone()
         else:
             self.averages.copy_(averages)
 
     def update(self, small: Measured, large: Measured) -> None:
-        """Take in a window; one that tells nothing (a single micro-batch, or a value that is not finite) changes nothing. No wait."""
+        """Take in a window, without waiting. One of a single micro-batch, or with a value that is not finite, changes nothing."""
         b = as_tensor(large.sq_norm)
         a, w, s, v, t = (
             on(x, b.device) for x in (small.sq_norm, small.weight, small.square, large.weight, large.square)
         )
-        apart = w * t - v * s  # zero, so that nothing finite is found, where both sums hold the same
+        apart = w * t - v * s  # zero if both sums hold the same, and then nothing finite is found
         found = torch.stack([b * w - a * v, a * t - b * s]).double() / apart
         if self.averages is None:
             self.averages = torch.zeros_like(found)

@@ -98,7 +98,7 @@ def checked_device(buffer_device: Any) -> torch.device | None:
         return None
     if buffer_device not in ("cpu", torch.device("cpu")):
         raise ValueError(
-            f"buffer_device must be 'cpu', or None to gather where the parameters are, got {buffer_device!r}"
+            f"buffer_device must be 'cpu', or None to accumulate where the parameters are, got {buffer_device!r}"
         )
     return torch.device("cpu")
 
@@ -121,16 +121,16 @@ def check_optimizer(optimizer: Any, settings: Settings, wrapper: type) -> None:
         for name, other in vars(optimizer).items():
             if isinstance(other, Optimizer) and any(id(group["params"]) not in ours for group in other.param_groups):
                 raise ValueError(
-                    f"master_weights=True does not work with {type(optimizer).__name__}, which steps by another optimizer (.{name}), with "
-                    "lists of its own that would still hold the model's parameters; wrap a plain optimizer (what ZeroRedundancyOptimizer "
-                    "does over ranks is shard=True here)"
+                    f"master_weights=True does not work with {type(optimizer).__name__}, which steps through another optimizer (.{name}) "
+                    "whose own lists would still hold the model's parameters; wrap a plain optimizer (instead of ZeroRedundancyOptimizer, "
+                    "pass shard=True)"
                 )
     if settings.buffer_device is not None and settings.master_weights:
         group = next((group for group in optimizer.param_groups if group.get("capturable")), None)
         if group is not None and any(p.device != settings.buffer_device for p in group["params"]):
             raise ValueError(
-                "capturable=True is for optimizers that step on a GPU, and with buffer_device='cpu' and master_weights=True this one "
-                "steps on the CPU; build it without"
+                "capturable=True is for optimizers that step on a GPU, but with buffer_device='cpu' and master_weights=True this one "
+                "steps on the CPU; build it without capturable"
             )
     if isinstance(optimizer, LBFGS):
         if not settings.schedule.caller_owned:
@@ -154,7 +154,7 @@ def check_optimizer(optimizer: Any, settings: Settings, wrapper: type) -> None:
 
 
 def check_parameter(name: str, parameter: Tensor, settings: Settings) -> None:
-    """Raises ValueError for a parameter whose gradients cannot be gathered, or not with these settings."""
+    """Raises ValueError for a parameter whose gradients cannot be accumulated, or not with these settings."""
     if is_lazy(parameter):
         raise ValueError(
             f"parameter {name} has no shape yet, because its lazy module has seen no input; run one forward of the model before wrapping"
@@ -172,8 +172,8 @@ def check_parameter(name: str, parameter: Tensor, settings: Settings) -> None:
         )
     if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
         raise ValueError(
-            f"parameter {name} is {parameter.dtype}; FP64, FP32, bf16 and fp16 parameters can be accumulated. Build the optimizer without "
-            "what is quantized and not trained: [p for p in model.parameters() if p.requires_grad]"
+            f"parameter {name} is {parameter.dtype}; FP64, FP32, bf16 and fp16 parameters can be accumulated. Leave quantized parameters "
+            "that are not trained out of the optimizer: [p for p in model.parameters() if p.requires_grad]"
         )
     if parameter.layout is not torch.strided:
         raise ValueError(f"parameter {name} is {parameter.layout}; only dense parameters can be accumulated")
@@ -184,11 +184,11 @@ def check_parameter(name: str, parameter: Tensor, settings: Settings) -> None:
 
 
 def check_noise_scale(decay: Any, schedule: Schedule) -> None:
-    """Raises TypeError or ValueError for what is no decay, and where a schedule needs one."""
+    """Raises TypeError or ValueError for an invalid decay, or if the schedule needs one and there is none."""
     if decay is None:
         if schedule.adaptive is not None:
             raise ValueError(
-                "accum_steps follows the noise scale, and nothing measures that; add noise_scale=0.95, the decay of its averages per window"
+                "accum_steps follows the noise scale, but nothing measures it; add noise_scale=0.95, the decay of its averages per window"
             )
     elif not is_number(decay):
         raise TypeError(
@@ -202,31 +202,31 @@ def check_noise_scale(decay: Any, schedule: Schedule) -> None:
 
 
 def check_lent(name: str, parameter: Tensor, settings: Settings) -> None:
-    """Raises ValueError for a parameter whose layer adds its gradients itself, where that cannot be what the settings ask for."""
-    how = f"parameter {name} has the attribute grad_added_to_main_grad, so that its layer adds gradients to a buffer itself"
+    """Raises ValueError for a parameter whose layer adds its gradients itself, if the settings rule that out."""
+    how = f"parameter {name} has the attribute grad_added_to_main_grad, so its layer adds gradients to a buffer itself"
     if settings.drops_micro_batches:
         raise ValueError(
-            f"{how}, and nonfinite={settings.nonfinite!r} must see them before; use 'skip_window', or delete the attribute and "
-            "switch the layer's gradient accumulation fusion off"
+            f"{how}, but nonfinite={settings.nonfinite!r} must see them first; use 'skip_window', or delete the attribute and "
+            "switch off the layer's gradient accumulation fusion"
         )
     if buffer_dtype(parameter.dtype, settings.buffer_dtype).itemsize < 4:
         raise ValueError(
-            f"{how}, and 16-bit buffers hold a running mean, which it cannot; use buffer_dtype=torch.float32"
+            f"{how}, but cannot keep the running mean that 16-bit buffers hold; use buffer_dtype=torch.float32"
         )
     if settings.buffer_device is not None and parameter.device != settings.buffer_device:
         raise ValueError(
-            f"{how}, and with buffer_device='cpu' the buffers are where it cannot; leave buffer_device out, or delete the attribute "
-            "and switch the layer's gradient accumulation fusion off"
+            f"{how}, but with buffer_device='cpu' the buffers are out of its reach; leave buffer_device out, or delete the attribute "
+            "and switch off the layer's gradient accumulation fusion"
         )
     if getattr(parameter, "main_grad", None) is not None:
         raise ValueError(
-            f"{how}, and has somebody else's main_grad already (Megatron-LM's DistributedDataParallel, or a wrapper's that is still "
+            f"{how}, but it already has a main_grad from elsewhere (Megatron-LM's DistributedDataParallel, or a wrapper that is still "
             "alive?); leave that out"
         )
 
 
 def check_weight_of_lent(weight: Scalar, name: str) -> None:
-    """Raises ValueError for a weight that the gradients of such parameters would have to be multiplied with."""
+    """Raises ValueError for a weight by which the gradients of such parameters would have to be multiplied."""
     if isinstance(weight, Tensor) or weight != 1:
         raise ValueError(
             f"weight is {weight} and reduction='mean', but the layer of parameter {name} adds its gradients to main_grad as they are; "
@@ -235,7 +235,7 @@ def check_weight_of_lent(weight: Scalar, name: str) -> None:
 
 
 def check_group(process_group: Any) -> None:
-    """Raises TypeError for what cannot be a process group."""
+    """Raises TypeError for anything but a process group or None."""
     if process_group is not None and not (dist.is_available() and isinstance(process_group, dist.ProcessGroup)):
         raise TypeError(
             f"process_group must be a torch.distributed.ProcessGroup (torch.distributed.group.WORLD) or None, got {process_group!r}"
@@ -243,16 +243,16 @@ def check_group(process_group: Any) -> None:
 
 
 def check_alone(settings: Settings) -> None:
-    """Raises ValueError for what is meant for several ranks, where there is no process group."""
+    """Raises ValueError for settings that are meant for several ranks; called if there is no process group."""
     for name, value in (("comm_dtype", settings.comm_dtype), ("shard", settings.shard or None)):
         if value is not None:
             raise ValueError(
-                f"{name}={value} is for windows that ranks gather together, and there is no process_group; leave it out"
+                f"{name}={value} is for windows that ranks share, but there is no process_group; leave it out"
             )
 
 
 def check_shared(settings: Settings, sharded: bool, lent: list[str], parts: list[str]) -> None:
-    """Raises ValueError for what does not work over ranks, or not with ``shard=True``.
+    """Raises ValueError for what does not work over several ranks, or not with ``shard=True``.
 
     Args:
         sharded: there are DTensors. lent: parameters whose layers add to main_grad. parts: DTensors that are not FSDP2's.
@@ -264,8 +264,8 @@ def check_shared(settings: Settings, sharded: bool, lent: list[str], parts: list
         )
     if lent and settings.schedule.caller_owned:
         raise ValueError(
-            f"the layer of parameter {lent[0]} adds to main_grad by itself, and where the caller owns windows nothing tells when that has "
-            "to be added up over the ranks; give accum_steps, or switch the layer's gradient accumulation fusion off"
+            f"the layer of parameter {lent[0]} adds to main_grad itself, and with caller-owned windows nothing says when that has to be "
+            "added up over the ranks; pass accum_steps, or switch off the layer's gradient accumulation fusion"
         )
     if settings.nonfinite == "raise":
         raise ValueError(
@@ -274,14 +274,14 @@ def check_shared(settings: Settings, sharded: bool, lent: list[str], parts: list
         )
     if settings.shard and sharded:
         raise ValueError(
-            "shard=True is for parameters that every rank holds, and these are shards already; leave it out"
+            "shard=True is for parameters that every rank holds, but these are shards already; leave it out"
         )
     if settings.shard and settings.buffer_device is not None:
         raise ValueError("shard=True does not work with buffer_device='cpu'; leave one of them out")
 
 
 def check_unsharded(settings: Settings, names: list[str]) -> None:
-    """Raises ValueError for parameters beside FSDP2's that it does not shard, and settings that need all of one kind."""
+    """Raises ValueError for parameters that FSDP2 does not shard beside those that it does, if a setting needs all of one kind."""
     if names and settings.noise_scale is not None:
         raise ValueError(
             f"noise_scale={settings.noise_scale}: FSDP2 shards other parameters but not {names[0]}. After a first micro-batch its gradient "

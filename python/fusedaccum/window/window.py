@@ -1,7 +1,7 @@
-"""When windows close, and what is counted: of the micro-batch that is gathered, of the open window, and of the last one.
+"""When windows close, and what is counted for the open micro-batch, the open window and the last one.
 
-Numbers and 0-d tensors only. Weights that are tensors stay on their device, so nothing here waits for one, except a window closed by the
-sum of tensor weights (somebody has to read that sum).
+Numbers and 0-d tensors only. Weights that are tensors stay on their device, so nothing here waits for one, except where a sum of tensor
+weights closes the window (that sum has to be read).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def checked_steps(steps: Any, name: str = "accum_steps") -> int:
 
 @runtime_checkable
 class AdaptiveSteps(Protocol):
-    """``accum_steps`` that look at the windows that have closed."""
+    """An ``accum_steps`` callable that adapts to the windows that have closed."""
 
     def __call__(self, index: int) -> int: ...
 
     def window_closed(self, window: LastWindow, ranks: int) -> None:
-        """Told of every window that has closed, gathered by so many ranks."""
+        """Called with every window that has closed, and the number of ranks that shared it."""
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain values, for checkpoints."""
@@ -74,7 +74,7 @@ class Schedule:
         return self.accum_steps is None and self.window_weight is None
 
     def length(self, index: int) -> int | None:
-        """Micro-batches in window ``index``, or None where something else closes it."""
+        """Micro-batches in window ``index``, or None if something else closes it."""
         if callable(self.accum_steps):
             return checked_steps(self.accum_steps(index), f"accum_steps({index})")
         return self.accum_steps
@@ -95,17 +95,17 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Loss:
-    """A sum of weighed losses, ``c_i * loss_i``."""
+    """A sum of weighted losses, ``c_i * loss_i``."""
 
     total: Scalar = 0.0
-    raw: Scalar = 0.0  # the part of that which carries a loss scale, if there is one, that we have not met yet
+    raw: Scalar = 0.0  # the part of it that carries a loss scale, if there is one, not seen yet
 
     def __add__(self, other: Loss) -> Loss:
         return Loss(beside(self.total, other.total) + other.total, beside(self.raw, other.raw) + other.raw)
 
     @property
     def may_carry_scale(self) -> bool:
-        """Does not wait for a device, and says True in doubt."""
+        """May a part of the sum carry an unknown loss scale? True if in doubt; does not wait for a device."""
         return isinstance(self.raw, Tensor) or bool(self.raw)
 
     def unscaled(self, loss_scale: Scalar) -> Loss:
@@ -115,40 +115,40 @@ class Loss:
 
 @dataclass
 class MicroBatch:
-    """The micro-batch being gathered: all that lies between two commits."""
+    """The open micro-batch: everything between two commits."""
 
-    weight: Scalar | None = None  # None: nobody has said
-    assumed: bool = False  # is it what another wrapper was told of the same loss?
+    weight: Scalar | None = None  # None: not given
+    assumed: bool = False  # is it the weight that another wrapper was given for the same loss?
     factor: Scalar = 1.0  # c_i, which multiplies its loss, and its gradients
     in_loss: bool = False  # has the loss been multiplied by the weight, so that the gradient comes with it?
     last: bool = False  # has the caller said that the window ends with it?
-    adds: int = 0  # calls that added part of it: then a weight comes too late
-    judged: bool = False  # have its gradients been looked at and let in, or dropped? Then no more may follow
+    adds: int = 0  # calls that have added part of it; after one, a weight comes too late
+    judged: bool = False  # have its gradients been checked, and added or dropped? Then no more may follow
     divisor: Scalar | None = None  # of 16-bit buffers, once it is in them
-    nonfinite: Scalar = 0  # elements that were not finite, as far as anybody counted
-    counts: list[Tensor] = field(default_factory=list)  # those that are not part of it yet
+    nonfinite: Scalar = 0  # elements that were not finite, as far as they were counted
+    counts: list[Tensor] = field(default_factory=list)  # counts that are not part of ``nonfinite`` yet
     bad: bool = False  # dropped, because a gradient was not finite
-    loss: Loss | None = None  # c_i * loss_i; None: nobody has said
+    loss: Loss | None = None  # c_i * loss_i; None: not recorded
     loss_by_backward: bool = False  # has opt.backward() recorded it?
     passes: int = 0  # outermost backward passes
-    told: int = 0  # of them, those whose loss opt.backward() has recorded
-    attempt: Attempt | None = None  # will it come again in parts if it breaks off?
+    told: int = 0  # those of them whose loss opt.backward() has recorded
+    attempt: Attempt | None = None  # set if it is tried again, in parts, when it breaks off
 
     def value(self) -> Scalar:
-        """The weight, 1 where nobody gave one."""
+        """The weight; 1 if none was given."""
         return 1.0 if self.weight is None else self.weight
 
     def factor_left(self) -> Scalar:
-        """What its gradients are to be multiplied with still."""
+        """The factor by which its gradients still have to be multiplied."""
         return 1.0 if self.in_loss else self.factor
 
 
-COUNTED = ("micro_batches", "weight", "unweighed", "nonfinite", "loss", "losses")  # of a window, with each micro-batch
+COUNTED = ("micro_batches", "weight", "unweighed", "nonfinite", "loss", "losses")  # what commit() changes in a window
 
 
 @dataclass
 class Window:
-    """The open window. Its buffers hold ``unit * sum(c_i * g_i)``, with c_i = w_i for "mean", else 1 (0 where w_i is)."""
+    """The open window. Its buffers hold ``unit * sum(c_i * g_i)``, with c_i = w_i for "mean", else 1 (0 if w_i is 0)."""
 
     index: int
     length: int | None
@@ -156,16 +156,16 @@ class Window:
     weight: Scalar = 0.0
     unweighed: int = 0  # micro-batches whose weight is still to come (reduction="sum")
     dropped: int = 0  # micro-batches that were left out because a value was not finite
-    nonfinite: Scalar = 0  # micro-batches that were let in with such a value
+    nonfinite: Scalar = 0  # micro-batches that were added with such a value
     unit: Scalar | None = None  # the loss scale the sums carry; None: as far as we know there is none
-    unit_lost: bool = False  # were they unscaled by a scaler that we have not met, so that later scales are unknown?
+    unit_lost: bool = False  # were they unscaled by a scaler that we have not seen, so that later scales are unknown?
     overflowed: bool = False  # has a GradScaler found an overflow? Then the rest of the window adds nothing
     # Micro-batches to count beyond those held here, in a window that another number of ranks began.
     carried: int | None = None
     loss: Loss = Loss()  # sum(c_i * loss_i)
     losses: int = 0  # micro-batches in it
-    unrecorded: Scalar | None = None  # c_i of the micro-batch counted last, where its loss may still be told
-    small_sq_norm: Scalar | None = None  # of sum(c_i * g_i) when that held one micro-batch a rank; None: not measured
+    unrecorded: Scalar | None = None  # c_i of the micro-batch counted last, if its loss may still be recorded
+    small_sq_norm: Scalar | None = None  # of sum(c_i * g_i) when that held one micro-batch per rank; None: not measured
     small_weight: Scalar | None = None  # of that micro-batch (the sum over ranks); None: still to come
     small_square: Scalar | None = None  # its square (the sum over ranks)
 
@@ -179,14 +179,14 @@ class Window:
         return {name: getattr(self, name) for name in COUNTED}
 
     def drop(self, before: dict[str, Any] | None) -> None:
-        """A micro-batch is left out, and those that were counted since :attr:`counted` was ``before``."""
+        """Leave out a micro-batch, and those that were counted since :attr:`counted` was ``before``."""
         self.dropped, self.unrecorded = self.dropped + 1, None
         if before is not None:
             self.dropped += self.micro_batches - before["micro_batches"]
             vars(self).update(before)
 
     def commit(self, micro: MicroBatch) -> None:
-        """Count a finished micro-batch. One without a weight is left to be weighed later."""
+        """Count a finished micro-batch. One without a weight gets it later."""
         self.micro_batches += 1
         self.nonfinite = self.nonfinite + (micro.nonfinite > 0)
         if micro.weight is None:
@@ -197,11 +197,11 @@ class Window:
             self.record(micro.loss)
 
     def weigh_small(self, weight: Scalar) -> None:
-        """The weight of the one micro-batch that :attr:`small_sq_norm` is of."""
+        """Set the weight of the one micro-batch that :attr:`small_sq_norm` is of."""
         self.small_weight, self.small_square = weight, weight**2
 
     def record(self, loss: Loss) -> None:
-        """That of the micro-batch counted last."""
+        """Record the loss of the micro-batch counted last."""
         self.loss, self.losses = self.loss + loss, self.losses + 1
 
 
