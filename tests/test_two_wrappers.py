@@ -119,7 +119,7 @@ def test_one_micro_batch_of_losses_with_two_weights_is_an_error():
             task.backward(trunk + head, weight=weight)
     opt.step()
     assert trunk.item() == -2.0  # a sum of two losses
-    refused = pytest.raises(ValueError, match=r"weights 2 and 3, which other wrappers were told.*with opt.micro_batch")
+    refused = pytest.raises(ValueError, match=r"weights 2 and 3, given to other wrappers.*with opt.micro_batch")
     with pytest.warns(RuntimeWarning, match="window was dropped"), refused, opt.micro_batch():
         for task, head, weight in zip(tasks, heads, (2, 3), strict=True):
             task.backward(trunk + head, weight=weight)

@@ -77,7 +77,7 @@ def running_statistics():
         pytest.param(taken_away, "was set to None", id="p.grad is None"),
         pytest.param(lambda: broken_off(inside=False), "was broken off", id="broken off"),
         pytest.param(lambda: broken_off(inside=True), "part of its gradients had been added", id="micro_batch"),
-        pytest.param(kept, "opt.zero_grad() keeps", id="zero_grad"),
+        pytest.param(kept, "opt.zero_grad() inside a window keeps", id="zero_grad"),
         pytest.param(running_statistics, "BatchNorm layer", id="BatchNorm"),
     ],
 )

@@ -277,7 +277,7 @@ def told_beside(rank):
     )
     x, y, _, _ = share(0, 1, 0, 1)[0]
     with pytest.raises(
-        RuntimeError, match=r"has weight=2, which another wrapper was told, and FSDP2 needs it in the loss"
+        RuntimeError, match=r"has weight=2, which was given to another wrapper, but FSDP2 needs it in the loss"
     ):
         beside.backward(mean_loss(model, x, y, False), weight=2)
     assert not sharded.updated

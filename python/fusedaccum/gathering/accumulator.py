@@ -1,4 +1,4 @@
-"""Adding: every arrival is scaled and added to its parameter's buffer, bucket by bucket; or its layer has added it by itself."""
+"""Adding: every gradient that arrives is scaled and added to its parameter's buffer, bucket by bucket, unless its layer has added it."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ DRAWS_APART = 1 << 44  # random numbers set aside for one add of all parameters,
 
 
 class Accumulator:
-    """Adds arrivals, as the open micro-batch of a ledger counts, to the sums.
+    """Adds arriving gradients to the sums, weighted as the ledger's open micro-batch says.
 
     Args:
-        loss_scale: what a GradScaler has shown of it.
+        loss_scale: as far as a GradScaler has shown it.
         reduction, backend: as :class:`~fusedaccum.AccumulatingOptimizer` has them.
         seed: of the stochastic rounding of 16-bit buffers, below 2**53, and the same on all ranks; None rounds to nearest.
 
     Attributes:
-        rank: whose sums are added to those of others, and have to be rounded by other numbers: equal errors would add up.
+        rank: this rank's number, added to the seed: sums of several ranks are added up, and with equal draws their errors would, too.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Accumulator:
     def add(self, slots: Sequence[Slot], grads: Sequence[Tensor], measure: bool) -> None:
         """``buffer += c * g`` for a bucket: one call per device and kind of add; the first touch of a parameter overwrites.
 
-        ``measure``: take the buffers' squared norm, and count what is not finite, on the way.
+        ``measure``: also take the buffers' squared norm, and count what is not finite.
         """
         sums, micro = self._sums, self._ledger.micro
         sums.place(slots)
@@ -69,7 +69,7 @@ class Accumulator:
                 stats=stats,
                 backend=self._backend,
             )
-            micro.adds += 1  # after a call: one that raises, for want of memory say, has added nothing
+            micro.adds += 1  # after the call: one that raises, for lack of memory, say, has added nothing
             if micro.attempt is not None:
                 micro.attempt.taken.update(members)
             sums.written(members, divisor, shown=not first)
@@ -79,7 +79,7 @@ class Accumulator:
     def add_by(self, write: Write, slot: Slot, measure: bool) -> bool:
         """Let ``write`` add a gradient that it makes itself to a buffer of 32 bits or more.
 
-        False, and nothing done, where the gradient's factor is 0, or not known to the host.
+        Returns False, and does nothing, if the gradient's factor is 0 or not known to the host.
         """
         sums, scale = self._sums, self._contribution(self._ledger.micro.factor_left())
         if isinstance(scale, Tensor) and scale.device.type != "cpu":
@@ -97,16 +97,16 @@ class Accumulator:
         return True
 
     def layer_added(self, slot: Slot, measure: bool) -> None:
-        """The layer of a slot that is lent has added its gradient, times 1. Waits for the device where a loss scale is there."""
+        """The layer of a slot that is lent has added its gradient, times 1. Waits for the device if there is a loss scale on it."""
         scale = float(self._contribution(1.0))
         slot.check_added(scale)
         self._sums.notice_writes(slot)
-        if scale == 0.0:  # the window is not going to be applied: nothing more is let in
+        if scale == 0.0:  # the window will not be applied: nothing more is added
             slot.buffer.zero_()
         self._has_added(slot, measure)
 
     def _count_layers_first(self, slots: Sequence[Slot], measure: bool) -> None:
-        """Something else comes for ``slots``, to be added to what their layers have added in this pass."""
+        """Count what the layers of ``slots`` have added in this pass, before something else is added to the same buffers."""
         if self._sums.buffers.lent:
             for slot in slots:
                 if slot.lent and main_grad.is_marked(slot.param):
@@ -118,8 +118,8 @@ class Accumulator:
         return any(main_grad.is_marked(slot.param) for slot in self._sums.buffers.lent)
 
     def lend(self, slots: Sequence[Slot]) -> None:
-        """Give the layers of ``slots`` that add by themselves their buffers for the next window, filled with zeros."""
-        self._sums.buffers.allocate(slots)  # by themselves: they are zeroed while p.grad of others is still shown
+        """Give layers that add their gradients themselves the buffers of ``slots`` for the next window, filled with zeros."""
+        self._sums.buffers.allocate(slots)  # apart from others, whose p.grad is still shown when these are zeroed
         stale = [slot for slot in slots if not slot.clean or main_grad.is_marked(slot.param)]
         if stale:
             torch._foreach_zero_([slot.buffer for slot in stale])
@@ -130,19 +130,19 @@ class Accumulator:
             main_grad.lend(slot.param, slot.buffer)
 
     def _has_added(self, slot: Slot, measure: bool) -> None:
-        """Somebody else has added a gradient to the buffer of ``slot``."""
+        """Other code has added a gradient to the buffer of ``slot``."""
         self._ledger.micro.adds += 1
         self._sums.written([slot], 1.0)
         if measure:
             self._measured(ops.stats([slot.buffer], backend=self._backend), [slot], 1.0)
 
     def _measured(self, stats: ops.Stats, slots: Sequence[Slot], divisor: Scalar) -> None:
-        """``stats`` are of the buffers of ``slots``, which the micro-batch was the last to write."""
+        """Keep ``stats`` of the buffers of ``slots``, which the micro-batch was the last to write."""
         self._sums.norms.record(stats, slots, divisor)
         self._ledger.micro.counts.append(stats.nonfinite)
 
     def count(self) -> None:
-        """Make what the adds of the micro-batch have counted its number of what is not finite. Waits where gradients are offloaded."""
+        """Add up what the micro-batch's adds have counted as not finite. Waits if gradients are offloaded."""
         self._sums.offload.wait()
         micro = self._ledger.micro
         for found in micro.counts:
@@ -151,7 +151,7 @@ class Accumulator:
         micro.counts = []
 
     def _contribution(self, scale: Scalar) -> Scalar:
-        """A factor in the window's unit; 0 where nothing more shall be added."""
+        """``scale`` in the window's unit; 0 if nothing more is to be added."""
         window = self._ledger.window
         if window.overflowed:
             return 0.0
@@ -162,7 +162,7 @@ class Accumulator:
         return scale
 
     def _running_divisor(self) -> Scalar:
-        """That of the open micro-batch, which stays what it was when its first gradients were added."""
+        """The divisor of the open micro-batch, fixed when its first gradients were added."""
         micro = self._ledger.micro
         if micro.divisor is None:
             micro.divisor = running_divisor(self._reduction, self._ledger, micro)
@@ -185,9 +185,9 @@ class Accumulator:
 def one_call_each(
     slots: Sequence[Slot], grads: Sequence[Tensor], measure: bool
 ) -> Iterator[tuple[tuple, Sequence[Slot], Sequence[Tensor]]]:
-    """``(gradients' device, first touch, narrow, divisor, averaged by, ...)`` of each call that an add takes, and its slots and gradients.
+    """Each call that an add takes: ``(gradients' device, first touch, narrow, divisor, averaged by, ...)``, its slots and its gradients.
 
-    ``measure``: are norms taken, which can be added up over the ranks of shards that are laid out alike only?
+    ``measure``: are norms taken? They can be added up over the ranks only for shards that are laid out alike.
     """
     calls: dict[tuple, list[int]] = {}
     firsts = [slot.shown is None for slot in slots]
@@ -208,12 +208,12 @@ def one_call_each(
 
 
 def running_divisor(reduction: str, ledger: Ledger, micro: MicroBatch) -> Scalar:
-    """What 16-bit buffers are divided by after this micro-batch, so that they hold a mean that cannot overflow where the window's fits."""
+    """What 16-bit buffers are divided by after this micro-batch, so that they hold a mean, which cannot overflow if the window's fits."""
     window = ledger.window
     if reduction == "none":
         return 1.0
     if ledger.mixes_ranks:
-        # The same on all ranks, unlike their weights (which are in the gradients), or replicas of a shard would be rounded otherwise.
+        # Must be the same on all ranks, as their weights (which are in the gradients) are not: replicas of a shard have to round alike.
         return ledger.ranks * (ledger.steps + 1.0)
     if reduction == "sum":
         return window.micro_batches + 1.0

@@ -1,7 +1,7 @@
 """Batch statistics of a window: what the BatchNorm layers of one wrapper have seen, pooled, and moved into their buffers once.
 
-A layer's *call* is its k-th forward within a micro-batch, or within a part of one. The k-th calls of all of them are one population, as
-the k-th call of the big batch would see it. Nothing here waits for the device, except over ranks.
+A layer's *call* is its k-th forward within a micro-batch, or within a part of one. The k-th calls in all micro-batches are one population,
+as the k-th call of the big batch would see it. Nothing here waits for the device, except over ranks.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Call:
     """One forward.
 
     Attributes:
-        k: which one of its part of the micro-batch.
-        n: values a channel on this rank. moments: their mean and unbiased variance [2, C]. ranks: how many these two are of.
+        k: its number within its part of the micro-batch.
+        n: values per channel on this rank. moments: mean and unbiased variance [2, C], taken over ``ranks`` ranks.
     """
 
     k: int
@@ -58,10 +58,10 @@ class Call:
 
 
 class Statistics:
-    """A ledger's Follower. Keeps calls as pending until their micro-batch is counted, and totals until their window closes.
+    """A ledger's Follower. Keeps calls pending until their micro-batch is counted, and totals until their window closes.
 
     Args:
-        buffers: of the wrapper, whose slots tell which layers should be here.
+        buffers: of the wrapper; their slots show which layers should be here.
     """
 
     def __init__(self, buffers: Buffers):
@@ -78,7 +78,7 @@ class Statistics:
         self._in_part[key] += 1
 
     def in_parts(self) -> Callable[[], None]:
-        """Forwards of a micro-batch's samples come part by part from here on. Returns what is to be called before each part."""
+        """From here on, a micro-batch's samples go forward part by part. Returns a function to call before each part."""
         before = self._in_part.copy()
 
         def part_begins() -> None:
@@ -86,12 +86,12 @@ class Statistics:
 
         return part_begins
 
-    # -- what the ledger tells (its Follower) ------------------------------------------------------------------
+    # -- what the ledger calls (its Follower) ------------------------------------------------------------------
 
     @torch.no_grad()
     def micro_batch_counted(self) -> None:
         self._micro_batches += 1
-        rounds: list[tuple[list[Total], list[Call]]] = []  # in each, no total twice
+        rounds: list[tuple[list[Total], list[Call]]] = []  # no total occurs twice in one
         for key, pending in self._pending.items():
             counted, times = self._counted.setdefault(key, []), Counter[int]()
             for call in pending:
@@ -137,7 +137,7 @@ class Statistics:
         self._counted = over_ranks(group, self._counted)
 
     def _layers(self) -> list[tuple[Key, Layer]]:
-        """Those that are here, or have been dropped and not collected; so nothing that ranks do together may depend on them."""
+        """The layers here, and some that were dropped but not collected yet; so nothing that ranks do together may depend on them."""
         return [(place[1], layer) for layer in list(LAYERS) if (place := layer.follows()) and place[0] is self]
 
     # -- checkpoints -------------------------------------------------------------------------------------------
@@ -153,13 +153,13 @@ class Statistics:
         }
 
     def check(self, saved: dict[str, Any]) -> None:
-        """Raises ValueError where layers of ``saved`` are not here."""
+        """Raises ValueError if layers of ``saved`` are not here."""
         here = {key for key, _ in self._layers()}
         missing = [key for *key, _ in saved["pending"] + saved["counted"] if tuple(key) not in here]
         if missing:
             raise ValueError(
                 f"the checkpoint was taken inside a window and holds batch statistics of {len(missing)} BatchNorm layers that do not "
-                "gather theirs here; call fa.accumulate_batchnorm(model) before load_state_dict(), or save at a window's end"
+                "accumulate theirs here; call fa.accumulate_batchnorm(model) before load_state_dict(), or save at a window's end"
             )
 
     def load(self, saved: dict[str, Any]) -> None:
@@ -180,8 +180,8 @@ class Statistics:
 def parts_of(calls: list[Call], totals: list[Total]) -> list[Total]:
     """What each call adds to its total, in three kernels for all of them.
 
-    The unbiased variance is ``squares / (n - 1)`` with the n of all ranks that it is of, which one rank does not know: its share of the
-    squares is ``variance * (its n - 1 / ranks)``, and the shares add up.
+    The unbiased variance is ``squares / (n - 1)`` with the n of all ranks that it was taken over, which one rank does not know: a rank's
+    share of the squares is ``variance * (its n - 1 / ranks)``, and the shares add up.
     """
     parts = [torch.empty_like(total.moments) for total in totals]
     torch._foreach_copy_(parts, [call.moments for call in calls])
@@ -190,7 +190,7 @@ def parts_of(calls: list[Call], totals: list[Total]) -> list[Total]:
 
 
 def joined(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """What several ranks have saved between two micro-batches, as one rank would have."""
+    """What several ranks have saved between two micro-batches, as one rank would have saved it."""
     counted: dict[Key, list[Total]] = {}
     micro_batches = 0
     for part in parts:
@@ -206,7 +206,7 @@ def joined(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def over_ranks(group: Group, counted: dict[Key, list[Total]]) -> dict[Key, list[Total]]:
-    """The totals of all ranks, also of what this one has not called. Four small collectives."""
+    """The totals of all ranks, also of calls that this one has not made. Four small collectives."""
     here = {(key, k): total for key, of in counted.items() for k, total in enumerate(of)}
     widths = {place: total.moments.shape[1] for place, total in here.items()}
     places = sorted({place: width for theirs in group.gathered(widths) for place, width in theirs.items()}.items())
@@ -218,7 +218,7 @@ def over_ranks(group: Group, counted: dict[Key, list[Total]]) -> dict[Key, list[
 
 
 def move(layer: Layer, total: Total) -> None:
-    """What one forward of the whole window would do to the layer's buffers, in place; nothing where a value is not finite."""
+    """Do to the layer's buffers what one forward of the whole window would do, in place; nothing if a value is not finite."""
     mean, squares = total.moments.to(layer.running_mean.device)
     var = squares / (total.n - 1)
     finite = torch.isfinite(mean).all() & torch.isfinite(var).all()
@@ -233,10 +233,10 @@ _noted = False
 
 
 def note_unpooled(buffers: Buffers) -> None:
-    """Warns, once a process, when layers whose weights are gathered move their running statistics on every micro-batch.
+    """Warn, once per process, if layers whose weights are accumulated move their running statistics on every micro-batch.
 
-    A wrapper knows parameters only, so all modules that are alive are looked through, unless no two vectors are of one size, as a
-    BatchNorm's weight and bias are.
+    A wrapper knows parameters only, so this looks through all modules that are alive, unless no two vectors have the same size, as a
+    BatchNorm's weight and bias have.
     """
     global _noted
     vectors = Counter(slot.param.numel() for slot in buffers.slots if slot.param.dim() == 1)
@@ -254,8 +254,9 @@ def note_unpooled(buffers: Buffers) -> None:
         _noted = True
         slot, module = min(found, key=lambda pair: pair[0].index)
         warn(
-            f"{len(found)} BatchNorm layer(s), the first the {type(module).__name__} with the weight {slot.name}, move their running "
-            "statistics on every micro-batch, and not once per window with the whole window's; call fa.accumulate_batchnorm(model), or, "
-            "if you mean it, warnings.filterwarnings('ignore', '.*BatchNorm layer'). See docs/batch-norm.md",
+            f"{len(found)} BatchNorm layer(s), the first being the {type(module).__name__} with the weight {slot.name}, update their "
+            "running statistics with every micro-batch, not once per window with those of the whole window; call "
+            "fa.accumulate_batchnorm(model), or, if this is intended, warnings.filterwarnings('ignore', '.*BatchNorm layer'). "
+            "See docs/batch-norm.md",
             UserWarning,
         )

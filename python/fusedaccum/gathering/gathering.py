@@ -32,20 +32,20 @@ _GATHERING_OF: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak 
 
 
 class Gathering(Windows):
-    """Windows that gather what the intake brings, micro-batch by micro-batch. The intake's Owner.
+    """Windows that accumulate what the intake brings, micro-batch by micro-batch. The intake's Owner.
 
     Attributes:
         inside: is the caller within ``micro_batch()``?
-        closed: is the inner optimizer at work, and would not find what a backward brings meanwhile?
+        closed: is the inner optimizer at work, so that it would not see the gradients of a backward that runs now?
     """
 
-    # By thread: who has been told the weight of the losses whose backward it calls.
+    # By thread: who was given the weight of the losses whose backward the thread calls.
     _told: ClassVar[dict[int, Gathering]] = {}
 
     def __init__(self, settings: Settings, seed: int | None):
         super().__init__(settings, seed)
         self.inside = self.closed = False
-        self._adds_before = 0  # of the open micro-batch, when the pass (or the group of them) under way began
+        self._adds_before = 0  # of the open micro-batch, when the pass (or group of passes) under way began
         self._intake = Intake(self, hold=settings.drops_micro_batches)
         self._rejected = Rejected()
         self._begun = False  # has there been a backward?
@@ -59,7 +59,7 @@ class Gathering(Windows):
             self.accumulator.rank = self.ranks.rank
 
     def take(self, parameters: Iterable[tuple[str, Parameter]]) -> None:
-        """Gather the gradients of these parameters from now on."""
+        """Accumulate the gradients of these parameters from now on."""
         slots = self.sums.buffers.add(parameters)
         try:
             self.ranks.take(slots)
@@ -79,7 +79,7 @@ class Gathering(Windows):
         self.ranks.fully_sharded.before_backward(self._hide_shards)
 
     def settle(self) -> None:
-        """Every public call begins here: a pass that seems open still is over, or was broken off; ``p.grad`` is ours again."""
+        """Every public call begins here: a pass that still seems open is over, or was broken off; ``p.grad`` is ours again."""
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
                 "the wrapper was called from inside a backward pass (by a hook?); call it when backward has returned"
@@ -99,12 +99,12 @@ class Gathering(Windows):
     # -- a micro-batch -----------------------------------------------------------------------------------------
 
     def _hide_shards(self) -> None:
-        """FSDP2 begins a backward, which shall find no ``p.grad``. Raises RuntimeError for one that lacks the micro-batch's weight."""
+        """FSDP2 begins a backward: hide ``p.grad`` from it. Raises RuntimeError if its loss lacks the micro-batch's weight."""
         told = self._told_by_another(outermost_backward().thread)
         if self.weighs_loss and told is not None and not told.in_loss:
             raise RuntimeError(
-                f"the loss of this backward has weight={float(told.value()):g}, which another wrapper was told, and FSDP2 needs it in the "
-                "loss; call backward() of the wrapper that has FSDP2's parameters"
+                f"the loss of this backward has weight={float(told.value()):g}, which was given to another wrapper, but FSDP2 needs it in "
+                "the loss; call backward() of the wrapper that has FSDP2's parameters"
             )
         in_loss = self.weighs_loss and self.ledger.has_micro and self.ledger.micro.in_loss
         if in_loss and not self.inside and told is None:
@@ -112,14 +112,14 @@ class Gathering(Windows):
                 "this micro-batch has a weight, which FSDP2 needs in the loss of all its backward passes; use opt.backward(loss) for each"
             )
         if self.ledger.has_window:
-            self.sums.adopt_all(self.sums.buffers.slots)  # what would not be hidden, FSDP2 would add to
+            self.sums.adopt_all(self.sums.buffers.slots)  # FSDP2 would add to what is not hidden
         self.sums.hide()
         trained = any(slot.param.requires_grad for slot in self.ranks.fully_sharded.slots)
         if self._settings.schedule.caller_owned and trained:
-            self._intake.begin_pass()  # which is a micro-batch, also when FSDP2 holds back what it brings
+            self._intake.begin_pass()  # a micro-batch, even if FSDP2 holds back its gradients
 
     def open(self, weight: Scalar | None, last: bool = False) -> None:
-        """The micro-batch that gathers from now on; joins the one that is open already. Raises as Ledger.weigh does."""
+        """Open a micro-batch, or join the one that is open already. Raises as Ledger.weigh does."""
         ledger = self.ledger
         if weight is not None and self.sums.buffers.lent and self._settings.reduction == "mean":
             check_weight_of_lent(weight, self.sums.buffers.lent[0].name)
@@ -140,7 +140,7 @@ class Gathering(Windows):
 
     @contextmanager
     def grouped(self, weight: Scalar | None, last: bool, in_loss: bool) -> Iterator[None]:
-        """All passes within are one micro-batch; an exception drops it. ``in_loss``: their losses are multiplied by the weight."""
+        """Make all passes in the block one micro-batch; an exception drops it. ``in_loss``: their losses are multiplied by the weight."""
         self.open(weight, last)
         self.ledger.micro.in_loss = self.ledger.micro.in_loss or in_loss
         thread = threading.get_ident()
@@ -166,17 +166,17 @@ class Gathering(Windows):
                 self._told[thread] = around
 
     def _told_by_another(self, thread: int | None) -> MicroBatch | None:
-        """Another wrapper's micro-batch, whose weight is that of the loss of the backward that ``thread`` has called."""
+        """Another wrapper's micro-batch, if its weight is that of the loss whose backward ``thread`` has called."""
         other = None if thread is None else self._told.get(thread)
         return None if other is None or other is self or not other.ledger.has_micro else other.ledger.micro
 
     def _weigh_as(self, other: MicroBatch) -> None:
-        """A pass begins, of a loss that another wrapper was told the weight of: it is the micro-batch's here, too."""
+        """A pass begins, and the weight of its loss was given to another wrapper: it is also the weight of the micro-batch here."""
         micro, reduction, weight = self.ledger.micro, self._settings.reduction, other.value()
         if other.in_loss and reduction == "none":
             raise RuntimeError(
-                f"the loss of this backward was multiplied by weight={float(weight):g}, for another wrapper, which has FSDP2's parameters, "
-                "and this one, with reduction='none', takes gradients as they are; give both the same reduction"
+                f"the loss of this backward was multiplied by weight={float(weight):g} for another wrapper, which has FSDP2's parameters, "
+                "but this one has reduction='none' and takes gradients as they are; give both the same reduction"
             )
         if other.in_loss:
             self.ledger.weigh(weight)
@@ -186,18 +186,17 @@ class Gathering(Windows):
             micro.assumed = True
         elif micro.assumed and micro.weight is not weight and float(micro.value()) != float(weight):
             raise ValueError(
-                f"the losses of this micro-batch have weights {float(micro.value()):g} and {float(weight):g}, which other wrappers were "
-                "told; call this one's step() after each backward, or give its own: `with opt.micro_batch(weight=...): ...` around them"
+                f"the losses of this micro-batch have weights {float(micro.value()):g} and {float(weight):g}, given to other wrappers; "
+                "call this one's step() after each backward, or give it its own weight: `with opt.micro_batch(weight=...): ...` around them"
             )
 
     def keep_micro_batch(self) -> None:
-        """``zero_grad()`` has been called inside a window. Warns where that leaves in it what plain PyTorch would have dropped."""
+        """``zero_grad()`` was called inside a window. Warn if that leaves in it what plain PyTorch would have dropped."""
         if self.ledger.has_micro and self.ledger.micro.passes and not self.ledger.micro.bad:
             warn(
-                "opt.zero_grad() keeps, inside a window, what a backward that no opt.step() has followed left in p.grad, where plain "
-                "PyTorch drops it: it is part of the next micro-batch. If it was the backward of another model's loss (GAN, actor and "
-                "critic), keep it out of these parameters: requires_grad_(False) for that forward, or backward(inputs=...); opt.reset() "
-                "drops the whole window"
+                "opt.zero_grad() inside a window keeps the gradients of a backward not yet followed by opt.step(), which plain PyTorch "
+                "drops: they are part of the next micro-batch. If they are of another model's loss (GAN, actor and critic), keep them out "
+                "of these parameters: requires_grad_(False) for that forward, or backward(inputs=...); opt.reset() drops the whole window"
             )
 
     @property
@@ -205,19 +204,19 @@ class Gathering(Windows):
         return self.ledger.has_micro and self.ledger.micro.attempt is not None
 
     def end_micro_batch(self, weight: Scalar | None) -> None:
-        """What ``step()`` and ``flush()`` do before they look whether the window is complete: count, or refuse."""
+        """What ``step()`` and ``flush()`` do before they check whether the window is complete: count the micro-batch, or refuse."""
         ledger, caller_owned = self.ledger, self._settings.schedule.caller_owned
         if self.ranks.agreed:
-            return  # normalize_() has been here before
+            return  # normalize_() has done this already
         between = self.ranks.alone and ledger.has_window and not ledger.has_micro
         if between and not caller_owned and ledger.complete():
-            return  # a step() has, and broke off before it had closed the window
+            return  # a step() has done this, and broke off before it closed the window
         if not ledger.has_window:
             self.begin_window()
         if not ledger.has_micro and (
             not caller_owned or (ledger.window.empty and set(self.sums.gathered()) - self.ranks.unseen)
         ):
-            # One without gradients; or, where passes are counted, with gradients that somebody put into p.grad by hand.
+            # One without gradients; or, if passes are counted, with gradients that were put into p.grad by hand.
             ledger.begin_micro_batch()
         if ledger.has_micro:
             self._commit(None if caller_owned else weight)
@@ -236,24 +235,24 @@ class Gathering(Windows):
 
     @property
     def shows_rejected(self) -> bool:
-        """Is it what ``p.grad`` shows, so that nobody else meets the sums?"""
+        """Does ``p.grad`` show one that was rejected, so that other code does not meet the sums?"""
         return self._rejected.shown
 
     @property
     def put_rejected_away(self) -> bool:
-        """Has ``p.grad`` shown it since the last backward, and shows the sums again?"""
+        """Has ``p.grad`` shown one that was rejected since the last backward, and does it show the sums again?"""
         return self._rejected.put_away
 
     def record_loss(self, loss: Scalar, scaled: bool = False) -> None:
-        """Of the micro-batch that is open, or of the one counted last. ``scaled``: as opt.backward() got it, with a loss scale if any."""
-        if self.ledger.has_micro or self.losses.lacking or not self.has_rejected:  # else it is that of one rejected
+        """Record the loss of the open micro-batch, or of the one counted last. ``scaled``: as opt.backward() got it, with a loss scale."""
+        if self.ledger.has_micro or self.losses.lacking or not self.has_rejected:  # else it is of a rejected one
             self.losses.record(loss, scaled)
 
     # -- what layers and recipes ask for -----------------------------------------------------------------------
 
     @staticmethod
     def of(parameter: Tensor) -> Gathering | None:
-        """Who gathers this parameter's gradients, if anybody does."""
+        """What accumulates this parameter's gradients, if anything does."""
         gathering = _GATHERING_OF.get(parameter)
         return None if gathering is None else gathering()
 
@@ -261,7 +260,7 @@ class Gathering(Windows):
     def add_by(self, write: Write, parameter: Parameter) -> bool:
         """Within a backward pass: let ``write`` add the gradient it makes itself, once, to the parameter's buffer.
 
-        False, and nothing done, where the gradient must come the ordinary way: the pass hands it to somebody else, or it must be seen
+        Returns False, and does nothing, if the gradient must come the ordinary way: the pass hands it to other code, or it must be seen
         whole before it is added. Raises as a hook would.
         """
         slot = self.sums.buffers.of[parameter]
@@ -277,14 +276,14 @@ class Gathering(Windows):
 
     @property
     def tells_passes_apart(self) -> bool:
-        """Would several backward passes, as things are, be more than one micro-batch, or be refused?"""
+        """Would several backward passes now be more than one micro-batch, or be refused?"""
         return not self.inside and (self._settings.schedule.caller_owned or self._settings.drops_micro_batches)
 
     @contextmanager
     def attempted(self, weight: Scalar, attempt: Attempt) -> Iterator[None]:
-        """As :meth:`grouped`, of one forward and backward that come again, in parts, where an exception breaks them off.
+        """As :meth:`grouped`, for one forward and backward that are tried again, in parts, if an exception breaks them off.
 
-        Nothing of it counts then, but for what ``attempt`` tells. Sums go to other ranks only after the window's last pass.
+        Nothing of them counts then, except for what ``attempt`` notes. Sums go to other ranks only after the window's last pass.
         """
         self.open(weight)
         micro = self.ledger.micro
@@ -309,7 +308,7 @@ class Gathering(Windows):
                 self.ledger.drop_micro_batch()
             raise
 
-    # -- what the intake tells (its Owner) ---------------------------------------------------------------------
+    # -- what the intake calls (its Owner) ---------------------------------------------------------------------
 
     def pass_begins(self, thread: int | None) -> None:
         if not self._begun:
@@ -323,7 +322,7 @@ class Gathering(Windows):
             )
         if self.ranks.agreed:
             raise RuntimeError(
-                "opt.normalize_() has added this window's sums over the ranks, and no gradient can join it after that; call opt.step() "
+                "opt.normalize_() has added up this window's sums over the ranks, so no gradient can join it any more; call opt.step() "
                 "before the next backward"
             )
         if not self.inside:
@@ -334,8 +333,8 @@ class Gathering(Windows):
             self._weigh_as(told)
         if self.ledger.micro.judged:
             raise RuntimeError(
-                f"nonfinite={self._settings.nonfinite!r} must see a micro-batch whole before it adds any of it, and this backward "
-                "continues one that is added already; group its backward passes: `with opt.micro_batch(): ...`"
+                f"nonfinite={self._settings.nonfinite!r} must see a whole micro-batch before any of it is added, but this backward "
+                "continues one that was added already; group its backward passes: `with opt.micro_batch(): ...`"
             )
         if self.ledger.window.unit_lost:
             raise RuntimeError(
@@ -377,7 +376,7 @@ class Gathering(Windows):
             self._rejected.reject(bad, self.sums.buffers.slots)
 
     def _commit(self, weight: Scalar | None) -> None:
-        # Under "propagate" nobody asks, unless a GradScaler does, and the thread of offloaded gradients need not be waited for.
+        # Under "propagate" nothing but a GradScaler asks for it, so there is no need to wait for the thread of offloaded gradients.
         if self._settings.nonfinite != "propagate" or not self.sums.buffers.offloaded:
             self.accumulator.count()
         window, micro = self.ledger.window, self.ledger.micro
@@ -402,17 +401,17 @@ class Gathering(Windows):
         instead = "; nonfinite='skip_micro_batch' adds a micro-batch only when it is complete, and loses nothing"
         warn(
             f"backward {how} after part of its gradients had been added, so the open window was dropped"
-            + ("" if self.sums.buffers.lent else instead)  # which refuses what is lent
+            + ("" if self.sums.buffers.lent else instead)  # which that policy refuses
         )
         if mixed:
             raise RuntimeError(
-                "the backward pass before was broken off, and what layers have added to main_grad in this one could not be told from "
-                "what they had added then; both were dropped, and this pass is refused: call opt.reset() after an exception, then go on"
+                "the previous backward pass was broken off, and what layers have added to main_grad in this one cannot be told apart from "
+                "what they added then; both were dropped, and this pass is refused: call opt.reset() after an exception, then go on"
             )
 
     @torch.no_grad()
     def _judge(self) -> dict[Slot, Tensor] | None:
-        """Let the held gradients in, or drop the micro-batch and return those that are not finite (waits for the device)."""
+        """Add the held gradients, or drop the micro-batch and return those that are not finite (waits for the device)."""
         micro, held = self.ledger.micro, self._intake.held
         micro.judged = bool(held)
         self.ranks.fully_sharded.check_droppable(self.sums.buffers.slots)

@@ -1,4 +1,4 @@
-"""Populations by count, mean and squares about the mean: put together pair by pair, or over ranks, so that nothing cancels."""
+"""Populations as count, mean and squares about the mean: merged pair by pair, or over ranks, without cancellation."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class Total:
-    """Of one population: values a channel, and in FP64 the channels' means and sums of squares about these, of shape [2, C]."""
+    """One population: values per channel, and in FP64 the channels' means and sums of squares about these, of shape [2, C]."""
 
     n: float
     moments: Tensor
 
 
 def merge(totals: Sequence[Total], parts: Sequence[Total]) -> None:
-    """Add each part to its total, in some seven kernels for all of them (Chan, Golub and LeVeque 1979). No total may be there twice."""
+    """Add each part to its total, in about seven kernels for all of them (Chan, Golub and LeVeque 1979). No total may occur twice."""
     means, squares = [total.moments[0] for total in totals], [total.moments[1] for total in totals]
     deltas = torch._foreach_sub([part.moments[0] for part in parts], means)
     shares = [part.n / max(total.n + part.n, 1) for total, part in zip(totals, parts, strict=True)]
@@ -37,7 +37,7 @@ def merge(totals: Sequence[Total], parts: Sequence[Total]) -> None:
 
 
 def summed(mine: Sequence[Total], group: Group) -> list[Total]:
-    """Each total with the other ranks' in one: first the means, and then squares about those. Three small collectives."""
+    """Each total merged with the other ranks': first the means, then the squares about those. Three small collectives."""
     if not mine:
         return []
     channels = [total.moments.shape[1] for total in mine]

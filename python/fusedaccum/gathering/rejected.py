@@ -16,17 +16,17 @@ from ..buffers.shards import local_of, whole
 class Rejected:
     """Micro-batches that ``nonfinite`` has rejected since the last ``step()``.
 
-    Until then one gradient that is not finite is all that ``p.grad`` shows, of all parameters: so a GradScaler, which looks
-    there, learns of the overflow, and nothing that it or anybody else does to it reaches a buffer. Where there are shards it is the same
-    one's on all ranks, whoever has the bad part: PyTorch unscales a DTensor by a collective.
+    Until the next one, ``p.grad`` of one parameter shows a gradient that is not finite, and that of all others is None: so a GradScaler,
+    which looks there, learns of the overflow, and nothing that it or other code does to ``p.grad`` reaches a buffer. With shards it is the
+    same parameter on all ranks, whichever rank has the bad part: PyTorch unscales a DTensor by a collective.
     """
 
     names: list[str] = field(default_factory=list)
-    put_away: bool = False  # has a call taken it away again, before which somebody may have met it?
+    put_away: bool = False  # has a call put the sums back, after other code may have met that gradient?
     _hidden: list[tuple[Slot, Tensor | None]] = field(default_factory=list)
 
     def reject(self, bad: dict[Slot, Tensor], slots: Sequence[Slot]) -> None:
-        """These gradients are not finite; ``slots`` are hidden behind the first of them."""
+        """The gradients in ``bad`` are not finite; hide ``slots`` behind the first of them."""
         self.names += [slot.name for slot in bad] or ["a shard on another rank"]
         self._hidden = [(slot, slot.param.grad) for slot in slots]
         for slot in slots:
@@ -39,7 +39,7 @@ class Rejected:
 
     @property
     def shown(self) -> bool:
-        """Does ``p.grad`` show one of them, and no sum?"""
+        """Does ``p.grad`` show a rejected gradient, and not the sums?"""
         return bool(self._hidden)
 
     def withdraw(self) -> None:

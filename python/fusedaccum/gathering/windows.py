@@ -19,11 +19,11 @@ class Windows:
     """Joins the ledger (what micro-batches count for), the sums (where their gradients go) and the ranks (who has the others).
 
     Args:
-        settings: as the wrapper was asked to work.
+        settings: of the wrapper.
         seed: of stochastic rounding, None for rounding to nearest.
 
     Attributes:
-        counts_left: of what is not finite, in attempts at the open window that broke off.
+        counts_left: counts of what was not finite, from attempts at the open window that broke off.
     """
 
     def __init__(self, settings: Settings, seed: int | None):
@@ -37,11 +37,11 @@ class Windows:
         self.statistics = Statistics(self.sums.buffers)  # of BatchNorm layers that are pooled
         self.ledger.tell(self.statistics)
         self.losses = Losses(self.ledger, self.loss_scale)
-        self.ranks = Alone()  # with whom windows are shared
+        self.ranks = Alone()  # which share the windows
         self.counts_left: list[Tensor] = []
 
     def share(self) -> None:
-        """Have the windows in common with the ranks of the process group; without one, that of the DistributedDataParallel or FSDP2
+        """Share the windows with the ranks of the process group; if none was given, with those of the DistributedDataParallel or FSDP2
         modules, if any.
         """
         replicas, fully_sharded = modules_of(self.sums.buffers.slots)
@@ -73,7 +73,7 @@ class Windows:
         self.ranks.forget()
 
     def reset(self) -> None:
-        """Drop what the open window has gathered, and what was put into ``p.grad`` meanwhile."""
+        """Drop what the open window has accumulated, and what was put into ``p.grad`` meanwhile."""
         if self.ledger.is_open:
             self.sums.clear()
         self.ledger.drop_window()
@@ -89,7 +89,7 @@ class Windows:
 
     @property
     def measures(self) -> bool:
-        """Shall adds take norms and look for what is not finite? (Norms of sums that go to other ranks are taken when these have come.)"""
+        """Do adds take norms and count what is not finite? (Norms of sums that go to other ranks are taken when those have arrived.)"""
         takes_norm = self._settings.wants_norm and (self.ranks.alone or self.ledger.mixes_ranks)
         return (
             self._settings.nonfinite == "skip_window"
@@ -102,7 +102,7 @@ class Windows:
         return self.ranks.agreed or self.ledger.complete()
 
     def anything_to_flush(self) -> bool:
-        """Has the open window gathered anything, on this rank or another? Over ranks, it is that of all ranks then."""
+        """Has the open window accumulated anything, on this rank or another? With several ranks, it is that of all ranks afterwards."""
         if self.ranks.alone:
             return self.ledger.is_open
         if not self.ledger.has_window:
@@ -111,5 +111,5 @@ class Windows:
         self.ranks.agree(False)
         if not self.ledger.has_counted:
             self.ledger.drop_window()
-        # What was dropped, and nothing else, makes a window too: a rank whose step() meets this flush() has closed one.
+        # Dropped micro-batches alone make a window, too: a rank whose step() meets this flush() has closed one.
         return self.ledger.has_counted
