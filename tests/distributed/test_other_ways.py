@@ -122,7 +122,7 @@ def pipeline(rank, sharded):
         for run in range(2):
             x, y = (x[replica::2] for x in whole_batch(2 * window + run))
             if sharded:
-                with pytest.raises(RuntimeError, match="when no backward runs, as pipeline schedules"):
+                with pytest.raises(RuntimeError, match="while no backward runs, as pipeline schedules"):
                     schedule.step(target=y) if number else schedule.step(x)
                 return None
             schedule.step(target=y) if number else schedule.step(x)

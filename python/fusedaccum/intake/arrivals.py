@@ -3,7 +3,7 @@
 A pre-hook on a parameter's AccumulateGrad node is handed the fresh gradient. Returning ``(None,)`` makes autograd leave
 ``p.grad`` alone, so the gradient is only queued. (The node is the one that FSDP hooks, too.)
 
-``fusedaccum._intake`` has the same class in C++, which needs neither Python nor its lock a parameter.
+``fusedaccum._intake`` has the same class in C++, which needs neither Python nor its lock for each parameter.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ Batch = tuple[list[Slot], list[Tensor]]  # slots, none of them twice, and their 
 
 
 class Listener(Protocol):
-    """Whom a hook tells, in whichever thread autograd runs it."""
+    """What a hook calls, in whichever thread autograd runs it."""
 
     def enter(self, task: int) -> None:
-        """The first gradient of a graph task is here. May raise, which refuses it."""
+        """The first gradient of a graph task has arrived. May raise, which refuses it."""
 
     def refuse_unfit(self, slot: Slot, grad: Tensor) -> None:
-        """Raises for a gradient that cannot be gathered, before it is queued."""
+        """Raises for a gradient that cannot be accumulated, before it is queued."""
 
     def added_already(self, slot: Slot) -> bool:
-        """Is what has come for a slot that is lent no gradient, because its layer has added that itself?"""
+        """Has the layer of a slot that is lent added the gradient itself, so that what has arrived is not one?"""
 
     def release(self) -> None:
         """The queue should be taken now: it is full, or holds what cannot wait."""
@@ -56,14 +56,14 @@ class Arrivals:
         self._listener = listener
         self._bucket_bytes = bucket_bytes
         self._tasks: set[int] = set()  # graph tasks that need no announcement
-        self._lock = threading.Lock()  # of what is below; never held while the listener is told
+        self._lock = threading.Lock()  # of what is below; never held while the listener is called
         self._queue: list[tuple[Slot, Tensor]] = []
         self._bytes = 0
         self._streams: set[StreamName] = set()
 
     def hook(self, slot: Slot, parameter: Parameter) -> None:
         """Queue this parameter's gradients from now on."""
-        # Weakly, for the node holds the hook, and the slot the node.
+        # Weak references, because the node holds the hook, and the slot holds the node.
         arrived = functools.partial(_arrived, weakref.ref(self), weakref.ref(slot))
         get_gradient_edge(parameter).node.register_prehook(arrived)
 
@@ -75,7 +75,7 @@ class Arrivals:
         self._queue_up(listener, slot, grads[0], ours, awaited)
 
     def put(self, slot: Slot, grad: Tensor) -> None:
-        """Queue a gradient that did not come through a hook, and that nobody else is going to write to."""
+        """Queue a gradient that did not come through a hook, and that nothing else will write to."""
         listener = self._listener()
         if listener is not None:
             self._queue_up(listener, slot, grad, True, False)
@@ -86,7 +86,7 @@ class Arrivals:
             listener.enter(task)
         if slot.lent and listener.added_already(slot):
             return
-        # What somebody else holds too may be overwritten before the bucket is full (a static buffer): it cannot wait.
+        # A gradient that other code holds too may be overwritten before the bucket is full (a static buffer): it cannot wait.
         hold = self._bucket_bytes is None
         kept = grad.clone() if hold and not ours else grad
         with self._lock:
@@ -151,7 +151,7 @@ def _is_view(grads: tuple[Tensor | None, ...]) -> bool:
 
 
 def _holders(grads: tuple[Tensor | None, ...]) -> tuple[int, ...]:
-    """How many hold a gradient, as Python object and as tensor; the same of the tensor that it is a view of; and their storage."""
+    """Reference counts of a gradient, as Python object and as tensor, and of its storage; of a view, also those of its base."""
     grad: Any = grads[0]
     counts = (sys.getrefcount(grad), grad._use_count(), torch._C._storage_Use_Count(grad.untyped_storage()._cdata))
     base = grad._base
@@ -160,7 +160,7 @@ def _holders(grads: tuple[Tensor | None, ...]) -> tuple[int, ...]:
 
 @functools.cache
 def _fresh_holders() -> dict[bool, tuple[int, ...]]:
-    """The counts of gradients that nobody else holds, views and not, as this version of PyTorch and Python makes them."""
+    """The counts of gradients that nothing else holds, views and others, as this version of PyTorch and Python makes them."""
     found: dict[bool, tuple[int, ...]] = {}
     with torch.inference_mode(False), torch.enable_grad():
         weight, scale = (torch.ones(2, 2, requires_grad=True) for _ in range(2))

@@ -1,9 +1,9 @@
 """How fresh gradients get from autograd into the buffers: where a backward pass begins and ends, and when a bucket is added.
 
 Hooks queue the gradients (:mod:`fusedaccum.intake.arrivals`, or the same in C++). A full bucket, and what is left at the end of the
-pass, goes to the owner in one call and is freed. (The end is told by the engine's callback, as FSDP uses it.)
+pass, goes to the owner in one call and is freed. (The engine's callback signals the end, as it does for FSDP.)
 
-What the engine calls is kept out of graphs: in a compiled loop a compiler looks into whatever Python runs within its ``backward()``.
+What the engine calls is kept out of graphs: in a compiled loop the compiler traces whatever Python runs within ``backward()``.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ BUCKET_BYTES = 32 << 20  # fresh gradients held at once; a larger single gradien
 
 
 class Owner(Protocol):
-    """What the intake tells the wrapper. Called from whichever thread autograd runs hooks in, one at a time."""
+    """What the intake calls, from whichever thread autograd runs hooks in, one call at a time."""
 
     def pass_begins(self, thread: int | None) -> None:
-        """An outermost backward pass, which ``thread`` has called, brings its first gradient. May raise, which refuses the pass."""
+        """An outermost backward pass, called by ``thread``, brings its first gradient. May raise, which refuses the pass."""
 
     def add(self, slots: Sequence[Slot], grads: Sequence[Tensor]) -> None:
         """Add these gradients to the buffers of these slots, of which none occurs twice."""
@@ -62,7 +62,7 @@ class Intake:
     """The passes over a set of slots, between their :class:`~fusedaccum.intake.arrivals.Arrivals` and an :class:`Owner`.
 
     Args:
-        owner: told of gradients and passes; held weakly, so that dropping the wrapper unhooks the parameters.
+        owner: gets gradients and passes; held weakly, so that dropping the wrapper unhooks the parameters.
         hold: keep a pass's gradients until :meth:`release`, instead of handing them over bucket by bucket.
     """
 
@@ -74,8 +74,8 @@ class Intake:
         self._arrivals = arrivals_class()(weakref.ref(self), None if hold else BUCKET_BYTES)
         self._tasks: set[int] = set()  # graph tasks (outermost and re-entrant passes) that have begun and not ended
         self._open = False  # has an outermost pass begun, and not ended?
-        self._call: FrameType | None = None  # of that pass; None where it cannot be seen
-        # Has the last pass had re-entrant parts, each of which brings a parameter a gradient of its own?
+        self._call: FrameType | None = None  # of that pass; None if it cannot be seen
+        # Did the last pass have re-entrant parts, each of which brings a parameter a gradient of its own?
         self.nested = False
 
     def hook(self, slot: Slot) -> None:
@@ -103,8 +103,8 @@ class Intake:
                 grad = slot.holder.take()
                 if grad is not None and torch._C._current_graph_task_id() == -1:
                     raise RuntimeError(
-                        f"FSDP2 was told to add up the gradient of {slot.name} when no backward runs, as pipeline schedules "
-                        "(torch.distributed.pipelining) do, and it would be in no micro-batch; make the stages DistributedDataParallel"
+                        f"FSDP2 was told to reduce the gradient of {slot.name} while no backward runs, as pipeline schedules do "
+                        "(torch.distributed.pipelining), so it would belong to no micro-batch; make the stages DistributedDataParallel"
                     )
                 if grad is not None:
                     queue.put(slot, grad)
@@ -122,32 +122,32 @@ class Intake:
         return owner
 
     def accumulates(self, slot: Slot) -> bool:
-        """Will the pass that is running here end in the slot's ``p.grad``, and not in the hands of torch.autograd.grad?"""
+        """Will the pass that is running here put its gradient into the slot's ``p.grad``, and not hand it to torch.autograd.grad?"""
         frame = running_backward()
         asked = frame is not None and frame.f_locals["kwargs"].get("accumulate_grad", False)
         return bool(asked and torch._C._will_engine_execute_node(slot.node))
 
     def begin_pass(self) -> None:
-        """The backward that is running here is a pass, also if no gradient comes of it yet."""
+        """Begin a pass for the backward that is running here, even if it has not brought a gradient yet."""
         frame = running_backward()
         if frame is None:
             return
-        wanted = frame.f_locals["args"][3]  # torch.autograd.grad is always told
+        wanted = frame.f_locals["args"][3]  # inputs=, which torch.autograd.grad always passes
         if not wanted:
             self.enter(torch._C._current_graph_task_id())
 
     @contextmanager
     def within_pass(self, device: torch.device) -> Iterator[None]:
-        """For what adds a gradient on ``device`` without the hooks: opens the pass if it is the first, and keeps other threads out."""
+        """For code that adds a gradient on ``device`` without the hooks: begins the pass if need be, and keeps other threads out."""
         with self._lock:
             self.enter(torch._C._current_graph_task_id())
             self._turns.take([device])
             yield
 
-    # -- what the hooks tell (their Listener) ------------------------------------------------------------------
+    # -- what the hooks call (their Listener) ------------------------------------------------------------------
 
     def refuse_unfit(self, slot: Slot, grad: Any) -> None:
-        """Raises RuntimeError for a gradient that cannot be gathered, before it is queued."""
+        """Raises RuntimeError for a gradient that cannot be accumulated, before it is queued."""
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"backward(create_graph=True) reached parameter {slot.name}: a gradient that is itself part of a graph cannot be "
@@ -185,8 +185,8 @@ class Intake:
             if self._open and (self._call is not call or (call is None and self._tasks and not nested)):
                 if under_way(self._call):
                     raise RuntimeError(
-                        "two backward passes run at once, in two threads; the gradients of one optimizer's parameters can be "
-                        "gathered from one pass at a time: take turns, with a lock around backward()"
+                        "two backward passes run at once, in two threads, but the gradients of one optimizer's parameters can be "
+                        "accumulated from only one pass at a time; put a lock around backward()"
                     )
                 self.settle()
             if not self._open:
@@ -238,10 +238,10 @@ class Intake:
             raise
 
     def settle(self) -> None:
-        """End the pass that is still open, if any: nobody is inside backward now.
+        """End the pass that is still open, if any: no backward is running now.
 
-        One is left open when every parameter sits in a re-entrant checkpoint (the outermost pass then brings no gradient of its
-        own and nothing tells its end), and when an exception broke it off.
+        One is left open when every parameter is in a re-entrant checkpoint (the outermost pass then brings no gradient of its
+        own and nothing signals its end), and when an exception broke it off.
         """
         with self._lock:
             if not self._open:
@@ -257,13 +257,13 @@ class Intake:
             self._open, self._call = False, None
             for task in list(self._tasks):
                 self._forget(task)
-            self._turns.take()  # and no end: this may be a node of the next pass, whose adds come after what is done here
+            self._turns.take()  # not end(): this may be a node of the next pass, whose adds come after what is done here
             self.drop()
             self._owner_now().pass_failed()
             if untold:
                 raise RuntimeError(
-                    "backward() returned and autograd never told its end, so that its gradients were dropped: compiled autograd does "
-                    "that; switch it off (torch._dynamo.config.compiled_autograd = False), torch.compile itself may stay"
+                    "backward() returned, but autograd never signalled its end, so its gradients were dropped: compiled autograd does "
+                    "that; switch it off (torch._dynamo.config.compiled_autograd = False); torch.compile itself may stay"
                 )
 
     def drop(self) -> list[arrivals.Batch]:
@@ -277,9 +277,9 @@ class Intake:
 
 
 def _task_gone(intake: weakref.ref[Intake], task: int) -> None:
-    """The engine lets go of a graph task. One that has not ended broke off: its call is not kept, for its frame holds those of its callers.
+    """The engine releases a graph task. One that has not ended broke off: drop its call, whose frame holds those of its callers.
 
-    (Compiled autograd lets go of tasks that it goes on with; settle() will tell.)
+    (Compiled autograd releases tasks that it goes on with; settle() finds out.)
     """
     alive = intake()
     compiled = getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "compiled_autograd_enabled", False)

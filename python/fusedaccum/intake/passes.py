@@ -13,7 +13,7 @@ from torch.autograd.graph import _engine_run_backward
 
 
 class Outermost(NamedTuple):
-    """The outermost backward pass under way: its call, the thread it was made in (if known), and is the pass running here nested in it?"""
+    """The outermost backward pass under way: its call, that call's thread (if known), and whether the pass running here is nested in it."""
 
     call: FrameType | None
     thread: int | None
@@ -21,12 +21,12 @@ class Outermost(NamedTuple):
 
 
 def outermost_backward() -> Outermost:
-    """Which pass the hook that asks runs for.
+    """The pass for which the calling hook runs.
 
     Autograd gives no name to the pass around a re-entrant one (activation checkpointing with ``use_reentrant=True``), so
     this reads it off the Python stack: every pass is a call of ``_engine_run_backward``. For parameters on a GPU the hooks
     run in a thread of the engine's, whose stack begins inside the engine; there the outermost call is on another thread's.
-    None for one called from C++.
+    The call is None if it was made from C++.
     """
     here = threading.get_ident()
     frames, begins_inside = _backward_frames(sys._getframe())
@@ -45,12 +45,12 @@ def outermost_backward() -> Outermost:
 
 
 def under_way(call: FrameType | None) -> bool:
-    """Has this backward pass not ended yet, in whichever thread?"""
+    """Is this backward pass still running, in any thread?"""
     return call is not None and any(call in _backward_frames(frame)[0] for frame in sys._current_frames().values())
 
 
 def returned(call: FrameType | None) -> bool:
-    """Has this backward pass returned? (The frame of a call that is over stands at the last thing that it did.)"""
+    """Has this backward pass returned? (The frame of a finished call stays at its last instruction.)"""
     return call is not None and dis.opname[call.f_code.co_code[call.f_lasti]].startswith("RETURN")
 
 

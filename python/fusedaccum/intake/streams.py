@@ -1,6 +1,6 @@
-"""Gradients that are queued on one CUDA stream and added on another: whoever adds waits for them, and their memory is kept for that long.
+"""Gradients that are queued on one CUDA stream and added on another: the add waits for them, and their memory is kept for that long.
 
-Nor do the adds of a pass all run on one stream: each waits for the one before, and the pass's caller for the last.
+The adds of a pass may run on several streams, too: each waits for the one before, and the pass's caller for the last.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ StreamName = tuple[int, int, int]  # a CUDA stream's stream_id, device_index and
 
 
 def join(arrived: Iterable[StreamName], grads: Sequence[Tensor]) -> None:
-    """From here on the current streams may read what is ready on those that have ``arrived``; ``grads`` are to be read now.
+    """Make the current streams wait for those that have ``arrived``, before they read ``grads``.
 
     The engine runs a hook on its node's stream, and the end of a pass on its caller's.
     """
@@ -26,23 +26,23 @@ def join(arrived: Iterable[StreamName], grads: Sequence[Tensor]) -> None:
         here.wait_stream(stream)
         for grad in grads:
             if grad.device == stream.device:
-                grad.record_stream(here)  # the allocator gives it away again only after that stream
+                grad.record_stream(here)  # the allocator reuses its memory only after that stream
 
 
 class Turns:
     """Adds on a device take turns, on whichever streams they run. Costs nothing where there is no CUDA device.
 
-    The engine runs a node on the stream of its forward. A layer that adds by itself does so there, and a bucket is added where its last
-    gradient came; the engine makes the pass's caller wait for neither.
+    The engine runs a node on the stream of its forward. A layer that adds its gradient itself does so there, and a bucket is added where
+    its last gradient arrived; the engine makes the pass's caller wait for neither.
     """
 
     def __init__(self) -> None:
         self._last: dict[torch.device, torch.cuda.Stream] = {}  # where the last add was launched
 
     def take(self, devices: Iterable[torch.device] | None = None) -> None:
-        """What the current streams of ``devices`` get from here on comes after the last add there, and counts as the last now.
+        """Order what the current streams of ``devices`` get from here on after the last add there; it then counts as the last.
 
-        None: of all devices that had an add.
+        None: all devices that had an add.
         """
         for device in list(self._last) if devices is None else devices:
             if device.type == "cuda":
@@ -59,7 +59,7 @@ class Turns:
 
 
 def _left_behind(stream: torch.cuda.Stream, device: torch.device) -> bool:
-    """Has a capture begun since, which ``stream`` is no part of, and may not wait for? (It has begun with a wait for the device.)"""
+    """Has a graph capture begun since that ``stream`` is not part of, and must not wait for? (It began with a wait for the device.)"""
     with torch.cuda.device(device):
         if not capturing(device):
             return False
