@@ -1,4 +1,4 @@
-"""A window's gradient applied: finished in ``p.grad``, or left to a fused optimizer to scale, and stepped with, in parts where need be."""
+"""Applying a window's gradient: finish it in ``p.grad``, or leave scaling to a fused optimizer, and step with it, in parts if need be."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .conclusion import Conclusion
 
 
 def fp32_on(value: Scalar, device: torch.device) -> Tensor:
-    """As a fused optimizer takes it; a number is filled in by a kernel, which nobody waits for."""
+    """``value`` as a fused optimizer takes it; a number is filled in by a kernel, without waiting for it."""
     if isinstance(value, Tensor):
         return value.to(device, torch.float32, non_blocking=device.type != "cpu")
     return torch.full((), value, dtype=torch.float32, device=device)
@@ -44,7 +44,7 @@ def write_back(end: Conclusion, masters: MasterWeights, sums: Sums, settings: Se
 
 
 def step_all(end: Conclusion, inner: Any, masters: MasterWeights, sums: Sums, settings: Settings) -> bool | Tensor:
-    """All of :func:`apply` but for the masters' way back into the model."""
+    """All of :func:`apply`, except writing masters back into the model."""
     fused = not end.finished and inner_scales(inner, masters, end.slots)
     decided_there = fused and isinstance(end.skip, Tensor) and all(inner.state.get(slot.param) for slot in end.slots)
     decided_there = decided_there and not sums.owned_apart  # where it depends on what each rank steps
@@ -54,7 +54,7 @@ def step_all(end: Conclusion, inner: Any, masters: MasterWeights, sums: Sums, se
     if not fused and not end.finished:
         sums.finish_(end.slots, end.divisor, end.coef, masters.of)
         end.finished = True
-    cast = [] if fused else end.slots  # where each rank steps a part, all ask, also those that have cast nothing
+    cast = [] if fused else end.slots  # if each rank steps a part, all must ask, even those that cast nothing
     if settings.nonfinite == "skip_window" and overflowed_in_cast(cast, masters, sums):
         return False
     if fused:
@@ -88,7 +88,7 @@ def step_all(end: Conclusion, inner: Any, masters: MasterWeights, sums: Sums, se
 def among_hooks(
     inner: Optimizer, pre_hooks_have_run: Callable[[], None], post_hooks_follow: Callable[[], None]
 ) -> Iterator[None]:
-    """Within, ``inner.step()`` calls the one after its step pre-hooks, and the other before its post-hooks, where it has any."""
+    """In the block, ``inner.step()`` calls the first after its step pre-hooks and the second before its post-hooks, if it has any."""
     handles = []
     calls_hooks = hasattr(inner, "_optimizer_step_post_hooks")  # one that hands all to another optimizer need not
     if calls_hooks and (inner._optimizer_step_pre_hooks or _global_optimizer_pre_hooks):
@@ -109,7 +109,7 @@ def stepped_of(slot: Slot, masters: MasterWeights) -> Tensor:
 
 
 def step(inner: Optimizer, end: Conclusion, masters: MasterWeights, sums: Sums) -> None:
-    """One step of the inner optimizer: by calls with a part of the gradients each, where they have to be brought to the device."""
+    """One step of the inner optimizer; in several calls, each with a part of the gradients, if these have to be brought to the device."""
     away = [slot for slot in end.slots if slot.offloaded and slot.param not in masters.of]
     if not away:
         inner.step()
@@ -124,16 +124,16 @@ def step(inner: Optimizer, end: Conclusion, masters: MasterWeights, sums: Sums) 
 
 
 def steps_each_alone(inner: Optimizer) -> bool:
-    """Does stepping some of the parameters, then the others, come to the same? For PyTorch's own, where no hook counts the steps."""
+    """Is stepping some parameters, then the others, equivalent? It is for PyTorch's own optimizers, if no hook counts the steps."""
     hooks = (inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks)
     everybody = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
-    # A scheduler wraps step(), too, but only to count that it was called at all.
+    # A scheduler wraps step(), too, but only to note that it was called at all.
     patched = "step" in vars(inner) and not hasattr(inner.step, "_wrapped_by_lr_sched")
     return type(inner).__module__.startswith("torch.optim.") and not patched and not any((*hooks, *everybody))
 
 
 def parts(slots: list[Slot]) -> Iterator[list[Slot]]:
-    """Slots whose gradients take as much memory as a stage of the ring."""
+    """``slots`` in parts whose gradients take as much memory as a stage of the ring."""
     part: list[Slot] = []
     taken = 0
     for slot in slots:
@@ -149,7 +149,7 @@ def parts(slots: list[Slot]) -> Iterator[list[Slot]]:
 
 @contextmanager
 def hidden(slots: list[Slot]) -> Iterator[None]:
-    """Within, ``p.grad`` of these is None."""
+    """In the block, ``p.grad`` of these slots is None."""
     grads = [slot.param.grad for slot in slots]
     for slot in slots:
         slot.param.grad = None
@@ -161,21 +161,21 @@ def hidden(slots: list[Slot]) -> Iterator[None]:
 
 
 def inner_scales(inner: Optimizer, masters: MasterWeights, slots: list[Slot]) -> bool:
-    """Can the inner optimizer scale the gradients itself? Not where a step pre-hook would see them before that."""
+    """Can the inner optimizer scale the gradients itself? Not if a step pre-hook would see them before that."""
     return (
-        # Its own: one that shows another optimizer's attributes would not hand grad_scale on to it.
+        # Its own attribute: an optimizer that shows another one's would not hand grad_scale on to that.
         vars(inner).get("_step_supports_amp_scaling", getattr(type(inner), "_step_supports_amp_scaling", False))
         and all(group.get("fused") for group in inner.param_groups)
         and not (inner._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
         and len({(identity(slot.divisor), stepped_of(slot, masters).device) for slot in slots}) == 1
         and all(slot.dtype == stepped_of(slot, masters).dtype for slot in slots)
         and all(slot.dtype.itemsize <= 4 for slot in slots)  # grad_scale is FP32: too coarse for FP64
-        and not any(slot.sharded for slot in slots)  # it is no DTensor
+        and not any(slot.sharded for slot in slots)  # grad_scale is not a DTensor
     )
 
 
 def overflowed_in_cast(slots: list[Slot], masters: MasterWeights, sums: Sums) -> bool:
-    """Is a finite FP32 gradient infinite as the FP16 one that is stepped? (bf16 has FP32's range.) Waits for the device."""
+    """Has a finite FP32 gradient become infinite in the FP16 that is stepped? (bf16 has FP32's range.) Waits for the device."""
     cast = [slot.holder.grad for slot in slots if slot.param.dtype == torch.float16 and slot.param not in masters.of]
     found = sums.count_nonfinite(grad for grad in cast if grad is not None) if cast else 0
     if sums.owned_apart:

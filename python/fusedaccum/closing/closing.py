@@ -25,10 +25,10 @@ class Closing:
 
     Args:
         gathering: of the windows. masters: what the inner optimizer steps in place of parameters.
-        settings: as the wrapper was asked to work.
+        settings: of the wrapper.
 
     Attributes:
-        last_window: what the last one was.
+        last_window: what is known about the last one.
         updated: did the last ``step()`` or ``flush()`` change the parameters?
         noise: the noise scale, where it was asked for.
     """
@@ -49,10 +49,10 @@ class Closing:
         self._apply(inner, self._unapplied)
 
     def meet_scaler(self, found_inf: Any) -> bool | Tensor:
-        """Brings the window's loss scale up to date; did a scaler find an overflow that no policy has dealt with yet?
+        """Bring the window's loss scale up to date. Returns whether a scaler found an overflow that no policy has dealt with yet.
 
         Args:
-            found_inf: what GradScaler.step() tells of it.
+            found_inf: what GradScaler.step() says about it.
         """
         scale = self._gathering.loss_scale
         window = self._ledger.window if self._ledger.has_window else None
@@ -63,9 +63,9 @@ class Closing:
         if window is None or window.overflowed:
             return False
         if scale.unscaled and self._gathering.put_rejected_away and as_tensor(found_inf) != 0:
-            scale.hidden = True  # unscale_() came before the call, normalize_() say, that has shown the sums again
+            scale.hidden = True  # unscale_() came before the call (normalize_(), say) that put the sums back
         if scale.hidden and scale.live is None:
-            # Where the window ends here, nobody knows what its other micro-batches carry.
+            # If the window ends here, it is unknown what its other micro-batches carry.
             window.overflowed = self._settings.schedule.caller_owned
             return False
         if scale.unscaled:
@@ -74,25 +74,25 @@ class Closing:
         return not self._gathering.has_rejected and as_tensor(found_inf) != 0
 
     def add_no_more(self) -> None:
-        """A scaler has found an overflow inside the window, which is not going to be applied."""
+        """A scaler has found an overflow inside the window, which will not be applied."""
         window = self._ledger.window
         window.overflowed = True
         window.nonfinite = window.nonfinite + (self._settings.nonfinite != "skip_window")
         self._sums.zero_(self._sums.gathered())
 
     def apply_again(self, inner: Optimizer) -> bool:
-        """Apply the window whose inner step has raised. False where there is none, or another has begun since."""
+        """Apply the window whose inner step has raised. Returns False if there is none, or another has begun since."""
         if self._unapplied is None or self._ledger.has_window:
             return False
         self._apply(inner, self._unapplied)
         return True
 
     def forget_unapplied(self) -> None:
-        """The window whose inner step has raised, if any, is not to be applied any more."""
+        """Give up the window whose inner step has raised, if any."""
         self._unapplied = None
 
     def forget_overwritten(self) -> None:
-        """As :meth:`forget_unapplied`, where another window has taken the buffers, whatever becomes of that."""
+        """As :meth:`forget_unapplied`, if another window has taken the buffers, whatever becomes of it."""
         if self._ledger.has_window:
             self._unapplied = None
 

@@ -1,4 +1,4 @@
-"""What a complete window comes to: the gradient that its sums are, and whether that may be applied."""
+"""What a complete window comes to: its gradient, and whether that may be applied."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..window.window import LastWindow, Window
 
 @dataclass
 class Conclusion:
-    """A complete window: its gradient is ``coef * sum / divisor`` in every slot, and ``skip`` forbids to apply it."""
+    """A complete window: its gradient is ``coef * sum / divisor`` in every slot, and ``skip`` forbids applying it."""
 
     window: Window
     slots: list[Slot]
@@ -30,7 +30,7 @@ class Conclusion:
     skip: bool | Tensor
     loss: Tensor | None
     finished: bool = False  # has the gradient been made, so that applying it again only steps?
-    stepped: set[Slot] = field(default_factory=set)  # has the optimizer stepped these already, where it steps in parts?
+    stepped: set[Slot] = field(default_factory=set)  # slots stepped already, if the optimizer steps in parts
     applied: bool | Tensor = False  # has it stepped all, so that applying it again only writes masters back?
 
     def report(self, settings: Settings, applied: bool | Tensor, noise_scale: Tensor | None) -> LastWindow:
@@ -51,9 +51,9 @@ class Conclusion:
 
 
 def conclude(ledger: Ledger, sums: Sums, settings: Settings, overflow: bool | Tensor) -> Conclusion:
-    """What the open window comes to. Waits for the device where weights are tensors there."""
+    """What the open window comes to. Waits for the device if weights are tensors on it."""
     window, slots = ledger.window, sums.gathered()
-    if sums.changed_by_user:  # clipped by hand, say: then its norms are of different things
+    if sums.changed_by_user:  # clipped by hand, say: then the two norms are of different things
         window.small_sq_norm = None
     divisor = 1.0 if window.empty else ledger.divisor(window.weight)
     weightless = not window.empty and float(divisor) == 0
