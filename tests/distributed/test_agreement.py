@@ -247,7 +247,7 @@ def other_values(rank):
     opt = wrapped(model, process_group=dist.group.WORLD)
     before = contents(model, opt)
     model(torch.ones(1, 3)).sum().backward()
-    where = r", on this rank in param_groups\[0\]\['params'\]\[0\] first" if rank else ""
+    where = r", on this rank first in param_groups\[0\]\['params'\]\[0\]" if rank else ""
     with pytest.raises(RuntimeError, match=rf"different values{where}, and .*broadcast"):
         opt.step()
     assert all(torch.equal(a, b) for a, b in zip(before, contents(model, opt)))

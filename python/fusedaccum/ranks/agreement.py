@@ -1,4 +1,4 @@
-"""What the ranks of a process group tell each other of a window at its end."""
+"""What the ranks of a process group tell each other about a window at its end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..window.window import Loss, Window
 
 
 class Numbers(NamedTuple):
-    """What a rank says of its window, or all ranks together: their numbers are added up."""
+    """What a rank reports about its window, or the sum of what all ranks report."""
 
     weight: float
     micro_batches: float
@@ -25,14 +25,14 @@ class Numbers(NamedTuple):
     unit_square: float
     scale: float  # what a GradScaler multiplies losses with now; 0 without one, and on ranks that took no part
     scale_square: float
-    scales: float  # is that known?
-    parts: float  # has the rank gathered, or dropped, anything?
+    scales: float  # is the scale known?
+    parts: float  # has the rank accumulated, or dropped, anything?
     loss: float
     losses: float
     small_sq_norm: float  # of the one micro-batch that was measured by itself
     small_weight: float
     small_square: float
-    small: float  # was one?
+    small: float  # was one measured?
     pools: float  # are there batch statistics?
 
     @classmethod
@@ -65,7 +65,7 @@ class Numbers(NamedTuple):
         return _equal(self.unit, self.unit_square, self.parts)
 
     def of_equal_scales(self) -> bool:
-        """Are those the same that the ranks' scalers stand at now?"""
+        """Do the ranks' scalers have the same scale now?"""
         return _equal(self.scale, self.scale_square, self.scales)
 
     def put_into(self, window: Window, ledger: Ledger) -> None:
@@ -75,26 +75,26 @@ class Numbers(NamedTuple):
             window.unit = self.unit / self.parts if self.unit else None
         window.weight, window.micro_batches, window.dropped = self.weight, int(self.micro_batches), int(self.dropped)
         window.nonfinite, window.overflowed = int(self.nonfinite), bool(self.overflowed)
-        # Of losses that come normalised the mean over the ranks is taken, as of their gradients.
+        # Losses that come normalised are averaged over the ranks, as their gradients are.
         window.loss, window.losses = Loss(self.loss / (ranks if normalised else 1)), int(self.losses)
         window.small_sq_norm = window.small_weight = window.small_square = None
         if self.small == ranks:
             window.small_sq_norm, window.small_weight = self.small_sq_norm, self.small_weight
             window.small_square = self.small_square
-            if ledger.mixes_ranks:  # all have measured the one sum of their micro-batches, or the mean
+            if ledger.mixes_ranks:  # all ranks have measured the same sum, or mean, of their micro-batches
                 window.small_sq_norm *= ranks if normalised else 1 / ranks
                 window.small_square = self.small_weight**2
 
 
 def _equal(total: float, total_of_squares: float, count: float) -> bool:
-    """Are so many numbers, of this sum, all the same? Such, and no others, have this sum of squares, but for the rounding of sums."""
+    """Are ``count`` numbers with this total all the same? Exactly then their squares add up to this, but for the rounding of sums."""
     return math.isclose(total**2, count * total_of_squares, rel_tol=1e-12)
 
 
 def took_part(window: Window) -> bool:
-    """Has this rank gathered, or dropped, anything?
+    """Has this rank accumulated, or dropped, anything?
 
-    What it has dropped is not in the sums, but scaler.unscale_() has met that here, and the sums elsewhere: these are not alike then.
+    What it has dropped is not in the sums, but here scaler.unscale_() has met that, and on other ranks the sums: the ranks then differ.
     """
     return not window.empty or window.dropped > 0
 

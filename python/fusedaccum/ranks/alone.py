@@ -1,4 +1,4 @@
-"""One process that gathers windows by itself: what :class:`fusedaccum.ranks.ranks.Ranks` does with others needs nothing here."""
+"""One process with windows of its own: nothing of what :class:`fusedaccum.ranks.ranks.Ranks` does with others is needed here."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .replicas import Replicas, replicas_of
 
 
 class Alone:
-    """Nobody to agree with, and nobody to wait for.
+    """No other ranks to agree with, and none to wait for.
 
     Attributes:
-        alone: are there no other ranks? (A process group may hold one rank.)
-        size, rank, name: how many ranks there are, which one this is, and that for checkpoints.
+        alone: is there no process group? (One may hold a single rank.)
+        size, rank, name: how many ranks there are, which one this is, and its name in checkpoints.
         replicas, fully_sharded: the DistributedDataParallel and FSDP2 modules.
     """
 
@@ -29,10 +29,10 @@ class Alone:
 
     def __init__(self) -> None:
         self.replicas, self.fully_sharded = Replicas([]), FullySharded([])
-        self.looked = False  # for other ranks, and were there none?
+        self.looked = False  # have other ranks been looked for, and none found?
 
     def take(self, slots: Sequence[Slot]) -> None:
-        """Share these, too. Raises ValueError unless all ranks have the like, and for what ranks share where there were none."""
+        """Share these slots, too. Raises ValueError if ranks differ in them, or if these are the first that several ranks share."""
         replicas = replicas_of([slot.param for slot in slots]) if self.looked else []
         sharded = FullySharded(slots).slots if self.looked else []
         if replicas or sharded:
@@ -40,12 +40,12 @@ class Alone:
             slot = next(slot for slot in slots if slot in sharded or id(slot.param) in held)
             kind = "a DistributedDataParallel" if replicas else "an FSDP2"
             raise ValueError(
-                f"parameter {slot.name} is in {kind} module, and the optimizer was wrapped without any, for windows of this rank "
-                "alone; wrap it with these parameters in it, or pass process_group= then"
+                f"parameter {slot.name} is in {kind} module, but the optimizer was wrapped without any, so its windows are this rank's "
+                "alone; wrap the optimizer when it already has these parameters, or wrap it with process_group="
             )
 
     def owned(self, parameters: Collection[Parameter]) -> list[Parameter]:
-        """Those that this rank steps."""
+        """The parameters that this rank steps."""
         return list(parameters)
 
     def least(self, mine: float) -> float:
@@ -56,7 +56,7 @@ class Alone:
         """A window begins, or is dropped."""
 
     def forget_others(self, state: dict[Tensor, Any]) -> None:
-        """Drop what an optimizer's ``state`` holds of parameters that other ranks step."""
+        """Drop what an optimizer's ``state`` holds for parameters that other ranks step."""
 
     # -- a pass ------------------------------------------------------------------------------------------------
 
@@ -75,14 +75,14 @@ class Alone:
         return False
 
     def pass_ends(self, then: Callable[[], None]) -> None:
-        """The pass is over: ``then`` is called when the sums that go to other ranks have come from all."""
+        """The pass is over: call ``then`` once the sums that go to other ranks have arrived from all of them."""
         then()
 
     def broke_off(self) -> None:
-        """A backward pass of this rank has failed; others may be waiting for segments that did not go."""
+        """A backward pass of this rank has failed; others may be waiting for segments that were not sent."""
 
     def of_all_parts(self, found: int) -> int:
-        """How many elements are not finite in gradients that the ranks hold parts of, and drop together; else what was found here."""
+        """How many elements are not finite on all ranks, if they hold parts of gradients and drop them together; else ``found``."""
         return found
 
     # -- a window's end ----------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ class Alone:
             whether one was found on any rank.
 
         Raises:
-            RuntimeError: the other ranks cannot be reached, or are not alike; FSDP2 holds gradients back.
+            RuntimeError: the other ranks cannot be reached, or differ; FSDP2 holds gradients back.
         """
         return overflow
 
@@ -119,7 +119,7 @@ class Alone:
     # -- checkpoints -------------------------------------------------------------------------------------------
 
     def take_back(self) -> None:
-        """Make the buffers this rank's part of the sums again, as a checkpoint inside a window holds them."""
+        """Make the buffers hold this rank's part of the sums again, as a checkpoint inside a window does."""
 
     @property
     def unseen(self) -> set[Slot]:

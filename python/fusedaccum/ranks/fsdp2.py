@@ -1,6 +1,6 @@
-"""FSDP2 modules whose parameters the wrapper gathers: FSDP2 adds up the ranks' gradients itself.
+"""FSDP2 modules whose gradients the wrapper accumulates: FSDP2 adds up the ranks' gradients itself.
 
-Nothing public tells which ranks these are, what it divides by and what it holds back: all that is read of its records is read here.
+No public API says which ranks these are, what FSDP2 divides by and what it holds back: whatever is read from its records is read here.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class FullySharded:
                 name = next((plain[i] for i in gathered if i in plain), None)
                 if name is not None:
                     raise ValueError(
-                        f"parameter {name} is one that FSDP2 has gathered for a forward, and is going to take away; build the optimizer "
-                        "before the first forward, or after model.reshard()"
+                        f"parameter {name} is one that FSDP2 has gathered for a forward and will free again; build the optimizer before "
+                        "the first forward, or after model.reshard()"
                     )
                 params = [p for p in group.fsdp_params if id(p.sharded_param) in shards]
                 if params:
@@ -66,17 +66,17 @@ class FullySharded:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The ranks that FSDP2 adds gradients up over, the most of them where experts have ranks of their own; None without slots."""
+        """The ranks over which FSDP2 adds up gradients (the largest group, if experts have ranks of their own); None without slots."""
         return _group_of(max(self._meshes, key=lambda mesh: mesh.size())) if self._meshes else None
 
     def check_shared_by(self, group: dist.ProcessGroup, found: bool) -> None:
-        """Raises ValueError for windows that are not shared by the ranks whose gradients are added up.
+        """Raises ValueError unless windows are shared by the ranks whose gradients are added up.
 
         Args:
-            found: was ``group`` found here, and not asked for?
+            found: was ``group`` found here, and not passed by the caller?
         """
         ours = set(dist.get_process_group_ranks(group))
-        seen = {}  # one slot of each pair of meshes: that it is added up over, and that it is a part on
+        seen = {}  # one slot per pair of meshes: its gradient is added up over one, and it is sharded over the other
         for slot, mesh in zip(self.slots, self._meshes, strict=True):
             parts = slot.param.device_mesh  # type: ignore[attr-defined]
             seen[id(mesh), id(parts)] = slot, mesh, parts
@@ -84,52 +84,52 @@ class FullySharded:
             added, held = (set(mesh.mesh.flatten().tolist()) for mesh in meshes)
             if found and not added <= ours:
                 raise ValueError(
-                    f"FSDP2 adds up the gradients of parameter {slot.name} over ranks {sorted(added)}, and windows would be shared by "
+                    f"FSDP2 adds up the gradients of parameter {slot.name} over ranks {sorted(added)}, but windows would be shared by "
                     f"ranks {sorted(ours)}; pass as process_group the group of all ranks that see different micro-batches"
                 )
             if not ours <= held:
                 raise ValueError(
-                    f"parameter {slot.name} is a DTensor of ranks {sorted(held)}, and windows would be shared by ranks {sorted(ours)}: its "
-                    "gradient would not be added up over the others. Shard replicas over a mesh of two dimensions; make experts that are "
-                    "spread over ranks DTensors of these, too, before fully_shard: distribute_tensor(weight, mesh['experts'], [Shard(0)])"
+                    f"parameter {slot.name} is a DTensor of ranks {sorted(held)}, but windows would be shared by ranks {sorted(ours)}: its "
+                    "gradient would not be added up over the others. Shard replicas over a mesh of two dimensions; if experts are spread "
+                    "over ranks, make them DTensors of these before fully_shard: distribute_tensor(weight, mesh['experts'], [Shard(0)])"
                 )
 
     def check_reduced(self, what: str) -> None:
-        """Raises RuntimeError where FSDP2 keeps gradients that it has not added up over the ranks yet."""
+        """Raises RuntimeError if FSDP2 holds gradients that it has not added up over the ranks yet."""
         if self.holds_back:
             raise RuntimeError(
-                f"{what}, and FSDP2 still holds gradients of it that it was told not to reduce; call "
+                f"{what}: FSDP2 still holds gradients that it was told not to reduce; call "
                 "model.set_requires_gradient_sync(True), or set_requires_all_reduce(True), before the last backward (also before one that "
-                "flush() or state_dict() follows)"
+                "is followed by flush() or state_dict())"
             )
 
     def check_droppable(self, slots: Sequence[Slot]) -> None:
-        """Raises RuntimeError where a bad micro-batch would take those with it that FSDP2 holds, and not what else they have brought."""
+        """Raises RuntimeError if a bad micro-batch would drop those that FSDP2 holds with it, but not what else they have brought."""
         if not self.holds_back:
             return
         theirs = set(self.slots)
         beside = [slot for slot in slots if slot.param.requires_grad and slot not in theirs]
         if beside:
             raise RuntimeError(
-                f"FSDP2 holds gradients back, and of the same micro-batches those of parameter {beside[0].name}, which is not FSDP2's, are "
-                "added at once: nonfinite='skip_micro_batch' could then drop only FSDP2's part; reduce every micro-batch "
-                "(model.set_requires_gradient_sync(True), set_requires_all_reduce(True)), shard all parameters, or take 'skip_window'"
+                f"FSDP2 holds gradients back, but those of parameter {beside[0].name}, which is not FSDP2's, are added at once: "
+                "nonfinite='skip_micro_batch' could then drop only FSDP2's part of a micro-batch; reduce every micro-batch "
+                "(model.set_requires_gradient_sync(True), set_requires_all_reduce(True)), shard all parameters, or use 'skip_window'"
             )
 
     @property
     def holds_back(self) -> bool:
-        """Does FSDP2 keep gradients that it has not added up over the ranks yet?"""
+        """Does FSDP2 hold gradients that it has not added up over the ranks yet?"""
         return any(map(_unreduced, self._params)) or any(map(_partly_reduced, self._groups))
 
     def wait(self) -> None:
-        """Until the gradients that it has handed over are there. With ``CPUOffloadPolicy``, PyTorch 2.11 (2.13 not) copies them still."""
+        """Wait for the gradients that FSDP2 has handed over: with ``CPUOffloadPolicy``, PyTorch 2.11 (not 2.13) is still copying them."""
         for param in self._params:
             event = getattr(param, "grad_offload_event", None)
             if event is not None:
                 event.synchronize()
 
     def drop(self) -> None:
-        """Forget gradients that it has not reduced."""
+        """Drop gradients that FSDP2 has not reduced."""
         for param in filter(_unreduced, self._params):
             param.unsharded_accumulated_grad = None
             if getattr(param, "_unsharded_param", None) is not None:
@@ -138,7 +138,7 @@ class FullySharded:
             group._partial_reduce_output = None
 
     def before_backward(self, call: Callable[[], None]) -> None:
-        """Have ``call`` called when a backward through a root begins, as long as its owner lives."""
+        """Call ``call`` whenever a backward through a root begins, as long as its owner lives."""
         method = weakref.WeakMethod(call)
 
         @_outside_graphs
@@ -158,7 +158,7 @@ class FullySharded:
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
-    """Those in what a module returns, also in dataclasses, where FSDP2 looks too and pytrees end."""
+    """The tensors in what a module returns, also in dataclasses: FSDP2 looks into these, and pytrees do not."""
     for x in tree_leaves(output):
         if isinstance(x, Tensor):
             yield x
@@ -173,13 +173,13 @@ def _parameter_groups(module: Any) -> list[Any]:
 
 
 def _unreduced(param: Any) -> bool:
-    """Of FSDP2's record of a parameter: does it hold a gradient of ``set_requires_gradient_sync(False)``?"""
+    """Does FSDP2's record of a parameter hold a gradient that ``set_requires_gradient_sync(False)`` keeps from being reduced?"""
     unsharded = getattr(param, "_unsharded_param", None)
     return param.unsharded_accumulated_grad is not None or (unsharded is not None and unsharded.grad is not None)
 
 
 def _partly_reduced(group: Any) -> bool:
-    """Of its record of those that are sent together: does it hold what ``set_requires_all_reduce(False)`` keeps from the replicas?"""
+    """Does FSDP2's record of parameters that are sent together hold what ``set_requires_all_reduce(False)`` keeps from the replicas?"""
     return getattr(group, "_partial_reduce_output", None) is not None
 
 

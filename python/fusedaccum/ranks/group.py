@@ -19,27 +19,27 @@ from ..buffers.buffers import Slot
 from ..scalars import Scalar
 from ..window.ledger import Ledger
 
-# By the id of the caller's group, which is kept, so that it stays its.
+# By the id of the caller's group, which is kept alive so that no other object gets that id.
 _OWN: dict[int, tuple[dist.ProcessGroup, list[Own]]] = {}
-_STRANDED: list[Group] = []  # whose group nobody may take over
+_STRANDED: list[Group] = []  # kept alive, so that their groups are never reused
 
 
 class RaisedByAllError(RuntimeError):
-    """All ranks raise it, at the same place between their collectives, and so can go on."""
+    """Raised by all ranks at the same place between their collectives, so they can go on."""
 
 
 @dataclass
 class Own:
-    """A group of ours, of the ranks of a caller's one."""
+    """A group that we have made, of the same ranks as a caller's."""
 
     group: dist.ProcessGroup
     user: weakref.ref[Group]
 
 
 def own_group(theirs: dist.ProcessGroup, device: torch.device, user: Group) -> dist.ProcessGroup:
-    """A group of the same ranks for one wrapper alone: collectives of another, or of the caller's, may come in between on some rank.
+    """A group of the same ranks for one wrapper alone: collectives of other wrappers or of the caller may come in between on some rank.
 
-    Taken over from a wrapper that is no more, on all ranks; they agree on which. Raises ValueError where the group cannot reach ``device``.
+    The group of a wrapper that is gone on all ranks is reused; they agree on which. Raises ValueError if it cannot reach ``device``.
     """
     try:
         timeout = theirs._get_backend(device).options._timeout
@@ -64,10 +64,10 @@ def own_group(theirs: dist.ProcessGroup, device: torch.device, user: Group) -> d
 
 
 def new_group(ranks: list[int], timeout: datetime.timedelta, number: int) -> dist.ProcessGroup:
-    """A group of these ranks, which call this together; others need not. ``number``: how many these have made before, at most.
+    """A group of these ranks, which call this together; others need not. ``number``: the most that any of them has made before.
 
-    PyTorch would name it by a count of groups, or by how many this process is in. Such differ between ranks where a rank is in groups that
-    another is not in, and the next group that they make never meets. So it gets a name that the ranks agree on, and the count stays.
+    PyTorch would name it by a count of groups, or by how many this process is in. These differ between ranks if one is in groups that
+    another is not in, and then the ranks of the next group never meet. So it gets a name that the ranks agree on, and the count stays.
     """
     name = "fusedaccum_" + hashlib.sha1(f"{number} {ranks}".encode(), usedforsecurity=False).hexdigest()
     c10d: Any = dist.distributed_c10d
@@ -87,7 +87,7 @@ def new_group(ranks: list[int], timeout: datetime.timedelta, number: int) -> dis
 
 
 class Group:
-    """The ranks that gather windows together.
+    """The ranks that share windows.
 
     Attributes:
         size, rank: how many there are, and which one this is.
@@ -103,7 +103,7 @@ class Group:
         self._out_of_step = False  # has this rank left out collectives that others wait for?
 
     def global_rank(self, rank: int) -> int:
-        """What torch.distributed's source and destination arguments take."""
+        """The rank as torch.distributed's source and destination arguments take it."""
         return dist.get_global_rank(self.process_group, rank)
 
     def total(self, mine: list[float]) -> list[float]:
@@ -111,7 +111,7 @@ class Group:
         return self.sum(torch.tensor(mine, dtype=torch.float64)).tolist()
 
     def weight(self, mine: Scalar, flushes: bool = False) -> float:
-        """The sum over the ranks of a weight, infinite where one of them ``flushes``, and so ends the window; waits for the device."""
+        """The sum over the ranks of a weight, infinite if one of them ``flushes`` and so ends the window; waits for the device."""
         total, flushing = self.total([float(mine), float(flushes)])
         return math.inf if flushing else total
 
@@ -124,7 +124,7 @@ class Group:
         return self._reduced(mine, dist.ReduceOp.SUM)
 
     def gathered(self, mine: Any) -> list[Any]:
-        """What every rank hands in, of plain values; waits for the device."""
+        """Every rank's plain values; waits for the device."""
         theirs: list[Any] = [None] * self.size
         with self.talking():
             dist.all_gather_object(theirs, mine, group=self.process_group)
@@ -138,10 +138,10 @@ class Group:
 
     @contextmanager
     def talking(self) -> Iterator[None]:
-        """Errors of the process group say what they mean here."""
+        """Make errors of the process group say what they mean here."""
         if self._out_of_step:
             raise RuntimeError(
-                "this rank broke off while the window's sums were on their way, and is out of step with the others since; end all "
+                "this rank broke off while the window's sums were on their way, and has been out of step with the others since; end all "
                 "processes and start again from a checkpoint"
             )
         try:
@@ -155,14 +155,14 @@ class Group:
             ) from error
 
     def out_of_step(self) -> None:
-        """This rank leaves out what others may be waiting for."""
+        """This rank leaves out collectives that others may be waiting for."""
         self._out_of_step = True
         _STRANDED.append(self)
 
     # -- are the ranks alike? ----------------------------------------------------------------------------------
 
     def compare_shapes(self, slots: Sequence[Slot]) -> None:
-        """Raises ValueError unless all ranks gather parameters of the same shapes, dtypes and memory formats."""
+        """Raises ValueError unless the parameters have the same shapes, dtypes and memory formats on all ranks."""
         mine = [
             (slot.name, tuple(slot.param.shape), str(slot.param.dtype), slot.param.requires_grad, strides(slot))
             for slot in slots
@@ -188,16 +188,16 @@ class Group:
             dist.broadcast(first, self.global_rank(0), group=self.process_group)
         (differing,) = (mine != first).nonzero(as_tuple=True)
         if self.total([len(differing)])[0]:
-            where = f", on this rank in {slots[int(differing[0])].name} first" if len(differing) else ""
+            where = f", on this rank first in {slots[int(differing[0])].name}" if len(differing) else ""
             raise RaisedByAllError(
-                f"the ranks' parameters hold different values{where}, and the same steps would leave them so; before the first window, "
+                f"the ranks' parameters hold different values{where}, and equal steps would keep them different; before the first window, "
                 "give all ranks the first one's: `for p in model.parameters(): torch.distributed.broadcast(p.data, 0)` "
                 "(DistributedDataParallel does that), or load the same checkpoint"
             )
 
 
 def strides(slot: Slot) -> tuple[int, ...]:
-    """Where the elements lie of a buffer whose memory travels as it is; nothing of a shard, whose does not."""
+    """The strides of a buffer, whose memory travels as it is; nothing for a shard, whose memory does not travel."""
     if slot.sharded:
         return ()
     return tuple(stride for stride, size in zip(slot.strides, slot.param.shape, strict=True) if size != 1)

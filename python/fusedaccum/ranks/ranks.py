@@ -1,7 +1,7 @@
-"""Windows over the ranks of a process group: their sums are added once per window, and they agree on what it holds.
+"""Windows that the ranks of a process group share: their sums are added once per window, and they agree on what it holds.
 
-What a window weighs, and which parameters have a gradient on any rank, is one small all-reduce at its end, after that of the sums. Every
-rank so calls the same collectives in the same order, however many micro-batches it has gathered.
+What a window weighs, and which parameters have a gradient on any rank, takes one small all-reduce at its end, after that of the sums. So
+every rank calls the same collectives in the same order, however many micro-batches it has accumulated.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Ranks(Alone):
 
     Args:
         replicas, fully_sharded: the modules, as :func:`modules_of` finds them.
-        sums, ledger, loss_scale, statistics: of this rank. settings: as the wrapper was asked to work.
-        drop: a method that drops the open window, called when a collective broke off halfway: what is left is no window. Held weakly.
+        sums, ledger, loss_scale, statistics: of this rank. settings: of the wrapper.
+        drop: a method that drops the open window, called when a collective broke off halfway and left it incomplete. Held weakly.
     """
 
     alone = False
@@ -75,7 +75,7 @@ class Ranks(Alone):
         self.forget()
 
     def take(self, slots: Sequence[Slot]) -> None:
-        """Share these, too. Raises ValueError unless all ranks have the like."""
+        """Share these slots, too. Raises ValueError if ranks differ in them."""
         replicas, fully_sharded = modules_of(self._sums.buffers.slots)
         self._average_shards(fully_sharded)
         self._check(self.group.process_group, fully_sharded)
@@ -98,7 +98,7 @@ class Ranks(Alone):
             self.owners.update(owners(slots, self.size))
 
     def _average_shards(self, fully_sharded: FullySharded) -> None:
-        """Of gradients that come normalised the mean over the ranks is taken, and FSDP2's are not added up here."""
+        """Average FSDP2's gradients over the ranks, too, if they come normalised: they are not added up here."""
         if self._settings.reduction == "none":
             for slot in fully_sharded.slots:
                 slot.averaged_by /= self.size
@@ -111,9 +111,9 @@ class Ranks(Alone):
         return self.group.least(mine)
 
     def forget(self) -> None:
-        self._overflow = False  # has a GradScaler found one on any rank?
+        self._overflow = False  # has a GradScaler found an overflow on any rank?
         self._gathered: set[Slot] = set()  # slots that hold a gradient on any rank, once agreed
-        self._shown = False  # have all ranks told each other what they have gradients of, after a backward?
+        self._shown = False  # have all ranks told each other, after a backward, which gradients they have?
         self._going: MicroBatch | None = None  # whose backward has sent sums, for DistributedDataParallel's sake
         self.segments.forget()
 
@@ -125,7 +125,7 @@ class Ranks(Alone):
 
     @contextmanager
     def _or_dropped(self) -> Iterator[None]:
-        """What the ranks have half done is no window any more. A rank that breaks it off by itself (no memory, Ctrl-C) is out of step."""
+        """An exception drops the window, which is only half done then. A rank that breaks off alone (no memory, Ctrl-C) is out of step."""
         try:
             yield
         except BaseException as error:
@@ -148,15 +148,15 @@ class Ranks(Alone):
         if self._ledger.micro.attempt is not None:
             return False
         if self._shows_to_replicas:
-            # Once a micro-batch: how many passes that takes, only this rank knows.
+            # Once per micro-batch: only this rank knows how many passes that takes.
             return self.replicas.synced and self._ledger.micro is not self._going
-        # Of the first micro-batch the norm is taken, of this rank's alone: then its sums go after that.
+        # The norm of the first micro-batch is taken, of this rank's alone: then its sums are sent after that.
         taken_apart = self._settings.noise_scale is not None and self._ledger.window.empty
         return self._ledger.is_last() and self._ledger.micro.adds == 0 and not taken_apart
 
     @property
     def _shows_to_replicas(self) -> bool:
-        """Is somebody, as under DistributedDataParallel, going to look at ``p.grad`` before the window ends?"""
+        """Will other code look at ``p.grad`` before the window ends, as under DistributedDataParallel?"""
         return self._settings.schedule.caller_owned and bool(self.replicas.modules)
 
     def before_add(self, slots: Sequence[Slot]) -> None:
@@ -178,7 +178,7 @@ class Ranks(Alone):
         if torch._C._current_graph_task_id() == -1:
             finish()
         else:
-            # Other wrappers' passes end with the same backward, on some ranks before this one: their sums go before anybody waits.
+            # Other wrappers' passes end with the same backward, on some ranks before this one: their sums are sent before any rank waits.
             torch.autograd.Variable._execution_engine.queue_callback(finish)
 
     @_outside_graphs
@@ -191,12 +191,12 @@ class Ranks(Alone):
         then()
 
     def _show(self) -> None:
-        """Show sums of gradients that any rank has."""
+        """Show the sums of all gradients that any rank has."""
         slots = self._sums.buffers.slots
         totals = self.group.total([*(self.segments.has(slot) for slot in slots), *self.segments.again])
         has, again = totals[: len(slots)], totals[len(slots) :]
         self.segments.send_again(again)
-        # Narrow buffers have not gone yet: what one without a gradient here holds is nobody's.
+        # Narrow buffers have not been sent yet: what one without a gradient here holds is meaningless.
         self.segments.show([slot for slot, n in zip(slots, has, strict=True) if n and not slot.narrow])
         self._shown = True
 
@@ -249,10 +249,10 @@ class Ranks(Alone):
             self._statistics.add_up(self.group)
 
     def _of_one_scale(self, mine: Numbers, numbers: Numbers) -> Numbers:
-        """Scalers have looked at their own rank's gradients, and may have come apart: all go on with the smallest scale.
+        """Each rank's scaler has looked at its own gradients only, so scales may have come to differ: all go on with the smallest one.
 
-        Sums that carry different ones cannot be added up: returns ``numbers`` of a window that is not applied. Raises RaisedByAllError
-        where a scale is not known, and so cannot be changed.
+        Sums that carry different scales cannot be added up: returns ``numbers`` of a window that is not applied. Raises RaisedByAllError
+        if a scale is not known, and so cannot be changed.
         """
         if not numbers.of_equal_scales():
             self._loss_scale.lower(self.group.least(mine.scale or math.inf))
@@ -265,8 +265,8 @@ class Ranks(Alone):
                 "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler(process_group=...). The window is dropped"
             )
         warn(
-            f"{how}, for gradients have overflowed on some ranks only, or scales have grown at different times: the window is not "
-            "applied, and all ranks go on with the smallest scale"
+            f"{how}, because gradients overflowed on some ranks only, or scales grew at different times: the window is not applied, and "
+            "all ranks go on with the smallest scale"
         )
         return numbers._replace(overflowed=1.0)
 
@@ -282,7 +282,7 @@ class Ranks(Alone):
     def take_back(self) -> None:
         if self.agreed:
             raise RuntimeError(
-                "opt.normalize_() has added this window's sums over the ranks, and none of them holds its part any more; call opt.step() "
+                "opt.normalize_() has added up this window's sums over the ranks, so no rank holds its own part any more; call opt.step() "
                 "before state_dict()"
             )
         if self._ledger.has_window:
@@ -303,7 +303,7 @@ def modules_of(slots: Sequence[Slot]) -> tuple[Replicas, FullySharded]:
 
 
 def owners(slots: Sequence[Slot], ranks: int) -> dict[Slot, int]:
-    """Which rank steps which parameter: neighbours together, and each about as many elements."""
+    """Which rank steps which parameter: neighbours together, and about as many elements on each rank."""
     total = sum(slot.param.numel() for slot in slots)
     found, before = {}, 0
     for slot in reversed(slots):

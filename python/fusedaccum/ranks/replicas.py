@@ -1,7 +1,7 @@
-"""DistributedDataParallel modules whose parameters the wrapper gathers: kept quiet, for the ranks' sums are added once per window.
+"""DistributedDataParallel modules whose gradients the wrapper accumulates: DDP reduces nothing, as sums are added once per window here.
 
-DDP takes no part in a backward whose forward ran without synchronisation, so that every forward of such a module runs as under its
-``no_sync()``. What the caller has asked for with that is still theirs, and tells which backward a caller-owned window ends with.
+DDP takes no part in a backward whose forward ran without synchronisation, so every forward of such a module runs as under its
+``no_sync()``. The caller's own use of ``no_sync()`` is noted, and says which backward a caller-owned window ends with.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..modules import modules_alive
 def replicas_of(
     parameters: Collection[Tensor], besides: Collection[DistributedDataParallel] = ()
 ) -> list[DistributedDataParallel]:
-    """The DistributedDataParallel modules that hold some of ``parameters``, in their order (the same on all ranks); without ``besides``."""
+    """The DistributedDataParallel modules that hold some of ``parameters``, in their order (the same on all ranks); except ``besides``."""
     if not (parameters and dist.is_available() and dist.is_initialized()):
         return []
     number = {id(p): i for i, p in enumerate(parameters)}
@@ -36,7 +36,7 @@ def replicas_of(
 
 
 class Silence:
-    """Runs every forward of a module without synchronisation while it lives, and notes what the caller has asked for."""
+    """While it lives, runs every forward of a module without synchronisation, and notes what the caller has asked for."""
 
     def __init__(self, module: DistributedDataParallel):
         self._asked = asked = {"synced": bool(module.require_backward_grad_sync), "now": True}
@@ -45,8 +45,8 @@ class Silence:
         def begin(module: Any, args: Any) -> None:
             if module._join_config.enable:
                 raise RuntimeError(
-                    "DistributedDataParallel.join() answers reductions of ranks that still have data, and DDP makes none here, so that "
-                    "it would wait for ever; leave it out, and let a rank without data call opt.flush()"
+                    "DistributedDataParallel.join() answers reductions of ranks that still have data, but DDP makes none here, so it "
+                    "would wait forever; leave it out, and let a rank without data call opt.flush()"
                 )
             module.require_forward_param_sync = False  # module buffers follow the windows
             asked["now"] = module.require_backward_grad_sync
@@ -69,12 +69,12 @@ class Silence:
         return self._asked["synced"]
 
 
-# One a module, whichever wrappers gather its parameters.
+# One per module, whichever wrappers accumulate its gradients.
 _SILENCES: weakref.WeakValueDictionary[int, Silence] = weakref.WeakValueDictionary()
 
 
 class Replicas:
-    """The modules that hold some of a wrapper's ``parameters``. Raises ValueError for what they have been asked to do, and cannot."""
+    """The modules that hold some of a wrapper's ``parameters``. Raises ValueError for what they were asked to do and cannot do here."""
 
     def __init__(self, parameters: Collection[Tensor]):
         self.modules = modules = replicas_of(parameters)
@@ -83,21 +83,21 @@ class Replicas:
         self.group: dist.ProcessGroup | None = modules[0].process_group if modules else None
         if any(module.process_group is not self.group for module in modules):
             raise ValueError(
-                "the optimizer's parameters are in DistributedDataParallel modules of different process groups; wrap an optimizer for each"
+                "the optimizer's parameters are in DistributedDataParallel modules of different process groups; wrap one optimizer for each"
             )
         self._silences = [_SILENCES.get(id(module)) or Silence(module) for module in modules]
         for module, silence in zip(modules, self._silences, strict=True):
             _SILENCES[id(module)] = silence
 
     def outdated(self, parameters: Collection[Tensor]) -> bool:
-        """Have DistributedDataParallel modules been made of ``parameters`` since?"""
+        """Have DistributedDataParallel modules been made with ``parameters`` since?"""
         return bool(replicas_of(parameters, besides=self.modules))
 
     def check_all_gathered(self, parameters: Collection[Tensor], gathered: Callable[[Tensor], bool]) -> None:
-        """Raises RuntimeError where a module would replace the sums in ``p.grad``, or has trained parameters that nobody gathers.
+        """Raises RuntimeError if a module would replace the sums in ``p.grad``, or has trained parameters that no wrapper accumulates.
 
         Args:
-            parameters: of the wrapper. gathered: does some wrapper gather this one's gradients?
+            parameters: of the wrapper. gathered: does some wrapper accumulate this one's gradients?
         """
         if self.outdated(parameters):
             raise RuntimeError(
@@ -113,12 +113,12 @@ class Replicas:
         if left_out:
             raise RuntimeError(
                 f"parameter {left_out[0]} of the DistributedDataParallel module belongs to no AccumulatingOptimizer ({len(left_out)} such "
-                "in all), and its gradient would differ between ranks, for DDP is kept quiet; wrap its optimizer too, or freeze it"
+                "in all), and DDP reduces nothing here, so its gradient would differ between ranks; wrap its optimizer too, or freeze it"
             )
 
     def silence_pass(self) -> None:
-        """A backward pass begins: the modules add up nothing in it, whatever has told them to (a forward before our hooks were there, or a
-        pipeline's schedule). Raises RuntimeError where a forward has gone past the hooks.
+        """A backward pass begins: keep the modules from reducing anything in it, whatever told them to (a forward before our hooks were
+        there, or a pipeline's schedule). Raises RuntimeError if a forward has bypassed the hooks.
         """
         for module in self.modules:
             reducer, past = getattr(module, "reducer", None), module.require_forward_param_sync
@@ -127,8 +127,8 @@ class Replicas:
             if past:  # such a forward has set it
                 module.require_forward_param_sync = False
                 raise RuntimeError(
-                    "a forward of the DistributedDataParallel module has run without a call of the module (module.forward(x), or "
-                    "torch.distributed._composable.replicate), and DDP would add up the ranks' gradients a second time; make it with "
+                    "a forward of the DistributedDataParallel module ran without a call of the module (module.forward(x), or "
+                    "torch.distributed._composable.replicate), so DDP would add up the ranks' gradients a second time; make it with "
                     "DistributedDataParallel(model), and call module(x)"
                 )
 
@@ -154,18 +154,18 @@ class Replicas:
 
 
 def check(module: DistributedDataParallel, parameters: Collection[Tensor]) -> None:
-    """Raises ValueError for what DDP does in a reduction that does not take place, and for one of ``parameters`` that it leaves alone."""
+    """Raises ValueError for options of DDP's reduction, which does not take place here, and for one of ``parameters`` that it ignores."""
     here = {id(p) for p in parameters}
     for name, p in module.module.named_parameters():
         if name in module.parameters_to_ignore and id(p) in here:
             raise ValueError(
-                f"the DistributedDataParallel module was told to ignore parameter {name}, or to delay its reduction, and here the "
+                f"the DistributedDataParallel module was told to ignore parameter {name}, or to delay its reduction, but here the "
                 "gradients of all the optimizer's parameters are added up over the ranks; leave it out of the optimizer that is wrapped"
             )
     if module.static_graph:
         raise ValueError(
-            "the DistributedDataParallel module has static_graph=True, which needs a reduction in the first backward, and sums are reduced "
-            "once per window here; leave it out"
+            "the DistributedDataParallel module has static_graph=True, which needs a reduction in the first backward, but here sums are "
+            "reduced once per window; leave it out"
         )
     if getattr(module, "_comm_hooks", None):
         raise ValueError(

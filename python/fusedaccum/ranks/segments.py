@@ -1,7 +1,7 @@
-"""A window's sums on their way between ranks: in segments, from the last parameter to the first, as gradients come.
+"""A window's sums on their way between ranks: in segments, from the last parameter to the first, as gradients arrive.
 
-In the window's last backward pass a segment goes as soon as its last gradient is in, while the pass still computes. Segments go in the same
-order on all ranks, whatever order their gradients come in.
+In the window's last backward pass a segment is sent as soon as its last gradient is in, while the pass still computes. Segments are sent
+in the same order on all ranks, whatever order their gradients arrive in.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from ..window.ledger import Ledger
 from .group import Group
 
 SEGMENT_BYTES = 32 << 20  # of buffers that go in one collective
-UNDER_WAY = 2  # collectives through memory of their own, at once
+UNDER_WAY = 2  # at most so many collectives at once through memory of their own
 
 
 class Phase(Enum):
     """What the buffers hold of the open window."""
 
-    APART = auto()  # what this rank has gathered
-    GOING = auto()  # that, and in segments that have gone during the last pass what all ranks have
-    SENT = auto()  # what all ranks have gathered, but for what has come since (Segment.again)
-    AGREED = auto()  # what all ranks have gathered, and that is all: nothing can join it any more
+    APART = auto()  # what this rank has accumulated
+    GOING = auto()  # the same, but in segments sent during the last pass what all ranks have
+    SENT = auto()  # what all ranks have accumulated, except what has come since (Segment.again)
+    AGREED = auto()  # what all ranks have accumulated, and nothing can join it any more
 
 
 @dataclass(eq=False)
 class Segment:
-    """Neighbours in a block, whose sums go together."""
+    """Neighbours in a block, whose sums are sent together."""
 
     block: Block
     owner: int | None  # the rank that steps these parameters; None: all do
     slots: list[Slot] = field(default_factory=list)  # from the last to the first
-    again: bool = False  # has a gradient come after its sums had gone?
+    again: bool = False  # has a gradient come after its sums were sent?
 
     @property
     def memory(self) -> Tensor:
@@ -55,7 +55,7 @@ class Segment:
 
 @dataclass
 class Going:
-    """A segment on its way, in memory of its own where it goes in another dtype."""
+    """A segment on its way, in memory of its own if it travels in another dtype."""
 
     segment: Segment
     sent: Tensor
@@ -74,7 +74,7 @@ class Going:
 
 
 class Segments:
-    """The sums of one rank.
+    """The segments of one rank's sums.
 
     Args:
         comm_dtype: they travel in this dtype; None for the buffers' own.
@@ -104,26 +104,26 @@ class Segments:
         self.forget()
 
     def forget(self) -> None:
-        """Nothing has gone yet of the window that begins."""
+        """A window begins, of which nothing has been sent yet."""
         self.phase = Phase.APART
         self.unseen: set[Slot] = set()
         self._gone: list[Going] = []
         self._missing: dict[Segment, set[Slot]] = {}  # what the segments still wait for in the last pass
-        self._sent: set[Segment] = set()  # have gone in this window, once or more
+        self._sent: set[Segment] = set()  # were sent in this window, once or more
         for segment in self._segments:
             segment.again = False
 
     @property
     def again(self) -> list[bool]:
-        """Of every segment: have gradients come after its sums had gone?"""
+        """For each segment: have gradients come after its sums were sent?"""
         return [segment.again for segment in self._segments]
 
     # -- during backward ---------------------------------------------------------------------------------------
 
     def last_pass_begins(self) -> None:
-        """From here on segments go as soon as all their gradients are in; those that have gone before must go once more."""
+        """From here on segments are sent as soon as all their gradients are in; those sent before must be sent once more."""
         if self._sums.buffers.lent or self._sums.buffers.offloaded:
-            return  # what their layers, or a thread, add to a buffer is not told one by one
+            return  # what their layers, or a thread, add to a buffer is not reported one by one
         self._divide_up()
         self.take_back_all()
         self._gone = []
@@ -137,7 +137,7 @@ class Segments:
         self.phase = Phase.GOING
 
     def before_add(self, slots: Sequence[Slot]) -> None:
-        """Gradients are about to be added to these slots: what has gone of them already has to go once more."""
+        """Gradients are about to be added to these slots: those of their segments that were sent already must be sent once more."""
         if self._gone:
             late = set(slots)
             for going in self._gone:
@@ -158,7 +158,7 @@ class Segments:
     # -- at the end --------------------------------------------------------------------------------------------
 
     def send_rest(self) -> None:
-        """All wide segments are on their way after this."""
+        """Send the wide segments that are not on their way yet."""
         self._sums.gathered()  # takes over what was put into p.grad by hand
         self._divide_up()
         self._missing, self.phase = {}, Phase.SENT
@@ -168,7 +168,7 @@ class Segments:
                 self._send(segment)
 
     def send_again(self, again: Sequence[float]) -> None:
-        """Send what has to go once more on any rank."""
+        """Send what must be sent once more on any rank."""
         gone = {going.segment: going for going in self._gone}
         for segment, ranks in zip(self._segments, again, strict=True):
             if ranks:
@@ -180,7 +180,7 @@ class Segments:
         self.arrive()
 
     def finish(self, gathered: set[Slot], again: Sequence[float]) -> None:
-        """Send what has to go once more on any rank, and what needed the window's weight; show what is ``gathered``."""
+        """Send what must be sent once more on any rank, and what needed the window's weight; show what is ``gathered``."""
         self.send_again(again)
         for segment in self._segments:
             if segment.narrow:
@@ -196,7 +196,7 @@ class Segments:
         self.phase = Phase.AGREED
 
     def take_back_all(self) -> None:
-        """Make the buffers this rank's part of the sums again."""
+        """Make the buffers hold this rank's part of the sums again."""
         self.phase = Phase.APART
         for going in self._gone:
             if not going.segment.again:
@@ -205,7 +205,7 @@ class Segments:
 
     @torch.no_grad()
     def hand_out(self, stepped: set[Slot]) -> None:
-        """Give all ranks the parameters that their owners have stepped, by one broadcast a segment."""
+        """Give all ranks the parameters that their owners have stepped, by one broadcast per segment."""
         for segment in self._segments:
             params = [slot.param.detach() for slot in segment.slots if slot in stepped]
             if segment.owner is None or not params:
@@ -225,7 +225,7 @@ class Segments:
     # -- one segment -------------------------------------------------------------------------------------------
 
     def _divide_up(self) -> None:
-        """Segments of all slots that may hold a gradient on any rank."""
+        """Make segments of all slots that may hold a gradient on any rank."""
         sums = self._sums
         sums.place([slot for slot in sums.buffers.slots if slot.param.requires_grad and not slot.sharded])
         if self._blocks == len(sums.buffers.blocks):
@@ -250,7 +250,7 @@ class Segments:
         if without:
             torch._foreach_zero_(without)
         sent = segment.memory
-        # What goes again holds a sum that was rounded before: with every round, small gradients would be lost in it.
+        # What is sent again holds a sum that was rounded before: rounded once more each time, it would lose small gradients.
         rounded, first = self._comm_dtype not in (None, sent.dtype), segment not in self._sent
         self._sent.add(segment)
         if rounded and first:
@@ -263,7 +263,7 @@ class Segments:
         segment.block.written()
         self._sums.norms.forget(segment.slots)
         for slot in segment.slots:
-            slot.clean = False  # it gets what others have gathered, or anything where another rank does
+            slot.clean = False  # it gets what others have accumulated, or anything if another rank gets the sum
 
     def _reduce(self, sent: Tensor, owner: int | None) -> dist.Work | None:
         group = self._group.process_group
@@ -277,11 +277,11 @@ class Segments:
             going.arrive(self._group, self._backend)
 
     def _divisor(self, segment: Segment) -> Scalar:
-        """What narrow buffers are divided by when they go: the sum of all ranks might overflow where the window's gradient fits."""
+        """What narrow buffers are divided by when sent: the sum of all ranks might overflow where the window's gradient fits."""
         return or_one(self._ledger.divisor(self._ledger.window.weight)) if segment.narrow else 1.0
 
     def _take_back(self, going: Going) -> None:
-        """One rank keeps what all have gathered, the others begin again with zeros: the sum over the ranks stays what it is."""
+        """One rank keeps what all have accumulated, the others start again with zeros: the sum over the ranks stays what it is."""
         going.arrive(self._group, self._backend)
         segment = going.segment
         if self._group.rank != (segment.owner or 0):
@@ -293,11 +293,11 @@ class Segments:
         self.show(segment.slots)
 
     def has(self, slot: Slot) -> bool:
-        """Has this rank a gradient of it?"""
+        """Does this rank have a gradient for it?"""
         return slot.shown is not None and slot not in self.unseen
 
     def show(self, slots: Sequence[Slot]) -> None:
-        """Show sums that hold what other ranks have gathered, or may have."""
+        """Show sums that hold what other ranks have accumulated, or may have."""
         unseen = [slot for slot in slots if slot.shown is None]
         self._sums.written(unseen, 1.0)
         self.unseen.update(unseen)
