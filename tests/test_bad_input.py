@@ -71,7 +71,7 @@ def test_a_gpus_backend_cannot_add_in_cpu_memory(monkeypatch, how):
 @pytest.mark.parametrize("name", ["accum_steps", "max_grad_norm", "nonfinite", "shard"])
 def test_arguments_set_later_are_refused_for_they_would_change_nothing(name):
     opt = fa.AccumulatingOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1), accum_steps=2)
-    with pytest.raises(AttributeError, match=rf"{name} is what the optimizer was wrapped with.*new wrapper"):
+    with pytest.raises(AttributeError, match=rf"{name} was fixed when the optimizer was wrapped.*new wrapper"):
         setattr(opt, name, 4)
     opt.note = 4  # anything else may be kept there
     assert opt.note == 4

@@ -1,4 +1,4 @@
-"""Modules that are alive. Nothing on a parameter tells which hold it, so all of them are looked through."""
+"""Modules that are alive. A parameter does not say which modules hold it, so all of them are searched."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import TypeVar
 
 M = TypeVar("M")
 
-_FROZEN_BEFORE = gc.get_freeze_count()  # some versions of Python do it to some objects of their own
+_FROZEN_BEFORE = gc.get_freeze_count()  # some versions of Python freeze some objects of their own
 
 
 def modules_alive(kind: type[M], wanted: Callable[[M], bool] = lambda module: True) -> list[M]:
-    """Those of this class, or of one that derives from it, that are ``wanted`` and that somebody still holds, in any order.
+    """Modules of this class or a subclass that are ``wanted`` and still referenced, in any order.
 
-    Ranks share windows by what is found, and must find the same. A module that was dropped may be part of a cycle, as FSDP2's are, and
-    stays until the garbage collector comes by, at another time on every rank. So where anything is found, the collector comes by now.
+    Ranks share windows by what is found, and must find the same. A module that was dropped may be part of a reference cycle, as FSDP2's
+    are, and then stays until the garbage collector runs, at a different time on every rank. So if anything is found, it runs now.
     """
     with _thawed():
-        # Objects refer to their classes: to be told which do is several times faster than to look at the class of each there is.
+        # Objects refer to their classes: asking which objects do is several times faster than checking the class of every object.
         found = [weakref.ref(x) for x in gc.get_referrers(*_classes(kind)) if issubclass(type(x), kind) and wanted(x)]
         if found:
             gc.collect()
@@ -33,7 +33,7 @@ def _classes(kind: type) -> set[type]:
 
 @contextmanager
 def _thawed() -> Iterator[None]:
-    """Also with what the caller has put out of the collector's sight, and ours, with ``gc.freeze()``; all is, after this."""
+    """In the block, the collector also sees what the caller has hidden from it with ``gc.freeze()``; afterwards everything is frozen."""
     frozen = gc.get_freeze_count() > _FROZEN_BEFORE
     if frozen:
         gc.unfreeze()

@@ -1,4 +1,4 @@
-"""The native extensions of this installation: what its build left behind, and whether that fits the torch that is here."""
+"""The native extensions of this installation: what its build left behind, and whether that fits the installed torch."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def build() -> Build:
 def why_missing(extension: str) -> str | None:
     """None if ``fusedaccum.<extension>`` can be imported, else the reason and the remedy.
 
-    PyTorch keeps its C++ interface stable within a minor version only. An extension of another one may load and then crash, so it is
-    not even tried.
+    PyTorch keeps its C++ interface stable within a minor version only. An extension built for another one may load and then crash, so
+    it is not even tried.
     """
     record = build()
     if extension in record.missing:
@@ -87,9 +87,9 @@ def why_not_on(capabilities: Iterable[tuple[int, int]]) -> str | None:
 
 
 def why_no_hooks() -> str | None:
-    """None if hooks and queue of gradients run in C++, else why not. The environment's FUSEDACCUM_INTAKE overrules what is there.
+    """None if the hooks and the queue of gradients run in C++, else why not. The environment variable FUSEDACCUM_INTAKE may ask for either.
 
-    Raises ValueError for what that cannot be, RuntimeError where it is "native" and that is missing.
+    Raises ValueError for any other value of it, RuntimeError if it is "native" and the extension is missing.
     """
     asked = os.environ.get("FUSEDACCUM_INTAKE") or "auto"
     if asked not in ("auto", "native", "python"):

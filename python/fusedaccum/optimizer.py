@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# The wrapper counts and decides in Python, step by step: within torch.compile its calls are graph breaks, as those of torch.optim are
+# The wrapper counts and decides in Python, step by step: within torch.compile its calls are graph breaks, as are those of torch.optim
 # that carry this decorator. (torch.compiler.disable is the same, but loads the compiler when this module is imported.)
 from torch._compile import _disable_dynamo as _outside_graphs
 from torch.nn import Parameter
@@ -34,8 +34,8 @@ from .window.window import LastWindow, Schedule
 
 
 def _of_inner(name: str) -> Any:
-    """An attribute that is the inner optimizer's, looked up anew. It stands on the class, where Python looks from 3.12 on when an
-    ``isinstance`` asks whether there is one (Lightning's does).
+    """An attribute of the inner optimizer, looked up on each access. It is on the class, where Python 3.12 and later look when
+    ``isinstance`` asks whether there is one (as in Lightning).
     """
     return property(
         lambda self: getattr(self.optimizer, name), lambda self, value: setattr(self.optimizer, name, value)
@@ -147,7 +147,7 @@ class AccumulatingOptimizer(Optimizer):
             self._masters.watch(optimizer)
 
     def _take(self, groups: Sequence[int]) -> None:
-        """Gather the gradients of these groups; all their parameters are checked before the first is touched."""
+        """Accumulate the gradients of these groups; all their parameters are checked before the first is touched."""
         named: dict[Parameter, str] = {}  # a tied one may be in its group twice
         for g in groups:
             group = self.param_groups[g]
@@ -169,7 +169,7 @@ class AccumulatingOptimizer(Optimizer):
 
     def _taken_by_another(self, p: Parameter) -> bool:
         if Gathering.of(p) not in (None, self._gathering):
-            gc.collect()  # it may have been dropped, in a cycle, and then is here or not as the garbage collector pleases
+            gc.collect()  # it may have been dropped in a reference cycle, and then lives until the garbage collector runs
         return Gathering.of(p) not in (None, self._gathering)
 
     def _make_masters(self, groups: Sequence[int]) -> None:
@@ -178,7 +178,7 @@ class AccumulatingOptimizer(Optimizer):
             self._masters.take_state(self.optimizer)
 
     def __getattr__(self, name: str) -> Any:
-        """Whatever is not ours is the inner optimizer's, looked up anew."""
+        """Any attribute that is not ours is the inner optimizer's, looked up on each access."""
         if name == "optimizer":  # not built yet
             raise AttributeError(name)
         if name in ARGUMENTS:
@@ -192,8 +192,8 @@ class AccumulatingOptimizer(Optimizer):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ARGUMENTS:
             raise AttributeError(
-                f"{name} is what the optimizer was wrapped with, and setting it would change nothing; build a new wrapper, and carry over "
-                "with load_state_dict(state_dict()). Windows that change their length take a callable accum_steps"
+                f"{name} was fixed when the optimizer was wrapped, and setting it would change nothing; build a new wrapper and carry the "
+                "state over with load_state_dict(state_dict()). For windows of changing length, pass a callable accum_steps"
             )
         ours = name in OURS or name.startswith("_") or hasattr(type(self), name)
         if not ours and hasattr(self.optimizer, name):
@@ -229,7 +229,7 @@ class AccumulatingOptimizer(Optimizer):
         with self._grouped(weight, last, in_loss):
             weighed = loss * self._ledger.micro.value() if self._ledger.micro.in_loss else loss
             weighed.backward(**kwargs)
-            if loss.numel() == 1 and kwargs.get("gradient") is None:  # others are not what their gradients are of
+            if loss.numel() == 1 and kwargs.get("gradient") is None:  # else the gradients are not of the loss itself
                 self._gathering.record_loss(loss, scaled=True)
                 self._gathering.losses.told_a_pass()
 
@@ -322,7 +322,7 @@ class AccumulatingOptimizer(Optimizer):
 
         Does nothing if nothing was accumulated (on any rank). Raises as :meth:`step` does.
         """
-        if "settings" not in self.__dict__:  # of another class, made by Lightning, that stands before the wrapper
+        if "settings" not in self.__dict__:  # an object of another class, made by Lightning, in front of the wrapper
             assert isinstance(self.optimizer, AccumulatingOptimizer)
             return self.optimizer.flush()
         self._closing.updated = False
@@ -384,7 +384,7 @@ class AccumulatingOptimizer(Optimizer):
         self._gathering.settle()
         self._sums.check_shown("normalize_() makes p.grad the window's gradient", "clip with max_grad_norm=")
         ranks = self._gathering.ranks
-        # Nothing gathered, or all of it dropped: other ranks, which close such a window too, may have gradients.
+        # Nothing accumulated, or all of it dropped: other ranks, which close such a window too, may have gradients.
         if ranks.alone or self._ledger.is_open or not self.settings.schedule.caller_owned:
             divisor = self._ledger.divisor_at_end()
         if not ranks.alone:
@@ -472,15 +472,15 @@ class AccumulatingOptimizer(Optimizer):
 
     def __copy__(self) -> AccumulatingOptimizer:
         raise TypeError(
-            "copy.copy() of an AccumulatingOptimizer would be a second one of the same parameters; use copy.deepcopy((model, opt))"
+            "copy.copy() of an AccumulatingOptimizer would be a second wrapper of the same parameters; use copy.deepcopy((model, opt))"
         )
 
     def __getstate__(self) -> dict[str, Any]:
         self._not_inside("a copy")
         if not self._gathering.ranks.alone:
             raise RuntimeError(
-                "a wrapper with a process group cannot be copied or pickled, for the group belongs to this process; build one in each "
-                "process, and carry over with load_state_dict(state_dict())"
+                "a wrapper with a process group cannot be copied or pickled, because the group belongs to this process; build one in each "
+                "process, and carry the state over with load_state_dict(state_dict())"
             )
         self._gathering.settle()
         return {"optimizer": self.optimizer, "settings": self.settings, "own": checkpoint.save(self)}
@@ -491,7 +491,7 @@ class AccumulatingOptimizer(Optimizer):
         checkpoint.load(self, state["own"])
 
     def _build_anew(self) -> None:
-        """For parameters that are not those, or not what they were, when the optimizer was wrapped."""
+        """Build the wrapper again, for parameters that were replaced, or have changed, since the optimizer was wrapped."""
         for group in self.param_groups:
             for p in group["params"]:
                 p.grad = None  # a plain tensor's copy has a copy of the gradient; ours is in the window
@@ -511,7 +511,7 @@ class AccumulatingOptimizer(Optimizer):
         self._sums.buffers.check_gathers(self.param_groups)
 
     def _record_result(self, result: Any) -> None:
-        """What a closure has returned is its micro-batch's loss, if it is one and nobody has told that."""
+        """Record what a closure has returned as its micro-batch's loss, if it is a single number and no loss was recorded."""
         one = isinstance(result, (float, Tensor)) and as_tensor(result).numel() == 1
         if one and self._gathering.losses.lacking:
             self._gathering.record_loss(result)
@@ -531,7 +531,7 @@ class AccumulatingOptimizer(Optimizer):
         pass
 
 
-# What the wrapper keeps itself, beside names that begin with an underscore; GradScaler.step() sets the last.
+# The wrapper's own attributes, beside those whose names begin with an underscore; GradScaler.step() sets the last.
 OURS = {"optimizer", "settings", "found_inf"}
-# What an optimizer is wrapped with, and stays so.
+# The arguments of the wrapper, fixed once it is made.
 ARGUMENTS = set(inspect.signature(AccumulatingOptimizer).parameters) - {"optimizer"}

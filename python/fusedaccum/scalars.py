@@ -1,4 +1,4 @@
-"""Weights, losses, scales and counts: a number or a 0-d tensor each, which stays on its device so that nobody waits for it."""
+"""Weights, losses, scales and counts: each a number or a 0-d tensor, which stays on its device so that nothing waits for it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ Scalar = float | Tensor
 
 
 def is_number(value: Any) -> bool:
-    """Is it a real number of Python's or NumPy's, and no bool?"""
+    """Is it a real number, of Python's or NumPy's, and not a bool?"""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def identity(scalar: Scalar) -> float | int:
-    """A key under which equal numbers, and one and the same tensor, meet (a tensor's value stays unread)."""
+    """A key that is the same for equal numbers, and for one and the same tensor (whose value is not read)."""
     return id(scalar) if isinstance(scalar, Tensor) else scalar
 
 
 def as_tensor(value: Scalar) -> Tensor:
-    """A number as a CPU tensor, and a tensor as it is, whatever the user's default device and dtype are (torch.as_tensor moves there, and
-    waits; FP32 would count tokens up to 2**24, bf16 up to 256).
+    """A number as a CPU tensor, a tensor as it is, whatever the user's default device and dtype are (torch.as_tensor moves to that device,
+    and waits; FP32 counts tokens up to 2**24, bf16 up to 256).
     """
     if isinstance(value, Tensor):
         return value
@@ -33,14 +33,14 @@ def as_tensor(value: Scalar) -> Tensor:
 
 
 def on(scalar: Scalar, device: torch.device) -> Scalar:
-    """The same number where the tensors of ``device`` can meet it. Waits only on the way to the CPU."""
+    """The same number where tensors on ``device`` can be combined with it. Waits only on the way to the CPU."""
     if not isinstance(scalar, Tensor) or scalar.device == device:
         return scalar
     return scalar.to(device, non_blocking=device.type != "cpu")
 
 
 def beside(scalar: Scalar, other: Scalar) -> Scalar:
-    """The same number where it can meet ``other``: the CPU's meet those of any device, and two devices' do not meet."""
+    """The same number where it can be combined with ``other``: the CPU's can with those of any device, two other devices' cannot."""
     if (
         isinstance(scalar, Tensor)
         and isinstance(other, Tensor)
@@ -51,12 +51,12 @@ def beside(scalar: Scalar, other: Scalar) -> Scalar:
 
 
 def or_one(divisor: Scalar) -> Scalar:
-    """``divisor``, and 1 where it is 0: nothing is there to be divided. Does not wait."""
+    """``divisor``, or 1 if it is 0: then there is nothing to divide. Does not wait."""
     return torch.where(divisor == 0, 1.0, divisor) if isinstance(divisor, Tensor) else divisor or 1.0
 
 
 def times(factor: Scalar, value: Scalar) -> Scalar:
-    """Their product in float64, and 0 where ``factor`` is, also of what is not finite."""
+    """The product in float64; 0 if ``factor`` is 0, even if ``value`` is not finite."""
     if isinstance(value, Tensor):
         wide = torch.float32 if value.device.type == "mps" else torch.float64  # which has none
         value = value.detach().to(wide).reshape(())
@@ -92,7 +92,7 @@ def checked_weight(weight: Any, name: str = "weight") -> Scalar:
 
 
 def checked_loss(loss: Any) -> Scalar:
-    """Raises TypeError for what is no number or tensor, ValueError for several elements."""
+    """``loss`` as a float, or the tensor as it is. Raises TypeError unless it is one of these, ValueError for several elements."""
     if isinstance(loss, Tensor):
         if loss.numel() != 1:
             raise ValueError(

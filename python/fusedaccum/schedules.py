@@ -21,13 +21,13 @@ def piecewise(steps: Mapping[int, int]) -> Steps:
     """
     if not isinstance(steps, Mapping):
         raise TypeError(
-            f"steps must be a dict of windows and micro-batches, got a {type(steps).__name__}; {{0: 4, 1000: 8}}"
+            f"steps must be a dict of windows and micro-batches, such as {{0: 4, 1000: 8}}, got a {type(steps).__name__}"
         )
     if 0 not in steps:
         raise ValueError(f"steps must say what window 0 holds, got {dict(steps)!r}; begin with {{0: 1, ...}}")
     for window, count in steps.items():
         if isinstance(window, bool) or not isinstance(window, int) or window < 0:
-            raise ValueError(f"steps maps windows, counted from 0, to micro-batches, got the window {window!r}")
+            raise ValueError(f"steps must map windows, counted from 0, to micro-batches, got the window {window!r}")
         checked_steps(count, f"steps[{window}]")
     return functools.partial(_piecewise, dict(sorted(steps.items())))
 
@@ -136,11 +136,11 @@ class noise_scale:  # named as the functions beside it
             self.steps = round(min(max(wanted, least), most))
 
     def state_dict(self) -> dict[str, Any]:
-        """What ``opt.state_dict()`` keeps of it."""
+        """What ``opt.state_dict()`` keeps of this schedule."""
         return {"steps": self.steps, "seen": self._seen}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What :meth:`state_dict` returned."""
+        """Load what :meth:`state_dict` returned."""
         self.steps, self._seen = state["steps"], state["seen"]
 
 

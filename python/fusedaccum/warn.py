@@ -9,7 +9,7 @@ BETWEEN = {"fusedaccum", "torch", "contextlib"}
 
 
 def warn(message: str, category: type[Warning] = RuntimeWarning) -> None:
-    """Warn at the line from which the caller came to us, maybe by way of PyTorch. (In a thread of autograd's own there is none.)"""
+    """Warn at the line of the caller's code that called us, perhaps through PyTorch. (In a thread of autograd's own there is none.)"""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in BETWEEN:
         frame, level = frame.f_back, level + 1
