@@ -33,7 +33,7 @@ def _classes(kind: type) -> set[type]:
 
 @contextmanager
 def _thawed() -> Iterator[None]:
-    """In the block, the collector also sees what the caller has hidden from it with ``gc.freeze()``; afterwards everything is frozen."""
+    """In the block, the collector also sees what the caller has hidden from it with ``gc.freeze()``; everything is frozen after that."""
     frozen = gc.get_freeze_count() > _FROZEN_BEFORE
     if frozen:
         gc.unfreeze()

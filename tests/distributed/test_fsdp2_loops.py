@@ -259,7 +259,7 @@ def normalised_beside(rank):
     first, second = two_sgds(model, False)
     opts = [fa.AccumulatingOptimizer(first, 1), fa.AccumulatingOptimizer(second, 1, reduction="none")]
     x, y, _, _ = share(0, 1, 0, 1)[0]
-    with pytest.raises(RuntimeError, match=r"multiplied by weight=2, for another.*give both the same reduction"):
+    with pytest.raises(RuntimeError, match=r"multiplied by weight=2 for another wrapper.*give both the same reduction"):
         opts[0].backward(mean_loss(model, x, y, False), weight=2)
 
 

@@ -30,7 +30,7 @@ class Closing:
     Attributes:
         last_window: what is known about the last one.
         updated: did the last ``step()`` or ``flush()`` change the parameters?
-        noise: the noise scale, where it was asked for.
+        noise: the noise scale, if it was asked for.
     """
 
     def __init__(self, gathering: Gathering, masters: MasterWeights, settings: Settings):

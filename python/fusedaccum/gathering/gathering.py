@@ -252,7 +252,7 @@ class Gathering(Windows):
 
     @staticmethod
     def of(parameter: Tensor) -> Gathering | None:
-        """What accumulates this parameter's gradients, if anything does."""
+        """The one that accumulates this parameter's gradients, if any."""
         gathering = _GATHERING_OF.get(parameter)
         return None if gathering is None else gathering()
 

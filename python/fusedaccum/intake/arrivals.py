@@ -141,7 +141,7 @@ def _arrived(
 
 
 def exclusive(grads: tuple[Tensor | None, ...]) -> bool:
-    """Is a hook's fresh gradient held by autograd alone, so that nobody can write to it while it is queued?"""
+    """Is a hook's fresh gradient held by autograd alone, so that nothing else can write to it while it is queued?"""
     counts, fresh = _holders(grads), _fresh_holders()[_is_view(grads)]
     return counts == fresh or all(count <= most for count, most in zip(counts, fresh, strict=True))
 

@@ -238,7 +238,7 @@ class Intake:
             raise
 
     def settle(self) -> None:
-        """End the pass that is still open, if any: no backward is running now.
+        """End the pass that is still open, if any: its backward should be over.
 
         One is left open when every parameter is in a re-entrant checkpoint (the outermost pass then brings no gradient of its
         own and nothing signals its end), and when an exception broke it off.

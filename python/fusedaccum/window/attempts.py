@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class Attempt:
     """One attempt. Gradients are added bucket by bucket while backward runs, and a floating-point addition cannot be undone; but a pass
     brings each parameter its whole gradient at once. So a pass that breaks off leaves some parameters that have taken all its samples and
-    others that have taken none: when the samples come again, the former are left out.
+    others that have taken none: when the samples come again, the first are left out.
     """
 
     done: frozenset[Slot]  # slots that took these samples in earlier attempts
