@@ -17,7 +17,7 @@ def piecewise(steps: Mapping[int, int]) -> Steps:
     """``piecewise({0: 4, 1000: 8})``: 4 micro-batches per window, and 8 from window 1000 on.
 
     Raises:
-        ValueError: no entry for window 0, or an entry that is not a window and a count of micro-batches.
+        TypeError, ValueError: not a dict, no entry for window 0, or an entry that is not a window and a count of micro-batches.
     """
     if not isinstance(steps, Mapping):
         raise TypeError(

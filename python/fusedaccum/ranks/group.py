@@ -162,7 +162,7 @@ class Group:
     # -- are the ranks alike? ----------------------------------------------------------------------------------
 
     def compare_shapes(self, slots: Sequence[Slot]) -> None:
-        """Raises ValueError unless the parameters have the same shapes, dtypes and memory formats on all ranks."""
+        """Raises ValueError unless the parameters have the same shapes, dtypes, ``requires_grad`` and memory formats on all ranks."""
         mine = [
             (slot.name, tuple(slot.param.shape), str(slot.param.dtype), slot.param.requires_grad, strides(slot))
             for slot in slots
