@@ -82,9 +82,9 @@ class AccumulatingOptimizer(Optimizer):
         TypeError, ValueError: an invalid argument, optimizer or parameter; the message names it and the fix.
         RuntimeError: a backend that is not available.
 
-    Waits for the device only where a decision needs it: ``nonfinite`` (once per window for ``"skip_window"``, once per micro-batch for
-    the two that drop one), weights that are device tensors (once per window; with ``window_weight``, once per micro-batch), a GradScaler
-    (once per micro-batch), other ranks (at each window's end).
+    Waits for the device only where a decision needs it: ``nonfinite`` (once per window for ``"skip_window"``, unless a fused optimizer
+    skips on the device; once per micro-batch for the two that drop one), weights that are device tensors (once per window; with
+    ``window_weight``, once per micro-batch), a GradScaler (once per micro-batch), other ranks (at each window's end).
     """
 
     # GradScaler.step() then calls our step() after an overflow too, so that the window keeps its boundary.

@@ -219,7 +219,7 @@ class LastWindow:
             (``sum(w_i * loss_i) / sum(w_i)`` for ``reduction="mean"``), without a loss scale. None unless every micro-batch's loss is
             known: from ``opt.backward(loss)``, a closure, or ``opt.record_loss(loss)``.
         noise_scale: 0-d float64 tensor, the simple gradient noise scale in units of the weights, averaged over windows; None unless
-            ``noise_scale=`` asked for it and a window has been long enough to measure it.
+            ``noise_scale=`` asked for it and a window has been long enough to measure it. Infinite while the gradient is hidden in the noise.
     """
 
     micro_batches: int
