@@ -293,7 +293,7 @@ def test_seconds_are_bytes_over_bandwidth():
         ({"micro_batch": 64}, ValueError, "micro_batch is 64, more than desired_batch .*use micro_batch=32"),
         ({"desired_batch": "32"}, TypeError, "desired_batch must be an int"),
         ({"desired_batch": True}, TypeError, "desired_batch must be an int"),
-        ({"model": nn.ReLU()}, ValueError, "nothing to accumulate; thaw"),
+        ({"model": nn.ReLU()}, ValueError, "nothing to accumulate; unfreeze"),
         ({"model": torch.zeros(3)}, TypeError, "model must be a torch.nn.Module .*pass model.parameters"),
         ({"model": nn.Linear(2, 2).named_parameters()}, TypeError, "model holds a tuple.*pass model.parameters"),
         ({"model": "gpt2"}, TypeError, "model holds a str"),

@@ -29,7 +29,7 @@ def test_one_sample_that_does_not_fit():
 def test_a_number_of_samples_that_does_not_fit():
     memory = Memory(7)
     with pytest.raises(
-        torch.OutOfMemoryError, match=r"micro_batch_size=8 does not fit; give less, or 'auto'.*injected"
+        torch.OutOfMemoryError, match=r"micro_batch_size=8 does not fit; give a smaller one, or 'auto'.*injected"
     ):
         fa.MicroBatcher(memory, memory.opt, 8).step(torch.randn(16, 1))
 
@@ -200,6 +200,6 @@ def test_a_function_that_drops_the_window_is_found_out(call):
         return net(part).mean()
 
     before = net.weight.clone()
-    with pytest.raises(RuntimeError, match=r"leaves opt\.step"):
+    with pytest.raises(RuntimeError, match=r"leave opt\.step"):
         fa.MicroBatcher(whole_script, opt, 4).step(x)
     assert torch.equal(net.weight, before)

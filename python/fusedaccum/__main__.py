@@ -15,7 +15,7 @@ from .ops import backends
 
 
 def report() -> str:
-    """The report, one fact a line."""
+    """The report, one fact per line."""
     record = native.build()
     lines = [
         f"fusedaccum {__version__} in {Path(__file__).parent}",
@@ -25,7 +25,7 @@ def report() -> str:
         *(f"  {name:<10} {how}" for name, how in record.built.items()),
         *(f"  {name:<10} not built: {why}" for name, why in record.missing.items()),
         "",
-        'Backends, in the order in which "auto" looks at them:',
+        'Backends, in the order in which "auto" tries them:',
         *(
             f"  {row.name:<10} {'missing: ' + why if (why := backends.why_missing(row.name)) else 'ready'}"
             for row in backends.TABLE
@@ -46,7 +46,7 @@ def report() -> str:
 def _hooks() -> str:
     try:
         why = native.why_no_hooks()
-    except (ValueError, RuntimeError) as error:  # FUSEDACCUM_INTAKE names none, or one that is missing
+    except (ValueError, RuntimeError) as error:  # FUSEDACCUM_INTAKE names an unknown implementation, or a missing one
         return str(error)
     return f"in Python: {why}" if why else "in C++"
 

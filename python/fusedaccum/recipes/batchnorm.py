@@ -1,4 +1,4 @@
-"""BatchNorm layers whose running statistics are those of the window: pooled over its micro-batches, and moved once."""
+"""BatchNorm layers whose running statistics are the window's: pooled over its micro-batches, and updated once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..gathering.batch_statistics import LAYERS, Key, Statistics
 from ..gathering.gathering import Gathering
 
 Model = TypeVar("Model", bound=nn.Module)
-Place = tuple[int, tuple[Parameter, ...]]  # number among the model's modules; the parameters around, nearest first
+Place = tuple[int, tuple[Parameter, ...]]  # number among the model's modules; the parameters around it, nearest first
 
 
 def accumulate_batchnorm(model: Model) -> Model:
@@ -83,7 +83,9 @@ def accumulate_batchnorm(model: Model) -> Model:
 
 
 def _first_free(places: Collection[Place], step: int) -> int:
-    """From where to number these, so that no layer of another model that follows the same parameter (a shared trunk's) has the same key."""
+    """The first number to give these layers, so that no layer of another model that follows the same parameter (as in a shared trunk)
+    has the same key.
+    """
 
     def taken() -> set[tuple[int, int]]:
         return {
@@ -95,7 +97,7 @@ def _first_free(places: Collection[Place], step: int) -> int:
 
     if free(0, taken()):
         return 0
-    gc.collect()  # what was dropped in a cycle is here or not as the garbage collector pleases, on each rank
+    gc.collect()  # layers dropped in a reference cycle may still be alive on one rank and gone on another
     others = taken()
     return next(first for first in itertools.count(0, step) if free(first, others))
 
@@ -117,7 +119,7 @@ def _check(model: Any) -> None:
 
 
 class Pooled(_BatchNorm):
-    """What a pooled layer does otherwise than the class that it was of, which comes next in its method resolution order."""
+    """What a pooled layer does differently from its original class, which comes next in its method resolution order."""
 
     _plain: type[_BatchNorm]
     _place: Place
@@ -129,19 +131,19 @@ class Pooled(_BatchNorm):
 
     @_outside_graphs
     def _observed(self, input: Tensor) -> Tensor:
-        """The forward, with buffers in place of the layer's own in which it leaves the micro-batch's statistics."""
+        """The forward, with temporary buffers in place of the layer's own, into which it writes the micro-batch's statistics."""
         run = _run()
         if run is _Run.PLAIN:
             return super().forward(input)
         follows = self.follows()
         if follows is None:
             raise RuntimeError(
-                f"accumulate_batchnorm: no AccumulatingOptimizer gathers a parameter of this {type(self).__name__} or of the modules "
-                "round it, so nobody says when its window ends; wrap the model's optimizer, or call fa.restore_batchnorm(model)"
+                f"accumulate_batchnorm: no AccumulatingOptimizer accumulates a parameter of this {type(self).__name__} or of the modules "
+                "around it, so nothing tells when its window ends; wrap the model's optimizer, or call fa.restore_batchnorm(model)"
             )
         kept, momentum = self._buffers.copy(), self.momentum
         assert self.running_mean is not None
-        # What the forward writes is (1 - 1) * 0 + 1 * statistic.
+        # With these zeros and a momentum of 1, the forward writes (1 - 1) * 0 + 1 * statistic.
         moments = self.running_mean.new_zeros(2, len(self.running_mean))
         tracked = torch.zeros((), dtype=torch.long, device="cpu")
         self._buffers.update(running_mean=moments[0], running_var=moments[1], num_batches_tracked=tracked)
@@ -167,7 +169,7 @@ class Pooled(_BatchNorm):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        LAYERS.add(self)  # a copy
+        LAYERS.add(self)  # self is a copy
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _new, (self._plain,), self.__dict__
@@ -175,7 +177,7 @@ class Pooled(_BatchNorm):
 
 @functools.cache
 def _pooled(plain: type[_BatchNorm]) -> type[Pooled]:
-    """A class of the same name, since what prints or looks for a layer's name need not change."""
+    """A class of the same name, so that code which prints or looks for a layer's class name need not change."""
     return type(plain.__name__, (Pooled, plain), {"_plain": plain, "__module__": plain.__module__})
 
 
@@ -185,22 +187,26 @@ def _new(plain: type[_BatchNorm]) -> Pooled:
 
 
 def _ranks_of(layer: nn.Module) -> int:
-    """How many ranks the statistics of a forward are of."""
+    """How many ranks a forward's statistics cover."""
     if isinstance(layer, nn.SyncBatchNorm) and dist.is_available() and dist.is_initialized():
         return dist.get_world_size(layer.process_group)
     return 1
 
 
 class _Run(Enum):
-    """What a forward in training is."""
+    """The role of a forward in training mode."""
 
-    COUNTED = auto()  # the one of its samples that counts
-    AGAIN = auto()  # of samples that have counted, or will: activation checkpointing runs a forward twice
-    PLAIN = auto()  # without gradients: somebody else's business
+    COUNTED = auto()  # the forward of its samples that counts
+    AGAIN = auto()  # its samples count in another forward: activation checkpointing runs a forward twice
+    PLAIN = auto()  # without gradients: runs as in an unpooled layer
 
 
 def _run() -> _Run:
-    """A re-entrant checkpoint runs without gradients and then again, with them, within backward; any other one with them both times."""
+    """The role of the current forward.
+
+    A re-entrant checkpoint runs it without gradients and then again, with them, within backward; any other checkpoint runs it with
+    gradients both times.
+    """
     within_backward = torch._C._current_graph_task_id() != -1
     if torch.is_grad_enabled() and not within_backward:
         return _Run.COUNTED

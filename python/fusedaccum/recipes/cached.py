@@ -1,4 +1,4 @@
-"""Losses that are no sum over samples, of a batch whose graph does not fit: ``cached_backward(loss_fn, encoders, inputs, ...)``.
+"""Losses that are not a sum over samples, of a batch whose graph does not fit: ``cached_backward(loss_fn, encoders, inputs, ...)``.
 
 Two passes over the encoders, micro-batch by micro-batch, and the loss of the whole batch between them: Gao et al., "Scaling Deep
 Contrastive Learning Batch Size under Memory Limited Setup" (2021), https://arxiv.org/abs/2101.06983; its implementation is GradCache.
@@ -72,7 +72,7 @@ def cached_backward(
         frozen = [module for encoding in encodings if encoding.frozen for module in encoding.modules]
         with unmoved([encoding.encoder for encoding in encodings if not encoding.frozen], but=frozen) as modules:
             embeddings = [encoding.embed() for encoding in encodings]
-        # What autocast has kept of weights cast without a graph must not serve where there is one: PyTorch's issue 112583.
+        # Autocast has cached weights cast without a graph, which must not be reused where there is one: PyTorch issue 112583.
         torch.clear_autocast_cache()
         loss = loss_fn(*embeddings)
         _check_loss(loss)
@@ -97,7 +97,7 @@ class _Encoding:
     """One encoder and its batch, in two passes.
 
     Attributes:
-        modules: that are known to be in it.
+        modules: those known to be in the encoder.
         frozen: does it need no second pass?
         placed: tensors on every device that it is known to use.
     """
@@ -117,14 +117,14 @@ class _Encoding:
         self._gradients: list[Tensor | None] = []  # of every leaf of the embeddings
 
     def _apart(self, leaf: Any) -> Any:
-        """Inputs that need a gradient, cut off from what they were made of, through which only one backward may go."""
+        """Detach an input that needs a gradient, because only one backward may go through the graph that made it."""
         if not isinstance(leaf, Tensor) or not leaf.requires_grad:
             return leaf
         self._trained_inputs.append((leaf, leaf.detach().requires_grad_()))
         return self._trained_inputs[-1][1]
 
     def embed(self) -> Any:
-        """The first pass: the embeddings of all samples, as leaves. (A frozen encoder makes no graph, and runs as it always does.)"""
+        """The first pass: the embeddings of all samples, as leaves. (A frozen encoder makes no graph anyway, and runs as usual.)"""
         versions = self._versions()
         parts = []
         new_part = _parts_of_statistics(self.modules if self.frozen else ())
@@ -136,8 +136,8 @@ class _Encoding:
                 self._check_embedding(parts[-1], stop - start)
         if self._versions() != versions and not self.frozen:
             raise RuntimeError(
-                f"{self._name} changes its inputs in place, so that a second pass would not see what the first one saw; let it make new "
-                "tensors (inplace=False), or change them before the call"
+                f"{self._name} changes its inputs in place, so the second pass would not see what the first one saw; make it create new "
+                "tensors (inplace=False), or change the inputs before the call"
             )
         tensors = iter([torch.cat(same).detach() for same in zip(*map(_tensors, parts), strict=True)])
         embedding = mapped(lambda leaf: next(tensors) if isinstance(leaf, Tensor) else leaf, parts[0])
@@ -146,11 +146,11 @@ class _Encoding:
         return embedding
 
     def keep_gradients(self, embedding: Any) -> None:
-        """Keep what the loss has sent to the embeddings."""
+        """Keep the embeddings' gradients from the loss."""
         self._gradients = [tensor.grad for tensor in _tensors(embedding)]
 
     def backward(self, modules: Iterable[Module]) -> None:
-        """The second pass, by these modules. Forward also where the loss has used no embedding: running statistics move on."""
+        """The second pass, through these modules. Runs forward even if the loss used no embedding, so that running statistics advance."""
         if self.frozen:
             return
         new_part = _parts_of_statistics(modules)
@@ -169,7 +169,7 @@ class _Encoding:
             _backward(sent)
 
     def of_inputs(self) -> list[tuple[Tensor, Tensor]]:
-        """The inputs that need a gradient, and what they got."""
+        """The inputs that need a gradient, with the gradients that they got."""
         return [(given, leaf.grad) for given, leaf in self._trained_inputs if leaf.grad is not None]
 
     def _encode(self, start: int, stop: int) -> Any:
@@ -182,18 +182,18 @@ class _Encoding:
         for path, leaf in leaves(output, f"{self._name}(...)"):
             if not isinstance(leaf, Tensor) and leaf is not None:
                 raise TypeError(
-                    f"{path} is a {type(leaf).__name__}, and only tensors can be put together to those of all samples; let the "
-                    "encoder return the tensors that the loss uses"
+                    f"{path} is a {type(leaf).__name__}, but only tensors can be concatenated over all samples; let the encoder "
+                    "return the tensors that the loss uses"
                 )
             if isinstance(leaf, Tensor) and (leaf.dim() == 0 or leaf.shape[0] != samples):
                 raise ValueError(
                     f"{path} has the shape {tuple(leaf.shape)} for {samples} samples; the first dimension of what an encoder returns "
-                    "must be the sample, and what is taken over all of them (a mean, a norm) belongs into loss_fn"
+                    "must be the sample, and anything taken over all samples (a mean, a norm) belongs in loss_fn"
                 )
 
 
 def _parts_of_statistics(modules: Iterable[Module]) -> Callable[[], None]:
-    """For batch statistics that are pooled: the samples come in parts. Returns what is to be called before each."""
+    """Tell pooled batch statistics that the samples come in parts; returns a function to call before each part."""
     found = [layer.follows() for layer in modules if isinstance(layer, Pooled)]
     begin = [statistics.in_parts() for statistics in {place[0] for place in found if place is not None}]
 
@@ -210,8 +210,8 @@ def _encodings(encoders: Any, inputs: Any, size: int) -> list[_Encoding]:
     if not isinstance(inputs, (list, tuple)) or len(inputs) != len(encoders) or not inputs:
         got = len(inputs) if isinstance(inputs, (list, tuple)) else f"one {type(inputs).__name__}"
         raise ValueError(
-            f"encoders holds {len(encoders)} and inputs holds {got}; give a list of one batch an encoder, or one encoder and its "
-            "batch without lists round them"
+            f"encoders holds {len(encoders)} and inputs holds {got}; give a list with one batch per encoder, or one encoder and its "
+            "batch, not in lists"
         )
     for i, encoder in enumerate(encoders):
         if not callable(encoder):
@@ -227,21 +227,21 @@ def _one_micro_batch(opt: Any, weight: Scalar | None) -> AbstractContextManager[
         return opt.micro_batch(weight=weight)
     if opt is not None:
         raise TypeError(
-            f"opt must be an AccumulatingOptimizer, got a {type(opt).__name__}; leave it out for a plain optimizer, which need not know"
+            f"opt must be an AccumulatingOptimizer, got a {type(opt).__name__}; with a plain optimizer, leave it out"
         )
     if weight is not None:
-        raise ValueError(f"weight={weight!r} is that of a wrapper's micro-batch; give opt= too, or leave weight out")
+        raise ValueError(f"weight={weight!r} is for a wrapper's micro-batch; give opt= too, or leave weight out")
     return nullcontext()
 
 
 def _check_grouped(parameters: Iterable[Tensor]) -> None:
-    """Raises RuntimeError where somebody gathers these parameters' gradients for whom every pass is a micro-batch of its own."""
+    """Raises RuntimeError if a wrapper accumulates these parameters' gradients and counts every pass as a micro-batch of its own."""
     for parameter in parameters:
         gathering = Gathering.of(parameter) if parameter.requires_grad else None
         if gathering is not None and gathering.tells_passes_apart:
             raise RuntimeError(
-                "an AccumulatingOptimizer gathers these parameters' gradients and would take every backward pass of cached_backward for a "
-                "micro-batch of its own; give opt=, or call it within `with opt.micro_batch():` (of every such wrapper)"
+                "an AccumulatingOptimizer accumulates these parameters' gradients and would count every backward pass of cached_backward "
+                "as a micro-batch of its own; give opt=, or call it within `with opt.micro_batch():` (of every such wrapper)"
             )
 
 
@@ -258,7 +258,7 @@ def _check_loss(loss: Any) -> None:
 
 
 def parameters_under(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The leaves of the graph of these tensors: those that functions use cannot be had otherwise."""
+    """The leaves of the graph of these tensors: the only way to find the parameters that a function uses."""
     nodes = [output.grad_fn for output in outputs if output.grad_fn is not None]
     seen = set(nodes)
     while nodes:
@@ -275,8 +275,9 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _backward(sent: Sequence[tuple[Tensor, Tensor | None]]) -> None:
-    """Backward from these tensors, each of which is sent its gradient. Outside of the caller's autocast, which would cast also what a
-    forward has kept out of it.
+    """Backward from these tensors, each with its gradient.
+
+    Runs outside of the caller's autocast, which would also cast what a forward has kept out of it.
     """
     if not sent:
         return

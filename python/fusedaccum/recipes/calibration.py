@@ -1,4 +1,4 @@
-"""How fast this device makes the passes of a window: measured there and then, on memory of its own laid out like the model's."""
+"""How fast this device runs the passes of a window: measured on the spot, in separate memory laid out like the model's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HOOKED = 256  # parameters of one element, on which the cost of hooks is measure
 
 
 def bandwidths(kernels: Iterable[Kernel], sizes: Sequence[int], device: torch.device) -> dict[Kernel, float]:
-    """Bytes a second of every kernel, over parameters of these sizes (in elements, in the order of their gradients)."""
+    """Bytes per second of every kernel, over parameters of these sizes (in elements, in the order of their gradients)."""
     sample = _sample(sizes)
     return {kernel: _bandwidth(kernel, sample, device) for kernel in dict.fromkeys(kernels)}
 
@@ -45,9 +45,9 @@ def _bandwidth(kernel: Kernel, sizes: list[int], device: torch.device) -> float:
 
 
 def median_seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Of a call that is over when the device is idle again."""
+    """Duration of a call, which ends when the device is idle again."""
     found = []
-    for _ in range(ROUNDS + 1):  # the first touches the memory
+    for _ in range(ROUNDS + 1):  # the first is a warm-up, which touches the memory
         _wait(device)
         start = time.perf_counter()
         run()
@@ -62,11 +62,11 @@ def _wait(device: torch.device) -> None:
 
 
 def _one_pass(kernel: Kernel, sizes: list[int], device: torch.device) -> Callable[[], object]:
-    """The pass over tensors of these sizes, in the calls in which a window makes it."""
+    """The pass over tensors of these sizes, in the same calls as in a window."""
     op, source, into = kernel.op, kernel.source, kernel.into
     flat, views = _flat(sizes, into, device)
     if op in ("overwrite", "add", "add_", "pack"):
-        # Each bucket's gradients in memory of their own: what lies in the cache from the last pass would look too fast.
+        # Each bucket's gradients have memory of their own: data left in the cache by the previous pass would look too fast.
         grads = _flat(sizes, source, device)[1]
         calls = [(views[i:j], grads[i:j]) for i, j in buckets([size * source.itemsize for size in sizes])]
         return {"add_": _adds, "pack": _packs}.get(op, _accumulations)(kernel, calls)
@@ -86,7 +86,7 @@ def _one_pass(kernel: Kernel, sizes: list[int], device: torch.device) -> Callabl
 
 
 def _flat(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, list[Tensor]]:
-    """Ones, in one piece, and its views of these sizes."""
+    """A flat tensor of ones, and views of it of these sizes."""
     places = [padded(size) for size in sizes]
     flat = torch.ones(sum(places), dtype=dtype, device=device)
     return flat, [part[:size] for part, size in zip(flat.split(places), sizes, strict=True)]
@@ -129,7 +129,7 @@ def _over_link(kernel: Kernel, elements: int, device: torch.device) -> Callable[
 
 
 class _Ones(torch.autograd.Function):
-    """A scalar whose backward hands every parameter a gradient."""
+    """A scalar whose backward gives every parameter a gradient."""
 
     @staticmethod
     def forward(ctx: Any, *params: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ class _Ones(torch.autograd.Function):
 
 
 def hook_seconds(dtype: torch.dtype, device: torch.device) -> float:
-    """What the wrapper adds to a backward pass a parameter, whatever its size: hooks, queue, and a share of the call that adds."""
+    """What the wrapper adds to a backward pass per parameter, whatever its size: hooks, queue, and a share of the call that adds."""
     ours, plain = ([nn.Parameter(torch.zeros(1, dtype=dtype, device=device)) for _ in range(HOOKED)] for _ in range(2))
     opt = AccumulatingOptimizer(torch.optim.SGD(ours), accum_steps=1 << 30)
 

@@ -17,7 +17,7 @@ from ..scalars import checked_count
 from . import calibration
 from .modes import FUSED, HELD, MASTERS, PLAIN, Kernel, Mode, Parameters, priced
 
-# Of the memory that is to be had, for what is not known here: activations, and what the step takes by itself.
+# The share of the available memory kept for what is not known here: activations, and what the step takes for itself.
 ROOM = 0.2
 
 
@@ -101,7 +101,7 @@ def explain(
     if memory is not None:
         memory = checked_count(memory, "memory", "; it is in bytes: 80 * 2**30")
     if optimizer is not None and not isinstance(optimizer, Optimizer) and not callable(optimizer):
-        raise TypeError(f"optimizer must be an optimizer or its class, got {optimizer!r}; torch.optim.AdamW, say")
+        raise TypeError(f"optimizer must be an optimizer or its class, got {optimizer!r}; try torch.optim.AdamW")
     of = Parameters.of(model)
     micro_batches = -(-desired_batch // micro_batch)
     last = desired_batch - (micro_batches - 1) * micro_batch
@@ -125,7 +125,7 @@ def explain(
 
 
 def _seconds(mode: Mode, speeds: dict[Kernel, float]) -> float:
-    """While gradients come, device, link and CPU work side by side; at the window's end, one after the other."""
+    """While gradients arrive, device, link and CPU work in parallel; at the window's end, one after the other."""
     lanes: dict[str, float] = {}
     closing = 0.0
     for p in mode.passes:
@@ -138,7 +138,7 @@ def _seconds(mode: Mode, speeds: dict[Kernel, float]) -> float:
 
 
 def _available(of: Parameters) -> int | None:
-    """Free memory of the device, and what the model takes of it already."""
+    """Free memory of the device, plus what the model takes of it already."""
     if of.device.type == "cuda":
         unused = torch.cuda.memory_reserved(of.device) - torch.cuda.memory_allocated(of.device)
         return torch.cuda.mem_get_info(of.device)[0] + unused + of.model_bytes
@@ -150,7 +150,7 @@ def _available(of: Parameters) -> int | None:
 
 
 def _recommend(modes: list[Mode], narrow: bool, micro_batches: int, available: int | None) -> tuple[Mode, str]:
-    """The mode to take, and why: the first in the order of preference that leaves room."""
+    """The mode to use, and why: the first in the order of preference that leaves room."""
     named = {mode.name: mode for mode in modes}
     if micro_batches == 1:
         return named[PLAIN.name], "one micro-batch is the whole batch, so there is nothing to accumulate"
@@ -165,14 +165,14 @@ def _recommend(modes: list[Mode], narrow: bool, micro_batches: int, available: i
         return ours[0], f"{first}; how much memory is free is not known here"
     for mode in ours:
         if mode.peak <= (1 - ROOM) * available:
-            left = f"it leaves {_size(available - mode.peak)} of {_size(available)} to activations and the step"
+            left = f"it leaves {_size(available - mode.peak)} of {_size(available)} for activations and the step"
             if mode is ours[0]:
                 return mode, f"{first}; {left}"
-            return mode, f"of the modes before it in the table none leaves a fifth of the device's memory; {left}"
+            return mode, f"no mode before it in the table leaves a fifth of the device's memory; {left}"
     least = min(ours, key=lambda mode: mode.peak)
     return (
         least,
-        f"it takes least, but leaves less than a fifth of {_size(available)}: shard the model, or train less of it",
+        f"it takes the least memory, but leaves less than a fifth of {_size(available)}: shard the model, or train less of it",
     )
 
 
@@ -198,12 +198,12 @@ def _text(found: Explanation) -> Iterator[str]:
     yield ""
     yield from _table(found)
     yield ""
-    yield "memory = model + buffers + gradients on their way + masters + optimizer's state; activations and the step's own come on top."
+    yield "memory = model + buffers + gradients on their way + masters + optimizer's state; what activations and the step take is extra."
     yield f"bytes per element: first micro-batch + {n - 1} more + the window's end; moved = these × elements; ms = moved / bandwidth:"
     yield _speeds(found)
     if "optimizer" not in found.modes[0].memory:
-        yield "The optimizer's state is left out: none was given (optimizer=torch.optim.AdamW), or it cannot be told before it steps."
-    yield "How many samples fit, activations included: fa.MicroBatcher finds it by trying."
+        yield "The optimizer's state is left out: no optimizer was given (optimizer=torch.optim.AdamW), or it shows only once it steps."
+    yield "How many samples fit, activations included: fa.MicroBatcher finds out by trial."
     yield ""
     yield f"Take {found.recommended.name}: {found.reason}."
     yield f"    {found.call}"
@@ -233,11 +233,11 @@ def _table(found: Explanation) -> Iterator[str]:
 
 def _speeds(found: Explanation) -> str:
     if not found.bandwidths or found.hook_seconds is None:
-        return "    not measured, for the model has no device."
+        return "    not measured, because the model has no device."
     speeds = ", ".join(f"{kernel} {speed / 1e9:.1f}" for kernel, speed in found.bandwidths.items())
     return (
         f"    GB/s measured here: {speeds}.\n"
-        f"    Hooks add about {1e3 * found.hook_seconds:.1f} ms per window to all modes but {PLAIN.name}; gradients' own cost is not in it."
+        f"    Hooks add about {1e3 * found.hook_seconds:.1f} ms per window to all modes but {PLAIN.name}, without the gradients' own cost."
     )
 
 

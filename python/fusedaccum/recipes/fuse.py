@@ -88,7 +88,7 @@ class Embedding(nn.Embedding):
 
 def _may_fuse(weight: Tensor, input: Tensor) -> bool:
     return (
-        not torch.compiler.is_compiling()  # first, for a compiler must not look at the rest
+        not torch.compiler.is_compiling()  # first, because a compiler must not look at the rest
         and weight.requires_grad
         and torch.is_grad_enabled()
         and Gathering.of(weight) is not None
@@ -103,13 +103,13 @@ def _may_fuse(weight: Tensor, input: Tensor) -> bool:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.set_materialize_grads(False)  # no gradient is not zeros: an optimizer would decay the weight
-        # As nn.Linear: a weight that backward does not read may change before it. What is saved may come back as another tensor
-        # (checkpointing); the parameter itself is the key to its buffer.
+        ctx.set_materialize_grads(False)  # with zeros instead of None, an optimizer would decay the weight
+        # As in nn.Linear, a weight that backward does not read may change before it. A saved tensor may come back as another one
+        # (checkpointing), but the key to the buffer is the parameter itself.
         ctx.save_for_backward(input, weight if ctx.needs_input_grad[0] else None)
         ctx.weight = weight
         output = functional.linear(input, weight, bias)
-        # A view made in here could not be written in place (ReLU(inplace=True)).
+        # A view made in this function could not be written in place (ReLU(inplace=True)).
         return torch.ops.aten._unsafe_view(output, output.shape) if output._is_view() else output
 
     @staticmethod
@@ -158,7 +158,7 @@ class _Embedding(torch.autograd.Function):
             rows = grad_output.reshape(flat.numel(), grad_output.shape[-1]).to(buffer.dtype) * scale
             if ctx.padding_idx is not None:
                 rows = rows.masked_fill((flat == ctx.padding_idx).unsqueeze(1), 0.0)
-            if buffer.is_cuda:  # where index_add_ is not deterministic, and this is, for it sorts
+            if buffer.is_cuda:  # here index_add_ is not deterministic; this is, because it sorts
                 buffer.index_put_((flat,), rows, accumulate=True)
             else:
                 buffer.index_add_(0, flat, rows)
@@ -173,7 +173,7 @@ class _Embedding(torch.autograd.Function):
 def _added(
     weight: Parameter, dtype: torch.dtype, write: Write, can: Callable[[torch.dtype, torch.dtype, str], bool]
 ) -> bool:
-    """Has ``write`` added a gradient of this dtype to the weight's buffer? False where it must be made, and go the plain way."""
+    """Let ``write`` add a gradient of this dtype to the weight's buffer; False if the gradient must go through autograd instead."""
     gathering = Gathering.of(weight)
     missed = weight._backward_hooks or weight._post_accumulate_grad_hooks  # they would miss the gradient
     if torch.is_grad_enabled() or not weight.requires_grad or missed or gathering is None or dtype != weight.dtype:
@@ -182,14 +182,14 @@ def _added(
 
 
 def add_product(buffer: Tensor, a: Tensor, b: Tensor, scale: float, keep: float) -> None:
-    """``buffer = keep * buffer + scale * (a @ b)``, read in the dtype of ``a`` and ``b``; with ``keep`` 0 whatever the buffer holds."""
+    """``buffer = keep * buffer + scale * (a @ b)``, read in the dtype of ``a`` and ``b``; with ``keep`` 0, whatever the buffer holds."""
     mixed = {} if buffer.dtype == a.dtype else {"out_dtype": buffer.dtype}
     torch.addmm(buffer, a, b, beta=keep, alpha=scale, out=buffer, **mixed)
 
 
 @functools.cache
 def has_product(dtype: torch.dtype, buffer_dtype: torch.dtype, device: str) -> bool:
-    """Can :func:`add_product` read and write these dtypes here? Tried once a process."""
+    """Can :func:`add_product` read and write these dtypes here? Tried once per process."""
     try:
         a = torch.ones(16, 16, dtype=dtype, device=device)
         add_product(torch.ones(16, 16, dtype=buffer_dtype, device=device), a, a, 1.0, 1.0)

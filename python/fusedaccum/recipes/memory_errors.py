@@ -1,4 +1,4 @@
-"""Which exceptions say that there is too little memory, and how to make room after one."""
+"""Which exceptions mean that there is too little memory, and how to make room after one."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import gc
 
 import torch
 
-# What PyTorch raises as a plain RuntimeError. The third and the last are after Accelerate's should_reduce_batch_size
-# (huggingface/accelerate, src/accelerate/utils/memory.py); the rest is what the libraries below PyTorch call it.
+# Messages of what PyTorch raises as a plain RuntimeError. The third and the last are from Accelerate's should_reduce_batch_size
+# (huggingface/accelerate, src/accelerate/utils/memory.py); the others are what the libraries below PyTorch call it.
 MESSAGES = (
     "out of memory",  # CUDA's, HIP's and MPS's own
     "OUT_OF_DEVICE_MEMORY",  # SYCL's
@@ -22,14 +22,14 @@ MESSAGES = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Would less data have fitted?"""
+    """Does the error mean that less data would have fitted?"""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(message in str(error) for message in MESSAGES)
 
 
 def make_room() -> None:
-    """Free what nobody needs. To be called when the exception is gone, for its traceback keeps all tensors of the frames that it passed."""
+    """Free unused memory. Call it when the exception is gone, because its traceback keeps all tensors of the frames that it passed."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""The desired batch, whatever fits into memory: ``loss = MicroBatcher(model, opt).step(batch)``."""
+"""Windows of the desired batch, whatever fits into memory: ``loss = MicroBatcher(model, opt).step(batch)``."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class MicroBatcher:
         self._weight = weight or nested.batch_size
         self._device = None if device is None else torch.device(device)
         self._scaler = torch.amp.GradScaler(enabled=False) if scaler is None else scaler
-        self._checked = False  # is no other wrapper known to gather gradients of these losses?
+        self._checked = False  # that no other wrapper accumulates gradients of these losses?
         self._sizes = Sizes()
         self.micro_batch_size = self._fixed
 
@@ -141,7 +141,7 @@ class MicroBatcher:
     # -- windows -----------------------------------------------------------------------------------------------
 
     def _window_of(self, size: int, batch: Any, samples: int) -> None:
-        """All micro-batches, of ``size`` samples at most."""
+        """Run all micro-batches, of at most ``size`` samples each."""
         cuts = self._cuts(size, samples)
         parts = len(cuts) - 1
         for start, stop in itertools.pairwise(cuts):
@@ -152,36 +152,36 @@ class MicroBatcher:
                     loss = self._loss(micro_batch)
                     self._opt.backward(self._scaler.scale(loss), weight=weight, last=last)
             except Exception as error:
-                _raise_if_out_of_memory(error, f"micro_batch_size={size} does not fit; give less, or 'auto'")
+                _raise_if_out_of_memory(error, f"micro_batch_size={size} does not fit; give a smaller one, or 'auto'")
                 raise
         ledger = self._opt._gathering.ledger
         if not ledger.has_window or ledger.window.micro_batches + ledger.window.dropped != parts:
             raise RuntimeError(
-                "model_or_fn has ended the window or dropped a part of it; it makes a loss, and leaves opt.step(), opt.zero_grad() and "
-                "opt.reset() to MicroBatcher"
+                "model_or_fn has ended the window or dropped a part of it; it must only compute a loss, and leave opt.step(), "
+                "opt.zero_grad() and opt.reset() to MicroBatcher"
             )
 
     def _cuts(self, size: int, samples: int) -> list[int]:
-        """Where micro-batches of ``size`` samples at most begin and end. FSDP2 runs forwards of all ranks together: as many on all."""
+        """Where micro-batches of at most ``size`` samples begin and end; with FSDP2, whose ranks run forwards together, as many on each."""
         gathering = self._opt._gathering
         if not gathering.ledger.mixes_ranks:
             return [*range(0, samples, evenly(samples, size)), samples]
         parts, fewest = int(-gathering.ranks.least(samples // -size)), int(gathering.ranks.least(samples))
         if parts > fewest:
             raise ValueError(
-                f"micro_batch_size={size} cuts a rank's batch into {parts} micro-batches, and FSDP2 needs as many on all ranks, but one "
-                f"has a batch of {fewest}; hand in batches that differ less (drop_last=True), or a larger micro_batch_size"
+                f"micro_batch_size={size} cuts a rank's batch into {parts} micro-batches, and FSDP2 needs as many on every rank, but one "
+                f"has a batch of only {fewest}; pass batches that differ less (drop_last=True), or a larger micro_batch_size"
             )
         return [samples * i // parts for i in range(parts + 1)]
 
     def _window(self, batch: Any, samples: int) -> None:
-        """All micro-batches, of what fits."""
+        """Run all micro-batches, of as many samples as fit."""
         known, ranks = self._sizes.of(batch), self._opt._gathering.ranks
         limit = math.inf if known.limit is None else known.limit
         size = self.micro_batch_size = int(min(samples, ranks.least(limit)))
         whole = Part(0, samples, frozenset())
         fitted = True
-        rest = [whole]  # the next one is the last
+        rest = [whole]  # the next one to run is at the end
         while rest:
             part = rest.pop()
             if part.samples > size:
@@ -202,7 +202,7 @@ class MicroBatcher:
             known.fitted(size, samples)
 
     def _fits(self, batch: Any, part: Part, attempt: Attempt) -> bool:
-        """Forward and backward of a part. False where there was no memory for it: then only ``attempt`` knows of it.
+        """Forward and backward of a part. False if there was no memory for it: then ``attempt`` is its only trace.
 
         Returns rather than raises, because an exception keeps the tensors of all frames that it has passed.
         """
@@ -226,7 +226,7 @@ class MicroBatcher:
                 )
             if not is_out_of_memory(error):
                 raise
-        random.restore()  # the same numbers again, so that nothing depends on where it broke off
+        random.restore()  # the next try draws the same numbers, wherever this one broke off
         return False
 
     def _loss(self, micro_batch: Any) -> Tensor:
@@ -245,8 +245,8 @@ class MicroBatcher:
             )
         if not loss.requires_grad:
             raise ValueError(
-                "the loss that model_or_fn returned has no graph: it must not be detached or made under torch.no_grad(), and is not to "
-                "call backward() itself"
+                "the loss that model_or_fn returned has no graph; do not detach it or compute it under torch.no_grad(), and leave "
+                "backward() to MicroBatcher"
             )
         if not self._checked:
             _check_alone(self._opt, loss)
@@ -270,13 +270,13 @@ class Part:
         return self.stop - self.start
 
     def split(self, most: int) -> list[Part]:
-        """The first of as few parts of at most ``most`` samples as there can be, and as equal; before it the rest."""
+        """Cut into as few and as equal parts of at most ``most`` samples as possible: the rest, then the first of them."""
         middle = self.start + evenly(self.samples, most)
         return [Part(middle, self.stop, self.done), Part(self.start, middle, self.done)]
 
 
 def evenly(samples: int, most: int) -> int:
-    """Into how many samples each to cut so many: as few parts as ``most`` allows, none of them much smaller than the others."""
+    """The size of the parts into which to cut ``samples``: as few as ``most`` allows, none of them much smaller than the others."""
     return -(-samples // -(-samples // most))
 
 
@@ -303,7 +303,7 @@ def _check_optimizer(opt: Any) -> None:
 
 
 def _check_alone(opt: AccumulatingOptimizer, loss: Tensor) -> None:
-    """Raises ValueError where another wrapper takes some of the loss's gradients, and would not know what the micro-batches weigh."""
+    """Raises ValueError if another wrapper takes some of the loss's gradients: it would not know the micro-batches' weights."""
     for parameter in parameters_under([loss]):
         if Gathering.of(parameter) not in (None, opt._gathering):
             raise ValueError(
@@ -313,15 +313,15 @@ def _check_alone(opt: AccumulatingOptimizer, loss: Tensor) -> None:
 
 
 def _check_repeatable(opt: AccumulatingOptimizer) -> None:
-    """Raises ValueError for an optimizer whose micro-batches cannot come again in parts."""
+    """Raises ValueError for an optimizer whose micro-batches cannot be repeated in parts."""
     buffers = opt._gathering.sums.buffers
     if buffers.sharded:
         raise ValueError(
-            "micro_batch_size='auto' repeats what did not fit, and a rank alone cannot repeat a forward that gathers shards (FSDP2, "
+            "micro_batch_size='auto' repeats what did not fit, but one rank alone cannot repeat a forward that gathers shards (FSDP2, "
             "DTensor); give a number"
         )
     if buffers.lent:
         raise ValueError(
-            f"micro_batch_size='auto' leaves gradients out that were added before, and the layer of parameter {buffers.lent[0].name} adds "
-            "to main_grad by itself; give a number, or switch the layer's gradient accumulation fusion off"
+            "micro_batch_size='auto' must leave out gradients that were added before an error, but the layer of parameter "
+            f"{buffers.lent[0].name} adds to main_grad by itself; give a number, or switch off the layer's gradient accumulation fusion"
         )

@@ -28,7 +28,7 @@ class Kernel(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Bytes that it reads and writes an element."""
+        """Bytes that it reads and writes per element."""
         g, b = self.source.itemsize, self.into.itemsize
         return {"add": g + 2 * b, "add_": g + 2 * b, "scale": 2 * b, "read": g, "zero": b, "link": g}.get(
             self.op, g + b
@@ -40,7 +40,7 @@ class Kernel(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """``times`` in a window, a kernel goes over this many elements."""
+    """A kernel that goes over this many elements, ``times`` times per window."""
 
     kernel: Kernel
     elements: int
@@ -54,7 +54,7 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class Way:
-    """A mode as it is asked for: ``arguments`` of the wrapper, and what they mean here."""
+    """A mode as requested: the wrapper's ``arguments``, and what they mean here."""
 
     name: str
     arguments: str = ""
@@ -123,18 +123,18 @@ class Mode:
 
 @dataclass(frozen=True)
 class Parameters:
-    """What there is to accumulate for: the model's trained parameters and its size."""
+    """What to accumulate for: the model's trained parameters and its size."""
 
-    known: Sequence[Tensor]  # frozen ones, which the optimizer may hold too, and make masters of
+    known: Sequence[Tensor]  # all, with frozen ones, which may have masters too
     trained: list[Tensor]
     model_bytes: int
     device: torch.device
-    linear: frozenset[Tensor]  # weights that fuse_linear, and fuse_embedding, would take off the way of gradients
+    linear: frozenset[Tensor]  # weights that fuse_linear (below: fuse_embedding) would fuse: no gradient on its way
     embedding: frozenset[Tensor]
 
     @classmethod
     def of(cls, model: nn.Module | Iterable[Tensor]) -> Parameters:
-        """Raises TypeError or ValueError for what is no model, trains nothing, or is on several devices."""
+        """Raises TypeError or ValueError for anything but a model, and for a model that trains nothing or is on several devices."""
         if isinstance(model, Tensor) or not isinstance(model, (nn.Module, Iterable)):
             raise TypeError(
                 f"model must be a torch.nn.Module or its parameters, got {type(model).__name__}; pass model.parameters()"
@@ -142,11 +142,11 @@ class Parameters:
         module = model if isinstance(model, nn.Module) else nn.Module()
         known = list(model.parameters()) if isinstance(model, nn.Module) else list(dict.fromkeys(model))
         for wrong in [p for p in known if not isinstance(p, Tensor)][:1]:
-            raise TypeError(f"model holds a {type(wrong).__name__}, and no parameter; pass model.parameters()")
+            raise TypeError(f"model holds a {type(wrong).__name__}, not a parameter; pass model.parameters()")
         trained = [p for p in known if p.requires_grad]
         if not trained:
             raise ValueError(
-                "model has no parameter that requires a gradient, so there is nothing to accumulate; thaw what is trained"
+                "model has no parameter that requires a gradient, so there is nothing to accumulate; unfreeze what is trained"
             )
         devices = {p.device for p in trained}
         if len(devices) > 1:
@@ -172,11 +172,11 @@ class Parameters:
 
     @property
     def narrow(self) -> bool:
-        """Are any 16 bits wide?"""
+        """Are any parameters 16 bits wide?"""
         return any(p.dtype.itemsize < 4 for p in self.trained)
 
     def ways(self) -> list[Way]:
-        """What can be chosen among for these, ours in the order of preference where memory allows."""
+        """The modes to choose from, ours in the order of preference if memory allows."""
         ways = [DEFAULT]
         ways += [FUSED] if self.linear or self.embedding else []
         ways += [STOCHASTIC] if self.narrow else []
@@ -191,7 +191,7 @@ def _product(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def priced(way: Way, of: Parameters, micro_batches: int, optimizer: Any) -> Mode:
-    """The mode's bytes, in memory and moved; no seconds yet."""
+    """The mode with its bytes, in memory and moved, but not its seconds."""
     on_the_way = [p for p in of.trained if not (way.fused and p in of.linear | of.embedding)]
     memory: dict[str, int] = {"model": of.model_bytes}
     cpu: dict[str, int] = {}
@@ -219,13 +219,13 @@ def priced(way: Way, of: Parameters, micro_batches: int, optimizer: Any) -> Mode
 
 
 def bucket(gradients: Sequence[Tensor]) -> int:
-    """The most that a bucket holds, where gradients come from the last parameter to the first."""
+    """The most bytes that a bucket holds, if gradients arrive from the last parameter to the first."""
     nbytes = [local_of(p).nbytes for p in reversed(gradients)]
     return max((sum(nbytes[i:j]) for i, j in buckets(nbytes)), default=0)
 
 
 def buckets(nbytes: Sequence[int]) -> list[tuple[int, int]]:
-    """Where each bucket begins and ends among gradients that take so much."""
+    """Where each bucket begins and ends among gradients of these sizes."""
     found, begin, held = [], 0, 0
     for i, taken in enumerate(nbytes):
         held += taken
@@ -236,7 +236,7 @@ def buckets(nbytes: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def part_brought(gradients: Sequence[Tensor]) -> int:
-    """The most of a window's gradient that is on the device at once, for an optimizer that is stepped in parts."""
+    """The most bytes of a window's gradient that are on the device at once, for an optimizer that is stepped in parts."""
     sizes = [local_of(p).nbytes for p in gradients]
     return max(*sizes, min(sum(sizes), STAGE_BYTES)) if sizes else 0
 
@@ -275,7 +275,7 @@ def _gathering(way: Way, dtype: torch.dtype, buffers: torch.dtype, elements: int
     return found
 
 
-LEAVING = (("pack", "device"), ("link", "link"))  # what takes a gradient off its device
+LEAVING = (("pack", "device"), ("link", "link"))  # the passes that take a gradient off its device
 
 
 def _closing(way: Way, dtype: torch.dtype, buffers: torch.dtype, elements: int, as_it_is: bool) -> list[Pass]:
@@ -300,17 +300,17 @@ def _scales(optimizer: Any) -> bool:
 
 
 def state_bytes(optimizer: Any, trained: Sequence[Tensor], stepped: Callable[[torch.dtype], torch.dtype]) -> int | None:
-    """What the optimizer will keep, found by a step of one of its kind on tensors without memory; None where that cannot be."""
+    """Bytes of state that the optimizer will keep, from a trial step of one of its kind on meta tensors; None if that fails."""
     if optimizer is None:
         return None
     kind: Any
     if isinstance(optimizer, Optimizer):
-        optimizer = getattr(optimizer, "optimizer", optimizer)  # of a wrapper's, the one inside
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # of a wrapper, the inner one
         groups, kind = [dict(group) for group in optimizer.param_groups], type(optimizer)
     else:
         groups, kind = [{"params": trained}], optimizer
     for group in groups:
-        for choice in ("fused", "foreach", "capturable"):  # of how it computes, which is refused for such tensors
+        for choice in ("fused", "foreach", "capturable"):  # ways to compute, which are refused for such tensors
             group.pop(choice, None)
         group["params"] = [
             nn.Parameter(torch.empty(local_of(p).shape, dtype=stepped(p.dtype), device="meta"))
@@ -323,6 +323,6 @@ def state_bytes(optimizer: Any, trained: Sequence[Tensor], stepped: Callable[[to
             for p in group["params"]:
                 p.grad = torch.empty_like(p)
         trial.step()
-    except Exception:  # somebody else's code, which may want anything
+    except Exception:  # other people's code, which may need anything
         return None
     return sum(x.nbytes for entry in trial.state.values() for x in entry.values() if isinstance(x, Tensor))

@@ -14,7 +14,7 @@ from torch.nn import Module
 
 
 def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
-    """``tree`` with ``function`` of every leaf in the leaf's place; containers are copied, what is no container is a leaf.
+    """``tree`` with every leaf replaced by ``function(leaf)``; containers are copied, anything else is a leaf.
 
     Containers are mappings, lists and tuples (named ones too) and instances of dataclasses.
     """
@@ -36,7 +36,7 @@ def leaves(tree: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
 
 
 def batch_size(batch: Any) -> int:
-    """The first dimension that all arrays in ``batch`` share. What has none (numbers, strings, 0-d tensors) belongs to all samples.
+    """The first dimension, which all arrays in ``batch`` share. Leaves without one (numbers, strings, 0-d tensors) belong to all samples.
 
     Raises:
         ValueError: the arrays' first dimensions differ, or there are no arrays, or no samples.
@@ -52,7 +52,7 @@ def batch_size(batch: Any) -> int:
         if size != n:
             raise ValueError(
                 f"{first} holds {n} samples and {path} holds {size}; the first dimension of every tensor in a batch is the sample. "
-                "What all samples share goes into the function instead (a closure), and samples of differing sizes must be padded"
+                "Put what all samples share into the function instead (a closure), and pad samples of differing sizes"
             )
     if n == 0:
         raise ValueError(f"{first} holds no samples: its first dimension is 0; leave empty batches out")
@@ -60,15 +60,17 @@ def batch_size(batch: Any) -> int:
 
 
 def cut(batch: Any, start: int, stop: int) -> Any:
-    """Samples ``start`` to ``stop`` of a batch: views of its arrays, and the rest as it is. Lists without arrays that have an item a
-    sample (texts, names) are cut too.
+    """Samples ``start`` to ``stop`` of a batch: views of its arrays, and the rest as it is.
+
+    Lists without arrays that have one item per sample (texts, names) are cut too.
     """
     return _cut(batch, start, stop, batch_size(batch))
 
 
 def call(function: Callable[..., Any], micro_batch: Any) -> Any:
-    """A module is called as its ``forward`` is written: ``**micro_batch`` for a dict, ``*micro_batch`` for a list or tuple, and
-    ``micro_batch`` otherwise. Any other function is called with the micro-batch as it is.
+    """Call a module with ``**micro_batch`` for a dict, ``*micro_batch`` for a list or tuple, and ``micro_batch`` otherwise.
+
+    Any other function is called with the micro-batch as it is.
     """
     if isinstance(function, Module) and isinstance(micro_batch, Mapping):
         return function(**micro_batch)
@@ -79,7 +81,7 @@ def call(function: Callable[..., Any], micro_batch: Any) -> Any:
 
 def _cut(tree: Any, start: int, stop: int, n: int) -> Any:
     parts = _parts(tree)
-    if parts is None:  # asked first, as leaves() does: a dict may say that it has any attribute, those of an array too
+    if parts is None:  # checked first, as in leaves(): a dict may claim to have any attribute, an array's too
         return tree[start:stop] if is_array(tree) else tree
     plain = isinstance(tree, (list, tuple)) and not hasattr(tree, "_fields")
     if plain and len(tree) == n and not any(is_array(leaf) for _, leaf in leaves(tree)):
@@ -88,7 +90,7 @@ def _cut(tree: Any, start: int, stop: int, n: int) -> Any:
 
 
 def is_array(leaf: Any) -> bool:
-    """A tensor with dimensions, or what is cut like one (a NumPy array)."""
+    """Is this a tensor with dimensions, or something that is cut like one (a NumPy array)?"""
     if isinstance(leaf, Tensor):
         return leaf.dim() > 0
     return hasattr(leaf, "__array__") and len(getattr(leaf, "shape", ())) > 0
@@ -106,15 +108,15 @@ def _parts(tree: Any) -> Mapping[Any, Any] | None:
 
 
 def _with(tree: Any, parts: dict[Any, Any]) -> Any:
-    """A container like ``tree``, of these parts."""
-    if isinstance(tree, (dict, UserDict)):  # a copy of another mapping may have its items in common with it
+    """A container like ``tree``, with these parts."""
+    if isinstance(tree, (dict, UserDict)):  # a copy of any other mapping may share its items with the original
         new = _copied(tree)  # keeps what a subclass has beside its items, such as defaultdict's factory
-        if getattr(tree, "__dict__", None) is tree:  # or its attributes would be the items of the whole
+        if getattr(tree, "__dict__", None) is tree:  # else its attributes would be the items of the whole
             new.__dict__ = new
         own = getattr(new, "__dict__", {})
         for key, value in parts.items():
             if key in own and own[key] is tree[key]:
-                own[key] = value  # the class has put its items among its attributes, and need not do so again
+                own[key] = value  # the class once made its items attributes, and need not do so when they are set
             new[key] = value
         return new
     if isinstance(tree, Mapping):
@@ -128,7 +130,7 @@ def _with(tree: Any, parts: dict[Any, Any]) -> Any:
 
 
 def _copied(tree: Any) -> Any:
-    """A copy that has yet to compute its cached properties: what they have kept is of the whole."""
+    """A copy without the values of cached properties, which were computed from the whole."""
     new = copy.copy(tree)
     for kind in type(new).__mro__:
         for name, attribute in vars(kind).items():

@@ -1,4 +1,4 @@
-"""What a forward that is run twice must find as it was the first time: random numbers and buffers."""
+"""What a forward that runs twice must find the same both times: random numbers and buffers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 
 class RandomState:
-    """Where PyTorch's default generators stand: those of the CPU, the devices of ``tensors``, and the current device. Waits for nothing."""
+    """The state of PyTorch's default generators: of the CPU, the devices of ``tensors``, and the current device. Does not wait."""
 
     def __init__(self, tensors: Iterable[Tensor]):
         self._cpu = torch.get_rng_state()
@@ -24,14 +24,14 @@ class RandomState:
             return
         own = torch.get_device_module(device)
         if not hasattr(own, "get_rng_state") or not getattr(own, "is_initialized", lambda: True)():
-            return  # nothing has been drawn there yet, and no GPU shall be woken that nobody uses
+            return  # nothing has been drawn there yet, and a GPU that is not in use should not be initialised
         used = {tensor.device.index for tensor in tensors if tensor.device.type == device.type}
         for index in sorted(used | {torch.accelerator.current_device_index()}):
             with torch.accelerator.device_index(index):
                 self._devices.append((own, index, own.get_rng_state()))
 
     def restore(self) -> None:
-        """Draw the same numbers once more."""
+        """Make the generators draw the same numbers again."""
         torch.set_rng_state(self._cpu)
         for own, index, state in self._devices:
             with torch.accelerator.device_index(index):
@@ -40,9 +40,9 @@ class RandomState:
 
 @contextmanager
 def unmoved(functions: Sequence[Any], but: Iterable[Module] = ()) -> Iterator[set[Module]]:
-    """Whatever happens within to the buffers of modules (running statistics) that ``functions`` are, or call, is undone.
+    """Undo whatever happens in the block to the buffers (running statistics) of modules that ``functions`` are, or call.
 
-    Holds a copy of the buffers meanwhile. ``but``: leave these alone. Yields the modules, which are all known when the block is left.
+    Holds a copy of the buffers meanwhile. ``but``: leave these alone. Yields the modules, all of which are known at the block's end.
     """
     modules, left = set[Module](), set(but)
     saved: list[tuple[dict[str, Tensor | None], str, Tensor | None, Tensor | None]] = []
@@ -67,4 +67,4 @@ def unmoved(functions: Sequence[Any], but: Iterable[Module] = ()) -> Iterator[se
             for buffers, name, buffer, before in saved:
                 buffers[name] = buffer
                 if buffer is not None and before is not None:
-                    buffer.copy_(before)  # always: native batch normalisation writes without raising the version
+                    buffer.copy_(before)  # always: native batch normalisation writes without bumping the version

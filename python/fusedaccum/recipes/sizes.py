@@ -1,4 +1,4 @@
-"""Which micro-batch size fits into memory: found by error, remembered for each shape, tried anew now and then."""
+"""Which micro-batch size fits into memory: found by trial and error, remembered for each shape, tried again now and then."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GROW_AFTER = 16  # windows without an error, after which twice the size is tried
 
 
 def checked_size(size: Any) -> int | None:
-    """``micro_batch_size`` as an int, None for "auto". Raises TypeError or ValueError for what it cannot be."""
+    """``micro_batch_size`` as an int, None for "auto". Raises TypeError or ValueError for anything else."""
     if isinstance(size, str) and size == "auto":
         return None
     return checked_count(size, "micro_batch_size", "; 'auto' finds what fits")
@@ -22,14 +22,14 @@ def checked_size(size: Any) -> int | None:
 
 @dataclass
 class Size:
-    """What is known of batches of one shape.
+    """What is known about batches of one shape.
 
     Attributes:
-        elements: of a sample.
-        limit: the most samples that a micro-batch is given; None while there has been no error.
-        clean: windows in a row that ``limit`` has fitted.
-        patience: after so many it doubles; each doubling that turns out not to fit doubles this.
-        trial: has it doubled, and not fitted yet?
+        elements: in one sample.
+        limit: the most samples that a micro-batch gets; None while there has been no error.
+        clean: windows in a row in which ``limit`` has fitted.
+        patience: clean windows after which ``limit`` doubles; each doubling that turns out not to fit doubles this.
+        trial: has ``limit`` doubled, and not fitted since?
     """
 
     elements: int
@@ -39,16 +39,16 @@ class Size:
     trial: bool = False
 
     def failed(self, samples: int) -> int:
-        """So many did not fit. Returns how many to try next."""
+        """Record that so many samples did not fit; returns how many to try next."""
         if self.trial:
             self.patience *= 2
         self.limit, self.clean, self.trial = -(-samples // 2), 0, False
         return self.limit
 
     def fitted(self, used: int, samples: int) -> None:
-        """A window of ``samples`` went through in micro-batches of ``used`` (fewer than the limit where other ranks had to)."""
+        """Record that a window of ``samples`` fitted in micro-batches of ``used`` (fewer than the limit if other ranks needed that)."""
         if self.limit is None or used < self.limit or samples <= self.limit:
-            return  # that tells nothing of the limit
+            return  # that tells nothing about the limit
         self.clean, self.trial = self.clean + 1, False
         if self.clean >= self.patience:
             self.limit, self.clean, self.trial = 2 * self.limit, 0, True
@@ -61,7 +61,7 @@ class Sizes:
         self._known: dict[str, Size] = {}
 
     def of(self, batch: Any) -> Size:
-        """What is known of such a batch, to be changed in place. A new shape begins with as many elements as fitted in the nearest one."""
+        """What is known about such batches, to be changed in place. A new shape starts with as many elements as fitted in the nearest."""
         key, elements = _described(batch)
         if key not in self._known:
             size = self._known[key] = Size(elements)
@@ -72,11 +72,11 @@ class Sizes:
         return self._known[key]
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """All of it in plain values, by shape."""
+        """All sizes in plain values, by shape."""
         return {key: dataclasses.asdict(size) for key, size in self._known.items()}
 
     def load(self, state: dict[str, dict[str, Any]]) -> None:
-        """What :meth:`state` returned."""
+        """Load what :meth:`state` returned."""
         self._known = {key: Size(**size) for key, size in state.items()}
 
 
