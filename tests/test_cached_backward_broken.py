@@ -68,5 +68,8 @@ def test_refuses_an_encoder_that_changes_its_inputs():
 def test_refuses_what_is_no_wrapper():
     refused("weight=3 is for a wrapper's micro-batch", weight=3)
     refused(
-        "got a SGD; with a plain optimizer, leave it out", error=TypeError, opt=torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), weight=3
+        "got a SGD; with a plain optimizer, leave it out",
+        error=TypeError,
+        opt=torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1),
+        weight=3,
     )

@@ -145,7 +145,7 @@ def test_a_gradient_set_by_hand_is_refused():
     net = marked(Net())
     opt = wrapped(net, 2)
     net.first.weight.grad = torch.ones_like(net.first.weight)
-    with pytest.raises(RuntimeError, match=r"does not show: that was set by hand.* opt.reset\(\)"):
+    with pytest.raises(RuntimeError, match=r"does not show: it was set by hand.* opt.reset\(\)"):
         mean_loss(net, *data()).backward()
     with pytest.warns(RuntimeWarning, match="dropped"):
         opt.reset()
@@ -260,7 +260,7 @@ def test_backward_after_normalize_is_refused():
     for _ in range(2):
         mean_loss(net, *data()).backward()
     opt.normalize_()
-    with pytest.raises(RuntimeError, match=r"after opt.normalize_\(\), where that holds a mean"):
+    with pytest.raises(RuntimeError, match=r"after opt.normalize_\(\), when main_grad holds a mean"):
         mean_loss(net, *data()).backward()
 
 
@@ -268,7 +268,7 @@ def test_a_main_grad_that_was_replaced_is_refused():
     net = marked(Net())
     opt = wrapped(net, 2)
     net.first.weight.main_grad = torch.zeros_like(net.first.weight)
-    with pytest.raises(RuntimeError, match="which somebody has replaced"):
+    with pytest.raises(RuntimeError, match="which other code has replaced"):
         mean_loss(net, *data()).backward()
     with pytest.warns(RuntimeWarning, match="dropped"):
         opt.reset()

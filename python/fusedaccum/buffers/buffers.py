@@ -1,4 +1,4 @@
-"""Flat, aligned storage for the accumulated gradients, one a device and dtype, and the views that ``p.grad`` becomes."""
+"""Flat, aligned storage for the accumulated gradients, one per device and dtype, and the views that ``p.grad`` becomes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ NARROW_HEAD = 1 << 16  # elements that narrow_() moves through a temporary befor
 
 
 def padded(elements: int) -> int:
-    """What a buffer of so many elements takes, with the gap behind it."""
+    """How many elements a buffer of this size takes, with the gap after it."""
     return -(-elements // ALIGNMENT) * ALIGNMENT
 
 
 def buffer_dtype(parameter: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
-    """The dtype gradients of a ``parameter`` gather in: as ``asked``, but never narrower than the gradient itself."""
+    """The dtype in which gradients of a ``parameter`` accumulate: as ``asked``, but never narrower than the gradient itself."""
     return parameter if asked is None else torch.promote_types(parameter, asked)
 
 
@@ -56,32 +56,32 @@ class Slot:
     param: Parameter
     name: str
     index: int  # position among the optimizer's parameters, as in its state_dict
-    before: int  # random numbers that an add sets aside for the parameters before it
+    before: int  # random numbers that an add reserves for the parameters before it
     dtype: torch.dtype  # of the buffer
     device: torch.device  # of the buffer
     block: Block = field(init=False)
     buffer: Tensor = field(init=False)
     offset: int = field(init=False)  # of the buffer in its block, in elements
     address: int = field(init=False)  # of its memory there
-    placed: bool = False  # has it got block and buffer?
-    relaid: bool = False  # has the parameter other strides now than the buffer?
+    placed: bool = False  # does it have a block and a buffer?
+    relaid: bool = False  # does the parameter now have other strides than the buffer?
     shown: Tensor | None = None  # what we last put into holder.grad; anything else there is the user's
     divisor: Scalar = 1.0  # 16-bit buffers hold the sum divided by this (a running mean); wider ones the sum
-    clean: bool = False  # of one that is lent: does the buffer hold zeros?
+    clean: bool = False  # for a lent slot: does the buffer hold zeros?
     draws: int = 0  # adds so far, each of which draws its own random numbers when rounding stochastically
 
     def __post_init__(self) -> None:
-        # Of the parameter as it was wrapped: what check_unchanged() compares with.
+        # The parameter as it was when wrapped, for check_unchanged() to compare with.
         self.made_for = (self.param.dtype, self.param.device, self.param.shape)
         self.memory = self.param.data_ptr()
         self.narrow = self.dtype.itemsize < 4
-        # Whose .grad shows the buffer: the parameter's, unless that is on another device, where p.grad cannot be on the buffer's.
+        # The object whose .grad shows the buffer: the parameter, unless the buffer is on another device, because p.grad cannot be.
         self.offloaded = self.param.device != self.device
         self.holder: Parameter | StandIn | ShardHolder = StandIn() if self.offloaded else self.param
         # Does its layer add the gradient itself, as Megatron-LM's and TransformerEngine's do? Then the buffer is lent to it (main_grad.py).
         self.lent = main_grad.asks(self.param)
-        self.sharded = is_shard(self.param)  # whoever has sharded it adds up what the ranks gather
-        self.averaged_by = 1.0  # and may have divided that by this
+        self.sharded = is_shard(self.param)  # whatever has sharded it also adds up the ranks' gradients
+        self.averaged_by = 1.0  # and may have divided the sum by this
         if self.sharded:
             self.holder = ShardHolder(self.param)
         self.node: Any = None  # its AccumulateGrad node, when that is hooked
@@ -92,39 +92,39 @@ class Slot:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Of the buffer: the parameter's, where that is dense."""
+        """The buffer's strides: the parameter's, if that is dense."""
         p = local_of(self.param)
         return p.stride() if is_dense(p) else torch.empty(p.shape, device="meta").stride()
 
     @property
     def stepped_grad(self) -> Tensor | None:
-        """What ``p.grad`` is to the inner optimizer: of a shard, the DTensor."""
+        """``p.grad`` as the inner optimizer sees it: for a shard, the DTensor."""
         return self.holder.whole if isinstance(self.holder, ShardHolder) else self.holder.grad
 
     def check_added(self, scale: float) -> None:
-        """Raises RuntimeError where ``scale`` times what the layer of this lent slot has added is not part of the window's sum now."""
+        """Raises RuntimeError if the window's sum does not now include ``scale`` times what the layer of this lent slot has added."""
         how = f"the layer of parameter {self.name} has added its gradient to main_grad"
-        if scale not in (0.0, 1.0):  # 0: the window is not going to be applied
+        if scale not in (0.0, 1.0):  # 0: the window will not be applied
             raise RuntimeError(
-                f"{how} as it is, where the window needs {scale} times it: the micro-batch is weighed, or a GradScaler has changed its "
-                "scale within the window; use weight 1 and one scale a window, or switch the layer's gradient accumulation fusion off"
+                f"{how} unscaled, but the window needs {scale} times it: the micro-batch has a weight, or a GradScaler has changed its "
+                "scale within the window; use weight 1 and one scale per window, or switch off the layer's gradient accumulation fusion"
             )
         if not main_grad.is_lent(self.param, self.buffer):
             raise RuntimeError(
-                f"{how}, which somebody has replaced (Megatron-LM's DistributedDataParallel?); leave main_grad to the wrapper"
+                f"{how}, which other code has replaced (Megatron-LM's DistributedDataParallel?); leave main_grad to the wrapper"
             )
         if self.param.grad is not self.shown or (self.shown is None and not self.clean):
             raise RuntimeError(
-                f"{how}, which {self.name}.grad does not show: that was set by hand, or the window before could not be applied; "
+                f"{how}, which {self.name}.grad does not show: it was set by hand, or the previous window could not be applied; "
                 "call opt.reset() before backward"
             )
         if self.shown is not None and (isinstance(self.divisor, Tensor) or self.divisor != 1.0):
             raise RuntimeError(
-                f"{how} after opt.normalize_(), where that holds a mean; normalise a window after its last backward"
+                f"{how} after opt.normalize_(), when main_grad holds a mean; normalise a window after its last backward"
             )
 
     def check_unchanged(self) -> None:
-        """Raises RuntimeError when the parameter is no longer of the dtype, device or shape it was wrapped with, or FSDP1's now."""
+        """Raises RuntimeError if the parameter has changed its dtype, device or shape since it was wrapped, or is now FSDP1's."""
         p = self.param
         if is_flattened(p):
             raise RuntimeError(fsdp1(self.name))
@@ -141,16 +141,16 @@ class Slot:
             if p.requires_grad and self.node is not None and get_gradient_edge(p).node is not self.node:
                 raise RuntimeError(
                     f"parameter {self.name} was converted to another dtype or device and back, and PyTorch dropped its gradient "
-                    "hooks on the way; build a new wrapper, and carry over with load_state_dict(state_dict())"
+                    "hooks on the way; build a new wrapper, and load the old one's state_dict() into it"
                 )
 
 
 @dataclass(eq=False)
 class Block:
-    """A flat stretch of storage shared by slots of one parameter's and buffer's device and dtype, all of them shards or none."""
+    """A flat stretch of storage, shared by slots that agree in device and dtype of parameter and buffer; all of them shards, or none."""
 
     flat: Tensor
-    hidden: bool  # from the user, because p.grad cannot be of it?
+    hidden: bool  # from the user, because p.grad cannot be a view of it?
     version: int = 0  # flat._version when we last wrote: another value means that the user has written since
 
     def written(self) -> None:
@@ -167,9 +167,9 @@ class Block:
     def narrow_(self, dtype: torch.dtype, scale: Scalar, shown: Iterable[Slot], backend: str) -> None:
         """Cast ``flat * scale`` to a narrower dtype, into the first part of its own storage, and show it in ``shown``.
 
-        The first elements go through a small temporary. From there on each wave casts elements [a, 2a), whose new,
-        at most half as large, home lies within what the wave before has already moved: reads and writes of a wave never overlap,
-        so each is one ordinary, parallel call.
+        The first elements go through a small temporary. From there on, each wave casts elements [a, 2a). They need at most half their
+        space now, which lies within what the previous wave has already moved. So a wave's reads and writes never overlap, and each wave
+        is one ordinary, parallel call.
         """
         narrow = self.flat.view(dtype)
         total = self.flat.numel()
@@ -187,13 +187,13 @@ class Block:
 
 
 def _take_back(lent: list[Slot]) -> None:
-    """Lend ``lent`` no more, but for what another wrapper has lent since, or this one anew."""
+    """Take back the buffers of ``lent``, except where a wrapper (another, or this one again) has lent something else since."""
     ours = (slot for slot in lent if slot.placed and main_grad.is_lent(slot.param, slot.buffer))
     main_grad.take_back(slot.param for slot in ours)
 
 
 class Buffers:
-    """The slots of an optimizer's parameters. Storage comes with the first gradients, not before."""
+    """The slots of an optimizer's parameters. Storage is allocated with the first gradients, not before."""
 
     def __init__(self, asked: torch.dtype | None, device: torch.device | None):
         self._asked = asked
@@ -201,7 +201,7 @@ class Buffers:
         self.slots: list[Slot] = []
         self.of: dict[Parameter, Slot] = {}
         self.blocks: list[Block] = []
-        self.lent: list[Slot] = []  # those whose layers add by themselves
+        self.lent: list[Slot] = []  # those whose layers add gradients themselves
         weakref.finalize(self, _take_back, self.lent).atexit = False
         self.sharded = False  # is any slot?
         self._checked: tuple | None = None  # what _seen() was at the last check
@@ -221,7 +221,7 @@ class Buffers:
         return fresh
 
     def leave(self, slots: Sequence[Slot]) -> None:
-        """Undo :meth:`add` of the last ones, which cannot be gathered."""
+        """Undo :meth:`add` of the last slots, whose gradients cannot be accumulated."""
         del self.slots[len(self.slots) - len(slots) :]
         for slot in slots:
             del self.of[slot.param]
@@ -232,7 +232,7 @@ class Buffers:
         self.sharded = any(slot.sharded for slot in self.slots)
 
     def allocate(self, slots: Sequence[Slot]) -> None:
-        """Give storage to those of ``slots`` that have none."""
+        """Allocate storage for those of ``slots`` that have none."""
         groups: dict[tuple, list[Slot]] = {}
         for slot in slots:
             if not slot.placed:
@@ -245,7 +245,7 @@ class Buffers:
                 end += padded(local_of(slot.param).numel())
             block = Block(torch.empty(end, dtype=dtype, device=device), home != device)
             ends = [offset + local_of(slot.param).numel() for slot, offset in zip(members, offsets, strict=True)]
-            # What lies between them travels from rank to rank.
+            # Zero the gaps between them, which also travel from rank to rank.
             torch._foreach_zero_([block.flat[i:j] for i, j in zip(ends, [*offsets[1:], end], strict=True)])
             block.written()
             self.blocks.append(block)
@@ -255,12 +255,12 @@ class Buffers:
 
     @property
     def offloaded(self) -> bool:
-        """Are any on another device than their parameter?"""
+        """Are any buffers on another device than their parameter?"""
         return any(block.hidden for block in self.blocks)
 
     @property
     def moved(self) -> bool:
-        """Is any parameter of another dtype or on another device than when it was wrapped?"""
+        """Has any parameter changed its dtype or device since it was wrapped?"""
         return any((slot.param.dtype, slot.param.device) != slot.made_for[:2] for slot in self.slots)
 
     def _seen(self) -> tuple:
@@ -269,7 +269,7 @@ class Buffers:
 
     def check_unchanged(self) -> None:
         """Raises as :meth:`Slot.check_unchanged` does."""
-        # Every step() comes here, so it looks at what nearly always shows a change, and is cheap. The rest shows when a gradient comes.
+        # Every step() calls this, so it compares what is cheap and nearly always shows a change. The rest shows when a gradient arrives.
         if self._seen() != self._checked:
             for slot in self.slots:
                 slot.check_unchanged()
@@ -277,21 +277,21 @@ class Buffers:
         for slot in () if self._device is None else self.slots:
             if slot.offloaded and slot.param.grad is not None:
                 raise RuntimeError(
-                    f"{slot.name}.grad was set by hand, and its gradients are gathered on the {slot.device} (buffer_device); "
+                    f"{slot.name}.grad was set by hand, but its gradients accumulate on the {slot.device} (buffer_device); "
                     "set it to None, or leave buffer_device out"
                 )
 
     def check_gathers(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Raises RuntimeError for a parameter in an optimizer's groups that has no slot: nobody would divide its gradients."""
+        """Raises RuntimeError for a parameter in an optimizer's groups that has no slot: nothing would divide its gradients."""
         found = [p for group in groups for p in group["params"]]
         if len(found) == len(self._in_groups) and all(map(is_, found, self._in_groups)):
-            return  # nearly always, and in half the time
+            return  # nearly always, and in half the time of the loop below
         for g, group in enumerate(groups):
             for i, p in enumerate(group["params"]):
                 if p not in self.of:
                     raise RuntimeError(
                         f"parameter param_groups[{g}]['params'][{i}], of shape {tuple(p.shape)}, was put there after the optimizer was "
-                        "wrapped, and its gradients are not gathered; add it with the wrapper's add_param_group() instead, or, where it "
+                        "wrapped, so its gradients are not accumulated; add it with the wrapper's add_param_group() instead, or, if it "
                         "replaces another, build a new wrapper"
                     )
         self._in_groups = found
@@ -302,5 +302,5 @@ class Buffers:
 
 
 def _set_aside(p: Parameter) -> int:
-    """Random numbers for an add of this parameter: one an element, up to a whole block of 8, so that kernels draw each block once."""
+    """Random numbers for an add of this parameter: one per element, rounded up to blocks of 8, so that kernels draw each block once."""
     return -(-local_of(p).numel() // 8) * 8

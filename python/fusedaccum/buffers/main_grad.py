@@ -1,8 +1,8 @@
 """Layers that add their weights' gradients into a buffer themselves: the protocol of Megatron-LM's and TransformerEngine's.
 
-Whoever owns the buffers marks a parameter with ``grad_added_to_main_grad = False`` and lends it a buffer, ``main_grad``. In backward the
-layer adds the weight's gradient there, sets the mark, and hands autograd a gradient that means nothing; with ``zero_out_wgrad``,
-zeros, to which autograd may have added what came from elsewhere (a tied embedding).
+The owner of the buffers marks a parameter with ``grad_added_to_main_grad = False`` and lends it a buffer, ``main_grad``. In backward the
+layer adds the weight's gradient there, sets the mark, and gives autograd a meaningless gradient; with ``zero_out_wgrad`` it gives
+zeros, to which autograd may have added a gradient from elsewhere (a tied embedding).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def asks(parameter: Tensor) -> bool:
-    """Does the parameter take part?"""
+    """Does the parameter take part in the protocol?"""
     return hasattr(parameter, "grad_added_to_main_grad")
 
 
@@ -29,7 +29,7 @@ def is_lent(parameter: Tensor, buffer: Tensor) -> bool:
 
 
 def take_back(parameters: Iterable[Tensor]) -> None:
-    """Lend nothing any more: the layers then fail, instead of adding to what nobody reads."""
+    """Stop lending: the layers then fail, instead of adding to a buffer that nothing reads."""
     for parameter in parameters:
         if hasattr(parameter, "main_grad"):
             del parameter.main_grad
@@ -41,6 +41,6 @@ def is_marked(parameter: Tensor) -> bool:
 
 
 def unmark(parameter: Tensor) -> bool:
-    """Take the mark away; returns whether what autograd brings is a gradient all the same."""
+    """Remove the mark; returns whether what autograd brings is a gradient nevertheless."""
     parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
     return bool(getattr(parameter, "zero_out_wgrad", False))

@@ -1,8 +1,10 @@
-"""FP32 master weights: the inner optimizer steps these, and the model gets them rounded. Of 16-bit parameters, and where buffers
-are in CPU memory, of all that are elsewhere: there the optimizer's state and step are the CPU's.
+"""FP32 master weights: the inner optimizer steps these, and the model gets them rounded.
 
-Everybody outside (schedulers, checkpoints, logging) finds the model's own parameters in ``param_groups`` and as the keys of
-``state``; the masters stand in their places only while the inner optimizer is at work.
+16-bit parameters have masters. With buffers in CPU memory so do all parameters that are elsewhere, and the optimizer's state and step
+are on the CPU.
+
+Outside code (schedulers, checkpoints, logging) finds the model's own parameters in ``param_groups`` and as the keys of
+``state``; the masters take their places only while the inner optimizer is at work.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ class MasterWeights:
         self._working = False
 
     def add(self, parameters: Iterable[Parameter]) -> None:
-        """Make masters of those that are 16 bits wide, or not where their gradients are."""
+        """Make masters of parameters that are 16 bits wide, or on another device than their gradients."""
         for p in parameters:
             device = self._device or p.device
             if p not in self.of and (p.dtype.itemsize < 4 or p.device != device):
@@ -51,7 +53,7 @@ class MasterWeights:
                 self.of[p], self._model[master], self._seen[p] = master, p, _look(p)
 
     def take_state(self, inner: Optimizer) -> None:
-        """Bring what ``inner`` keeps already to the masters, as its load_state_dict would: Adagrad makes its state in its constructor."""
+        """Make the state that ``inner`` already has fit the masters, as its load_state_dict would: Adagrad's constructor makes one."""
         entries = [(p, master, state.get(p, {})) for state in states_of(inner) for p, master in self.of.items()]
         for p, master, entry in entries:
             for key, value in entry.items():
@@ -63,7 +65,7 @@ class MasterWeights:
                     entry[key] = value.to(master.device)
 
     def watch(self, inner: Optimizer) -> None:
-        """:meth:`take_state` whenever somebody loads a state into ``inner`` itself, which PyTorch then casts to the model's dtypes."""
+        """Call :meth:`take_state` whenever a state is loaded into ``inner`` itself: PyTorch casts that to the model's dtypes."""
         alive = weakref.ref(self)
 
         def loaded(optimizer: Optimizer) -> None:
@@ -72,13 +74,13 @@ class MasterWeights:
                 masters.take_state(optimizer)
 
         for optimizer in _all(inner):
-            # Optimizers that hand all to another one need not have PyTorch's hooks.
+            # Optimizers that delegate everything to another one may lack PyTorch's hooks.
             if hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):
                 weakref.finalize(self, optimizer.register_load_state_dict_post_hook(loaded).remove).atexit = False
 
     @contextmanager
     def at_work(self, inner: Optimizer, slots: Iterable[Slot] = ()) -> Iterator[None]:
-        """Within, the inner optimizer's groups and state hold the masters, and those of ``slots`` their gradients."""
+        """Within the block, the inner optimizer's groups and state hold the masters, and the masters of ``slots`` their gradients."""
         if self._working or not self.of:  # a step hook may call the wrapper
             yield
             return
@@ -96,7 +98,7 @@ class MasterWeights:
             _exchange(inner, self._model)
 
     def take_gradients(self, slots: Iterable[Slot]) -> None:
-        """Give the masters of ``slots`` their gradients, where these are not what they were given before."""
+        """Give the masters of ``slots`` their gradients, unless they were given the same ones before."""
         for slot in slots:
             grad = slot.stepped_grad
             if slot.param in self.of and grad is not self._lent.get(slot, (None, None))[0]:
@@ -114,11 +116,10 @@ class MasterWeights:
 
     @torch.no_grad()
     def follow_model(self) -> None:
-        """Take over what others wrote into the model since the last :meth:`write_back` (loaded weights, say).
+        """Take over what other code has written into the model since the last :meth:`write_back` (such as loaded weights).
 
-        Told by the parameters' versions and memory, so writes into ``p.data`` go unseen. Where the parameter still is its master,
-        rounded, the master keeps its FP32 bits: so the order in which a model's and
-        an optimizer's checkpoint are loaded does not matter.
+        The parameters' versions and memory tell, so writes into ``p.data`` go unnoticed. Where a parameter still equals its rounded
+        master, the master keeps its FP32 bits: so a model's and an optimizer's checkpoint can be loaded in either order.
         """
         for p, master in self.of.items():
             master.requires_grad = p.requires_grad  # somebody may have frozen it since, or unfrozen
@@ -142,7 +143,7 @@ class MasterWeights:
                 self._seen[p] = _look(p)
 
     def load(self, masters: dict[Parameter, Tensor]) -> None:
-        """Copy saved masters in."""
+        """Load saved masters."""
         with torch.no_grad():
             for p, saved in masters.items():
                 self.of[p].copy_(saved)
@@ -150,7 +151,7 @@ class MasterWeights:
 
 
 def _look(p: Parameter) -> tuple[int, int]:
-    """What shows that somebody has written to a parameter, or (vector_to_parameters does) given it other memory."""
+    """What changes when a parameter is written to, or gets other memory (as from vector_to_parameters)."""
     return p._version, p.data_ptr()
 
 

@@ -1,4 +1,4 @@
-"""Squared norms that came free with the adds: which of them are still true, and what is left to be measured."""
+"""Squared norms that came free with the adds: which of them still hold, and what is left to measure."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class SquaredNorms:
         self._readings: dict[Slot, _Reading] = {}
 
     def record(self, stats: ops.Stats, slots: Iterable[Slot], divisor: Scalar) -> None:
-        """``stats`` were taken over the buffers of ``slots``, after the call."""
+        """Record ``stats``, which were taken over the buffers of ``slots`` after the call."""
         reading = _Reading(stats.sq_norm, divisor, set(slots))
         for slot in reading.covers:
             self._readings[slot] = reading
 
     def forget(self, slots: Iterable[Slot]) -> None:
-        """The buffers of ``slots`` have changed: what was read of them is not true any more."""
+        """Forget the readings of ``slots``, whose buffers have changed."""
         if self._readings:
             for slot in slots:
                 self._readings.pop(slot, None)
@@ -43,7 +43,7 @@ class SquaredNorms:
         self._readings.clear()
 
     def forget_block(self, block: Block) -> None:
-        """Somebody has written into ``block``."""
+        """Forget the readings of all slots in ``block``, which somebody has written to."""
         self.forget([slot for slot in self._readings if slot.block is block])
 
     def total(self, slots: Iterable[Slot], backend: str) -> Tensor:
@@ -51,7 +51,7 @@ class SquaredNorms:
         slots = list(slots)
         wanted = set(slots)
         known = dict.fromkeys(self._readings[slot] for slot in slots if slot in self._readings)
-        # One that covers more than is asked for, or a buffer written since by somebody else, does not count.
+        # A reading does not count if it covers more than is asked for, or a buffer that other code has written to since.
         readings = [reading for reading in known if self._still_true(reading, wanted)]
         covered = set().union(*(reading.covers for reading in readings))
         missing: dict[tuple, list[Slot]] = {}
@@ -66,7 +66,7 @@ class SquaredNorms:
         return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=device)
 
     def save(self) -> list[dict[str, Any]]:
-        """The readings as plain values, slots by their index: sums of squares depend on what was summed together."""
+        """The readings as plain values, slots by index: the bits of a sum of squares depend on what was summed together."""
         return [
             {"sq_norm": r.sq_norm.clone(), "divisor": r.divisor, "covers": sorted(slot.index for slot in r.covers)}
             for r in dict.fromkeys(self._readings.values())
@@ -74,7 +74,7 @@ class SquaredNorms:
         ]
 
     def load(self, saved: list[dict[str, Any]], slots: Sequence[Slot]) -> None:
-        """What :meth:`save` returned."""
+        """Load what :meth:`save` returned."""
         for entry in saved:
             stats = ops.Stats(entry["sq_norm"].clone(), torch.zeros((), dtype=torch.int64))
             self.record(stats, [slots[i] for i in entry["covers"]], entry["divisor"])

@@ -1,8 +1,8 @@
 """Buffers in CPU memory for parameters on another device: a ring of pinned memory between the two, and a thread that adds.
 
 A gradient is packed into the ring's half on its device, in the order of the current stream, and may then be freed or
-overwritten. From there it leaves on a stream of its own while backward goes on, and the CPU's kernels add it when it has arrived.
-What gradients take on the device is bounded by the ring, whatever the model's size.
+overwritten. It leaves the device on a separate stream while backward continues, and the CPU's kernels add it once it has arrived.
+The ring bounds the memory that gradients take on the device, whatever the model's size.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ..scalars import Scalar
 from .buffers import is_dense
 
 STAGES = 3  # one that fills, one on its way, one that is being added
-STAGE_BYTES = 32 << 20  # a power of two, to which PyTorch rounds pinned memory up
-LINE = 64  # bytes: what starts in a stage starts at a cache line
+STAGE_BYTES = 32 << 20  # a power of two, because PyTorch rounds pinned memory up to one
+LINE = 64  # bytes: everything in a stage starts at a cache line
 HEAD = 2 * LINE  # of a stage: a line for each of two numbers
 
 
@@ -32,10 +32,10 @@ class Stage:
     def __init__(self, device: torch.device):
         self.here = torch.empty(STAGE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
         self.there = torch.empty(STAGE_BYTES, dtype=torch.uint8, device=device)
-        self.busy: Future | torch.Event | None = None  # what uses it still
+        self.busy: Future | torch.Event | None = None  # what still uses it
 
     def wait(self) -> None:
-        """Until nobody uses it."""
+        """Wait until nothing uses it."""
         if isinstance(self.busy, Future):
             self.busy.result()
         elif self.busy is not None:
@@ -50,7 +50,7 @@ def view(memory: Tensor, begin: int, count: int, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Cut:
-    """Elements [begin, end) of a list's tensor, in the order of memory, and where in a stage they lie, in bytes."""
+    """Elements [begin, end) of a tensor of a list, in the order of memory, and where in a stage they lie, in bytes."""
 
     tensor: int
     begin: int
@@ -69,7 +69,7 @@ class Cut:
 
 
 def loads(tensors: Sequence[Tensor]) -> Iterator[tuple[list[Cut], int]]:
-    """The elements of all tensors, in order, in lists that fit into a stage, and the bytes that they fill."""
+    """Cut all tensors, in order, into lists that fit into a stage; yields each list and the bytes that it fills."""
     load: list[Cut] = []
     used = HEAD
     for number, tensor in enumerate(tensors):
@@ -87,14 +87,14 @@ def loads(tensors: Sequence[Tensor]) -> Iterator[tuple[list[Cut], int]]:
 
 
 def laid_out(tensor: Tensor, like: Tensor) -> Tensor:
-    """``tensor`` with the strides of the dense ``like``: itself, where it has them."""
+    """``tensor`` with the strides of the dense ``like``: itself, if it has them."""
     if (tensor.stride() == like.stride() or tensor.numel() < 2) and not tensor._is_zerotensor():
         return tensor
     return torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def recorded(device: torch.device) -> torch.Event:
-    """An event on the current stream; where PyTorch can, one that does not keep a processor busy to be waited for."""
+    """An event on the current stream; where PyTorch can, one that keeps no processor busy while it is waited for."""
     if device.type == "cuda":
         blocking = torch.cuda.Event(blocking=True)
         blocking.record(torch.cuda.current_stream(device))  # older versions take no torch.Stream
@@ -111,7 +111,7 @@ class Offload:
         self._rings: dict[torch.device, list[Stage]] = {}
         self._streams: dict[torch.device, torch.Stream] = {}
         self._thread = ThreadPoolExecutor(1, "fusedaccum-offload")
-        self._last: Future | None = None  # of what the thread was given
+        self._last: Future | None = None  # the last work that the thread was given
         self._failure: BaseException | None = None
 
     def accumulate_(
@@ -128,14 +128,14 @@ class Offload:
     ) -> None:
         """:func:`ops.accumulate_` into dense ``buffers`` in CPU memory, of ``grads`` and scalars on one device; ``stats`` must be zeros.
 
-        Gradients are read in the order of the current stream. The buffers and ``stats`` are written by the time that :meth:`wait`
-        returns. Waits where the ring is full. Broken off in the middle, it leaves a failure for :meth:`wait`.
+        Gradients are read in the order of the current stream. The buffers and ``stats`` have been written when :meth:`wait`
+        returns. Waits if the ring is full. If an exception breaks it off in the middle, :meth:`wait` raises.
         """
         device = grads[0].device
         ring = self._ring(device)
         stream = self._streams.get(device) or self._streams.setdefault(device, torch.Stream(device))
         begun = False
-        fitting: dict[int, Tensor] = {}  # of the load at hand, elements in the order of their buffers' memory
+        fitting: dict[int, Tensor] = {}  # the current load's gradients, laid out like their buffers
         try:
             for load, used in loads(grads):
                 stage = _free_stage(ring)
@@ -165,7 +165,7 @@ class Offload:
     def cast_(self, outs: Sequence[Tensor], ins: Sequence[Tensor], *, backend: str) -> None:
         """:func:`ops.cast_` of ``ins`` in CPU memory to ``outs`` on one device.
 
-        ``ins`` may be overwritten when it returns; the outputs are there for the current stream, which nobody waits for.
+        ``ins`` may be overwritten when it returns; the outputs are ready for the current stream, which it does not wait for.
         """
         device = outs[0].device
         ring = self._ring(device)
@@ -183,7 +183,7 @@ class Offload:
                 out.copy_(filled)
 
     def soon(self, work: Callable[[], None]) -> Future:
-        """Have ``work`` done by the thread, after all that it was given before."""
+        """Have the thread do ``work``, after all that it was given before."""
 
         def guarded() -> None:
             try:
@@ -201,33 +201,33 @@ class Offload:
         return self._failure is not None
 
     def check(self) -> None:
-        """Raises RuntimeError where the thread is known to have failed, until :meth:`forget_failure`; does not wait for it."""
+        """Raises RuntimeError if the thread is known to have failed, until :meth:`forget_failure`; does not wait for it."""
         if self._failure is not None:
             raise RuntimeError(
                 "gradients could not be added to the buffers in CPU memory, so what the open window holds is not their sum; "
-                "call opt.reset() to drop it, then go on"
+                "call opt.reset() to drop it, then continue"
             ) from self._failure
 
     def wait(self) -> None:
-        """Until the thread has done everything; raises as :meth:`check` does."""
+        """Wait until the thread has done everything; raises as :meth:`check` does."""
         if self._last is not None:
             self._last.result()
             self._last = None
         self.check()
 
     def forget_failure(self) -> None:
-        """What the buffers hold does not matter any more."""
+        """Forget any failure, because what the buffers hold no longer matters."""
         if self._last is not None:
             self._last.result()
         self._failure = None
 
     def _ring(self, device: torch.device) -> list[Stage]:
-        """Made with the first gradients, before anything is added."""
+        """The device's ring, made with the first gradients, before anything is added."""
         return self._rings.get(device) or self._rings.setdefault(device, [Stage(device) for _ in range(STAGES)])
 
 
 def _free_stage(ring: list[Stage]) -> Stage:
-    """The stage that was used longest ago, when nobody uses it any more."""
+    """The stage that was used longest ago, once nothing uses it any more."""
     ring[0].wait()
     ring.append(ring.pop(0))
     return ring[-1]
@@ -250,7 +250,7 @@ def _add(
 
 
 def _number(scalar: Scalar, place: int, stage: Stage) -> Scalar:
-    """A number, or where a device has it, the place in pinned memory that it arrives at with the gradients."""
+    """The number; if it is on a device, the place in pinned memory where it arrives with the gradients."""
     if not isinstance(scalar, Tensor) or scalar.device.type == "cpu":
         return scalar
     view(stage.there, place, 1, scalar.dtype).copy_(scalar.view(1))

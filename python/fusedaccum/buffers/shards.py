@@ -1,7 +1,7 @@
 """Parameters that are shards (DTensors): of FSDP2's fully_shard (:mod:`fusedaccum.ranks.fsdp2`), or of tensor parallelism.
 
-What is gathered is the local shard. ``p.grad`` shows it as the DTensor that it is part of. FSDP2 adds to a ``p.grad`` that is there
-by itself, in place and without a weight; so it finds none: during backward ``p.grad`` is hidden.
+What accumulates is the local shard; ``p.grad`` shows it as the DTensor that it is part of. FSDP2 itself adds to an existing ``p.grad``,
+in place and without a weight, so ``p.grad`` is hidden from it during backward.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ def is_shard(tensor: Tensor) -> bool:
 
 
 def fsdp1(name: str) -> str:
-    """What is wrong with this parameter, where :func:`is_flattened`, and what to do."""
+    """The error message for a parameter that :func:`is_flattened`."""
     return (
-        f"parameter {name} is in a FullyShardedDataParallel module (FSDP1), whose gradients never pass where they could be weighed and "
-        "added; use FSDP2, torch.distributed.fsdp.fully_shard(model)"
+        f"parameter {name} is in a FullyShardedDataParallel module (FSDP1), whose gradients never pass through a place where they could "
+        "be weighted and added; use FSDP2, torch.distributed.fsdp.fully_shard(model)"
     )
 
 
 def is_flattened(tensor: Tensor) -> bool:
-    """Has FSDP1 made it a part of a flat parameter, or is it one? (Its mark.)"""
+    """Is it a part of a flat parameter of FSDP1, or a flat parameter? (FSDP1 marks both.)"""
     return getattr(tensor, "_fsdp_flattened", False)
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """The part of a tensor that is here: a DTensor's shard."""
+    """The part of a tensor on this rank: a DTensor's shard."""
     return tensor.to_local() if is_shard(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def local_gradient(grad: Tensor, parameter: Tensor) -> Tensor:
-    """A gradient's part that belongs to the parameter's shard here; adds it up over the ranks where they hold parts of the sum."""
+    """The part of a gradient that belongs to this rank's shard of the parameter; summed over the ranks if they hold parts of the sum."""
     if not is_shard(grad):
         return grad
     if grad.placements != parameter.placements:  # type: ignore[attr-defined]
@@ -54,7 +54,7 @@ def local_gradient(grad: Tensor, parameter: Tensor) -> Tensor:
 
 
 def added_up(grad: Tensor) -> Tensor:
-    """A gradient's part that is here; of parts of a sum, the sum over the ranks."""
+    """The part of a gradient on this rank; if the ranks hold parts of a sum, their sum."""
     if not is_shard(grad):
         return grad
     placements = [Replicate() if p.is_partial() else p for p in grad.placements]  # type: ignore[attr-defined]
@@ -62,7 +62,7 @@ def added_up(grad: Tensor) -> Tensor:
 
 
 def whole(local: Tensor, parameter: Any) -> Tensor:
-    """The DTensor, laid out as ``parameter``, that ``local`` is the part of here; shares its memory."""
+    """The DTensor, laid out as ``parameter``, whose part on this rank is ``local``; shares its memory."""
     return DTensor.from_local(
         local,
         parameter.device_mesh,
@@ -74,7 +74,7 @@ def whole(local: Tensor, parameter: Any) -> Tensor:
 
 
 class ShardHolder:
-    """``p.grad`` of a shard: its local part, for whoever gathers it, and the whole DTensor for everybody else."""
+    """``p.grad`` of a shard: the local part for the code that accumulates it, the whole DTensor for everything else."""
 
     def __init__(self, parameter: Parameter):
         self._parameter = parameter
@@ -105,7 +105,7 @@ class ShardHolder:
             self._parameter.grad, self._hidden = self.whole, False
 
     def take(self) -> Tensor | None:
-        """What FSDP2 has put into ``p.grad``, its local part; None if that is ours."""
+        """The local part of what FSDP2 has put into ``p.grad``; None if that is ours."""
         now = self._parameter.grad
         if now is None or now is self.whole:
             return None
@@ -114,7 +114,7 @@ class ShardHolder:
 
 
 def sum_over_shards(value: Tensor, slot: Slot) -> Tensor:
-    """``value`` of the local shards, added up over the ranks that hold others; those that hold the same ones are not counted twice."""
+    """``value`` of the local shards, summed over the ranks that hold others; ranks that hold the same shards are not counted twice."""
     mesh, placements = slot.param.device_mesh, slot.param.placements  # type: ignore[attr-defined]
     for dimension, placement in enumerate(placements):
         if not placement.is_replicate():
@@ -123,9 +123,9 @@ def sum_over_shards(value: Tensor, slot: Slot) -> Tensor:
 
 
 def sum_over_meshes(number: int, slots: Iterable[Slot], ranks: int) -> int:
-    """``number``, added up over all ranks that hold parts of these; waits for them.
+    """``number``, summed over all ranks that hold parts of these slots; waits for them.
 
-    Not where they are no more than the ``ranks`` that have done so.
+    ``ranks``: over how many it has been summed already. A mesh of no more ranks than that is left out.
     """
     meshes = {slot.param.device_mesh: None for slot in slots if slot.sharded}  # type: ignore[attr-defined]
     for mesh in meshes:
@@ -138,7 +138,7 @@ def sum_over_meshes(number: int, slots: Iterable[Slot], ranks: int) -> int:
 
 
 def least_over_meshes(number: int, slots: Iterable[Slot]) -> int:
-    """The smallest of such numbers on the ranks that hold parts of these; waits for them."""
+    """The smallest ``number`` on the ranks that hold parts of these slots; waits for them."""
     for mesh in {slot.param.device_mesh: None for slot in slots if slot.sharded}:  # type: ignore[attr-defined]
         least = torch.tensor(number, device=mesh.device_type)
         for dimension in range(mesh.ndim):
@@ -148,5 +148,5 @@ def least_over_meshes(number: int, slots: Iterable[Slot]) -> int:
 
 
 def alike(slot: Slot) -> tuple | None:
-    """A key under which the shards meet whose norms can be added up together."""
+    """A key shared by the shards whose norms can be added up together."""
     return (slot.param.device_mesh, slot.param.placements) if slot.sharded else None  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The sums in the buffers, which ``p.grad`` shows: kept true whatever others do to it, and made the window's gradient at its end."""
+"""The sums in the buffers, which ``p.grad`` shows: kept right whatever other code does to it, and made the window's gradient at its end."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Sums:
         buffer_dtype, buffer_device, backend: as :class:`~fusedaccum.AccumulatingOptimizer` has them.
 
     Attributes:
-        changed_by_user: has somebody else written to the window's sums?
-        states: those of an optimizer that may keep ``p.grad`` itself, and not a copy.
-        owned_apart: do ranks step a part of the parameters each? over_owners: the sum over such ranks.
+        changed_by_user: has other code written to the window's sums?
+        states: the states of an optimizer that may keep ``p.grad`` itself instead of a copy.
+        owned_apart: does each rank step only a part of the parameters? over_owners: sums over such ranks.
     """
 
     def __init__(self, buffer_dtype: torch.dtype | None, buffer_device: torch.device | None, backend: str):
@@ -59,12 +59,12 @@ class Sums:
                 slot.show(slot.buffer)
 
     def check(self) -> None:
-        """Raises RuntimeError where a parameter has changed, or its gradients could not be added."""
+        """Raises RuntimeError if a parameter has changed, or gradients could not be added."""
         self.buffers.check_unchanged()
         self.offload.check()
 
     def check_shown(self, why: str, instead: str) -> None:
-        """Raises RuntimeError where ``p.grad`` does not show the sums, or not all."""
+        """Raises RuntimeError if ``p.grad`` does not show the sums, or not all of them."""
         if self.buffers.offloaded:
             raise RuntimeError(f"{why}, which is None with buffer_device='cpu'; {instead}, or leave buffer_device out")
         if self.owned_apart:
@@ -72,20 +72,20 @@ class Sums:
 
     @property
     def half_written(self) -> bool:
-        """Has a call that raised written some of what it was to write?"""
+        """Has a call that raised written some of what it should have written?"""
         return self.offload.failed or not all(block.untouched_by_user for block in self.buffers.blocks)
 
     # -- what others do to p.grad ------------------------------------------------------------------------------
 
     def adopt_all(self, slots: Sequence[Slot]) -> None:
-        """:meth:`adopt` every slot; at once where, as nearly always, nobody else has touched any."""
+        """:meth:`adopt` every slot; returns immediately if, as nearly always, no other code has touched any."""
         untouched = all(block.untouched_by_user for block in self.buffers.blocks)
         if not (untouched and all(slot.holder.grad is slot.shown for slot in slots)):
             for slot in slots:
                 self.adopt(slot)
 
     def adopt(self, slot: Slot) -> None:
-        """Take over what somebody else has put into ``p.grad``, as part of the running sum; notice what was taken away."""
+        """Take over what other code has put into ``p.grad``, as part of the running sum; notice what it has taken away."""
         if slot.placed:
             self.notice_writes(slot)
         grad, shown = slot.holder.grad, slot.shown
@@ -96,14 +96,14 @@ class Sums:
             slot.shown = None
             self.warn_dropped(
                 f"{slot.name}.grad",
-                "what the window had gathered for such parameters is dropped. opt.zero_grad() keeps it; opt.reset() drops the whole window",
+                "what the window had accumulated for such parameters is dropped. opt.zero_grad() keeps it; opt.reset() drops the window",
             )
             return
         if grad.layout is not torch.strided:
             raise RuntimeError(f"{slot.name}.grad is {grad.layout}; only dense gradients can be accumulated")
         self.place([slot])
         if self._is_ours(grad):
-            # In our own storage: a view of some p.grad, two that were swapped. All such get memory of their own first.
+            # In our own storage: a view of some p.grad, or two that were swapped. First, all such gradients get memory of their own.
             for other in self.buffers.slots:
                 theirs = other.holder.grad
                 if theirs is not None and theirs is not other.shown and self._is_ours(theirs):
@@ -120,8 +120,9 @@ class Sums:
 
     @torch.no_grad()
     def bring_back(self) -> None:
-        """Into its block goes a buffer that lies elsewhere, or otherwise than its parameter: somebody has assigned ``p.grad.data``, as
-        ``model.to(...)`` does, which may also have turned the parameter's dimensions round.
+        """Move buffers back into their blocks, if they lie elsewhere or are laid out unlike their parameters.
+
+        This happens when ``p.grad.data`` is assigned, as ``model.to(...)`` does, which may also have changed the parameter's strides.
         """
         for slot in self.buffers.slots:
             if slot.placed and (slot.relaid or slot.buffer.data_ptr() != slot.address):
@@ -135,24 +136,24 @@ class Sums:
 
     @property
     def taken_away(self) -> bool:
-        """Is there nothing left in any ``p.grad`` of what was gathered?"""
+        """Has all that had been accumulated been taken out of every ``p.grad``?"""
         shown = [slot for slot in self.buffers.slots if slot.shown is not None]
         return bool(shown) and all(slot.holder.grad is None for slot in shown)
 
     def _is_ours(self, grad: Tensor) -> bool:
-        memory = grad.untyped_storage().data_ptr()  # 0 where there is no element
+        memory = grad.untyped_storage().data_ptr()  # 0 if there are no elements
         return memory != 0 and any(memory == block.flat.untyped_storage().data_ptr() for block in self.buffers.blocks)
 
     def warn_dropped(self, which: str, so: str) -> None:
         if not self._warned_dropped:
             self._warned_dropped = True
-            message = f"{which} was set to None inside an open window (by model.zero_grad()?): {so}. Said once."
+            message = f"{which} was set to None inside an open window (by model.zero_grad()?): {so}. (Further cases are not reported.)"
             warn(message)
 
     # -- the window's ends -------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Start from nothing: the gradients of the window before, still shown, go; the user's own stay, to be adopted."""
+        """Start from nothing: drop the previous window's gradients, which are still shown; the user's own stay, to be adopted."""
         memory = [(block.flat.data_ptr(), block.flat.data_ptr() + block.flat.nbytes) for block in self.buffers.blocks]
         for state in self.states():
             _set_apart(state, memory)
@@ -161,18 +162,18 @@ class Sums:
                 slot.holder.grad = None
             slot.shown, slot.divisor = None, 1.0
         for block in self.buffers.blocks:
-            block.written()  # what somebody wrote to the window before is gone with it
+            block.written()  # what somebody wrote to the previous window is gone with it
         self.changed_by_user = False
         self.norms.forget_all()
         self.offload.forget_failure()
 
     def clear(self) -> None:
-        """Take every gradient out of ``p.grad``, whoever put it there."""
+        """Remove every gradient from ``p.grad``, whoever put it there."""
         for slot in self.buffers.slots:
             slot.holder.grad = slot.shown = None
 
     def shown_as_is(self) -> None:
-        """Whatever ``p.grad`` is now belongs to the window that has closed, also where a step hook has replaced it."""
+        """Take whatever ``p.grad`` is now to belong to the window that has closed, even if a step hook has replaced it."""
         for slot in self.buffers.slots:
             slot.shown = slot.holder.grad
 
@@ -196,10 +197,10 @@ class Sums:
         self.written(slots, 1.0)
 
     def sq_norm(self, slots: Sequence[Slot]) -> Tensor:
-        """Sum of squares of the sums of ``slots``; free where the last adds have measured it. Shards are summed over their ranks."""
+        """Sum of squares of the sums of ``slots``; free if the last adds have measured it. Shards are summed over their ranks."""
         if not self.buffers.sharded:
             return self.over_owners(self.norms.total(slots, self._backend))
-        # The same on all ranks.
+        # The same groups, in the same order, on all ranks.
         groups: dict[tuple | None, list[Slot]] = {alike(slot): [] for slot in self.buffers.slots}
         for slot in slots:
             groups[alike(slot)].append(slot)
@@ -232,7 +233,7 @@ class Sums:
         return sum(int(ops.stats(batch, backend=self._backend).nonfinite) for batch in by_device.values())
 
     def divide_(self, slots: Sequence[Slot], divisor: Scalar, coef: Scalar = 1.0) -> None:
-        """Make each buffer ``coef * sum / divisor``: one pass, and none where that changes nothing."""
+        """Make each buffer ``coef * sum / divisor``: one pass, or none if that changes nothing."""
         calls: dict[tuple, list[Slot]] = {}
         for slot in slots:
             calls.setdefault((slot.device, identity(slot.divisor)), []).append(slot)
@@ -244,7 +245,7 @@ class Sums:
 
     @contextmanager
     def brought(self, slots: Sequence[Slot]) -> Iterator[None]:
-        """Within, ``p.grad`` of offloaded ``slots`` is a copy of what their buffers show, on the parameters' device."""
+        """Within the block, ``p.grad`` of offloaded ``slots`` is a copy of what their buffers show, on the parameters' device."""
         by_device: dict[torch.device, list[Slot]] = {}
         for slot in slots:
             by_device.setdefault(slot.param.device, []).append(slot)
