@@ -381,23 +381,25 @@ def refused(rank, path):
     before = contents(module, opt)
 
     other = nn.Sequential(nn.Linear(12, 41), nn.Linear(41, 3))
-    with pytest.raises(ValueError, match=r"of 7 parameters and the optimizer has 4; another model's"):
+    with pytest.raises(ValueError, match=r"has 7 parameters and the optimizer has 4; is it another model's"):
         load(path / "one", other, wrapped(other, process_group=dist.group.WORLD))
     shaped = made()
     shaped.second = nn.Linear(40, 4, bias=False)
-    with pytest.raises(ValueError, match=r"shape \(3, 40\) for parameter .*, which is \(4, 40\); another model's"):
+    with pytest.raises(
+        ValueError, match=r"shape \(3, 40\) for parameter .*, which is \(4, 40\); is it another model's"
+    ):
         load(path / "one", shaped, wrapped(shaped, process_group=dist.group.WORLD))
     with pytest.raises(ValueError, match=r"accum_steps=4, and this wrapper has accum_steps=5"):
         load(path / "one", *job("plain", accum_steps=5))
     with pytest.raises(ValueError, match=r"reduction=mean, and this wrapper has reduction=sum"):
         load(path / "one", *job("plain", accum_steps=4, reduction="sum"))
     with pytest.raises(
-        ValueError, match=r"window holds 4 micro-batches, and here it closes with 1 x 4 .*accum_steps=5"
+        ValueError, match=r"window holds 4 micro-batches, but here it closes after 1 x 4 .*accum_steps=5"
     ):
         load(path / "one", *job("alone", accum_steps=4))
-    with pytest.raises(ValueError, match=r"holds 2 DistributedStates \['a', 'b.c'\]; say which: key="):
+    with pytest.raises(ValueError, match=r"holds 2 DistributedStates \['a', 'b.c'\]; choose one: key="):
         dcp.load({"a": fa.DistributedState(opt, path / "two")}, checkpoint_id=path / "two")
-    with pytest.raises(ValueError, match=r"key='d' is no DistributedState"):
+    with pytest.raises(ValueError, match=r"key='d' is not a DistributedState"):
         dcp.load({"d": fa.DistributedState(opt, path / "two", key="d")}, checkpoint_id=path / "two")
     dcp.load({"a": fa.DistributedState(opt, path / "two", key="a")}, checkpoint_id=path / "two")
     with pytest.raises(RuntimeError, match=r"DistributedState\(opt, path\)"):
@@ -417,7 +419,7 @@ def refused(rank, path):
     assert_equal(contents(module, opt), before)
     module, opt = job("plain")
     train(module, opt, "plain", 0, 3)  # two for the first rank, one for the second
-    with pytest.raises(ValueError, match=r"have gathered \[2, 1\] micro-batches in the open window"):
+    with pytest.raises(ValueError, match=r"have accumulated \[2, 1\] micro-batches in the open window"):
         save(path / "three", module, opt)
 
 

@@ -1,1 +1,1 @@
-"""The open window, buffers included, saved and loaded: by one process, or by many and for another number of them."""
+"""Saving and loading the open window, buffers included: by one process, or by many, for the same or another number of them."""

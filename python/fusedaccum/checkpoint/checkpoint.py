@@ -21,7 +21,7 @@ Record = TypeVar("Record", Window, MicroBatch)
 
 
 def save(opt: AccumulatingOptimizer) -> dict[str, Any]:
-    """Everything needed to go on bit-identically, as tensors and plain values; parameters by their position."""
+    """Everything needed to continue bit-identically, as tensors and plain values; parameters by position."""
     sums, ledger, accumulator = opt._sums, opt._ledger, opt._gathering.accumulator
     ranks, adaptive = opt._gathering.ranks, opt.settings.schedule.adaptive
     ranks.take_back()
@@ -58,7 +58,7 @@ def save(opt: AccumulatingOptimizer) -> dict[str, Any]:
 
 
 def window_settings(opt: AccumulatingOptimizer) -> dict[str, Any]:
-    """What must be the same where an open window goes on, as plain values."""
+    """The settings that must be the same for an open window to continue, as plain values."""
     settings = opt.settings
     steps = settings.schedule.accum_steps
     return {
@@ -84,7 +84,7 @@ def plain(record: Window | MicroBatch) -> dict[str, Any]:
 
 
 def restored(kind: type[Record], saved: dict[str, Any]) -> Record:
-    """What :func:`plain` was given."""
+    """The record that :func:`plain` was given."""
     loss = None if saved["loss"] is None else Loss(saved["loss"], saved["raw_loss"])
     return kind(**{k: v for k, v in saved.items() if k != "raw_loss"} | {"loss": loss})
 
@@ -95,28 +95,29 @@ def _saved(slot: Slot) -> dict[str, Any]:
 
 
 def check(opt: AccumulatingOptimizer, own: dict[str, Any]) -> None:
-    """Raises ValueError when ``own`` was saved by a wrapper whose window this one cannot go on with."""
+    """Raises ValueError if ``own`` was saved by a wrapper whose window this one cannot continue."""
     if own.get("format") != FORMAT:
         raise ValueError(
-            f"the checkpoint's {KEY!r} part is of format {own.get('format')!r}, and this version of fusedaccum reads {FORMAT}; use the "
+            f"the checkpoint's {KEY!r} part has format {own.get('format')!r}, and this version of fusedaccum reads {FORMAT}; use the "
             "version that wrote it"
         )
     slots = opt._sums.buffers.slots
     if len(own["shapes"]) != len(slots):
         raise ValueError(
-            f"the checkpoint is of {len(own['shapes'])} parameters and the optimizer has {len(slots)}; another model's?"
+            f"the checkpoint has {len(own['shapes'])} parameters and the optimizer has {len(slots)}; is it another model's?"
         )
     for slot, shape in zip(slots, own["shapes"], strict=True):
         if tuple(shape) != tuple(slot.param.shape):
             raise ValueError(
-                f"the checkpoint has shape {tuple(shape)} for parameter {slot.name}, which is {tuple(slot.param.shape)}; another model's?"
+                f"the checkpoint has shape {tuple(shape)} for parameter {slot.name}, which is {tuple(slot.param.shape)}; is it another "
+                "model's?"
             )
     opt._gathering.statistics.check(own["batch_statistics"])
     mine, rank = window_settings(opt), own["settings"]["rank"]
     if own["settings"]["shard"] and mine["rank"] != rank:
         raise ValueError(
-            f"the checkpoint is of shard=True and holds what rank {rank} steps, which this one is not; load on every rank, of as many, "
-            "what it has saved itself"
+            f"the checkpoint was saved with shard=True and holds what rank {rank} steps, which this rank is not; load on every rank what "
+            "it saved itself, with the same number of ranks"
         )
     if own["micro_batch"] is None and (own["window"] is None or own["window"]["micro_batches"] == 0):
         return
@@ -124,8 +125,8 @@ def check(opt: AccumulatingOptimizer, own: dict[str, Any]) -> None:
         saved = own["settings"][name]
         if name == "rank" and saved != mine[name]:
             raise ValueError(
-                f"the checkpoint holds the sums that rank {saved} has gathered in an open window, and this is rank {mine[name]} (None: "
-                "without process_group); load on every rank what it has saved itself, or save at a window's end"
+                f"the checkpoint holds what rank {saved} has accumulated in an open window, and this is rank {mine[name]} (None: "
+                "without process_group); load on every rank what it saved itself, or save at a window's end"
             )
         if saved != mine[name]:
             raise ValueError(
@@ -136,7 +137,7 @@ def check(opt: AccumulatingOptimizer, own: dict[str, Any]) -> None:
 
 @torch.no_grad()
 def load(opt: AccumulatingOptimizer, own: dict[str, Any]) -> None:
-    """Put a checked checkpoint in; the window must be empty."""
+    """Load a checked checkpoint; the window must be empty."""
     sums, slots = opt._sums, opt._sums.buffers.slots
     window, micro = own["window"], own["micro_batch"]
     opt._ledger.restore(

@@ -1,9 +1,9 @@
 """A wrapper's state for ``torch.distributed.checkpoint``, which writes it from all ranks and reads it back on any number of them.
 
-Written are tensors under names that tell what they are of, ``state.<parameter>.<name>``, ``masters.<parameter>`` and, of an open
-window, ``sums.<parameter>.<rank>``, and one header with all plain values of all ranks. A shard is part of one tensor that all ranks
-write. Sums that the ranks hold apart stay apart: so no sum is sent for a checkpoint, the same number of ranks goes on bit for bit, and
-another number of ranks adds up what falls to each.
+It writes tensors under names that say what they belong to, ``state.<parameter>.<name>``, ``masters.<parameter>`` and, for an open
+window, ``sums.<parameter>.<rank>``, and one header with the plain values of all ranks. A shard is part of one tensor that all ranks
+write. Sums that ranks hold separately stay separate: so no sum is sent for a checkpoint, the same number of ranks continues bit for bit,
+and with another number each rank adds up its share.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ..optimizer import AccumulatingOptimizer
 
 HEADER = "fusedaccum"
-TENSORS = {"buffers", "masters", "shapes", "format"}  # of what checkpoint.save() returns: not a rank's own plain values
+TENSORS = {"buffers", "masters", "shapes", "format"}  # what checkpoint.save() returns beside a rank's own plain values
 
 
 class DistributedState:
@@ -66,7 +66,7 @@ class DistributedState:
         if optimizer.shard:
             raise ValueError(
                 "DistributedState does not take an optimizer with shard=True, whose state is spread over the ranks; save every rank's "
-                "opt.state_dict() by torch.save, or use FSDP2"
+                "opt.state_dict() with torch.save, or use FSDP2"
             )
         self._opt, self._load_from, self._key = optimizer, load_from, key
 
@@ -78,7 +78,7 @@ class DistributedState:
         """Load what was read into :meth:`state_dict`'s tensors."""
         if self._load_from is None:
             raise RuntimeError(
-                "DistributedState(opt) saves; to load, tell it the checkpoint, because what that holds depends on whether a window was "
+                "DistributedState(opt) only saves; to load, name the checkpoint, because what it holds depends on whether a window was "
                 "open: dcp.load({'opt': fusedaccum.DistributedState(opt, path)}, checkpoint_id=path)"
             )
         opt, header = self._opt, _unpacked(state_dict[HEADER])
@@ -105,7 +105,7 @@ class DistributedState:
         prefix = self._prefix(metadata)
         placed: dict[str, Any] = {prefix + HEADER: _Unread()}
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it reads in a single process is meant
+            warnings.simplefilter("ignore")  # it warns that it reads in a single process, which is intended
             load(placed, storage_reader=reader, no_dist=True)
         header = _unpacked(placed[prefix + HEADER])
         self._check(resharding.own(self._opt, header), header["ranks"])
@@ -123,20 +123,20 @@ class DistributedState:
         return result
 
     def _prefix(self, metadata: Metadata) -> str:
-        """What stands before our names in the checkpoint."""
+        """The prefix of our names in the checkpoint."""
         found = [
             name.removesuffix(HEADER) for name in metadata.state_dict_metadata if f".{name}".endswith("." + HEADER)
         ]
         keys = [prefix.removesuffix(".") for prefix in found]
         if self._key is not None and self._key not in keys:
             raise ValueError(
-                f"key={self._key!r} is no DistributedState in the checkpoint {self._load_from!r}, which has {keys}"
+                f"key={self._key!r} is not a DistributedState in the checkpoint {self._load_from!r}, which has {keys}"
             )
         if self._key is None and len(keys) != 1:
             raise ValueError(
                 f"the checkpoint {self._load_from!r} holds {len(keys)} DistributedStates {keys}; "
                 + (
-                    "say which: key=..."
+                    "choose one: key=..."
                     if keys
                     else "save one with dcp.save({'opt': fusedaccum.DistributedState(opt)})"
                 )
@@ -144,14 +144,14 @@ class DistributedState:
         return found[0 if self._key is None else keys.index(self._key)]
 
     def _check(self, own: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
-        """Raises as checkpoint.check() does, and on all ranks alike, whatever part of the window falls to each."""
+        """Raises as checkpoint.check() does, and on all ranks alike, whatever share of the window each of them gets."""
         held = [rank["window"] for rank in ranks if rank["window"] is not None]
         full = next((window for window in held if window["micro_batches"]), None)
         checkpoint.check(self._opt, {**own, "window": full})
 
 
 class _Unread(str):
-    """Stands for the header until that is read. Cannot be saved, so that tensors still to be filled are not taken for a checkpoint."""
+    """Stands for the header until it is read. Cannot be saved, so that nobody saves tensors still to be filled as a checkpoint."""
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise RuntimeError("DistributedState(opt, load_from) is for dcp.load; save DistributedState(opt)")
@@ -161,7 +161,7 @@ class _Unread(str):
 
 
 def _saved(opt: AccumulatingOptimizer) -> dict[str, Any]:
-    """The tensors that this rank has, or has a part of, and the header."""
+    """The tensors that this rank has or has a part of, and the header."""
     state = opt.state_dict()
     own = state[checkpoint.KEY]
     mine = {k: v for k, v in own.items() if k not in TENSORS}
@@ -184,7 +184,7 @@ def _saved(opt: AccumulatingOptimizer) -> dict[str, Any]:
     for index, master in own["masters"].items():
         tensors[f"masters.{index}"] = master
     for index, saved in own["buffers"].items():
-        # 16-bit buffers hold means, over divisors of each rank's own. Their sums in FP32 are one tensor, and round to the same bits again.
+        # 16-bit buffers hold means, and each rank has its own divisor. As sums in FP32 they make one tensor, and round to the same bits.
         value = saved["sum"].float() * float(saved["divisor"]) if slots[index].narrow else saved["sum"]
         tensors[f"sums.{index}.{0 if slots[index].sharded else number}"] = value
     header = {
@@ -219,7 +219,7 @@ def _unpacked(packed: bytes) -> Any:
 
 
 def _check_together(ranks: list[dict[str, Any]]) -> None:
-    """Raises, on all ranks, where what they hold is no window of theirs together."""
+    """Raises, on all ranks, if what they hold is not one window."""
     if any(rank["micro_batch"] is not None for rank in ranks):
         raise RuntimeError("saved between backward() and step(), inside a micro-batch; call opt.step() first")
     held = [rank["window"] for rank in ranks if rank["window"] is not None]
@@ -227,7 +227,7 @@ def _check_together(ranks: list[dict[str, Any]]) -> None:
         steps = [0 if rank["window"] is None else resharding.steps(rank["window"], len(ranks)) for rank in ranks]
         if len(set(steps)) > 1:
             raise ValueError(
-                f"the ranks have gathered {steps} micro-batches in the open window; save on all ranks after the same micro-batch"
+                f"the ranks have accumulated {steps} micro-batches in the open window; save on all ranks after the same micro-batch"
             )
     units = {None if window["unit"] is None else float(window["unit"]) for window in held}
     if len(units) > 1:
@@ -251,13 +251,13 @@ def _room(slot: Slot, stored: Any) -> Any:
 
 
 def refuse_torchs_functions(call: str) -> None:
-    """Raises RuntimeError within get_optimizer_state_dict() and its like, which would step the wrapper and lose the window."""
+    """Raises RuntimeError within get_optimizer_state_dict() and similar functions, which would step the wrapper and lose the window."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
             raise RuntimeError(
                 f"torch.distributed.checkpoint.state_dict called {call} of an AccumulatingOptimizer: its functions step an optimizer to "
-                "make it a state, and know nothing of windows and master weights; use get_model_state_dict(model) for the model, and "
+                "create its state, and know nothing about windows and master weights; use get_model_state_dict(model) for the model, and "
                 "fusedaccum.DistributedState(opt) for the optimizer"
             )
         frame = frame.f_back  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""What falls to each rank of a checkpoint that as many ranks have saved, or others: counts, weights and sums of an open window."""
+"""Each rank's share of a checkpoint that as many ranks have saved, or more, or fewer: counts, weights and sums of an open window."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ if TYPE_CHECKING:
 
 
 def place(opt: AccumulatingOptimizer) -> tuple[int, int]:
-    """This rank's number among those that gather windows together, and how many they are."""
+    """This rank's number among those that share windows, and how many these are."""
     return opt._gathering.ranks.rank, opt._gathering.ranks.size
 
 
 def steps(window: dict[str, Any], size: int) -> int:
-    """What a rank's count of micro-batches has come to (as Ledger counts)."""
+    """A rank's count of micro-batches so far (as Ledger counts)."""
     return window["micro_batches"] + (window["dropped"] if size > 1 else 0) + (window["carried"] or 0)
 
 
 def falls_to(opt: AccumulatingOptimizer, saved_rank: int) -> bool:
-    """Does this rank go on with what that one has saved?"""
+    """Does this rank continue with what ``saved_rank`` has saved?"""
     number, size = place(opt)
     return saved_rank % size == number
 
 
 def own(opt: AccumulatingOptimizer, header: dict[str, Any]) -> dict[str, Any]:
-    """What this rank would have saved itself, but for the tensors."""
+    """What this rank would have saved itself, except for the tensors."""
     ranks, (number, size), buffers = header["ranks"], place(opt), opt._sums.buffers
     same = size == len(ranks)
     settings = {**ranks[0]["settings"], "rank": opt._gathering.ranks.name}
     if not same:
-        # Other ranks may need another count to close the same windows.
+        # Another number of ranks may need another accum_steps to close the same windows.
         settings["accum_steps"] = window_settings(opt)["accum_steps"]
     mine = [rank for s, rank in enumerate(ranks) if falls_to(opt, s)]
     seen = {index for rank in mine for index in rank["divisors"] if index not in rank["unseen"]}
-    first = mine[0] if mine else ranks[0]  # the seed is that of all
+    first = mine[0] if mine else ranks[0]  # all ranks have the same seed
     return {
         "format": header["format"],
         "shapes": header["shapes"],
@@ -50,7 +50,7 @@ def own(opt: AccumulatingOptimizer, header: dict[str, Any]) -> dict[str, Any]:
         "index": ranks[0]["index"],
         "window": ranks[number]["window"] if same else window(opt, ranks),
         "micro_batch": None,
-        # Sums of squares are of what a rank holds; a shard may be laid out anew.
+        # A rank's sums of squares are of what it held; shards may be laid out differently now.
         "norms": first["norms"] if same and not buffers.sharded else [],
         "unseen": sorted({index for rank in mine for index in rank["unseen"]} - seen),
         "masters": {},
@@ -79,14 +79,14 @@ def window(opt: AccumulatingOptimizer, ranks: list[dict[str, Any]]) -> dict[str,
                 setattr(mine, name, getattr(mine, name) + getattr(theirs, name))
             mine.unit_lost = mine.unit_lost or theirs.unit_lost
             mine.overflowed = mine.overflowed or theirs.overflowed
-    # Of losses that come normalised the mean over the ranks is taken, as of the sums.
+    # Of losses normalised by the caller, the mean over the ranks is taken, as of the sums.
     scale = size / len(ranks) if opt.settings.reduction == "none" else 1.0
     mine.loss = Loss(mine.loss.total * scale, mine.loss.raw * scale)
     if mine.length is not None:
         each = count // size
         if each >= mine.length:
             raise ValueError(
-                f"the checkpoint's open window holds {count} micro-batches, and here it closes with {size} x {mine.length} (ranks x "
+                f"the checkpoint's open window holds {count} micro-batches, but here it closes after {size} x {mine.length} (ranks x "
                 f"accum_steps); build the wrapper with accum_steps={each + 1} or more"
             )
         mine.carried = each - steps(vars(mine), size)
@@ -94,8 +94,10 @@ def window(opt: AccumulatingOptimizer, ranks: list[dict[str, Any]]) -> dict[str,
 
 
 def rescaled(opt: AccumulatingOptimizer, slot: Slot, ranks: list[dict[str, Any]]) -> float:
-    """What ``ranks`` have summed of a parameter is multiplied by this. Of gradients that come normalised the mean over the ranks is taken,
-    at the window's end: buffers of replicas hold what that will be of, over another number of them now, and shards hold the mean.
+    """The factor for what ``ranks`` have summed of a parameter's gradients.
+
+    Of gradients normalised by the caller, the mean over the ranks is taken at the window's end. Replicas' buffers hold what that mean
+    will be taken of, now over another number of ranks; shards hold the mean already.
     """
     if opt.settings.reduction != "none":
         return 1.0
@@ -105,7 +107,7 @@ def rescaled(opt: AccumulatingOptimizer, slot: Slot, ranks: list[dict[str, Any]]
 def added_up(
     opt: AccumulatingOptimizer, index: int, rows: dict[int, Tensor], ranks: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """The sum of what the ranks ``rows`` have saved, as a buffer holds it: ``{"sum": sum / divisor, "divisor": divisor}``."""
+    """The sum of ``rows``, by the rank that saved each, as a buffer holds it: ``{"sum": sum / divisor, "divisor": divisor}``."""
     slot, (number, size) = opt._sums.buffers.slots[index], place(opt)
     divisors = {s: ranks[s]["divisors"][index] for s in rows}
     scale = rescaled(opt, slot, ranks)

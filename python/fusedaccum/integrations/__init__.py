@@ -1,4 +1,4 @@
-"""What a framework needs beyond an :class:`fusedaccum.AccumulatingOptimizer` in its optimizer's place; one module a framework.
+"""What a framework needs beyond an :class:`fusedaccum.AccumulatingOptimizer` in its optimizer's place; one module per framework.
 
-Imported by nothing else in the package, so that no framework has to be installed.
+Nothing else in the package imports these, so no framework has to be installed.
 """

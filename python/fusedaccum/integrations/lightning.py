@@ -26,5 +26,5 @@ class ResumeInsideWindow(Callback):
         states, self._states = self._states, []
         for optimizer, state in zip(trainer.optimizers, states, strict=False):  # nothing was loaded: no states
             if isinstance(optimizer, AccumulatingOptimizer):
-                optimizer.reset()  # else it would warn of the gradients that have gone
+                optimizer.reset()  # else it would warn about the gradients that Lightning has dropped
                 optimizer.load_state_dict(state)
