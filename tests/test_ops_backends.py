@@ -64,7 +64,7 @@ def test_environment_is_the_default_and_no_more(monkeypatch):
     if NATIVE:
         assert backends.select("cpu", device, "stats").__name__ == "fusedaccum._cpu"
     monkeypatch.setenv("FUSEDACCUM_BACKEND", "fast")
-    with pytest.raises(ValueError, match="the environment's FUSEDACCUM_BACKEND is 'fast'"):
+    with pytest.raises(ValueError, match="the environment variable FUSEDACCUM_BACKEND is 'fast'"):
         ops.scale_([torch.ones(3)], 2.0)
     monkeypatch.setenv("FUSEDACCUM_BACKEND", "")
     ops.scale_([torch.ones(3)], 2.0)

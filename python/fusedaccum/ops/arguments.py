@@ -1,7 +1,7 @@
-"""Are the arguments of an op what it can work on? If not: an error that names the argument, the value and the fix.
+"""Can an op work on its arguments? If not: an error that names the argument, the value and the fix.
 
-``csrc/predicate.h`` holds the same test in C++, which is what runs where the native module is built: thousands of tensors
-are looked at in microseconds. These functions run without it, and whenever it says no, to say why.
+``csrc/predicate.h`` has the same test in C++, which runs where the native module is built and checks thousands of tensors in
+microseconds. These functions run where it is missing, and whenever it says no, to say why.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Stats:
 
     @staticmethod
     def empty(device: torch.device | str | None = None) -> Stats:
-        """Fresh ones for ``stats=``, both zero."""
+        """New ones for ``stats=``, both zero."""
         return Stats(
             torch.zeros((), dtype=torch.float64, device=device), torch.zeros((), dtype=torch.int64, device=device)
         )
@@ -59,10 +59,10 @@ class StochasticRounding:
 
 
 class Layout(IntEnum):
-    """What the predicate says of two lists."""
+    """What the predicate says about two lists."""
 
-    FLAT = 0  # every pair is one stretch of memory, in one order: a kernel can run
-    STRIDED = 1  # fine, once the others have been copied into that form
+    FLAT = 0  # both tensors of every pair fill one stretch of memory, in the same order: a kernel can run
+    STRIDED = 1  # fine, once the other tensors have been copied into that form
     REFUSED = 2  # not acceptable
 
 
@@ -74,19 +74,19 @@ def check_lists(
     written: bool = True,
     in_memory: bool = True,
 ) -> Layout:
-    """Raise for lists that no kernel may be given; else say whether all pairs are flat.
+    """Raise for lists that no kernel can take; else say whether all pairs are flat.
 
     Args:
         outs_name, outs: the op's first argument; ``written`` says whether it is its output.
         ins_name, ins: the argument that is read beside it, or None.
-        in_memory: False for tensors of a trace, which have none: then memory is not looked at, and nothing said to be flat.
+        in_memory: False for tensors of a trace, which have no memory: then it is not checked, and no pair counts as flat.
     """
     check_is_list(outs_name, outs)
     if ins_name is not None:
         check_is_list(ins_name, ins)
         if len(outs) != len(ins):
             raise ValueError(
-                f"{outs_name} and {ins_name} must have one length, but have {len(outs)} and {len(ins)} tensors; "
+                f"{outs_name} and {ins_name} must have the same length, but have {len(outs)} and {len(ins)} tensors; "
                 f"give every tensor of {outs_name} its partner in {ins_name}"
             )
     everything = [(outs_name, k, x) for k, x in enumerate(outs)] + [
@@ -118,7 +118,7 @@ def check_lists(
 
 
 def check_is_list(name: str, value: Any) -> None:
-    """Raises TypeError for what is neither list nor tuple."""
+    """Raises TypeError for anything but a list or tuple."""
     if not isinstance(value, (list, tuple)):
         fix = f"; write [{name}]" if isinstance(value, Tensor) else ""
         raise TypeError(f"{name} must be a list or tuple of tensors, not {type(value).__name__}{fix}")
@@ -131,7 +131,7 @@ def check_is_tensor(where: str, x: Any) -> None:
 
 
 def device_of(name: str, tensors: Any) -> torch.device | None:
-    """The device of a list's first tensor, None of an empty one. Raises for what has none; what else is wrong, :func:`check_lists` says."""
+    """The device of a list's first tensor; None for an empty list. Raises if it has none; :func:`check_lists` checks the rest."""
     check_is_list(name, tensors)
     if not tensors:
         return None
@@ -145,7 +145,7 @@ def _check_tensor(where: str, x: Any, in_memory: bool) -> None:
     check_is_tensor(where, x)
     if in_memory and not is_plain(x):
         raise TypeError(
-            f"{where} is a {type(x).__name__}, which has no memory of its own; pass the plain tensors inside it (x.to_local(), say)"
+            f"{where} is a {type(x).__name__}, which has no memory of its own; pass the plain tensors inside it (such as x.to_local())"
         )
     if x.layout is not torch.strided:
         raise TypeError(f"{where} has layout {x.layout}; only dense tensors can be used: call .to_dense() on it")
@@ -157,7 +157,7 @@ def _check_tensor(where: str, x: Any, in_memory: bool) -> None:
 
 def _check_written(where: str, x: Tensor) -> None:
     if x._is_zerotensor():
-        raise ValueError(f"{where} has no memory behind it (a zero tensor of autograd's); pass a clone() of it")
+        raise ValueError(f"{where} has no memory behind it (it is autograd's zero tensor); pass a clone() of it")
     if overlaps_itself(x):
         raise ValueError(
             f"{where} overlaps itself (shape {tuple(x.shape)}, strides {x.stride()}), as an expanded tensor does; pass x.contiguous()"
@@ -169,10 +169,10 @@ def _check_written(where: str, x: Tensor) -> None:
 
 
 def _check_overlaps(outs_name: str, outs: Sequence[Tensor], ins_name: str | None, ins: Sequence[Tensor]) -> None:
-    """What is written must not be anything else that is given."""
+    """Raises ValueError if a tensor that is written shares memory with any other argument."""
     places = [(x.data_ptr(), True, k, x) for k, x in enumerate(outs) if x.numel()]
     places += [(x.data_ptr(), False, k, x) for k, x in enumerate(ins) if x.numel()]
-    reaching: list[tuple[int, bool, int, Tensor]] = []  # what begins before a place and ends within or behind it
+    reaching: list[tuple[int, bool, int, Tensor]] = []  # those that begin before a place and end within or after it
     for place in sorted(places, key=lambda place: place[0]):
         begin, written, _, x = place
         reaching = [other for other in reaching if begin < other[0] + span(other[3]) * other[3].element_size()]
@@ -203,7 +203,7 @@ def check_scalar_tensor(name: str, value: Tensor, device: torch.device | None) -
     """Raises TypeError or ValueError for a tensor that is not one number, or not where it can be read."""
     if value.numel() != 1:
         raise ValueError(
-            f"{name} must be a number or a tensor of one element, but has shape {tuple(value.shape)}; one call has one {name}"
+            f"{name} must be a number or a tensor of one element, but has shape {tuple(value.shape)}; a call has one {name}"
         )
     if value.is_complex():
         raise TypeError(f"{name} must be real, but is a {value.dtype} tensor; pass its real part")
@@ -220,7 +220,7 @@ def check_number(name: str, value: Any) -> float:
     try:
         return float(value)
     except OverflowError:
-        raise ValueError(f"{name} is beyond every floating-point number; pass one that a float can hold") from None
+        raise ValueError(f"{name} is out of range for a float; pass a number that a float can hold") from None
 
 
 def check_stats(stats: Any, device: torch.device | None) -> None:
@@ -249,9 +249,9 @@ def check_rounding(rounding: Any, count: int) -> None:
             f"rounding must be None (nearest) or a fusedaccum.ops.StochasticRounding(seed, counters), not {rounding!r}"
         )
     if len(counters) != count:
-        raise ValueError(f"rounding.counters has {len(counters)} entries for {count} buffers; give one a buffer")
+        raise ValueError(f"rounding.counters has {len(counters)} entries for {count} buffers; give one per buffer")
     for name, value in (("seed", seed), *((f"counters[{k}]", c) for k, c in enumerate(counters))):
         if not isinstance(value, int):
             raise TypeError(f"rounding.{name} must be an int, not {type(value).__name__} ({value!r})")
         if not 0 <= value < 1 << 64:
-            raise ValueError(f"rounding.{name} is {value}, outside of 64 bits; take it modulo 2**64")
+            raise ValueError(f"rounding.{name} is {value}, which does not fit into 64 bits; take it modulo 2**64")

@@ -1,10 +1,10 @@
-"""The table of backends: what there is, why the rest is missing, and which one a call gets.
+"""The table of backends: which there are, why the others are missing, and which one a call gets.
 
 A backend is a module with ``accumulate_``, ``scale_``, ``cast_`` and ``stats`` as :mod:`fusedaccum.ops.reference` has them, or with
-some of them (an op that it lacks is, under ``"auto"``, the next backend's). Adding one is one file and one row here.
+some of them (under ``"auto"``, the next backend runs an op that this one lacks). Adding one is one file and one row here.
 
-It gets checked arguments. One that says ``CHECKS_LISTS`` checks its lists of tensors itself, in the same pass over them (csrc/predicate.h):
-its ops return their :class:`~fusedaccum.ops.arguments.Layout`, and have run only if that is ``FLAT``.
+Its arguments have been checked. A backend that sets ``CHECKS_LISTS`` checks its lists of tensors itself, in the same pass over them
+(csrc/predicate.h): its ops return their :class:`~fusedaccum.ops.arguments.Layout`, and have run only if that is ``FLAT``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch: 
 
 @dataclass(frozen=True)
 class Backend:
-    """One row: ``why_missing()`` is None where the module can be imported and used, else the reason and the remedy."""
+    """One row: ``why_missing()`` is None if the module can be imported and used, else the reason and the remedy."""
 
     name: str
     module: str
@@ -62,7 +62,7 @@ TABLE = (
 
 @functools.cache
 def why_missing(name: str) -> str | None:
-    """None if the backend is there; probed once a process."""
+    """None if the backend is available, else why not; probed once per process."""
     return _row(name).why_missing()
 
 
@@ -71,14 +71,14 @@ def _row(name: str) -> Backend:
 
 
 def check(name: Any) -> str:
-    """The name, with None and "auto" replaced by what the environment's FUSEDACCUM_BACKEND says.
+    """The name, with None and "auto" replaced by what the environment variable FUSEDACCUM_BACKEND says.
 
-    Raises TypeError or ValueError for what is no backend's name, RuntimeError for a backend that is missing.
+    Raises TypeError or ValueError for anything but a backend's name, RuntimeError for a missing backend.
     """
     argument = "backend"
     if name is None or name == "auto":
         name = os.environ.get("FUSEDACCUM_BACKEND") or "auto"
-        argument = "the environment's FUSEDACCUM_BACKEND"
+        argument = "the environment variable FUSEDACCUM_BACKEND"
     names = ("auto", *(row.name for row in TABLE))
     if not isinstance(name, str):
         raise TypeError(
@@ -93,14 +93,14 @@ def check(name: Any) -> str:
 
 @functools.cache
 def native_predicate() -> Callable[..., int] | None:
-    """The check of tensor lists in C++, where it was built; it looks at no memory, so it serves every device."""
+    """The check of tensor lists in C++, if it was built; it reads no tensor's memory, so it serves every device."""
     return importlib.import_module("fusedaccum._cpu").predicate if why_missing("cpu") is None else None
 
 
 def select(name: str | None, device: torch.device | None, op: str) -> ModuleType:
-    """The backend of a call: the one asked for, or the first that has the op and works on the device (None: on nothing at all).
+    """The backend of a call: the one asked for, or the first that has the op and works on the device (None: there are no tensors).
 
-    Raises RuntimeError when the one asked for is missing, cannot work on this device, or has no such op.
+    Raises RuntimeError if the one asked for is missing, cannot work on this device, or has no such op.
     """
     name = check(name)
     if device is None:
@@ -131,9 +131,7 @@ def _automatic(device_type: str, op: str) -> ModuleType:
 
 @functools.cache
 def _warn_no_kernels(device_type: str) -> None:
-    """Once a process and device type: that there are kernels, and why they are not to be had."""
+    """Warn, once per process and device type, that there are kernels, and why they cannot be used."""
     reasons = [f"{row.name}: {why_missing(row.name)}" for row in TABLE if device_type in row.devices]
     if device_type != "cpu" and reasons:
-        warn(
-            f"no kernels for {device_type} tensors here, so plain PyTorch does the accumulating ({'; '.join(reasons)})"
-        )
+        warn(f"no kernels for {device_type} tensors here, so plain PyTorch accumulates them ({'; '.join(reasons)})")

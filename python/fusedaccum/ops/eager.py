@@ -1,4 +1,4 @@
-"""The ops at work: check the arguments, pick the backend, run it. What :mod:`fusedaccum.ops` calls unless the call is to be recorded."""
+"""Running the ops: check the arguments, pick the backend, run it. :mod:`fusedaccum.ops` calls these unless a call is to be recorded."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _backend(op: str, name: str, tensors: Any, backend: str | None) -> tuple[Mod
 
 
 def _run(module: ModuleType, op: str, lists: dict[str, Any], *others: Any, written: bool = True) -> None:
-    """Run the op, through copies of what is not flat memory. Raises for lists that no kernel may be given, before anything is written.
+    """Run the op, through copies of what is not flat in memory. Raises for lists that no kernel can take, before anything is written.
 
     Args:
         lists: the first is what the op writes, or with ``written=False`` reads.
@@ -78,12 +78,12 @@ def _run(module: ModuleType, op: str, lists: dict[str, Any], *others: Any, writt
             run(*lists.values(), *others)
             return
     if layout == Layout.REFUSED:
-        # Raises, but for views that are interleaved, which only Python's check looks into.
+        # Raises, unless it was because of interleaved views, which only the check in Python recognises.
         _checked(lists, written)
     outs, *ins = lists.values()
     flat = _flattened(outs, *ins)
     if run(*flat, *others):
-        raise RuntimeError(f"{op} of {module.__name__} takes no flat copies; please report this")
+        raise RuntimeError(f"{op} of {module.__name__} refused flat copies; please report this")
     if written:
         _copy_back(outs, flat[0])
 

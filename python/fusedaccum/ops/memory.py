@@ -1,6 +1,6 @@
-"""What a tensor's memory is like: there at all, one stretch, shared with another's.
+"""What a tensor's memory is like: whether it exists, is one stretch, is shared with another tensor's.
 
-``csrc/predicate.h`` has the like in C++.
+``csrc/predicate.h`` has the same in C++.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def is_plain(x: Tensor) -> bool:
-    """Has the tensor memory that a kernel can read, and no Python object that acts for it?"""
+    """Does the tensor have memory that a kernel can read, and no Python object that acts for it?"""
     return type(
         x
     ).__torch_dispatch__ is Tensor.__torch_dispatch__ and not torch._C._functorch.is_functorch_wrapped_tensor(x)
@@ -49,7 +49,7 @@ def is_flat(x: Tensor) -> bool:
 
 
 def is_flat_pair(out: Tensor, x: Tensor) -> bool:
-    """Are both flat, with their elements in one order?"""
+    """Are both flat, with their elements in the same order?"""
     if not (is_flat(out) and is_flat(x)):
         return False
     return out.numel() < 2 or all(n == 1 or a == b for n, a, b in zip(out.shape, out.stride(), x.stride(), strict=True))

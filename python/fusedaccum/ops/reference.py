@@ -1,7 +1,7 @@
-"""The definition: every op in plain PyTorch, one readable tensor expression a formula, on any device.
+"""The definition: every op in plain PyTorch, one readable tensor expression per formula, on any device.
 
 Other backends must give the same bits (a NaN may have any payload). All functions here, as in every backend, get checked arguments:
-lists of equal length whose pairs are dense and of one layout, and ``scale`` and ``decay`` as floats or 0-d tensors.
+lists of equal length whose pairs are dense and have the same layout, and ``scale`` and ``decay`` as floats or 0-d tensors.
 Source of the generator: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011), Philox4x32-10.
 """
 
@@ -68,14 +68,14 @@ def stats(tensors: list[Tensor], into: Stats) -> None:
 
 
 def compute_dtype(out: Tensor, x: Tensor) -> torch.dtype:
-    """FP64 when either side is, else FP32."""
+    """FP64 if either side is, else FP32."""
     return torch.float64 if torch.float64 in (out.dtype, x.dtype) else torch.float32
 
 
 def _scalar(value: float | Tensor, like: Tensor) -> Tensor:
     if isinstance(value, Tensor):
         return value.detach().to(like.device, like.dtype)
-    # A kernel; torch.tensor() would wait.
+    # This launches a kernel; torch.tensor() would wait for the device.
     return torch.full((), value, dtype=torch.float64, device=like.device).to(like.dtype)
 
 
@@ -86,7 +86,7 @@ def _contribution(grad: Tensor, scale: float | Tensor) -> Tensor:
 
 
 def _narrowed(wide: Tensor, dtype: torch.dtype) -> Tensor:
-    """FP64 becomes 16 bits by way of FP32, as PyTorch's own ``.to`` has it."""
+    """FP64 becomes 16 bits by way of FP32, as in PyTorch's own ``.to``."""
     return wide.float() if dtype.itemsize == 2 else wide
 
 

@@ -1,7 +1,7 @@
 """The ops as a trace holds them: ``torch.ops.fusedaccum``, which torch.compile, torch.export and dispatch modes know how to record.
 
-What writes is said in the schemas, so that a compiler keeps the order of writes and reads. Where PyTorch runs such an op on real
-tensors, it is :mod:`fusedaccum.ops.eager`'s; on those of a trace, everything is checked that needs no memory.
+The schemas say what is written, so that a compiler keeps the order of writes and reads. On real tensors, PyTorch runs such an op by
+:mod:`fusedaccum.ops.eager`; on those of a trace, it checks everything that can be checked without memory.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from .arguments import Scalar, Stats, StochasticRounding
 
 _WRAP = 1 << 64
 # The compiler of older versions counts a tensor's offset within its storage twice (https://github.com/pytorch/pytorch/issues/175325).
-_OFFSETS_GO_WRONG = torch.__version__ < "2.13"  # by its numbers, as a TorchVersion compares
-_LIBRARY = Library("fusedaccum", "DEF")  # whatever it holds is unregistered when it goes
+_OFFSETS_GO_WRONG = torch.__version__ < "2.13"  # a TorchVersion, which compares numbers
+_LIBRARY = Library("fusedaccum", "DEF")  # kept, because its ops are unregistered when it is deleted
 
 
-# -- what the public functions call, instead of running: their arguments as a schema can have them -----------------------------------
+# -- what the public functions call instead of running an op: it puts their arguments into the form of a schema ----------------------
 
 
 def accumulate_(
@@ -76,8 +76,10 @@ def _device(tensors: Sequence[Tensor]) -> torch.device | None:
 
 
 def _recorded(name: str, value: Scalar, tensors: Sequence[Tensor]) -> Tensor:
-    """A factor as a tensor. A number is multiplied by one: of the ways to make a tensor of it, the one that a compiler records for any
-    number, where the others make it compile anew for every value. On the tensors' device, because CUDA graphs want nothing from the CPU.
+    """A factor as a tensor.
+
+    A number multiplies a tensor of 1: a compiler records this for any number, but with other ways to make a tensor of it recompiles for
+    every value. The tensor is on the tensors' device, because CUDA graphs do not take anything from the CPU.
     """
     if isinstance(value, Tensor):
         return value
@@ -92,7 +94,7 @@ def _parts(stats: Stats | None, tensors: Sequence[Tensor]) -> tuple[Tensor | Non
 
 
 def _signed(number: int) -> int:
-    """64 bits as a schema's int has them."""
+    """An unsigned number of 64 bits as a schema's int, which is signed."""
     return number - _WRAP if number >= _WRAP // 2 else number
 
 
@@ -125,8 +127,8 @@ def _refuse_offsets(name: str, tensors: Sequence[Tensor]) -> None:
     for k, x in enumerate(tensors):
         if x.storage_offset() != 0:
             raise RuntimeError(
-                f"{name}[{k}] is a view that begins inside of its storage, and torch {torch.__version__} compiles writes to such a view "
-                "wrongly; use torch 2.13 or newer, or keep this call out of the compiled function"
+                f"{name}[{k}] is a view that begins inside its storage, and torch {torch.__version__} compiles writes to such a view "
+                "incorrectly; use torch 2.13 or newer, or keep this call out of the compiled function"
             )
 
 
