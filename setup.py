@@ -1,7 +1,7 @@
-"""Builds the native extensions where there is a torch to build them against; all else stands in pyproject.toml.
+"""Builds the native extensions if there is a torch to build them against; everything else is in pyproject.toml.
 
-FUSEDACCUM_CUDA=auto|0|1: build the CUDA extension where it can be built, never, or else fail.
-TORCH_CUDA_ARCH_LIST: the GPUs to compile for, as in PyTorch. CUDA_HOME: the toolkit, where it is not that of the nvcc on PATH.
+FUSEDACCUM_CUDA=auto|0|1: build the CUDA extension if possible; never; always, or fail.
+TORCH_CUDA_ARCH_LIST: the GPUs to compile for, as in PyTorch. CUDA_HOME: the toolkit, if it is not that of the nvcc on PATH.
 """
 
 import json
@@ -27,18 +27,18 @@ except ImportError:  # an isolated build: the package works without its extensio
 CXX_FLAGS = ["-O3", "-g0", "-ffp-contract=off", "-fvisibility=hidden"]
 OPENMP = ["-fopenmp"] if sys.platform == "linux" else []  # to compile, not to link: PyTorch's own thread pool is used
 NVCC_FLAGS = ["-O3", "-fmad=false", "--threads=2"]
-CPU_ISA_FLAGS = {  # csrc/cpu/kernels_<isa>.cpp; the machine that runs it chooses
+CPU_ISA_FLAGS = {  # csrc/cpu/kernels_<isa>.cpp; the machine that runs them chooses one
     "default": [],
     "avx2": ["-mavx2", "-mf16c"],
     "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mf16c"],
 }
-# Those of them that nvcc knows, and PTX of the last for what comes.
+# Compiled for those that nvcc knows, and as PTX of the last for later GPUs.
 CUDA_ARCHS = ("7.0", "7.5", "8.0", "9.0", "10.0", "12.0")
 NO_TORCH = "no torch to build against; with torch installed: pip install --no-build-isolation ."
 
 
 def cuda_root() -> Path | None:
-    """The toolkit's root. The nvcc on PATH may be a wrapper script that lies elsewhere, so nvcc itself is asked."""
+    """The toolkit's root, asked of nvcc itself, because the nvcc on PATH may be a wrapper script that lies elsewhere."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc = f"{home}/bin/nvcc" if home else shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
     if not os.access(nvcc, os.X_OK):
@@ -49,7 +49,7 @@ def cuda_root() -> Path | None:
 
 
 def why_no_cuda(root: Path | None) -> str | None:
-    """None where the CUDA extension can be built. Whether a GPU is here does not matter: build machines have none."""
+    """None if the CUDA extension can be built. Whether there is a GPU does not matter: build machines have none."""
     if torch is None:
         return NO_TORCH
     if torch.version.cuda is None:
@@ -63,7 +63,7 @@ def why_no_cuda(root: Path | None) -> str | None:
 
 
 def decide(root: Path | None) -> str | None:
-    """Why the CUDA extension is not built, or None; or the end, where FUSEDACCUM_CUDA=1 insists on it."""
+    """Why the CUDA extension is not built, or None; exits if FUSEDACCUM_CUDA=1 insists on it."""
     wanted = os.environ.get("FUSEDACCUM_CUDA", "auto")
     if wanted not in ("auto", "0", "1"):
         sys.exit(f"FUSEDACCUM_CUDA is {wanted!r}; it must be auto, 0 or 1")
@@ -86,7 +86,7 @@ def native(with_cuda: bool) -> tuple[list, type]:
     class BuildNative(BuildExtension):
         def initialize_options(self):
             super().initialize_options()
-            # Kept, so that ninja rebuilds what changed; setuptools would even keep an extension of another torch.
+            # Kept, so that ninja rebuilds what changed. Without force, setuptools would even keep an extension of another torch.
             self.build_temp = f"build/{sys.implementation.cache_tag}-torch-{torch.__version__}"
             self.force = True
 

@@ -1,7 +1,6 @@
 // The extension fusedaccum._cpu: lists of tensors in, raw pointers to the launcher. Holds the GIL only while it reads the lists.
 //
-// accumulate_, scale_, cast_ and stats are a backend that CHECKS_LISTS, as fusedaccum/ops/backends.py has them. predicate() is that check
-// alone.
+// accumulate_, scale_, cast_ and stats are a backend that sets CHECKS_LISTS (fusedaccum/ops/backends.py). predicate() is that check alone.
 #include <ATen/Parallel.h>
 
 #include <functional>

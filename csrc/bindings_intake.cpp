@@ -1,7 +1,8 @@
 // The extension fusedaccum._intake: hooks and queue of the intake, which fusedaccum/intake/arrivals.py defines, in Python.
 //
-// A hook runs in the thread in which the engine computed its gradient, without the GIL. It takes the GIL only to tell Python of a new
-// pass, of a full bucket, or of a gradient that does not fit. Whoever holds the mutex never waits for the GIL.
+// A hook runs in the thread in which the engine computed its gradient, without the GIL. It takes the GIL only to tell Python about a new
+// pass, a full bucket, a gradient that does not fit, or one of a layer that adds to main_grad. Code that holds the mutex never waits for
+// the GIL.
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/function.h>
@@ -28,13 +29,13 @@ using torch::autograd::variable_list;
 
 // -- does anybody but autograd hold a fresh gradient? ------------------------------------------------------------------
 
-// A Python object of a tensor's holds the tensor, and is held by it as long as anybody else holds the tensor, too.
+// A tensor's Python object holds the tensor, and the tensor holds it as long as anything else holds the tensor, too.
 bool held_once(const at::TensorBase& x) {
   const auto count = x.use_count();
   return count == 1 || (count == 2 && x.unsafeGetTensorImpl()->pyobj_slot()->has_unique_reference());
 }
 
-// As fusedaccum.intake.arrivals.exclusive(): the engine's one reference to it, and to what it is a view of, and theirs to the storage.
+// As fusedaccum.intake.arrivals.exclusive(): one reference to the gradient, one to what it is a view of, and only theirs to the storage.
 bool exclusive(const at::Tensor& grad) {
   if (!held_once(grad) || !grad.has_storage()) return false;
   const auto holders = grad.storage().use_count();
@@ -51,7 +52,7 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
   Arrivals(py::weakref intake, std::optional<int64_t> bucket_bytes) : intake_(std::move(intake)), bucket_bytes_(bucket_bytes) {}
 
   ~Arrivals() {
-    py::gil_scoped_acquire locked;  // a hook may be the last to let go of it
+    py::gil_scoped_acquire locked;  // a hook, which runs without the GIL, may be the last to release this
     intake_ = py::object();
     places_.clear();
   }
@@ -72,7 +73,7 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
     std::vector<int64_t> shape;
     bool lent;
     bool shown;             // is p.grad the buffer?
-    std::size_t taken = 0;  // times that take() has met it
+    std::size_t taken = 0;  // how often take() has met it
   };
   struct Arrival {
     Place* place;
@@ -88,7 +89,7 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
   py::object intake_;  // a weak reference
   const std::optional<int64_t> bucket_bytes_;
   std::deque<Place> places_;  // hooks point at its elements, which stay where they are
-  std::mutex mutex_;          // of what is below
+  std::mutex mutex_;          // guards what is below
   std::vector<int> tasks_;
   std::vector<Arrival> queue_;
   std::vector<StreamName> streams_;
@@ -101,7 +102,7 @@ class Hook : public torch::autograd::FunctionPreHook {
 
   variable_list operator()(const variable_list& grads) override {
     const std::shared_ptr<Arrivals> arrivals = grads[0].defined() ? arrivals_.lock() : nullptr;
-    if (!arrivals || !place_->parameter.requires_grad()) return grads;  // autograd drops those of what was frozen since its forward
+    if (!arrivals || !place_->parameter.requires_grad()) return grads;  // autograd drops gradients of what was frozen after its forward
     arrivals->arrived(place_, grads[0]);
     return {at::Tensor()};  // leaves p.grad alone
   }

@@ -1,4 +1,4 @@
-// Many tensors cut into chunks of bounded size, numbered from 0: what a kernel is started on. No torch, host only.
+// Many tensors cut into chunks of bounded size, numbered from 0, on which kernels are started. No torch, host only.
 //
 // The cut depends on the tensors' sizes alone, never on the number of threads: a sum over chunks in their order is deterministic.
 #pragma once
@@ -48,7 +48,7 @@ class ChunkTable {
     }
   }
 
-  // Numbers at which the chunks fall into `parts` runs of about equal work; parts + 1 of them.
+  // The chunk numbers that cut the chunks into `parts` runs of about equal work; parts + 1 of them.
   std::vector<int64_t> balanced(int64_t parts) const {
     std::vector<int64_t> cuts{0};
     const int64_t total = elements_ + kTensorCost * static_cast<int64_t>(sizes_.size());
@@ -68,7 +68,7 @@ class ChunkTable {
   }
 
  private:
-  static constexpr int64_t kTensorCost = 64;  // starting on a tensor, in elements
+  static constexpr int64_t kTensorCost = 64;  // of starting on a tensor, in elements
   int64_t chunk_elements_;
   int64_t chunks_ = 0;
   int64_t elements_ = 0;

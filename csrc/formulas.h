@@ -25,13 +25,13 @@ FUSEDACCUM_HD To bitcast(From from) {
   return to;
 }
 
-// What an op computes in: FP64 where one of its sides is, else FP32.
+// The type that an op computes in: FP64 if one of its sides is, else FP32.
 template <class Out, class In>
 using Compute = std::conditional_t<std::is_same_v<Out, double> || std::is_same_v<In, double>, double, float>;
 
 // -- the ops -----------------------------------------------------------------------------------------------------------
 
-// t = grad * scale. Where scale == 0 the launcher hands in zeros for grad: then nothing is added, whatever the gradient holds.
+// t = grad * scale. If scale == 0, the caller passes zeros for grad: then nothing is added, whatever the gradient holds.
 template <class V>
 FUSEDACCUM_HD V contribution(V grad, V scale) {
   return grad * scale;

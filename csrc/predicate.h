@@ -1,7 +1,7 @@
 // May a kernel be given these lists of tensors? The C++ half of fusedaccum/ops/arguments.py, over thousands of tensors in microseconds.
 //
-// It says no more than yes, yes after copying, or no. The Python half words the error, and has the last say: where stretches of memory
-// overlap, it also looks for interleaved views, which share nothing.
+// It only says yes, yes after copying, or no. The Python half words the error, and has the last say: where stretches of memory overlap,
+// it also looks for interleaved views, which share nothing.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -16,7 +16,7 @@ enum Verdict : int { kFlat = 0, kStrided = 1, kRefused = 2 };
 
 using Tensors = std::vector<const at::Tensor*>;
 
-// Thousands of tensors seldom lie in the cache: asked for early, the lines of one arrive while others are looked at.
+// Thousands of tensors are seldom in the cache: if prefetched, the lines of one arrive while others are being checked.
 template <class Struct>
 inline void prefetch(const Struct* object) {
   const auto* lines = reinterpret_cast<const char*>(object);
@@ -124,7 +124,7 @@ inline bool share_memory(Stretches* outs, const Stretches& ins) {
 
 constexpr std::size_t kAhead = 8;  // tensors
 
-// One pair by itself, on the device of `first`.
+// The verdict on one pair by itself, which must be on the device of `first`.
 inline Verdict judge_pair(const at::Tensor& out, const at::Tensor& in, const at::Tensor& first, bool written, bool inference) {
   for (const at::Tensor* x : {&out, &in}) {
     if (!plain(*x) || !supported(x->scalar_type()) || x->device() != first.device() || !backed(*x)) return kRefused;
@@ -135,13 +135,13 @@ inline Verdict judge_pair(const at::Tensor& out, const at::Tensor& in, const at:
   return flat_pair(out, in) ? kFlat : kStrided;
 }
 
-// What a tensor's keys, dtype and device decide, they have decided alike for these two.
+// Do these two have the same keys, dtype and device, so that what those decide is the same for both?
 inline bool alike(const at::Tensor& x, const at::Tensor& y) {
   const c10::TensorImpl *a = x.unsafeGetTensorImpl(), *b = y.unsafeGetTensorImpl();
   return a->key_set() == b->key_set() && a->dtype() == b->dtype() && a->device() == b->device();
 }
 
-// Is this a contiguous tensor with memory behind all of it? Then `stretch` is that.
+// Is this a contiguous tensor with memory behind all of it? Then sets `stretch` to that memory.
 inline bool simple(const at::Tensor& x, Stretch* stretch) {
   const c10::TensorImpl* impl = x.unsafeGetTensorImpl();
   const c10::StorageImpl* storage = impl->unsafe_storage().unsafeGetStorageImpl();
@@ -168,7 +168,7 @@ inline Verdict judge(const Tensors& outs, const Tensors& ins, bool written) {
     }
     const at::Tensor& out = *outs[k];
     const at::Tensor& in = pairs ? *ins[k] : out;
-    // Nearly all pairs are like the one before them, of which then little is left to be asked.
+    // Nearly all pairs are like the one before them; then little is left to check.
     if (last == kFlat && alike(out, *outs[k - 1]) && simple(out, &of_outs[k])) {
       if (!pairs || (alike(in, *ins[k - 1]) && simple(in, &of_ins[k]) && out.sizes() == in.sizes())) continue;
     }

@@ -8,7 +8,7 @@
 
 namespace fusedaccum {
 
-// One or two Python lists or tuples of tensors: held, so that the GIL may be let go, whatever becomes of the lists meanwhile, and judged.
+// One or two Python lists or tuples of tensors, judged, and held so that the GIL may be released, whatever happens to the lists meanwhile.
 class Lists {
  public:
   Lists(pybind11::handle outs, bool written) : one_(true) {
@@ -27,17 +27,17 @@ class Lists {
     pybind11::object items;
     Tensors tensors;
 
-    // False for what is neither list nor tuple, or has an item that is no tensor.
+    // False for anything but a list or tuple, and for one with an item that is not a tensor.
     bool read(pybind11::handle list) {
       if (!PyList_Check(list.ptr()) && !PyTuple_Check(list.ptr())) return false;
       auto count = PySequence_Fast_GET_SIZE(list.ptr());
       items = pybind11::reinterpret_steal<pybind11::object>(PyTuple_New(count));
       if (!items) throw pybind11::error_already_set();
-      // To allocate may collect garbage, whose finalizers may do anything to a list. From here on nobody else runs.
+      // The allocation may collect garbage, whose finalizers may do anything to a list. From here on no other code runs.
       if (PySequence_Fast_GET_SIZE(list.ptr()) != count) return false;
       PyObject** given = PySequence_Fast_ITEMS(list.ptr());
       tensors.reserve(static_cast<std::size_t>(count));
-      PyTypeObject* known = nullptr;  // a type of tensors
+      PyTypeObject* known = nullptr;  // known to be a type of tensors
       for (Py_ssize_t k = 0; k < count; ++k) {
         __builtin_prefetch(given[std::min<Py_ssize_t>(k + 2 * kAhead, count - 1)]);
         PyTypeObject* type = Py_TYPE(given[k]);

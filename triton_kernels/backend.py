@@ -77,13 +77,13 @@ def _run(
 ) -> None:
     tally = None if stats is None else _Tally(outs)
     host = (1.0 if isinstance(scale, Tensor) else scale, 1.0 if isinstance(decay, Tensor) else decay)
-    # Before the launches: should one fail, nobody takes the outputs for what they were.
+    # Before the launches, so that if one fails, nobody takes the outputs to be unchanged.
     torch.autograd.graph.increment_version([x for x in outs if not x.is_inference()])
     with _device_of(outs[0]):
         device_scale, device_decay = (x.double() if isinstance(x, Tensor) else None for x in (scale, decay))
         for (out, dtype, aligned, stochastic), members in _groups(outs, ins, rounding).items():
             table = _Table(outs, ins, members, host, rounding)
-            # Without statistics nothing is left there, but a kernel's argument must point to something.
+            # Without statistics nothing is written there, but a kernel's argument must point to something.
             partials, bad = (table.number(0), table.on_device) if tally is None else tally.take(table.blocks)
             kernels.write[(table.blocks,)](
                 table.on_device,
@@ -151,7 +151,7 @@ class _Table:
             *(0 if rounding is None else _signed(rounding.counters[k]) for k in members),
         ]
         self.blocks = ends[-1]
-        # From pageable memory, of which the driver takes a copy of its own at once, without waiting, up to 64 KiB.
+        # From pageable memory, of which the driver immediately takes a copy, without waiting, if it is at most 64 KiB.
         table = torch.tensor(host, dtype=torch.int64, device="cpu")
         self.on_device = torch.empty_like(table, device=outs[members[0]].device)
         for there, piece in zip(self.on_device.split(AT_ONCE), table.split(AT_ONCE), strict=True):

@@ -1,8 +1,8 @@
 """The kernels: one that writes (accumulate and cast are its modes) and one that only measures.
 
 A program takes BLOCK elements of one tensor, which it finds in a table on the device: so one launch serves any number of tensors.
-BF16 travels as 16-bit integers and is rounded here, which makes its bits the same on every GPU and in Triton's interpreter. To be
-launched with ``enable_fp_fusion=False``: a product is rounded before it is added.
+BF16 travels as 16-bit integers and is rounded here, which makes its bits the same on every GPU and in Triton's interpreter. Launch
+with ``enable_fp_fusion=False``, so that a product is rounded before it is added.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False, disallow-untyped-decorators=False
@@ -219,7 +219,7 @@ def _write_block(
         tl.store(bad + tl.program_id(0), _bad(judged).to(tl.int64))
 
 
-# Specialized to neither: 1 would be a constant, which no loop can change, and these pointers' alignment is of no use.
+# Not specialized: a value of 1 would become a constant, which no loop can change, and these pointers' alignment is of no use.
 @triton.jit(do_not_specialize=["tensors"], do_not_specialize_on_alignment=["scale_at", "decay_at", "partials", "bad"])
 def write(
     table,

@@ -12,8 +12,8 @@ namespace cpu {
 // The kernels in use. Throws std::invalid_argument when the environment names an instruction set that does not exist or is missing.
 const KernelTable& kernels();
 
-// Does prefetching pay also in kernels that compute little? Measured: it does on an Intel Xeon with AMX; on AMD's Zen 3 and Zen 4 it
-// costs, on Zen 5 nothing either way (docs/performance.md).
+// Does prefetching pay even in kernels that compute little? Measured: it does on an Intel Xeon with AMX; it costs on AMD's Zen 3 and
+// Zen 4, and makes no difference on Zen 5 (docs/performance.md).
 bool prefetch_pays();
 
 // Names of what this CPU can run, the best last.

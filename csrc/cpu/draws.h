@@ -31,7 +31,7 @@ struct MultiplyVectors {
 };
 
 // The 8 * kWidth numbers of the kWidth blocks from `block` on. A register's word vectors come out of Philox with a block in each
-// position; transposed within 128 bits they are whole blocks, in the order of their numbers if the positions are dealt out so:
+// position; transposed within 128 bits they are whole blocks, in the order of their numbers if blocks get their positions like this:
 FUSEDACCUM_INLINE void draw(uint64_t block, uint64_t seed, uint16_t* numbers) {
   constexpr int kBlocks = U32::kWidth, kQuarters = kBlocks / 4;
   U32::Vector words[4] = {};

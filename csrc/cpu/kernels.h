@@ -1,4 +1,4 @@
-// What the launcher knows of a kernel: its table by dtypes and mode, one table an instruction set. No torch.
+// What the launcher knows about kernels: their table by dtypes and mode, one table per instruction set. No torch.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ struct Parameters {
   double decay;
   uint64_t seed;
   uint64_t counter;  // index of the random number of the first element
-  bool prefetch;     // also where that does not always pay
+  bool prefetch;     // even where that does not always pay
 };
 
 struct Partial {

@@ -2,10 +2,10 @@
 //
 //   t = in * scale;  new = overwrite ? t : out * decay + t;  out = round(new)
 //
-// Bytes an element: in + 2 * out to add, in + out to overwrite when streamed (a plain store reads the line first). No alignment is
-// required. All elements go through one body, 32 at a time; the last ones by way of a padded copy of theirs, so that the
-// memory around is neither read nor written. Included by kernels_<isa>.cpp, which define FUSEDACCUM_ISA. No function here may be
-// shared between instruction sets (the linker would keep any one of them): all are inlined or in FUSEDACCUM_ISA, none is from std.
+// Bytes per element: in + 2 * out to add, in + out to overwrite when streamed (a plain store reads the line first). No alignment is
+// required. All elements go through one body, 32 at a time; the last ones through a padded copy, so that the memory around them is
+// neither read nor written. Included by kernels_<isa>.cpp, which define FUSEDACCUM_ISA. No function here may be shared between
+// instruction sets (the linker would keep any one of them): all are inlined or in FUSEDACCUM_ISA, none is from std.
 #pragma once
 
 #include "draws.h"
@@ -16,8 +16,8 @@ namespace fusedaccum {
 namespace cpu {
 namespace FUSEDACCUM_ISA {
 
-// Sums of squares in 16 lanes. Which lane an element of a chunk falls to is the same on every instruction set: i % 16 for element i, and
-// (i % 32) / 2 where even and odd elements come in registers of their own.
+// Sums of squares in 16 lanes. Every instruction set puts an element of a chunk into the same lane: i % 16 for element i, or (i % 32) / 2
+// where even and odd elements come in separate registers.
 struct Tally {
   static constexpr int kSums = 16;
   static constexpr int kRegisters = kSums / F64::kWidth;
@@ -67,7 +67,7 @@ FUSEDACCUM_INLINE auto read(const T* p) {
 
 FUSEDACCUM_INLINE bool finite(double x) { return x - x == 0.0; }
 
-// How many of in[i] * scale are not finite. Rarely called: where one is not, the sum of squares of the outputs is not either.
+// How many of in[i] * scale are not finite. Rarely called: if one is not, the outputs' sum of squares is not either, and shows it.
 template <class In, class C>
 __attribute__((noinline)) int64_t count_nonfinite(const In* in, int64_t n, C scale) {
   int64_t count = 0;
@@ -112,8 +112,8 @@ struct Step {
   }
 };
 
-// Bytes ahead of the step at which lines are prefetched: the hardware stops at the end of a page, and the more a step computes, the
-// fewer loads of later ones are under way with it. Whether that pays for what computes little, an add into FP32 or FP64, depends on the
+// How many bytes ahead of a step lines are prefetched: the hardware stops at the end of a page, and the more a step computes, the fewer
+// loads of later steps are under way with it. Whether that pays for steps that compute little (an add into FP32 or FP64) depends on the
 // processor (Parameters::prefetch).
 constexpr int kAhead = 2048;
 template <int kMode, class Out, class In>
@@ -146,7 +146,7 @@ FUSEDACCUM_INLINE void run_steps(Out* out, const In* in, int64_t n, const Step<k
   step(last_out, last_in, draws);
   memcpy(static_cast<void*>(out + i), last_out, rest * sizeof(Out));
   if constexpr ((kMode & kStats) != 0) {
-    memset(static_cast<void*>(last_out + rest), 0, sizeof(last_out) - rest * sizeof(Out));  // 0 * infinity is a NaN there
+    memset(static_cast<void*>(last_out + rest), 0, sizeof(last_out) - rest * sizeof(Out));  // where 0 * infinity may have left NaNs
     tally.add<kSplit>(read<kSplit>(last_out));
   }
 }

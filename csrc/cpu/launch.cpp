@@ -14,7 +14,7 @@ constexpr int64_t kAlone = 1 << 15;          // elements that are not worth waki
 constexpr int64_t kStreamedBytes = 4 << 20;  // outputs larger than this are not kept in the caches anyway
 constexpr int kZeros = 1 << 12;
 
-// What a gradient is replaced by when the scale is 0: read instead of it, so that its NaNs add nothing.
+// Read instead of a gradient when the scale is 0, so that its NaNs add nothing.
 alignas(64) const double zeros[kZeros] = {};
 
 bool wide16(DType type) { return type == kBF16 || type == kFP16; }

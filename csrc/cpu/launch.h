@@ -27,10 +27,10 @@ struct Call {
   double decay = 1.0;
   bool stochastic = false;
   uint64_t seed = 0;
-  std::vector<uint64_t> counters;  // one a pair, when stochastic
+  std::vector<uint64_t> counters;  // one per pair, when stochastic
 };
 
-// Calls its argument with each of 0 .. count - 1, perhaps at once, and returns when all are done.
+// Calls `work` with each of 0 .. count - 1, perhaps concurrently, and returns when all are done.
 using Parallel = std::function<void(int64_t count, const std::function<void(int64_t)>& work)>;
 
 // Runs a call over all pairs. Adds up `total`, in an order that does not depend on `threads`, unless it is null.

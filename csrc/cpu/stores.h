@@ -1,4 +1,4 @@
-// Stores: 32 elements rounded to a format and written, by way of the caches or past them; every store returns what it wrote.
+// Stores: 32 elements rounded to a format and written, through the caches or past them; every store returns what it wrote.
 #pragma once
 
 #include "vectors.h"
@@ -97,7 +97,7 @@ FUSEDACCUM_INLINE F32 store(BF16* p, const Pack<C>& x) {
   return truncated(upper);
 }
 
-// Of elements in the order of load_split().
+// For elements in the order of load_split().
 template <bool kStreamed>
 FUSEDACCUM_INLINE F32 store_split(BF16* p, const F32& x) {
   F32 stored;

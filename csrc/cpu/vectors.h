@@ -1,7 +1,7 @@
 // Thirty-two elements at a time on every instruction set: loads and conversions. Everything else is operators on vectors.
 //
-// A Pack<T> holds 32 elements in as many registers as the instruction set needs. Included once an instruction set, within its namespace
-// FUSEDACCUM_ISA; without intrinsics of its own, an architecture runs the generic vectors of GCC and Clang.
+// A Pack<T> holds 32 elements in as many registers as the instruction set needs. Included once per instruction set, within its namespace
+// FUSEDACCUM_ISA; an architecture without intrinsics here runs the generic vectors of GCC and Clang.
 #pragma once
 
 #if defined(__x86_64__)
@@ -33,7 +33,7 @@ constexpr int kRegister = 32;
 constexpr int kRegister = 16;
 #endif
 
-// Without it GCC keeps short loops over registers as loops, and the registers on the stack.
+// Without this, GCC keeps short loops over registers as loops, and the registers on the stack.
 #if defined(__clang__)
 #define FUSEDACCUM_UNROLL _Pragma("unroll")
 #else
@@ -165,7 +165,7 @@ FUSEDACCUM_INLINE F32 load(const BF16* p) {
   return x;
 }
 
-// The same with the elements of even index in registers 0, 2 … and those of odd index in 1, 3 …: cheaper where they are stored so, too.
+// The same with the elements of even index in registers 0, 2 … and those of odd index in 1, 3 …: cheaper if they are stored that way too.
 FUSEDACCUM_INLINE F32 load_split(const BF16* p) {
   F32 x;
   FUSEDACCUM_UNROLL

@@ -2,9 +2,9 @@
 //
 //   t = in * scale;  new = overwrite ? t : out * decay + t;  out = round(new)
 //
-// Bytes an element: in + 2 * out to add, in + out to overwrite or cast. A block takes a chunk of one tensor, tile by tile: of each, a
-// thread loads all of its packs before it uses the first. Whole tiles of aligned tensors move pack by pack; the others through the same
-// body, element by element. The tensors' table is a kernel argument, by value: nothing to copy to the device, nothing to keep alive.
+// Bytes per element: in + 2 * out to add, in + out to overwrite or cast. A block takes a chunk of one tensor, tile by tile. A thread
+// loads all of its packs of a tile before it uses the first. Whole tiles of aligned tensors move pack by pack; the others go through the
+// same body, element by element. The tensors' table is a kernel argument, by value: nothing to copy to the device, nothing to keep alive.
 // Offsets are 64 bits wide. Compile with -fmad=false.
 #include <type_traits>
 
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) write_kernel(const __grid_c
 
   [[maybe_unused]] Tally<int> tally;
   const uint64_t numbers_from = chunk.pair.counter + static_cast<uint64_t>(chunk.first);
-  // Scale 0 is rare enough to go the slow way, and so are random numbers that do not begin with a pack's.
+  // Scale 0 is rare enough to go the slow way, and so are random numbers that do not begin where a pack's would.
   const bool in_packs = reads && is_aligned<kCount>(output) && is_aligned<kCount>(input) && (!kStochastic || numbers_from % kCount == 0);
   chunk.each_tile(in_packs, [&](int tile, auto whole) {
     constexpr bool kWhole = decltype(whole)::value;

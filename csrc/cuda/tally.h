@@ -19,7 +19,7 @@ struct Tally {
 
   FUSEDACCUM_DEVICE void square(double x) { squares += x * x; }
 
-  // Not so: then all that was squared is finite, and none of it needs to be judged.
+  // If not, all that was squared is finite, and none of it needs to be judged.
   FUSEDACCUM_DEVICE bool poisoned() const { return squares - squares != 0.0; }
   template <class T>
   FUSEDACCUM_DEVICE void judge(T x) {
