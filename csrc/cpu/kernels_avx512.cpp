@@ -1,7 +1,7 @@
 // The kernels for AVX-512 F, BW, DQ and VL.
 #if defined(__x86_64__)
 #if defined(__GNUC__) && !defined(__clang__)
-// In GCC 12's own avx512fintrin.h: _mm512_undefined_ps() and its like.
+// In GCC 12's own avx512fintrin.h: _mm512_undefined_ps() and similar functions.
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif

@@ -43,7 +43,7 @@ class SquaredNorms:
         self._readings.clear()
 
     def forget_block(self, block: Block) -> None:
-        """Forget the readings of all slots in ``block``, which somebody has written to."""
+        """Forget the readings of all slots in ``block``, which other code has written to."""
         self.forget([slot for slot in self._readings if slot.block is block])
 
     def total(self, slots: Iterable[Slot], backend: str) -> Tensor:

@@ -162,7 +162,7 @@ class Sums:
                 slot.holder.grad = None
             slot.shown, slot.divisor = None, 1.0
         for block in self.buffers.blocks:
-            block.written()  # what somebody wrote to the previous window is gone with it
+            block.written()  # what other code wrote to the previous window is gone with it
         self.changed_by_user = False
         self.norms.forget_all()
         self.offload.forget_failure()

@@ -78,8 +78,8 @@ def _device(tensors: Sequence[Tensor]) -> torch.device | None:
 def _recorded(name: str, value: Scalar, tensors: Sequence[Tensor]) -> Tensor:
     """A factor as a tensor.
 
-    A number multiplies a tensor of 1: a compiler records this for any number, but with other ways to make a tensor of it recompiles for
-    every value. The tensor is on the tensors' device, because CUDA graphs do not take anything from the CPU.
+    A number multiplies a tensor of 1, which a compiler records for any number; with other ways to make a tensor of it, it recompiles for
+    every value. The result is on the tensors' device, because CUDA graphs take nothing from the CPU.
     """
     if isinstance(value, Tensor):
         return value

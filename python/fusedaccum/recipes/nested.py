@@ -116,7 +116,7 @@ def _with(tree: Any, parts: dict[Any, Any]) -> Any:
         own = getattr(new, "__dict__", {})
         for key, value in parts.items():
             if key in own and own[key] is tree[key]:
-                own[key] = value  # the class once made its items attributes, and need not do so when they are set
+                own[key] = value  # the class keeps its items as attributes too, which setting an item need not update
             new[key] = value
         return new
     if isinstance(tree, Mapping):
