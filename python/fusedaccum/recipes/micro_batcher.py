@@ -170,7 +170,7 @@ class MicroBatcher:
         if parts > fewest:
             raise ValueError(
                 f"micro_batch_size={size} cuts a rank's batch into {parts} micro-batches, and FSDP2 needs as many on every rank, but one "
-                f"has a batch of only {fewest}; pass batches that differ less (drop_last=True), or a larger micro_batch_size"
+                f"has a batch of {fewest}; pass batches that differ less (drop_last=True), or a larger micro_batch_size"
             )
         return [samples * i // parts for i in range(parts + 1)]
 
