@@ -37,7 +37,7 @@ class MasterWeights:
         self.of: dict[Parameter, Parameter] = {}
         self._model: dict[Parameter, Parameter] = {}
         self._seen: dict[Parameter, tuple[int, int] | None] = {}  # version and address, as of the last write_back()
-        # While the inner optimizer is at work: gradients, and what the masters have in their places.
+        # While the inner optimizer is at work: the gradients, and the masters' gradients made from them.
         self._lent: dict[Slot, tuple[Tensor | None, Tensor | None]] = {}
         self._working = False
 
@@ -48,8 +48,8 @@ class MasterWeights:
             if p not in self.of and (p.dtype.itemsize < 4 or p.device != device):
                 copy = p.detach().to(device, torch.promote_types(p.dtype, torch.float32))
                 master = Parameter(copy, requires_grad=p.requires_grad)
-                if type(p) in (Parameter, Tensor):  # other kinds keep their own data there
-                    master.__dict__ = p.__dict__  # attributes that optimizers look at (p.lr_mul), whenever they are set
+                if type(p) in (Parameter, Tensor):  # subclasses keep data of their own there
+                    master.__dict__ = p.__dict__  # attributes that optimizers read (p.lr_mul), whenever they are set
                 self.of[p], self._model[master], self._seen[p] = master, p, _look(p)
 
     def take_state(self, inner: Optimizer) -> None:
@@ -107,7 +107,7 @@ class MasterWeights:
                 self._lent[slot] = grad, master.grad
 
     def return_gradients(self, slots: Iterable[Slot]) -> None:
-        """Where somebody has replaced the gradient of a master, or taken it away, ``p.grad`` becomes that."""
+        """If the inner optimizer has replaced or removed a master's gradient, do the same to ``p.grad``."""
         for slot in slots:
             left = self.of[slot.param].grad if slot.param in self.of else None
             if left is not self._lent.get(slot, (None, None))[1]:
@@ -122,7 +122,7 @@ class MasterWeights:
         master, the master keeps its FP32 bits: so a model's and an optimizer's checkpoint can be loaded in either order.
         """
         for p, master in self.of.items():
-            master.requires_grad = p.requires_grad  # somebody may have frozen it since, or unfrozen
+            master.requires_grad = p.requires_grad  # it may have been frozen or unfrozen since
             if _look(p) != self._seen[p]:
                 theirs = p.to(master.device)
                 master.copy_(torch.where(master.to(p.dtype) == theirs, master, theirs.to(master.dtype)))
@@ -166,7 +166,7 @@ def _exchange(inner: Optimizer, table: Mapping[Any, Any]) -> None:
 
 
 def _all(inner: Optimizer) -> list[Optimizer]:
-    """It, and optimizers that it steps by: these have its groups (see check_optimizer), and may keep a state of their own."""
+    """The optimizer and those inside it (Lookahead's): they share its groups (see check_optimizer), but may keep a state of their own."""
     found = [inner]
     for optimizer in found:
         found += [other for other in vars(optimizer).values() if isinstance(other, Optimizer) and other not in found]
@@ -174,5 +174,5 @@ def _all(inner: Optimizer) -> list[Optimizer]:
 
 
 def states_of(inner: Optimizer) -> list[dict]:
-    """Its own state, and those of optimizers inside of it."""
+    """The optimizer's state, and those of the optimizers inside it."""
     return list({id(optimizer.state): optimizer.state for optimizer in _all(inner)}.values())

@@ -106,7 +106,7 @@ class Closing:
     @contextmanager
     def _inner_at_work(self) -> Iterator[None]:
         before = self._gathering.closed
-        # Where the caller owns windows, and it steps what gradients come to, its backward is as any other.
+        # In windows of the caller, if it steps the parameters that receive gradients, its backward is like any other.
         apart = self._masters.of or self._sums.buffers.offloaded
         self._gathering.closed = bool(apart) or not self._settings.schedule.caller_owned
         try:
@@ -132,7 +132,7 @@ class Closing:
         self._gathering.accumulator.lend(self._sums.buffers.lent)
 
     def call(self, method: Callable[..., Any], inner: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the inner optimizer's own, on what that steps: ``eval()``, ``second_step()``."""
+        """Call another method of the inner optimizer (``eval()``, ``second_step()``) on what it steps: the masters."""
         self._gathering.settle()
         slots = self._sums.buffers.slots
         self._masters.follow_model()

@@ -317,8 +317,8 @@ class Gathering(Windows):
         self.ranks.replicas.silence_pass()
         if self.closed:
             raise RuntimeError(
-                "the inner optimizer, or a hook of its step, has run a backward within step(), whose gradients would be the next window's; "
-                "for an optimizer that evaluates by itself, leave out accum_steps, window_weight, master_weights and buffer_device"
+                "the inner optimizer, or a hook of its step, ran a backward inside step(), and its gradients would join the next window; "
+                "for an optimizer that evaluates gradients itself, leave out accum_steps, window_weight, master_weights and buffer_device"
             )
         if self.ranks.agreed:
             raise RuntimeError(

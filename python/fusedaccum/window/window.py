@@ -218,8 +218,8 @@ class LastWindow:
         loss: 0-d float64 tensor, the window's loss, combined from the micro-batches' losses as its gradient is from their gradients
             (``sum(w_i * loss_i) / sum(w_i)`` for ``reduction="mean"``), without a loss scale. None unless every micro-batch's loss is
             known: from ``opt.backward(loss)``, a closure, or ``opt.record_loss(loss)``.
-        noise_scale: 0-d float64 tensor, the simple gradient noise scale in units of the weights, averaged over windows; None unless
-            ``noise_scale=`` asked for it and a window has been long enough to measure it. Infinite while the gradient is hidden in the noise.
+        noise_scale: 0-d float64 tensor, the simple gradient noise scale in units of the weights, averaged over windows; infinite while
+            the gradient is hidden in the noise; None unless ``noise_scale=`` asked for it and a window has been long enough to measure it.
     """
 
     micro_batches: int
