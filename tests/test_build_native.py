@@ -23,7 +23,7 @@ def test_report_names_every_backend_and_what_was_built():
     [
         ("auto", "in C++"),
         ("python", "in Python: FUSEDACCUM_INTAKE=python"),
-        ("c++", "the environment's FUSEDACCUM_INTAKE is 'c++'"),
+        ("c++", "the environment variable FUSEDACCUM_INTAKE is 'c++'"),
     ],
 )
 def test_report_says_in_which_language_the_hooks_are(monkeypatch, asked, said):

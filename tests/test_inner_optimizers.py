@@ -298,7 +298,7 @@ def test_a_backward_within_the_inner_step_is_refused_where_it_would_be_the_next_
     p = Parameter(torch.zeros(3, dtype=torch.bfloat16))
     opt = fa.AccumulatingOptimizer(Again([p], lr=1.0), **settings)
     opt.optimizer.again = lambda: p.sum().backward()
-    with pytest.raises(RuntimeError, match=r"within step.*leave out accum_steps"):
+    with pytest.raises(RuntimeError, match=r"inside step\(\).*leave out accum_steps"):
         for _ in range(2):
             p.sum().backward()
             opt.step()

@@ -93,7 +93,7 @@ def why_no_hooks() -> str | None:
     """
     asked = os.environ.get("FUSEDACCUM_INTAKE") or "auto"
     if asked not in ("auto", "native", "python"):
-        raise ValueError(f"the environment's FUSEDACCUM_INTAKE is {asked!r}; it must be auto, native or python")
+        raise ValueError(f"the environment variable FUSEDACCUM_INTAKE is {asked!r}; it must be auto, native or python")
     reason = "FUSEDACCUM_INTAKE=python" if asked == "python" else why_missing("_intake")
     if reason and asked == "native":
         raise RuntimeError(f"FUSEDACCUM_INTAKE=native is not available: {reason}; or use auto")

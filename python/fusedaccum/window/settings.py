@@ -73,7 +73,7 @@ class Settings:
         check_noise_scale(self.noise_scale, self.schedule)
         backend = backends.check(self.backend)
         if self.buffer_device is not None and backend in ("cuda", "triton"):
-            how = "backend" if self.backend == backend else "the environment's FUSEDACCUM_BACKEND"
+            how = "backend" if self.backend == backend else "the environment variable FUSEDACCUM_BACKEND"
             raise ValueError(f"{how}={backend!r} adds on a GPU, and with buffer_device='cpu' the CPU does; use 'auto'")
 
     @property
