@@ -1,7 +1,7 @@
 """Layers that add their weights' gradients into main_grad themselves, by the protocol of Megatron-LM and TransformerEngine.
 
-They keep to what Megatron-LM's LinearWithGradAccumulationAndAsyncCommunication and TransformerEngine's Linear (with
-fuse_wgrad_accumulation) do in backward, without their GEMMs, which need a GPU; the gradients that mean nothing are NaN.
+Their backward does what that of Megatron-LM's LinearWithGradAccumulationAndAsyncCommunication and TransformerEngine's Linear (with
+fuse_wgrad_accumulation) does, without their GEMMs, which need a GPU. The placeholder gradients that they return are NaN.
 """
 
 import fusedaccum as fa
@@ -12,7 +12,7 @@ from training import data, mean_loss, parts, sgd
 
 
 class Product(torch.autograd.Function):
-    """``x @ weight.T``, the weight's gradient added to main_grad."""
+    """``x @ weight.T``, whose backward adds the weight's gradient to main_grad."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -26,7 +26,7 @@ class Product(torch.autograd.Function):
         for_x = grad @ weight
         if not weight.requires_grad:
             return for_x, None
-        # By raw pointer, as a kernel writes: no version is raised.
+        # Through .data, like a kernel that writes by raw pointer: the tensor's version does not change.
         weight.main_grad.data.add_((grad.t() @ x).to(weight.main_grad.dtype))
         weight.grad_added_to_main_grad = True
         empty = torch.zeros if getattr(weight, "zero_out_wgrad", False) else nan
@@ -38,7 +38,7 @@ def nan(shape, dtype):
 
 
 class Adding(nn.Linear):
-    """A Linear that adds by itself, as long as its weight is marked."""
+    """A Linear that adds its gradient itself while its weight is marked."""
 
     def forward(self, x):
         if not hasattr(self.weight, "grad_added_to_main_grad"):
@@ -48,7 +48,7 @@ class Adding(nn.Linear):
 
 
 class Net(nn.Module):
-    """Two layers that add by themselves, one of them used twice, and plain ones."""
+    """Two layers that add their gradients themselves, one of them used twice, and a plain one."""
 
     def __init__(self, checkpointed=None):
         super().__init__()
@@ -67,7 +67,7 @@ class Net(nn.Module):
 
 
 def marked(net):
-    """The model, its layers made to add by themselves: what a user writes."""
+    """The model, with its layers told to add their gradients themselves, as a user does it."""
     for module in net.modules():
         if isinstance(module, Adding):
             module.weight.grad_added_to_main_grad = False
@@ -79,7 +79,7 @@ def wrapped(net, *args, **kwargs):
 
 
 def train(net, opt, windows=3, sizes=(10, 6, 8), loss=mean_loss, weigh=False):
-    """Windows of other data each; the same data for the same call."""
+    """Train for some windows, each on data of its own; every call uses the same data."""
     for w in range(windows):
         for x, y in parts(*data(seed=w), list(sizes)):
             opt.backward(loss(net, x, y), weight=len(x) if weigh else None)
@@ -88,7 +88,7 @@ def train(net, opt, windows=3, sizes=(10, 6, 8), loss=mean_loss, weigh=False):
 
 
 def lone(*shape, dtype=torch.float64):
-    """A weight that its layer adds to."""
+    """A weight marked as one whose layer adds its gradient."""
     weight = nn.Parameter(torch.ones(shape, dtype=dtype))
     weight.grad_added_to_main_grad = False
     return weight

@@ -15,8 +15,8 @@ if backends.INTERPRETED:
     patched = set()
 
     def call_device_function(function, *args, **kwargs):
-        """Triton's own patches its whole language at every call: half of the time of these tests. The kernel that calls has it patched
-        already, but for what only the device function's module sees of it."""
+        """Triton's own version patches its whole language at every call, which takes half of these tests' time. The calling kernel has
+        patched it already, except for what only the device function's module sees of it."""
         if function.fn.__module__ not in patched:
             interpreter._patch_lang(function.fn)
             patched.add(function.fn.__module__)
@@ -32,7 +32,7 @@ def same_numbers_every_time():
 
 @pytest.fixture
 def cpu():
-    """The native CPU extension, put back to the instruction set it found after the test."""
+    """The native CPU extension; after the test it gets back the instruction set that it had before."""
     if importlib.util.find_spec("fusedaccum._cpu") is None:
         pytest.skip("the extension fusedaccum._cpu was not built")
     module = importlib.import_module("fusedaccum._cpu")
@@ -43,7 +43,7 @@ def cpu():
 
 @pytest.fixture(params=["native", "python"])
 def each_intake(request, monkeypatch):
-    """Wrappers of the test take gradients through the hooks in C++, and then through those in Python."""
+    """Runs the test twice: wrappers take gradients through the hooks in C++, then through those in Python."""
     if request.param == "native" and importlib.util.find_spec("fusedaccum._intake") is None:
         pytest.skip("the extension fusedaccum._intake was not built")
     monkeypatch.setenv("FUSEDACCUM_INTAKE", request.param)
@@ -66,11 +66,11 @@ def threads():
 
 @pytest.fixture
 def one_thread(threads):
-    """For small tensors, where more only wait for each other."""
+    """One thread, for small tensors: more would only wait for each other."""
     threads(1)
 
 
 @pytest.fixture
 def compiled_anew():
-    """Nothing is compiled yet, whatever tests before this one have compiled."""
+    """Forgets what earlier tests have compiled."""
     compile_anew()

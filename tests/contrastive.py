@@ -1,4 +1,4 @@
-"""Losses that are no sum over samples, with their encoders and inputs, and the literal big batch of each."""
+"""Losses that are not a sum over samples, with their encoders and inputs, and the big batch of each, written out."""
 
 import copy
 
@@ -10,7 +10,7 @@ SAMPLES = 13
 
 
 class Tower(nn.Module):
-    """An encoder without any statistics over the batch; of keyword, positional or single inputs."""
+    """An encoder without any statistics over the batch; it takes keyword, positional or single inputs."""
 
     def __init__(self, features, embedding=6, dropout=0.0):
         super().__init__()
@@ -49,7 +49,7 @@ class SupCon(nn.Module):
 
 
 def barlow_twins(a, b):
-    """Zbontar et al., 2021: the correlation over the batch of the two views' features shall be the identity."""
+    """Zbontar et al., 2021: pulls the correlation of the two views' features over the batch towards the identity."""
     a, b = ((z - z.mean(0)) / z.std(0) for z in (a, b))
     apart = (a.T @ b / len(a) - torch.eye(a.shape[1], dtype=a.dtype)).square()
     return apart.diagonal().sum() + 0.1 * (apart.sum() - apart.diagonal().sum())
@@ -89,7 +89,7 @@ def unequal_batches(dtype):
 
 
 class Encode:
-    """A function of a micro-batch as it is, that returns more than a tensor."""
+    """A function that takes a micro-batch as it is, and returns more than a tensor."""
 
     def __init__(self, tower):
         self.tower = tower
@@ -110,7 +110,7 @@ def modules(case):
 
 
 def big_batch(case):
-    """The literal expression."""
+    """The loss over the whole batch, written out in plain PyTorch."""
     loss_fn, encoders, inputs = case
     if not isinstance(encoders, (list, nn.ModuleList)):
         encoders, inputs = [encoders], [inputs]
@@ -130,7 +130,7 @@ def gradients(parts):
 
 
 def assert_close(ours, theirs, tolerance):
-    """Of each parameter's gradient, but in relation to all of it: where terms cancel out, their roundings do not."""
+    """Compare each parameter's gradient, with an error relative to the whole gradient: where terms cancel, their rounding errors do not."""
     assert ours.keys() == theirs.keys()
     size = torch.stack([grad.double().norm() for grad in theirs.values()]).norm()
     for name, grad in theirs.items():
@@ -139,7 +139,7 @@ def assert_close(ours, theirs, tolerance):
 
 
 def both(make, dtype=torch.float64):
-    """A case twice, with weights of its own: for us and for the big batch, whose gradients and loss are there already."""
+    """A case for us, and the gradients and the loss of the big batch, computed on a copy with weights of its own."""
     case = make(dtype)
     modules(case).to(dtype)
     ours = copy.deepcopy(case)

@@ -1,6 +1,6 @@
-"""CUDA graphs, and on the CPU what does as they do: ops are recorded, and replayed on the same memory without any Python of ours.
+"""CUDA graphs and a stand-in for them on the CPU, which records ops and replays them on the same memory without any Python of ours.
 
-And what torch.compile makes graphs of.
+Also: which functions torch.compile has traced.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Recording(TorchDispatchMode):
-    """Within, ops run and are recorded. What they read and wrote stays where it is, as a graph's memory does."""
+    """Runs ops and records them. What they read and wrote stays at its address, like a graph's memory."""
 
     def __init__(self):
         super().__init__()
@@ -33,7 +33,7 @@ class Recording(TorchDispatchMode):
                     there.copy_(fresh)
 
     def ours(self):
-        """Every call of our ops: its name, the memory that it writes, and what is not a tensor."""
+        """For every call of our ops: its name, the addresses that it writes to, and its arguments that are not tensors."""
         return [
             (
                 func.name(),
@@ -46,7 +46,7 @@ class Recording(TorchDispatchMode):
 
 
 def recorded(micro_step, pool):
-    """What replays ``micro_step``, which has run once."""
+    """A recording of ``micro_step`` with a ``replay()``; recording has run it once."""
     if pool is None:
         with Recording() as recording:
             micro_step()
@@ -65,7 +65,7 @@ def compile_anew():
 
 
 def compiled_functions():
-    """Every function that the compiler has looked into since, in order; and which of them are the package's."""
+    """All functions that the compiler has traced since compile_anew(), in order; and those of them that are the package's."""
     found = [each for each in torch._dynamo.utils.get_compilation_metrics() if each.co_filename is not None]
     ours = [each.co_name for each in found if Path(fusedaccum.__file__).parent in Path(each.co_filename).parents]
     return [each.co_name for each in found], ours

@@ -1,4 +1,4 @@
-"""Memory that ends where a test wants it to: every place in a window where PyTorch may ask for some is a point, and points can fail."""
+"""Memory that runs out where a test wants it to: each place in a window where PyTorch may allocate is a point, and points can fail."""
 
 import fusedaccum as fa
 import fusedaccum.ops
@@ -9,10 +9,10 @@ from torch import nn
 
 
 class Points:
-    """Counts the points that it meets, and raises at those in ``fail``.
+    """Counts the points that the window passes, and raises at those in ``fail``.
 
     Attributes:
-        attempts: every try of the batcher's. broken: those that broke off.
+        attempts: every attempt of the batcher. broken: those that ran out of memory.
     """
 
     def __init__(self, monkeypatch, net, fail=(), error=torch.OutOfMemoryError):
@@ -25,12 +25,12 @@ class Points:
             module.weight for module in net.modules() if isinstance(module, nn.Linear) and type(module) is not nn.Linear
         }
         for p in net.parameters():
-            if p.requires_grad and p not in fused:  # which go the plain way where they have hooks
+            if p.requires_grad and p not in fused:  # a fused layer goes the plain way when its weight has hooks
                 p.register_hook(self)  # a gradient that is about to arrive
         self._inside(monkeypatch, fusedaccum.ops, "accumulate_")
         self._inside(monkeypatch, fusedaccum.recipes.micro_batcher.nested, "cut")
         monkeypatch.setattr(fusedaccum.recipes.micro_batcher, "Attempt", self._tried)
-        # What it does is not looked at here, and to look through all garbage takes long.
+        # What make_room() does is not tested here, and collecting all garbage takes long.
         monkeypatch.setattr(
             fusedaccum.recipes.micro_batcher, "make_room", lambda: self.broken.append(self.attempts[-1])
         )
@@ -60,13 +60,13 @@ class Points:
 
     @property
     def partial(self):
-        """How many broke off with some, and not all, of their gradients added."""
+        """How many attempts broke off with some, but not all, of their gradients added."""
         most = max(len(attempt.taken) for attempt in self.attempts)
         return sum(0 < len(attempt.taken) < most for attempt in self.broken if not attempt.done)
 
 
 class Net(nn.Module):
-    """A tied weight, a parameter that some samples use only, one that is frozen, one that nobody uses."""
+    """A tied weight, a parameter that only some samples use, a frozen one, and an unused one."""
 
     def __init__(self, dtype=torch.float64):
         super().__init__()
@@ -96,7 +96,7 @@ def sgd(params):
 
 
 def batch(n=11, dtype=torch.float64, seed=3):
-    """Inputs and targets, and a weight a sample, which are 0 for some."""
+    """Inputs, targets, and one weight per sample, which is 0 for some."""
     generator = torch.Generator().manual_seed(seed)
     x, y = (torch.randn(n, size, generator=generator, dtype=torch.float64) for size in (6, 3))
     return {"x": x.to(dtype), "y": y.to(dtype), "weight": torch.arange(n) * 5 % 4}
@@ -120,7 +120,7 @@ def weight(part):
 
 
 def oracle(whole, dtype=torch.float64, make=None, net=Net):
-    """What plain PyTorch makes of it as one big batch: the model, and the loss."""
+    """Plain PyTorch on each window as one big batch: the model, and the last loss."""
     torch.manual_seed(1)
     model = net(dtype)
     optimizer = (make or sgd)(model.parameters())
@@ -139,7 +139,7 @@ def assert_close(model, expected, tolerance):
 
 
 class Memory:
-    """A loss that fits ``room`` elements."""
+    """A loss that runs out of memory beyond ``room`` elements."""
 
     def __init__(self, room):
         self.room, self.errors, self.sizes = room, 0, []
@@ -155,7 +155,7 @@ class Memory:
 
 
 def ran(monkeypatch, fail=(), first=4, dtype=torch.float64, windows=1, net=Net, reduction="mean", **settings):
-    """Windows that begin in micro-batches of ``first``, of which the points ``fail`` lack memory: model, points, losses, optimizer."""
+    """Windows that begin with micro-batches of ``first`` and run out of memory at ``fail``: model, points, losses, optimizer."""
     with monkeypatch.context() as patched:
         model, opt = made(dtype, reduction=reduction, net=net, **settings)
         points = Points(patched, model, fail)

@@ -8,17 +8,17 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
-# Run by tests/frameworks, which has what they import.
+# tests/frameworks runs these: it has what they import.
 OF_FRAMEWORKS = [page for page in PAGES if page.stem in ("accelerate", "huggingface-trainer", "lightning")]
 
 
 def run_examples(page):
     """Runs a page, top to bottom, in one namespace that has a model, a criterion and a loader.
 
-    Of a diff, what it leads to is run, with a model of its own; what it comes from need only be Python.
+    Of a diff, the new side is run, with a model of its own; the old side only has to be valid Python.
     """
     text = page.read_text()
-    # On a GPU the pages of many ranks take NCCL, which knows no tensors of the CPU.
+    # On a GPU the pages about several ranks use NCCL, which does not take CPU tensors.
     device = "cuda" if "nccl" in text and torch.cuda.is_available() else "cpu"
     namespace: dict = {
         "model": torch.nn.Linear(5, 3, device=device),
@@ -37,5 +37,5 @@ def run_examples(page):
 
 
 def side(diff, mark):
-    """One of a diff's two sides, with empty lines in place of the other's."""
+    """One side of a diff, with empty lines in place of the other's."""
     return "".join(line[1:] if line[0] in (" ", mark) else "\n" for line in diff.splitlines(keepends=True))

@@ -1,4 +1,4 @@
-"""Models with batch statistics, micro-batches and big batches of them, and statistics to compare."""
+"""Training with pooled batch statistics, in micro-batches and in big batches, and how the statistics are compared."""
 
 import copy
 
@@ -40,7 +40,7 @@ def train(model, opt, windows):
 
 
 def big_batches(model, windows):
-    """What the layers would see at once; the statistics of the first depend on nothing that is trained."""
+    """Each window as one forward pass (exact for the first layer, whose statistics depend on nothing that is trained)."""
     for window in windows:
         model(torch.cat(window))
 
@@ -50,6 +50,6 @@ def micro_batches(shape, sizes=(5, 2, 8, 3), windows=3, dtype=torch.float32, off
 
 
 def pair(layer):
-    """A layer to be pooled, and the oracle."""
+    """A layer that pools its statistics, and a plain copy of it as the oracle."""
     oracle = copy.deepcopy(layer)
     return fa.accumulate_batchnorm(layer), oracle

@@ -1,4 +1,4 @@
-"""GradScaler: the plain script's loop, with scales that change inside a window and overflows anywhere in it."""
+"""A plain script's GradScaler loop works unchanged, with scales that change inside a window and overflows anywhere in it."""
 
 import fusedaccum as fa
 import pytest
@@ -200,7 +200,7 @@ def test_a_caller_owned_window_that_drops_a_micro_batch_has_its_scale_taken_off_
     if known:
         window(None, False)
     window(bad, unscale)
-    # unscale_() has seen the bad gradient alone, and nobody knows yet what the others were scaled with.
+    # unscale_() saw only the bad gradient, and the scale of the others is not known yet.
     assert opt.updated == (known or not unscale or bad < 2)
     assert opt.last_window.nonfinite == 1
     window(None, False)
@@ -304,7 +304,7 @@ def test_a_loop_that_has_done_with_its_scaler(accum_steps):
             if window < 2:
                 scaler.step(opt)
                 scaler.update()
-            elif window == 2 and accum_steps is None:  # which might as well be a mistake
+            elif window == 2 and accum_steps is None:  # going on without the scaler might be a mistake
                 with pytest.raises(RuntimeError, match=r"call opt.reset\(\) first to go on without it"):
                     opt.step()
                 opt.reset()

@@ -1,4 +1,4 @@
-"""Wrong arguments: the error names the argument, the value and the fix, and nothing has happened."""
+"""Wrong arguments raise an error that names the argument, the value and the fix, and change nothing."""
 
 import math
 
@@ -132,7 +132,7 @@ def test_what_can_be_wrapped():
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn], ids=str)
 def test_quantized_weights_stay_out_of_the_optimizer(dtype):
-    """Frozen beside adapters (QLoRA), where plain PyTorch takes model.parameters()."""
+    """As in QLoRA, where they are frozen beside adapters: plain PyTorch takes model.parameters() there, and so must we."""
     frozen = nn.Parameter(torch.zeros(4).to(dtype), requires_grad=False)
     with pytest.raises(
         ValueError, match=r"\['params'\]\[1\] is torch\..*8.*Leave .* out of the optimizer: .* if p\.requires_grad"

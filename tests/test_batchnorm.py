@@ -1,4 +1,4 @@
-"""Running statistics of a window, against torch's own BatchNorm on the window's samples in one batch."""
+"""A window's running statistics are those of torch's own BatchNorm on the window's samples in one batch."""
 
 import fusedaccum as fa
 import pytest
@@ -82,7 +82,7 @@ def test_nothing_moves_before_the_window_closes():
 
 @pytest.mark.parametrize("affine", [True, False])
 def test_models_that_share_a_trunk_pool_apart(affine):
-    """Each swapped by a call of its own, with layers that follow the same parameter."""
+    """Each model is swapped by a call of its own, and their layers follow the same parameter."""
     trunk, norms = nn.Linear(3, 3), [nn.BatchNorm1d(3, affine=affine) for _ in range(2)]
     if affine:
         norms[1].weight, norms[1].bias = norms[0].weight, norms[0].bias
@@ -282,7 +282,7 @@ def test_statistics_that_are_not_finite_are_not_written():
 
 
 def test_two_wrappers_two_rhythms():
-    """A GAN's halves: every layer follows the wrapper of its own parameters, one without any that of its neighbours."""
+    """The halves of a GAN: a layer follows the wrapper of its own parameters or, if it has none, that of its neighbours."""
     one = nn.Sequential(nn.BatchNorm1d(3), nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, affine=False)))
     two = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3))
     both = fa.accumulate_batchnorm(nn.Sequential(one, two))
@@ -315,7 +315,7 @@ def test_own_parameters_come_before_the_nearest_and_these_before_others():
     )
     net = fa.accumulate_batchnorm(nn.Sequential(inner))
     often = wrapped(nn.ModuleList([inner[1], inner[2]]), 1)
-    seldom = wrapped(inner[0], 2)  # the first parameter of every module round the layers, but for inner[1]
+    seldom = wrapped(inner[0], 2)  # the first parameter of every module around the layers, except inner[1]
     backward(net, torch.randn(4, 3))
     often.step(), seldom.step()
     assert inner[1][1].num_batches_tracked == inner[2].num_batches_tracked == 1

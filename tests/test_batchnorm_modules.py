@@ -1,4 +1,4 @@
-"""Pooled batch statistics and the modules that have them: swapped, copied, saved, compiled, and noted where they are not pooled."""
+"""Modules that pool batch statistics: swapped in, copied, saved and compiled; and the note about modules that do not pool them."""
 
 import copy
 import gc
@@ -224,7 +224,7 @@ def test_a_layer_that_was_dropped_is_not_noted(not_yet_noted):
     opt = wrapped(net, 2)
     gc.disable()
     try:
-        net[0].itself = [net[0]]  # so that it stays until the garbage collector comes by
+        net[0].itself = [net[0]]  # a cycle: it lives until the garbage collector runs
         net[0] = nn.Identity()
         for _ in range(2):
             backward(net, torch.randn(4, 3))

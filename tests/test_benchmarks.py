@@ -1,4 +1,4 @@
-"""The benchmarks' own parts: peers do the same work as we do, shapes are the models', results get into the pages."""
+"""The benchmarks themselves: peers do the same work as we do, shapes are the models', and results get into the pages."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_training_contestants_leave_the_same_gradient() -> None:
     ):
         window = way(params)
         window(0)
-        window(1)  # what the first has left must not get into the second
+        window(1)  # nothing of the first window may get into the second
         left.append([p.grad.clone() for p in params])
     for other in left[1:]:
         torch.testing.assert_close(left[0], other, rtol=8e-3, atol=1e-8)
@@ -133,7 +133,7 @@ def test_explain_is_measured_beside_what_it_says(tmp_path: Path) -> None:
     options = harness.Options(quick=True, rounds=2, sets=("resnet-101",), out=tmp_path, backend="reference")
     rows = bench_explain.run(options)
     assert {row["contestant"] for row in rows} == {*bench_explain.SETTINGS, bench_explain.PLAIN} - {
-        "buffers in CPU memory",  # of parameters that are elsewhere
+        "buffers in CPU memory",  # only for parameters on another device
         "masters there too",
     }
     assert all(row["said_ms"] > 0 and row["median_ms"] > 0 for row in rows)
@@ -176,7 +176,7 @@ def test_quick_run_writes_rows_tables_and_plots(tmp_path: Path) -> None:
 
 
 def test_ways_of_buffers_in_cpu_memory_have_a_colour_too() -> None:
-    """A GPU draws them, after all was measured."""
+    """They are drawn only on a GPU and after all measurements, which a missing colour would waste."""
     assert style.COLOURS.keys() >= bench_memory.WAYS.keys() | bench_memory.OFFLOADED.keys()
 
 

@@ -1,4 +1,4 @@
-"""What windows count, remember and forget: weights, micro-batches that were not finite, norms that came free with the adds."""
+"""What windows count, remember and forget: weights, non-finite micro-batches, and norms that come free with the adds."""
 
 import fusedaccum as fa
 import pytest
@@ -30,7 +30,7 @@ def test_no_device_is_waited_for_to_learn_whether_a_weighed_window_may_be_comple
 
 
 def test_nothing_moves_to_the_default_device():
-    """As with a model in CPU memory under torch.set_default_device("cuda"): the device would be waited for."""
+    """With a CPU model under torch.set_default_device("cuda"), a step would otherwise wait for the GPU."""
     net, (x, y) = model(), data()
     there, batch = twin(net), parts(x, y, (12, 12))
 
@@ -255,7 +255,7 @@ def test_out_of_memory_while_a_bucket_is_added_counts_nothing_twice_and_loses_no
     monkeypatch.setattr(accumulator.ops, "accumulate_", short_of_memory)
     with pytest.raises(torch.OutOfMemoryError):
         mean_loss(net, *halves[1]).backward()
-    if fails_at == 1:  # nothing of it was added: it may come again
+    if fails_at == 1:  # nothing of the micro-batch was added: it may be repeated
         mean_loss(net, *halves[1]).backward()
         opt.step()
     else:

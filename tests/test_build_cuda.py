@@ -1,4 +1,4 @@
-"""The CUDA extension as it was compiled, where it was: it imports without a GPU, and its machine code is what was meant."""
+"""The CUDA extension, where it was compiled: it imports without a GPU, and its machine code is what the source intends."""
 
 import functools
 import importlib
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif("_cuda" not in native.build().built, reason="the
 
 
 def cuobjdump():
-    """The toolkit's, or the one that comes with Triton."""
+    """The path of cuobjdump: the toolkit's, or the one that comes with Triton."""
     folders = [Path(shutil.which("nvcc") or "nvcc").parent]
     triton = importlib.util.find_spec("triton")
     if triton is not None and triton.origin is not None:
@@ -71,7 +71,7 @@ def test_every_kernel_was_compiled_for_every_arch():
 
 
 def work_loops(code):
-    """The instructions of the loop that whole tiles go through, which has accesses of 16 bytes; several where nvcc made several of it."""
+    """The instructions of the loop over whole tiles, known by its 16-byte accesses; several lists if nvcc made several loops of it."""
     lines = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(\S.*?) *;", code)]
     loops = []
     for at, text in lines:
@@ -82,25 +82,25 @@ def work_loops(code):
 
 
 def widths(loop, access):
-    """Bytes of every global access of a loop, LDG or STG."""
+    """Bytes of each global load (LDG) or store (STG) of a loop."""
     found = [re.search(rf"\b{access}\.E(?:\.(U16|64|128))?\b", text) for text in loop]
     return [{"U16": 2, None: 4, "64": 8, "128": 16}[match[1]] for match in found if match]
 
 
 def flags(kernel):
-    """What a kernel that writes was made for, of overwrite, stochastic and stats: by the template arguments in the mangled name."""
+    """Which of overwrite, stochastic and stats a writing kernel was compiled for, from the template arguments in its mangled name."""
     names = ("overwrite", "stochastic", "stats")
     return {name for name, flag in zip(names, re.findall(r"Lb([01])E", kernel)) if flag == "1"}
 
 
 def itemsizes(kernel):
-    """Bytes of an element, of output and input or of the input alone, by the template arguments in the mangled name."""
+    """Bytes of an element of the output and the input, or of the input alone, from the template arguments in the mangled name."""
     arguments = re.search(r"_kernelI(.*?)(?:Lb|EEv)", kernel)[1]
     return [{"d": 8, "f": 4}.get(name, 2) for name in re.findall(r"NS\d*_4[BF][FP]16E|S\d*_|d|f", arguments)]
 
 
 def working_kernels(found):
-    """(arch, kernel) and its work loops, of all but the one that adds up."""
+    """(arch, kernel) and its work loops, for all kernels except the one that adds up partial sums."""
     for key, code in found.items():
         if "add_up" not in key[1]:
             loops = work_loops(code)
@@ -109,7 +109,7 @@ def working_kernels(found):
 
 
 def moves_packs(kernel, loop):
-    """Are all accesses of 16 bytes of the wider side, and of as many elements of the other?"""
+    """Does every access move 16 bytes on the wider side, and as many elements on the other?"""
     sizes = itemsizes(kernel)
     packs = [16 * size // max(sizes) for size in sizes]
     writes, reads_both = "stats_kernel" not in kernel, "overwrite" not in flags(kernel)
@@ -118,7 +118,7 @@ def moves_packs(kernel, loop):
 
 
 def loads_together(kernel, loop):
-    """Are two loads a side that is read, or four of the one, under way before the first store waits for any of them?"""
+    """Are four loads (two when overwriting) under way before the first store waits for any of them?"""
     first_store = next((k for k, text in enumerate(loop) if "STG" in text), None)
     return len(widths(loop[:first_store], "LDG")) >= (2 if "overwrite" in flags(kernel) else 4)
 
@@ -131,7 +131,7 @@ def test_in_whole_tiles(holds):
 
 
 def test_loads_and_stores_are_weak():
-    """None that anything else has to be ordered by, as the hints of cache levels have it (``__stwb``: STG.E.128.STRONG.SM)."""
+    """A strong access orders others, which costs time; cache hints can make one (``__stwb``: STG.E.128.STRONG.SM)."""
     for key, code in kernels().items():
         assert not re.search(r"\b(LDG|STG)\S*\.STRONG\b", code), key
 
@@ -147,21 +147,21 @@ ISSUED = 128  # instructions of threads that a multiprocessor starts a clock
 
 
 def busy(arch, loop):
-    """The part of the time that a loop's bytes take in which instructions are started."""
+    """The time to issue a loop's instructions, as a share of the time that its bytes take."""
     _, bandwidth, processors, clock = GPUS[arch]
     moved = sum(widths(loop, "LDG")) + sum(widths(loop, "STG"))
     return len(loop) / ISSUED / (moved * processors * clock / bandwidth)
 
 
 def test_computing_takes_less_time_than_the_bytes():
-    """By the count of instructions: for a kernel that starts one in most clocks memory would no longer be what it waits for."""
+    """By instruction count: a kernel that issued one in most clocks would no longer be limited by memory alone."""
     for (arch, kernel), loops in working_kernels(kernels()):
         if arch in GPUS and "stochastic" not in flags(kernel):
             assert max(busy(arch, loop) for loop in loops) < 0.6, (arch, kernel)
 
 
 def test_random_numbers_take_about_the_time_of_the_bytes():
-    """On an H200; and half as much again into FP16, whose subnormals are rounded in a way of their own."""
+    """On an H200; into FP16, whose subnormals need a rounding of their own, half as much again."""
     for (arch, kernel), loops in working_kernels(kernels()):
         if arch == "sm_90" and "stochastic" in flags(kernel):
             limit = {"BF16": 1.2, "FP16": 1.7}[re.search(r"kernelINS\d*_4(BF16|FP16)E", kernel)[1]]

@@ -1,4 +1,4 @@
-"""What is said of an extension that is missing or does not fit, and that the package works without it."""
+"""Without an extension, or with one that does not fit, the package says why and works without it."""
 
 import subprocess
 import sys

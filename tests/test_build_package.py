@@ -38,7 +38,7 @@ def run(*command, cwd, **environment):
 
 
 def build(what, source, out, hide_torch=False, **environment):
-    """Run the build backend, as pip does; the file it made."""
+    """Run the build backend as pip does; returns the file that it made."""
     hide = "import sys; sys.modules['torch'] = None; " if hide_torch else ""
     code = f"{hide}from setuptools import build_meta; build_meta.build_{what}({str(out)!r})"
     run(sys.executable, "-c", code, cwd=source, **environment)
@@ -47,7 +47,7 @@ def build(what, source, out, hide_torch=False, **environment):
 
 
 def clean_environment(folder, wheel):
-    """Its Python: nothing there but the wheel and, from this environment, torch."""
+    """The Python of an environment with nothing but the wheel and, from this environment, torch."""
     venv.create(folder, symlinks=True)
     python = folder / "bin/python"
     run(

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture
 def setup_py(monkeypatch):
-    """setup.py as a module, in an environment that says nothing of CUDA."""
+    """setup.py as a module, with no environment variables about CUDA."""
     for name in ("CUDA_HOME", "CUDA_PATH", "FUSEDACCUM_CUDA", "TORCH_CUDA_ARCH_LIST"):
         monkeypatch.delenv(name, raising=False)
     spec = importlib.util.spec_from_file_location("fusedaccum_setup", ROOT / "setup.py")
@@ -25,7 +25,7 @@ def setup_py(monkeypatch):
 
 @pytest.fixture
 def toolkit(tmp_path, monkeypatch):
-    """A CUDA 13.0 toolkit with a wrapper script of its nvcc elsewhere, first on PATH. Its root."""
+    """The root of a CUDA 13.0 toolkit; first on PATH is a wrapper script for its nvcc, in another folder."""
     nvcc = tmp_path / "toolkit/bin/nvcc"
     wrapper = tmp_path / "wrapper/bin/nvcc"
     script = f"""#!/bin/sh

@@ -1,4 +1,4 @@
-"""``fa.cached_backward``: the gradient of the one big backward of losses that are no sum over samples, and nothing left behind."""
+"""``fa.cached_backward`` gives the big batch's gradient for losses that are not a sum over samples, and leaves nothing behind."""
 
 import copy
 
@@ -28,7 +28,7 @@ def test_gradients_and_loss_are_those_of_the_big_batch(make, size, dtype):
 
 
 def test_accumulating_such_a_loss_is_not_the_big_batch():
-    """Else the tests above would prove nothing."""
+    """Otherwise the tests above would prove nothing."""
     case, theirs, _ = both(clip)
     loss_fn, (a, b), (x, y) = case
     for i in range(0, 12, 4):
@@ -41,7 +41,7 @@ def test_accumulating_such_a_loss_is_not_the_big_batch():
 
 
 def test_dropout_of_the_second_pass_is_that_of_the_first():
-    """Against one graph in which the encoders run in the same micro-batches, from the same seed."""
+    """The oracle is one graph in which the encoders run on the same micro-batches, from the same seed."""
     a, b, loss_fn = Tower(5, dropout=0.5).double(), Tower(7, dropout=0.3).double(), Clip().double()
     x, y = torch.randn(SAMPLES, 5).double(), torch.randn(SAMPLES, 7).double()
     literal = copy.deepcopy(nn.ModuleList([a, b, loss_fn]))
@@ -57,7 +57,7 @@ def test_dropout_of_the_second_pass_is_that_of_the_first():
     embeddings = [torch.cat([net(part) for part in batch.split(4)]) for net, batch in zip(literal, (x, y))]
     (literal[2](*embeddings) + torch.rand(())).backward()
     assert_close(gradients(nn.ModuleList([a, b, loss_fn])), gradients(literal), 1e-10)
-    assert torch.equal(after, torch.rand(5)), "the generator does not stand where one pass would have left it"
+    assert torch.equal(after, torch.rand(5)), "the generator is not where one pass would have left it"
 
 
 def test_the_generator_stands_where_one_pass_leaves_it_also_after_an_exception():
@@ -83,7 +83,7 @@ def test_the_generator_stands_where_one_pass_leaves_it_also_after_an_exception()
 
 
 class Counting(nn.Module):
-    """Replaces one buffer, writes another, and its output depends on what it has written, as that of spectral_norm does."""
+    """Replaces one buffer and writes to another, and its output depends on what it has written, as with spectral_norm."""
 
     def __init__(self):
         super().__init__()
@@ -166,7 +166,7 @@ def test_no_pass_but_the_second_makes_a_graph():
 
 
 def test_inputs_get_their_gradients_also_through_what_made_them():
-    """A leaf, a frozen encoder's input, and the output of a trunk that both encoders share: one backward goes through that."""
+    """Of a leaf, a frozen encoder's input, and the output of a trunk that both encoders share, which one backward goes through."""
     case, _, _ = both(clip)
     loss_fn, (a, _), (x, _) = case
     b, trunk, leaf = Tower(5).double().requires_grad_(False), nn.Linear(5, 5).double(), x.clone().requires_grad_()
@@ -194,7 +194,7 @@ def test_embeddings_that_the_loss_does_not_use():
 
 
 class Mixed(nn.Module):
-    """One product under autocast, and one kept out of it."""
+    """One product under autocast, and one outside it."""
 
     def __init__(self):
         super().__init__()
@@ -217,7 +217,7 @@ def test_the_callers_autocast_holds_in_both_passes_and_not_in_the_backward():
         loss = SupCon()(torch.cat(parts))
     loss.backward()
     assert_close({"exact": net.exact.grad}, {"exact": literal.exact.grad}, 1e-6)
-    # A bf16 weight's gradient is summed over the micro-batches here in FP32, and there in bf16 at most.
+    # We sum a bf16 weight's gradient over the micro-batches in FP32; the oracle does so in bf16 at most.
     assert_close(gradients(net.cast), gradients(literal.cast), 2**-8)
 
 
@@ -226,7 +226,7 @@ def test_a_layer_that_changes_its_buffers_in_a_forward_finds_them_as_they_were(w
     torch.manual_seed(0)
     encoder, x = nn.utils.parametrizations.spectral_norm(nn.Linear(5, 4)).double(), torch.randn(8, 5).double()
     twin = copy.deepcopy(encoder)
-    # The literal thing: all parts in one graph, each moving the power iteration on.
+    # The oracle: all parts in one graph, each of which advances the power iteration.
     embeddings = torch.cat([twin(part) for part in x.split(4)])
     embeddings.square().mean().backward()
     fa.cached_backward(lambda e: e.square().mean(), WAYS[way](encoder), x, micro_batch_size=4)

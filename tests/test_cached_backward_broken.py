@@ -1,4 +1,4 @@
-"""``fa.cached_backward``: what cannot be meant is refused, and nothing left behind."""
+"""``fa.cached_backward`` refuses what cannot be meant, and leaves nothing behind."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""``fa.cached_backward`` in a wrapper's windows, with a GradScaler, and with batch statistics that are pooled."""
+"""``fa.cached_backward`` in a wrapper's windows, with a GradScaler, and with pooled batch statistics."""
 
 import copy
 
@@ -18,7 +18,7 @@ def wrapped(parts, **settings):
 
 @pytest.mark.parametrize("settings", [{}, {"accum_steps": 3}, {"accum_steps": 3, "nonfinite": "skip_micro_batch"}])
 def test_windows_of_cached_micro_batches(settings):
-    """bf16 parameters, three cached micro-batches of unequal weight, against FP64 of the same weights."""
+    """bf16 parameters and three cached micro-batches of unequal weight, against the same model in FP64."""
     a, b, loss_fn = Tower(5).bfloat16(), Tower(7).bfloat16(), Clip()
     parts = nn.ModuleList([a, b, loss_fn])
     exact = copy.deepcopy(parts).double()
@@ -46,7 +46,7 @@ def test_windows_of_cached_micro_batches(settings):
 
 
 def test_sums_over_micro_batches_are_not_rounded_to_bf16():
-    """1 + 256 times 2**-9: in bf16 every such addition would be lost."""
+    """The sum is 1 + 256 * 2**-9; in bf16 each of those 256 additions would be lost."""
     weight = nn.Parameter(torch.ones(1, 1, dtype=torch.bfloat16))
     opt = fa.AccumulatingOptimizer(torch.optim.SGD([weight], lr=0.1))
     x = torch.full((257, 1), 2**-9, dtype=torch.bfloat16)
@@ -150,7 +150,7 @@ def test_an_exception_counts_for_nothing(place):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("calls", [1, 2])
 def test_pooled_batch_statistics_are_the_big_batchs(calls, way, checkpointed):
-    """The parts of a cached micro-batch are one population, and those of the first pass, without a graph, are not counted."""
+    """The parts of a cached micro-batch count as one population, and once: the first pass, without a graph, does not count."""
     torch.manual_seed(0)
     encoder = Checkpointed(checkpointed)
     views = [torch.randn(10, 3).double() * (i + 1) + i for i in range(calls)]
@@ -189,7 +189,7 @@ class Checkpointed(nn.Module):
 
 
 def test_an_encoder_without_parameters_is_pooled_too():
-    """Its statistics are those of the wrapper that gathers what is round it."""
+    """Its statistics follow the wrapper of the modules around it."""
     trunk, head = nn.Linear(3, 3).double(), nn.Sequential(nn.BatchNorm1d(3, affine=False).double(), nn.Tanh())
     oracle, x = copy.deepcopy(head), torch.randn(10, 3).double()
     oracle(trunk(x))

@@ -1,4 +1,4 @@
-"""Any order of calls, against a model of the contract that fits on one page: lists of numbers and one division."""
+"""Any order of calls does what a model of the contract says that fits on one page: lists of numbers and one division."""
 
 import copy
 import io
@@ -19,7 +19,7 @@ GRADIENTS = st.fixed_dictionaries({}, optional={"p": VALUES, "q": VALUES}).filte
 
 
 class CallOrders(RuleBasedStateMachine):
-    """``real`` is the wrapper round SGD; ``self.window`` and ``self.values`` are what it should hold."""
+    """``self.real`` is a wrapper around SGD; ``self.window`` and ``self.values`` are what it should hold."""
 
     @initialize(
         mode=st.sampled_from(["counted", "weighed", "caller-owned"]),
@@ -33,9 +33,9 @@ class CallOrders(RuleBasedStateMachine):
         self.values = {"p": [1.0, 2.0], "q": [3.0, 4.0]}
         self.params = {k: Parameter(torch.tensor(v, dtype=torch.float64)) for k, v in self.values.items()}
         self.real = self.wrap(self.params)
-        self.window = []  # (weight, {name: sum of the gradients}) of the micro-batches committed
-        self.micro = None  # (weight, {name: ...}) of the one under way
-        self.shown = {}  # what normalize_() has divided p.grad by, where no gradient has come since
+        self.window = []  # (weight, {name: sum of the gradients}) of each finished micro-batch
+        self.micro = None  # (weight, {name: ...}) of the current one
+        self.shown = {}  # what normalize_() has divided p.grad by, for parameters that got no gradient since
         self.updated = False
 
     def wrap(self, params):
@@ -53,7 +53,7 @@ class CallOrders(RuleBasedStateMachine):
         return sum(w for w, _ in self.whole)
 
     def gathered(self):
-        """Running sum a parameter, None where nothing came."""
+        """Each parameter's running sum; parameters that got no gradient are missing."""
         sums = {}
         for weight, gradients in self.whole:
             for name, g in gradients.items():
@@ -79,7 +79,7 @@ class CallOrders(RuleBasedStateMachine):
         return 1.0 if self.reduction == "none" else self.weight
 
     def closes(self):
-        """What warns where nothing can be divided."""
+        """Expects the warning of a window whose weight is 0."""
         weightless = self.window and self.divisor == 0
         return pytest.warns(RuntimeWarning, match="has weight 0") if weightless else nullcontext()
 

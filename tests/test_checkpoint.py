@@ -110,7 +110,7 @@ def test_resuming_with_a_scaler_whose_scale_has_changed_in_the_window():
 
 @pytest.mark.parametrize("overflow", [None, 1], ids=["clean", "overflow"])
 def test_resuming_with_a_scaler_whose_scale_changes_before_it_is_seen_plainly(overflow):
-    """Unscaled at every window's end, as to clip by hand: then the wrapper is not shown the scale there."""
+    """With unscale_() at every window's end, as for clipping by hand, the wrapper does not see the scale there."""
     net, (x, y) = model(torch.float32), data(dtype=torch.float32)
     big = twin(net)
     opt, plain = wrapped(net, 2), sgd(big.parameters())
@@ -193,7 +193,7 @@ def test_saved_again_after_a_window_that_was_not_applied(settings, factor, weigh
     opt = wrapped(net, 1, max_grad_norm=1.0, **settings)
     opt.backward(mean_loss(net, x, y) * factor, weight=weight)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # that it weighs nothing
+        warnings.simplefilter("ignore", RuntimeWarning)  # it warns that the window has weight 0
         opt.step()
     resumed.load_state_dict(through_a_file(opt.state_dict()))
     assert resumed.state_dict()["fusedaccum"]["index"] == 1
@@ -303,7 +303,7 @@ MOVES = {
 @pytest.mark.usefixtures("each_intake")
 @pytest.mark.parametrize("case", MOVES)
 def test_loading_takes_a_model_that_was_moved_after_it_was_wrapped(case):
-    """Accelerate's `prepare` and Hugging Face's Trainer do both. (A move to another dtype loses the hooks as one to a GPU does.)"""
+    """As Accelerate's `prepare` and Hugging Face's Trainer do. (A move to another dtype loses the hooks, as one to a GPU does.)"""
     move, kwargs = MOVES[case]
     nets = [model(torch.float32), model(torch.float32)]
     move(nets[1])
@@ -334,5 +334,5 @@ def test_loading_lends_main_grad_anew_to_a_model_that_was_moved():
     opt = wrapped(net, 2)
     net.double()
     opt.load_state_dict(opt.state_dict())
-    gc.collect()  # nothing of what was built before is left to take it back
+    gc.collect()  # or what was built before the move might still take main_grad back
     assert net[0].weight.main_grad.dtype == torch.float64

@@ -1,4 +1,4 @@
-"""Compiled models, trained through the wrapper: as the uncompiled ones, and as plain PyTorch on the big batch."""
+"""Compiled models train through the wrapper as uncompiled ones do, and as plain PyTorch does on the big batch."""
 
 import fusedaccum as fa
 import pytest
@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 from training import assert_same_parameters, big_batch_step, data, model, parts, sgd, twin, wrapped
 
-# PyTorch 2.13's own, when its compiler is loaded.
+# PyTorch 2.13 warns itself when its compiler is loaded.
 pytestmark = [pytest.mark.usefixtures("compiled_anew"), pytest.mark.filterwarnings("ignore:`torch.jit.script_method`")]
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -18,7 +18,7 @@ WINDOWS = 4  # a CUDA graph is warmed up, recorded and replayed
 
 
 class Checkpointed(nn.Module):
-    """Its middle is computed again in backward."""
+    """A model whose middle is recomputed in backward."""
 
     def __init__(self, net, use_reentrant):
         super().__init__()
@@ -31,7 +31,7 @@ class Checkpointed(nn.Module):
 
 
 def trained(net, forward, micro_batches, **settings):
-    """Some windows; a micro-batch weighs what it has samples."""
+    """Train for some windows; a micro-batch's weight is its number of samples."""
     opt = wrapped(net, len(micro_batches), **settings)
     for _ in range(WINDOWS):
         for xs, ys in micro_batches:
@@ -50,7 +50,7 @@ def big(net, x, y):
 MODES = {
     "aot_eager": {"backend": "aot_eager"},
     "inductor": {},
-    # CUDA graphs, of which there are none on the CPU: gradients lie where those of the next backward will.
+    # CUDA graphs (on a GPU only): the next backward writes its gradients to the same addresses.
     "reduce-overhead": {"mode": "reduce-overhead"},
 }
 
@@ -68,7 +68,7 @@ def test_compiled_model_is_the_uncompiled_one_and_the_big_batch(options, each_in
 
 
 def test_compiled_backward_gives_the_bits_of_the_uncompiled_one():
-    """In aot_eager the kernels are those of eager PyTorch: what is left to differ is what we make of the gradients."""
+    """aot_eager runs eager PyTorch's kernels, so only what we do with the gradients could differ."""
     net, (x, y) = model(torch.bfloat16), data(dtype=torch.bfloat16)
     plain, micro_batches = twin(net), parts(x, y, (8, 8, 8))
     settings = {"max_grad_norm": 0.1, "nonfinite": "skip_window"}
@@ -124,10 +124,10 @@ def loop_in_blocks(opt, loss_of, x, y):
         opt.zero_grad()
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at that of the loss, after a break
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler reads the loss's .grad after a graph break
 @pytest.mark.parametrize("body", [loop, loop_of_ours, loop_in_blocks])
 def test_calls_within_a_compiled_function_are_graph_breaks(body, each_intake):
-    """For many windows: what the wrapper counts makes nothing compile anew. Nor does the compiler look into what runs in backward."""
+    """Over many windows the wrapper's counts cause no recompilation, and the compiler does not trace our code that runs in backward."""
     net, (x, y) = model(), data()
     whole, opt = twin(net), wrapped(net, 2)
     counter = CompileCounterWithBackend("aot_eager")

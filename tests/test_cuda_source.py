@@ -1,7 +1,7 @@
-"""csrc/cuda/kernels.cu, the source itself, run on the CPU: block after block, a block's threads in ever other orders, under sanitizers.
+"""csrc/cuda/kernels.cu itself, run on the CPU under sanitizers: block after block, a block's threads in ever different orders.
 
-The undefined-behaviour sanitizer is always on. A slow test at the end runs this file once more with the address sanitizer, from a
-library that it has compiled: ``SHIM_LIBRARY``, with libasan preloaded.
+The undefined-behaviour sanitizer is always on. A slow test at the end runs this file again with the address sanitizer, on a library
+that it has compiled for this (``SHIM_LIBRARY``), with libasan preloaded.
 """
 
 import ctypes
@@ -64,7 +64,7 @@ def kernels(tmp_path_factory):
 def call(
     kernels, op, outs, ins, scale=1.0, *, on_device=False, overwrite=False, decay=1.0, rounding=None, stats=None, more=0
 ):
-    """Run the kernels on lists of equal dtypes; the number of launches. ``more`` elements than there are: a planted fault."""
+    """Run the kernels on lists of one dtype each; returns the number of launches. ``more`` plants a fault: that many elements too many."""
     counters = rounding.counters if rounding else [0] * len(outs)
     table = (Pair * len(outs))(
         *(Pair(o.data_ptr(), x.data_ptr(), o.numel() + more, c) for o, x, c in zip(outs, ins, counters, strict=True))
@@ -77,7 +77,7 @@ def call(
 
 
 def tensors(sizes, dtype, offset, seed):
-    """Views of the sizes, ``offset`` elements into memory of their own that ends and begins with a sentinel."""
+    """Views of the given sizes, each ``offset`` elements past an aligned address in memory of its own, with sentinels on both sides."""
     views = []
     for k, size in enumerate(sizes):
         whole = torch.full((size + 32,), SENTINEL, dtype=dtype)
@@ -87,7 +87,7 @@ def tensors(sizes, dtype, offset, seed):
 
 
 def check(kernels, outs, ins, scale=0.37, *, stats=False, **options):
-    """An accumulate on the outputs, and the reference on copies of them."""
+    """Accumulate into the outputs, compare with the reference on copies of them; returns the number of launches."""
     expected = [x.clone() for x in outs]
     measured, right = (Stats.empty() if stats else None for _ in range(2))
     overwrite, decay, rounding = (
@@ -106,7 +106,7 @@ def same(outs, expected):
         assert_same_bits(out, right)
         outside = out.untyped_storage().nbytes() // out.itemsize - out.numel()
         whole = out.as_strided((out.numel() + outside,), (1,), 0)
-        assert (whole == SENTINEL).sum() >= outside, "wrote outside of its tensor"
+        assert (whole == SENTINEL).sum() >= outside, "wrote outside its tensor"
 
 
 PAIRS = [pytest.param(o, x, id=f"out={NAMES[o]}-in={NAMES[x]}") for o, x in itertools.product(DTYPES, DTYPES)]
@@ -133,7 +133,7 @@ def test_accumulate_measures_as_reference(kernels, out, x):
     with_nonfinite(ins[5])
     with_nonfinite(outs[8])
     check(kernels, outs, ins, stats=True)
-    with_nonfinite(ins[8])  # whose place in the outputs is not finite anyway, and is looked at
+    with_nonfinite(ins[8])  # the output is not finite at the same places anyway, and is checked
     check(kernels, outs, ins, scale=0.0, stats=True)
 
 
@@ -164,7 +164,7 @@ def test_scaling_in_place_equals_reference(kernels, dtype):
 def test_stats_equal_reference(kernels, dtype, offset):
     ins = tensors(SIZES, dtype, offset, 1)
     for x in ins:
-        x.copy_(torch.randn(x.shape))  # whose squares are finite in FP16, too
+        x.copy_(torch.randn(x.shape))  # numbers whose squares are finite in FP16 too
     for finite in (True, False):
         measured, right = Stats.empty(), Stats.empty()
         reference.stats(ins, right)
@@ -200,7 +200,7 @@ def test_special_values_come_out_as_from_reference(kernels, out, x):
 @pytest.mark.parametrize("counter", [0, 2, 4, 7, 2**64 - 5, 2**64 - 4096])
 @pytest.mark.parametrize(("out", "x"), [p for p in PAIRS if p.values[0].itemsize == 2])
 def test_stochastic_rounding_equals_reference(kernels, out, x, counter):
-    """Packs begin with a block of 8 numbers, with a half or a quarter of one, or within."""
+    """The counters make packs begin at a block of 8 random numbers, at a half or a quarter of one, or anywhere inside one."""
     outs, ins = tensors(SIZES, out, 0, 1), tensors(SIZES, x, 0, 2)
     rounding = StochasticRounding(2**63 + 12345, [counter] * len(SIZES))
     check(kernels, outs, ins, rounding=rounding, stats=counter in (4, 7))
@@ -232,11 +232,11 @@ def library_with_addresses(tmp_path_factory):
     return compiled(tmp_path_factory.mktemp("shim") / "kernels.so", sanitizers="address,undefined")
 
 
-@pytest.mark.skipif(WITH_ADDRESSES is not None, reason="is what runs under AddressSanitizer")
+@pytest.mark.skipif(WITH_ADDRESSES is not None, reason="this run is the one under AddressSanitizer")
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [False, True], ids=["sound", "overrun"])
 def test_no_access_leaves_its_tensor(fault, library_with_addresses):
-    """This file once more, under AddressSanitizer."""
+    """Runs this file again, under AddressSanitizer."""
     libasan = subprocess.run(
         ["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
     ).stdout.strip()

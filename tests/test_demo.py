@@ -1,4 +1,4 @@
-"""The demo, made tiny: what it claims holds, and its table and figure are complete."""
+"""A tiny version of the demo: its claims hold, and its table and figure are complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""fa.explain against what really happens: bytes allocated, bytes handed to the ops, the state of a real optimizer."""
+"""fa.explain against what really happens: bytes allocated, bytes passed to the ops, the state of a real optimizer."""
 
 import fusedaccum as fa
 import pytest
@@ -22,19 +22,19 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, 
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch):
-    """What is not about seconds need not measure them on much."""
+    """Measures speed on little data, as these tests are not about seconds."""
     monkeypatch.setattr("fusedaccum.recipes.calibration.SAMPLE", 1 << 12)
     monkeypatch.setattr("fusedaccum.recipes.calibration.HOOKED", 4)
 
 
 def layers(dtype, width=96):
-    """Deep enough that a bucket, all gradients and the largest of them are three different sizes."""
+    """A model deep enough that a bucket, all gradients and the largest gradient differ in size."""
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(6)), nn.Linear(width, 3 * width)).to(dtype)
 
 
 def offered(name, dtype):
-    """Is there such a mode for parameters of this dtype on the CPU?"""
-    if name == "fused layers":  # their product is of one dtype there
+    """Does fa.explain offer this mode for parameters of this dtype on the CPU?"""
+    if name == "fused layers":  # there the product has one dtype
         return dtype == "fp32"
     return dtype in ("bf16", "mixed") or name not in ("16-bit buffers", "master weights")
 
@@ -45,7 +45,7 @@ def modes(model, **how):
 
 
 def window(model, step, micro_batches=BATCH // MICRO_BATCH):
-    """A window through a model of :func:`layers`."""
+    """Run one window of a model from :func:`layers`."""
     p = next(model.parameters())
     for _ in range(micro_batches):
         model(torch.randn(2, p.shape[1]).to(p.dtype)).float().square().mean().backward()
@@ -73,7 +73,7 @@ def test_memory_is_what_a_window_allocates(monkeypatch, name, dtype):
         if name == "plain p.grad":
             opt.step()
             opt.zero_grad()
-        with memory.mark("second window"):  # from which on the optimizer has its state
+        with memory.mark("second window"):  # by now the optimizer has its state
             window(model, step)
     assert said[name].peak == pytest.approx(timeline.peak_of("second window"), rel=0.1)
 
@@ -102,7 +102,7 @@ def test_bytes_moved_are_those_of_the_calls(monkeypatch, name, dtype, micro_batc
 
 
 def counts(monkeypatch):
-    """A list that grows by the bytes that each call of an op reads and writes."""
+    """A list to which each call of an op appends the bytes that it reads and writes."""
     found = []
     ops = {name: getattr(fa.ops, name) for name in ("accumulate_", "scale_", "cast_", "stats")}
 
@@ -175,7 +175,7 @@ def test_what_an_optimizer_keeps_is_left_out_where_it_cannot_be_told():
     assert "state is left out" in str(found)
 
 
-# -- elsewhere: bytes on a device that need not be there -------------------------------------------------------
+# -- elsewhere: bytes on a device that this machine need not have ----------------------------------------------
 
 
 def on_meta(dtype, width=4096):

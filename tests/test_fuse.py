@@ -1,4 +1,4 @@
-"""Layers that add their weight's gradient into its buffer: the same training as unfused, in every way a layer can be used."""
+"""Layers that add their weight's gradient into its buffer train as unfused ones do, in every way a layer can be used."""
 
 import copy
 import io
@@ -59,7 +59,7 @@ def loss_of(net, tokens, targets):
 
 
 def train(net, data, **kwargs):
-    """Two windows of weighted micro-batches; the wrapper."""
+    """Train for two windows of weighted micro-batches; returns the wrapper."""
     opt = fa.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9), len(data), **kwargs)
     for _ in range(2):
         for tokens, targets in data:
@@ -71,7 +71,7 @@ def train(net, data, **kwargs):
 
 
 class Made(TorchDispatchMode):
-    """Records the sizes of all that ops hand out anew (what they write in place is the tensor they were given)."""
+    """Records the shapes of all tensors that ops return, except for in-place ops, which return the tensor that they were given."""
 
     def __init__(self):
         super().__init__()
@@ -122,7 +122,7 @@ def test_no_weight_gradient_is_ever_a_tensor(first):
         losses[0].backward()
     assert len(made.sizes) > 10
     weights = {tuple(m.weight.shape) for m in net.modules() if isinstance(m, (nn.Linear, nn.Embedding))}
-    # Views of weights and buffers are handed out in their shape, or transposed; what computes is not.
+    # Views of weights and buffers may have this shape, or its transpose; results of a computation may not.
     shapes = weights | {shape[::-1] for shape in weights}
     views = (
         "aten.t.default",
@@ -135,7 +135,7 @@ def test_no_weight_gradient_is_ever_a_tensor(first):
 
 
 def test_unfused_makes_them():
-    """So that the test above can fail."""
+    """Shows that the test above can fail."""
     net = Net(torch.float32)
     fa.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=0.5), 3)
     loss = loss_of(net, *batches(1)[0])
@@ -160,7 +160,7 @@ def test_modules_keep_names_parameters_and_results(tmp_path):
     file.seek(0)
     for copied in (torch.load(file, weights_only=False), copy.deepcopy(net)):
         assert torch.equal(copied(tokens), before)
-        loss_of(copied, *batches(1)[0]).backward()  # which no wrapper gathers
+        loss_of(copied, *batches(1)[0]).backward()  # no wrapper accumulates the copy's gradients
         assert all(p.grad is not None for p in copied.parameters())
     assert all(p.grad is None for p in net.parameters())
     fa.unfuse(net)
@@ -332,7 +332,7 @@ def test_a_weight_frozen_between_forward_and_backward_gets_no_gradient():
 
 @pytest.mark.parametrize("buffer_dtype", [torch.float32, None], ids=str)
 def test_16_bit_layers(buffer_dtype):
-    """Into FP32 buffers where there is a GEMM for it (nowhere on a CPU); the embedding's rows always; 16-bit buffers the plain way."""
+    """FP32 buffers: fused where there is a GEMM for it (never on a CPU), an embedding always. 16-bit buffers: the plain way."""
     net, data = fused(Net(torch.bfloat16)), batches()
     plain = fa.unfuse(twin(net))
     for each in (net, plain):

@@ -72,7 +72,7 @@ def test_layers_without_width(make, x):
 
 
 class Stop(torch.autograd.Function):
-    """The identity, whose backward has no gradient to give."""
+    """The identity, whose backward returns no gradient."""
 
     @staticmethod
     def forward(ctx, x):
@@ -140,7 +140,7 @@ def test_embeddings_with_options_take_the_plain_way(options):
 
 
 def test_16_bit_gemms_into_32_bit_buffers(monkeypatch):
-    """With a stand-in for the GEMM that only GPUs have: reads 16 bits, sums in FP32, and is asked for what it must be asked."""
+    """With a stand-in for the GEMM that only GPUs have (16-bit inputs, FP32 sums): it is called with the right arguments."""
     addmm, calls = torch.addmm, []
 
     def with_out_dtype(buffer, a, b, *, out_dtype=None, beta, alpha, out):
