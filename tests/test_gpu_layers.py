@@ -1,4 +1,4 @@
-"""On a GPU: layers that add by themselves, on side streams and in 16 bits."""
+"""On a GPU: fused layers, which add their gradients themselves, on side streams and in 16 bits."""
 
 import fusedaccum as fa
 import pytest
@@ -11,7 +11,7 @@ from torch import nn
 
 
 class Late(torch.autograd.Function):
-    """The identity, whose gradient takes the stream that it was used on some 0.2 s."""
+    """The identity; its backward keeps the stream that it was used on busy for about 0.2 s."""
 
     @staticmethod
     def forward(ctx, x):
@@ -31,8 +31,8 @@ def embedding(fused, rows=1000):
 
 
 def stepped(layer, opt, loss):
-    """The weights, as whoever called backward sees them, after a step from zero."""
-    loss().backward()  # makes the buffer, with a wait
+    """The weights after one step from zero, as the caller of backward sees them."""
+    loss().backward()  # creates the buffer, which waits
     opt.step()
     opt.zero_grad()
     nn.init.zeros_(layer.weight)
@@ -43,7 +43,7 @@ def stepped(layer, opt, loss):
 
 
 @needs_gpu
-@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # which is what this is about
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # the subject of this test
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 def test_who_calls_backward_comes_after_a_layer_on_a_side_stream(fused):
     layer, opt, tokens = embedding(fused)
@@ -70,7 +70,7 @@ def test_a_layer_that_is_used_on_two_streams_gets_both_gradients(fused):
         early = layer(tokens).sum()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            late = Late.apply(layer(tokens)).sum()  # used last, its gradient comes first, and overwrites the buffer
+            late = Late.apply(layer(tokens)).sum()  # used last, so its gradient comes first and overwrites the buffer
         torch.cuda.current_stream().wait_stream(side)
         return early + late
 
@@ -102,8 +102,8 @@ def test_fused_linear_layers_of_16_bits_gather_what_plain_ones_do(dtype, monkeyp
         sums.append([p.grad for p in net.parameters()])
     if fuse.has_product(dtype, torch.float32, DEVICE.type):
         assert added.count(torch.float32) >= 2 * len(micro_batches)
-    # The plain way rounds each gradient to 16 bits, half a unit of the last place, before it is added; products that were split
-    # up on the GPU may be rounded as often again.
+    # The plain way rounds each gradient to 16 bits (by half a unit in the last place) before it is added; a GPU that splits up the
+    # product may round once more.
     tolerance = 2 * torch.finfo(dtype).eps
     for theirs, ours in zip(*sums):
         assert ours.dtype == theirs.dtype == torch.float32
@@ -117,7 +117,7 @@ def test_rows_of_an_embedding_are_added_in_one_order(padding):
     for _ in range(4):
         layer = fa.fuse_embedding(nn.Embedding(20, 16, padding_idx=padding, device=DEVICE))
         opt = fa.AccumulatingOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1), 4, reduction="none")
-        for _ in range(2):  # one that overwrites, and one that adds
+        for _ in range(2):  # the first micro-batch overwrites, the second adds
             (layer(tokens.to(DEVICE)) * rows.to(DEVICE)).sum().backward()
             opt.step()
         found.append(layer.weight.grad.cpu())
@@ -126,5 +126,5 @@ def test_rows_of_an_embedding_are_added_in_one_order(padding):
     if padding is not None:
         wide = wide * (flat != padding).unsqueeze(1)
     exact, sizes = (torch.zeros(20, 16, dtype=torch.float64).index_add_(0, flat, x) * 2 for x in (wide, wide.abs()))
-    most = 2 * int(flat.bincount().max())  # additions, each of which rounds to FP32
+    most = 2 * int(flat.bincount().max())  # number of additions, each rounded to FP32
     assert ((found[0] - exact).abs() <= most * 2.0**-24 * sizes).all()

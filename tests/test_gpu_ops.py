@@ -20,7 +20,7 @@ def assert_neighbours_untouched(tensors):
 
 
 def check(call, expected_call, outs, offset=0, measured=False):
-    """``call(outs, stats)`` on the device gives what ``expected_call(outs, stats)`` gives on the CPU."""
+    """Check that ``call(outs, stats)`` on the device gives what ``expected_call(outs, stats)`` gives on the CPU."""
     ours, expected = there(outs, offset), copies(outs)
     got, right = (Stats.empty(DEVICE), Stats.empty()) if measured else (None, None)
     call(ours, got)

@@ -1,4 +1,4 @@
-"""On a GPU: what only a GPU has: no waiting, graphs, streams, several devices."""
+"""What only a GPU can show: nothing waits for it, and CUDA graphs, streams and several devices work."""
 
 import contextlib
 
@@ -17,7 +17,7 @@ NO_WAITING = "ignore:Synchronization debug mode is a prototype"
 
 @contextlib.contextmanager
 def no_waiting():
-    """Within, whatever waits for the device raises."""
+    """Inside, anything that waits for the device raises."""
     try:
         torch.cuda.set_sync_debug_mode("error")
         yield
@@ -74,7 +74,7 @@ def test_a_window_with_a_fused_optimizer_waits_for_nothing(settings):
             opt.step()
             opt.zero_grad()
 
-    window()  # the first makes the optimizer's state
+    window()  # the first window creates the optimizer's state
     with no_waiting():
         window()
     assert opt.last_window.applied
@@ -103,17 +103,17 @@ def test_a_graph_replays_with_the_scale_of_the_moment():
 
 @pytest.mark.skipif(not GPU or "cuda" not in KERNELS, reason="needs a CUDA device and the CUDA kernels")
 def test_compiled_functions_with_graphs_of_their_own_write_the_same_buffers():
-    """mode="reduce-overhead" warms up, records and replays; buffers are memory that it must not copy."""
+    """mode="reduce-overhead" warms up, records and replays, and must not do so on copies of the buffers."""
 
     @torch.compile(fullgraph=True, mode="reduce-overhead")
     def add(buffers, grads, scale):
         ops.accumulate_(buffers, [x * 2 for x in grads], scale, backend="cuda")
         return ops.stats(buffers, backend="cuda").sq_norm
 
-    # In memory of their own: PyTorch before 2.13 compiles writes to parts of a storage wrongly, and they are refused.
+    # Each in memory of its own: PyTorch before 2.13 miscompiles writes to parts of a storage, so we refuse those.
     outs, ins = ([x.to(DEVICE) for x in made(dtype, seed)] for dtype, seed in ((torch.float32, 1), (torch.bfloat16, 2)))
     for x in outs:
-        torch._dynamo.mark_static_address(x)  # no graphs are made that write to what may move
+        torch._dynamo.mark_static_address(x)  # a graph is not made for writes to memory that may move
     expected, right = [x.cpu().clone() for x in outs], Stats.empty()
     for scale in (0.5, 0.5, 0.5, -2.0, 0.25, 0.25, 0.25):
         torch.compiler.cudagraph_mark_step_begin()
@@ -133,14 +133,14 @@ def test_work_goes_to_the_current_stream(backend):
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         torch.cuda._sleep(20_000_000)
-        x.fill_(1.0)  # late: whoever does not queue behind it adds zeros
+        x.fill_(1.0)  # late: an add that is not queued behind it adds zeros
         ops.accumulate_([out], [x], 1.0, backend=backend)
     torch.cuda.current_stream().wait_stream(side)
     assert out.sum(dtype=torch.float64) == n
 
 
 @needs_gpu
-@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # which is what this is about
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # the subject of this test
 @every_kernel
 def test_gradients_from_several_streams_arrive_whole(backend):
     n, side = 2_000_000, torch.cuda.Stream()
@@ -158,7 +158,7 @@ def test_gradients_from_several_streams_arrive_whole(backend):
         opt.step()
         junk = [
             torch.full((n,), float("nan"), dtype=torch.bfloat16, device=DEVICE) for _ in range(4)
-        ]  # takes freed memory
+        ]  # overwrites freed memory
         del junk
     for k, p in enumerate(params):
         assert (p == -3.0 * (k + 1)).all()

@@ -1,4 +1,4 @@
-"""On a GPU: the wrapper's windows."""
+"""The wrapper's windows on a GPU."""
 
 import fusedaccum as fa
 import pytest

@@ -1,4 +1,4 @@
-"""A window recorded once and replayed (docs/frameworks/compile-and-graphs.md): by CUDA graphs, or on the CPU as tests/graphs.py does it."""
+"""A window recorded once and replayed (docs/frameworks/compile-and-graphs.md): by CUDA graphs, or on the CPU by tests/graphs.py."""
 
 import contextlib
 import importlib.util
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.fixture(autouse=True)
 def one_stream():
-    """For hooks, warm-up, capture and replay; the default one cannot be captured."""
+    """One stream for hooks, warm-up, capture and replay: the default stream cannot be captured."""
     with torch.cuda.stream(torch.cuda.Stream()) if GPU else contextlib.nullcontext():
         yield
 
@@ -42,7 +42,7 @@ def windows(dtype):
 
 
 class Training:
-    """A model, its wrapper, and the micro-step on inputs that stay where they are."""
+    """A model, its wrapper, and the micro-step on inputs whose addresses stay the same."""
 
     def __init__(self, net, make, settings):
         self.net, self.opt = net, fa.AccumulatingOptimizer(make(net.parameters()), N, **settings)
@@ -78,7 +78,7 @@ class Training:
         return [*self.net.parameters(), *grads, *(x for x in numbers if x is not None)]
 
 
-# "skip_window" is left to a fused optimizer, on the device, where that takes the buffers as they are: FP32 here.
+# With "skip_window", a fused optimizer skips on the device if it takes the buffers as they are: with FP32 parameters here.
 FP32_ONLY = [({"nonfinite": "skip_window"}, torch.float32, adamw)]
 SETTINGS = [{}, {"max_grad_norm": 0.05}, {"master_weights": True}, {"reduction": "none"}, {"noise_scale": 0.5}]
 CASES = FP32_ONLY + [(s, dtype, make) for s in SETTINGS for dtype in (torch.float32, torch.bfloat16) for make in (adamw, sgd)]  # fmt: skip
@@ -88,14 +88,14 @@ CASES = FP32_ONLY + [(s, dtype, make) for s in SETTINGS for dtype in (torch.floa
     ("settings", "dtype", "make"), CASES, ids=[f"{settings}-{dtype}-{make.__name__}" for settings, dtype, make in CASES]
 )
 def test_a_window_recorded_and_replayed_is_every_window(settings, dtype, make):
-    """Bit by bit, parameters, gradients and norms: no gradient is stolen or doubled, and nothing waits."""
+    """Parameters, gradients and norms are the same bits: no gradient is lost or added twice, and nothing waits."""
     net = model(dtype).to(DEVICE)
     graphed, plain = Training(net, make, settings), Training(twin(net), make, settings)
     warm_up, first, *rest = windows(dtype)
-    graphed.run(warm_up)  # makes buffers and the optimizer's state
+    graphed.run(warm_up)  # creates buffers and the optimizer's state
     plain.run(warm_up)
     graphed.record(first)
-    # A recording holds gradients, so that they are added one by one: on the CPU the twin's are, too, for equal bits of the norm.
+    # A recording holds gradients, so they are added one by one; on the CPU we record the twin too, so that the norm's bits are equal.
     unreplayed = plain.run if GPU else plain.record
     unreplayed(first)
     for window in rest:
@@ -103,7 +103,7 @@ def test_a_window_recorded_and_replayed_is_every_window(settings, dtype, make):
         unreplayed(window)
         for a, b in zip(graphed.state(), plain.state(), strict=True):
             assert_same_bits(a.detach().cpu(), b.detach().cpu())
-    # And on without graphs: the next window begins anew.
+    # Training can go on without graphs, with a new window.
     graphed.run(warm_up)
     unreplayed(warm_up)
     for a, b in zip(graphed.net.parameters(), plain.net.parameters(), strict=True):
@@ -113,7 +113,7 @@ def test_a_window_recorded_and_replayed_is_every_window(settings, dtype, make):
 @pytest.mark.skipif(GPU, reason="looks into recordings, which CUDA graphs do not allow")
 @pytest.mark.parametrize("settings", [*SETTINGS, FP32_ONLY[0][0]], ids=str)
 def test_every_window_does_the_same_at_the_same_addresses(settings):
-    """So that it does not matter which one is recorded: which add overwrites, all factors, and the memory of buffers and gradients."""
+    """So any window can be recorded: the same adds overwrite, with the same factors, and buffers and gradients keep their addresses."""
     training = Training(model(torch.float32), adamw, settings)
     seen = []
     warm_up, *rest = windows(torch.float32)
@@ -142,7 +142,7 @@ def test_a_window_with_a_nan_is_skipped_in_replay_too():
     assert not any(torch.equal(p, q) for p, q in zip(training.net.parameters(), before, strict=True))
 
 
-@pytest.mark.skipif(GPU, reason="a capture that fails leaves CUDA's own error")
+@pytest.mark.skipif(GPU, reason="a failed capture leaves CUDA's own error")
 @pytest.mark.parametrize(
     ("settings", "weight"),
     [({}, torch.tensor(8.0)), ({"nonfinite": "skip_micro_batch"}, None), ({"nonfinite": "raise"}, None)],

@@ -1,4 +1,4 @@
-"""Inner optimizers that do more than step(): by other optimizers inside of them, or by methods of their own."""
+"""Inner optimizers that do more than step(): with another optimizer inside them, or with methods of their own."""
 
 import copy
 
@@ -11,7 +11,7 @@ from training import assert_same_parameters, data, mean_loss, model, parts
 
 
 class Lookahead(Optimizer):
-    """Zhang et al., 2019, as its packages have it: steps another optimizer of the same groups, and has a state beside that one's."""
+    """Zhang et al., 2019, as packaged: steps another optimizer with the same groups, and has a state besides that one's."""
 
     def __init__(self, base):
         super().__init__(base.param_groups, {})
@@ -36,7 +36,7 @@ class Lookahead(Optimizer):
 
 
 class ScheduleFree(Optimizer):
-    """Defazio et al., 2024: evaluates elsewhere than it trains."""
+    """Defazio et al., 2024: evaluates at other weights than it trains."""
 
     def __init__(self, parameters):
         super().__init__(parameters, {})
@@ -49,7 +49,7 @@ class ScheduleFree(Optimizer):
 
     def eval(self):
         for p, entry in self.state.items():
-            p.detach().lerp_(entry["z"], -1.0)  # PyTorch asks for one dtype
+            p.detach().lerp_(entry["z"], -1.0)  # PyTorch wants one dtype here
 
     def train(self):
         for p, entry in self.state.items():
@@ -57,7 +57,7 @@ class ScheduleFree(Optimizer):
 
 
 class SAM(Optimizer):
-    """Foret et al., 2020, which climbs by one gradient, and descends from there by another."""
+    """Foret et al., 2020: climbs along one gradient, and descends from there along another."""
 
     def __init__(self, parameters):
         super().__init__(parameters, {})
@@ -84,7 +84,7 @@ def lookahead(parameters):
 
 
 def gradients(net, x, y):
-    """In FP32, as a window gathers them."""
+    """The window's gradient, summed in FP32 as a window does it."""
     each = [torch.autograd.grad(mean_loss(net, *part), list(net.parameters())) for part in parts(x, y, (8, 8, 8))]
     return [sum(g.float() for g in of_one) / 3 for of_one in zip(*each, strict=True)]
 
@@ -108,7 +108,7 @@ def window(net, x, y, opt):
 
 
 def assert_rounded(net, opt, copies):
-    """The masters are what plain FP32 training has, and the model is their rounding."""
+    """Check that the masters are what plain FP32 training gives, and that the model is the masters rounded."""
     for p, m in zip(net.parameters(), copies, strict=True):
         torch.testing.assert_close(opt._masters.of[p].detach(), m.detach(), rtol=1e-5, atol=1e-6)
         assert torch.equal(p, opt._masters.of[p].bfloat16())
@@ -116,7 +116,7 @@ def assert_rounded(net, opt, copies):
 
 @pytest.mark.parametrize("stepped_before", [False, True])
 def test_masters_of_an_optimizer_inside_another_that_keeps_its_own_state(stepped_before):
-    """Its state stayed with the masters, and what it had before with the model: it began anew, and there was no state_dict()."""
+    """Its new state was keyed by the masters and its old one by the model: it started over, and state_dict() failed."""
     net, (x, y) = model(torch.bfloat16), data(dtype=torch.bfloat16)
     inner = lookahead(net.parameters())
     if stepped_before:
@@ -161,7 +161,7 @@ def test_methods_of_the_inner_optimizer_work_on_the_masters():
 
 @pytest.mark.filterwarnings("ignore:.*the window is dropped")
 def test_methods_that_step_step_the_masters():
-    """They stepped the model, in 16 bits; and what they did to its gradients must reach p.grad."""
+    """They used to step the 16-bit model. What they do to the masters' gradients must reach p.grad, too."""
     net, (x, y) = model(torch.bfloat16), data(dtype=torch.bfloat16)
     copies, plain = oracle(net, SAM)
     opt = fa.AccumulatingOptimizer(SAM(net.parameters()), master_weights=True)
@@ -191,7 +191,7 @@ def test_a_gradient_that_such_a_method_replaces_is_stepped():
 
 
 def test_masters_have_the_attributes_of_their_parameters():
-    """By which some optimizers tell parameters apart: without a word, they were not there."""
+    """Some optimizers read them from each parameter (p.lr_mul); they were silently missing on masters."""
 
     class Multiplying(torch.optim.SGD):
         def step(self, closure=None):
@@ -225,7 +225,7 @@ def test_masters_are_frozen_as_their_parameters_are():
 
 
 def test_what_is_set_on_the_wrapper_reaches_the_inner_optimizer():
-    """It stayed on the wrapper: Opacus' noise schedulers, say, moved nothing."""
+    """It used to stay on the wrapper, so that Opacus' noise schedulers, for one, had no effect."""
 
     class Noisy(torch.optim.SGD):
         noise, settings = 1.0, None
@@ -246,7 +246,7 @@ def test_what_is_set_on_the_wrapper_reaches_the_inner_optimizer():
 
 
 class Remembering(Optimizer):
-    """Keeps gradients themselves, and not copies, as some do: plain PyTorch leaves them to it after zero_grad()."""
+    """Keeps gradients without copying them, as some optimizers do: in plain PyTorch they stay intact after zero_grad()."""
 
     def __init__(self, parameters):
         super().__init__(parameters, {})
@@ -263,10 +263,10 @@ class Remembering(Optimizer):
 @pytest.mark.parametrize("settings", [{}, {"accum_steps": 3}, {"accum_steps": 3, "master_weights": True}])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_gradients_that_the_inner_optimizer_keeps_stay_what_they_were(dtype, settings):
-    """The next window's were written there."""
+    """The next window's gradients used to be written into them."""
     p, q = (Parameter(torch.zeros(3, dtype=dtype)) for _ in range(2))
     opt, plain = fa.AccumulatingOptimizer(Remembering([p]), **settings), Remembering([q])
-    opt.load_state_dict(opt.state_dict())  # which gives the inner optimizer another dict
+    opt.load_state_dict(opt.state_dict())  # gives the inner optimizer a new state dict
     for value in (1.0, 4.0, 2.0):
         for part in (value - 1, value, value + 1):
             (part * p).sum().backward()
@@ -282,7 +282,7 @@ def test_gradients_that_the_inner_optimizer_keeps_stay_what_they_were(dtype, set
 
 
 class Again(torch.optim.SGD):
-    """Evaluates by itself within its step, as kozistr's GSAM does."""
+    """Runs a backward of its own inside step(), as kozistr's GSAM does."""
 
     def step(self, closure=None):
         self.zero_grad()

@@ -1,4 +1,4 @@
-"""How gradients arrive: kinds of graphs, and hooks. test_intake_memory.py has buckets, test_intake_broken.py what goes wrong."""
+"""How gradients arrive: kinds of graphs, and hooks. Buckets are in test_intake_memory.py, failures in test_intake_broken.py."""
 
 import threading
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("each_intake")
 
 
 class Checkpointed(nn.Module):
-    """Every parameter, or all but the last layer's, inside activation checkpoints."""
+    """A model with every layer, or all but the last one, inside an activation checkpoint."""
 
     def __init__(self, reentrant, all_inside):
         super().__init__()
@@ -159,7 +159,7 @@ def test_autograd_grad_does_not_accumulate():
 
 
 def test_post_accumulate_grad_hooks_find_the_running_sum():
-    """As in plain PyTorch: they log p.grad, or clip it."""
+    """As in plain PyTorch, where such hooks log p.grad or clip it."""
     net, (x, y) = model(), data()
     big, seen = twin(net), []
 
@@ -190,7 +190,7 @@ def test_backward_on_some_inputs():
 
 
 def test_data_parallel_replicas_in_threads():
-    """Backward called from several threads, one after the other."""
+    """Each backward is called from a thread of its own, one after the other."""
     net, (x, y) = model(), data()
     big = twin(net)
     opt, plain = wrapped(net, 3), sgd(big.parameters())
@@ -205,7 +205,7 @@ def test_data_parallel_replicas_in_threads():
 
 
 def test_model_in_torch_compile_graph_of_autograd_functions():
-    """A module whose backward is one compiled function hands over all its gradients together."""
+    """A compiled backward is one function, which returns all gradients of its module together."""
     net, (x, y) = model(), data()
     big = twin(net)
     opt, plain = wrapped(net, 2), sgd(big.parameters())
@@ -217,9 +217,9 @@ def test_model_in_torch_compile_graph_of_autograd_functions():
     assert_same_parameters(net, big, 1e-12)
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # within the outer forward none has
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # inside the outer forward none does
 def test_reentrant_passes_deeper_than_a_thread_of_the_engines():
-    """From the 60th on, PyTorch runs nested passes in threads of a pool, which begin without Python."""
+    """From the 60th level on, PyTorch runs nested passes in threads of a pool, which start without Python."""
     weights = nn.ParameterList([nn.Parameter(torch.ones(1)) for _ in range(70)])
 
     def deep(x, depth):

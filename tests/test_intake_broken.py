@@ -1,4 +1,4 @@
-"""What breaks a pass off, and what cannot be gathered: nothing is counted twice, and nothing is lost unsaid."""
+"""Passes that break off, and gradients that cannot be accumulated: nothing is counted twice, and nothing is lost silently."""
 
 import contextlib
 import threading
@@ -34,7 +34,7 @@ def broken_loss(net, x, y):
 @pytest.mark.parametrize("through", ["opt.backward", "loss.backward"])
 @pytest.mark.parametrize("owned", [False, True], ids=["counted", "caller-owned"])
 def test_exception_in_backward_leaves_the_window_as_it_was(through, owned):
-    """Nothing of the pass had been added yet: its gradients were queued, and are dropped."""
+    """None of the pass's gradients had been added yet: they were in the queue, and are dropped."""
     net, (x, y) = model(), data()
     big = twin(net)
     opt, plain = wrapped(net, None if owned else 2), sgd(big.parameters())
@@ -70,7 +70,7 @@ def test_exception_after_part_was_added_drops_the_window_and_says_so(through, mo
         loss = broken_loss(net, x, y)
         with pytest.raises(MemoryError):
             opt.backward(loss) if through == "opt.backward" else loss.backward()
-        opt.zero_grad()  # the next call is what learns that a plain backward broke off
+        opt.zero_grad()  # the wrapper notices at its next call that a plain backward broke off
     assert grads(net) == [None] * 6
     for batch in parts(x, y, (12, 12)):
         mean_loss(net, *batch).backward()
@@ -164,7 +164,7 @@ def test_parameter_changed_under_the_wrapper_is_an_error_that_names_it(change):
 @pytest.mark.parametrize("windows", [0, 1])
 @pytest.mark.parametrize("how", ["a group of the inner optimizer's", "appended", "replaced"])
 def test_a_parameter_that_came_past_the_wrapper_is_refused_by_name(how, windows):
-    """Its gradients would reach the inner optimizer as sums. Also after ``windows`` in which all was well."""
+    """Its gradients would reach the inner optimizer as undivided sums. Also after ``windows`` without a fault."""
     net, (x, y) = model(), data()
     *most, last = net.parameters()
     opt = fa.AccumulatingOptimizer(sgd(most), 2)
@@ -234,7 +234,7 @@ def test_calls_from_within_backward_are_refused(call):
 
 
 def test_conversion_there_and_back_is_noticed():
-    """PyTorch drops a parameter's gradient hooks when its data becomes another dtype's."""
+    """PyTorch drops a parameter's gradient hooks when the dtype of its data changes."""
     net, (x, y) = model(torch.float32), data(dtype=torch.float32)
     opt = wrapped(net, 2)
     net.bfloat16().float()
@@ -248,7 +248,7 @@ def test_conversion_there_and_back_is_noticed():
 @pytest.mark.parametrize("group", [False, True], ids=["one pass", "grouped"])
 @pytest.mark.parametrize("owned", [False, True], ids=["counted", "caller-owned"])
 def test_an_exception_after_backward_leaves_nothing_behind(owned, group, op, error, monkeypatch):
-    """While held gradients are looked at, or added: the micro-batch is dropped, and the ones after it are not."""
+    """The exception comes while held gradients are checked or added: that micro-batch is dropped, later ones count."""
     p = nn.Parameter(torch.zeros(2))
     opt = fa.AccumulatingOptimizer(
         torch.optim.SGD([p], lr=1.0), None if owned else 2, nonfinite="skip_micro_batch", backend="reference"
@@ -273,7 +273,7 @@ def raised(errors):
 
 
 def all_in_checkpoints(net, x, y, broken):
-    """Re-entrant ones, between which a backward may break off. (What is trained brings no gradient to the outermost pass then.)"""
+    """A loss with all parameters inside re-entrant checkpoints (so the outermost pass has no gradient for them); may break in between."""
     hidden = checkpoint(net[:2], x.requires_grad_(), use_reentrant=True)
     return nn.functional.mse_loss(checkpoint(net[2:], Boom.apply(hidden) if broken else hidden, use_reentrant=True), y)
 
@@ -288,7 +288,7 @@ def test_a_pass_that_breaks_off_between_checkpoints_is_not_a_micro_batch(owned, 
     with pytest.warns(RuntimeWarning, match="window was dropped"):
         with pytest.raises(MemoryError):
             opt.backward(loss) if through == "opt.backward" else loss.backward()
-        opt.reset()  # the next call is what learns that a plain backward broke off
+        opt.reset()  # the wrapper notices at its next call that a plain backward broke off
     for i, batch in enumerate(parts(x, y, (12, 12))):
         all_in_checkpoints(net, *batch, False).backward()
         if not owned or i:
@@ -308,10 +308,10 @@ def test_two_passes_over_one_graph_of_checkpoints_are_two_micro_batches():
     assert opt.last_window.micro_batches == 2
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # PyTorch's own, within
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # PyTorch's own code reads it
 @pytest.mark.filterwarnings("ignore:backward was broken off")
 def test_a_pass_whose_end_autograd_does_not_tell_is_an_error():
-    """Compiled autograd runs the hooks in Python and forgets what they ask for; those in C++ it refuses by itself."""
+    """Compiled autograd runs the Python hooks but not the callback that they queue; hooks in C++ it refuses itself."""
     net, (x, y) = model(), data()
     opt = wrapped(net, 2)
     loss = mean_loss(net, x, y)
@@ -347,7 +347,7 @@ def test_a_call_while_another_thread_is_in_backward_is_refused(call):
 
 
 def unseen(tensor):
-    """A backward as some call it: past torch.autograd.backward, so that no frame tells of it."""
+    """A backward called past torch.autograd.backward, as some do, so that no stack frame shows it."""
     torch.autograd.Variable._execution_engine.run_backward(
         (tensor,), (torch.ones_like(tensor),), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
@@ -377,7 +377,7 @@ def test_a_reentrant_checkpoint_in_a_pass_that_nobody_sees(nonfinite):
 
 
 def test_what_a_broken_pass_held_is_freed_before_the_next_call():
-    """The graph, and whatever its callers hold: a retry needs the memory."""
+    """A retry needs the memory of the graph and of whatever its callers held."""
     net, (x, y) = model(), data()
     opt, alive = wrapped(net, 2), []
 
@@ -393,7 +393,7 @@ def test_what_a_broken_pass_held_is_freed_before_the_next_call():
 
 
 class Tolerant(torch.autograd.Function):
-    """Its backward runs one of its own, and goes on when that breaks off."""
+    """Its backward runs another backward, and goes on when that one breaks off."""
 
     @staticmethod
     def forward(ctx, x, inner):

@@ -1,4 +1,4 @@
-"""Buckets of gradients on their way: how large, how long they are held, and whose memory they are."""
+"""Buckets of gradients that wait to be added: how large they get, how long gradients are held, and whose memory they are."""
 
 import gc
 import weakref
@@ -32,7 +32,7 @@ def test_bucket_size_does_not_change_a_bit(bucket, monkeypatch):
 
 
 def test_fresh_gradients_are_freed_as_soon_as_added(monkeypatch):
-    """While backward runs, no more fresh gradients live than a bucket and the one being made."""
+    """During backward, no more fresh gradients are alive than one bucket and the gradient being computed."""
     monkeypatch.setattr("fusedaccum.intake.intake.BUCKET_BYTES", 100_000)
     net = nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(20)])  # 64 KiB a gradient
     opt = wrapped(net, 2)
@@ -52,7 +52,7 @@ def test_fresh_gradients_are_freed_as_soon_as_added(monkeypatch):
 
 
 def test_p_grad_never_aliases_a_gradient_that_somebody_else_keeps():
-    """A static gradient buffer (a CUDA graph's, say) is read, never stolen: nothing is doubled."""
+    """We read a static gradient buffer (a CUDA graph's, say) and never make it p.grad, so nothing is added twice."""
     p = nn.Parameter(torch.zeros(5))
     static = torch.ones(5)
 
@@ -85,7 +85,7 @@ def test_hooks_do_not_keep_model_or_wrapper_alive():
 
 
 class Scratch(torch.autograd.Function):
-    """Multiplies, and writes its weight's gradient into one and the same buffer every time."""
+    """Multiplies, and writes its weight's gradient into the same buffer every time."""
 
     buffer = torch.empty(3)
     hand_over = staticmethod(lambda buffer: buffer)
@@ -109,7 +109,7 @@ class Scratch(torch.autograd.Function):
     ids=["itself", "alias", "view", "view of an alias"],
 )
 def test_static_gradient_overwritten_within_the_same_backward(hand_over, policy, monkeypatch):
-    """What somebody else holds too is not queued: it may be overwritten before the bucket is full."""
+    """A gradient that other code holds too is not queued: it might be overwritten before the bucket is full."""
     monkeypatch.setattr(Scratch, "hand_over", staticmethod(hand_over))
     a, b = nn.Parameter(torch.full((3,), 2.0)), nn.Parameter(torch.full((3,), 3.0))
     opt = fa.AccumulatingOptimizer(torch.optim.SGD([a, b], lr=1.0), 1, nonfinite=policy)
@@ -121,7 +121,7 @@ def test_static_gradient_overwritten_within_the_same_backward(hand_over, policy,
 
 @pytest.mark.parametrize("module", [nn.Linear(8, 8), nn.Conv2d(2, 3, 3), nn.LayerNorm(8), nn.Embedding(8, 8)], ids=str)
 def test_ordinary_gradients_are_ours_alone(module, monkeypatch):
-    """So that they can be queued: one call for all the parameters of a module."""
+    """So they can be queued, and one call adds those of all parameters of a module."""
     calls = []
     add = fa.optimizer.Gathering.add
     monkeypatch.setattr(
@@ -166,7 +166,7 @@ def test_every_full_bucket_is_one_call(monkeypatch):
 
 
 class Fresh(torch.autograd.Function):
-    """Multiplies, with a backward in Python that hands over what nobody else holds, or what somebody does."""
+    """Multiplies; its backward, in Python, returns a gradient that nobody else holds, or one that it keeps."""
 
     kept = None
 

@@ -1,4 +1,4 @@
-"""Loops in which a step is not one backward's: two models that train against each other, and two steps on one batch."""
+"""Loops with more than one backward per step: two models that train against each other, and two steps on one batch."""
 
 import fusedaccum as fa
 import pytest
@@ -16,7 +16,7 @@ def gan():
 
 
 def losses(net, real, noise):
-    """The judge's, and the maker's as a function, for it is of the judge that has been stepped."""
+    """The judge's loss, and the maker's as a function, because it is computed after the judge's step."""
     made = net["makes"](noise)
     judged = softplus(-net["judges"](real)).mean() + softplus(net["judges"](made.detach())).mean()
     return judged, lambda: softplus(-net["judges"](made)).mean()
@@ -66,7 +66,7 @@ def test_zero_grad_says_that_it_keeps_what_the_other_loss_has_left(steps):
 
 
 class SAM(torch.optim.SGD):
-    """Foret et al., 2020, as its packages have it: climbs by one gradient, and descends from there by another."""
+    """Foret et al., 2020, as packaged: climbs along one gradient, and descends from there along another."""
 
     @torch.no_grad()
     def first_step(self):

@@ -1,4 +1,4 @@
-"""last_window.loss is the big batch's loss; what a log and a progress bar are given."""
+"""last_window.loss is the big batch's loss; and what a log and a progress bar get."""
 
 import math
 
@@ -72,7 +72,7 @@ def test_recorded_in_a_group_and_in_parts():
     opt = wrapped(net)
     (a, b), (c, d), (e, f) = parts(x, y, (4, 4, 4))
     first, second = mean_loss(net, a, b), mean_loss(net, c, d)
-    with opt.micro_batch(weight=8):  # two losses of one micro-batch
+    with opt.micro_batch(weight=8):  # one micro-batch with two losses
         first.backward()
         second.backward()
         opt.record_loss(first)
@@ -109,7 +109,7 @@ def test_unknown_where_somebody_else_has_run_a_part():
 
 
 def test_told_after_a_micro_batch_was_rejected():
-    """Where the caller owns windows, what was rejected is known until step()."""
+    """In caller-owned windows, the wrapper knows until step() which micro-batch was rejected."""
     net, (x, y) = model(), data(12)
     (a, b), (c, d) = parts(x, y, (4, 8))
     opt = wrapped(net, nonfinite="skip_micro_batch")
@@ -279,7 +279,7 @@ def test_bad_input(accum_steps, loss, error, says):
 def test_numbers_are_told_to_the_last_digit():
     net, (x, y) = model(), data(8)
     opt = wrapped(net, reduction="sum")
-    tokens = 2**24 + 1  # which FP32 has not
+    tokens = 2**24 + 1  # FP32 cannot represent it
     sum_loss(net, x, y).backward()
     opt.record_loss(0.1 * tokens)
     opt.step(weight=tokens)

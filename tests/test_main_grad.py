@@ -1,4 +1,4 @@
-"""Layers that add their gradients to main_grad: the same training as with layers that do not."""
+"""Layers that add their gradients to main_grad train as layers that do not."""
 
 import copy
 import io
@@ -166,7 +166,7 @@ def test_dropped_windows_leave_nothing(drop):
 
 
 def test_a_copy_of_model_and_wrapper_must_be_marked_anew():
-    """PyTorch's copies of parameters lose their attributes: the copied layers are plain, and gather what the original has."""
+    """A copied parameter loses its attributes, so the copied layers are plain; they accumulate the same gradients as the original."""
     net, plain = marked(Net()), Net()
     opt, plain_opt = wrapped(net, 2), wrapped(plain, 2)
     for model in (net, plain):
@@ -203,7 +203,7 @@ def test_groups_added_later_keep_the_window():
 
 
 def test_a_layer_left_out_of_a_window_finds_zeros_in_the_next():
-    """The window's bf16 gradient takes the place of the FP32 sums, of the whole block."""
+    """The finished bf16 gradient is written over the FP32 sums of the whole block, also those of layers that were not used."""
     a, b = lone(3, 64, dtype=torch.bfloat16), lone(3, 64, dtype=torch.bfloat16)
     opt = fa.AccumulatingOptimizer(torch.optim.SGD([a, b], lr=0.0), 1)
     for weight in (b, a):
@@ -226,7 +226,7 @@ def test_gradients_of_other_layers_stay_readable_after_the_window():
 
 
 class Tied(nn.Module):
-    """A head that adds by itself, and an embedding of the same weight."""
+    """A head that adds its gradient itself, and an embedding with the same weight."""
 
     def __init__(self):
         super().__init__()
@@ -241,7 +241,7 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_weight_that_is_tied_to_an_embedding(fused):
-    """zero_out_wgrad: autograd has added the embedding's gradient to the layer's zeros. A fused embedding sends none."""
+    """With zero_out_wgrad, autograd adds the embedding's gradient to the layer's zeros; a fused embedding returns no gradient."""
     plain, net = Tied(), marked(Tied())
     if fused:
         fa.fuse_embedding(net)
@@ -283,7 +283,7 @@ def test_the_norm_knows_of_a_gradient_that_was_edited():
 
 
 def test_a_gradient_added_between_a_layers_add_and_its_hook():
-    """As when a bucket is full just then."""
+    """As happens when a bucket is full at that moment."""
     weight = lone(3, 4)
     opt = fa.AccumulatingOptimizer(sgd([weight]), 2)
     slot = opt._sums.buffers.of[weight]

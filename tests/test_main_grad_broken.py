@@ -1,4 +1,4 @@
-"""Layers that add their gradients to main_grad, where something goes wrong: nothing is counted twice, lost or left behind unsaid."""
+"""Layers that add to main_grad when something goes wrong: nothing is counted twice, lost or left behind silently."""
 
 import copy
 import gc
@@ -64,7 +64,7 @@ def test_a_pass_that_breaks_off_before_any_hook_drops_the_window(first):
 @pytest.mark.parametrize("where", ["between two", "in a hook"])
 @pytest.mark.parametrize("through", ["backward", "opt.backward"])
 def test_a_pass_that_breaks_off_drops_the_window(where, through):
-    """Whatever a layer has added can be told from nothing by its mark, and cannot be taken out again."""
+    """The layer's mark shows that it has added something, which cannot be taken out of the sums again."""
     net, fresh = marked(Net()), marked(Net())
     opt = wrapped(net, 3)
     x, y = data(seed=9)
@@ -86,7 +86,7 @@ def test_a_pass_that_breaks_off_drops_the_window(where, through):
             try:
                 loss.backward()
             finally:
-                opt.zero_grad()  # any call of the wrapper's notices
+                opt.zero_grad()  # any method of the wrapper notices
         else:
             opt.backward(loss)
     assert len([w for w in caught if "dropped" in str(w.message)]) == 1
@@ -218,7 +218,7 @@ def test_without_the_wrapper_the_layer_fails_instead_of_training_on_nothing():
 def test_buffers_that_go_late_leave_alone_what_was_lent_since():
     net, fresh = marked(Net().float()), marked(Net().float().double())
     opt = wrapped(net, 3)
-    kept = opt._sums.buffers  # as by the frames of an exception
+    kept = opt._sums.buffers  # as an exception's frames may keep them
     net.double()
     opt.load_state_dict(opt.optimizer.state_dict())
     del kept

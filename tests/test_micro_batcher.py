@@ -1,4 +1,4 @@
-"""MicroBatcher: batches of every kind and size, and the sizes that it finds."""
+"""MicroBatcher: batches of every kind and size, and the micro-batch sizes that it finds."""
 
 import collections
 import copy
@@ -140,7 +140,7 @@ def test_what_fits_is_remembered_by_shape_and_guessed_for_new_ones():
     batcher = fa.MicroBatcher(memory, memory.opt)
     batcher.step(torch.randn(16, 8))
     assert batcher.micro_batch_size == 4
-    batcher.step(torch.randn(16, 1))  # as many elements as have fitted
+    batcher.step(torch.randn(16, 1))  # no more elements in all than have fitted
     assert batcher.micro_batch_size == 16
     batcher.step(torch.randn(16, 16))
     assert batcher.micro_batch_size == 2 and memory.errors == 2
@@ -161,7 +161,7 @@ def test_what_was_found_goes_into_a_checkpoint():
 
 @pytest.mark.parametrize(("samples", "sizes"), [(9, [5, 4]), (16, [8, 8]), (17, [6, 6, 5]), (7, [7])])
 def test_parts_are_as_few_and_as_equal_as_can_be(samples, sizes):
-    """So no last one is left with a single sample, which BatchNorm would refuse."""
+    """So the last part is not a single leftover sample, which BatchNorm would refuse."""
     for size in (8, "auto"):
         memory = Memory(8)
         batcher = fa.MicroBatcher(memory, memory.opt, size)
@@ -173,7 +173,7 @@ def test_parts_are_as_few_and_as_equal_as_can_be(samples, sizes):
 
 @pytest.mark.parametrize("size", ["auto", 3])
 def test_a_grad_scaler_scales_steps_and_is_updated_once_a_window(size):
-    """As its own loop does with the whole batch; an overflow skips the window and backs off once."""
+    """As a GradScaler loop does with the whole batch; an overflow skips the window, and the scale backs off once."""
     torch.manual_seed(0)
     net, x, y = nn.Linear(4, 2), torch.randn(8, 4), torch.randn(8, 2)
     twin = copy.deepcopy(net)

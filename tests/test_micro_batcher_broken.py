@@ -1,4 +1,4 @@
-"""MicroBatcher where something else is wrong: what is refused, and what an error leaves behind."""
+"""MicroBatcher when something other than memory is wrong: what it refuses, and what an error leaves behind."""
 
 import warnings
 
@@ -46,7 +46,7 @@ def test_another_error_drops_the_window_and_the_batch_can_come_again(monkeypatch
             with warnings.catch_warnings(), pytest.raises(ValueError, match="injected"):
                 warnings.simplefilter(
                     "ignore"
-                )  # that the window was dropped, where a part of a micro-batch had been added
+                )  # it warns that the window was dropped if part of a micro-batch had been added
                 batcher.step(batch())
             assert all(p.grad is None for p in model.parameters()) and opt.last_window is None
             batcher.step(batch())

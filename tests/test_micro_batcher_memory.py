@@ -1,4 +1,4 @@
-"""MicroBatcher where memory ends: the gradient of the big batch, whatever broke off and came again."""
+"""MicroBatcher when memory runs out: the gradient is the big batch's, whatever broke off and was repeated."""
 
 import copy
 import itertools
@@ -35,7 +35,7 @@ def test_an_error_at_every_point_of_a_window(monkeypatch, each_intake, reduction
 
 @pytest.mark.parametrize("settings", [{}, {"max_grad_norm": 0.1}, {"nonfinite": "skip_micro_batch"}], ids=str)
 def test_fp32_with_errors_within_errors(monkeypatch, settings):
-    """Within 1e-6 of the big batch in FP64, over several windows."""
+    """With several errors, several windows in FP32 stay within 1e-6 of the big batch in FP64."""
     make = sgd if "max_grad_norm" not in settings else lambda params: torch.optim.SGD(params, lr=5.0)
     _, points, _, _ = ran(monkeypatch, dtype=torch.float32, windows=3, make=make, **settings)
     expected, (model, *_) = (
@@ -53,7 +53,7 @@ def test_fp32_with_errors_within_errors(monkeypatch, settings):
         assert opt.last_window.weight == weight(batch())
         depth += any(attempt.done and attempt.taken for attempt in broken.broken)
         lost += any(attempt.lost for attempt in broken.broken)
-    # What is judged as a whole cannot be added in parts.
+    # "skip_micro_batch" judges a micro-batch as a whole, so it cannot be added in parts.
     assert lost > 0 if "nonfinite" in settings else depth > 4 and lost == 0
 
 
@@ -72,7 +72,7 @@ def oracle_of(make, settings):
 
 @pytest.mark.parametrize(("dtype", "reduction"), [(torch.bfloat16, "mean"), (torch.float16, "sum")])
 def test_16_bit_buffers_hold_means_of_their_own(monkeypatch, dtype, reduction):
-    """A part counted twice, or left out, or a mean over the wrong weight, is a tenth or more."""
+    """A part counted twice or left out, or a mean over the wrong weight, would be an error of a tenth or more."""
     make = lambda params: torch.optim.SGD(params, lr=1.0)  # noqa: E731
     expected = oracle([batch()], make=make)[0]
     start = made()[0]
@@ -87,7 +87,7 @@ def test_16_bit_buffers_hold_means_of_their_own(monkeypatch, dtype, reduction):
 
 
 def test_an_add_that_broke_in_the_middle_begins_the_window_anew(monkeypatch):
-    """Nobody can tell what such a call has written."""
+    """It is not known what such a call has written."""
     expected = oracle([batch()])[0]
     plain = fusedaccum.ops.accumulate_
 
@@ -107,7 +107,7 @@ def test_an_add_that_broke_in_the_middle_begins_the_window_anew(monkeypatch):
 
 
 class Segments(Net):
-    """Re-entrant checkpoints bring a tied weight several gradients a pass."""
+    """With re-entrant checkpoints, a tied weight gets several gradients in one pass."""
 
     def forward(self, x):
         x = x.clone().requires_grad_()
@@ -129,7 +129,7 @@ def test_reentrant_checkpoints(monkeypatch, each_intake):
 
 
 def test_fused_layers(monkeypatch):
-    """Which add by themselves with a number of samples, and go the plain way where they may have to be left out."""
+    """They add their gradients themselves if the weight is a number, and go the plain way where a gradient may have to be left out."""
     fused = lambda dtype: fa.fuse_linear(Net(dtype))  # noqa: E731
     expected = oracle([batch()])[0]
     model, opt = made(net=fused)
@@ -146,7 +146,7 @@ def test_fused_layers(monkeypatch):
 
 @pytest.mark.parametrize("nonfinite", ["skip_window", "skip_micro_batch"])
 def test_what_is_not_finite_is_seen_also_where_it_broke_off(monkeypatch, nonfinite):
-    """Also a NaN that only one parameter has met, which is left out when the samples come again."""
+    """Also a NaN of a single parameter that already has its gradient, which the retry of these samples leaves out."""
     whole = batch()
     bad = float(whole["x"][4:8, 0].max())
     assert bad > 0
@@ -169,7 +169,7 @@ def test_what_is_not_finite_is_seen_also_where_it_broke_off(monkeypatch, nonfini
         if nonfinite == "skip_window":
             assert not opt.last_window.applied
             assert_close(model, start, 0.0)
-        elif opt.last_window.weight == weight(kept):  # the second micro-batch of four, as without an error
+        elif opt.last_window.weight == weight(kept):  # the second micro-batch of four was dropped, as without an error
             assert_close(model, oracle([kept])[0], 1e-12)
         else:
             assert opt.last_window.applied and not any(p.isnan().any() for p in model.parameters())
@@ -255,7 +255,7 @@ def test_pooled_batch_statistics_hold_every_sample_once(monkeypatch):
 
 
 def test_the_noise_scale_is_not_measured_of_a_mixture(monkeypatch):
-    """The window's first micro-batch is the small sample, unless some parameters hold more than it."""
+    """The window's first micro-batch is the small sample, unless some parameters have accumulated more than that."""
     *_, opt = ran(monkeypatch, noise_scale=0.9)
     assert opt.last_window.noise_scale is not None
     _, points, _, opt = ran(monkeypatch, [22], noise_scale=0.9)
@@ -304,7 +304,7 @@ def test_followers_are_told_what_counts(monkeypatch):
 
 
 def test_a_function_that_runs_a_backward_of_its_own(monkeypatch):
-    """An attempt that breaks off cannot tell then which pass a parameter has taken, and the window begins anew."""
+    """If an attempt breaks off, it is unknown which of its passes a parameter has accumulated, so the window starts over."""
     lost = 0
     for point in range(5, 200, 12):
         with monkeypatch.context() as patched:

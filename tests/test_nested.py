@@ -1,4 +1,4 @@
-"""Batches in containers, cut into micro-batches and put together again."""
+"""Batches in containers are cut into micro-batches, and keep their types and everything that is not cut."""
 
 import collections
 import collections.abc
@@ -31,7 +31,7 @@ class Counted:
 
 
 class Attributes(dict):
-    """Items that are attributes too, as people write it."""
+    """A common recipe: items are attributes too, because ``__dict__`` is the dict itself."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -39,7 +39,7 @@ class Attributes(dict):
 
 
 class Shown(dict):
-    """Items that are attributes too, from the start on."""
+    """Items become attributes too, once, when it is made."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -48,14 +48,14 @@ class Shown(dict):
 
 
 class Dotted(dict):
-    """As people write it; it says that it has any attribute, and that it is None."""
+    """A common recipe; it has every attribute one asks for, and those that are not items are None."""
 
     __getattr__ = dict.get
     __setattr__ = dict.__setitem__
 
 
 class Own(collections.abc.MutableMapping):
-    """As people write one; copy.copy() of it shares the dict within."""
+    """A typical mapping class; copy.copy() of it shares the dict inside."""
 
     def __init__(self, items):
         self.items_ = dict(items)
@@ -138,7 +138,7 @@ def test_items_that_were_made_attributes_are_cut_as_both():
 
 def test_a_part_computes_its_cached_properties_itself():
     batch = Counted(torch.tensor([1, -100, 1, 1, -100]))
-    assert batch.tokens == 3  # and is kept
+    assert batch.tokens == 3  # now cached
     parts = [cut(batch, 0, 2), cut(batch, 2, 5)]
     assert [part.tokens for part in parts] == [1, 2] and batch.tokens == 3
     assert mapped(lambda leaf: leaf * 0, parts[1]).tokens == 3

@@ -1,4 +1,4 @@
-"""last_window.noise_scale against the paper's formulas, against per-sample gradients, and what follows it."""
+"""last_window.noise_scale against the paper's formulas and against per-sample gradients; and the schedule that follows it."""
 
 import copy
 import math
@@ -15,7 +15,7 @@ def wrapped(parameters, lr=0.0, **settings):
 
 
 def windows(sizes, dtype=torch.float64):
-    """Micro-batches of these sizes, of linear regression with much noise."""
+    """Micro-batches of these sizes, for linear regression with much noise."""
     return [[(torch.randn(n, 6).to(dtype), torch.randn(n, 1).to(dtype)) for n in window] for window in sizes]
 
 
@@ -25,7 +25,7 @@ def sq_norm(model, x, y):
 
 
 def of_paper(model, data, decay):
-    """Appendix A.1, as it is printed, averaged one window after the other."""
+    """The paper's appendix A.1 as printed, averaged window by window."""
     sq_gradient = trace = 0.0
     for window in data:
         small, large = window[0], [torch.cat(parts) for parts in zip(*window)]
@@ -39,7 +39,7 @@ def of_paper(model, data, decay):
 
 
 def telling(sizes, dtype=torch.float64, decay=0.9):
-    """A model and windows of these sizes in which both averages are positive, so that no clamp decides anything."""
+    """A model and windows of these sizes for which both averages stay positive, so that clamping plays no part."""
     while True:
         model, data = nn.Linear(6, 1).to(dtype), windows(sizes, dtype)
         with torch.no_grad():
@@ -100,12 +100,12 @@ def test_without_weights_the_unit_is_the_micro_batch(settings):
 
 @pytest.mark.slow
 def test_within_ten_percent_of_per_sample_gradients(threads):
-    """tr(Sigma) / |G|^2 of a convolutional network at a fixed point, from the covariance of its single samples."""
+    """The oracle is tr(Sigma) / |G|^2 of a convolutional network with fixed weights, from the gradients of its single samples."""
     pytest.importorskip("sklearn")
     from demo.data import digits
     from demo.models import DigitsCNN
 
-    threads(1)  # layers as small as these gain nothing from a second one, and lose much where others use it
+    threads(1)  # layers this small gain nothing from a second thread, and lose much if other processes use it
     images, labels = digits()
     model = DigitsCNN(width=8)
     loss_of = nn.functional.cross_entropy
@@ -120,7 +120,7 @@ def test_within_ten_percent_of_per_sample_gradients(threads):
     trace = sum(g.double().var(0, correction=0).sum() for g in each.values())
 
     opt = wrapped(model.parameters(), noise_scale=0.999)
-    for _ in range(400):  # which leaves an error of about 4%
+    for _ in range(400):  # leaves an error of about 4%
         for picked in torch.randint(len(images), (256,)).split([16, 240]):
             opt.backward(loss_of(model(images[picked]), labels[picked]), weight=len(picked))
         opt.step()
@@ -128,7 +128,7 @@ def test_within_ten_percent_of_per_sample_gradients(threads):
 
 
 def test_no_pass_over_the_buffers_of_its_own(monkeypatch):
-    """Norms come from the adds: ops.stats, which reads buffers, is never called."""
+    """The norms come with the adds: ops.stats, which would read the buffers, is never called."""
     opt = wrapped(nn.Linear(6, 1).parameters(), accum_steps=3)
     monkeypatch.setattr(fa.ops, "stats", None)
     (weight, bias) = opt.param_groups[0]["params"]
@@ -139,7 +139,7 @@ def test_no_pass_over_the_buffers_of_its_own(monkeypatch):
 
 
 def test_only_the_first_and_the_last_micro_batch_are_measured(monkeypatch):
-    """In between an add takes no norm, and does not pay for one."""
+    """An add in between computes no norm, so it does not pay for one."""
     opt = wrapped(nn.Linear(6, 1, bias=False).parameters(), accum_steps=4)
     plain, measured = fa.ops.accumulate_, []
     monkeypatch.setattr(
@@ -187,7 +187,7 @@ def test_one_micro_batch_a_window_tells_nothing():
 
 @pytest.mark.parametrize("accum_steps", [None, 2])
 def test_grad_scaler(accum_steps):
-    """Whatever the scale, also where it changes inside a window (the first window's of which nobody knows in time is left out)."""
+    """The loss scale does not matter, even if it changes inside a window (one not known in time leaves out the first window)."""
     model, data = telling([(4, 4)] * 5, torch.float32)
     opt = wrapped(model.parameters(), accum_steps=accum_steps, reduction="none")
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1)
@@ -217,7 +217,7 @@ def test_an_overflow_leaves_no_trace():
 
 @pytest.mark.parametrize("way", ["normalize_", "unscale_"])
 def test_a_window_clipped_by_hand_tells_nothing(way):
-    """Its norm is of something else than its first micro-batch's."""
+    """The norm after clipping does not belong with the norm of the first micro-batch."""
     model, data = telling([(4, 4, 4)] * 2, torch.float32)
     opt = wrapped(model.parameters(), accum_steps=3)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=way == "unscale_")
@@ -237,7 +237,7 @@ def test_a_window_clipped_by_hand_tells_nothing(way):
 
 @pytest.mark.parametrize("saved", [False, True], ids=["run through", "resumed"])
 def test_gradients_zeroed_after_a_window_say_nothing_of_the_next(saved):
-    """What is written inside a window does, also over a checkpoint."""
+    """Gradients changed inside a window do, also across a checkpoint."""
     model, data = telling([(4, 4)] * 3)
     opt = wrapped(model.parameters(), accum_steps=2)
     known = []
@@ -326,7 +326,7 @@ def test_schedule_makes_windows_as_large_as_the_noise_scale():
     model = nn.Linear(6, 1)
     schedule = schedules.noise_scale(start=3, at_most=1000)
     opt = wrapped(model.parameters(), accum_steps=schedule, noise_scale=0.99)
-    for _ in range(3000):  # samples of g = G + noise, with |G|^2 = 1 and tr(Sigma) = 40
+    for _ in range(3000):  # draws of g = G + noise, with |G|^2 = 1 and tr(Sigma) = 40
         g = torch.eye(6)[0] + torch.randn(6) * (40 / 6 / 4) ** 0.5
         opt.backward((model.weight[0] * g).sum(), weight=4)
         opt.step()
@@ -357,7 +357,7 @@ def test_schedule_looks_every_so_often_and_keeps_its_bounds():
     fast.window_closed(closed(math.inf), 1)
     assert fast.steps == 9
     over_ranks = schedules.noise_scale(start=4, at_most=20, every=1)
-    over_ranks.window_closed(closed(64.0), 2)  # 8 samples a micro-batch, on each of two ranks
+    over_ranks.window_closed(closed(64.0), 2)  # 8 samples per micro-batch, on each of two ranks
     assert over_ranks.steps == 4
     half = schedules.noise_scale(start=4, at_most=20, every=1, fraction=0.5)
     half.window_closed(closed(64.0), 1)

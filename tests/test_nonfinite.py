@@ -1,4 +1,4 @@
-"""The four policies for NaN and infinity, and what a skipped micro-batch leaves behind: nothing."""
+"""The four policies for NaN and infinity; a skipped micro-batch leaves nothing behind."""
 
 import fusedaccum as fa
 import pytest
@@ -10,7 +10,7 @@ BAD = [float("nan"), float("inf"), float("-inf")]
 
 
 def run(opt, net, batches, bad=(), value=float("nan"), raises=()):
-    """Micro-batches in a row; those numbered in ``bad`` have one parameter's gradient spoilt in one element."""
+    """Run these micro-batches; in those numbered in ``bad``, one element of one parameter's gradient is spoilt."""
     for i, (xs, ys) in enumerate(batches):
         loss = mean_loss(net, xs, ys)
         if i in bad:
@@ -85,7 +85,7 @@ def test_skip_window_sees_a_sum_that_overflows():
 @pytest.mark.parametrize("value", BAD)
 @pytest.mark.parametrize("bad", [[0], [2], [4], [0, 1, 3]], ids=str)
 def test_dropped_micro_batch_leaves_no_trace(policy, value, bad):
-    """Bit for bit what a run without that micro-batch gives: buffers, counts, weights, parameters."""
+    """Counts, weights and, bit for bit, parameters are those of a run without that micro-batch."""
     x, y = data(30)
     batches = parts(x, y, (4, 8, 2, 6, 10))
     good = [batch for i, batch in enumerate(batches) if i not in bad]
@@ -96,13 +96,13 @@ def test_dropped_micro_batch_leaves_no_trace(policy, value, bad):
     assert ref.updated and opt.last_window.weight == ref.last_window.weight
     assert opt.last_window.micro_batches == ref.last_window.micro_batches == len(good)
     last_good = max(set(range(5)) - set(bad))
-    assert opt.last_window.nonfinite == sum(i < last_good for i in bad)  # one after that is the next window's
+    assert opt.last_window.nonfinite == sum(i < last_good for i in bad)  # later ones belong to the next window
     assert_same_parameters(net, clean, 0)
 
 
 @pytest.mark.parametrize("policy", ["skip_micro_batch", "raise"])
 def test_dropped_first_micro_batch_leaves_p_grad_none(policy):
-    """A parameter that only the bad micro-batch reached has no gradient: it is not decayed, its momentum does not move."""
+    """A parameter that only the bad micro-batch reached has no gradient, so the optimizer does not decay or move it."""
     net, (x, y) = model(), data()
     opt = wrapped(net, 2, nonfinite=policy)
     run(opt, net, [(x, y)], bad=[0], raises=[0] if policy == "raise" else ())
@@ -111,7 +111,7 @@ def test_dropped_first_micro_batch_leaves_p_grad_none(policy):
 
 
 def test_bad_gradient_is_shown_until_step():
-    """So that a GradScaler, or whoever checks p.grad, learns of it."""
+    """So a GradScaler, or any code that checks p.grad, sees it."""
     net, (x, y) = model(), data()
     opt = wrapped(net, 3, nonfinite="skip_micro_batch")
     run(opt, net, [(x, y)])

@@ -1,4 +1,4 @@
-"""Bad input: an error that names the argument, the value and the fix, and nothing is written. C++ and Python agree."""
+"""Bad input raises an error that names the argument, the value and the fix, and writes nothing. C++ and Python agree."""
 
 import itertools
 import random
@@ -27,7 +27,7 @@ with torch.inference_mode():
 
 
 class Wrapper(torch.Tensor):
-    """A subclass that acts for a tensor it does not contain."""
+    """A wrapper subclass, which has no memory of its own."""
 
     @staticmethod
     def __new__(cls):
@@ -39,7 +39,7 @@ class Wrapper(torch.Tensor):
 
 
 class Subclass(torch.Tensor):
-    """A subclass that is a tensor like any other."""
+    """A subclass that behaves like any other tensor."""
 
 
 # name -> (buffers, grads, error, message)
@@ -170,7 +170,7 @@ def test_predicate_and_python_accept_the_same(case, request):
     assert arguments.check_lists("buffers", buffers, "grads", grads) == layout
     if NATIVE:
         verdict = request.getfixturevalue("cpu").predicate(buffers, grads, True)
-        # Interleaved views are left to the exact comparison in Python.
+        # C++ leaves interleaved views to the exact comparison in Python.
         assert verdict == layout or (verdict, layout) == (Layout.REFUSED, Layout.STRIDED)
     ops.accumulate_(buffers, grads, 1.0)
 
@@ -178,7 +178,7 @@ def test_predicate_and_python_accept_the_same(case, request):
 @pytest.mark.parametrize("case", [case for case in BAD_LISTS | GOOD_LISTS if case not in NO_PAIRS])
 @pytest.mark.skipif(not NATIVE, reason="the extension fusedaccum._cpu was not built")
 def test_predicate_sees_the_same_among_thousands(cpu, case):
-    """At random places, in random order of addresses."""
+    """The case is hidden at random places among pairs in a random order of addresses."""
     buffers, grads, *_ = (BAD_LISTS | GOOD_LISTS)[case]
     expected = cpu.predicate(buffers, grads, True)
     draw, memory = random.Random(), torch.zeros(4_000, 2, 3)
@@ -208,7 +208,7 @@ def test_predicate_finds_the_one_overlap_among_thousands(cpu):
 
 @pytest.mark.skipif(not NATIVE, reason="the extension fusedaccum._cpu was not built")
 def test_predicate_agrees_with_python_on_all_pairs_of_views(cpu):
-    """Views of one stretch of memory in both roles: overlaps, gaps, transposes, reinterpretations."""
+    """All views of one stretch of memory, as output and as input: overlaps, gaps, transposes, other dtypes."""
     base = torch.zeros(48)
     views = [
         base[:12],

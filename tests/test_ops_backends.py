@@ -1,4 +1,4 @@
-"""The table of backends: who gets a call, what the environment says, and why something is missing."""
+"""The table of backends: which one gets a call, what the environment variable says, and why one is missing."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ from ops_cases import NATIVE, OPS, child_environment
 
 @pytest.fixture
 def one_missing(monkeypatch):
-    """The CPU backend as on a machine where it was not built."""
+    """Makes the CPU backend look as if it had not been built."""
     table = [
         row if row.name != "cpu" else backends.Backend("cpu", row.module, row.devices, lambda: "it was not built here")
         for row in backends.TABLE
@@ -83,7 +83,7 @@ def test_a_backend_without_an_op_or_a_device(monkeypatch):
     try:
         ops.scale_([x := torch.ones(3)], 2.0, backend="half")
         ops.scale_([y := torch.ones(3)], 2.0)
-        ops.accumulate_([w := torch.ones(3)], [y], 1.0)  # which "half" does not have
+        ops.accumulate_([w := torch.ones(3)], [y], 1.0)  # an op that "half" does not have
         assert [t[0].item() for t in (x, y, w)] == [9, 9, 10]
         with pytest.raises(RuntimeError, match="backend='half' has no stats yet; use 'auto' or 'reference'"):
             ops.stats([x], backend="half")

@@ -29,7 +29,7 @@ pytestmark = [
 
 
 def compare(call, outs, backends=NATIVE):
-    """``call(outs, stats, backend)`` on the reference and on every native backend: same bits in ``outs``, same stats."""
+    """Check that ``call(outs, stats, backend)`` gives the same bits and stats on every native backend as on the reference."""
     expected, expected_stats = copies(outs), ops.Stats.empty()
     call(expected, expected_stats, "reference")
     for backend in backends:
@@ -53,8 +53,8 @@ def lists(buffer, grad, sizes, nonfinite=False):
 def test_accumulate_equals_reference(buffer, grad):
     outs, ins = lists(buffer, grad, RAGGED)
     for overwrite, decay in itertools.product((False, True), (1.0, 0.75)):
-        # Triton's interpreter takes its time: there, every scale both adds and overwrites, and with and without decay, in two
-        # of these four.
+        # Triton's interpreter is slow. There we run each scale in two of these four combinations, so that it both adds and
+        # overwrites, and runs both with and without decay.
         for scale in SCALES[overwrite ^ (decay == 1) :: 2] if INTERPRETED else SCALES:
             compare(
                 lambda out, stats, backend, s=scale, o=overwrite, d=decay: ops.accumulate_(
@@ -121,7 +121,7 @@ def test_accumulate_mixes_dtypes_in_one_call():
 def test_accumulate_stochastic_equals_reference(buffer, grad, overwrite):
     sizes = [0, 1, 31, 32, 33, 255, 257, 300, 1000, 4097, 40000, 5000, 5000]
     outs, ins = lists(buffer, grad, sizes, nonfinite=True)
-    # Where numbers begin with a whole block of 8, a half or a quarter of one, or within, kernels draw them in different ways.
+    # Kernels draw numbers differently if they begin at a block of 8, at a half or a quarter of one, or anywhere else.
     counters = [0, 1, 5, 7, 8, 2**35 - 3, 2**63, 2**64 - 40, 12345, 3, 2**64 - 4096, 12, 2]
     rounding = ops.StochasticRounding(2**63 + 987654321, counters)
     for scale, decay in ((1.0, 1.0), (1e-3, 0.5), (0.0, 0.9)):
@@ -136,8 +136,8 @@ def test_accumulate_stochastic_equals_reference(buffer, grad, overwrite):
 @pytest.mark.parametrize(("buffer", "grad"), [("f32", "bf16"), ("bf16", "f32"), ("f64", "f32")])
 @pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "misaligned"])
 def test_accumulate_streamed_overwrite_equals_reference(buffer, grad, offset):
-    """Large overwrites go past the caches, where the output is aligned."""
-    n = (1 << 15 if INTERPRETED else 2 << 20) + 13  # the interpreter is slow, and Triton writes all sizes alike
+    """Large overwrites bypass the caches if the output is aligned."""
+    n = (1 << 15 if INTERPRETED else 2 << 20) + 13  # the interpreter is slow, and Triton treats all sizes alike
     memory, x = torch.full((n + 64,), 7.0, dtype=DTYPES[buffer]), values(n, DTYPES[grad])
     expected = [torch.empty(n, dtype=DTYPES[buffer])]
     ops.accumulate_(

@@ -1,4 +1,4 @@
-"""The ops under torch.compile and other tracers: bits as eager has them, in the order in which the function writes and reads."""
+"""The ops under torch.compile and other tracers give eager's bits, and writes and reads keep the order of the function."""
 
 import re
 
@@ -11,13 +11,13 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-# PyTorch 2.13's own, when its compiler is loaded.
+# PyTorch 2.13 warns itself when its compiler is loaded.
 pytestmark = [pytest.mark.usefixtures("compiled_anew"), pytest.mark.filterwarnings("ignore:`torch.jit.script_method`")]
 
 BACKENDS = ["reference", *(["triton"] if NATIVE == ["triton"] else ["cpu"] if NATIVE else [])]
 every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=[f"backend={name}" for name in BACKENDS])
 SIZES = (0, 1, 33, 4097)
-REFUSES_VIEWS = torch.__version__ < "2.13"  # whose compiler writes to the wrong place
+REFUSES_VIEWS = torch.__version__ < "2.13"  # the older compiler writes to the wrong place
 HUGE = StochasticRounding(2**63 + 5, [2**64 - 5, 0, 2**63, 77])
 
 
@@ -25,7 +25,7 @@ def made(dtype, seed):
     return [values(n, dtype, seed + k) for k, n in enumerate(SIZES)]
 
 
-# One function an op and manner of calling it. All arguments that are not tensors are numbers that may differ from call to call.
+# One function per op and way of calling it. All arguments that are not tensors are numbers that may change from call to call.
 CALLS = {
     "accumulate": lambda outs, ins, s, stats, backend: ops.accumulate_(outs, ins, s, stats=stats, backend=backend),
     "decay": lambda outs, ins, s, stats, backend: ops.accumulate_(
@@ -44,7 +44,7 @@ every_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 
 
 def step(call, outs, sources, scale, stats, backend):
-    """Other ops before and after: gradients are made here, the buffers read before and after they are written."""
+    """The call between other ops: gradients are made here, and the buffers are read before and after they are written."""
     before = [out * 2 for out in outs]
     ins = [x * 2 for x in sources]
     call(outs, ins, scale, stats, backend)
@@ -96,7 +96,7 @@ def test_inductor_gives_the_bits_of_eager(call):
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_numbers_that_change_do_not_compile_anew(backend):
-    """Once for the first value, and once for all others (but NaN, for which PyTorch has a guard of its own); each is the double it is."""
+    """One compilation for the first value, one for all others (except NaN, which PyTorch guards separately); no value loses precision."""
     counter = CompileCounterWithBackend(backend)
 
     @torch.compile(backend=counter, fullgraph=True)
@@ -133,10 +133,10 @@ def test_one_graph_for_all_sizes(mark):
     assert counter.frame_count == first
 
 
-@pytest.mark.skipif(REFUSES_VIEWS, reason="before torch 2.13 views that begin inside of their storage are refused")
+@pytest.mark.skipif(REFUSES_VIEWS, reason="before torch 2.13 views that begin inside their storage are refused")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_writes_and_reads_keep_their_order(backend):
-    """Gradients by torch.func, two adds, reads in between, buffers that are views of one stretch of memory."""
+    """With gradients from torch.func, several adds, reads in between, and buffers that are views of one stretch of memory."""
 
     def window(flat, weight, batches):
         buffer, other = flat[:12].view(3, 4), flat[12:]
@@ -159,7 +159,7 @@ def test_writes_and_reads_keep_their_order(backend):
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_views_of_one_buffer_given_from_outside(backend):
-    """As p.grad of a wrapped model's parameters are."""
+    """As the p.grad of a wrapped model's parameters are."""
 
     def add(buffers, grads, scale):
         ops.accumulate_(buffers, [g * 2 for g in grads], scale)
@@ -227,7 +227,7 @@ BAD = {
 
 @pytest.mark.parametrize("call", BAD.values(), ids=BAD)
 def test_errors_are_those_of_eager_calls(call):
-    """The compiler's own error holds the message, when it traces; at run time it is the same error."""
+    """While tracing, the compiler's own error contains the message; at run time it is the same error."""
     with pytest.raises((TypeError, ValueError, RuntimeError)) as expected:
         call()
     with pytest.raises(Exception, match=re.escape(str(expected.value).split(" (")[0])):
@@ -238,7 +238,7 @@ def test_errors_are_those_of_eager_calls(call):
 
 
 def registered_calls(dtype=torch.bfloat16):
-    """``(op, arguments)`` as a trace holds them."""
+    """``(op, arguments)`` as they appear in a trace."""
     for backend in BACKENDS:
         for sizes in ((), (7,), (0, 1, 33)):
             outs, ins = ([values(n, d, n) for n in sizes] for d in (dtype, torch.float32))
@@ -257,7 +257,7 @@ def test_registered_ops_pass_opcheck():
         torch.library.opcheck(getattr(torch.ops.fusedaccum, name).default, arguments)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which opcheck looks at, of its copies
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # opcheck reads it on its copies
 def test_registered_ops_pass_opcheck_on_strided_tensors_that_require_gradients():
     x = torch.randn(4, 6, requires_grad=True)
     scale = torch.tensor(2.0, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Only the elements given are read and written: misaligned views, strides, poison, neighbours that must keep their value."""
+"""Ops read and write only the elements they are given: misaligned views, strides, NaN in outputs, neighbours that must not change."""
 
 import gc
 import weakref
@@ -13,7 +13,7 @@ SENTINEL = 7.0
 
 
 def guarded(x, offset):
-    """A view equal to ``x`` that begins ``offset`` elements into memory full of sentinels, and that memory."""
+    """A copy of ``x``, as a view ``offset`` elements into memory full of sentinels; and that memory."""
     memory = torch.full((x.numel() + offset + 70,), SENTINEL, dtype=x.dtype)
     view = memory[offset : offset + x.numel()]
     view.copy_(x)
@@ -60,7 +60,7 @@ LAYOUTS = {
     "one-of-two": lambda: torch.randn(30, 40, 2)[:, :, 1],
     "gap-between-rows": lambda: torch.randn(30, 50)[:, :40],
 }
-# And those that can only be read.
+# Layouts that can only be read.
 ONLY_READ = {
     "expanded": lambda: torch.randn(1, 40).expand(30, 40),
     "expanded-scalar": lambda: torch.randn(()).expand(30, 40),
@@ -142,7 +142,7 @@ def test_interleaved_views_of_one_tensor_are_separate_buffers(backend):
     parts, grads = list(memory.unbind(1)), [torch.full((10, 4), float(k + 1)) for k in range(3)]
     with running(backend) as name:
         ops.accumulate_(parts, grads, 1.0, backend=name)
-        ops.accumulate_([memory[:, 0]], [memory[:, 1]], 1.0, backend=name)  # reads between the lines of what it writes
+        ops.accumulate_([memory[:, 0]], [memory[:, 1]], 1.0, backend=name)  # reads rows in between those it writes
     assert [memory[:, k].unique().tolist() for k in range(3)] == [[3.0], [2.0], [3.0]]
 
 

@@ -1,4 +1,4 @@
-"""The ops against things that are not our reference: PyTorch expressions written out, FP64 arithmetic, exact fractions."""
+"""The ops against oracles other than our reference: plain PyTorch expressions, FP64 arithmetic, exact fractions."""
 
 import math
 from fractions import Fraction
@@ -14,7 +14,7 @@ FORMATS = {torch.float32: (24, -126, 127), torch.bfloat16: (8, -126, 127), torch
 
 
 def nearest(x, dtype):
-    """The number of a format next to ``x`` (a Fraction), ties to even, written from the formats' definition."""
+    """The format's number nearest to ``x`` (a Fraction), ties to even, written from the formats' definitions."""
     digits, lowest, highest = FORMATS[dtype]
     if x == 0:
         return 0.0
@@ -35,7 +35,7 @@ def nearest(x, dtype):
 @pytest.mark.parametrize("grad", ["bf16", "f16", "f32"])
 @pytest.mark.parametrize("buffer", ["bf16", "f16", "f32"])
 def test_accumulate_rounds_product_and_sum_and_result_once_each(backend, buffer, grad):
-    """Exact rational arithmetic, rounded to FP32 after the product and after the sum, then to the buffer's format."""
+    """The oracle is exact rational arithmetic, rounded to FP32 after the product and after the sum, then to the buffer's format."""
     b, g = values(120, DTYPES[buffer], seed=3), values(120, DTYPES[grad], seed=4)
     b, g = b.where(b.isfinite(), 1), g.where(g.isfinite(), 1)
     scale = Fraction(float(np.float32(0.37)))
@@ -89,7 +89,7 @@ def test_cast_of_every_16_bit_number_comes_back(backend, dtype):
 @every_backend
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
 def test_cast_rounds_midpoints_to_even(backend, dtype):
-    """Every number's midpoint with the next, and that midpoint's FP32 neighbours."""
+    """For the midpoint between each number and the next, and for that midpoint's FP32 neighbours."""
     x = torch.arange(2**15, dtype=torch.int32).to(torch.int16).view(DTYPES[dtype])
     x = x[x.isfinite()]
     middle = (x[:-1].double() + x[1:].double()).div(2).float()
@@ -132,7 +132,7 @@ def test_accumulate_stats_are_of_the_stored_buffer_and_of_the_contribution(backe
     with running(backend) as name:
         stats = ops.Stats(torch.tensor(5.0, dtype=torch.float64), torch.tensor(9))
         ops.accumulate_([buffer], [torch.tensor([1.0, 2.0, 60000.0])], 1.0, stats=stats, backend=name)
-        assert stats.nonfinite == 0  # what came in was finite, although the buffer was not, nor is the third sum
+        assert stats.nonfinite == 0  # only the gradient counts: it was finite, the first buffer and the third sum are not
         assert stats.sq_norm == float("inf")
         ops.accumulate_(
             [torch.zeros(3)], [torch.tensor([1.0, float("nan"), float("-inf")])], 0.5, stats=stats, backend=name
@@ -141,7 +141,7 @@ def test_accumulate_stats_are_of_the_stored_buffer_and_of_the_contribution(backe
         ops.accumulate_([torch.zeros(3)], [torch.tensor([1.0, 2.0, 3.0])], 2.0, stats=stats, backend=name)
         assert (stats.sq_norm, stats.nonfinite) == (56, 0)
         ops.cast_([torch.zeros(3, dtype=torch.float16)], [torch.tensor([1.0, 1e6, 3.0])], stats=stats, backend=name)
-        assert stats.nonfinite == 1  # of the output
+        assert stats.nonfinite == 1  # counted in the output
 
 
 @every_backend

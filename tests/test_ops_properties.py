@@ -1,4 +1,4 @@
-"""Properties of the ops over shapes, dtypes, strides, offsets and scales that nobody thought of."""
+"""Properties of the ops over random shapes, dtypes, strides, offsets and scales."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ scales = st.one_of(st.sampled_from([0.0, 1.0, -1.0, 0.125, float("inf")]), st.fl
 
 @st.composite
 def view_of(draw, shape, dtype):
-    """Random numbers of this shape, with any permutation of strides, gaps, and offset into their memory."""
+    """Random numbers of this shape, with any order of strides, any gaps, and any offset into their memory."""
     order = draw(st.permutations(range(len(shape))))
     gaps = [draw(st.integers(1, 2)) for _ in shape]
     offset = draw(st.integers(0, 5))
@@ -39,7 +39,7 @@ def pairs(draw):
 
 
 def clones(tensors):
-    """With the same strides and offsets, gaps included."""
+    """Copies with the same strides and offsets, gaps included."""
     return [
         torch.as_strided(x._base.clone() if x._base is not None else x.clone(), x.shape, x.stride(), x.storage_offset())
         for x in tensors

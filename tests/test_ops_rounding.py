@@ -1,4 +1,4 @@
-"""Stochastic rounding: the generator's published answers, the indices of its numbers, only neighbours, no bias."""
+"""Stochastic rounding: the generator gives its published answers, each element its own number, only neighbours result, no bias."""
 
 import itertools
 
@@ -32,7 +32,7 @@ def test_philox_gives_the_published_answers(counter, key, answer):
 
 
 def philox_with_numpy(block, seed):
-    """Philox4x32-10 once more, in Python's own integers."""
+    """A second implementation of Philox4x32-10, in Python's integers."""
     c, k = [block & 0xFFFFFFFF, block >> 32, 0, 0], [seed & 0xFFFFFFFF, seed >> 32]
     for _ in range(10):
         a, b = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
@@ -49,7 +49,7 @@ def draws(seed, counter, count):
 @every_backend
 @pytest.mark.parametrize("counter", [0, 1, 13, 2**32 * 8 - 5, 2**63 - 3, 2**64 - 20])
 def test_element_e_uses_number_counter_plus_e(backend, counter):
-    """A bf16 store of 1 + 2^-7 * r' / 2^16 goes up exactly where its random number is at least 2^16 - r'."""
+    """Rounding 1 + 2^-7 * r' / 2^16 to bf16 goes up exactly where the element's random number is at least 2^16 - r'."""
     seed, count, fraction = 2**64 - 12345, 100, 20000
     x = torch.full((count,), 0x3F800000 + fraction, dtype=torch.int32).view(torch.float32)
     got = torch.empty(count, dtype=torch.bfloat16)
@@ -95,7 +95,7 @@ def test_rounding_is_unbiased(backend, dtype):
 
 @every_backend
 def test_a_mean_that_nearest_loses_is_kept(backend):
-    """Additions of 1/1000 of a bf16 step: nearest never moves, stochastic arrives on average."""
+    """Each addition is 1/1000 of a bf16 step: rounding to nearest never moves, stochastic rounding keeps the mean."""
     n, additions = 4096, 1000 if backend.startswith("cpu") else 200
     up, plain = torch.ones(n, dtype=torch.bfloat16), torch.ones(n, dtype=torch.bfloat16)
     grad = torch.full((n,), 2.0**-7 / 1000)
@@ -118,7 +118,7 @@ def test_nonfinite_and_overflowing_values_round_as_nearest(backend, dtype):
     expected = x.to(DTYPES[dtype])
     keep = torch.ones(8, dtype=torch.bool)
     if dtype == "bf16":
-        keep[[5, 7]] = False  # finite there, and between two numbers
+        keep[[5, 7]] = False  # finite in bf16, and between two of its numbers
     assert_same_bits(got[keep], expected[keep])
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-# Unoptimized: the sanitizers see every access as it is written. Null and size checks, which double the time to compile, are
-# what AddressSanitizer does anyway.
+# Unoptimized, so that the sanitizers see every access as it is written. Null and size checks would double the time to compile, and
+# AddressSanitizer finds such accesses anyway.
 FLAGS = [
     *("-std=c++17", "-O0", "-g1", "-Wall", "-Wextra", "-ffp-contract=off"),
     *("-fsanitize=address,undefined", "-fno-sanitize=null,object-size", "-fno-sanitize-recover=all"),

@@ -1,4 +1,4 @@
-"""Threads and instruction sets change the time and nothing else; other Python threads run meanwhile."""
+"""Threads and instruction sets change the time and nothing else; other Python threads run during a call."""
 
 import subprocess
 import sys
@@ -53,13 +53,13 @@ def test_stats_do_not_depend_on_the_instruction_set_or_the_alignment(buffer, gra
             shifted = torch.cat([torch.zeros(offset, dtype=out.dtype), out])[offset:]
             with running(backend) as name:
                 ops.accumulate_([shifted], [x], 0.3, stats=(stats := ops.Stats.empty()), backend=name)
-            norms.add(repr(stats.sq_norm.item()))  # NaN, too, is one value then
+            norms.add(repr(stats.sq_norm.item()))  # as text, all NaNs are one value
     assert len(norms) == 1
 
 
 @native_only
 def test_many_tensors_fall_to_threads_evenly(threads, cpu):
-    """A few large tensors among thousands of small ones, also when there are more threads than chunks."""
+    """Sums stay right with a few large tensors among thousands of small ones, and with any number of threads."""
     sizes = [1] * 1500 + [200_000] + [17] * 1500 + [70_000]
     outs, ins = [torch.zeros(n) for n in sizes], [torch.ones(n, dtype=torch.bfloat16) for n in sizes]
     for n in (1, 2, 5, 16):
@@ -96,7 +96,7 @@ def test_other_python_threads_run_during_a_call(op, threads, cpu):
         spans.append((begin, time.perf_counter()))
     running_now.set()
     watcher.join()
-    # With the GIL held, no tick could fall well inside of any call.
+    # If calls held the GIL, no tick could fall well inside one.
     inside = [sum(a + 0.2 * (b - a) < t < b - 0.2 * (b - a) for t in ticks) for a, b in spans]
     assert sum(n > 0 for n in inside) >= 2
 

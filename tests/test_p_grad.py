@@ -1,4 +1,4 @@
-"""What stands in p.grad, when, and what becomes of it when others clear or change it: zero_grad, normalize_, hooks, by hand."""
+"""What p.grad holds when, and what happens when it is cleared or changed: zero_grad, normalize_, hooks, by hand."""
 
 import warnings
 
@@ -88,7 +88,7 @@ def test_backward_after_normalize_still_counts_right():
 
 @pytest.mark.parametrize("owned", [False, True], ids=["counted", "caller-owned"])
 def test_backward_after_normalize_that_reaches_some_parameters_and_then_all(owned):
-    """They come in one bucket then, some of whose buffers hold a mean and some a sum."""
+    """The last gradients come in one bucket, although after normalize_() one buffer held a mean and the other a sum."""
     a, c = (nn.Parameter(torch.zeros(2, dtype=torch.float64)) for _ in range(2))
     opt = fa.AccumulatingOptimizer(torch.optim.SGD([a, c], lr=1.0), None if owned else 2)
     ones = torch.ones(2, dtype=torch.float64)
@@ -163,7 +163,7 @@ def test_zero_grad_in_a_caller_owned_window_drops_as_plain_pytorch_does(whose, r
 
 @pytest.mark.parametrize("owned", [False, True], ids=["counted", "caller-owned"])
 def test_zero_grad_to_zeros_leaves_a_gradient_of_zeros(owned):
-    """set_to_none=False: unused parameters go on being decayed, as in the plain loop."""
+    """With set_to_none=False, unused parameters keep decaying, as in the plain loop."""
     net, (x, y) = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)]).double(), data()
     big = twin(net)
 
@@ -200,7 +200,7 @@ def test_clearing_p_grad_inside_a_window_drops_it_with_one_warning(clear):
     expected = gradient(net, x, y)
     held = net[0].weight.grad.clone()
     opt.step()
-    # backward passes since the last clearing: 2 of the 5
+    # of the 5 backward passes, the 2 since the last clearing
     torch.testing.assert_close(held, 2 * expected[0])
 
 

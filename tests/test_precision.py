@@ -1,4 +1,4 @@
-"""Dtypes of parameters and buffers: what is kept, what would be lost without, and what 16-bit buffers do."""
+"""Dtypes of parameters and buffers: what FP32 buffers and masters keep that 16 bits would lose, and what 16-bit buffers do."""
 
 import copy
 import functools
@@ -17,7 +17,7 @@ def one(value, dtype, n=1):
 
 
 def gather(p, opt, values):
-    """One micro-batch for each value, whose gradient it is."""
+    """Run one micro-batch for each value, with that value as its gradient."""
     for value in values:
         opt.backward((p * torch.as_tensor(value, dtype=p.dtype)).sum())
         opt.step()
@@ -66,7 +66,7 @@ def test_a_buffer_is_never_narrower_than_the_gradient(dtype, asked):
 
 @pytest.mark.parametrize("dtype, asked", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
 def test_a_parameters_own_grad_dtype_does_not_stop_backward(dtype, asked):
-    """People who accumulate bf16 gradients in FP32 by hand set it. The buffer's dtype is ``buffer_dtype``."""
+    """Code that accumulates bf16 gradients in FP32 by hand sets it. The buffer's dtype is still that of ``buffer_dtype``."""
     p = one(0.0, dtype)
     p.grad_dtype = asked
     opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 2, buffer_dtype=None)
@@ -75,7 +75,7 @@ def test_a_parameters_own_grad_dtype_does_not_stop_backward(dtype, asked):
 
 
 def test_finished_gradient_of_bf16_parameters_is_the_fp32_sum_rounded_once():
-    """Also when several waves of narrowing share the buffer's storage: more elements than one wave moves."""
+    """Also with more elements than one wave of narrowing moves, so that several waves share the buffer's storage."""
     torch.manual_seed(0)
     net = nn.ModuleList([nn.Linear(300, 700), nn.Linear(33, 5), nn.Linear(700, 300)]).bfloat16()
     opt = wrapped(net, 3)
@@ -183,7 +183,7 @@ def test_stochastic_rounding_draws_anew_for_every_add_and_parameter():
 
 
 def test_random_numbers_of_every_add_and_parameter_are_whole_blocks_of_their_own(monkeypatch):
-    """Of 8, which kernels draw at a time."""
+    """Blocks are of 8 numbers, which kernels draw at a time; sharing one would round two elements alike."""
     asked, plain = [], fa.ops.accumulate_
 
     def watched(buffers, *args, rounding, **kwargs):
@@ -210,7 +210,7 @@ def test_random_numbers_of_every_add_and_parameter_are_whole_blocks_of_their_own
 @pytest.mark.parametrize("steps_fused", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])
 def test_master_weights_train_as_an_fp32_model_fed_the_same_gradients(kind, steps_fused):
-    """The masters follow FP32 training on the bf16 model's gradients; the model is always their rounding. (Adagrad has state before.)"""
+    """The oracle is FP32 training on the bf16 model's gradients; the model is always the masters rounded. (Adagrad starts with state.)"""
     net, (x, y) = model(torch.bfloat16), data(dtype=torch.bfloat16)
 
     def make(ps):
@@ -295,7 +295,7 @@ def test_master_weights_take_over_a_state_loaded_into_the_inner_optimizer():
 
 
 def test_a_count_of_steps_stays_on_the_cpu():
-    """Where reading it costs no wait: PyTorch's own load_state_dict leaves it there."""
+    """Reading it there waits for no device; PyTorch's own load_state_dict leaves it there, too."""
     p = Parameter(torch.zeros(3, dtype=torch.bfloat16, device="meta"))
     plain = torch.optim.Adagrad([p])
     fa.AccumulatingOptimizer(plain, 1, master_weights=True)
@@ -304,7 +304,7 @@ def test_a_count_of_steps_stays_on_the_cpu():
 
 
 class Handing(torch.optim.Optimizer):
-    """Hands all to another optimizer, as wrappers do, and has none of PyTorch's hooks for loading."""
+    """Passes everything on to another optimizer, as wrappers do, and has none of PyTorch's hooks for loading."""
 
     def __init__(self, inner):
         self.inner, self.defaults = inner, inner.defaults
@@ -334,7 +334,7 @@ def replace(net, gradient):
         p.grad = gradient(p)
 
 
-HOOKS = {  # of a model: kind, and what it does with the model and the inner optimizer
+HOOKS = {  # name: kind of step hook, and what it does with the model and the inner optimizer
     "a model clamped after the step": ("post", lambda net, _: clamp(net.parameters())),
     "groups clamped after the step": ("post", lambda _, inner: clamp(inner.param_groups[0]["params"])),
     "a model clamped before the step": ("pre", lambda net, _: clamp(net.parameters())),
@@ -347,7 +347,7 @@ HOOKS = {  # of a model: kind, and what it does with the model and the inner opt
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 def test_what_step_hooks_do_to_the_model_counts_with_master_weights(hook, fused):
-    """As without: hooks ran while the masters were stepped, which were then rounded over what hooks had written."""
+    """As it does without. What hooks wrote to the model used to be lost when the stepped masters were rounded into it."""
     x, y = data(dtype=torch.bfloat16)
     trained, seen = [], []
     kind, do = HOOKS[hook]
@@ -366,7 +366,7 @@ def test_what_step_hooks_do_to_the_model_counts_with_master_weights(hook, fused)
         before = copy.deepcopy(net)
         handle.remove()
         (0 * mean_loss(net, x, y)).backward()
-        opt.step()  # masters that had not followed would show now
+        opt.step()  # shows whether the masters have followed the model
         assert_same_parameters(net, before, 0)
     assert_same_parameters(*trained, 2**-7)
 
@@ -385,5 +385,5 @@ def test_master_weights_take_over_weights_loaded_into_the_model(load):
     load(net, other)
     mean_loss(net, x, y).backward()
     opt.step()
-    assert_same_parameters(net, other, 1e-2)  # and not back where it was
+    assert_same_parameters(net, other, 1e-2)  # the loaded weights, not the old ones
     assert_same_parameters(twin(net), net, 0)

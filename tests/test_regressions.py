@@ -1,4 +1,4 @@
-"""Faults that a review found, each as it was found. Plain PyTorch's result stands beside every number."""
+"""Faults that a review found, each reproduced as it was found. The expected numbers are plain PyTorch's."""
 
 import copy
 import math
@@ -132,7 +132,7 @@ def test_a_window_whose_step_post_hook_raises_is_not_stepped_again(dtype):
 
 
 def test_fused_sgd_whose_first_window_is_skipped():
-    """torch makes its momentum with empty_like, and does not fill it when found_inf is set."""
+    """PyTorch creates the momentum with empty_like, and does not fill it when found_inf is set."""
     p = zeros(300)
     opt = wrap([p], nonfinite="skip_window", make=lambda ps: torch.optim.SGD(ps, lr=1.0, momentum=0.9, fused=True))
     (p * math.inf).sum().backward()
@@ -144,7 +144,7 @@ def test_fused_sgd_whose_first_window_is_skipped():
 
 
 class Showing(torch.optim.Optimizer):
-    """Steps another optimizer, and shows all that this has."""
+    """Steps another optimizer, and forwards all attributes to it."""
 
     def __init__(self, optim):
         self.optim = optim
@@ -157,7 +157,7 @@ class Showing(torch.optim.Optimizer):
 
 
 def test_an_optimizer_round_a_fused_one_gets_the_finished_gradient():
-    """It was left the sum, with a grad_scale that the fused one never saw."""
+    """It used to get the undivided sum, with a grad_scale that the fused optimizer never saw."""
     p = zeros()
     opt = wrap([p], 4, make=lambda ps: Showing(torch.optim.SGD(ps, lr=1.0, fused=True)))
     for _ in range(4):
@@ -292,7 +292,7 @@ def test_two_gradients_swapped_by_hand():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("how", ["grad.data", "model.to"])
 def test_memory_of_a_gradient_replaced_inside_a_window(how, dtype):
-    """``model.to(...)`` replaces that of every p.grad of another dtype, also where it changes no parameter."""
+    """``model.to(dtype)`` replaces the memory of every p.grad with another dtype, even if it changes no parameter."""
     net = torch.nn.Linear(3, 2, bias=False).to(dtype)
     opt = fa.AccumulatingOptimizer(
         torch.optim.SGD(net.parameters(), lr=0.0), 3, reduction="none", max_grad_norm=math.inf
@@ -312,7 +312,7 @@ def test_memory_of_a_gradient_replaced_inside_a_window(how, dtype):
 
 @pytest.mark.parametrize("at", ["inside a window", "between windows"])
 def test_parameters_become_channels_last_under_a_fused_optimizer(at):
-    """Which goes through parameter and gradient in the order of their memory."""
+    """A fused optimizer walks through parameter and gradient in memory order, so their strides must agree."""
 
     def make(ps):
         return torch.optim.SGD(ps, lr=0.1, fused=True)
@@ -338,7 +338,7 @@ def test_parameters_become_channels_last_under_a_fused_optimizer(at):
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
 @pytest.mark.parametrize("settings", [{}, {"nonfinite": "skip_micro_batch"}, {"master_weights": True}], ids=str)
 def test_a_tied_weight_that_its_group_lists_twice(settings):
-    """PyTorch warns and steps it twice; it has one gradient, which is clipped as one."""
+    """PyTorch warns and steps it twice, but it has one gradient, which counts once in the norm."""
     dtype = torch.bfloat16 if "master_weights" in settings else torch.float64
     net, x = torch.nn.Linear(3, 2).to(dtype), torch.randn(4, 3).to(dtype)
     big = copy.deepcopy(net).double()
@@ -362,7 +362,7 @@ def test_a_tied_weight_that_its_group_lists_twice(settings):
 
 
 def test_a_gradient_without_elements_put_in_by_hand():
-    """Its memory is that of every other tensor without elements."""
+    """All tensors without elements have the same address."""
     empty, other = zeros(0), zeros(2, torch.bfloat16)
     opt = wrap([empty, other], 2)
     for _ in range(2):

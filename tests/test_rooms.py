@@ -1,4 +1,4 @@
-"""Which part of the tree may know which: docs/decisions.md, "Rooms". Read from the imports, so nothing has to be installed."""
+"""Which part of the tree may import which: docs/decisions.md, "Rooms". Imports are parsed, so nothing has to be installed."""
 
 import ast
 import re
@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "python/fusedaccum"
 
-# The rooms of the package, folders and single files, and which others each may import when it runs; an import for a type alone is free.
+# The package's rooms (folders and single files), and which others each may import at run time; imports for types alone are free.
 ROOMS = {
     "_version": set(),
     "native": set(),
@@ -31,7 +31,7 @@ ROOMS = {
     "__init__": {"_version", "checkpoint", "ops", "optimizer", "recipes", "schedules", "window"},
     "__main__": {"_version", "native", "ops"},
 }
-# Whom within `ops` its files may import. All but the package itself are for nobody outside, except:
+# What the files of `ops` may import from each other. Only the package itself is for others, with the exceptions in BEYOND_OPS.
 OPS = {
     "__init__": {"arguments", "eager", "traced"},
     "traced": {"arguments", "backends", "eager"},
@@ -44,7 +44,7 @@ OPS = {
 BEYOND_OPS = {
     "window/settings.py": {"backends"},
     "__main__.py": {"backends"},
-}  # is that a backend's name; which are there
+}  # to check a backend's name; to list those that are available
 
 PLAIN_CPP = sorted(
     path.relative_to(ROOT).as_posix()
@@ -54,7 +54,7 @@ PLAIN_CPP = sorted(
 
 
 def imports(path, types=True):
-    """Full names of all modules that a file imports, wherever in it; without ``types`` those it imports when it runs."""
+    """Full names of all modules that a file imports anywhere; with ``types=False``, of those that it imports at run time."""
     package = ["fusedaccum", *path.relative_to(PACKAGE).parts[:-1]] if PACKAGE in path.parents else [path.parent.name]
     tree = ast.parse(path.read_text())
     guarded = [
@@ -79,7 +79,7 @@ def files(room):
 
 
 def rooms_of(path):
-    """The rooms that a file imports from when it runs."""
+    """The rooms that a file imports from at run time."""
     own = path.relative_to(PACKAGE).with_suffix("").parts[0]
     return {name.split(".")[1] for name in imports(path, types=False) if name.startswith("fusedaccum.")} & set(
         ROOMS
@@ -92,11 +92,11 @@ def test_every_file_is_in_a_room():
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_knows_those_below_it_and_no_others(room):
-    allowed = ROOMS[room] - {"__init__"}  # what the package itself shows is the public API
+    allowed = ROOMS[room] - {"__init__"}  # the package itself is the public API
     assert set().union(*map(rooms_of, files(room))) == allowed
     assert allowed <= set(
         list(ROOMS)[: list(ROOMS).index(room)]
-    )  # in the order of the table, so that there are no circles
+    )  # rooms further up in the table only, so there are no cycles
 
 
 @pytest.mark.parametrize("module", OPS)

@@ -1,4 +1,4 @@
-"""The documentation as a site: every page has its place, every figure is drawn from results, every question is answered in code."""
+"""The documentation site: every page is in the navigation, every figure is drawn from results, every question is answered in code."""
 
 import re
 
@@ -8,12 +8,12 @@ from pages import PAGES, ROOT
 
 QUESTIONS = sorted(ROOT.glob("docs/questions/[!i]*.md"))
 SITE = (ROOT / "mkdocs.yml").read_text()
-# Pages of the site that have their source outside docs/: see docs/site.py.
+# Pages of the site whose source is outside docs/: see docs/site.py.
 FROM_OUTSIDE = {"index.md", "contributing.md", "changelog.md"}
 
 
 def images(page):
-    """The files that a page shows."""
+    """The images on a page."""
     return [(page.parent / target).resolve() for target in re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", page.read_text())]
 
 
@@ -29,7 +29,7 @@ def test_the_reference_has_all_that_is_public():
 
 
 def test_figures_are_drawn_from_results(tmp_path):
-    """And say what the results that are here say."""
+    """Every figure's titles and legends are those drawn from the current results."""
     pytest.importorskip("matplotlib")
     from benchmarks import report
 
@@ -47,7 +47,7 @@ def test_figures_are_drawn_from_results(tmp_path):
 
 
 def texts(figure):
-    """Titles and legends: matplotlib names in a file what it draws. (Short texts are ticks, which its versions choose.)"""
+    """Titles and legends, which matplotlib writes into an SVG as comments. (Short texts are ticks, which depend on its version.)"""
     return [text for text in re.findall(r"<!-- (.*?) -->", figure.read_text()) if len(text) > 15]
 
 

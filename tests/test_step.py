@@ -1,4 +1,4 @@
-"""What a training loop sees of the wrapper as an optimizer: norms, reset, closures, hooks, schedulers, groups, copies."""
+"""The wrapper as a training loop sees it: norms, reset, closures, hooks, schedulers, groups, copies."""
 
 import copy
 import gc
@@ -54,7 +54,7 @@ def test_max_grad_norm_clips_the_finished_window_once(fused, limit, owned):
 
 
 def test_a_tiny_norm_is_clipped_as_pytorch_clips_it():
-    """``limit / (norm + 1e-6)``: where the norm is no larger than the 1e-6, it halves what the bare quotient would keep."""
+    """PyTorch clips by ``limit / (norm + 1e-6)``, which for a norm of 1e-6 is half of ``limit / norm``."""
     net, big = nn.Parameter(torch.zeros(2).double()), nn.Parameter(torch.zeros(2).double())
     opt, plain = fa.AccumulatingOptimizer(sgd([net]), 2, max_grad_norm=1e-6), sgd([big])
     for _ in range(2):
@@ -79,14 +79,14 @@ def test_grad_norm_covers_parameters_the_last_micro_batch_did_not_touch():
 
 
 def test_grad_norm_sees_gradients_changed_by_hand():
-    """A norm taken with the adds is not believed after somebody has written into p.grad."""
+    """A norm taken with the adds is not used once other code has written into p.grad."""
     net, (x, y) = model(), data()
     opt = wrapped(net, max_grad_norm=math.inf)
     mean_loss(net, x, y).backward()
     net[0].weight.grad.mul_(3)
     mean_loss(
         net[2:], torch.ones(2, 10).double(), torch.ones(2, 3).double()
-    ).backward()  # writes the same storage again
+    ).backward()  # writes to the same storage again
     norm = torch.cat([p.grad.flatten() for p in net.parameters()]).norm() / 2
     opt.step()
     torch.testing.assert_close(opt.last_window.grad_norm, norm)
@@ -220,7 +220,7 @@ def test_groups_state_and_defaults_are_the_inner_optimizers():
 
 
 def test_what_a_protocol_asks_of_an_optimizer_is_found():
-    """From Python 3.12 on an isinstance of a protocol does not ask __getattr__."""
+    """From Python 3.12 on, isinstance() with a protocol does not call __getattr__."""
     opt = wrapped(model(), 2)
     for name in ("param_groups", "state", "defaults"):
         inspect.getattr_static(opt, name)
@@ -323,7 +323,7 @@ def test_last_window_is_none_before_the_first():
 
 
 def test_a_step_that_breaks_off_at_the_windows_end_can_be_called_again(monkeypatch):
-    """The window is complete already, and what it holds is applied once."""
+    """The window is already complete, and it is applied exactly once."""
     net = nn.Linear(3, 2).double()
     before, (x, y) = net.weight.detach().clone(), (torch.randn(8, 3).double(), torch.randn(8, 2).double())
     opt = fa.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), 2, max_grad_norm=1e3)

@@ -1,4 +1,4 @@
-"""What is queued on one CUDA stream and added on another, with stand-ins for streams and tensors; tests/test_gpu*.py have real ones."""
+"""Gradients queued on one CUDA stream and added on another, with stand-ins for streams and tensors; tests/test_gpu*.py use real ones."""
 
 import contextlib
 
@@ -35,7 +35,7 @@ class Grad:
 
 @pytest.fixture
 def current(monkeypatch):
-    """The current stream of each device; none of them captures."""
+    """The current stream of each device; none of them is capturing."""
     streams = {DEVICE: Stream(3), SECOND: Stream(3, 1)}
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", streams.__getitem__)
@@ -69,7 +69,7 @@ def test_one_stream_costs_nothing(adds):
 
 
 def moved_to(current, stream):
-    """From here on that is the current stream of its device."""
+    """Makes this the current stream of its device."""
     current[stream.device] = stream
     return stream
 
@@ -130,7 +130,7 @@ def test_a_capture_waits_for_what_is_part_of_it(current, monkeypatch, in_it):
 
 @pytest.fixture
 def buckets(current, monkeypatch):
-    """Buckets of one gradient, which claim to have come, and to be added, on streams 10, 11, ... The caller's is 3 again after them."""
+    """Buckets of one gradient each, which seem to come from and be added on streams 10, 11, ...; after them the caller's, 3, is back."""
     monkeypatch.setenv("FUSEDACCUM_INTAKE", "python")
     monkeypatch.setattr("fusedaccum.intake.intake.BUCKET_BYTES", 1)
     plain, caller, seen = Arrivals.take, current[DEVICE], []

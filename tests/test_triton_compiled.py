@@ -1,4 +1,4 @@
-"""The Triton kernels compiled for GPUs that are not here: down to the machine code, which is what was meant."""
+"""The Triton kernels, compiled down to machine code for GPUs that need not be here: the code is what the source intends."""
 
 import functools
 import importlib.util
@@ -27,7 +27,7 @@ MODES = {
 
 @functools.cache
 def machine_code(capability, kernel, constants, fuse=False):
-    """(PTX, SASS) of one of the kernels."""
+    """(PTX, SASS) of a kernel."""
     import triton
     from fusedaccum.triton_kernels import kernels
     from triton.backends.compiler import GPUTarget

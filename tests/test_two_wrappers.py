@@ -1,4 +1,4 @@
-"""Two wrappers of one model (Muon's and AdamW's): one backward brings gradients to both, and one of them is told its weight."""
+"""Two wrappers of one model (for Muon and AdamW, say): one backward has gradients for both, and one of them is given its weight."""
 
 import threading
 
@@ -12,7 +12,7 @@ from training import assert_same_parameters, big_batch_step, data, mean_loss, mo
 
 
 def split(net):
-    """Matrices and vectors."""
+    """An optimizer for the matrices and one for the vectors."""
     ps = list(net.parameters())
     return [torch.optim.SGD([p for p in ps if p.ndim == dims], lr=lr) for dims, lr in ((2, 0.1), (1, 0.3))]
 
@@ -22,7 +22,7 @@ def two(net, *args, **kwargs):
 
 
 class Both:
-    """As one optimizer."""
+    """Steps and clears both like one optimizer."""
 
     def __init__(self, *opts):
         self.opts = opts
@@ -100,7 +100,7 @@ def test_a_wrappers_own_weight_counts_more_than_that_of_another():
 
 
 def test_sums_are_weighed_by_their_own_wrappers():
-    """Which may be told at ``step()``, and where none of them is, they say so."""
+    """Each needs a weight of its own, which may come with ``step()``; without one, step() raises."""
     p, q = (nn.Parameter(torch.zeros(())) for _ in range(2))
     first, second = (fa.AccumulatingOptimizer(torch.optim.SGD([leaf], lr=1.0), 1, reduction="sum") for leaf in (p, q))
     first.backward(6 * (p + q), weight=3)
@@ -118,7 +118,7 @@ def test_one_micro_batch_of_losses_with_two_weights_is_an_error():
         for task, head, weight in zip(tasks, heads, (2, 3), strict=True):
             task.backward(trunk + head, weight=weight)
     opt.step()
-    assert trunk.item() == -2.0  # a sum of two losses
+    assert trunk.item() == -2.0  # the gradient of the two losses' sum
     refused = pytest.raises(ValueError, match=r"weights 2 and 3, given to other wrappers.*with opt.micro_batch")
     with pytest.warns(RuntimeWarning, match="window was dropped"), refused, opt.micro_batch():
         for task, head, weight in zip(tasks, heads, (2, 3), strict=True):
@@ -126,7 +126,7 @@ def test_one_micro_batch_of_losses_with_two_weights_is_an_error():
 
 
 def test_a_backward_in_another_thread_has_no_part_in_it():
-    """Two models that two threads train."""
+    """Another thread trains another model, which must not get this block's weight."""
     p, q = (nn.Parameter(torch.zeros(())) for _ in range(2))
     first, second = (fa.AccumulatingOptimizer(torch.optim.SGD([leaf], lr=1.0)) for leaf in (p, q))
 
@@ -144,4 +144,4 @@ def test_a_backward_in_another_thread_has_no_part_in_it():
     (3 * q).backward()
     Both(first, second).step()
     assert (second.last_window.weight.item(), q.item()) == (1.0, -6.0)
-    assert first.last_window.weight.item() == 1.0  # nothing is left of a block that is over
+    assert first.last_window.weight.item() == 1.0  # the finished block's weight no longer applies

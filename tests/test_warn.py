@@ -1,4 +1,4 @@
-"""Warnings point at the line of the user's that led to them."""
+"""Warnings point at the line of user code that led to them."""
 
 import inspect
 import warnings

@@ -27,7 +27,7 @@ OPTIMIZERS = {
     "Adafactor": lambda ps: torch.optim.Adafactor(ps, lr=1e-2, eps=(1e-3, 1e-3)),
     "Muon": lambda ps: torch.optim.Muon([p for p in ps if p.ndim == 2], lr=1e-2),
 }
-# Muon orthogonalises in bf16, where a difference in the last bit of the gradient can grow to one of bf16's.
+# Muon orthogonalises in bf16, where a difference in the gradient's last bit can grow to one in bf16's last bit.
 LOOSER = {"Muon": 2e-3}
 
 
@@ -37,7 +37,7 @@ def test_every_torch_optimizer_is_tried():
         for name, value in vars(torch.optim).items()
         if inspect.isclass(value) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
     }
-    elsewhere = {"LBFGS", "SparseAdam"}  # tests of their own
+    elsewhere = {"LBFGS", "SparseAdam"}  # have tests of their own
     assert classes - elsewhere == {name.split("-")[0] for name in OPTIMIZERS}
 
 
@@ -59,7 +59,7 @@ def test_window_equals_big_batch(name, dtype, sizes):
 
 
 def test_window_equals_big_batch_lbfgs():
-    """The closure runs the window, as often as LBFGS likes."""
+    """The closure runs the whole window, as often as LBFGS calls it."""
     net, (x, y) = model(), data()
     big = twin(net)
 
@@ -97,7 +97,7 @@ def test_lbfgs_without_closure_says_what_to_do():
 
 
 def test_lbfgs_of_a_model_that_was_cast_is_refused():
-    """Its hooks are gone, so that nothing would tell the micro-batches of its windows apart."""
+    """Its hooks are gone, so its windows' micro-batches could not be told apart."""
     net = model()
     opt = wrapped(net, make=torch.optim.LBFGS)
     net.float()
@@ -159,7 +159,7 @@ def test_weighed_windows_close_at_their_weight():
 
 @pytest.mark.parametrize("share", [0.1, torch.tensor(0.1, dtype=torch.float64)], ids=["number", "tensor"])
 def test_weights_that_are_shares_of_a_window_close_it(share):
-    """Ten times 0.1 is 0.9999999999999999, and 10**6 - 1 tokens are no million."""
+    """Ten times 0.1 adds up to 0.9999999999999999, which must close the window; 10**6 - 1 tokens of a million must not."""
     net, (x, y) = model(), data()
     opt = wrapped(net, window_weight=1)
     for i in range(30):
@@ -213,7 +213,7 @@ def test_caller_owned_windows_count_backward_passes():
 
 
 def test_caller_owned_windows_take_the_total_weight_at_the_end():
-    """The number of micro-batches and of tokens is known only when the caller closes the window."""
+    """The numbers of micro-batches and tokens may be unknown until the caller closes the window."""
     net, (x, y) = model(), data()
     big = twin(net)
     opt, plain = wrapped(net, reduction="sum"), sgd(big.parameters())
@@ -227,7 +227,7 @@ def test_caller_owned_windows_take_the_total_weight_at_the_end():
 
 @pytest.mark.parametrize("owned", [False, True], ids=["counted", "caller-owned"])
 def test_micro_batch_groups_backward_passes(owned):
-    """A loss in two parts, each with a backward of its own: one micro-batch."""
+    """A loss in two parts, each with its own backward, is one micro-batch."""
     net, (x, y) = model(), data()
     big = twin(net)
     opt, plain = wrapped(net, None if owned else 2), sgd(big.parameters())
@@ -275,7 +275,7 @@ def test_flush_divides_a_partial_window_by_what_it_holds(last):
 
 
 def test_parameters_without_a_gradient_in_some_micro_batches():
-    """A branch taken by some micro-batches only: the others count as zeros for it, as they would in the big batch."""
+    """If only some micro-batches take a branch, the others count as zeros for it, as they would in the big batch."""
     torch.manual_seed(0)
     net = nn.ModuleDict({"a": nn.Linear(6, 3), "b": nn.Linear(6, 3), "unused": nn.Linear(2, 2)}).double()
     x, y = data()
@@ -328,7 +328,7 @@ def test_window_of_weight_zero_applies_nothing_and_says_so(weight):
 
 
 def test_layer_used_twice():
-    """First touch is kept for each parameter, and each of the two uses arrives."""
+    """The first touch is tracked per parameter, and the gradients of both uses are added."""
     torch.manual_seed(0)
     shared = nn.Linear(6, 6).double()
     net = nn.Sequential(shared, nn.Tanh(), shared, nn.Tanh(), nn.Linear(6, 3).double())

@@ -1,4 +1,4 @@
-"""A small regression and its big-batch step: the oracle that wrapper tests are held against."""
+"""A small regression and its big-batch step, the oracle for tests of the wrapper."""
 
 import copy
 
@@ -23,7 +23,7 @@ def mean_loss(net, x, y):
 
 
 def sum_loss(net, x, y):
-    """Sum over the items of each item's mean."""
+    """The sum over the items of each item's mean squared error."""
     return ((net(x) - y) ** 2).mean(1).sum()
 
 
@@ -36,7 +36,7 @@ def wrapped(net, *args, make=sgd, **kwargs):
 
 
 def gradient(net, x, y):
-    """Plain PyTorch's."""
+    """The loss's gradient by plain PyTorch."""
     return torch.autograd.grad(mean_loss(net, x, y), list(net.parameters()))
 
 
@@ -53,13 +53,13 @@ def big_batch_step(net, optimizer, x, y, loss=mean_loss):
 
 
 def parts(x, y, sizes):
-    """The micro-batches of these sizes."""
+    """The batch, cut into micro-batches of these sizes."""
     assert sum(sizes) == len(x)
     return list(zip(x.split(sizes), y.split(sizes), strict=True))
 
 
 def twin(net):
-    """The same weights, for the oracle."""
+    """A copy with the same weights, for the oracle."""
     return copy.deepcopy(net)
 
 
