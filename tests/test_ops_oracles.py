@@ -132,7 +132,7 @@ def test_accumulate_stats_are_of_the_stored_buffer_and_of_the_contribution(backe
     with running(backend) as name:
         stats = ops.Stats(torch.tensor(5.0, dtype=torch.float64), torch.tensor(9))
         ops.accumulate_([buffer], [torch.tensor([1.0, 2.0, 60000.0])], 1.0, stats=stats, backend=name)
-        assert stats.nonfinite == 0  # only the gradient counts: it was finite, the first buffer and the third sum are not
+        assert stats.nonfinite == 0  # counts the gradient, not the buffer (inf) or the sums (the third overflows)
         assert stats.sq_norm == float("inf")
         ops.accumulate_(
             [torch.zeros(3)], [torch.tensor([1.0, float("nan"), float("-inf")])], 0.5, stats=stats, backend=name

@@ -1,4 +1,4 @@
-"""Fixtures of the tests that need several ranks."""
+"""Fixtures for the tests that need several ranks."""
 
 import pytest
 from worlds import World
@@ -6,7 +6,7 @@ from worlds import World
 
 @pytest.fixture(scope="session")
 def worlds(tmp_path_factory):
-    """``worlds(size)``: the ranks of that many processes, started once."""
+    """``worlds(size)``: a World of that many processes, started once."""
     started = {}
 
     def of(size):

@@ -1,4 +1,4 @@
-"""What the ranks train: a small model, and a batch cut into micro-batches of unequal weights, of which each rank gets some."""
+"""What the ranks train: a small model, on a batch cut into micro-batches of unequal weights, of which each rank gets some."""
 
 import fusedaccum as fa
 import torch
@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 
 class Net(nn.Module):
-    """Two dtypes, a parameter that some micro-batches do not use, one that nobody uses, one that is frozen."""
+    """Two dtypes, a parameter that only some micro-batches use, an unused one, and a frozen one."""
 
     def __init__(self, dtype=torch.float32):
         super().__init__()
@@ -26,7 +26,7 @@ class Net(nn.Module):
 
 
 class Gathered(torch.autograd.Function):
-    """The rows of all ranks; a rank's get the gradients that all ranks send to them, added up."""
+    """All ranks' rows; in backward, a rank's rows get the sum of the gradients that all ranks have for them."""
 
     @staticmethod
     def forward(ctx, mine):
@@ -42,7 +42,7 @@ class Gathered(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """What tensor parallelism splits, and beside it what it does not."""
+    """Layers that tensor parallelism splits, and a parameter that it does not."""
 
     def __init__(self):
         super().__init__()
@@ -81,16 +81,16 @@ def mean_loss(model, x, y, use):
 
 
 def big_batch(model, opt, window, count, equal=False, limit=None, sometimes=True):
-    """The literal thing: one gradient of all the tokens of a window, in the model's dtype, and one step.
+    """The oracle: one gradient of all tokens of a window, in the model's dtype, and one step; returns the norm before clipping.
 
-    ``sometimes``: is the parameter of that name used? (FSDP2 wants the same of all ranks.)
+    ``sometimes``: is the parameter of that name used? (FSDP2 needs it used by all ranks or by none.)
     """
     parts = [(x, y, w, use and sometimes) for x, y, w, use in micro_batches(window, count, equal)]
     return one_batch(model, opt, parts, limit)
 
 
 def one_batch(model, opt, parts, limit=None):
-    """As :func:`big_batch`, of these micro-batches; the norm before clipping."""
+    """As :func:`big_batch`, for these micro-batches."""
     opt.zero_grad()
     total = sum(w for *_, w, _ in parts)
     sum(mean_loss(model, x, y, use) * (w / total) for x, y, w, use in parts).backward()
@@ -100,12 +100,12 @@ def one_batch(model, opt, parts, limit=None):
 
 
 def share(window, count, rank, size, equal=False):
-    """A rank's micro-batches: every size-th."""
+    """A rank's micro-batches: every ``size``-th."""
     return list(micro_batches(window, count, equal))[rank::size]
 
 
 def full(x):
-    """A copy of a tensor, of a shard's whole (all ranks that hold parts call it)."""
+    """A copy of a tensor; of a DTensor, the full one (all ranks that hold parts of it must call this)."""
     return (x.full_tensor() if isinstance(x, DTensor) else x).detach().clone()
 
 

@@ -1,4 +1,4 @@
-"""The ranks agree: on what is skipped, on checkpoints inside a window, and that something has gone wrong."""
+"""The ranks agree on what is skipped, on checkpoints inside a window, and that something has gone wrong."""
 
 import contextlib
 import datetime
@@ -49,7 +49,7 @@ def test_one_bad_gradient_skips_the_window_of_all_ranks(worlds, bad_rank):
 
 
 def test_a_micro_batch_that_one_rank_drops_is_missing_for_all(worlds):
-    """And it counts where windows end, so that the rank does not fall behind."""
+    """It still counts towards the end of the window, so that the rank does not fall behind."""
     model = made()
     opt = sgd(model.parameters())
     parts = share(0, COUNT, 0, 1)
@@ -85,7 +85,7 @@ def nothing_but_dropped(rank):
 
 
 def test_a_window_of_which_all_was_dropped_closes_on_all_ranks(worlds):
-    """Also on one whose flush() meets the others' step(): how long the next one is may depend on its index."""
+    """Also on a rank whose flush() meets the others' step(); the length of the next window may depend on its index."""
     model = made()
     opt = sgd(model.parameters())
     big_batch(model, opt, 1, 4)
@@ -108,7 +108,7 @@ def weightless(rank):
         opt.step()
     opt.zero_grad()
     assert all(torch.equal(a, b) for a, b in zip(before, contents(model, opt)))
-    # On one rank only it is a micro-batch like any other that adds nothing.
+    # With weight 0 on one rank only, the micro-batch just adds nothing.
     opt.backward(mean_loss(model, x, y, use), weight=float(rank))
     opt.step()
     assert opt.updated and float(opt.last_window.weight) == 1.0
@@ -118,7 +118,7 @@ def weightless(rank):
 
 
 def interrupted(rank, folder, at):
-    """Three windows, with everything thrown away and loaded after ``at`` micro-batches, each rank from its own file."""
+    """Three windows; after ``at`` micro-batches everything is thrown away and loaded again, on each rank from its own file."""
     model = made()
     opt = wrapped(model, accum_steps=4, process_group=dist.group.WORLD)
     number = 0
@@ -175,7 +175,7 @@ def looks_at_the_end(rank, goes_back):
 
 
 def test_a_window_that_is_those_of_all_ranks_already_goes_back_to_a_checkpoint(worlds):
-    """After normalize_() nobody holds a part any more; a state that is loaded brings it."""
+    """After normalize_() no rank holds its own part of the sums any more; loading a state brings it back."""
     straight = worlds(2).run(looks_at_the_end, goes_back=False)
     for ours, theirs in zip(worlds(2).run(looks_at_the_end, goes_back=True), straight):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
@@ -224,7 +224,7 @@ def test_ranks_with_other_parameters_are_told_so(worlds, how):
 
 
 def the_same_in_another_format(rank):
-    """Dimensions of size 1 have strides that say nothing."""
+    """Memory formats that differ only in the strides of dimensions of size 1, which mean nothing."""
     model = nn.Conv2d(1, 2, 2, bias=False)
     if rank:
         model.to(memory_format=torch.channels_last)
@@ -254,7 +254,7 @@ def other_values(rank):
     for p in model.parameters():
         dist.broadcast(p.data, 0)
     model(torch.ones(1, 3)).sum().backward()
-    opt.step()  # and one can go on
+    opt.step()  # training can go on
     return contents(model, opt)
 
 
@@ -278,7 +278,7 @@ def test_what_cannot_work_together_is_refused(worlds):
 
 
 def fails(rank, how, where):
-    """Rank 1 goes, by an exception or at once, in a window's middle or within its last backward."""
+    """Rank 1 raises or dies in the second window, before its first micro-batch or before its last."""
     model = made()
     opt = wrapped(model, accum_steps=2, process_group=dist.group.WORLD)
     x, y, _, use = share(0, 1, 0, 1)[0]
@@ -309,7 +309,7 @@ def test_a_rank_that_goes_is_an_error_on_the_others_within_the_timeout(tmp_path,
 
 
 def breaks_off(rank):
-    """A backward that fails on one rank when part of the sums has gone."""
+    """A backward that fails on one rank after part of the sums has been sent."""
     import fusedaccum.intake.intake
     import fusedaccum.ranks.segments
 
@@ -336,7 +336,7 @@ def goes_on_after(rank):
 
 
 def goes_on_after_an_interruption(rank):
-    """Of several segments, which go in step(), one rank has sent the first."""
+    """step() sends several segments, and is interrupted on one rank after the first."""
     import fusedaccum.ranks.segments
 
     fusedaccum.ranks.segments.SEGMENT_BYTES = 1

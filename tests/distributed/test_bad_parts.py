@@ -1,4 +1,4 @@
-"""Tensor parallelism, and gradients that are not finite in the part of one rank: those that hold parts drop a micro-batch together."""
+"""Gradients that are non-finite only in one rank's part of a split parameter: all ranks with parts of it drop the micro-batch together."""
 
 import contextlib
 import warnings
@@ -33,7 +33,7 @@ def spoiled(module, arguments, output):
 
 
 def with_a_bad_part(rank, nonfinite, over=1):
-    """``over`` so many groups of two ranks, FSDP2."""
+    """Tensor parallelism within each pair of ranks, and FSDP2 over ``over`` pairs."""
     model, size = Layers(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (over, 2), mesh_dim_names=("data", "layers"))
     parallelize_module(model, mesh["layers"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -51,7 +51,7 @@ def with_a_bad_part(rank, nonfinite, over=1):
                 opt.step()
             opt.zero_grad()
         if window == 0 and over == 1:
-            opt.flush()  # windows of one process wait for another micro-batch
+            opt.flush()  # a window of one process would wait for another micro-batch
         assert opt.updated and opt.last_window.micro_batches == over * (COUNT - (window == 0))
     return [p.full_tensor().detach() for p in model.parameters()]
 
@@ -81,7 +81,7 @@ def test_a_bad_part_is_left_out_with_those_of_fsdp2(worlds):
 
 
 def infinite_sum(rank):
-    """Parts of a sum, each of which is finite."""
+    """A gradient in parts, each of them finite, whose sum overflows."""
     mesh = init_device_mesh("cpu", (2,))
     p = nn.Parameter(distribute_tensor(torch.ones(4), mesh))
     opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 3, nonfinite="skip_micro_batch")
@@ -98,7 +98,7 @@ def test_a_sum_that_overflows_is_left_out(worlds):
 
 
 def scaled(rank, kind, wrap):
-    """What the loss scale is after each micro-batch, of which one overflows in the part of one rank."""
+    """The loss scales after each micro-batch, one of which overflows in the part of one rank."""
     mesh = init_device_mesh("cpu", (2,))
     if kind == "tensor parallelism":
         model = Layers()
@@ -117,7 +117,7 @@ def scaled(rank, kind, wrap):
             output.register_hook(lambda grad: grad * torch.tensor([1.0, 1.0, float("nan")]))
         scaler.scale((output - y).square().mean()).backward()
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Found a non-scalar tensor with numel=1")  # PyTorch's, of its scaler
+            warnings.filterwarnings("ignore", "Found a non-scalar tensor with numel=1")  # PyTorch's scaler causes it
             scaler.step(opt)
         scaler.update()
         opt.zero_grad()

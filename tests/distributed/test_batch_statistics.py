@@ -1,4 +1,4 @@
-"""BatchNorm over ranks: the statistics of a window are those of all ranks' micro-batches, on all ranks."""
+"""BatchNorm over ranks: on every rank, a window's statistics are those of all ranks' micro-batches."""
 
 import fusedaccum as fa
 import pytest
@@ -9,11 +9,11 @@ from torch import nn
 from torch.nn.functional import batch_norm
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-WINDOWS, COUNT = 2, 4  # micro-batches a window, of all ranks
+WINDOWS, COUNT = 2, 4  # micro-batches per window, of all ranks
 
 
 class FakeSync(nn.SyncBatchNorm):
-    """SyncBatchNorm runs on GPUs only; this does the like of it on the CPU. Gradients stay those of the rank's own samples."""
+    """A stand-in on the CPU for SyncBatchNorm, which needs GPUs. Gradients are only those of the rank's own samples."""
 
     def forward(self, x):
         if not self.training:
@@ -90,7 +90,7 @@ def test_the_population_is_that_of_all_ranks(world, kind):
 
 
 def without_data(rank, kind):
-    """The second rank runs out of data: a window with less from it, then one with none."""
+    """The second rank runs out of data: it has less for the first window, and nothing for the second."""
     module, model = made(kind)
     opt = wrapped(module, kind, accum_steps=2)
     gather(module, opt, 0, [0, 1] if rank == 0 else [2])
@@ -99,7 +99,7 @@ def without_data(rank, kind):
     gather(module, opt, 1, [0, 1] if rank == 0 else [])
     if rank == 1:
         opt.flush()
-    opt.flush()  # of nothing, anywhere
+    opt.flush()  # no rank has anything left
     return model.state_dict()
 
 

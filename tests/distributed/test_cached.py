@@ -1,4 +1,4 @@
-"""A contrastive loss over the embeddings of all ranks, cached on each of them."""
+"""A contrastive loss over the embeddings of all ranks, with fa.cached_backward on each of them."""
 
 import fusedaccum as fa
 import pytest

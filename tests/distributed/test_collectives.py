@@ -1,4 +1,4 @@
-"""How often, and when, sums travel: once a window and segment, while the last backward still computes, and never by DDP's own means."""
+"""Sums are sent once per window and segment, while the last backward still runs, and never by DDP itself."""
 
 import warnings
 
@@ -13,11 +13,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 COUNT = 8
-HEADERS = 1  # the small all-reduce a window, beside one a segment
+HEADERS = 1  # one small all-reduce per window, besides one per segment
 
 
 def counted(run):
-    """Names of the collectives that PyTorch itself saw during ``run()``, DDP's included."""
+    """Names of the collectives that PyTorch's profiler saw during ``run()``, DDP's included."""
     with torch.profiler.profile(acc_events=True) as profiler:
         run()
     return [event.name for event in profiler.events() if event.name.startswith("gloo:")]
@@ -51,14 +51,14 @@ def collectives(rank, ddp, segment_bytes, settings):
 def test_one_all_reduce_a_window_and_segment(worlds, ddp, segment_bytes, settings):
     for calls, segments in worlds(2).run(collectives, ddp=ddp, segment_bytes=segment_bytes, settings=settings):
         assert segments == (1 if segment_bytes > 400 else 3)
-        for window in range(1, 3):  # the first also compares the parameters, and DDP's first forward its own
+        for window in range(1, 3):  # in the first window, we and DDP's first forward also compare the parameters
             *inside, last = calls[4 * window : 4 * window + 4]
             assert inside == [[], [], []]
             assert last == ["gloo:all_reduce"] * (segments + HEADERS)
 
 
 def plain_ddp_is_counted(rank):
-    """The counting sees what DDP does by itself."""
+    """The collectives of plain DDP, which the count must see."""
     module = nn.parallel.DistributedDataParallel(made(), find_unused_parameters=True)
     x, y, _, use = share(0, 1, 0, 1)[0]
     return counted(lambda: mean_loss(module, x, y, use).backward())
@@ -70,7 +70,7 @@ def test_the_count_sees_ddp(worlds):
 
 
 class Watch(torch.autograd.Function):
-    """Notes how many segments have gone when backward comes by."""
+    """Records how many segments have been sent when backward gets here."""
 
     @staticmethod
     def forward(ctx, x, opt, seen):
@@ -112,15 +112,15 @@ def test_sums_go_while_the_last_backward_computes(worlds, told):
         for window in (0, 2):
             assert seen[window] == [0, 0, 0, 0]
             later = seen[window + 1]
-            assert later[0] == 0 and later[-1] >= 4, seen  # two segments a layer, of those behind
+            assert later[0] == 0 and later[-1] >= 4, seen  # two segments per layer that backward is done with
             assert later == sorted(later)
 
 
-# -- gradients that come when the sums have gone ------------------------------------------------------------------------
+# -- gradients that come after the sums have been sent ------------------------------------------------------------------
 
 
 def twice_a_micro_batch(rank, how):
-    """Backward twice before a step(), so that the second finds sums that have gone; differently on the ranks."""
+    """Backward twice before a step(), so that the second comes after sums have been sent; not the same way on both ranks."""
     fusedaccum.ranks.segments.SEGMENT_BYTES = 400
     try:
         model = made()
@@ -156,7 +156,7 @@ def test_gradients_that_come_after_the_sums_have_gone(worlds, how):
         parts = [share(window, COUNT, rank, 2) for rank in range(2)]
         for of_rank in parts:
             for x, y, _, use in of_rank:
-                (mean_loss(model, x, y, use) / 4).backward()  # 2 ranks, 2 micro-batches each, of two passes that add up
+                (mean_loss(model, x, y, use) / 4).backward()  # 2 ranks with 2 micro-batches each, of two passes each
         opt.step()
     for ours in worlds(2).run(twice_a_micro_batch, how=how):
         assert_close(ours, contents(model, opt))
@@ -166,7 +166,7 @@ def test_gradients_that_come_after_the_sums_have_gone(worlds, how):
 
 
 def as_under_ddp(rank, no_sync):
-    """A loop written for DDP: no_sync() for all but the last backward, clipping by hand what backward has left in p.grad."""
+    """A loop written for DDP: no_sync() for all but the last backward, then clipping p.grad by hand."""
     model = made()
     module = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
     opt = wrapped(model, reduction="none")
@@ -237,7 +237,7 @@ def batch_statistics(rank):
 def test_module_buffers_are_the_first_ranks_once_a_window(worlds):
     first, second = worlds(2).run(batch_statistics)
     momentum = 0.1
-    for window in range(3):  # in between each rank follows its own batches
+    for window in range(3):  # inside a window each rank follows its own batches
         assert not torch.equal(first[2 * window], second[2 * window])
     torch.manual_seed(1)
     batch = [torch.randn(4, 12) for _ in range(6)]
@@ -280,7 +280,7 @@ def test_a_dropped_wrapper_leaves_ddp_as_it_was(worlds):
 
 
 def big_model(rank):
-    """Segments, and the memory their casts take, are bounded."""
+    """The size of segments, and the memory for their casts, is bounded."""
     fusedaccum.ranks.segments.SEGMENT_BYTES = 4096
     try:
         layers = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(12))

@@ -1,4 +1,4 @@
-"""Compiled models and compiled loops over ranks: the big batch's steps, and the compiler stays out of what the wrapper does."""
+"""Compiled models and compiled loops over ranks take the big batch's steps, and the compiler does not trace the wrapper."""
 
 import functools
 import warnings
@@ -33,12 +33,12 @@ MODELS = {
 
 def train(rank, make, in_loop):
     compile_anew()
-    warnings.filterwarnings("ignore", "The .grad attribute")  # the compiler looks at that of the loss, after a break
+    warnings.filterwarnings("ignore", "The .grad attribute")  # the compiler reads the loss's .grad after a graph break
     size = dist.get_world_size()
     model = MODELS[make]()
     opt = wrapped(model, accum_steps=COUNT // size)
     loss_of = functools.partial(mean_loss, model)
-    if in_loop:  # what a compiler makes of DDP's and FSDP2's own hooks there is not our question
+    if in_loop:  # how the compiler handles DDP's and FSDP2's own hooks is not tested here
         loss_of = torch.compiler.disable(loss_of)
 
     def micro_step(x, y):
@@ -59,7 +59,7 @@ def train(rank, make, in_loop):
     return [p.detach().clone() for p in full], at_first, *compiled_functions()
 
 
-breaks = pytest.mark.skipif(torch.__version__ < "2.13", reason="FSDP2 by itself breaks in a compiled loop there")
+breaks = pytest.mark.skipif(torch.__version__ < "2.13", reason="FSDP2 itself breaks in compiled loops before 2.13")
 
 
 @pytest.mark.parametrize(
@@ -75,4 +75,4 @@ def test_compiled_ranks_are_the_big_batch(worlds, make, in_loop):
     for parameters, at_first, seen, ours in worlds(2).run(train, make=make, in_loop=in_loop):
         assert_close(parameters, theirs[: len(parameters)])
         assert seen and not ours
-        assert seen == at_first  # nothing is compiled anew
+        assert seen == at_first  # nothing was recompiled

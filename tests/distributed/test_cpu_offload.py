@@ -1,4 +1,4 @@
-"""FSDP2's CPUOffloadPolicy: a shard's gradient is handed over while it is copied from the GPU, which is played here."""
+"""FSDP2's CPUOffloadPolicy hands over a shard's gradient while it is still being copied from the GPU; we simulate that copy."""
 
 from unittest import mock
 
@@ -12,7 +12,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 
 class UnderWay:
-    """The event behind a copy, which is done when somebody waits for it."""
+    """The event of a copy, which is made only when the event is waited for."""
 
     def __init__(self, there, values):
         self._there, self._values = there, values
@@ -22,7 +22,7 @@ class UnderWay:
 
 
 def late(plain, copies):
-    """``FSDPParam.to_sharded_dtensor`` that, in backward, gives memory to which the gradient is copied still."""
+    """A ``FSDPParam.to_sharded_dtensor`` that, in backward, returns memory that the gradient is still being copied to."""
 
     def to_sharded_dtensor(self, gradient):
         if torch._C._current_graph_task_id() == -1:
@@ -59,7 +59,7 @@ def offloaded(rank, nonfinite, bucket, roots):
         opt = wrapped(model, lambda params: torch.optim.SGD(params, lr=1.0), accum_steps=2, nonfinite=nonfinite)
         for x, y in micro_batches(rank):
             loss = nn.functional.mse_loss(model(x.requires_grad_()), y)
-            loss.backward()  # of two roots, FSDP2 waits for the second's copies after this pass has ended for us
+            loss.backward()  # with two roots, FSDP2 waits for the second's copies only after the pass has ended for us
             opt.step()
     assert opt.updated
     assert len(copies) == 2 * len(list(model.parameters()))

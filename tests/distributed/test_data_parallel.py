@@ -8,7 +8,7 @@ from parts import adamw, assert_close, big_batch, contents, made, mean_loss, sgd
 from torch import nn
 
 WINDOWS, COUNT = 3, 8
-BF16 = WINDOWS * 2**-8  # a step rounds a gradient and a parameter, each by half of that at most
+BF16 = WINDOWS * 2**-8  # each step rounds a gradient and a parameter, each by at most half of 2**-8
 
 
 def train(rank, make, equal, settings, ddp=False, dtype=torch.float32):
@@ -116,7 +116,7 @@ def test_16_bit_models(worlds, settings):
 
 
 def huge(rank, settings):
-    """Sums over the ranks that would overflow where their mean fits."""
+    """Gradients whose sum over the ranks would overflow, although their mean fits."""
     p = nn.Parameter(torch.ones(4, dtype=torch.float16))
     opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 4, process_group=dist.group.WORLD, **settings)
     for _ in range(4):
@@ -131,7 +131,7 @@ def huge(rank, settings):
 def test_running_means_do_not_overflow_over_the_ranks(worlds, settings):
     for p in worlds(2).run(huge, settings=settings):
         if settings.get("reduction") == "none":
-            assert p.isinf().all()  # which is what 4 times 40,000 is in fp16
+            assert p.isinf().all()  # 4 times 40,000 overflows in fp16
         else:
             assert torch.equal(p, torch.full((4,), 1 - 40000.0, dtype=torch.float16))
 
@@ -140,7 +140,7 @@ def test_running_means_do_not_overflow_over_the_ranks(worlds, settings):
 
 
 def uneven(rank, counts):
-    """Ranks with different numbers of micro-batches: rank r takes ``counts[r]`` of them, and the window is closed by flush() on all."""
+    """Rank r takes ``counts[r]`` micro-batches per window; a rank with fewer than others calls flush() to end the window."""
     model = made()
     opt = wrapped(model, accum_steps=max(counts), process_group=dist.group.WORLD)
     for window in range(WINDOWS):
@@ -153,7 +153,7 @@ def uneven(rank, counts):
             opt.flush()
         assert opt.updated and opt.last_window.micro_batches == sum(counts)
     opt.flush()
-    assert not opt.updated  # nobody had anything
+    assert not opt.updated  # no rank had anything
     return contents(model, opt)
 
 
@@ -168,7 +168,7 @@ def test_ranks_with_unequal_numbers_of_micro_batches(worlds, counts):
 
 
 def scaled(rank, windows):
-    """A GradScaler whose scale grows; rank 1 has data in so many windows, and its own scaler stays behind."""
+    """A GradScaler whose scale grows; rank 1 has data for only ``windows`` windows, after which its own scaler stays behind."""
     model = made()
     opt = wrapped(model, accum_steps=1, process_group=dist.group.WORLD)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
@@ -224,7 +224,7 @@ def test_a_weighed_window_closes_when_all_ranks_together_have_gathered_it(worlds
 
 
 def said_by_some(rank, how):
-    """Rank 0 says which micro-batch of a weighed window is its last; the other does not, or has run out of data by then."""
+    """Rank 0 marks the last micro-batch of a weighed window with ``last=``; the other does not, or has run out of data by then."""
     model = made()
     opt = wrapped(model, window_weight=40, process_group=dist.group.WORLD)
     for window in range(2):
@@ -252,7 +252,7 @@ def test_weights_decide_which_micro_batch_is_the_last(worlds, how):
 
 
 def by_hand(rank):
-    """normalize_(), clip, step: as the big batch clipped by hand."""
+    """normalize_(), clip, step: the same as clipping the big batch by hand."""
     model = made()
     opt = wrapped(model, process_group=dist.group.WORLD)
     for window in range(WINDOWS):

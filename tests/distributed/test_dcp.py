@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint: saved on some ranks, gone on with on as many or on others, against the big batch."""
+"""torch.distributed.checkpoint: training saved on some number of ranks goes on with the same number or another, as the big batch would."""
 
 import contextlib
 
@@ -20,7 +20,7 @@ MOVES = [(2, 2), (2, 4), (4, 2), (2, 1)]
 
 
 def stream(equal=False):
-    """The micro-batches of all windows and one more, in the order in which the ranks take them."""
+    """The micro-batches of all windows and of one more, in the order in which the ranks take them."""
     return [part for window in range(WINDOWS + 1) for part in micro_batches(window, COUNT, equal)]
 
 
@@ -38,7 +38,7 @@ def job(kind, make=sgd, dtype=torch.float32, seed=1, **settings):
     if kind == "fsdp":
         policy = MixedPrecisionPolicy(
             reduce_dtype=torch.float32
-        )  # or sums over four ranks are rounded otherwise than over two
+        )  # otherwise sums over four ranks would round differently from sums over two
         fully_shard([model.first, model.second], mp_policy=policy)
         fully_shard(model, mp_policy=policy)
     if not settings.keys() & {"accum_steps", "window_weight"}:
@@ -47,7 +47,7 @@ def job(kind, make=sgd, dtype=torch.float32, seed=1, **settings):
 
 
 def train(module, opt, kind, begin, end):
-    """Micro-batches [begin, end) of the stream, every rank its own. Returns what last_window said of each."""
+    """Train on micro-batches [begin, end) of the stream, each rank on its own; returns (micro-batches, weight) of each window."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     told = []
     equal = opt.settings.reduction == "none"
@@ -81,7 +81,7 @@ def contents(module, opt):
 
 
 def saving(rank, path, kind, at, **settings):
-    """Train, save at ``at`` where there is a path, go on."""
+    """Train, save at ``at`` if there is a path, and go on to the end."""
     module, opt = job(kind, **settings)
     told = train(module, opt, kind, 0, at)
     if path is not None:
@@ -91,10 +91,10 @@ def saving(rank, path, kind, at, **settings):
 
 
 def loading(rank, path, kind, at, fault=None, **settings):
-    """Another job, which goes on with what ``saving`` has saved."""
+    """Another job, which goes on from what ``saving`` has saved."""
     module, opt = job(kind, seed=7, **settings)
     torch.manual_seed(3)
-    train(module, opt, kind, 0, dist.get_world_size())  # which loading forgets
+    train(module, opt, kind, 0, dist.get_world_size())  # loading must replace all of this
     with planted(fault):
         load(path, module, opt)
     opt.zero_grad()
@@ -104,7 +104,7 @@ def loading(rank, path, kind, at, fault=None, **settings):
 
 @contextlib.contextmanager
 def planted(fault):
-    """A mistake in what falls to each rank."""
+    """Plants a mistake in how saved values are divided among the ranks."""
     patch = pytest.MonkeyPatch()
     window, added_up = resharding.window, resharding.added_up
     if fault == "weights not summed":
@@ -122,7 +122,7 @@ def planted(fault):
 
 
 def literal(make=sgd, kind="plain", lengths=(COUNT,) * WINDOWS, equal=False):
-    """The literal thing: windows of these lengths, each one gradient of all its tokens."""
+    """The oracle: windows of these lengths, each with one gradient of all its tokens."""
     model = made()
     opt = make(model.parameters())
     told, parts = [], stream(equal)
@@ -147,7 +147,7 @@ def assert_equal(ours, theirs):
 
 @pytest.fixture(scope="module")
 def straight(worlds):
-    """What a job that is never interrupted ends with."""
+    """The end result of a job that is never interrupted."""
     ends = {}
 
     def of(size, kind):
@@ -160,7 +160,7 @@ def straight(worlds):
 
 @pytest.fixture(scope="module")
 def saved(worlds, tmp_path_factory):
-    """Where a job has saved on its way, and what it ended with."""
+    """The path that a job has saved to on its way, and its end result."""
     jobs = {}
 
     def of(size, kind, at=INSIDE):
@@ -193,7 +193,7 @@ def test_gone_on_with_elsewhere_is_the_big_batch(worlds, straight, saved, kind, 
 @pytest.mark.slow
 @pytest.mark.parametrize("kinds", [("ddp", "ddp"), ("ddp", "fsdp"), ("fsdp", "plain")], ids="-".join)
 def test_from_one_kind_of_parallelism_to_another(worlds, tmp_path, kinds, at=INSIDE):
-    """With the losses of one model in which nobody uses the parameter that FSDP2 would have all ranks use."""
+    """If FSDP2 is one of them, with losses that leave out ``sometimes``, which FSDP2 needs used by all ranks or by none."""
     before, after = kinds
     flavour = "fsdp" if "fsdp" in kinds else "plain"
     theirs, _ = literal(make=adamw, kind=flavour)
@@ -252,7 +252,7 @@ def test_as_many_ranks_go_on_bit_by_bit(worlds, tmp_path, kind, setting):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, before, after", [("plain", 2, 4), ("plain", 2, 1), ("fsdp", 4, 2)])
 def test_gradients_that_come_normalised(worlds, tmp_path, kind, before, after):
-    """Under "none" the window's gradient is a mean over the ranks, also over those there were."""
+    """With reduction="none" the window's gradient is a mean over the ranks, and for what was saved, over the ranks of that time."""
     theirs, _ = literal(kind=kind, equal=True)
     worlds(before).run(saving, path=tmp_path, kind=kind, at=INSIDE, reduction="none")
     for ours, _ in worlds(after).run(loading, path=tmp_path, kind=kind, at=INSIDE, reduction="none"):
@@ -270,7 +270,7 @@ def test_gradients_that_come_normalised(worlds, tmp_path, kind, before, after):
     ids=str,
 )
 def test_gradients_that_come_normalised_from_one_kind_to_another(worlds, tmp_path, kinds, ranks):
-    """FSDP2 has taken that mean already, and replicas take it when the window closes."""
+    """FSDP2 has already taken the mean over the ranks, while replicas take it when the window closes."""
     theirs, _ = literal(kind="fsdp", equal=True)
     settings = {"path": tmp_path, "flavour": "fsdp", "at": INSIDE, "make": sgd, "reduction": "none"}
     worlds(ranks[0]).run(moving, kind=kinds[0], load_from=None, **settings)
@@ -281,7 +281,7 @@ def test_gradients_that_come_normalised_from_one_kind_to_another(worlds, tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, before, after", [("plain", 2, 4), ("fsdp", 4, 2)])
 def test_master_weights_and_their_state(worlds, tmp_path, kind, before, after):
-    """To the end of the window that is open: after that the models' 16 bits may differ, where a rounding falls otherwise."""
+    """Compared at the end of the open window: after that the 16-bit models may differ where a rounding goes the other way."""
     at = INSIDE
     settings = {"make": adamw, "master_weights": True, "dtype": torch.bfloat16}
     straight = worlds(before).run(saving, path=tmp_path, kind=kind, at=at, **settings)[0][0]
@@ -291,7 +291,7 @@ def test_master_weights_and_their_state(worlds, tmp_path, kind, before, after):
         assert {x.dtype for x in ours} == {torch.bfloat16, torch.float32}
     for ours, _ in worlds(after).run(loading, path=tmp_path, kind=kind, at=at, **settings):
         masters, theirs = ([x for x in all_of if x.dtype == torch.float32] for all_of in (ours, straight))
-        # FSDP2 rounds every micro-batch's sum over the ranks to the parameter's 16 bits, and other ranks have other micro-batches.
+        # FSDP2 rounds each micro-batch's sum over the ranks to the parameter's 16 bits, and other numbers of ranks sum other micro-batches.
         assert_close(masters, theirs, 1e-6 if kind == "plain" else 4e-3)
 
 
@@ -311,7 +311,7 @@ def heavy(params):
 
 @pytest.mark.parametrize("kind", ["plain", "fsdp"])
 def test_a_count_that_does_not_divide_is_rounded_down(worlds, tmp_path, kind):
-    """Two micro-batches, for four ranks: that window has two more than the others, and is the big batch of what it holds."""
+    """Two saved micro-batches count as none on four ranks: the window gets two more than others, and is the big batch of them all."""
     theirs, told = literal(kind=kind, lengths=(COUNT, COUNT + 2))
     worlds(2).run(saving, path=tmp_path, kind=kind, at=COUNT + 2)
     for ours, told_here in worlds(4).run(until, path=tmp_path, kind=kind, begin=COUNT + 2, end=2 * COUNT + 2):
@@ -336,7 +336,7 @@ def test_windows_that_the_caller_closes(worlds, tmp_path):
 
 
 def callers(rank, path, begin, end):
-    """The ranks may have gathered differently many."""
+    """In windows of the caller, ranks may have accumulated different numbers of micro-batches."""
     module, opt = job("plain", accum_steps=None)
     size = dist.get_world_size()
     if begin:
@@ -367,7 +367,7 @@ def test_sums_are_written_of_open_windows_only(saved):
         for at in PLACES.values():
             stored = dcp.FileSystemReader(saved(2, kind, at)[0]).read_metadata().state_dict_metadata
             sums = {name for name in stored if name.startswith("opt.sums.")}
-            # Four parameters, and the one that a single micro-batch uses: the second rank's.
+            # Four parameters per rank, and the one that a single micro-batch uses, on the second rank.
             assert len(sums) == (0 if at == COUNT else 4 if kind == "fsdp" else 2 * 4 + 1), sums
 
 

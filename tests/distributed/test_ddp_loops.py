@@ -1,4 +1,4 @@
-"""Loops written for DDP, which own their windows: a rank whose gradients were dropped, or that has run out of data."""
+"""Loops written for DDP, with caller-owned windows, when a rank's gradients are dropped or it has run out of data."""
 
 import contextlib
 
@@ -13,7 +13,7 @@ DDP = nn.parallel.DistributedDataParallel
 
 
 def dropped(rank, at):
-    """The only micro-batch of rank ``at`` is dropped; the end of its backward shows it what the other has."""
+    """The only micro-batch of rank ``at`` is dropped; after its backward, p.grad holds the other rank's gradient."""
     model = made()
     opt = wrapped(DDP(model, find_unused_parameters=True), nonfinite="skip_micro_batch")
     x, y, weight, _ = share(0, 2, rank, 2)[0]
@@ -36,7 +36,7 @@ def test_what_other_ranks_have_gathered_is_no_micro_batch_here(worlds, at):
 
 
 def without_data(rank, warm, sync):
-    """Rank 1 calls flush() where the other's windows close, from the first on or from the second on."""
+    """Rank 1 calls flush() where the other rank's windows close, from the first window on or (``warm``) from the second."""
     model = made()
     module = DDP(model, find_unused_parameters=True)
     opt = wrapped(module)
@@ -116,7 +116,7 @@ def test_where_no_rank_has_anything_to_normalise_all_can_go_on(worlds):
 
 
 def clipped(rank, how):
-    """A 16-bit model, of whose gradients (4 and 0) the ranks' mean is 2."""
+    """A 16-bit model with gradients 4 and 0 on the two ranks, so 2 in the mean."""
     module = DDP(nn.Linear(4, 1, bias=False).bfloat16())
     nn.init.zeros_(module.module.weight)
     limit = 1.0 if how == "max_grad_norm" else None
@@ -137,8 +137,8 @@ def test_narrow_buffers_are_clipped_by_what_all_ranks_have(worlds, how):
 
 
 def grouped(rank, other):
-    """Rank 0's micro-batch takes two passes, of which the first has sent its sums; the other's takes one, or it has none."""
-    model = made(torch.float64)  # in which all parameters of that dtype are used, so that their sums go
+    """Rank 0's micro-batch takes two passes, the first of which sends its sums; the other's takes one, or it has none."""
+    model = made(torch.float64)  # all parameters of this dtype are used, so their sums are sent
     module = DDP(model, find_unused_parameters=True)
     opt = wrapped(model, reduction="none")
     norms = []
@@ -170,11 +170,11 @@ def test_a_rank_whose_micro_batch_takes_more_passes(worlds, other):
         opt.step()
     for ours, our_norms in worlds(2).run(grouped, other=other):
         assert_close(ours, list(model.parameters()))
-        assert our_norms == pytest.approx(norms[: len(our_norms)], rel=1e-5)  # of what p.grad shows before step()
+        assert our_norms == pytest.approx(norms[: len(our_norms)], rel=1e-5)  # norms of p.grad as it is before step()
 
 
 def sent_every_time(rank):
-    """A loop without no_sync(), of one large gradient and many small ones."""
+    """A loop without no_sync(): one large gradient, then many small ones."""
     module = DDP(nn.Linear(4, 1, bias=False))
     nn.init.zeros_(module.module.weight)
     opt = fa.AccumulatingOptimizer(torch.optim.SGD(module.parameters(), lr=1.0), comm_dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""The same on a device of its own for every rank: NCCL on as many GPUs as there are, one among them; gloo on the CPU runs the same code."""
+"""The same training with one device per rank: NCCL on four GPUs, or on one; gloo runs the same code on the CPU."""
 
 import fusedaccum.ranks.segments
 import pytest
@@ -15,7 +15,7 @@ WINDOWS, COUNT = 3, 8
 
 @pytest.fixture(scope="module", params=["cpu", "cuda"])
 def one_device_each(request, tmp_path_factory):
-    """The kind of device, and ranks that have one each."""
+    """The kind of device, and a world whose ranks have one each."""
     if request.param == "cpu":
         world = World(2, tmp_path_factory.mktemp("world"))
     elif torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""FSDP2 modules over different ranks: experts, each over the ranks that hold it, beside layers over all ranks."""
+"""FSDP2 modules over different sets of ranks: experts, each over the ranks that hold it, beside layers over all ranks."""
 
 import fusedaccum as fa
 import pytest
@@ -14,7 +14,7 @@ WINDOWS, COUNT, EXPERTS = 3, 8, 2
 
 
 class Total(torch.autograd.Function):
-    """The ranks' sum, of which each uses some."""
+    """The sum over the ranks, of which each rank uses some rows."""
 
     @staticmethod
     def forward(ctx, x):
@@ -28,7 +28,7 @@ class Total(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """The sum of what they say; each works on the rows of all ranks."""
+    """The sum of all experts' outputs; each expert works on the rows of all ranks."""
 
     def __init__(self):
         super().__init__()
@@ -56,7 +56,7 @@ def sgd(parameters):
 
 
 def expert_parallel(says_so=True):
-    """On two ranks, with an expert each. ``says_so``: that its weight is a part of something?"""
+    """The model on two ranks with one expert each. ``says_so``: is its weight a DTensor, which says what it is a part of?"""
     model = Net()
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("copies", "experts"))
     weight = distribute_tensor(model.experts.weight, mesh["experts"], [Shard(0)])
@@ -99,7 +99,7 @@ def test_experts_beside_layers_over_all_ranks_are_the_big_batch(worlds, first):
 
 
 def refused_beside_others(rank):
-    """A weight that is one rank's alone, on the mesh of one that is spread as it should be."""
+    """A parameter that only one rank has, on the same mesh as a weight that is spread as it should be."""
     model = Net()
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("copies", "experts"))
     model.experts.weight = nn.Parameter(distribute_tensor(model.experts.weight, mesh["experts"], [Shard(0)]))
@@ -122,7 +122,7 @@ def refused(rank):
     with pytest.raises(ValueError, match=rf"experts.*of ranks \[{rank}\].*shared by ranks \[0, 1\].*distribute_tensor"):
         fa.AccumulatingOptimizer(sgd(model.named_parameters()))
     model = expert_parallel()
-    opt = fa.AccumulatingOptimizer(sgd([model.experts.weight]))  # whose windows are this rank's
+    opt = fa.AccumulatingOptimizer(sgd([model.experts.weight]))  # its windows are this rank's alone
     with pytest.raises(ValueError, match=r"over ranks \[0, 1\].*process_group"):
         opt.add_param_group({"params": list(model.first.parameters())})
     assert len(opt.param_groups) == 1

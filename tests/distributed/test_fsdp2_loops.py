@@ -1,4 +1,4 @@
-"""FSDP2 in other orders of calls than the usual one, gradients that it holds back, and other things that a module returns."""
+"""FSDP2 with unusual orders of calls, with gradients that it holds back, and with modules that return other things than tensors."""
 
 import dataclasses
 from contextlib import nullcontext
@@ -75,7 +75,7 @@ class Output:
 
 
 class Returning(nn.Module):
-    """A dataclass within other things."""
+    """Returns a dataclass nested in other containers."""
 
     def __init__(self):
         super().__init__()
@@ -94,7 +94,7 @@ def in_a_dataclass(rank):
     return [p.full_tensor().detach() for p in module.parameters()]
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="FSDP2 does not look into dataclasses there")
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="before torch 2.13 FSDP2 does not look into dataclasses")
 def test_fsdp2_that_returns_a_dataclass(worlds):
     model = made()
     opt = sgd(model.parameters())
@@ -135,7 +135,7 @@ def test_gradients_that_fsdp2_holds_back(worlds, call):
 
 
 def owned_and_held_back(rank):
-    """Passes that bring nothing yet are micro-batches, and those for an input's gradient are none."""
+    """Passes whose gradients are held back count as micro-batches; passes for an input's gradient do not."""
     model = made()
     fully_shard(model)
     opt = wrapped(model)
@@ -205,7 +205,7 @@ def held_back_beside(rank, frozen):
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_what_a_bad_micro_batch_could_not_take_with_it_is_an_error(worlds, frozen):
-    """Half of the model is FSDP2's and held back; the other half, where it is not frozen, is added at once."""
+    """FSDP2 holds back the gradients of one half of the model; the other half's, unless it is frozen, are added at once."""
     worlds(2).run(held_back_beside, frozen=frozen)
 
 
@@ -217,7 +217,7 @@ def two_sgds(model, beside):
 
 
 def two_wrappers(rank, beside, parts):
-    """One for matrices and one for vectors (Muon and AdamW); or one for what FSDP2 shards, and one for what is beside it."""
+    """One for matrices and one for vectors (as Muon and AdamW); or one for what FSDP2 shards and one for the rest."""
     model = made()
     fully_shard(model.first)
     if not beside:
@@ -288,7 +288,7 @@ def test_a_weight_that_fsdp2s_wrapper_was_not_told_is_an_error(worlds):
 
 
 def built_after_a_forward(rank):
-    """What the root does not take away after a forward are other parameters then."""
+    """The root does not reshard after a forward, so the module then has other parameters."""
     model = made()
     fully_shard([model.first, model.second])
     fully_shard(model)

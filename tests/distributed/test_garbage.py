@@ -1,4 +1,4 @@
-"""The garbage collector comes by at another time on every rank. Nothing that ranks do together may follow it."""
+"""The garbage collector runs at a different time on every rank, so nothing that ranks do together may depend on it."""
 
 import contextlib
 import datetime
@@ -32,7 +32,7 @@ def only_on(rank, at):
 
 
 def in_a_cycle(module):
-    """What it takes for a module to outlive its last user: a parent that it knows, a bound method that it keeps."""
+    """Lets a module outlive its last user, as one does that knows its parent or keeps a bound method."""
     module.itself = [module]
     return module
 
@@ -82,20 +82,20 @@ def frozen(rank):
 
 
 def test_frozen_modules_are_found_and_stay_frozen(tmp_path):
-    """``gc.freeze()``, by which long trainings save the collector's time, hides them from it and from those who ask it."""
-    with contextlib.closing(World(2, tmp_path)) as world:  # of its own, for what is frozen stays
+    """``gc.freeze()``, which saves long trainings the collector's time, hides objects from the collector and from gc.get_objects()."""
+    with contextlib.closing(World(2, tmp_path)) as world:  # a world of its own: what is frozen stays frozen
         assert world.run(frozen) == [([True, True], True)] * 2
 
 
 def test_who_has_frozen_nothing_has_nothing_frozen():
-    """Or what is dropped in a cycle would never be collected."""
+    """Otherwise cycles that the user drops later would never be collected."""
     layer, before = nn.Linear(4, 4), gc.get_freeze_count()
     assert modules_alive(nn.Linear, lambda module: module is layer) == [layer]
     assert gc.get_freeze_count() <= before
 
 
 def dropped_batchnorm(rank, at):
-    """A layer that was replaced, beside one that stays."""
+    """A BatchNorm layer that was replaced, beside one that stays."""
     torch.manual_seed(2)
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2), nn.BatchNorm1d(2, affine=False))
     fa.accumulate_batchnorm(model)
@@ -124,10 +124,10 @@ def normed(size):
 
 
 def two_ddp_modules(rank, at):
-    """Whose buffers are broadcast one after the other."""
+    """Two DDP modules, whose buffers are broadcast one after the other."""
     with collecting_by_hand():
         modules = [normed(3)]
-        only_on(rank, at)  # which makes the first one older than the second
+        only_on(rank, at)  # makes the first module older than the second for the collector
         modules.append(normed(5))
         parameters = [p for module in modules for p in module.parameters()]
         opt = fa.AccumulatingOptimizer(torch.optim.SGD(parameters, lr=1.0), 1)

@@ -1,4 +1,4 @@
-"""What else a script does: several wrappers, DDP's own options, hands on p.grad, other orders of calls. Each was wrong once."""
+"""What else scripts do: several wrappers, DDP's own options, changes to p.grad, other orders of calls. Each case was once wrong."""
 
 import datetime
 import warnings
@@ -23,7 +23,7 @@ def one(value=1.0, size=2):
 
 
 def last_is_bad(rank, how):
-    """The bad micro-batch is the last of its window, whose sums go at once."""
+    """The bad micro-batch is the last of its window, whose sums are sent at once."""
     model = made()
     module = DDP(model, find_unused_parameters=True) if how == "owned" else model
     settings = {"reduction": "none"} if how == "owned" else {"accum_steps": 2}
@@ -60,7 +60,7 @@ def test_a_bad_last_micro_batch_is_left_out(worlds, how):
 
 
 def weighed_and_flushed(rank):
-    """window_weight, and one rank that runs out of data: its flush() ends the window of all."""
+    """With window_weight, one rank runs out of data; its flush() ends the window for all."""
     p = one()
     opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), window_weight=100, process_group=dist.group.WORLD)
     for _ in range(2 - rank):
@@ -100,7 +100,7 @@ def test_a_rank_without_data_gets_the_batch_statistics_too(worlds):
 
 
 def two_wrappers(rank):
-    """On one group; one backward brings gradients to both, in an order that depends on the rank."""
+    """Two wrappers with one group; one backward has gradients for both, in an order that depends on the rank."""
     a, b = [one(), one()], [one(), one()]
     group = dist.group.WORLD
     first = fa.AccumulatingOptimizer(torch.optim.SGD(a, lr=1.0), 1, process_group=group)
@@ -120,7 +120,7 @@ def test_two_wrappers_do_not_mix_their_sums(worlds):
 
 
 def on_some_ranks(rank):
-    """A wrapper that the other ranks do not build; then what all of them build."""
+    """First a wrapper that the other ranks do not build, then one that all of them build."""
     alone = dist.new_group([0])
     if rank == 0:
         fa.AccumulatingOptimizer(torch.optim.SGD([one()], lr=1.0), 1, process_group=alone)
@@ -138,7 +138,7 @@ def test_a_wrapper_that_some_ranks_build_is_in_nobodys_way(worlds):
 
 
 def shared_module(rank, told):
-    """Two wrappers over one DDP module, dropped in the order that they were made in."""
+    """Two wrappers over one DDP module, dropped in the order in which they were made."""
     model = made()
     module = DDP(model, find_unused_parameters=True)
     rest = [p for name, p in model.named_parameters() if not name.startswith("second") and p.requires_grad]
@@ -159,7 +159,7 @@ def shared_module(rank, told):
     assert module.require_backward_grad_sync
     model.zero_grad()
     x, y, _, _ = share(1 + rank, 1, 0, 1)[0]
-    mean_loss(module, x, y, False).backward()  # DDP reduces by itself again
+    mean_loss(module, x, y, False).backward()  # now DDP reduces again itself
     return found, model.second.weight.grad.clone()
 
 
@@ -202,7 +202,7 @@ def test_what_ddp_cannot_do_without_its_reduction_is_refused(worlds):
     worlds(2).run(ddp_options)
 
 
-# -- hands on p.grad ----------------------------------------------------------------------------------------------------------
+# -- changes to p.grad --------------------------------------------------------------------------------------------------------
 
 
 def clipped_with_one_unused(rank):
@@ -236,7 +236,7 @@ def test_clipping_by_hand_sees_what_other_ranks_have(worlds):
 
 
 def used_by_one_rank(rank):
-    """Every window after the first; in 16-bit buffers, whose sums go at the window's end."""
+    """In every window after the first, one rank uses layer b; buffers have 16 bits, and their sums are sent at the window's end."""
     model = Both(nn.ModuleDict({"a": nn.Linear(2, 1, bias=False), "b": nn.Linear(2, 1, bias=False)}).to(torch.bfloat16))
     for p in model.parameters():
         nn.init.zeros_(p)
@@ -290,7 +290,7 @@ def test_a_group_that_cannot_be_added_leaves_nothing_behind(worlds):
 
 
 def new_group_of_ranks(rank, kind, named):
-    """To a wrapper that was built without ranks; one that was told of them takes it."""
+    """Added to a wrapper without ranks, which refuses it; or to one with a process_group, which takes it."""
     module = nn.Linear(2, 1, bias=False)
     module = fully_shard(module) if kind == "FSDP2" else nn.parallel.DistributedDataParallel(module)
     group = {"params": list(module.parameters())}

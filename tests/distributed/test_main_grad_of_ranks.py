@@ -1,4 +1,4 @@
-"""Layers that add their gradients to main_grad, over ranks: the same training as with layers that do not."""
+"""Over ranks, layers that add their gradients to main_grad train as layers that do not."""
 
 import fusedaccum as fa
 import pytest

@@ -1,4 +1,4 @@
-"""PyTorch's other ways over ranks than those that the guide shows: taken as they are meant, or refused with what to do."""
+"""PyTorch's ways to train over ranks that the guide does not show: they work as intended, or are refused with what to do instead."""
 
 import warnings
 
@@ -17,10 +17,10 @@ DDP = nn.parallel.DistributedDataParallel
 
 def fsdp1(rank, strategy, original, first):
     model = made()
-    model.frozen.requires_grad_(True)  # a flat parameter is, or is not, as a whole
+    model.frozen.requires_grad_(True)  # a flat parameter requires gradients as a whole or not at all
     opt = None if first else wrapped(model, accum_steps=2)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch calls some of it old
+        warnings.simplefilter("ignore")  # PyTorch deprecates some of it
         module = FullyShardedDataParallel(
             model, sharding_strategy=ShardingStrategy[strategy], use_orig_params=original, device_id=torch.device("cpu")
         )
@@ -37,7 +37,7 @@ def fsdp1(rank, strategy, original, first):
             opt.step()
 
 
-# It went on: weights divided what they had not multiplied, and replicas came apart.
+# It used to be accepted: gradients were divided by weights that had not multiplied them, and replicas diverged.
 @pytest.mark.parametrize(
     "strategy, original, first", [("FULL_SHARD", True, True), ("NO_SHARD", False, True), ("NO_SHARD", True, False)]
 )
@@ -46,7 +46,7 @@ def test_fsdp1_is_refused(worlds, strategy, original, first):
 
 
 def tried_out(rank, when):
-    """A forward of DDP without a backward, that nobody was asked to keep quiet, and then windows."""
+    """Windows beside a DDP forward without a backward that the wrapper does not see: before it is built, or by module.forward()."""
     model = plain()
     module = DDP(model)
     if when == "before":
@@ -157,7 +157,7 @@ def test_a_pipeline_of_fsdp2_stages_is_refused(worlds):
 
 def zero(rank):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch 2.13 warns of what it is made with itself
+        warnings.simplefilter("ignore")  # PyTorch 2.13 warns of what it uses itself
         from torch.distributed.optim import ZeroRedundancyOptimizer
     model = plain()
     module = DDP(model)
@@ -193,7 +193,7 @@ def test_join_is_refused(worlds):
 
 
 def ignored(rank, gathered):
-    """A part of the model whose gradients are this rank's own, as sharded embeddings have it."""
+    """DDP ignores a part of the model, whose gradients are this rank's own, as with sharded embeddings."""
     model = plain()
     DDP._set_params_and_buffers_to_ignore_for_model(model, ["2.weight", "2.bias"])
     module = DDP(model)

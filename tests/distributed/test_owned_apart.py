@@ -1,4 +1,4 @@
-"""shard=True: every rank steps a part of the parameters, keeps only that part's state, and all end with the same parameters."""
+"""shard=True: every rank steps a part of the parameters and keeps only its state; all ranks end with the same parameters."""
 
 import copy
 
@@ -14,7 +14,7 @@ WINDOWS, COUNT = 3, 8
 
 
 def train(rank, make, settings, dtype=torch.float32, ddp=False, at=-1, folder=None, shard=True):
-    """Saved, thrown away and loaded after ``at`` micro-batches."""
+    """Train; after ``at`` micro-batches save, throw everything away, and load."""
     size = dist.get_world_size()
 
     def build():
@@ -108,7 +108,7 @@ def test_checkpoints_of_every_rank_go_on_bit_by_bit(worlds, tmp_path, at):
 def loads_a_whole_state(rank, state):
     model = made()
     opt = wrapped(model, adamw, accum_steps=COUNT // 2, process_group=dist.group.WORLD, shard=True)
-    opt.load_state_dict(copy.deepcopy(state["opt"]))  # the ranks were sent memory that they share
+    opt.load_state_dict(copy.deepcopy(state["opt"]))  # the ranks got it in memory that they share
     model.load_state_dict(state["model"])
     for window in (1, 2):
         for x, y, weight, use in share(window, COUNT, rank, 2):
@@ -151,7 +151,7 @@ def collectives(rank):
 def test_one_reduction_and_one_broadcast_a_window_and_segment(worlds):
     for names, segments in worlds(2).run(collectives):
         assert names.count("gloo:reduce") == segments and names.count("gloo:all_reduce") == 1
-        assert 0 < names.count("gloo:broadcast") <= segments  # none where nothing has a gradient
+        assert 0 < names.count("gloo:broadcast") <= segments  # none for a segment without gradients
 
 
 def refused(rank):

@@ -1,4 +1,4 @@
-"""Buffers of 16 bits over ranks: rounded by other random numbers where sums are added up, and alike where they are replicas."""
+"""16-bit buffers over ranks: sums that will be added up round with different random numbers, and replicas with the same."""
 
 import fusedaccum as fa
 import pytest
@@ -20,7 +20,7 @@ def of_all_ranks(mine):
 
 
 def rounding_errors(rank):
-    """Of every rank's running mean, where all have the same gradients, and the same seed."""
+    """The errors of every rank's running mean, if all ranks have the same gradients and the same seed."""
     p = nn.Parameter(torch.zeros(4096, dtype=torch.bfloat16))
     opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), process_group=dist.group.WORLD, **STOCHASTIC)
     factors = torch.tensor([0.7, 1.1, 0.9], dtype=torch.bfloat16)
@@ -32,12 +32,12 @@ def rounding_errors(rank):
 
 def test_rounding_errors_of_ranks_do_not_add_up(worlds):
     first, second = worlds(2).run(rounding_errors)[0]
-    assert min(first.std(), second.std()) > 1e-4  # they are there
+    assert min(first.std(), second.std()) > 1e-4  # there are errors
     assert torch.corrcoef(torch.stack([first, second]))[0, 1].abs() < 0.1
 
 
 def replicas(rank, kind, rounding):
-    """Of ranks that have seeds, and micro-batches' weights, of their own."""
+    """The replicated parameters after training, if every rank has its own seed and its own micro-batch weights."""
     torch.manual_seed(1)
     layers = {"norm": nn.LayerNorm(16), "up": nn.Linear(16, 32), "down": nn.Linear(32, 16)}
     model = nn.Sequential()
@@ -47,7 +47,7 @@ def replicas(rank, kind, rounding):
         parallelize_module(model, init_device_mesh("cpu", (2,)), {"up": ColwiseParallel(), "down": RowwiseParallel()})
         same, group = [*model.norm.parameters(), model.down.bias.to_local()], None
     else:
-        apart = set(model.down.parameters()) if kind == "replicas beside others" else None  # whose sums are added up
+        apart = set(model.down.parameters()) if kind == "replicas beside others" else None  # summed over the ranks
         group = dist.group.WORLD if apart else None
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
         fully_shard(model, mesh=mesh, ignored_params=apart)

@@ -1,4 +1,4 @@
-"""Parameters that are FSDP2's shards, against one process and the big batch."""
+"""Parameters that FSDP2 shards train as in one process on the big batch."""
 
 import copy
 import math
@@ -87,7 +87,7 @@ def test_replicated_shards_are_not_counted_twice(worlds):
 
 
 def counted(rank, split):
-    """How often buffers are read for a norm, and the norms."""
+    """How often buffers are read for a norm, and the norms: ours and plain PyTorch's."""
     torch.manual_seed(2)
     model, size = Block(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (size,))
@@ -123,7 +123,7 @@ def test_the_norm_of_shards_comes_with_the_adds(worlds, split):
 
 
 def low_precision(rank, kind):
-    """bf16 gradients that are added up in bf16, and gathered in FP32: many small ones after a large one."""
+    """Gradients that FSDP2 reduces in bf16 and we accumulate in FP32: many small ones after a large one."""
     torch.manual_seed(0)
     model = nn.Linear(4, 4, bias=False)
     if kind == "bf16 model":
@@ -157,14 +157,14 @@ def test_fp32_buffers_over_bf16_reductions(worlds, kind):
         torch.testing.assert_close(step, torch.full((4, 4), exact), rtol=1e-6, atol=1e-6)
     assert (
         float(torch.tensor(256.0).bfloat16() + torch.tensor(0.5).bfloat16()) == 256.0
-    )  # which a sum in bf16 would lose
+    )  # a sum in bf16 would lose the small ones
 
 
 # -- what goes wrong ---------------------------------------------------------------------------------------------------------
 
 
 def with_a_bad_one(rank, nonfinite):
-    """A gradient that is not finite in one rank's shard only."""
+    """A gradient that is non-finite in one rank's shard only."""
     model = sharded()
     opt = wrapped(model, accum_steps=4, nonfinite=nonfinite)
     for window in range(2):
@@ -196,7 +196,7 @@ def test_the_ranks_skip_together(worlds, nonfinite):
 
 
 def by_hand(rank, normalize):
-    """Clipping by hand, of what p.grad shows at a window's end."""
+    """Clips p.grad by hand at each window's end."""
     model = sharded()
     opt = wrapped(model, reduction="mean" if normalize else "none")
     for window in range(WINDOWS):
@@ -222,7 +222,7 @@ def test_clipped_by_hand(worlds, normalize):
 
 
 def changed_by_hand(rank, split, factor):
-    """Somebody puts another gradient in the place of each running sum: a view of it, or one with memory of its own."""
+    """The user replaces each running sum with another tensor: a view of it, or one with memory of its own."""
     torch.manual_seed(2)
     model, mesh = Block(), init_device_mesh("cpu", (2,))
     plain = copy.deepcopy(model)
@@ -251,7 +251,7 @@ def test_a_running_sum_that_was_changed_by_hand(worlds, split, factor):
 
 
 def nothing_on_one(rank):
-    """Rank 0's micro-batch weighs 0, and what FSDP2 adds up has it in it."""
+    """Rank 0's micro-batch has weight 0, but FSDP2 adds up its gradient all the same."""
     model = sharded()
     opt = wrapped(model, accum_steps=1, reduction="sum")
     x, y, weight, _ = share(0, 2, rank, 2, equal=True)[0]
@@ -298,7 +298,7 @@ def test_what_cannot_be_meant_is_refused(worlds):
 
 
 def added_later(rank):
-    """A group of shards that is added to a wrapper of shards."""
+    """Adds a group of shards to a wrapper that has shards."""
     model = sharded()
     opt = fa.AccumulatingOptimizer(sgd([model.second.weight, model.scale]), accum_steps=COUNT // 2)
     opt.add_param_group({"params": list(model.first.parameters())})

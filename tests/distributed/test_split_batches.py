@@ -1,4 +1,4 @@
-"""MicroBatcher over ranks: each gets through its part of the desired batch in its own way."""
+"""MicroBatcher over ranks: each rank cuts its part of the desired batch in its own way."""
 
 import fusedaccum as fa
 import fusedaccum.intake.intake
@@ -17,7 +17,7 @@ def whole(window):
 
 
 def train(rank, size, ddp, broken_rank, point):
-    """Three windows; on one rank the ``point``-th gradient finds no memory. Returns what there is then, the sizes and the losses."""
+    """Three windows; on one rank memory runs out at the ``point``-th gradient. Returns parameters and state, the sizes and the losses."""
     fusedaccum.intake.intake.BUCKET_BYTES, before = 1, fusedaccum.intake.intake.BUCKET_BYTES
     model = made()
     module = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True) if ddp else model
@@ -62,7 +62,7 @@ def test_a_window_is_the_big_batch_of_all_ranks(worlds, size, ddp, point):
     sizes = [sizes for _, sizes, _ in results]
     if size == 4:
         assert sizes == [[4] * 3] * 2
-    elif point == 3:  # in the first window, after which both begin with what has fitted the one
+    elif point == 3:  # in the first window; afterwards both start with the size that fitted the one
         assert sizes == [[11, 3, 3], [3, 3, 3]]
     else:
         assert sizes == [[11, 11, 3], [6, 3, 3]]

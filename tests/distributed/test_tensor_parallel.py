@@ -1,4 +1,4 @@
-"""Parameters that tensor parallelism splits, alone and under FSDP2, against one process."""
+"""Parameters that tensor parallelism splits, alone and under FSDP2, train as in one process."""
 
 import fusedaccum as fa
 import pytest
@@ -39,7 +39,7 @@ def test_tensor_parallel_parameters(worlds):
 
 
 def partial(rank):
-    """A gradient that comes as parts of a sum is added up before it is gathered."""
+    """A gradient that arrives as parts of a sum is added up before it is accumulated."""
     mesh = init_device_mesh("cpu", (2,))
     p = nn.Parameter(distribute_tensor(torch.ones(4), mesh))
     x = DTensor.from_local(torch.full((4,), float(rank + 1)), mesh, [torch.distributed.tensor.Partial()])
@@ -87,7 +87,7 @@ def test_tensor_parallelism_over_data_parallel_ranks_is_fsdp2s(worlds):
 
 
 def two_dimensions(rank):
-    """Tensor parallelism within pairs, FSDP2 between them: weights are summed over the second only."""
+    """Tensor parallelism within pairs of ranks and FSDP2 between them; micro-batch weights are summed over the latter only."""
     torch.manual_seed(2)
     model = Block()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))

@@ -1,4 +1,4 @@
-"""What a window of all ranks says of itself: its loss and its noise scale are those of the big batch."""
+"""The loss and the noise scale that last_window reports for a window of all ranks are those of the big batch."""
 
 import math
 
@@ -73,16 +73,16 @@ def test_sums_that_have_gone_during_the_first_micro_batch_are_not_taken_for_this
 
 
 def gradient(model, micro_batches):
-    """Of ``sum(weight * loss)``, flat."""
+    """The gradient of ``sum(weight * loss)``, flattened."""
     total = sum(weight * mean_loss(model, x, y, use).double() for x, y, weight, use in micro_batches)
     grads = torch.autograd.grad(total, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
     return torch.cat([g.flatten() for g in grads if g is not None]), total.item()
 
 
 def known_of(count, ranks, equal, together=False):
-    """The loss and the noise scale of each of two windows, from the literal gradients of the big batch and of the small ones.
+    """The oracle: loss and noise scale of each of two windows, from plain gradients of the big batch and of the small batches.
 
-    ``together``: is one small batch made of the ranks' first micro-batches, and not one of each?
+    ``together``: do the ranks' first micro-batches form one small batch, rather than one each?
     """
     model, averages = made(torch.float64), torch.zeros(2)
     for window in range(2):
@@ -208,7 +208,7 @@ def test_the_noise_scale_over_tensor_parallelism_is_that_of_one_process(worlds):
 
 
 def normalised(rank, path, begin, end):
-    """A window of four micro-batches that the caller owns, saved after two of them."""
+    """A caller-owned window of four micro-batches, saved after two of them."""
     model, size = made(), dist.get_world_size()
     opt = wrapped(model, reduction="none", process_group=dist.group.WORLD if size > 1 else None)
     if begin:

@@ -1,4 +1,4 @@
-"""Processes that are the ranks of a process group, kept for all tests, because to start one takes seconds."""
+"""Processes that are the ranks of a process group, kept for all tests because starting one takes seconds."""
 
 import contextlib
 import datetime
@@ -11,15 +11,15 @@ import warnings
 
 def _serve(rank, size, store, timeout, backend, pipe, together):
     if backend == "gloo":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # fully_shard would take the GPU, which gloo cannot reduce on
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # fully_shard would use the GPU, on which gloo cannot reduce
     import torch
     import torch._dynamo
     import torch.distributed as dist
 
-    gc.freeze()  # or half of the tests' time goes into looking through the 300,000 objects that PyTorch consists of
+    gc.freeze()  # or collecting would go through PyTorch's 300,000 objects, which takes half of the tests' time
     warnings.simplefilter("error")
     torch.set_num_threads(1)
-    case, arguments = pipe.recv()  # imports the test's module, on a busy machine for longer than a short timeout
+    case, arguments = pipe.recv()  # imports the test's module, which on a busy machine can outlast a short timeout
     together.wait()
     dist.init_process_group(
         backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=datetime.timedelta(seconds=timeout)
@@ -35,13 +35,13 @@ def _serve(rank, size, store, timeout, backend, pipe, together):
 
 
 class World:
-    """So many ranks. ``run(case, **arguments)`` calls ``case(rank, **arguments)`` on each, and returns what they return."""
+    """``size`` ranks. ``run(case, **arguments)`` calls ``case(rank, **arguments)`` on each and returns their results."""
 
     def __init__(self, size, folder, timeout=20, backend="gloo"):
         context = multiprocessing.get_context("spawn")
         self.size, self._pipes, self.processes = size, [], []
-        self._together = context.Barrier(size)  # kept, for it goes with its last reference here
-        self.broken = False  # may its ranks be out of step with each other?
+        self._together = context.Barrier(size)  # kept: it is gone with its last reference here
+        self.broken = False  # may the ranks be out of step with each other?
         for rank in range(size):
             ours, theirs = context.Pipe()
             arguments = (rank, size, folder / "store", timeout, backend, theirs, self._together)
@@ -58,7 +58,7 @@ class World:
         return [answer for _, answer in answers]
 
     def answers(self, case, **arguments):
-        """As :meth:`run`, but tells for every rank whether it raised, and then what."""
+        """As :meth:`run`, but returns for every rank whether it succeeded, and its result or what went wrong."""
         for pipe in self._pipes:
             pipe.send((case, arguments))
         answers = [self._answer(pipe) for pipe in self._pipes]
