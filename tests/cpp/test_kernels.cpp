@@ -1,10 +1,10 @@
 // The CPU kernels without PyTorch, for the sanitizers: every instruction set, dtype pair and mode, in heap blocks of exactly the size
 // needed.
 //
-// Results are compared with arithmetic written here, on numbers that every format holds or that doubles round exactly.
+// Results are compared with arithmetic written here, on numbers that every format can represent or that doubles round exactly.
 //   test_kernels           runs all and prints how many checks passed
 //   test_kernels overrun   reads and writes one element too many, which AddressSanitizer must see
-//   test_kernels shift     shifts by more than a word has, which UndefinedBehaviorSanitizer must see
+//   test_kernels shift     shifts by more bits than a word has, which UndefinedBehaviorSanitizer must see
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -59,7 +59,7 @@ double rounded_to(double x, DType type) {
   }
 }
 
-uint16_t encode16(double x, DType type) {  // of a number the format holds
+uint16_t encode16(double x, DType type) {  // x must be a number of the format
   const float f = static_cast<float>(x);
   uint32_t bits;
   std::memcpy(&bits, &f, sizeof(bits));
@@ -87,7 +87,7 @@ double decode16(uint16_t bits, DType type) {
   return bits & 0x8000 ? -magnitude : magnitude;
 }
 
-// A heap block that holds exactly `n` elements behind `offset` others, so that ASan guards the end and, at offset 0, the beginning.
+// A heap block of exactly `n` elements after `offset` others, so that ASan guards the end and, at offset 0, the beginning.
 struct Block {
   DType type;
   int64_t n, offset;
@@ -131,7 +131,7 @@ struct Block {
   }
 };
 
-double number(uint64_t seed) {  // of at most 8 significant bits, so that every format holds it
+double number(uint64_t seed) {  // has at most 8 significant bits, so every format can represent it
   seed = seed * 6364136223846793005u + 1442695040888963407u;
   seed ^= seed >> 29;
   return std::ldexp(static_cast<double>(static_cast<int>(seed % 255) - 127), static_cast<int>(seed >> 40 & 7) - 9);

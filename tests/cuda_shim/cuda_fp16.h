@@ -1,4 +1,4 @@
-// A stand-in for CUDA's header: the conversions that csrc/cuda uses, as the processor here has them.
+// A stand-in for CUDA's header: the conversions that csrc/cuda uses, done by this machine's processor.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,7 @@
 // A stand-in for CUDA's header: enough of it to run csrc/cuda/kernels.cu on the CPU, block after block. For tests only.
 //
-// The threads of a block are fibers on one CPU thread. Each runs up to its next barrier or shuffle; in which order they do is drawn
-// afresh every time, so that what a barrier should have ordered comes out wrong without it. A barrier that not all threads reach aborts.
+// The threads of a block are fibers on one CPU thread. Each runs up to its next barrier or shuffle, in an order that is drawn anew every
+// time, so that a missing barrier shows as a wrong result. A barrier that not all threads reach aborts.
 #pragma once
 
 #include <ucontext.h>
@@ -68,7 +68,7 @@ inline std::size_t scheduler_size = 0;
 inline std::function<void()> body;
 inline std::mt19937 order(12345);
 
-// What AddressSanitizer must know of a change of stacks.
+// Tell AddressSanitizer about a switch of stacks.
 inline void leaving([[maybe_unused]] void** fake, [[maybe_unused]] const void* to, [[maybe_unused]] std::size_t size) {
 #if defined(__SANITIZE_ADDRESS__)
   __sanitizer_start_switch_fiber(fake, to, size);
@@ -102,7 +102,7 @@ inline void resume(unsigned thread) {
   arrived(scheduler_fake_stack, nullptr, nullptr);
 }
 
-// Lets threads [begin, end) go on if all of them that have not ended wait in `state`; whether it did.
+// Lets threads [begin, end) go on if all that have not ended wait in `state`; returns whether any did.
 inline bool release(unsigned begin, unsigned end, State state) {
   const auto waits = [&](unsigned t) { return fibers[t].state == state; };
   const auto ended = [&](unsigned t) { return fibers[t].state == State::kDone; };
@@ -153,7 +153,7 @@ inline void __syncthreads() { shim::wait(shim::State::kAtBlock); }
 #endif
 
 template <class T>
-void store_whole(T* to, T value) {  // of csrc/cuda/elements.h
+void store_whole(T* to, T value) {  // stands in for the one in csrc/cuda/elements.h
   *to = value;
 }
 

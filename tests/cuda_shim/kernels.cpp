@@ -1,4 +1,4 @@
-// csrc/cuda/kernels.cu as it stands, behind C functions that ctypes can call.
+// csrc/cuda/kernels.cu itself, behind a C function that ctypes can call.
 #include "../../csrc/cuda/kernels.cu"
 
 namespace cuda = fusedaccum::cuda;

@@ -4,8 +4,8 @@ import fusedaccum as fa
 import torch
 from torch import nn
 
-# Of parameters, relative to the largest of a tensor. In FP64 and FP32 sums differ by the order of their terms; in bf16 every step rounds
-# every parameter, which is half of 2^-8 each time, and a run here has six steps or fewer.
+# For parameters, relative to the largest element of a tensor. In FP64 and FP32 sums differ by the order of their terms; in bf16 every
+# step rounds every parameter by up to half of 2^-8, and a run here has at most six steps.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 6 * 2**-9}
 IDS = ["fp64", "fp32", "bf16"]
 CLIP = 0.05  # every window's norm is larger
@@ -16,12 +16,12 @@ def adamw(parameters):
 
 
 def wrapped(parameters):
-    """As the pages in docs/frameworks have it, for frameworks that divide the loss by the number of micro-batches."""
+    """The wrapper of docs/frameworks, for frameworks that divide the loss by the number of micro-batches."""
     return fa.AccumulatingOptimizer(adamw(parameters), reduction="none")
 
 
 def unequal(parameters):
-    """For micro-batches that differ in size: what the framework divided by is multiplied again, and the weights divide."""
+    """The wrapper for micro-batches of unequal size: tests undo the framework's division, and the weights divide instead."""
     return fa.AccumulatingOptimizer(adamw(parameters))
 
 
@@ -36,6 +36,6 @@ class Weight(nn.Module):
         return (self.weight * x).mean()
 
 
-# Two micro-batches: halved by the framework, 256 and then 1. In bf16, 256 + 1 is 256.
+# Two micro-batches, which the framework halves to 256 and 1. In bf16, 256 + 1 is 256.
 GRADIENTS = torch.tensor([512.0, 2.0], dtype=torch.bfloat16)
 SUM = 257.0

@@ -1,4 +1,4 @@
-"""Accelerate's own loop over wrapped optimizers: `accumulate`, `backward`, clipping, schedulers and `save_state` are Accelerate's."""
+"""Accelerate's own loop with a wrapped optimizer: `accumulate`, `backward`, clipping, schedulers and `save_state` are Accelerate's."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def accelerator(accum_steps):
 
 
 class Run:
-    """A model in training, ``accum_steps`` micro-batches of ``size`` a step, for one pass over ``samples``."""
+    """Trains a model on one pass over ``samples``, with ``accum_steps`` micro-batches of ``size`` per step."""
 
     def __init__(self, make, size, accum_steps, dtype=torch.float64, samples=48, scaler=None, seed=0, made_in=None):
         self.accelerator = accelerator(accum_steps)
@@ -34,7 +34,7 @@ class Run:
         )
         if (
             scaler is not None
-        ):  # which Accelerate itself makes on GPUs only; told so now, it does not run the model in fp16
+        ):  # Accelerate makes a scaler only on GPUs; set this late, it does not run the model in fp16
             self.accelerator.native_amp, self.accelerator.state._mixed_precision = True, "fp16"
 
     def about_to_step(self, *_):
@@ -42,7 +42,7 @@ class Run:
         self.norms.append(torch.nn.utils.get_total_norm([p.grad for p in self.net.parameters()]).item())
 
     def train(self, skip=0, save=None, bad=None):
-        """From micro-batch ``skip`` on; ``save`` maps numbers of micro-batches to folders; the loss of number ``bad`` is infinite."""
+        """Train from micro-batch ``skip`` on. ``save``: {micro-batches done: folder}; the loss of micro-batch ``bad`` is infinite."""
         for i, (x, y) in enumerate(self.accelerator.skip_first_batches(self.loader, skip), skip):
             with self.accelerator.accumulate(self.net):
                 loss = mse_loss(self.net(x), y)
@@ -88,7 +88,7 @@ def test_bf16_gradients_are_added_in_fp32():
 
 @pytest.mark.parametrize("samples", [48, 42, 45], ids=["full", "last window short", "last micro-batch short too"])
 def test_unequal_micro_batches_and_a_short_last_window(samples):
-    """docs/frameworks/accelerate.md, "Micro-batches that are not of one size". Accelerate alone divides every window by 4."""
+    """As in docs/frameworks/accelerate.md, "Micro-batches that are not of one size". Accelerate alone divides every window by 4."""
     big, ours = Run(adamw, 8, 1, samples=samples).train(), Run(unequal, 2, 4, samples=samples)
     for x, y in ours.loader:
         with ours.accelerator.accumulate(ours.net):
@@ -106,7 +106,7 @@ def test_unequal_micro_batches_and_a_short_last_window(samples):
 
 
 def resumed(make, at, folder, dtype):
-    """The parameters of a run that saved its state after ``at`` micro-batches, and those of one that went on from there."""
+    """A run that goes on from a saved state, and the whole run that saved it after ``at`` micro-batches."""
     whole = Run(make, 2, 4, dtype).train(save={at: folder})
     again = Run(make, 2, 4, dtype, seed=9)
     again.accelerator.load_state(folder)
@@ -134,7 +134,7 @@ def scaler():
 
 
 def test_prepare_takes_a_model_that_was_moved_after_it_was_wrapped():
-    """To another dtype here; Accelerate itself moves it to a GPU. Both lose the hooks."""
+    """Moved to another dtype here; Accelerate itself moves it to a GPU. Both lose the hooks."""
     moved, ours = Run(wrapped, 2, 4, made_in=torch.float32).train(), Run(wrapped, 2, 4).train()
     assert_same_parameters(moved.net, ours.net, 0)
 
@@ -148,7 +148,7 @@ def test_with_a_grad_scaler_window_equals_the_big_batch():
 def test_with_a_grad_scaler_an_overflow_costs_its_window_and_nothing_else():
     ours = Run(wrapped, 2, 4, scaler=scaler()).train(bad=1)
     alone = Run(wrapped, 2, 4)
-    alone.scheduler.scheduler.step()  # Accelerate takes the window for a step; docs/frameworks/accelerate.md
+    alone.scheduler.scheduler.step()  # Accelerate counts the skipped window as a step: docs/frameworks/accelerate.md
     alone.train(skip=4)
     assert ours.steps == alone.steps == 5
     assert_same_parameters(ours.net, alone.net, TOLERANCE[torch.float64])

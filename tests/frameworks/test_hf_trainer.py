@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer over wrapped optimizers: token counts, accumulation, clipping, schedulers and checkpoints are the Trainer's."""
+"""Hugging Face's Trainer with a wrapped optimizer: token counts, accumulation, clipping, schedulers and checkpoints are the Trainer's."""
 
 import fusedaccum as fa
 import pytest
@@ -20,7 +20,7 @@ def llama(dtype=torch.float32, seed=0):
 
 
 def texts(samples=42):
-    """With 2 to 15 tokens that count, of 16; micro-batches of 2 leave a last window that is not full."""
+    """Texts of 16 tokens, of which 2 to 15 count. In micro-batches of 2 the last window is not full."""
     g = torch.Generator().manual_seed(1)
     ids = torch.randint(1, 64, (samples, LENGTH), generator=g)
     counted = torch.arange(LENGTH) < torch.randint(2, LENGTH, (samples, 1), generator=g)
@@ -28,7 +28,7 @@ def texts(samples=42):
 
 
 class Inspector(TrainerCallback):
-    """What the inner optimizer is given, and when."""
+    """Records how often the inner optimizer steps, and the norms of the gradients it gets."""
 
     def __init__(self, optimizer, parameters):
         self.steps, self.norms, self.parameters = 0, [], list(parameters)
@@ -52,7 +52,7 @@ def history(made, key):
 
 
 def assert_same_history(ours, big, dtype):
-    assert history(ours, "learning_rate") == history(big, "learning_rate")  # every step's own
+    assert history(ours, "learning_rate") == history(big, "learning_rate")  # at every step
     for key in ("loss", "grad_norm"):
         assert history(ours, key) == pytest.approx(history(big, key), rel=TOLERANCE[dtype])
 
@@ -85,7 +85,7 @@ def test_steps_clipping_and_the_scheduler_are_once_a_window(tmp_path):
 
 
 class OwnLoss(nn.Module):
-    """A model of one's own that computes a mean, and takes no token count: the Trainer divides by the window's micro-batches."""
+    """A custom model that computes a mean and takes no token count, so the Trainer divides by the window's micro-batches."""
 
     def __init__(self):
         super().__init__()
@@ -104,7 +104,7 @@ def test_model_without_token_counts(samples, tmp_path):
         made = trainer(net, make(net.parameters()), size, accum_steps, tmp_path, dataset)
         made.train()
         runs.append(made)
-    assert_same_history(*runs, torch.float32)  # in which the Trainer adds up losses
+    assert_same_history(*runs, torch.float32)  # the Trainer adds up losses in FP32
     assert_same_parameters(runs[0].model, runs[1].model, TOLERANCE[torch.float64])
 
 
@@ -125,7 +125,7 @@ def test_bf16_gradients_are_added_in_fp32(tmp_path):
 
 
 class Wrapping(Trainer):
-    """docs/frameworks/huggingface-trainer.md: the optimizer that TrainingArguments describe, wrapped."""
+    """Wraps the optimizer that TrainingArguments describe, as in docs/frameworks/huggingface-trainer.md."""
 
     def create_optimizer(self, *args):
         if self.optimizer is None:
@@ -155,7 +155,7 @@ class SaveInsideWindows(TrainerCallback):
 
 @DTYPES
 def test_checkpoints_go_on_bit_by_bit_and_are_of_whole_windows(dtype, tmp_path):
-    """The Trainer saves between windows only, also when it is asked to inside one."""
+    """The Trainer saves only between windows, even if it is asked to inside one."""
 
     def made(seed):
         net = llama(dtype, seed)

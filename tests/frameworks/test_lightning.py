@@ -1,4 +1,4 @@
-"""Lightning's Trainer over wrapped optimizers: accumulation, clipping, schedulers and checkpoints are Lightning's."""
+"""Lightning's Trainer with a wrapped optimizer: accumulation, clipping, schedulers and checkpoints are Lightning's."""
 
 import fusedaccum as fa
 import lightning as L
@@ -121,7 +121,7 @@ def test_bf16_gradients_are_added_in_fp32():
 
 @pytest.mark.parametrize("samples", [48, 42, 45], ids=["full", "last window short", "last micro-batch short too"])
 def test_unequal_micro_batches_and_a_short_last_window(samples):
-    """docs/frameworks/lightning.md, "Micro-batches that are not of one size". Lightning alone divides every window by 4."""
+    """As in docs/frameworks/lightning.md, "Micro-batches that are not of one size". Lightning alone divides every window by 4."""
 
     class Weighed(Regression):
         def training_step(self, batch, index):
@@ -140,7 +140,7 @@ def test_unequal_micro_batches_and_a_short_last_window(samples):
 
 
 class SaveAfter(L.Callback):
-    """Has Lightning save a checkpoint after some micro-batch, wherever in a window that is."""
+    """Has Lightning save a checkpoint after a given micro-batch, wherever in a window that is."""
 
     def __init__(self, micro_batches, path):
         self.micro_batches, self.path = micro_batches, path
@@ -188,7 +188,7 @@ def test_checkpoint_of_lightning_alone_loses_the_window(tmp_path):
 
 
 def test_manual_optimization_flushes_through_lightnings_own_optimizer():
-    """Lightning's stand-in is of a subclass of the wrapper's class, made on the fly, and has no state of its own."""
+    """Lightning's stand-in for the wrapper is of a subclass made on the fly, and has no state of its own."""
 
     class Manual(Regression):
         def __init__(self, make):
@@ -200,7 +200,7 @@ def test_manual_optimization_flushes_through_lightnings_own_optimizer():
             self.optimizers().step()
 
         def on_validation_model_zero_grad(self):
-            """Lightning's own sets every gradient to None, here inside a window that it knows nothing of."""
+            """Lightning's own version sets every gradient to None, here inside a window that it does not know about."""
 
         def on_train_epoch_end(self):
             self.optimizers().flush()

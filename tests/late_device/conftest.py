@@ -1,6 +1,6 @@
-"""Tests that need a device besides the CPU: a GPU where there is one, else one made of the CPU (late_device.cpp).
+"""Tests that need a device besides the CPU: a GPU if there is one, else one simulated on the CPU (late_device.cpp).
 
-Not part of the other tests' process, for PyTorch can have one such device and then treats it as the machine's accelerator.
+They run in a process of their own, because PyTorch can have only one such device and then treats it as the machine's accelerator.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(scope="session")
 def late_device():
-    """The module that makes the device "late", or None on a machine with a GPU."""
+    """The extension module that provides the device "late", or None on a machine with a GPU."""
     if torch.cuda.is_available():
         return None
     torch.utils.rename_privateuse1_backend("late")
@@ -42,14 +42,14 @@ def late_device():
 
 @pytest.fixture
 def device(late_device):
-    """Where the test's parameters are."""
+    """The device of the test's parameters."""
     torch.manual_seed(0)
     return torch.device("cuda:0" if late_device is None else "late:0")
 
 
 @pytest.fixture(autouse=True)
 def small_stages(monkeypatch):
-    """So small that a gradient takes several, and several gradients take one."""
+    """Makes stages so small that some gradients need several, and that several gradients share one."""
     monkeypatch.setattr(fusedaccum.buffers.offload, "STAGE_BYTES", 1024)
     monkeypatch.setattr(fusedaccum.closing.applying, "STAGE_BYTES", 1024)
     monkeypatch.setattr(fusedaccum.intake.intake, "BUCKET_BYTES", 3000)

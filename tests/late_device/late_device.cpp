@@ -1,8 +1,8 @@
-// A device for tests where there is no GPU: memory of its own (the host's), and streams that copy late, from the bytes that are there then.
+// A device for tests without a GPU: memory of its own (the host's), and streams that copy late, from the bytes that are there by then.
 //
-// Ops run on the CPU when the current stream is empty. Copies within the device, and with non_blocking=True between it and pinned memory,
-// are made by the stream's thread, some time later; freed memory is filled with NaNs at once, or when the streams are done with it that it
-// was recorded on. So a missing wait, or a missing record_stream, shows as a wrong number.
+// Ops run on the CPU once the current stream is empty. Copies within the device, and copies with non_blocking=True between it and pinned
+// memory, are made some time later by the stream's thread. Freed memory is filled with NaNs at once, or as soon as the streams that it was
+// recorded on are done with it. So a missing wait or a missing record_stream shows as a wrong number.
 #include <ATen/core/Tensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
@@ -44,7 +44,7 @@ c10::Stream stream(c10::DeviceIndex device, c10::StreamId id) { return {c10::Str
 
 // -- streams and events ---------------------------------------------------------------------------------------------------
 
-// Jobs in order, done by a thread that lives as long as the process.
+// Runs jobs in order, on a thread that lives as long as the process.
 class Queue {
  public:
   Queue() { std::thread(&Queue::work, this).detach(); }
@@ -81,7 +81,7 @@ class Queue {
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<std::function<void()>> jobs_;  // the first is under way
+  std::deque<std::function<void()>> jobs_;  // the first is running
 };
 
 Queue& queue(c10::DeviceIndex device, c10::StreamId id) {
@@ -195,7 +195,8 @@ struct Block {
   }
 };
 
-// As PyTorch's allocators do: in the order of the default stream, for which it may be had again at once; when other streams are done.
+// Frees as PyTorch's allocators do: in the order of the default stream, for which the memory counts as free at once, and when other
+// streams that use it are done.
 void free_block(void* context) {
   const std::shared_ptr<Block> block(static_cast<Block*>(context));
   if (block->used_on.empty()) allocated -= static_cast<int64_t>(block->bytes);
@@ -273,7 +274,7 @@ at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::op
                                            c10::dtype_or_default(dtype));
 }
 
-// The same memory as a CPU tensor that keeps nothing alive.
+// The same memory as a CPU tensor, which does not keep it alive.
 at::Tensor bare(const at::Tensor& x) {
   return at::from_blob(const_cast<void*>(x.const_data_ptr()), x.sizes(), x.strides(), at::device(c10::kCPU).dtype(x.dtype()));
 }
@@ -282,9 +283,9 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   if (to.numel() == 0) return to;
   const at::Tensor &host = from.is_cpu() ? from : to, &device = from.is_cpu() ? to : from, source = bare(from), target = bare(to);
   const bool over_the_link = host.is_cpu();
-  const bool across = !over_the_link && from.device() != to.device();  // which both devices' streams wait for
+  const bool across = !over_the_link && from.device() != to.device();  // both devices' streams wait for such a copy
   if (!across && (!over_the_link || (non_blocking && is_pinned(host.const_data_ptr())))) {
-    // What is pinned PyTorch does not give away either before streams are done with it.
+    // PyTorch too does not reuse pinned memory before streams are done with it.
     current_queue(device.device().index()).add([source, target, held = over_the_link ? host.storage() : c10::Storage()] {
       std::this_thread::sleep_for(held ? kDelay : kDelay / 7);
       const at::NoGradGuard no_grad;
@@ -321,7 +322,7 @@ void record_stream(at::Tensor& x, c10::Stream stream) {
   static_cast<Block*>(x.storage().data_ptr().get_context())->used_on.push_back(stream);
 }
 
-// As on a GPU, tensors of several devices do not meet; numbers of the CPU may, and indices.
+// As on a GPU, an op refuses tensors on several devices; 0-d tensors and indices may be on the CPU.
 void check_devices(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
   std::optional<c10::Device> seen;
   const auto check = [&](const at::Tensor& x) {

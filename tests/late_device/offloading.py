@@ -1,4 +1,4 @@
-"""What the tests of offloaded buffers train: a model of all kinds of parameters, through windows of all kinds."""
+"""What the tests of offloaded buffers train: a model with all kinds of parameters, in all kinds of windows."""
 
 import fusedaccum as fa
 import torch
@@ -6,7 +6,7 @@ from torch import nn
 
 
 class Net(nn.Module):
-    """Parameters of two dtypes, strides that are not the usual ones, one that is frozen and one that gets no gradient."""
+    """Parameters of two dtypes, some with unusual strides, a frozen one, and one that gets no gradient."""
 
     def __init__(self):
         super().__init__()
@@ -37,7 +37,7 @@ def adamw(params):
 
 
 class CountsSteps(torch.optim.SGD):
-    """Somebody's optimizer that keeps a count of its own a group."""
+    """A third-party optimizer that keeps a count of its own in every group."""
 
     def step(self, closure=None):
         for group in self.param_groups:
@@ -53,7 +53,7 @@ def micro_batches(device, count, seed=3):
 
 
 def moved(model, device):
-    """``model.to(device)`` that keeps strides, also such as leave gaps."""
+    """A ``model.to(device)`` that keeps strides, even with gaps."""
     for module in model.modules():
         for name, p in list(module.named_parameters(recurse=False)):
             there = torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device=device)
@@ -73,7 +73,7 @@ def weight_of(kind, number, device):
 
 
 def train(model, opt, device, count=8, kind="none", bad=(), start=0):
-    """Through ``count`` micro-batches, in the ``bad`` ones of which a gradient is not finite; returns what was said of the windows."""
+    """Train on ``count`` micro-batches, with a non-finite gradient in the ``bad`` ones; returns what last_window said after each."""
     said = []
     for number, (x, y) in enumerate(micro_batches(device, count)):
         if number < start:

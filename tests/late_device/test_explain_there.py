@@ -1,4 +1,4 @@
-"""fa.explain of parameters on another device: what buffers in CPU memory hold and move, on either side and between."""
+"""fa.explain for parameters on another device: what buffers in CPU memory hold and move, on both sides and in between."""
 
 import fusedaccum as fa
 import pytest
@@ -44,7 +44,7 @@ def test_cpu_side_of_buffers_in_cpu_memory(device, small, monkeypatch, name, dty
 
 
 def watched(monkeypatch, moved):
-    """Notes what the ops that run on the CPU read and write."""
+    """Appends to ``moved`` the bytes that the ops on the CPU read and write."""
     accumulate_, cast_, scale_ = fa.ops.accumulate_, fa.ops.cast_, fa.ops.scale_
 
     def size(tensors):
@@ -68,7 +68,7 @@ def watched(monkeypatch, moved):
 
 
 class Pinned(TorchFunctionMode):
-    """Notes where memory is that is asked for as pinned."""
+    """Records on which devices pinned memory is allocated."""
 
     def __init__(self):
         super().__init__()

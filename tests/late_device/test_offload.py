@@ -1,4 +1,4 @@
-"""Buffers in CPU memory: the same numbers as on the device, bit for bit."""
+"""Buffers in CPU memory give the same numbers as on the device, bit for bit."""
 
 import copy
 import itertools
@@ -40,7 +40,7 @@ def test_offloaded_training_is_the_same_bit_by_bit(device, case, make):
     settings, loop = CASES[case]
     ends, said = [], []
     for where in ({}, {"buffer_device": "cpu"}):
-        torch.manual_seed(5)  # of stochastic rounding
+        torch.manual_seed(5)  # seeds stochastic rounding
         model, opt = made(device, make, **settings, **where)
         said.append(train(model, opt, device, **loop))
         ends.append(contents(model, opt))
@@ -52,7 +52,7 @@ def test_offloaded_training_is_the_same_bit_by_bit(device, case, make):
 @pytest.mark.parametrize("kind", ["none", "tensor"])
 @pytest.mark.parametrize("settings", [{"max_grad_norm": 0.1}, {"max_grad_norm": 0.1, "nonfinite": "skip_window"}])
 def test_clipping_and_the_norm(device, monkeypatch, settings, kind):
-    """Up to the order in which squares are added; without a pass for it."""
+    """The same, up to the order in which squares are added, and without a pass over the buffers (ops.stats) for the norm."""
     ends, norms = [], []
     for where in ({}, {"buffer_device": "cpu"}):
         model, opt = made(device, accum_steps=4, **settings, **where)
@@ -67,7 +67,7 @@ def test_clipping_and_the_norm(device, monkeypatch, settings, kind):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_master_weights_are_stepped_on_the_cpu(device, fused):
-    """As those of a model that is there altogether: the device of late_device.cpp computes with the CPU's bits, a GPU not."""
+    """The oracle is a model wholly on the CPU; the device of late_device.cpp computes the CPU's bits, a GPU does not."""
 
     def make(params):
         return torch.optim.AdamW(params, lr=0.01, fused=fused, foreach=False)
@@ -149,7 +149,7 @@ def test_p_grad_is_there_for_the_inner_step_only(device):
         assert all(p.grad is None for p in model.parameters())
         opt.step()
     trained = [name not in ("unused", "frozen") for name, _ in model.named_parameters()]
-    assert seen == [trained]  # all at once, for the hook
+    assert seen == [trained]  # the hook sees all gradients at once
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -194,7 +194,7 @@ def test_parameters_of_several_devices(device):
 
 
 def test_a_weight_told_to_one_wrapper_reaches_the_other_in_the_engines_thread(device):
-    """Where hooks run for parameters of a device."""
+    """Hooks of parameters on a device run in that thread."""
     model = moved(nn.Linear(3, 2, bias=True), device)
     model.weight.data.zero_(), model.bias.data.zero_()
     first, second = (fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 2) for p in (model.weight, model.bias))

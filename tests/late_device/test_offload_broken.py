@@ -1,4 +1,4 @@
-"""Buffers in CPU memory: what goes wrong loses nothing, and what cannot be meant is refused."""
+"""Buffers in CPU memory: failures lose nothing, and what cannot be meant is refused."""
 
 import gc
 import itertools
@@ -65,7 +65,7 @@ def test_an_interrupt_while_gradients_are_on_their_way(device, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         train(model, opt, device, count=2)
     with warnings.catch_warnings(), pytest.raises(RuntimeError, match=r"call opt.reset\(\)"):
-        warnings.simplefilter("ignore")  # that the window was dropped, where it was
+        warnings.simplefilter("ignore")  # it warns if the window was dropped
         train(model, opt, device, count=2)
     opt.reset()
     train(model, opt, device, count=2)
@@ -98,7 +98,7 @@ def test_masters_take_the_state_that_is_there_when_they_are_made(device, make):
             model(torch.ones(3, 20, device=device)).square().mean().backward()
             opt.step()
         ends.append([p.detach().cpu() for p in model.parameters()])
-    # The model's own step is the device's, and CUDA's kernels multiply and add in one rounding.
+    # Without buffer_device the step runs on the device, and CUDA's kernels multiply and add with a single rounding.
     assert_same(*ends, tolerance=1e-6 if device.type == "cuda" else 0.0)
     assert all(x.device.type == "cpu" for entry in opt.state.values() for x in entry.values())
 
@@ -138,7 +138,7 @@ def test_a_backward_that_breaks_off_drops_the_window(device):
 def test_a_dropped_wrapper_leaves_nothing_behind(device):
     model, opt = made(device, accum_steps=2, buffer_device="cpu")
     x, y = next(micro_batches(device, 1))
-    (model(x) - y).square().mean().backward()  # and the thread is at work still
+    (model(x) - y).square().mean().backward()  # the offload thread is still at work
     del opt
     gc.collect()
     (model(x) - y).square().mean().backward()
@@ -200,7 +200,7 @@ def test_fused_layers_go_the_plain_way(device):
 
 
 def test_parameters_on_the_cpu_are_as_without(device):
-    """A model half of which is there already."""
+    """Half of the model is on the CPU already."""
     ends = []
     for where in ({}, {"buffer_device": "cpu"}):
         torch.manual_seed(1)

@@ -1,4 +1,4 @@
-"""Buffers in CPU memory: what passes through the ring, at a bounded cost in the device's memory."""
+"""Buffers in CPU memory: the ring that gradients and sums pass through, and its bounded cost in device memory."""
 
 import gc
 
@@ -16,7 +16,7 @@ from torch import nn
 
 
 class Made(torch.autograd.Function):
-    """Brings the parameter a gradient in memory of its own, and needs no other."""
+    """Its backward returns the parameter's gradient in new memory, and needs no other memory."""
 
     @staticmethod
     def forward(ctx, p, x):
@@ -30,7 +30,7 @@ class Made(torch.autograd.Function):
 
 @pytest.mark.parametrize("sizes", [[24], [24, 24, 24], [1] * 24, [5, 1, 9, 1, 1, 7]])
 def test_memory_for_gradients_is_bounded_by_the_ring(late_device, device, monkeypatch, sizes):
-    """``sizes`` in stages. Step for step, the sums' return included."""
+    """``sizes`` are in stages. The bounds are for backward, and for step(), which brings the sums back."""
     if late_device is None:
         pytest.skip("counts what the device of late_device.cpp allocates; benchmarks/bench_memory.py measures a GPU's")
     stage = 1 << 14
@@ -54,12 +54,12 @@ def test_memory_for_gradients_is_bounded_by_the_ring(late_device, device, monkey
         during = (late_device.peak() - before) / stage
         assert (
             during < ring + 1 + max(sizes) + 0.2
-        )  # the ring where it is not there yet, the bucket, and the gradient that fills it
+        )  # the ring if it is yet to be made, the bucket, and the gradient that fills it
         late_device.reset_peak()
         opt.step()
         assert (late_device.peak() - before) / stage < fusedaccum.buffers.offload.STAGES + 2 * max(
             sizes
-        ) + 0.2  # SGD has a temporary
+        ) + 0.2  # SGD makes a temporary
         assert all(p.grad is None for p in params)
     assert opt.updated and all((p.cpu() == -0.1).all() for p in params)
 
@@ -69,7 +69,7 @@ def test_memory_for_gradients_is_bounded_by_the_ring(late_device, device, monkey
 
 @pytest.mark.parametrize("hooks", ["native", "python"])
 def test_a_gradient_that_autograd_goes_on_adding_to(device, monkeypatch, hooks):
-    """``h`` and ``p`` get the same gradient, to which that of the other use of ``h`` is then added in place."""
+    """``h`` and ``p`` get the same gradient tensor, to which autograd then adds, in place, the gradient of ``h``'s other use."""
     monkeypatch.setenv("FUSEDACCUM_INTAKE", hooks)
     w, p = (nn.Parameter(torch.randn(shape).to(device)) for shape in ((32, 32), (4, 32)))
     opt = fa.AccumulatingOptimizer(torch.optim.SGD([w, p], lr=1.0, foreach=False), accum_steps=1, buffer_device="cpu")
@@ -82,7 +82,7 @@ def test_a_gradient_that_autograd_goes_on_adding_to(device, monkeypatch, hooks):
 
 
 class Static(torch.autograd.Function):
-    """Gives the same memory as its gradient each time, as graphed callables do."""
+    """Returns its gradient in the same memory each time, as graphed callables do."""
 
     memory: torch.Tensor
 
@@ -116,7 +116,7 @@ def test_gradients_in_static_memory_and_such_that_a_hook_writes_to(device, monke
 
 
 def late(x, device):
-    """A copy on the device that its current stream has not made yet."""
+    """A copy on the device that the current stream has yet to make."""
     return x.pin_memory().to(device, non_blocking=True)
 
 
