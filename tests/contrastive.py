@@ -37,7 +37,7 @@ class Clip(nn.Module):
 
 
 class SupCon(nn.Module):
-    """Khosla et al., 2020: every sample of the same label is a positive. (A module as loss, without parameters.)"""
+    """Khosla et al., 2020: all samples with the same label are positives. (A loss that is a module, without parameters.)"""
 
     labels = torch.arange(SAMPLES) % 3
 
@@ -75,7 +75,7 @@ def barlow(dtype):
 
 
 def unequal_batches(dtype):
-    """Three passages a query, as in dense retrieval; one batch given as a tuple, the other encoded by a function."""
+    """Three passages per query, as in dense retrieval; one batch is a tuple, the other is encoded by a function."""
     queries, passages = Tower(5), Tower(5)
 
     def loss(q, p):

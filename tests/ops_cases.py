@@ -74,7 +74,7 @@ def values(n, dtype, seed=0):
 
 
 def with_nonfinite(x):
-    """``x`` with infinities and NaNs put in, some of them into its last elements."""
+    """``x`` with some elements replaced by infinities and NaNs, among them its last ones."""
     for at, value in (
         (1, float("nan")),
         (5, float("inf")),

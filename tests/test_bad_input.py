@@ -73,7 +73,7 @@ def test_arguments_set_later_are_refused_for_they_would_change_nothing(name):
     opt = fa.AccumulatingOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1), accum_steps=2)
     with pytest.raises(AttributeError, match=rf"{name} was fixed when the optimizer was wrapped.*new wrapper"):
         setattr(opt, name, 4)
-    opt.note = 4  # anything else may be kept there
+    opt.note = 4  # other attributes may be set
     assert opt.note == 4
 
 

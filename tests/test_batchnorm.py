@@ -169,7 +169,7 @@ def test_checkpointed_forwards_count_once(reentrant):
 def test_forwards_without_gradients_are_as_before():
     layer, plain = pair(nn.BatchNorm1d(3))
     x = torch.randn(6, 3)
-    with torch.no_grad():  # torch.optim.swa_utils.update_bn, and no wrapper anywhere
+    with torch.no_grad():  # as torch.optim.swa_utils.update_bn does, without any wrapper
         layer(x), plain(x)
     assert_same_statistics(layer, plain, 0)
     layer.eval(), plain.eval()

@@ -102,7 +102,7 @@ def test_models_have_the_sizes_of_their_names() -> None:
         counts = {
             name: sum(p.numel() for p in models.LanguageModel(size).parameters()) for name, size in models.SIZES.items()
         }
-    # GPT-2 has 1,024 positions and a last norm besides.
+    # GPT-2 also has 1,024 position embeddings and a final norm.
     assert counts["gpt2-124m"] == 124_439_808 - 1024 * 768 - 2 * 768
     assert counts["llama-1b"] == 2 * 32000 * 2048 + 20 * (4 * 2048**2 + 3 * 2048 * 5632 + 2 * 2048)
 

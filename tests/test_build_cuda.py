@@ -64,7 +64,7 @@ def test_every_kernel_was_compiled_for_every_arch():
     assert archs == {f"sm_{number.replace('.', '')}" for number in asked}
     for arch in archs:
         names = [name for found, name in kernels() if found == arch]
-        # 16 pairs and, for stochastic rounding, those into 8 16-bit outputs once more; adding and overwriting, with statistics and without.
+        # 16 pairs of dtypes, and the 8 with 16-bit outputs again for stochastic rounding; each adds or overwrites, with or without stats.
         assert len([name for name in names if "write_kernel" in name]) == 2 * 2 * (16 + 8)
         assert len([name for name in names if "stats_kernel" in name]) == 4
         assert len([name for name in names if "add_up_kernel" in name]) == 1
@@ -131,19 +131,19 @@ def test_in_whole_tiles(holds):
 
 
 def test_loads_and_stores_are_weak():
-    """A strong access orders others, which costs time; cache hints can make one (``__stwb``: STG.E.128.STRONG.SM)."""
+    """No access orders others, as strong ones do; hints of a cache level can make one strong (``__stwb``: STG.E.128.STRONG.SM)."""
     for key, code in kernels().items():
         assert not re.search(r"\b(LDG|STG)\S*\.STRONG\b", code), key
 
 
-# A GPU of each kind by its data sheet: bytes of memory a second, multiprocessors, clocks a second.
+# A GPU of each kind, from its data sheet: memory bytes per second, multiprocessors, clocks per second.
 GPUS = {
     "sm_80": ("A100 80 GB", 2.04e12, 108, 1.41e9),
     "sm_90": ("H200", 4.8e12, 132, 1.755e9),
     "sm_100": ("B200", 8.0e12, 148, 1.85e9),
     "sm_120": ("RTX 5090", 1.79e12, 170, 2.41e9),
 }
-ISSUED = 128  # instructions of threads that a multiprocessor starts a clock
+ISSUED = 128  # thread instructions that a multiprocessor issues per clock
 
 
 def busy(arch, loop):

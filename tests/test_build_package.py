@@ -83,7 +83,7 @@ def sdist(tmp_path_factory):
 @pytest.fixture
 def unpacked(sdist, tmp_path):
     with tarfile.open(sdist) as archive:
-        careful = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # not in Python 3.11.2, say
+        careful = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # missing in Python 3.11.2, for one
         archive.extractall(tmp_path / "unpacked", **careful)
     (folder,) = (tmp_path / "unpacked").iterdir()
     return folder

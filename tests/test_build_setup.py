@@ -1,4 +1,4 @@
-"""setup.py's decisions: what is built, from what, and what it says when it cannot."""
+"""setup.py's decisions: what it builds and from what, and what it says when it cannot."""
 
 import importlib.util
 import os

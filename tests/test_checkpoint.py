@@ -1,4 +1,4 @@
-"""state_dict: PyTorch's layout plus one key, the open window inside, resumed bit for bit."""
+"""state_dict() has PyTorch's layout plus one key for the open window; training resumes bit for bit, also inside a window."""
 
 import gc
 import io
@@ -179,7 +179,7 @@ def test_saved_state_is_a_copy_of_the_window():
     before = {k: v["sum"].clone() for k, v in state["fusedaccum"]["buffers"].items()}
     train(net, opt, [(x, y)])
     assert all(torch.equal(v["sum"], before[k]) for k, v in state["fusedaccum"]["buffers"].items())
-    opt.load_state_dict(state)  # back in time
+    opt.load_state_dict(state)  # back to an earlier state
     for p, k in zip(net.parameters(), before, strict=True):
         assert torch.equal(p.grad, before[k])
 

@@ -14,7 +14,7 @@ from training import assert_same_parameters, big_batch_step, data, model, parts,
 pytestmark = [pytest.mark.usefixtures("compiled_anew"), pytest.mark.filterwarnings("ignore:`torch.jit.script_method`")]
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-WINDOWS = 4  # a CUDA graph is warmed up, recorded and replayed
+WINDOWS = 4  # enough for a CUDA graph to be warmed up, recorded and replayed
 
 
 class Checkpointed(nn.Module):
@@ -178,7 +178,7 @@ def test_calls_within_a_full_graph_are_refused_by_name(call):
 
 
 def test_a_step_with_the_functional_ops_is_one_graph():
-    """Forward, backward (torch.func), accumulation and norm: the window's gradient is the big batch's."""
+    """Forward, backward (torch.func), accumulation and norm in one graph; the window's gradient is the big batch's."""
     net, (x, y) = model().to(DEVICE), (each.to(DEVICE) for each in data())
     counter = CompileCounterWithBackend("aot_eager")
     weights = {name: p.detach().clone() for name, p in net.named_parameters()}

@@ -157,7 +157,7 @@ def test_the_optimizers_state_is_what_it_keeps(build, masters):
     model = layers(torch.bfloat16, width=16)
     opt = build(model.parameters())
     said = modes(model, optimizer=opt)["master weights" if masters else "FP32 buffers"].memory["optimizer"]
-    assert not opt.state  # of the user's own
+    assert not opt.state  # the user's optimizer was not stepped
     opt = fa.AccumulatingOptimizer(opt, accum_steps=4, master_weights=masters)
     window(model, opt.step)
     kept = sum(x.nbytes for entry in opt.state.values() for x in entry.values() if isinstance(x, torch.Tensor))

@@ -1,4 +1,4 @@
-"""On a GPU: every op of every kernel backend against the reference on the CPU, bit for bit."""
+"""On a GPU, every op of every kernel backend gives the bits of the reference on the CPU."""
 
 import contextlib
 import itertools

@@ -88,7 +88,7 @@ CASES = FP32_ONLY + [(s, dtype, make) for s in SETTINGS for dtype in (torch.floa
     ("settings", "dtype", "make"), CASES, ids=[f"{settings}-{dtype}-{make.__name__}" for settings, dtype, make in CASES]
 )
 def test_a_window_recorded_and_replayed_is_every_window(settings, dtype, make):
-    """Parameters, gradients and norms are the same bits: no gradient is lost or added twice, and nothing waits."""
+    """Parameters, gradients and norms have the same bits: no gradient is stolen or added twice, and nothing waits."""
     net = model(dtype).to(DEVICE)
     graphed, plain = Training(net, make, settings), Training(twin(net), make, settings)
     warm_up, first, *rest = windows(dtype)

@@ -1,4 +1,4 @@
-"""Loops with more than one backward per step: two models that train against each other, and two steps on one batch."""
+"""Loops in which steps and backwards do not pair up: two models that train against each other, and two steps on one batch."""
 
 import fusedaccum as fa
 import pytest

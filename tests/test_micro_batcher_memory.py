@@ -248,7 +248,7 @@ def test_pooled_batch_statistics_hold_every_sample_once(monkeypatch):
     plain = nn.BatchNorm1d(6).double()
     plain(batch()["x"])
     net = lambda dtype: fa.accumulate_batchnorm(Normed(dtype))  # noqa: E731
-    _, points, _, _ = ran(monkeypatch, first=6, net=net)  # and in halves of 3: one sample has no statistics
+    _, points, _, _ = ran(monkeypatch, first=6, net=net)  # halved, it is still 3: a single sample has no statistics
     for point in range(1, points.met + 1, 7):
         norm = ran(monkeypatch, [point], 6, net=net)[0].norm
         torch.testing.assert_close((norm.running_mean, norm.running_var), (plain.running_mean, plain.running_var))

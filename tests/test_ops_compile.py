@@ -129,7 +129,7 @@ def test_one_graph_for_all_sizes(mark):
         step(CALLS["accumulate"], right, sources, 0.5, expected := Stats.empty(), None)
         assert_same_bits(ours[0], right[0])
         assert_same_stats(got, expected)
-        first = first or counter.frame_count  # the compiler may start over while it compiles
+        first = first or counter.frame_count  # the first compilation may restart
     assert counter.frame_count == first
 
 

@@ -51,7 +51,7 @@ def test_overwrite_and_cast_do_not_read_their_outputs(backend, dtype):
             assert (stats.sq_norm, stats.nonfinite) == (4 * sum(y.numel() for y in x), 0)
 
 
-# Ways to lay out (30, 40).
+# Layouts of shape (30, 40).
 LAYOUTS = {
     "contiguous": lambda: torch.randn(30, 40),
     "transposed": lambda: torch.randn(40, 30).t(),

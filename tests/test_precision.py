@@ -183,7 +183,7 @@ def test_stochastic_rounding_draws_anew_for_every_add_and_parameter():
 
 
 def test_random_numbers_of_every_add_and_parameter_are_whole_blocks_of_their_own(monkeypatch):
-    """Blocks are of 8 numbers, which kernels draw at a time; sharing one would round two elements alike."""
+    """Blocks are of 8 numbers, as many as kernels draw at a time."""
     asked, plain = [], fa.ops.accumulate_
 
     def watched(buffers, *args, rounding, **kwargs):

@@ -106,7 +106,7 @@ def test_measuring_compiles_to_16_byte_loads(x):
 
 
 def test_these_checks_can_fail():
-    """Planted faults: misaligned pointers, and contraction allowed."""
+    """With planted faults: misaligned pointers, and contraction allowed."""
     _, misaligned = write(90, "fp32", "bf16", ADD, aligned=False)
     assert wide_accesses(misaligned) == (0, 0)
     _, fused = write(90, "fp32", "bf16", ADD, fuse=True)

@@ -1,4 +1,4 @@
-"""A window equals the one big batch it stands for: against plain torch.optim on that batch."""
+"""A window equals the one big batch it stands for, stepped by plain torch.optim."""
 
 import inspect
 

@@ -67,7 +67,7 @@ def adamw(params):
 
 
 def micro_batches(window, count, equal=False):
-    """``count`` micro-batches of window ``window``: inputs, targets, weight (tokens) and whether ``sometimes`` is used."""
+    """The ``count`` micro-batches of a window: inputs, targets, weight (tokens), and whether ``sometimes`` is used."""
     generator = torch.Generator().manual_seed(window)
     for number in range(count):
         tokens = 4 if equal else int(torch.randint(1, 9, (), generator=generator))

@@ -37,7 +37,7 @@ def in_a_cycle(module):
     return module
 
 
-# -- modules that nobody holds any more ------------------------------------------------------------------------------------
+# -- modules without users -------------------------------------------------------------------------------------------------
 
 
 def sharded_by_a_dropped_module(rank, at):
@@ -165,7 +165,7 @@ def test_fsdp2_modules_of_two_groups_share_windows_over_the_first_ones(worlds):
         assert worlds(2).run(two_meshes, at=at) == [True, True]
 
 
-# -- wrappers that nobody holds any more -----------------------------------------------------------------------------------
+# -- wrappers without users ------------------------------------------------------------------------------------------------
 
 
 def a_second_wrapper(rank, at, cycle):

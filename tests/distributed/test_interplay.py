@@ -278,7 +278,7 @@ def new_group_of_other_shapes(rank):
     with pytest.raises(ValueError, match="must have the same parameters"):
         opt.add_param_group({"params": [q]})
     assert len(opt.param_groups) == 1
-    opt.add_param_group({"params": [one()]})  # and one can go on
+    opt.add_param_group({"params": [one()]})  # training can go on
     p.sum().backward()
     opt.step()
     return p.detach(), len(opt.state_dict()["fusedaccum"]["shapes"])
@@ -307,7 +307,7 @@ def new_group_of_ranks(rank, kind, named):
     with pytest.raises(ValueError, match=rf"param_groups\[1\]\['params'\]\[0\] is in an? {kind} module"):
         opt.add_param_group(group)
     assert len(opt.param_groups) == 1
-    opt.add_param_group({"params": [one()]})  # and one can go on
+    opt.add_param_group({"params": [one()]})  # training can go on
 
 
 def whole(module):

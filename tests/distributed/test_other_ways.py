@@ -87,7 +87,7 @@ def test_a_forward_of_ddp_that_no_backward_follows(worlds, when):
 def not_called(rank, how):
     model = plain()
     module = replicate(model) if how == "replicate" else DDP(model)
-    module(torch.ones(1, 12))  # replicate() makes its DistributedDataParallel now
+    module(torch.ones(1, 12))  # replicate() creates its DistributedDataParallel here
     opt = wrapped(model, accum_steps=2)
     parts = share(0, 4, rank, 2)
     x, y, _, _ = parts[0]
@@ -107,7 +107,7 @@ def test_ddp_that_is_not_called_is_refused(worlds, how):
 
 
 def pipeline(rank, sharded):
-    """Two stages, each on two ranks; two runs of the schedule a window, of four parts each."""
+    """Two stages on two ranks each; a window is two runs of the schedule, of four parts each."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stages", "replicas"))
     number, replica = mesh.get_coordinate()
     first, tanh, second = plain()

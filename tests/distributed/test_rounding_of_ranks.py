@@ -51,7 +51,7 @@ def replicas(rank, kind, rounding):
         group = dist.group.WORLD if apart else None
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
         fully_shard(model, mesh=mesh, ignored_params=apart)
-        model.set_gradient_divide_factor(1.0)  # so that both kinds could be in one call of a kernel
+        model.set_gradient_divide_factor(1.0)  # or the two kinds could not share a kernel call
         same = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
     torch.manual_seed(100 + rank)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""What is written for users of a framework runs: the pages in docs/frameworks and the scripts in examples."""
+"""The pages in docs/frameworks and the scripts in examples run as written."""
 
 import runpy
 
@@ -18,4 +18,4 @@ def test_examples_of_a_page_run(page, tmp_path, monkeypatch):
 def test_example_follows_the_frameworks_big_batch(script):
     losses, big = runpy.run_path(str(script))["main"]()
     assert len(losses) == len(big) >= 10
-    assert losses == pytest.approx(big, rel=1e-5)  # AdamW enlarges the last bits' differences where gradients are small
+    assert losses == pytest.approx(big, rel=1e-5)  # AdamW amplifies last-bit differences where gradients are small

@@ -60,7 +60,7 @@ class Regression(L.LightningModule):
         self.steps += 1
         grads = [
             p.grad for p in self.parameters() if p.grad is not None
-        ]  # a plain optimizer's step begins with backward
+        ]  # with a plain optimizer, backward runs inside step()
         self.norms.append(torch.nn.utils.get_total_norm(grads).item())
 
 

@@ -24,7 +24,7 @@ class Net(nn.Module):
         return self.head(x) * self.scale + self.frozen + self.gappy.sum(1)
 
     def last(self):
-        """The element whose gradient is the last to be added."""
+        """An element of the parameter whose gradient is added last."""
         return self.turned[-1, -1].float()
 
 
