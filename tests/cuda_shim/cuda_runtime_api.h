@@ -1,6 +1,6 @@
 // A stand-in for CUDA's header: enough of it to run csrc/cuda/kernels.cu on the CPU, block after block. For tests only.
 //
-// The threads of a block are fibers on one CPU thread. Each runs up to its next barrier or shuffle, in an order that is drawn anew every
+// The threads of a block are fibers on one CPU thread. Each runs up to its next barrier or shuffle, in an order that is drawn afresh every
 // time, so that a missing barrier shows as a wrong result. A barrier that not all threads reach aborts.
 #pragma once
 

@@ -156,7 +156,7 @@ def test_gradients_that_come_after_the_sums_have_gone(worlds, how):
         parts = [share(window, COUNT, rank, 2) for rank in range(2)]
         for of_rank in parts:
             for x, y, _, use in of_rank:
-                (mean_loss(model, x, y, use) / 4).backward()  # 2 ranks with 2 micro-batches each, of two passes each
+                (mean_loss(model, x, y, use) / 4).backward()  # 2 ranks, 2 micro-batches each, of two passes that add up
         opt.step()
     for ours in worlds(2).run(twice_a_micro_batch, how=how):
         assert_close(ours, contents(model, opt))

@@ -13,7 +13,7 @@ DDP = nn.parallel.DistributedDataParallel
 
 
 def dropped(rank, at):
-    """The only micro-batch of rank ``at`` is dropped; after its backward, p.grad holds the other rank's gradient."""
+    """The only micro-batch of rank ``at`` is dropped; the end of its backward brings it the other rank's gradient."""
     model = made()
     opt = wrapped(DDP(model, find_unused_parameters=True), nonfinite="skip_micro_batch")
     x, y, weight, _ = share(0, 2, rank, 2)[0]

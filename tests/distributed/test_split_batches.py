@@ -79,7 +79,7 @@ def shards(rank):
         fa.MicroBatcher(model, opt)
     batcher = fa.MicroBatcher(lambda part: (model(part[0], True) - part[1]).square().mean(), opt, 3)
     batcher.step([x[rank * 8 : rank * 8 + 8] for x in whole(0)])
-    batcher.step([x[rank * 10 : rank * 10 + (10, 4)[rank]] for x in whole(1)])  # alone they would cut these into 4 and 2
+    batcher.step([x[rank * 10 : rank * 10 + (10, 4)[rank]] for x in whole(1)])  # alone they would be cut into 4 and 2
     assert opt.last_window.micro_batches == 8
     with pytest.raises(
         ValueError, match=r"micro_batch_size=3 cuts a rank's batch into 4.*as many.*one has a batch of 2"
