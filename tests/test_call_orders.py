@@ -1,4 +1,4 @@
-"""Any order of calls does what a model of the contract says that fits on one page: lists of numbers and one division."""
+"""Any order of calls behaves like a model of the contract that fits on one page: lists of numbers and one division."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""csrc/cuda/kernels.cu itself, run on the CPU under sanitizers: block after block, a block's threads in ever different orders.
+"""csrc/cuda/kernels.cu itself, run on the CPU under sanitizers: block after block, a block's threads in a different order each time.
 
 The undefined-behaviour sanitizer is always on. A slow test at the end runs this file again with the address sanitizer, on a library
 that it has compiled for this (``SHIM_LIBRARY``), with libasan preloaded.

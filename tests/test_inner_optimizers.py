@@ -116,7 +116,7 @@ def assert_rounded(net, opt, copies):
 
 @pytest.mark.parametrize("stepped_before", [False, True])
 def test_masters_of_an_optimizer_inside_another_that_keeps_its_own_state(stepped_before):
-    """Its new state was keyed by the masters and its old one by the model: it started over, and state_dict() failed."""
+    """Its new state used to stay with the masters and its old one with the model: it started over, and had no state_dict()."""
     net, (x, y) = model(torch.bfloat16), data(dtype=torch.bfloat16)
     inner = lookahead(net.parameters())
     if stepped_before:

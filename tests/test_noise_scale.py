@@ -187,7 +187,7 @@ def test_one_micro_batch_a_window_tells_nothing():
 
 @pytest.mark.parametrize("accum_steps", [None, 2])
 def test_grad_scaler(accum_steps):
-    """The loss scale does not matter, even if it changes inside a window (one not known in time leaves out the first window)."""
+    """The loss scale does not matter, even if it changes inside a window. (A caller-owned first window learns it too late: left out.)"""
     model, data = telling([(4, 4)] * 5, torch.float32)
     opt = wrapped(model.parameters(), accum_steps=accum_steps, reduction="none")
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1)
