@@ -189,7 +189,7 @@ def test_backward_on_some_inputs():
     opt.step()
 
 
-def test_data_parallel_replicas_in_threads():
+def test_backward_called_from_other_threads():
     """Each backward is called from a thread of its own, one after the other."""
     net, (x, y) = model(), data()
     big = twin(net)
@@ -204,7 +204,7 @@ def test_data_parallel_replicas_in_threads():
     assert_same_parameters(net, big, 1e-12)
 
 
-def test_model_in_torch_compile_graph_of_autograd_functions():
+def test_a_compiled_model():
     """A compiled backward is one function, which returns all gradients of its module together."""
     net, (x, y) = model(), data()
     big = twin(net)
