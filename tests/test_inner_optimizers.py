@@ -243,6 +243,22 @@ def test_what_is_set_on_the_wrapper_reaches_the_inner_optimizer():
     assert opt.noise == opt.seen == 0.5
     assert opt.mine == 2 and not hasattr(opt.optimizer, "mine")
     assert opt.optimizer.settings is None
+    opt.optimizer.mine = 3
+    opt.mine = 4
+    assert opt.mine == 4 and opt.optimizer.mine == 3
+    del opt.noise, opt.mine
+    assert opt.noise == 1.0 and opt.mine == 3
+    with pytest.raises(AttributeError, match="nothing"):
+        del opt.nothing
+
+
+def test_a_subclass_may_set_attributes_before_there_is_an_inner_optimizer():
+    class Named(fa.AccumulatingOptimizer):
+        def __init__(self, optimizer, name):
+            self.name = name
+            super().__init__(optimizer, 1)
+
+    assert Named(torch.optim.SGD([Parameter(torch.zeros(3))]), "mine").name == "mine"
 
 
 class Remembering(Optimizer):

@@ -195,11 +195,21 @@ class AccumulatingOptimizer(Optimizer):
                 f"{name} was fixed when the optimizer was wrapped, and setting it would change nothing; build a new wrapper and carry the "
                 "state over with load_state_dict(state_dict()). For windows of changing length, pass a callable accum_steps"
             )
-        ours = name in OURS or name.startswith("_") or hasattr(type(self), name)
-        if not ours and hasattr(self.optimizer, name):
-            setattr(self.optimizer, name, value)  # where it is read: a noise_multiplier that a scheduler moves
+        inner = getattr(self, "optimizer", None)  # None: a subclass sets its own before it calls __init__
+        if not self._has(name) and hasattr(inner, name):
+            setattr(inner, name, value)  # where it is read: a noise_multiplier that a scheduler moves
         else:
             super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if not self._has(name) and hasattr(self.optimizer, name):
+            delattr(self.optimizer, name)
+        else:
+            super().__delattr__(name)
+
+    def _has(self, name: str) -> bool:
+        """Is it an attribute of the wrapper, before which the inner optimizer's is not looked up?"""
+        return name in OURS or name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
 
     param_groups, state, defaults = map(_of_inner, ("param_groups", "state", "defaults"))
 
