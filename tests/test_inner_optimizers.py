@@ -190,6 +190,37 @@ def test_a_gradient_that_such_a_method_replaces_is_stepped():
     assert (p == -1).all()
 
 
+@pytest.mark.parametrize("buffer_device", [None, "cpu"])
+def test_methods_that_only_read_may_be_called_between_forward_and_backward(buffer_device):
+    """The model was written back to after every call, and autograd refused the backward."""
+
+    class Telling(torch.optim.SGD):
+        def learning_rate(self):
+            return self.param_groups[0]["lr"]
+
+        def shrink(self, how):
+            for p in self.param_groups[0]["params"]:
+                how(p).detach().mul_(0.5)
+
+    p, x = Parameter(torch.ones(3, dtype=torch.bfloat16)), torch.ones(3, dtype=torch.bfloat16, requires_grad=True)
+    opt = fa.AccumulatingOptimizer(Telling([p], lr=0.25), 1, master_weights=True, buffer_device=buffer_device)
+    loss = (p * x).sum()
+    assert opt.learning_rate() == 0.25
+    loss.backward()
+    opt.step()
+    assert (p == 0.75).all()
+    loss = (p * x).sum()
+    opt.shrink(lambda p: p.data)  # which autograd does not see in plain PyTorch, either
+    assert (p == 0.375).all()
+    loss.backward()
+    opt.step()
+    assert (p == 0.125).all()
+    loss = (p * x).sum()
+    opt.shrink(lambda p: p)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_masters_have_the_attributes_of_their_parameters():
     """Some optimizers read them from each parameter (p.lr_mul); they were silently missing on masters."""
 

@@ -129,8 +129,18 @@ class MasterWeights:
                 self._seen[p] = _look(p)
 
     @torch.no_grad()
-    def write_back(self, stepped: Iterable[Parameter], offload: Offload, backend: str) -> None:
-        """Round the masters of these parameters into the model: one call per device."""
+    def write_back(
+        self,
+        stepped: Iterable[Parameter],
+        offload: Offload,
+        backend: str,
+        before: Mapping[Parameter, Any] | None = None,
+    ) -> None:
+        """Round the masters of these parameters into the model: one call per device.
+
+        Where a master looks as it did ``before``, autograd is not told: it was at most written to as ``p.data``, of which autograd is not
+        told in plain PyTorch either. So what only reads may be called between a forward and its backward.
+        """
         by_device: dict[tuple[torch.device, bool], list[Parameter]] = {}
         for p in stepped:
             if p in self.of:
@@ -138,9 +148,15 @@ class MasterWeights:
         for (_, elsewhere), parameters in by_device.items():
             masters = [local_of(self.of[p].detach()) for p in parameters]
             cast_ = offload.cast_ if elsewhere else ops.cast_
-            cast_([local_of(p.detach()) for p in parameters], masters, backend=backend)
+            outs = [local_of(p.detach()) for p in parameters]
+            untold = [before is not None and before[p] == _look(self.of[p]) for p in parameters]
+            cast_([out.data if hush else out for out, hush in zip(outs, untold, strict=True)], masters, backend=backend)
             for p in parameters:
                 self._seen[p] = _look(p)
+
+    def looks(self) -> dict[Parameter, tuple[int, int]]:
+        """What changes when a master is written to, by its parameter."""
+        return {p: _look(master) for p, master in self.of.items()}
 
     def load(self, masters: dict[Parameter, Tensor]) -> None:
         """Load saved masters."""

@@ -136,10 +136,11 @@ class Closing:
         self._gathering.settle()
         slots = self._sums.buffers.slots
         self._masters.follow_model()
+        before = self._masters.looks()
         with self._inner_at_work(), self._masters.at_work(inner, slots):
             result = method(*args, **kwargs)
             self._masters.return_gradients(slots)
-        self._masters.write_back(self._masters.of, self._sums.offload, self._settings.backend)
+        self._masters.write_back(self._masters.of, self._sums.offload, self._settings.backend, before)
         return result
 
     def step_lbfgs(self, inner: Optimizer, closure: Callable[[], Any] | None, weight: Scalar | None) -> Any:
