@@ -185,7 +185,8 @@ class AccumulatingOptimizer(Optimizer):
             schedule = self.settings.schedule
             return getattr(schedule if hasattr(schedule, name) else self.settings, name)
         value = getattr(self.optimizer, name)
-        if self._masters.of and inspect.ismethod(value) and not name.startswith("_"):  # it expects what the optimizer steps
+        if self._masters.of and inspect.ismethod(value) and not name.startswith("_"):
+            # It expects what the optimizer steps.
             return functools.wraps(value)(functools.partial(self._closing.call, value, self.optimizer))
         return value
 
