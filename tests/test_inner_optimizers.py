@@ -1,6 +1,7 @@
 """Inner optimizers that do more than step(): with another optimizer inside them, or with methods of their own."""
 
 import copy
+from collections import deque
 
 import fusedaccum as fa
 import pytest
@@ -326,6 +327,25 @@ def test_gradients_that_the_inner_optimizer_keeps_stay_what_they_were(dtype, set
         plain.step()
     assert [g[0].item() for g in opt.state[p]["all"]] == [1, 4, 2]
     torch.testing.assert_close(p, q, rtol=2**-6 if dtype is torch.bfloat16 else 1e-12, atol=0)
+
+
+@pytest.mark.parametrize("kind", [list, deque, tuple])
+def test_gradients_that_the_inner_optimizer_keeps_in_a_container_stay_what_they_were(kind):
+    class Collecting(torch.optim.SGD):
+        def step(self, closure=None):
+            for p in self.param_groups[0]["params"]:
+                entry = self.state[p]
+                entry["all"] = kind([*entry.get("all", ()), p.grad])
+                entry["group"], self.param_groups[0]["first"] = self.param_groups[0], entry  # a cycle
+            return super().step()
+
+    p = Parameter(torch.zeros(3))
+    opt = fa.AccumulatingOptimizer(Collecting([p], lr=1.0), 1)
+    for value in (1, 4, 2):
+        (value * p).sum().backward()
+        opt.step()
+    assert type(opt.state[p]["all"]) is kind
+    assert [g[0].item() for g in opt.state[p]["all"]] == [1, 4, 2]
 
 
 class Again(torch.optim.SGD):

@@ -319,6 +319,32 @@ def test_groups_of_shards_that_are_added_later(worlds):
         assert_close(ours, list(model.parameters()))
 
 
+class Keeping(torch.optim.SGD):
+    """Keeps every gradient without copying it, and beside it what it was."""
+
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                self.state[p].setdefault("kept", []).append((p.grad, p.grad.full_tensor().clone()))
+        return super().step()
+
+
+def kept(rank):
+    model = sharded()
+    opt = fa.AccumulatingOptimizer(Keeping(model.parameters(), lr=0.1), 1)
+    for window in range(WINDOWS):
+        for x, y, weight, _ in share(window, 2, rank, 2, True):
+            opt.backward(mean_loss(model, x, y, False), weight=weight)
+            opt.step()
+    kept = [pair for entry in opt.state.values() for pair in entry["kept"]]
+    return [torch.equal(grad.full_tensor(), was) for grad, was in kept]
+
+
+def test_gradients_of_shards_that_the_inner_optimizer_keeps_stay_what_they_were(worlds):
+    for same in worlds(2).run(kept):
+        assert same and all(same)
+
+
 def interrupted(rank, at, folder):
     model = sharded()
     opt = wrapped(model, accum_steps=4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +17,7 @@ from ..warn import warn
 from .buffers import Block, Buffers, Slot
 from .norms import SquaredNorms
 from .offload import Offload
-from .shards import ShardHolder, alike, sum_over_shards
+from .shards import ShardHolder, alike, local_of, sum_over_shards
 
 
 class Sums:
@@ -155,8 +156,9 @@ class Sums:
     def begin(self) -> None:
         """Start from nothing: drop the previous window's gradients, which are still shown; the user's own stay, to be adopted."""
         memory = [(block.flat.data_ptr(), block.flat.data_ptr() + block.flat.nbytes) for block in self.buffers.blocks]
+        seen: set[int] = set()
         for state in self.states():
-            _set_apart(state, memory)
+            _set_apart(state, memory, seen)
         for slot in self.buffers.slots:
             if slot.shown is not None and slot.holder.grad is slot.shown:
                 slot.holder.grad = None
@@ -287,15 +289,25 @@ class Sums:
                 slot.clean = slot.clean and slot.block is not block
 
 
-def _set_apart(kept: Any, memory: Sequence[tuple[int, int]]) -> Any:
-    """``kept``, in which tensors in these stretches of memory have been given their own, as in plain PyTorch after ``zero_grad()``."""
-    if isinstance(kept, (dict, list)):
-        for key, value in list(kept.items() if isinstance(kept, dict) else enumerate(kept)):
-            apart = _set_apart(value, memory)
-            if apart is not value:
-                kept[key] = apart
-    elif type(kept) is Tensor and kept.layout is torch.strided:
-        address = kept.data_ptr()
-        if any(begin <= address < end for begin, end in memory):
-            return kept.clone()
+def _set_apart(kept: Any, memory: Sequence[tuple[int, int]], seen: set[int]) -> Any:
+    """``kept``, in which tensors in these stretches of memory have been given their own, as in plain PyTorch after ``zero_grad()``.
+
+    ``seen``: containers that have been gone through, by their ids; they may be shared by many parameters, or contain themselves.
+    """
+    if isinstance(kept, Tensor):
+        local = kept if type(kept) is Tensor else local_of(kept)
+        if type(local) is Tensor and local.layout is torch.strided:
+            address = local.data_ptr()
+            if any(begin <= address < end for begin, end in memory):
+                return kept.clone()
+    elif isinstance(kept, (dict, list, deque)):
+        if id(kept) not in seen:
+            seen.add(id(kept))
+            for key, value in list(kept.items() if isinstance(kept, dict) else enumerate(kept)):
+                apart = _set_apart(value, memory, seen)
+                if apart is not value:
+                    kept[key] = apart
+    elif type(kept) is tuple:
+        values = tuple(_set_apart(value, memory, seen) for value in kept)
+        return values if any(a is not b for a, b in zip(values, kept, strict=True)) else kept
     return kept
