@@ -141,6 +141,35 @@ def test_masters_of_an_optimizer_inside_another_that_keeps_its_own_state(stepped
     assert_same_parameters(other, net, 0)
 
 
+@pytest.mark.parametrize("kind", [list, tuple, dict])
+def test_masters_of_optimizers_in_a_container_inside_another(kind):
+    """Their momentum used to start over."""
+
+    class Chained(Optimizer):
+        def __init__(self, optimizers):
+            super().__init__([{"params": []}], {})
+            self.param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+            self.chained = dict(enumerate(optimizers)) if kind is dict else kind(optimizers)
+
+        def step(self, closure=None):
+            for optimizer in self.chained.values() if kind is dict else self.chained:
+                optimizer.step()
+
+    ps = [Parameter(torch.zeros(3, dtype=torch.bfloat16)) for _ in range(2)]
+    each = [torch.optim.SGD([p], lr=1.0, momentum=0.5) for p in ps]
+    inner = Chained(each)
+    sum(ps).sum().backward()
+    inner.step()
+    for p in ps:
+        p.grad = None
+    opt = fa.AccumulatingOptimizer(inner, 1, master_weights=True)
+    sum(ps).sum().backward()
+    opt.step()
+    for p, optimizer in zip(ps, each, strict=True):
+        assert (p == -2.5).all()
+        assert list(optimizer.state) == [p] and optimizer.state[p]["momentum_buffer"].dtype is torch.float32
+
+
 def test_methods_of_the_inner_optimizer_work_on_the_masters():
     net, (x, y) = model(torch.bfloat16), data(dtype=torch.bfloat16)
     copies, plain = oracle(net, ScheduleFree)

@@ -185,8 +185,17 @@ def _all(inner: Optimizer) -> list[Optimizer]:
     """The optimizer and those inside it (Lookahead's): they share its groups (see check_optimizer), but may keep a state of their own."""
     found = [inner]
     for optimizer in found:
-        found += [other for other in vars(optimizer).values() if isinstance(other, Optimizer) and other not in found]
+        found += [other for _, other in inside(optimizer) if other not in found]
     return found
+
+
+def inside(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
+    """The optimizers that this one has as attributes, or in a list, tuple or dict that is one; with the attribute's name."""
+    for name, value in vars(optimizer).items():
+        several = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
+        for other in several:
+            if isinstance(other, Optimizer):
+                yield name, other
 
 
 def states_of(inner: Optimizer) -> list[dict]:

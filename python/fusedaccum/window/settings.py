@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from ..buffers.buffers import buffer_dtype
+from ..buffers.masters import inside
 from ..buffers.shards import fsdp1, is_flattened, is_shard
 from ..ops import backends
 from ..scalars import Scalar, is_number
@@ -118,8 +119,8 @@ def check_optimizer(optimizer: Any, settings: Settings, wrapper: type) -> None:
         )
     if settings.master_weights:
         ours = {id(group["params"]) for group in optimizer.param_groups}
-        for name, other in vars(optimizer).items():
-            if isinstance(other, Optimizer) and any(id(group["params"]) not in ours for group in other.param_groups):
+        for name, other in inside(optimizer):
+            if any(id(group["params"]) not in ours for group in other.param_groups):
                 raise ValueError(
                     f"master_weights=True does not work with {type(optimizer).__name__}, which steps through another optimizer (.{name}) "
                     "whose own lists would still hold the model's parameters; wrap a plain optimizer (instead of ZeroRedundancyOptimizer, "
