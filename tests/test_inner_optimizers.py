@@ -251,6 +251,19 @@ def test_methods_that_only_read_may_be_called_between_forward_and_backward(buffe
         loss.backward()
 
 
+def test_what_a_method_that_raises_has_done_reaches_the_model():
+    class Raising(torch.optim.SGD):
+        def double(self):
+            self.param_groups[0]["params"][0].detach().mul_(2)
+            raise KeyError("half of it")
+
+    p = Parameter(torch.ones(3, dtype=torch.bfloat16))
+    opt = fa.AccumulatingOptimizer(Raising([p]), 1, master_weights=True)
+    with pytest.raises(KeyError, match="half of it"):
+        opt.double()
+    assert (p == 2).all()
+
+
 def test_masters_have_the_attributes_of_their_parameters():
     """Some optimizers read them from each parameter (p.lr_mul); they were silently missing on masters."""
 

@@ -137,10 +137,12 @@ class Closing:
         slots = self._sums.buffers.slots
         self._masters.follow_model()
         before = self._masters.looks()
-        with self._inner_at_work(), self._masters.at_work(inner, slots):
-            result = method(*args, **kwargs)
-            self._masters.return_gradients(slots)
-        self._masters.write_back(self._masters.of, self._sums.offload, self._settings.backend, before)
+        try:
+            with self._inner_at_work(), self._masters.at_work(inner, slots):
+                result = method(*args, **kwargs)
+                self._masters.return_gradients(slots)
+        finally:  # what a method that raises has done stays, as in plain PyTorch
+            self._masters.write_back(self._masters.of, self._sums.offload, self._settings.backend, before)
         return result
 
     def step_lbfgs(self, inner: Optimizer, closure: Callable[[], Any] | None, weight: Scalar | None) -> Any:
