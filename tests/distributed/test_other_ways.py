@@ -200,6 +200,13 @@ def ignored(rank, gathered):
     if gathered:
         with pytest.raises(ValueError, match=r"told to ignore parameter 2\.weight.*leave it out"):
             wrapped(module)
+        model[2].requires_grad_(False)
+        opt = wrapped(module)
+        model[2].requires_grad_(True)
+        with pytest.raises(ValueError, match=r"told to ignore parameter 2\.weight.*leave it out"):
+            module(torch.ones(1, 12)).sum().backward()
+        model[2].requires_grad_(False)
+        opt.backward(module(torch.ones(1, 12)).sum())
         return None
     opt = fa.AccumulatingOptimizer(sgd(model[0].parameters()), accum_steps=2)
     for x, y, weight, _ in share(0, 4, rank, 2):

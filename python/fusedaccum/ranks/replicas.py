@@ -94,7 +94,8 @@ class Replicas:
         return bool(replicas_of(parameters, besides=self.modules))
 
     def check_all_gathered(self, parameters: Collection[Tensor], gathered: Callable[[Tensor], bool]) -> None:
-        """Raises RuntimeError if a module would replace the sums in ``p.grad``, or has trained parameters that no wrapper accumulates.
+        """Raises RuntimeError if a module would replace the sums in ``p.grad``, or has trained parameters that no wrapper accumulates;
+        and as :func:`check_ignored`.
 
         Args:
             parameters: of the wrapper. gathered: does some wrapper accumulate this one's gradients?
@@ -104,6 +105,8 @@ class Replicas:
                 "the model was wrapped in DistributedDataParallel after its optimizer was wrapped, and DDP would add up the ranks' "
                 "gradients a second time; make the DistributedDataParallel module first, then AccumulatingOptimizer"
             )
+        for module in self.modules:
+            check_ignored(module, parameters)  # again: it may have been frozen
         left_out = [
             name
             for module in self.modules
@@ -154,14 +157,8 @@ class Replicas:
 
 
 def check(module: DistributedDataParallel, parameters: Collection[Tensor]) -> None:
-    """Raises ValueError for options of DDP's reduction, which does not take place here, and for one of ``parameters`` that it ignores."""
-    here = {id(p) for p in parameters}
-    for name, p in module.module.named_parameters():
-        if name in module.parameters_to_ignore and id(p) in here:
-            raise ValueError(
-                f"the DistributedDataParallel module was told to ignore parameter {name}, or to delay its reduction, but here the "
-                "gradients of all the optimizer's parameters are added up over the ranks; leave it out of the optimizer that is wrapped"
-            )
+    """Raises ValueError for options of DDP's reduction, which does not take place here; and as :func:`check_ignored`."""
+    check_ignored(module, parameters)
     if module.static_graph:
         raise ValueError(
             "the DistributedDataParallel module has static_graph=True, which needs a reduction in the first backward, but here sums are "
@@ -171,3 +168,14 @@ def check(module: DistributedDataParallel, parameters: Collection[Tensor]) -> No
         raise ValueError(
             "the DistributedDataParallel module has a communication hook, which would not be called; comm_dtype=torch.bfloat16 sends half"
         )
+
+
+def check_ignored(module: DistributedDataParallel, parameters: Collection[Tensor]) -> None:
+    """Raises ValueError if one of ``parameters`` is trained, and the module ignores it."""
+    here = {id(p) for p in parameters}
+    for name, p in module.module.named_parameters():
+        if p.requires_grad and name in module.parameters_to_ignore and id(p) in here:
+            raise ValueError(
+                f"the DistributedDataParallel module was told to ignore parameter {name}, or to delay its reduction, but here the "
+                "gradients of all the optimizer's parameters are added up over the ranks; leave it out of the optimizer that is wrapped"
+            )
