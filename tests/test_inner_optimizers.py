@@ -251,6 +251,15 @@ def test_methods_that_only_read_may_be_called_between_forward_and_backward(buffe
         loss.backward()
 
 
+def test_methods_may_have_arguments_of_any_name():
+    class Swapping(torch.optim.SGD):
+        def swap(self, method, *, inner):
+            return inner, method
+
+    opt = fa.AccumulatingOptimizer(Swapping([Parameter(torch.ones(3, dtype=torch.bfloat16))]), 1, master_weights=True)
+    assert opt.swap(method=1, inner=2) == (2, 1)
+
+
 def test_what_a_method_that_raises_has_done_reaches_the_model():
     class Raising(torch.optim.SGD):
         def double(self):

@@ -131,7 +131,7 @@ class Closing:
         self._sums.shown_as_is()
         self._gathering.accumulator.lend(self._sums.buffers.lent)
 
-    def call(self, method: Callable[..., Any], inner: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def call(self, method: Callable[..., Any], inner: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
         """Call another method of the inner optimizer (``eval()``, ``second_step()``) on what it steps: the masters."""
         self._gathering.settle()
         slots = self._sums.buffers.slots
