@@ -138,8 +138,8 @@ class MasterWeights:
     ) -> None:
         """Round the masters of these parameters into the model: one call per device.
 
-        Where a master looks as it did ``before``, autograd is not told: it was at most written to as ``p.data``, of which autograd is not
-        told in plain PyTorch either. So what only reads may be called between a forward and its backward.
+        A parameter whose master looks as it did ``before`` is written through ``.data``, which keeps its version: the master was written
+        through ``.data`` too, if at all. So a method that only reads may be called between a forward and its backward.
         """
         by_device: dict[tuple[torch.device, bool], list[Parameter]] = {}
         for p in stepped:
@@ -149,13 +149,13 @@ class MasterWeights:
             masters = [local_of(self.of[p].detach()) for p in parameters]
             cast_ = offload.cast_ if elsewhere else ops.cast_
             outs = [local_of(p.detach()) for p in parameters]
-            untold = [before is not None and before[p] == _look(self.of[p]) for p in parameters]
-            cast_([out.data if hush else out for out, hush in zip(outs, untold, strict=True)], masters, backend=backend)
+            unchanged = [before is not None and before[p] == _look(self.of[p]) for p in parameters]
+            cast_([out.data if same else out for out, same in zip(outs, unchanged, strict=True)], masters, backend=backend)
             for p in parameters:
                 self._seen[p] = _look(p)
 
     def looks(self) -> dict[Parameter, tuple[int, int]]:
-        """What changes when a master is written to, by its parameter."""
+        """By parameter: the version and address of its master, which tell whether it has been written to."""
         return {p: _look(master) for p, master in self.of.items()}
 
     def load(self, masters: dict[Parameter, Tensor]) -> None:
