@@ -150,7 +150,8 @@ class MasterWeights:
             cast_ = offload.cast_ if elsewhere else ops.cast_
             outs = [local_of(p.detach()) for p in parameters]
             unchanged = [before is not None and before[p] == _look(self.of[p]) for p in parameters]
-            cast_([out.data if same else out for out, same in zip(outs, unchanged, strict=True)], masters, backend=backend)
+            outs = [out.data if same else out for out, same in zip(outs, unchanged, strict=True)]
+            cast_(outs, masters, backend=backend)
             for p in parameters:
                 self._seen[p] = _look(p)
 
