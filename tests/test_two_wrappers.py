@@ -5,6 +5,7 @@ import threading
 import fusedaccum as fa
 import pytest
 import torch
+from fusedaccum.intake.passes import outermost_backward
 from gpu import DEVICE
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -111,6 +112,44 @@ def test_sums_are_weighed_by_their_own_wrappers():
     assert (p.item(), q.item()) == (-2.0, -3.0)
 
 
+@pytest.mark.parametrize("reductions", [("sum", "mean"), ("mean", "sum")])
+def test_a_weight_is_not_taken_from_a_wrapper_with_another_reduction(reductions):
+    """To one of them the loss is a mean, to the other a sum, so one weight cannot be right for both."""
+    p, q = (nn.Parameter(torch.zeros(())) for _ in range(2))
+    first, second = (
+        fa.AccumulatingOptimizer(torch.optim.SGD([leaf], lr=1.0), 1, reduction=reduction)
+        for leaf, reduction in zip((p, q), reductions, strict=True)
+    )
+    first.backward(p + q, weight=4)
+    if reductions[1] == "sum":
+        with pytest.raises(ValueError, match="was given none"):
+            second.step()
+    else:
+        second.step()
+        assert second.last_window.weight.item() == 1
+
+
+def test_a_weight_that_comes_after_an_unweighted_backward_leaves_that_micro_batch_alone():
+    """As where an actor's loss reaches a critic that has had its own backward already."""
+    p, q = (nn.Parameter(torch.zeros(())) for _ in range(2))
+    first, second = (fa.AccumulatingOptimizer(torch.optim.SGD([leaf], lr=1.0), 1) for leaf in (p, q))
+    q.backward()
+    first.backward(p + q, weight=4)
+    second.step()
+    assert (second.last_window.weight.item(), q.item()) == (1.0, -2.0)
+
+
+def test_the_weight_of_a_block_holds_again_after_a_backward_with_its_own():
+    leaves = [nn.Parameter(torch.zeros(())) for _ in range(3)]
+    outer, inner, other = (fa.AccumulatingOptimizer(torch.optim.SGD([leaf], lr=1.0), 1) for leaf in leaves)
+    with outer.micro_batch(weight=3):
+        inner.backward(leaves[1] * 1, weight=5)
+        (leaves[0] + leaves[2]).backward()
+    for opt in (outer, inner, other):
+        opt.step()
+    assert [opt.last_window.weight.item() for opt in (outer, inner, other)] == [3, 5, 3]
+
+
 def test_one_micro_batch_of_losses_with_two_weights_is_an_error():
     trunk, heads = nn.Parameter(torch.zeros(())), [nn.Parameter(torch.zeros(())) for _ in range(2)]
     opt, *tasks = (fa.AccumulatingOptimizer(torch.optim.SGD([leaf], lr=1.0)) for leaf in (trunk, *heads))
@@ -145,3 +184,30 @@ def test_a_backward_in_another_thread_has_no_part_in_it():
     Both(first, second).step()
     assert (second.last_window.weight.item(), q.item()) == (1.0, -6.0)
     assert first.last_window.weight.item() == 1.0  # the finished block's weight no longer applies
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_of_two_backward_passes_at_once_neither_is_taken_for_the_caller(count):
+    """For a hook in one of the engine's threads, as GPUs have them, it cannot be told which of them it runs for."""
+    inside, over = threading.Barrier(count + 1), threading.Event()
+
+    def wait(grad):
+        inside.wait(60)
+        over.wait(60)
+
+    def run():
+        x = torch.ones((), requires_grad=True)
+        loss = x * 2
+        loss.register_hook(wait)
+        loss.backward()
+
+    threads = [threading.Thread(target=run) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    inside.wait(60)
+    found = outermost_backward()
+    over.set()
+    for thread in threads:
+        thread.join()
+    assert found.call is not None and not found.nested
+    assert found.thread == (threads[0].ident if count == 1 else None)
