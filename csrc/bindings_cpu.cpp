@@ -48,12 +48,8 @@ int run(const Lists& lists, const Call& call, py::handle stats) {
   for (std::size_t k = 0; k < outs.size(); ++k) {
     const at::Tensor& out = *outs[k];
     const at::Tensor& in = *ins[k];
-    void* written = nullptr;
-    if (call.op != Op::kStats) {
-      written = out.mutable_data_ptr();
-      fusedaccum::bump_version(out);
-    }
-    pairs.push_back({written, in.const_data_ptr(), out.numel(), dtype_of(out), dtype_of(in)});
+    if (call.op != Op::kStats) fusedaccum::bump_version(out);
+    pairs.push_back({lists.written(k), lists.read(k), out.numel(), dtype_of(out), dtype_of(in)});
   }
   Partial total{0.0, 0};
   {

@@ -85,12 +85,8 @@ int run(const Lists& lists, Call call, const std::vector<uint64_t>& counters, py
       place = &pairs[dtype_of(out)][dtype_of(in)];
       if (place->empty()) place->reserve(outs.size() - k);
     }
-    void* written = nullptr;
-    if (call.op != Op::kStats) {
-      written = out.mutable_data_ptr();
-      fusedaccum::bump_version(out);
-    }
-    place->push_back({written, in.const_data_ptr(), out.numel(), counters.empty() ? 0 : counters[k]});
+    if (call.op != Op::kStats) fusedaccum::bump_version(out);
+    place->push_back({lists.written(k), lists.read(k), out.numel(), counters.empty() ? 0 : counters[k]});
   }
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   {

@@ -88,9 +88,9 @@ struct Stretch {
 
 using Stretches = std::vector<Stretch>;
 
-inline Stretch memory(const at::Tensor& x) {
+inline Stretch memory(const at::Tensor& x, bool written) {
   if (x.numel() == 0) return {nullptr, nullptr};
-  const char* begin = static_cast<const char*>(x.const_data_ptr());
+  const char* begin = static_cast<const char*>(written ? x.mutable_data_ptr() : x.const_data_ptr());
   return {begin, begin + span(x) * static_cast<int64_t>(x.element_size())};
 }
 
@@ -106,18 +106,18 @@ inline Stretches within(const Stretches& stretches, const char* begin, const cha
   return found;
 }
 
-// Does an output's stretch of memory overlap another output's, or an input's? Leaves the outputs in order of address.
-inline bool share_memory(Stretches* outs, const Stretches& ins) {
-  if (std::is_sorted(outs->rbegin(), outs->rend(), by_begin)) std::reverse(outs->begin(), outs->end());  // as backward brings them
-  if (!std::is_sorted(outs->begin(), outs->end(), by_begin)) std::sort(outs->begin(), outs->end(), by_begin);
-  for (std::size_t i = 1; i < outs->size(); ++i) {
-    if ((*outs)[i].begin < (*outs)[i - 1].end) return true;
+// Does an output's stretch of memory overlap another output's, or an input's?
+inline bool share_memory(Stretches outs, const Stretches& ins) {
+  if (std::is_sorted(outs.rbegin(), outs.rend(), by_begin)) std::reverse(outs.begin(), outs.end());  // as backward brings them
+  if (!std::is_sorted(outs.begin(), outs.end(), by_begin)) std::sort(outs.begin(), outs.end(), by_begin);
+  for (std::size_t i = 1; i < outs.size(); ++i) {
+    if (outs[i].begin < outs[i - 1].end) return true;
   }
-  if (outs->empty()) return false;
-  auto next = outs->begin();  // the first that ends after the input begins: as outputs do not overlap, also the first that may meet it
-  for (const Stretch& read : within(ins, outs->front().begin, outs->back().end)) {
-    while (next != outs->end() && next->end <= read.begin) ++next;
-    if (next != outs->end() && next->begin < read.end) return true;
+  if (outs.empty()) return false;
+  auto next = outs.begin();  // the first that ends after the input begins: as outputs do not overlap, also the first that may meet it
+  for (const Stretch& read : within(ins, outs.front().begin, outs.back().end)) {
+    while (next != outs.end() && next->end <= read.begin) ++next;
+    if (next != outs.end() && next->begin < read.end) return true;
   }
   return false;
 }
@@ -135,32 +135,54 @@ inline Verdict judge_pair(const at::Tensor& out, const at::Tensor& in, const at:
   return flat_pair(out, in) ? kFlat : kStrided;
 }
 
-// Do these two have the same keys, dtype and device, so that what those decide is the same for both?
-inline bool alike(const at::Tensor& x, const at::Tensor& y) {
-  const c10::TensorImpl *a = x.unsafeGetTensorImpl(), *b = y.unsafeGetTensorImpl();
-  return a->key_set() == b->key_set() && a->dtype() == b->dtype() && a->device() == b->device();
-}
+// What nearly all tensors of a list have in common. Where they do, little is left to check.
+class Kind {
+ public:
+  Kind() = default;  // of no tensor
+  explicit Kind(const at::Tensor& x) : keys_(x.key_set()), dtype_(x.dtype()), device_(x.device()), itemsize_(x.element_size()) {}
 
-// Is this a contiguous tensor with memory behind all of it? Then sets `stretch` to that memory.
-inline bool simple(const at::Tensor& x, Stretch* stretch) {
-  const c10::TensorImpl* impl = x.unsafeGetTensorImpl();
-  const c10::StorageImpl* storage = impl->unsafe_storage().unsafeGetStorageImpl();
-  if (storage == nullptr || !impl->is_contiguous() || impl->numel() == 0) return false;
-  const auto begin = static_cast<std::size_t>(impl->storage_offset()) * impl->itemsize();
-  const std::size_t bytes = static_cast<std::size_t>(impl->numel()) * impl->itemsize();
-  if (storage->nbytes() < begin + bytes) return false;
-  stretch->begin = static_cast<const char*>(storage->data()) + begin;
-  stretch->end = stretch->begin + bytes;
+  // Is this a contiguous tensor of this kind, with memory behind all of it? Then sets `stretch` to that memory.
+  C10_ALWAYS_INLINE bool includes(const at::Tensor& x, bool written, Stretch* stretch) const {
+    const c10::TensorImpl* impl = x.unsafeGetTensorImpl();
+    if (impl->key_set() != keys_ || impl->dtype() != dtype_ || impl->device() != device_ || !impl->is_contiguous()) return false;
+    c10::StorageImpl* storage = impl->unsafe_storage().unsafeGetStorageImpl();
+    if (storage == nullptr || impl->numel() == 0) return false;
+    const std::size_t before = static_cast<std::size_t>(impl->storage_offset()) * itemsize_;
+    const std::size_t bytes = static_cast<std::size_t>(impl->numel()) * itemsize_;
+    if (storage->nbytes() < before + bytes) return false;
+    stretch->begin = static_cast<const char*>(written ? storage->mutable_data() : storage->data()) + before;
+    stretch->end = stretch->begin + bytes;
+    return true;
+  }
+
+ private:
+  c10::DispatchKeySet keys_;
+  caffe2::TypeMeta dtype_;
+  c10::Device device_ = at::kCPU;
+  std::size_t itemsize_ = 0;
+};
+
+// at::IntArrayRef's == calls memcmp, which takes longer than most shapes do.
+C10_ALWAYS_INLINE bool same_shape(const at::Tensor& x, const at::Tensor& y) {
+  const at::IntArrayRef a = x.sizes(), b = y.sizes();
+  if (a.size() != b.size()) return false;
+  for (std::size_t d = 0; d < a.size(); ++d) {
+    if (a[d] != b[d]) return false;
+  }
   return true;
 }
 
+struct Judgement {
+  Verdict verdict = kFlat;
+  Stretches outs, ins;  // the memory of every tensor, unless they are refused
+};
+
 // `ins` is empty for ops of one list.
-inline Verdict judge(const Tensors& outs, const Tensors& ins, bool written) {
-  if (outs.empty()) return kFlat;
+inline Judgement judge(const Tensors& outs, const Tensors& ins, bool written) {
   const bool pairs = !ins.empty();
   const bool inference = c10::InferenceMode::is_enabled();
-  Verdict worst = kFlat, last = kRefused;  // of all pairs; of the one before
-  Stretches of_outs(outs.size()), of_ins(ins.size());
+  Judgement judged{kFlat, Stretches(outs.size()), Stretches(ins.size())};
+  Kind out_kind, in_kind;  // of the last pair that was judged by itself, and flat
   for (std::size_t k = 0; k < outs.size(); ++k) {
     if (k + kAhead < outs.size()) {
       prefetch_storage(*outs[k + kAhead]);
@@ -168,17 +190,18 @@ inline Verdict judge(const Tensors& outs, const Tensors& ins, bool written) {
     }
     const at::Tensor& out = *outs[k];
     const at::Tensor& in = pairs ? *ins[k] : out;
-    // Nearly all pairs are like the one before them; then little is left to check.
-    if (last == kFlat && alike(out, *outs[k - 1]) && simple(out, &of_outs[k])) {
-      if (!pairs || (alike(in, *ins[k - 1]) && simple(in, &of_ins[k]) && out.sizes() == in.sizes())) continue;
+    if (out_kind.includes(out, written, &judged.outs[k])) {
+      if (!pairs || (in_kind.includes(in, false, &judged.ins[k]) && same_shape(out, in))) continue;
     }
-    last = judge_pair(out, in, *outs[0], written, inference);
-    if (last == kRefused) return kRefused;
-    worst = std::max(worst, last);
-    of_outs[k] = memory(out);
-    if (pairs) of_ins[k] = memory(in);
+    const Verdict of_pair = judge_pair(out, in, *outs[0], written, inference);
+    judged.verdict = std::max(judged.verdict, of_pair);
+    if (of_pair == kRefused) return judged;
+    if (of_pair == kFlat) out_kind = Kind(out), in_kind = Kind(in);
+    judged.outs[k] = memory(out, written);
+    if (pairs) judged.ins[k] = memory(in, false);
   }
-  return written && share_memory(&of_outs, of_ins) ? kRefused : worst;
+  if (written && share_memory(judged.outs, judged.ins)) judged.verdict = kRefused;
+  return judged;
 }
 
 }  // namespace fusedaccum

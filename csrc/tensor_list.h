@@ -12,15 +12,18 @@ namespace fusedaccum {
 class Lists {
  public:
   Lists(pybind11::handle outs, bool written) : one_(true) {
-    if (outs_.read(outs)) verdict_ = judge(outs_.tensors, {}, written);
+    if (outs_.read(outs)) judged_ = judge(outs_.tensors, {}, written);
   }
   Lists(pybind11::handle outs, pybind11::handle ins, bool written) : one_(false) {
     if (!outs_.read(outs) || !ins_.read(ins) || outs_.tensors.size() != ins_.tensors.size()) return;
-    verdict_ = judge(outs_.tensors, ins_.tensors, written);
+    judged_ = judge(outs_.tensors, ins_.tensors, written);
   }
-  Verdict verdict() const { return verdict_; }
+  Verdict verdict() const { return judged_.verdict; }
   const Tensors& outs() const { return outs_.tensors; }
   const Tensors& ins() const { return one_ ? outs_.tensors : ins_.tensors; }
+  // Where the elements of tensor k begin; null if there are none.
+  void* written(std::size_t k) const { return const_cast<char*>(judged_.outs[k].begin); }
+  const void* read(std::size_t k) const { return one_ ? judged_.outs[k].begin : judged_.ins[k].begin; }
 
  private:
   struct List {
@@ -54,7 +57,7 @@ class Lists {
 
   List outs_, ins_;
   bool one_;
-  Verdict verdict_ = kRefused;
+  Judgement judged_{kRefused, {}, {}};
 };
 
 // What every op that writes tells autograd.
