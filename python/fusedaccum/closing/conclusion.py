@@ -37,7 +37,7 @@ class Conclusion:
         window = self.window
         nonfinite = as_tensor(window.nonfinite + window.dropped)
         if settings.nonfinite != "skip_window":  # which has counted an overflow with the adds
-            nonfinite = nonfinite + as_tensor(self.overflow)
+            nonfinite = nonfinite + beside(self.overflow, nonfinite)
         looked = settings.nonfinite != "propagate" or window.overflowed or self.overflow is not False
         return LastWindow(
             window.micro_batches,
@@ -70,7 +70,7 @@ def conclude(ledger: Ledger, sums: Sums, settings: Settings, overflow: bool | Te
         norm = as_tensor(beside(sq_norm.sqrt(), divisor)) / divisor
         if settings.nonfinite == "skip_window":
             bad = on(window.nonfinite, sq_norm.device) > 0
-            skip = ~torch.isfinite(sq_norm) | bad | skip
+            skip = ~torch.isfinite(sq_norm) | bad | on(skip, sq_norm.device)
     if weightless or window.overflowed:
         skip = True
     return Conclusion(window, slots, divisor, clip_coef(settings.max_grad_norm, norm), norm, overflow, skip, loss)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..scalars import Scalar, times
+from ..scalars import Scalar, beside, times
 from .amp import LossScale
 from .ledger import Ledger
 from .window import Loss
@@ -34,7 +34,7 @@ class Losses:
         ledger, live = self._ledger, self._scale.live if by_backward else None
         raw = by_backward and live is None
         if live is not None:
-            loss = loss / live
+            loss = loss / beside(live, loss)
         if ledger.has_micro:
             micro = ledger.micro
             if micro.loss is not None and by_backward is not micro.loss_by_backward:

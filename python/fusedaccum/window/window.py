@@ -188,7 +188,8 @@ class Window:
     def commit(self, micro: MicroBatch) -> None:
         """Count a finished micro-batch. One without a weight gets it later."""
         self.micro_batches += 1
-        self.nonfinite = self.nonfinite + (micro.nonfinite > 0)
+        bad = micro.nonfinite > 0
+        self.nonfinite = beside(self.nonfinite, bad) + bad
         if micro.weight is None:
             self.unweighed += 1
         else:

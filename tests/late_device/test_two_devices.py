@@ -1,0 +1,61 @@
+"""A model on two devices, whose losses may be on either: numbers of both meet in one window."""
+
+import math
+
+import fusedaccum as fa
+import pytest
+import torch
+from torch import nn
+
+
+@pytest.fixture
+def places(device):
+    if device.type == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two devices")
+    return [torch.device(device.type, index) for index in (0, 1)]
+
+
+def parameters(places):
+    return [nn.Parameter(torch.ones(3, device=place)) for place in places]
+
+
+def test_micro_batches_may_reach_one_device_each(places):
+    params = parameters(places)
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(params, lr=1.0), 2, nonfinite="skip_window")
+    for p, factor in zip(params, (1.0, math.nan)):
+        (p * factor).sum().backward()
+        opt.step()
+    assert int(opt.last_window.nonfinite) == 1 and not opt.updated
+
+
+@pytest.mark.parametrize("nonfinite", ["propagate", "skip_window", "skip_micro_batch"])
+@pytest.mark.parametrize("max_grad_norm", [None, 2.0])
+@pytest.mark.parametrize("of_loss", [0, 1])
+def test_grad_scaler(places, nonfinite, max_grad_norm, of_loss):
+    ends = []
+    for where in (["cpu", "cpu"], places):
+        params = parameters(where)
+        opt = fa.AccumulatingOptimizer(
+            torch.optim.SGD(params, lr=0.25), 2, nonfinite=nonfinite, max_grad_norm=max_grad_norm
+        )
+        scaler = torch.amp.GradScaler(torch.device(where[0]).type, init_scale=8.0)
+        said = []
+        for factor in (1.0, 3.0, 1.0, math.inf, 1.0, 3.0):
+            opt.backward(scaler.scale(sum((p * factor).sum().to(where[of_loss]) for p in params)))
+            scaler.step(opt)
+            scaler.update()
+            said.append((opt.updated, opt.last_window and opt.last_window.as_dict()))
+        ends.append((repr(said), scaler.get_scale(), [p.tolist() for p in params]))
+    assert ends[0] == ends[1]
+
+
+def test_losses_of_one_micro_batch_may_be_on_one_device_each(places):
+    params = parameters(places)
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(params, lr=0.5), 2)
+    scaler = torch.amp.GradScaler(places[0].type, init_scale=8.0)
+    for _ in range(4):
+        for p in params:
+            opt.backward(scaler.scale(p.sum()))
+        scaler.step(opt)
+        scaler.update()
+    assert float(opt.last_window.loss) == 3.0
