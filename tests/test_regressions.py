@@ -55,6 +55,18 @@ def test_looking_at_a_rejected_micro_batch_leaves_no_trace(look):
     assert p.item() == q.item() == -1
 
 
+@pytest.mark.parametrize("clip", [False, True], ids=["", "clip"])
+def test_a_rejected_gradient_that_is_one_number_expanded_can_be_written_in_place(clip):
+    p = zeros(3)
+    opt, scaler = wrap([p], nonfinite="skip_micro_batch"), torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(p.sum() * math.inf).backward()
+    if clip:
+        torch.nn.utils.clip_grad_norm_([p], 1.0)
+    scaler.step(opt)
+    scaler.update()
+    assert scaler.get_scale() == 2 and not opt.updated
+
+
 def test_unscale_of_a_rejected_micro_batch_leaves_the_sums_alone():
     p, q = zeros(), zeros()
     opt, scaler = wrap([p, q], 2, nonfinite="skip_micro_batch"), torch.amp.GradScaler("cpu", init_scale=4.0)

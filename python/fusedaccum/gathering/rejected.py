@@ -35,7 +35,7 @@ class Rejected:
             slot.param.grad = whole(torch.full_like(local_of(slot.param.detach()), torch.nan), slot.param)
             return
         for slot, grad in list(bad.items())[:1]:
-            slot.param.grad = grad
+            slot.param.grad = grad.clone()  # which can be written in place, as p.grad can: not one number, expanded
 
     @property
     def shown(self) -> bool:
