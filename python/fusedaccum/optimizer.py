@@ -340,7 +340,7 @@ class AccumulatingOptimizer(Optimizer):
         self._not_inside("flush()")
         self._begin_step()
         self._closing.apply_again(self.optimizer)
-        if self._ledger.has_micro or self._gathering.has_rejected:
+        if self._ledger.has_micro or self._gathering.rejected.names:
             self._gathering.end_micro_batch(None)
         if self._ledger.is_open:
             self._ledger.weigh_the_rest(None)
@@ -535,7 +535,7 @@ class AccumulatingOptimizer(Optimizer):
 
     @grad_scale.setter
     def grad_scale(self, value: object) -> None:
-        self._gathering.loss_scale.scaler_sets(value, self._gathering.shows_rejected)
+        self._gathering.loss_scale.scaler_sets(value, self._gathering.rejected.shown)
 
     @grad_scale.deleter
     def grad_scale(self) -> None:

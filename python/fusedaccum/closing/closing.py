@@ -62,7 +62,7 @@ class Closing:
         self._sums.check_shown("GradScaler looks for overflows in p.grad", "use bf16, which needs no loss scale")
         if window is None or window.overflowed:
             return False
-        if scale.unscaled and self._gathering.put_rejected_away and as_tensor(found_inf) != 0:
+        if scale.unscaled and self._gathering.rejected.put_away and as_tensor(found_inf) != 0:
             scale.hidden = True  # unscale_() came before the call (normalize_(), say) that put the sums back
         if scale.hidden and scale.live is None:
             # If the window ends here, it is unknown what its other micro-batches carry.
@@ -71,7 +71,7 @@ class Closing:
         if scale.unscaled:
             self._sums.norms.forget_all()  # GradScaler writes without raising the tensors' versions
         scale.step_by_scaler(window, self._gathering.losses)
-        return not self._gathering.has_rejected and as_tensor(found_inf) != 0
+        return not self._gathering.rejected.names and as_tensor(found_inf) != 0
 
     def add_no_more(self) -> None:
         """A scaler has found an overflow inside the window, which will not be applied."""

@@ -37,6 +37,7 @@ class Gathering(Windows):
     Attributes:
         inside: is the caller within ``micro_batch()``?
         closed: is the inner optimizer at work, so that it would not see the gradients of a backward that runs now?
+        rejected: the micro-batches that were rejected since the last ``step()``.
     """
 
     # By thread: who was given the weight of the losses whose backward the thread calls.
@@ -47,7 +48,7 @@ class Gathering(Windows):
         self.inside = self.closed = False
         self._adds_before = 0  # of the open micro-batch, when the pass (or group of passes) under way began
         self._intake = Intake(self, hold=settings.drops_micro_batches)
-        self._rejected = Rejected()
+        self.rejected = Rejected()
         self._begun = False  # has there been a backward?
 
     def share(self) -> None:
@@ -88,12 +89,12 @@ class Gathering(Windows):
         self.sums.unhide()
         if self.accumulator.layers_unseen:
             self._break_off("was broken off by an exception (or its gradients were taken by torch.autograd.grad)")
-        self._rejected.withdraw()
+        self.rejected.withdraw()
 
     def reset(self) -> None:
         self._intake.drop()
-        self._rejected.withdraw()
-        self._rejected = Rejected()
+        self.rejected.withdraw()
+        self.rejected = Rejected()
         super().reset()
 
     # -- a micro-batch -----------------------------------------------------------------------------------------
@@ -124,8 +125,8 @@ class Gathering(Windows):
         if weight is not None and self.sums.buffers.lent and self._settings.reduction == "mean":
             check_weight_of_lent(weight, self.sums.buffers.lent[0].name)
         if not ledger.has_micro:
-            self._rejected.withdraw()
-            self._rejected.put_away = False
+            self.rejected.withdraw()
+            self.rejected.put_away = False
             if self._settings.schedule.caller_owned and ledger.is_open and self.sums.taken_away:
                 self.sums.warn_dropped("every p.grad", "the window is dropped, as opt.zero_grad() drops it")
                 self.reset()
@@ -220,7 +221,7 @@ class Gathering(Windows):
             ledger.begin_micro_batch()
         if ledger.has_micro:
             self._commit(None if caller_owned else weight)
-        rejected, self._rejected = self._rejected, Rejected()
+        rejected, self.rejected = self.rejected, Rejected()
         if rejected.names and self._settings.nonfinite == "raise":
             raise FloatingPointError(
                 f"the gradient of {rejected} holds NaN or infinity; the micro-batch was dropped, and training can go on"
@@ -228,24 +229,9 @@ class Gathering(Windows):
         if caller_owned:
             ledger.weigh_the_rest(weight)
 
-    @property
-    def has_rejected(self) -> bool:
-        """Was a micro-batch rejected since the last ``step()``?"""
-        return bool(self._rejected.names)
-
-    @property
-    def shows_rejected(self) -> bool:
-        """Does ``p.grad`` show one that was rejected, so that other code does not meet the sums?"""
-        return self._rejected.shown
-
-    @property
-    def put_rejected_away(self) -> bool:
-        """Has ``p.grad`` shown one that was rejected since the last backward, and does it show the sums again?"""
-        return self._rejected.put_away
-
     def record_loss(self, loss: Scalar, scaled: bool = False) -> None:
         """Record the loss of the open micro-batch, or of the one counted last. ``scaled``: as opt.backward() got it, with a loss scale."""
-        if self.ledger.has_micro or self.losses.lacking or not self.has_rejected:  # else it is of a rejected one
+        if self.ledger.has_micro or self.losses.lacking or not self.rejected.names:  # else it is of a rejected one
             self.losses.record(loss, scaled)
 
     # -- what layers and recipes ask for -----------------------------------------------------------------------
@@ -373,7 +359,7 @@ class Gathering(Windows):
 
     def _reject(self, bad: dict[Slot, Tensor] | None) -> None:
         if bad is not None:
-            self._rejected.reject(bad, self.sums.buffers.slots)
+            self.rejected.reject(bad, self.sums.buffers.slots)
 
     def _commit(self, weight: Scalar | None) -> None:
         # Under "propagate" nothing but a GradScaler asks for it, so there is no need to wait for the thread of offloaded gradients.

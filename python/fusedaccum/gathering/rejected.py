@@ -21,8 +21,8 @@ class Rejected:
     same parameter on all ranks, whichever rank has the bad part: PyTorch unscales a DTensor by a collective.
     """
 
-    names: list[str] = field(default_factory=list)
-    put_away: bool = False  # has a call put the sums back, after other code may have met that gradient?
+    names: list[str] = field(default_factory=list)  # of the parameters; none as long as nothing was rejected
+    put_away: bool = False  # since the last backward, has a call put the sums back after other code may have met it?
     _hidden: list[tuple[Slot, Tensor | None]] = field(default_factory=list)
 
     def reject(self, bad: dict[Slot, Tensor], slots: Sequence[Slot]) -> None:
