@@ -15,12 +15,10 @@ import warnings
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..buffers.buffers import Slot
 from ..buffers.shards import is_shard, local_of, whole
-from ..ranks.ranks import Ranks
 from . import checkpoint, resharding
 
 if TYPE_CHECKING:
@@ -168,7 +166,8 @@ def _saved(opt: AccumulatingOptimizer) -> dict[str, Any]:
     slots = opt._sums.buffers.slots
     mine["divisors"] = {index: saved["divisor"] for index, saved in own["buffers"].items()}
     mine["shards"] = [slot.index for slot in slots if slot.sharded]
-    ranks, number = _gathered(opt, mine), resharding.place(opt)[0]
+    ranks = [_unpacked(one) for one in opt._gathering.ranks.gathered(_packed(mine))]
+    number = opt._gathering.ranks.rank
     _check_together(ranks)
     tensors, plain = dict[str, Tensor](), dict[Any, Any]()
     for index, entry in state["state"].items():
@@ -195,16 +194,6 @@ def _saved(opt: AccumulatingOptimizer) -> dict[str, Any]:
         "ranks": ranks,
     }
     return {HEADER: _packed(header), **tensors}
-
-
-def _gathered(opt: AccumulatingOptimizer, mine: dict[str, Any]) -> list[dict[str, Any]]:
-    """What every rank has; the same list on all."""
-    packed: list[Any] = [_packed(mine)]
-    ranks = opt._gathering.ranks
-    if isinstance(ranks, Ranks):
-        packed *= ranks.size
-        dist.all_gather_object(packed, packed[0], group=ranks.group.process_group)
-    return [_unpacked(one) for one in packed]
 
 
 def _packed(value: Any) -> bytes:

@@ -52,6 +52,10 @@ class Alone:
         """The smallest of the ranks' numbers; waits for the device."""
         return mine
 
+    def gathered(self, mine: Any) -> list[Any]:
+        """Every rank's plain values; waits for the device."""
+        return [mine]
+
     def forget(self) -> None:
         """A window begins, or is dropped."""
 

@@ -110,6 +110,9 @@ class Ranks(Alone):
     def least(self, mine: float) -> float:
         return self.group.least(mine)
 
+    def gathered(self, mine: Any) -> list[Any]:
+        return self.group.gathered(mine)
+
     def forget(self) -> None:
         self._overflow = False  # has a GradScaler found an overflow on any rank?
         self._gathered: set[Slot] = set()  # slots that hold a gradient on any rank, once agreed
