@@ -6,6 +6,7 @@ import math
 import fusedaccum as fa
 import pytest
 import torch
+from fusedaccum.intake import intake
 from torch.nn import Parameter
 
 
@@ -123,6 +124,27 @@ def test_inner_step_that_raises_can_be_tried_again(dtype, steps, again):
     getattr(opt, again)()
     assert opt.updated and opt.last_window.micro_batches == 2
     assert p.tolist() == [-1, -2, -3]
+
+
+def test_a_window_is_not_tried_again_when_one_that_broke_off_has_overwritten_it(monkeypatch):
+    monkeypatch.setattr(intake, "BUCKET_BYTES", 1)
+    p, q = zeros(), zeros()
+    opt, fail = wrap([p, q], 1), [MemoryError, MemoryError]
+
+    def hook(*_):
+        if fail:
+            raise fail.pop()
+
+    opt.register_step_pre_hook(hook)
+    (p + q).sum().backward()
+    with pytest.raises(MemoryError):
+        opt.step()
+    first = q * 1.0
+    first.register_hook(hook)
+    with pytest.raises(MemoryError), pytest.warns(RuntimeWarning, match="broken off"):
+        opt.backward((first + p).sum())
+    opt.step()
+    assert not opt.updated and not opt.last_window.applied and p.item() == q.item() == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -357,7 +357,6 @@ class AccumulatingOptimizer(Optimizer):
         self._gathering.settle()
         self._gathering.reset()
         self._gathering.statistics.micro_batch_dropped()  # which zero_grad(), often called between forward and backward, leaves alone
-        self._closing.forget_unapplied()
         self._gathering.loss_scale.live = None
 
     @_outside_graphs
@@ -370,7 +369,6 @@ class AccumulatingOptimizer(Optimizer):
         if self._ledger.has_counted and not self.settings.schedule.caller_owned:
             return self._gathering.keep_micro_batch()
         self._not_inside("zero_grad()")
-        self._closing.forget_unapplied()
         zeroed = [] if set_to_none else self._sums.buffers.gathered()
         self._gathering.reset()
         self.optimizer.zero_grad()
@@ -516,7 +514,6 @@ class AccumulatingOptimizer(Optimizer):
             )
 
     def _begin_step(self) -> None:
-        self._closing.forget_overwritten()
         self._gathering.settle()
         self._sums.check()
         self._sums.buffers.check_gathers(self.param_groups)

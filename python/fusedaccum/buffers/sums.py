@@ -27,6 +27,7 @@ class Sums:
         buffer_dtype, buffer_device, backend: as :class:`~fusedaccum.AccumulatingOptimizer` has them.
 
     Attributes:
+        begun: how often :meth:`begin` was called: a window that closed before the last time is no longer in the buffers.
         changed_by_user: has other code written to the window's sums?
         states: the states of an optimizer that may keep ``p.grad`` itself instead of a copy.
         owned_apart: does each rank step only a part of the parameters? over_owners: sums over such ranks.
@@ -38,6 +39,7 @@ class Sums:
         self.norms = SquaredNorms()
         self._backend = backend
         self._warned_dropped = False
+        self.begun = 0
         self.changed_by_user = False
         self.states: Callable[[], Iterable[dict]] = tuple
         self.owned_apart = False
@@ -155,6 +157,7 @@ class Sums:
 
     def begin(self) -> None:
         """Start from nothing: drop the previous window's gradients, which are still shown; the user's own stay, to be adopted."""
+        self.begun += 1
         memory = [(block.flat.data_ptr(), block.flat.data_ptr() + block.flat.nbytes) for block in self.buffers.blocks]
         seen: set[int] = set()
         for state in self.states():

@@ -81,20 +81,12 @@ class Closing:
         self._sums.zero_(self._sums.gathered())
 
     def apply_again(self, inner: Optimizer) -> bool:
-        """Apply the window whose inner step has raised. Returns False if there is none, or another has begun since."""
-        if self._unapplied is None or self._ledger.has_window:
+        """Apply the window whose inner step has raised. Returns False if there is none, or its gradient was dropped since."""
+        end = self._unapplied
+        if end is None or end.begun != self._sums.begun:
             return False
-        self._apply(inner, self._unapplied)
+        self._apply(inner, end)
         return True
-
-    def forget_unapplied(self) -> None:
-        """Give up the window whose inner step has raised, if any."""
-        self._unapplied = None
-
-    def forget_overwritten(self) -> None:
-        """As :meth:`forget_unapplied`, if another window has taken the buffers, whatever becomes of it."""
-        if self._ledger.has_window:
-            self._unapplied = None
 
     def _apply(self, inner: Optimizer, end: Conclusion) -> None:
         # When the inner optimizer raises, the window stays unapplied, and the next step() or flush() tries again.

@@ -29,6 +29,7 @@ class Conclusion:
     overflow: bool | Tensor  # of the last micro-batch, as a GradScaler saw it
     skip: bool | Tensor
     loss: Tensor | None
+    begun: int  # Sums.begun, which tells whether the buffers still hold it
     finished: bool = False  # has the gradient been made, so that applying it again only steps?
     stepped: set[Slot] = field(default_factory=set)  # slots stepped already, if the optimizer steps in parts
     applied: bool | Tensor = False  # has it stepped all, so that applying it again only writes masters back?
@@ -73,7 +74,8 @@ def conclude(ledger: Ledger, sums: Sums, settings: Settings, overflow: bool | Te
             skip = ~torch.isfinite(sq_norm) | bad | on(skip, sq_norm.device)
     if weightless or window.overflowed:
         skip = True
-    return Conclusion(window, slots, divisor, clip_coef(settings.max_grad_norm, norm), norm, overflow, skip, loss)
+    coef = clip_coef(settings.max_grad_norm, norm)
+    return Conclusion(window, slots, divisor, coef, norm, overflow, skip, loss, sums.begun)
 
 
 def clip_coef(limit: float | None, norm: Tensor | None) -> Scalar:
