@@ -442,6 +442,32 @@ def test_what_fsdp2_holds_back_is_not_lost(worlds, tmp_path):
     worlds(2).run(held_back, path=tmp_path)
 
 
+class Local(torch.optim.Optimizer):
+    """Keeps of each gradient what is on this rank (as kernels do that know no DTensors), or a list."""
+
+    def __init__(self, params, listed):
+        super().__init__(params, {})
+        self.kept = (lambda grad: [grad.clone()]) if listed else (lambda grad: grad.to_local().clone())
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                self.state[p]["kept"] = self.kept(p.grad)
+
+
+def kept_in_parts(rank, path, listed):
+    module, opt = job("fsdp", lambda params: Local(params, listed))
+    train(module, opt, "fsdp", 0, COUNT)
+    with pytest.raises(ValueError, match=r"keeps its state 'kept' of parameter .* in parts.*use torch\.save"):
+        save(path, module, opt)
+
+
+@pytest.mark.parametrize("listed", [False, True], ids=["local", "list"])
+def test_state_of_which_only_one_ranks_part_would_be_written_is_refused(worlds, tmp_path, listed):
+    worlds(2).run(kept_in_parts, path=tmp_path, listed=listed)
+
+
 def to_fill_saved(rank, path):
     module, opt = job("plain")
     save(path, module, opt)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from ..buffers.buffers import Slot
 from ..buffers.shards import is_shard, local_of, whole
@@ -50,8 +51,9 @@ class DistributedState:
 
     Raises:
         RuntimeError: saved between ``backward()`` and ``step()``, or after ``normalize_()``; loaded without ``load_from``.
-        ValueError: saved while the ranks are at different places in the window; loaded from another model's checkpoint, or one with an
-            open window that this wrapper cannot continue. Nothing has been read into the model or the wrapper then.
+        ValueError: saved while the ranks are at different places in the window, or with state of the optimizer that is in parts but no
+            DTensor of the parameter's shape; loaded from another model's checkpoint, or one with an open window that this wrapper cannot
+            continue. Nothing has been read into the model or the wrapper then.
     """
 
     def __init__(
@@ -166,6 +168,12 @@ def _saved(opt: AccumulatingOptimizer) -> dict[str, Any]:
     slots = opt._sums.buffers.slots
     mine["divisors"] = {index: saved["divisor"] for index, saved in own["buffers"].items()}
     mine["shards"] = [slot.index for slot in slots if slot.sharded]
+    mine["apart"] = [
+        f"{name!r} of parameter {slots[index].name}"
+        for index, entry in state["state"].items()
+        for name, value in entry.items()
+        if _apart(slots[index].param, value)
+    ]
     ranks = [_unpacked(one) for one in opt._gathering.ranks.gathered(_packed(mine))]
     number = opt._gathering.ranks.rank
     _check_together(ranks)
@@ -173,11 +181,6 @@ def _saved(opt: AccumulatingOptimizer) -> dict[str, Any]:
     for index, entry in state["state"].items():
         plain[index] = {k: None if isinstance(v, Tensor) else v for k, v in entry.items()}  # tensors keep their places
         for name, value in entry.items():
-            if is_shard(value) and value.shape != slots[index].param.shape:
-                raise ValueError(
-                    f"the optimizer's state {name!r} of parameter {slots[index].name} is a DTensor of shape {tuple(value.shape)}, unlike "
-                    f"the parameter's {tuple(slots[index].param.shape)}, and cannot be resharded; use torch.save, one file per rank"
-                )
             if isinstance(value, Tensor):
                 tensors[f"state.{index}.{name}"] = value
     for index, master in own["masters"].items():
@@ -196,6 +199,14 @@ def _saved(opt: AccumulatingOptimizer) -> dict[str, Any]:
     return {HEADER: _packed(header), **tensors}
 
 
+def _apart(param: Tensor, value: Any) -> bool:
+    """Is this state of a parameter in parts, as far as shapes show, but no DTensor like the parameter, which all ranks write together?"""
+    if not is_shard(param) or (is_shard(value) and value.shape == param.shape):
+        return False
+    here = local_of(param).shape
+    return any(is_shard(x) or (isinstance(x, Tensor) and x.shape == here != param.shape) for x in tree_leaves(value))
+
+
 def _packed(value: Any) -> bytes:
     file = io.BytesIO()
     torch.save(value, file)
@@ -211,6 +222,12 @@ def _check_together(ranks: list[dict[str, Any]]) -> None:
     """Raises, on all ranks, if what they hold is not one window."""
     if any(rank["micro_batch"] is not None for rank in ranks):
         raise RuntimeError("saved between backward() and step(), inside a micro-batch; call opt.step() first")
+    apart = [state for rank in ranks for state in rank["apart"]]
+    if apart:
+        raise ValueError(
+            f"the optimizer keeps its state {apart[0]} in parts, but not as a DTensor of the parameter's shape, so it cannot be resharded; "
+            "use torch.save, one file per rank"
+        )
     held = [rank["window"] for rank in ranks if rank["window"] is not None]
     if any(window["length"] is not None for window in held):
         steps = [0 if rank["window"] is None else resharding.steps(rank["window"], len(ranks)) for rank in ranks]
