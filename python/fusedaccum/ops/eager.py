@@ -98,18 +98,18 @@ def _checked(lists: dict[str, Any], written: bool) -> Layout:
     return arguments.check_lists(outs_name, outs, ins_name, ins, written)
 
 
-def _flat_copy(x: Tensor, dtype: torch.dtype, like: Tensor) -> Tensor:
+def _flat_copy(x: Tensor, like: Tensor) -> Tensor:
     """A copy of ``x`` without gaps, its elements in the memory order of ``like``."""
-    return torch.empty_like(like, dtype=dtype, requires_grad=False).copy_(x.detach())
+    return torch.empty_like(like, dtype=x.dtype, requires_grad=False).copy_(x.detach())
 
 
 def _flattened(outs: Sequence[Tensor], ins: Sequence[Tensor] | None = None) -> list[list[Tensor]]:
     """The lists with copies in place of what a kernel cannot take as it is."""
-    flat_outs = [x if is_flat(x) else _flat_copy(x, x.dtype, x) for x in outs]
+    flat_outs = [x if is_flat(x) else _flat_copy(x, x) for x in outs]
     if ins is None:
         return [flat_outs]
     pairs = zip(flat_outs, ins, strict=True)
-    return [flat_outs, [x if is_flat_pair(out, x) else _flat_copy(x, x.dtype, out) for out, x in pairs]]
+    return [flat_outs, [x if is_flat_pair(out, x) else _flat_copy(x, out) for out, x in pairs]]
 
 
 @torch.no_grad()

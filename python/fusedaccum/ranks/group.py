@@ -91,12 +91,10 @@ class Group:
 
     Attributes:
         size, rank: how many there are, and which one this is.
-        name: the rank, for messages and checkpoints.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device, ledger: Ledger):
         self.size, self.rank = dist.get_world_size(process_group), dist.get_rank(process_group)
-        self.name = f"{self.rank} of {self.size}"
         self.process_group = own_group(process_group, device, self)
         self._device = device  # of numbers that travel
         self._ledger = ledger

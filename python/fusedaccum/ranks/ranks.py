@@ -67,7 +67,8 @@ class Ranks(Alone):
         self._settings, self._drop = settings, weakref.WeakMethod(drop)
         self._check(process_group, fully_sharded)
         self.group = Group(process_group, slots[0].device if slots else torch.device("cpu"), ledger)
-        self.size, self.rank, self.name = self.group.size, self.group.rank, self.group.name
+        self.size, self.rank = self.group.size, self.group.rank
+        self.name = f"{self.rank} of {self.size}"
         self.owners: dict[Slot, int] = {}  # empty unless ``shard``
         self.segments = Segments(self.group, settings.comm_dtype, sums, ledger, settings.backend, self.owners)
         self._share(slots)
