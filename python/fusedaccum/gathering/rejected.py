@@ -31,10 +31,11 @@ class Rejected:
         self._hidden = [(slot, slot.param.grad) for slot in slots]
         for slot in slots:
             slot.param.grad = None
-        for slot in [slot for slot in slots if slot.sharded and slot.param.requires_grad][:1]:
-            slot.param.grad = whole(torch.full_like(local_of(slot.param.detach()), torch.nan), slot.param)
-            return
-        for slot, grad in list(bad.items())[:1]:
+        shard = next((slot for slot in slots if slot.sharded and slot.param.requires_grad), None)
+        if shard is not None:
+            shard.param.grad = whole(torch.full_like(local_of(shard.param.detach()), torch.nan), shard.param)
+        elif bad:
+            slot, grad = next(iter(bad.items()))
             slot.param.grad = grad.clone()  # which can be written in place, as p.grad can: not one number, expanded
 
     @property
