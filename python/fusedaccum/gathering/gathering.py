@@ -41,7 +41,7 @@ class Gathering(Windows):
     """
 
     # By thread: who was given the weight of the losses whose backward the thread calls.
-    _told: ClassVar[dict[int, Gathering]] = {}
+    _weighing: ClassVar[dict[int, Gathering]] = {}
 
     def __init__(self, settings: Settings, seed: int | None):
         super().__init__(settings, seed)
@@ -101,14 +101,14 @@ class Gathering(Windows):
 
     def _hide_shards(self) -> None:
         """FSDP2 begins a backward: hide ``p.grad`` from it. Raises RuntimeError if its loss lacks the micro-batch's weight."""
-        told = self._told_by_another(outermost_backward().thread)
-        if self.weighs_loss and told is not None and not told.in_loss:
+        other = self._weighed_by_another(outermost_backward().thread)
+        if self.weighs_loss and other is not None and not other.in_loss:
             raise RuntimeError(
-                f"the loss of this backward has weight={float(told.value()):g}, which was given to another wrapper, but FSDP2 needs it in "
+                f"the loss of this backward has weight={float(other.value()):g}, which was given to another wrapper, but FSDP2 needs it in "
                 "the loss; call backward() of the wrapper that has FSDP2's parameters"
             )
         in_loss = self.weighs_loss and self.ledger.has_micro and self.ledger.micro.in_loss
-        if in_loss and not self.inside and told is None:
+        if in_loss and not self.inside and other is None:
             raise RuntimeError(
                 "this micro-batch has a weight, which FSDP2 needs in the loss of all its backward passes; use opt.backward(loss) for each"
             )
@@ -145,11 +145,11 @@ class Gathering(Windows):
         self.open(weight, last)
         self.ledger.micro.in_loss = self.ledger.micro.in_loss or in_loss
         thread = threading.get_ident()
-        around = self._told.get(thread)
+        around = self._weighing.get(thread)
         try:
             self.inside, self._adds_before = True, self.ledger.micro.adds
             if self.ledger.micro.weight is not None and self._settings.reduction == "mean":
-                self._told[thread] = self
+                self._weighing[thread] = self
             yield
             self._intake.settle()
             self.inside = False
@@ -162,13 +162,13 @@ class Gathering(Windows):
         finally:
             self.inside = False
             if around is None:
-                self._told.pop(thread, None)
+                self._weighing.pop(thread, None)
             else:
-                self._told[thread] = around
+                self._weighing[thread] = around
 
-    def _told_by_another(self, thread: int | None) -> MicroBatch | None:
+    def _weighed_by_another(self, thread: int | None) -> MicroBatch | None:
         """Another wrapper's micro-batch, if its weight is that of the loss whose backward ``thread`` has called."""
-        other = None if thread is None else self._told.get(thread)
+        other = None if thread is None else self._weighing.get(thread)
         return None if other is None or other is self or not other.ledger.has_micro else other.ledger.micro
 
     def _weigh_as(self, other: MicroBatch) -> None:
@@ -314,9 +314,9 @@ class Gathering(Windows):
         if not self.inside:
             self.open(None)
             self._adds_before = self.ledger.micro.adds
-        told = self._told_by_another(thread)
-        if told is not None and not self.ledger.micro.in_loss:
-            self._weigh_as(told)
+        other = self._weighed_by_another(thread)
+        if other is not None and not self.ledger.micro.in_loss:
+            self._weigh_as(other)
         if self.ledger.micro.judged:
             raise RuntimeError(
                 f"nonfinite={self._settings.nonfinite!r} must see a whole micro-batch before any of it is added, but this backward "
