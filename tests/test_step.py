@@ -8,6 +8,7 @@ import pickle
 
 import fusedaccum as fa
 import fusedaccum.closing.closing
+import fusedaccum.closing.conclusion
 import pytest
 import torch
 from torch import nn
@@ -337,6 +338,33 @@ def test_a_step_that_breaks_off_at_the_windows_end_can_be_called_again(monkeypat
         opt.step()
     assert opt.last_window.micro_batches == 2
     torch.testing.assert_close(before - net.weight.detach(), expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("where", ["report", "noise scale"])
+def test_a_step_that_breaks_off_after_it_has_stepped_can_be_called_again(monkeypatch, where):
+    """It then only finishes the report: the parameters move once, and no empty micro-batch is counted."""
+    nets, (x, y) = [model(), model()], data()
+    failing, plain = (wrapped(net, 2, noise_scale=0.5) for net in nets)
+    handed_out = []  # a collective, in which the other ranks would not join a second time
+    monkeypatch.setattr(failing._gathering.ranks, "hand_out", handed_out.append)
+    for window in range(3):
+        for part in range(2):
+            for net, opt in zip(nets, (failing, plain), strict=True):
+                opt.backward(mean_loss(net, x[part::2], y[part::2]), weight=1)
+            plain.step()
+            if window == 1 and part == 1:
+                with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+                    if where == "report":
+                        patched.setattr(fusedaccum.closing.conclusion.Conclusion, "report", interrupted)
+                    else:
+                        patched.setattr(fusedaccum.closing.closing, "measured", interrupted)
+                    failing.step()
+                assert failing.updated
+                assert_same_parameters(*nets, 0)
+            failing.step()
+    assert_same_parameters(*nets, 0)
+    assert handed_out == [True, True, True] and failing.last_window.noise_scale.isfinite()
+    torch.testing.assert_close(failing.last_window, plain.last_window, rtol=0, atol=0, check_dtype=False)
 
 
 def interrupted(*_):

@@ -39,7 +39,7 @@ class Closing:
         self.last_window: LastWindow | None = None
         self.updated: bool | Tensor = False
         self.noise = None if settings.noise_scale is None else NoiseScale(settings.noise_scale)
-        self._unapplied: Conclusion | None = None  # a closed window whose inner step has raised
+        self._unapplied: Conclusion | None = None  # a closed window, until it is applied and reported
 
     def close(self, inner: Optimizer, overflow: bool | Tensor) -> None:
         """The window is over: the next gradient begins a new one, and this one is applied, unless something forbids it."""
@@ -81,7 +81,7 @@ class Closing:
         self._sums.zero_(self._sums.gathered())
 
     def apply_again(self, inner: Optimizer) -> bool:
-        """Apply the window whose inner step has raised. Returns False if there is none, or its gradient was dropped since."""
+        """Go on with the window that a call closed before it raised. Returns False if there is none, or its gradient was dropped since."""
         end = self._unapplied
         if end is None or end.begun != self._sums.begun:
             return False
@@ -89,10 +89,12 @@ class Closing:
         return True
 
     def _apply(self, inner: Optimizer, end: Conclusion) -> None:
-        # When the inner optimizer raises, the window stays unapplied, and the next step() or flush() tries again.
+        # When the inner optimizer raises, or anything after it, the next step() or flush() goes on from there.
         with self._inner_at_work():
             applied = apply(end, inner, self._masters, self._sums, self._settings)
-        self._gathering.ranks.hand_out(applied)
+        if not end.handed_out:
+            self._gathering.ranks.hand_out(applied)
+            end.handed_out = True
         self._report(end, applied)
 
     @contextmanager
@@ -107,21 +109,22 @@ class Closing:
             self._gathering.closed = before
 
     def _report(self, end: Conclusion, applied: bool | Tensor) -> None:
-        self._unapplied = None
         if not self._gathering.ranks.anything(end.slots):
             applied = False
+        self.updated = applied
         noise = self.noise
-        if noise is not None:
+        if noise is not None and not end.measured:
             both = measured(end.window, end.norm, self._ledger)
             if both is not None:
                 noise.update(*both)
+            end.measured = True
         self.last_window = end.report(self._settings, applied, None if noise is None else noise.value)
         adaptive = self._settings.schedule.adaptive
         if adaptive is not None:
             adaptive.window_closed(self.last_window, self._ledger.ranks)
-        self.updated = applied
         self._sums.shown_as_is()
         self._gathering.accumulator.lend(self._sums.buffers.lent)
+        self._unapplied = None
 
     def call(self, method: Callable[..., Any], inner: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
         """Call another method of the inner optimizer (``eval()``, ``second_step()``) on what it steps: the masters."""
