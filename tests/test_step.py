@@ -5,8 +5,10 @@ import gc
 import inspect
 import math
 import pickle
+from contextlib import contextmanager
 
 import fusedaccum as fa
+import fusedaccum.closing.applying
 import fusedaccum.closing.closing
 import fusedaccum.closing.conclusion
 import pytest
@@ -340,7 +342,7 @@ def test_a_step_that_breaks_off_at_the_windows_end_can_be_called_again(monkeypat
     torch.testing.assert_close(before - net.weight.detach(), expected, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("where", ["report", "noise scale"])
+@pytest.mark.parametrize("where", ["step", "report", "noise scale"])
 def test_a_step_that_breaks_off_after_it_has_stepped_can_be_called_again(monkeypatch, where):
     """It then only finishes the report: the parameters move once, and no empty micro-batch is counted."""
     nets, (x, y) = [model(), model()], data()
@@ -354,12 +356,14 @@ def test_a_step_that_breaks_off_after_it_has_stepped_can_be_called_again(monkeyp
             plain.step()
             if window == 1 and part == 1:
                 with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-                    if where == "report":
+                    if where == "step":
+                        patched.setattr(fusedaccum.closing.applying, "among_hooks", interrupted_after)
+                    elif where == "report":
                         patched.setattr(fusedaccum.closing.conclusion.Conclusion, "report", interrupted)
                     else:
                         patched.setattr(fusedaccum.closing.closing, "measured", interrupted)
                     failing.step()
-                assert failing.updated
+                assert failing.updated == (where != "step")
                 assert_same_parameters(*nets, 0)
             failing.step()
     assert_same_parameters(*nets, 0)
@@ -368,6 +372,12 @@ def test_a_step_that_breaks_off_after_it_has_stepped_can_be_called_again(monkeyp
 
 
 def interrupted(*_):
+    raise KeyboardInterrupt
+
+
+@contextmanager
+def interrupted_after(*_):
+    yield
     raise KeyboardInterrupt
 
 

@@ -297,7 +297,8 @@ class AccumulatingOptimizer(Optimizer):
         Raises:
             ValueError: ``weight`` comes too late, or is missing under ``reduction="sum"``; nothing is counted then.
             FloatingPointError: ``nonfinite="raise"``; the micro-batch is dropped, and training can go on.
-            RuntimeError: a parameter has changed its dtype, device or shape since it was wrapped.
+            RuntimeError: a parameter has changed its dtype, device or shape since it was wrapped; or an exception broke off a step()
+                while it divided the window's sums, and the window must be repeated after ``reset()``.
         """
         self._closing.updated = False  # also where this raises
         try:
@@ -322,6 +323,7 @@ class AccumulatingOptimizer(Optimizer):
                 self._closing.close(self.optimizer, overflow)
             elif bool(overflow):
                 self._closing.add_no_more()
+            self._gathering.step_under_way = False
             return loss
         finally:
             self._gathering.loss_scale.forget_step()

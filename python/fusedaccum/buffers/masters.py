@@ -85,9 +85,9 @@ class MasterWeights:
             yield
             return
         slots = [slot for slot in slots if slot.param in self.of]
-        _exchange(inner, self.of)
         self._working = True
         try:
+            _exchange(inner, self.of)
             self.take_gradients(slots)
             yield
         finally:
@@ -176,10 +176,9 @@ def _exchange(inner: Optimizer, table: Mapping[Any, Any]) -> None:
     for group in inner.param_groups:
         group["params"][:] = [table.get(p, p) for p in group["params"]]
     for state in states_of(inner):
-        entries = list(state.items())
+        exchanged = {table.get(key, key): value for key, value in state.items()}
         state.clear()
-        for key, value in entries:
-            state[table.get(key, key)] = value
+        state.update(exchanged)  # at once, so that Ctrl-C loses nothing
 
 
 def _all(inner: Optimizer) -> list[Optimizer]:

@@ -31,6 +31,7 @@ class Sums:
         changed_by_user: has other code written to the window's sums?
         states: the states of an optimizer that may keep ``p.grad`` itself instead of a copy.
         owned_apart: does each rank step only a part of the parameters? over_owners: sums over such ranks.
+        half_divided: has a call broken off that divides the sums, so that some are divided and others are not?
     """
 
     def __init__(self, buffer_dtype: torch.dtype | None, buffer_device: torch.device | None, backend: str):
@@ -44,6 +45,7 @@ class Sums:
         self.states: Callable[[], Iterable[dict]] = tuple
         self.owned_apart = False
         self.over_owners: Callable[[Tensor], Tensor] = lambda mine: mine
+        self.half_divided = False
 
     def place(self, slots: Sequence[Slot]) -> None:
         """Give ``slots`` storage: together with all trainable parameters, so that these share it."""
@@ -62,9 +64,17 @@ class Sums:
                 slot.show(slot.buffer)
 
     def check(self) -> None:
-        """Raises RuntimeError if a parameter has changed, or gradients could not be added."""
+        """Raises RuntimeError if a parameter has changed, or sums are lost, because gradients could not be added, or not be divided."""
         self.buffers.check_unchanged()
         self.offload.check()
+        self._check_whole()
+
+    def _check_whole(self) -> None:
+        if self.half_divided:
+            raise RuntimeError(
+                "an exception broke off a call that divides the window's sums, so that some are divided and others are not; call "
+                "opt.reset(), and repeat the window's micro-batches"
+            )
 
     def check_shown(self, why: str, instead: str) -> None:
         """Raises RuntimeError if ``p.grad`` does not show the sums, or not all of them."""
@@ -163,12 +173,13 @@ class Sums:
         for state in self.states():
             _set_apart(state, memory, seen)
         for slot in self.buffers.slots:
-            if slot.shown is not None and slot.holder.grad is slot.shown:
+            ours = slot.shown is not None and slot.holder.grad is slot.shown
+            if ours or self.half_divided:  # then it may not be known what is shown
                 slot.holder.grad = None
             slot.shown, slot.divisor = None, 1.0
         for block in self.buffers.blocks:
             block.written()  # what other code wrote to the previous window is gone with it
-        self.changed_by_user = False
+        self.changed_by_user = self.half_divided = False
         self.norms.forget_all()
         self.offload.forget_failure()
 
@@ -183,7 +194,8 @@ class Sums:
             slot.shown = slot.holder.grad
 
     def gathered(self) -> list[Slot]:
-        """The slots that hold a gradient now, each in its buffer."""
+        """The slots that hold a gradient now, each in its buffer. Raises RuntimeError if some sums are divided and others are not."""
+        self._check_whole()
         self.offload.wait()
         self.bring_back()
         self.adopt_all(self.buffers.slots)
@@ -237,8 +249,20 @@ class Sums:
             by_device.setdefault(grad.device, []).append(grad)
         return sum(int(ops.stats(batch, backend=self._backend).nonfinite) for batch in by_device.values())
 
+    @contextmanager
+    def _dividing(self) -> Iterator[None]:
+        """Around what must not be repeated if it breaks off: an operation that raises may have written some of its results, or all."""
+        self._check_whole()
+        self.half_divided = True
+        yield
+        self.half_divided = False
+
     def divide_(self, slots: Sequence[Slot], divisor: Scalar, coef: Scalar = 1.0) -> None:
         """Make each buffer ``coef * sum / divisor``: one pass, or none if that changes nothing."""
+        with self._dividing():
+            self._divide_(slots, divisor, coef)
+
+    def _divide_(self, slots: Sequence[Slot], divisor: Scalar, coef: Scalar = 1.0) -> None:
         calls: dict[tuple, list[Slot]] = {}
         for slot in slots:
             calls.setdefault((slot.device, identity(slot.divisor)), []).append(slot)
@@ -280,16 +304,17 @@ class Sums:
                 same.append(slot)
             else:
                 cast.setdefault(slot.block, []).append(slot)
-        self.divide_(same, divisor, coef)
-        for block, members in cast.items():
-            if len({identity(slot.divisor) for slot in members}) > 1:
-                self.divide_(members, divisor)
-            stepped = masters.get(members[0].param, members[0].param)
-            scale = on(coef * members[0].divisor / divisor, members[0].device)
-            block.narrow_(stepped.dtype, scale, members, self._backend)
-            self.notice_writes(members[0])
-            for slot in self.buffers.lent:
-                slot.clean = slot.clean and slot.block is not block
+        with self._dividing():
+            self._divide_(same, divisor, coef)
+            for block, members in cast.items():
+                if len({identity(slot.divisor) for slot in members}) > 1:
+                    self._divide_(members, divisor)
+                stepped = masters.get(members[0].param, members[0].param)
+                scale = on(coef * members[0].divisor / divisor, members[0].device)
+                block.narrow_(stepped.dtype, scale, members, self._backend)
+                self.notice_writes(members[0])
+                for slot in self.buffers.lent:
+                    slot.clean = slot.clean and slot.block is not block
 
 
 def _set_apart(kept: Any, memory: Sequence[tuple[int, int]], seen: set[int]) -> Any:

@@ -77,6 +77,7 @@ def step_all(end: Conclusion, inner: Any, masters: MasterWeights, sums: Sums, se
         with masters.at_work(inner, end.slots):
             with among_hooks(inner, pre_hooks_have_run, post_hooks_follow):
                 step(inner, end, masters, sums)
+                end.applied = applied
             masters.follow_model()
     finally:
         if fused:

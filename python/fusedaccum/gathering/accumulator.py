@@ -59,17 +59,21 @@ class Accumulator:
             here = scale * members[0].averaged_by
             stats = ops.Stats.empty(members[0].device) if measure else None
             accumulate_ = sums.offload.accumulate_ if members[0].offloaded else ops.accumulate_
-            accumulate_(
-                [slot.buffer for slot in members],
-                theirs,
-                on(here / divisor if narrow else here, device),
-                overwrite=first,
-                decay=1.0 if first else on(members[0].divisor / divisor, device),
-                rounding=self._rounding(members) if narrow else None,
-                stats=stats,
-                backend=self._backend,
-            )
-            micro.adds += 1  # after the call: one that raises, for lack of memory, say, has added nothing
+            try:
+                accumulate_(
+                    [slot.buffer for slot in members],
+                    theirs,
+                    on(here / divisor if narrow else here, device),
+                    overwrite=first,
+                    decay=1.0 if first else on(members[0].divisor / divisor, device),
+                    rounding=self._rounding(members) if narrow else None,
+                    stats=stats,
+                    backend=self._backend,
+                )
+                micro.adds += 1
+            except BaseException:
+                micro.adds += sums.half_written  # one that raises for lack of memory, say, has mostly added nothing
+                raise
             if micro.attempt is not None:
                 micro.attempt.taken.update(members)
             sums.written(members, divisor, shown=not first)

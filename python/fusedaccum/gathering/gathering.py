@@ -210,8 +210,8 @@ class Gathering(Windows):
         if self.ranks.agreed:
             return  # normalize_() has done this already
         between = self.ranks.alone and ledger.has_window and not ledger.has_micro
-        if between and not caller_owned and ledger.complete():
-            return  # a step() has done this, and broke off before it closed the window
+        if between and not caller_owned and (self.step_under_way or ledger.complete()):
+            return  # a step() has done this, and broke off later
         if not ledger.has_window:
             self.begin_window()
         if not ledger.has_micro and (
@@ -220,9 +220,13 @@ class Gathering(Windows):
             # One without gradients; or, if passes are counted, with gradients that were put into p.grad by hand.
             ledger.begin_micro_batch()
         if ledger.has_micro:
-            self._commit(None if caller_owned else weight)
+            try:
+                self._commit(None if caller_owned else weight)
+            finally:
+                self.step_under_way = not ledger.has_micro
         rejected, self.rejected = self.rejected, Rejected()
         if rejected.names and self._settings.nonfinite == "raise":
+            self.step_under_way = False
             raise FloatingPointError(
                 f"the gradient of {rejected} holds NaN or infinity; the micro-batch was dropped, and training can go on"
             )

@@ -24,6 +24,7 @@ class Windows:
 
     Attributes:
         counts_left: counts of what was not finite, from attempts at the open window that broke off.
+        step_under_way: has a step() ended the micro-batch counted last, and not returned?
     """
 
     def __init__(self, settings: Settings, seed: int | None):
@@ -39,6 +40,7 @@ class Windows:
         self.losses = Losses(self.ledger, self.loss_scale)
         self.ranks = Alone()  # which share the windows
         self.counts_left: list[Tensor] = []
+        self.step_under_way = False
 
     def share(self) -> None:
         """Share the windows with the ranks of the process group; if none was given, with those of the DistributedDataParallel or FSDP2
@@ -67,10 +69,11 @@ class Windows:
 
     def begin_window(self) -> None:
         live = self.loss_scale.live
-        self.ledger.begin_window(unit=None if live is None else live.detach().clone())
+        unit = None if live is None else live.detach().clone()
         self.sums.begin()
-        self.counts_left = []
+        self.counts_left, self.step_under_way = [], False
         self.ranks.forget()
+        self.ledger.begin_window(unit)  # last: if anything above raises, the next call begins it
 
     def reset(self) -> None:
         """Drop what the open window has accumulated, and what was put into ``p.grad`` meanwhile."""

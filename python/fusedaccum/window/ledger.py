@@ -138,9 +138,9 @@ class Ledger:
         if micro.weight is weight:
             return
         if micro.weight is None and (micro.adds == 0 or self.reduction != "mean"):
-            micro.weight = weight
             if micro.adds == 0:  # else it is late, and only divides
                 micro.factor = self._factor(weight)
+            micro.weight = weight
         elif micro.weight is None:
             raise ValueError(
                 f"weight {float(weight):g} comes too late: part of this micro-batch was added with weight 1 already; "

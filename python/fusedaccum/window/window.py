@@ -7,7 +7,7 @@ weights closes the window (that sum has to be read).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -186,16 +186,16 @@ class Window:
             vars(self).update(before)
 
     def commit(self, micro: MicroBatch) -> None:
-        """Count a finished micro-batch. One without a weight gets it later."""
-        self.micro_batches += 1
+        """Count a finished micro-batch. One without a weight gets it later. If an addition raises, nothing has been counted."""
         bad = micro.nonfinite > 0
-        self.nonfinite = beside(self.nonfinite, bad) + bad
+        after = replace(self, micro_batches=self.micro_batches + 1, nonfinite=beside(self.nonfinite, bad) + bad)
         if micro.weight is None:
-            self.unweighed += 1
+            after.unweighed += 1
         else:
-            self.weight = self.weight + micro.weight
+            after.weight = self.weight + micro.weight
         if micro.loss is not None:
-            self.record(micro.loss)
+            after.record(micro.loss)
+        vars(self).update(after.counted)
 
     def weigh_small(self, weight: Scalar) -> None:
         """Set the weight of the one micro-batch that :attr:`small_sq_norm` is of."""
