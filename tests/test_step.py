@@ -371,6 +371,20 @@ def test_a_step_that_breaks_off_after_it_has_stepped_can_be_called_again(monkeyp
     assert failing.last_window.as_dict() == plain.last_window.as_dict()
 
 
+def test_a_step_that_breaks_off_is_forgotten_with_its_window(monkeypatch):
+    opt = wrapped(model(), 3)
+    saved = opt.state_dict()
+    opt.step()
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(opt._gathering, "complete", interrupted)
+        opt.step()
+    opened = opt.state_dict()
+    assert opened["fusedaccum"]["window"]["micro_batches"] == 2 and saved["fusedaccum"]["window"] is None
+    opt.load_state_dict(opened)
+    opt.step()
+    assert opt.last_window.micro_batches == 3
+
+
 def interrupted(*_):
     raise KeyboardInterrupt
 

@@ -80,6 +80,7 @@ class Windows:
         if self.ledger.is_open:
             self.sums.clear()
         self.ledger.drop_window()
+        self.step_under_way = False
         self.sums.begin()
         self.accumulator.lend(self.sums.buffers.lent)
         self.ranks.fully_sharded.drop()
