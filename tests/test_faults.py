@@ -116,7 +116,7 @@ def test_every_call_may_raise(settings, dtype, after):
 
     expected, none, _ = trained(-1)
     repeats = []
-    for at in range(random.randrange(3), none.met, 3):
+    for at in range(random.randrange(5), none.met, 5):
         net, faults, repeated = trained(at)
         assert faults.fired, at
         assert_same_parameters(net, expected, 0)
