@@ -143,10 +143,17 @@ int measure(py::handle tensors, py::handle into) {
   return run(Lists(tensors, false), call, {}, into);
 }
 
+int driver() {
+  int version = 0;
+  return cudaDriverGetVersion(&version) == cudaSuccess ? version : 0;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("CHECKS_LISTS") = true;
+  m.attr("NEEDS_DRIVER") = fusedaccum::cuda::kDriver;
+  m.def("driver", &driver, "the CUDA version that the driver is for, 12010 for 12.1; 0 if there is none");
   m.def("accumulate_", &accumulate, py::arg("buffers"), py::arg("grads"), py::arg("scale"), py::arg("overwrite"), py::arg("decay"),
         py::arg("rounding"), py::arg("stats"), "buffer = buffer * decay + grad * scale, or grad * scale with overwrite");
   m.def("scale_", &scale, py::arg("tensors"), py::arg("scale"), py::arg("stats"), "x = x * scale");

@@ -46,7 +46,10 @@ def kernels():
 
 def test_cuda_extension_imports_without_a_gpu():
     assert native.why_missing("_cuda") is None
-    assert callable(importlib.import_module("fusedaccum._cuda").accumulate_)
+    extension = importlib.import_module("fusedaccum._cuda")
+    assert callable(extension.accumulate_)
+    assert extension.NEEDS_DRIVER == 12010
+    assert (extension.driver() >= 12010) == torch.cuda.is_available()
 
 
 def test_cuda_backend_without_a_gpu_says_so():

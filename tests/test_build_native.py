@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -84,6 +85,20 @@ def test_gpus_that_the_cuda_extension_was_not_compiled_for(monkeypatch, archs, r
             reason = backends._cuda_missing()
         name = ".".join(map(str, device))
         assert f"compute capability {archs}, and one here is of {name}; with TORCH_CUDA_ARCH_LIST={name}" in reason
+
+
+@pytest.mark.parametrize(("driver", "runs"), [(12000, False), (11080, False), (12010, True), (13010, True)])
+def test_a_driver_that_is_too_old_for_the_cuda_extension(monkeypatch, driver, runs):
+    monkeypatch.setitem(sys.modules, "fusedaccum._cuda", SimpleNamespace(NEEDS_DRIVER=12010, driver=lambda: driver))
+    monkeypatch.setattr(native, "build", lambda: native.Build(cuda_archs="8.0"))
+    monkeypatch.setattr(native, "why_missing", lambda extension: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: (8, 0))
+    reason = backends._cuda_missing()
+    assert (reason is None) == runs
+    there = f"{driver // 1000}.{driver % 1000 // 10}"
+    assert runs or f"a driver for CUDA 12.1 or newer, and this one is for {there}; update the driver" in reason
 
 
 @pytest.mark.parametrize("extension", ["_cpu", "_nonesuch"])

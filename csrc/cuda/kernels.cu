@@ -21,8 +21,7 @@ constexpr int kBlocks = 3;      // a multiprocessor has room for, at least: docs
 constexpr int kPacks = 2;       // a thread's share of a tile, a side: with an output that is read, four loads
 constexpr int kStatsPacks = 4;  // where there is one side only
 
-// Kernel arguments may hold 32,764 bytes from CUDA 12.1 on, 4,096 before.
-constexpr int kArgumentBytes = CUDART_VERSION >= 12010 ? 32764 : 4096;
+constexpr int kArgumentBytes = kDriver >= 12010 ? 32764 : 4096;
 constexpr int kTensors = (kArgumentBytes - static_cast<int>(sizeof(Call)) - 16) / static_cast<int>(sizeof(Pair) + sizeof(uint32_t));
 
 struct Batch {

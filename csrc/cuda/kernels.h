@@ -43,6 +43,9 @@ struct Call {
   Partial* partials = nullptr;  // device memory, one a block of the pairs; null for no statistics
 };
 
+// The CUDA version of the oldest driver that launches the kernels. Their arguments may take 32,764 bytes since 12.1, 4,096 before.
+constexpr int kDriver = CUDART_VERSION >= 12010 ? 12010 : 0;
+
 constexpr int64_t kChunk = 8192;  // elements a block takes on: docs/performance.md
 
 inline int64_t blocks_of(int64_t elements) { return (elements + kChunk - 1) / kChunk; }

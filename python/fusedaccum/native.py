@@ -86,6 +86,22 @@ def why_not_on(capabilities: Iterable[tuple[int, int]]) -> str | None:
     return None
 
 
+def why_not_with_driver() -> str | None:
+    """None if the driver launches the CUDA extension's kernels, else the reason and the remedy.
+
+    A toolkit works with older drivers of its major version, but not for kernels with more than 4,096 bytes of arguments.
+    """
+    extension = importlib.import_module("fusedaccum._cuda")
+    needed, there = extension.NEEDS_DRIVER, extension.driver()
+    if there >= needed:
+        return None
+    return f"it needs a driver for CUDA {_cuda_version(needed)} or newer, and this one is for {_cuda_version(there)}; update the driver"
+
+
+def _cuda_version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
 def why_no_hooks() -> str | None:
     """None if the hooks and the queue of gradients run in C++, else why not. The environment variable FUSEDACCUM_INTAKE may ask for either.
 

@@ -40,7 +40,8 @@ def _cuda_missing() -> str | None:
     missing = native.why_missing("_cuda")
     if missing or not torch.cuda.is_available():
         return missing or "torch finds no CUDA device on this machine"
-    return native.why_not_on(torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count()))
+    capabilities = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
+    return native.why_not_on(capabilities) or native.why_not_with_driver()
 
 
 def _triton_missing() -> str | None:
