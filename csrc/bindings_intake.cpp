@@ -58,6 +58,7 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
   }
 
   void hook(py::object slot, const at::Tensor& parameter);
+  py::list unhooked() const;
   void put(const py::object& slot, const at::Tensor& grad);
   void expect(int task);
   void forget(int task);
@@ -70,6 +71,7 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
   struct Place {
     py::object slot;
     at::Tensor parameter;
+    const torch::autograd::Node* node;  // which the slot keeps alive
     std::vector<int64_t> shape;
     bool lent;
     bool shown;             // is p.grad the buffer?
@@ -115,8 +117,18 @@ class Hook : public torch::autograd::FunctionPreHook {
 void Arrivals::hook(py::object slot, const at::Tensor& parameter) {
   const bool lent = py::cast<bool>(slot.attr("lent"));
   const bool shown = slot.attr("holder").is(slot.attr("param"));
-  places_.push_back({std::move(slot), parameter, parameter.sizes().vec(), lent, shown});
-  torch::autograd::impl::grad_accumulator(parameter)->add_pre_hook(std::make_unique<Hook>(shared_from_this(), &places_.back()));
+  const auto node = torch::autograd::impl::grad_accumulator(parameter);
+  places_.push_back({std::move(slot), parameter, node.get(), parameter.sizes().vec(), lent, shown});
+  node->add_pre_hook(std::make_unique<Hook>(shared_from_this(), &places_.back()));
+}
+
+py::list Arrivals::unhooked() const {
+  py::list slots;
+  for (const Place& place : places_) {
+    const bool same = torch::autograd::impl::try_get_grad_accumulator(place.parameter).get() == place.node;
+    if (!same && place.parameter.requires_grad()) slots.append(place.slot);
+  }
+  return slots;
 }
 
 void Arrivals::expect(int task) {
@@ -219,6 +231,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<Arrivals, std::shared_ptr<Arrivals>>(m, "Arrivals", "fusedaccum.intake.arrivals.Arrivals, in C++")
       .def(py::init<py::weakref, std::optional<int64_t>>(), py::arg("intake"), py::arg("bucket_bytes"))
       .def("hook", &Arrivals::hook, py::arg("slot"), py::arg("parameter"), "Queue this parameter's gradients from now on")
+      .def("unhooked", &Arrivals::unhooked, "Slots of trainable parameters that PyTorch has given new nodes since")
       .def("put", &Arrivals::put, py::arg("slot"), py::arg("grad"),
            "Queue a gradient that did not come through a hook, and that nobody else is going to write to")
       .def("expect", &Arrivals::expect, py::arg("task"), "Gradients of this graph task need not be announced")

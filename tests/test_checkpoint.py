@@ -295,6 +295,7 @@ def test_run_killed_inside_a_window_and_resumed_ends_bit_identical(tmp_path):
 MOVES = {
     "whole": (lambda net: net.double(), {}),
     "in part": (lambda net: net[2].double(), {}),
+    "there and back": (lambda net: net.double().float(), {}),
     "masters": (lambda net: net.bfloat16(), {"master_weights": True}),
     "16-bit buffers": (lambda net: net.bfloat16(), {"buffer_dtype": None}),
 }

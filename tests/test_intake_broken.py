@@ -233,11 +233,19 @@ def test_calls_from_within_backward_are_refused(call):
         x.sum().backward()
 
 
-def test_conversion_there_and_back_is_noticed():
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "thawed later"])
+@pytest.mark.parametrize("memory", ["new", "the same"])
+def test_conversion_there_and_back_is_noticed(memory, frozen):
     """PyTorch drops a parameter's gradient hooks when the dtype of its data changes."""
     net, (x, y) = model(torch.float32), data(dtype=torch.float32)
     opt = wrapped(net, 2)
+    before = [p.data for p in net.parameters()]
+    net.requires_grad_(not frozen)
     net.bfloat16().float()
+    if memory == "the same":  # as an allocator may choose
+        for p, there in zip(net.parameters(), before, strict=True):
+            p.data = there
+    net.requires_grad_()
     mean_loss(net, x, y).backward()
     with pytest.raises(RuntimeError, match="dropped its gradient hooks"):
         opt.step()

@@ -472,7 +472,7 @@ class AccumulatingOptimizer(Optimizer):
         own = state_dict.get(checkpoint.KEY)
         if own is not None:
             checkpoint.check(self, own)
-        if self._sums.buffers.moved or self._gathering.ranks.replicas.outdated(self._sums.buffers.of):
+        if self._gathering.outdated:
             self._build_anew()
         with self._masters.at_work(self.optimizer):
             self.optimizer.load_state_dict({k: v for k, v in state_dict.items() if k != checkpoint.KEY})
@@ -517,7 +517,7 @@ class AccumulatingOptimizer(Optimizer):
 
     def _begin_step(self) -> None:
         self._gathering.settle()
-        self._sums.check()
+        self._gathering.check()
         self._sums.buffers.check_gathers(self.param_groups)
 
     def _record_result(self, result: Any) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
 from .. import ops
@@ -73,7 +72,6 @@ class Slot:
     def __post_init__(self) -> None:
         # The parameter as it was when wrapped, for check_unchanged() to compare with.
         self.made_for = (self.param.dtype, self.param.device, self.param.shape)
-        self.memory = self.param.data_ptr()
         self.narrow = self.dtype.itemsize < 4
         # The object whose .grad shows the buffer: the parameter, unless the buffer is on another device, because p.grad cannot be.
         self.offloaded = self.param.device != self.device
@@ -134,15 +132,7 @@ class Slot:
                 f"parameter {self.name} was {was} when it was wrapped and is {now} now; "
                 "move, cast or resize the model first and build the optimizer and its wrapper afterwards"
             )
-        if p.data_ptr() != self.memory:
-            # New memory may mean a conversion there and back, after which autograd has forgotten the hooks.
-            self.memory = p.data_ptr()
-            self.relaid = self.placed and self.buffer.stride() != self.strides
-            if p.requires_grad and self.node is not None and get_gradient_edge(p).node is not self.node:
-                raise RuntimeError(
-                    f"parameter {self.name} was converted to another dtype or device and back, and PyTorch dropped its gradient "
-                    "hooks on the way; build a new wrapper, and load the old one's state_dict() into it"
-                )
+        self.relaid = self.placed and self.buffer.stride() != self.strides
 
 
 @dataclass(eq=False)

@@ -91,6 +91,16 @@ class Gathering(Windows):
             self._break_off("was broken off by an exception (or its gradients were taken by torch.autograd.grad)")
         self.rejected.withdraw()
 
+    def check(self) -> None:
+        """Raises RuntimeError if a parameter has changed, gradients have gone past the hooks, or sums are lost."""
+        self.sums.check()
+        self._intake.check_hooked()
+
+    @property
+    def outdated(self) -> bool:
+        """Must the wrapper be built again, for parameters that were moved, cast or put into a DistributedDataParallel module?"""
+        return self.sums.buffers.moved or bool(self._intake.unhooked) or self.ranks.replicas.outdated(self.sums.buffers.of)
+
     def reset(self) -> None:
         self._intake.drop()
         self.rejected.withdraw()

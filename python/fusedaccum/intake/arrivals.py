@@ -55,6 +55,7 @@ class Arrivals:
         _fresh_holders()  # measured now, because it takes a backward of its own
         self._listener = listener
         self._bucket_bytes = bucket_bytes
+        self._hooked: list[Slot] = []
         self._tasks: set[int] = set()  # graph tasks that need no announcement
         self._lock = threading.Lock()  # of what is below; never held while the listener is called
         self._queue: list[tuple[Slot, Tensor]] = []
@@ -66,6 +67,12 @@ class Arrivals:
         # Weak references, because the node holds the hook, and the slot holds the node.
         arrived = functools.partial(_arrived, weakref.ref(self), weakref.ref(slot))
         get_gradient_edge(parameter).node.register_prehook(arrived)
+        self._hooked.append(slot)
+
+    def unhooked(self) -> list[Slot]:
+        """Slots of trainable parameters that PyTorch has given new nodes since, as it does for another dtype or device."""
+        nodes = _nodes([slot.param for slot in self._hooked])
+        return [slot for slot, node in zip(self._hooked, nodes, strict=False) if node not in (None, slot.node)]
 
     def _arrived(self, listener: Listener, slot: Slot, grads: tuple[Tensor | None, ...]) -> None:
         listener.refuse_unfit(slot, grads[0])  # type: ignore[arg-type]
@@ -138,6 +145,21 @@ def _arrived(
         return None  # to autograd, which drops the gradient of what was frozen since its forward
     alive._arrived(listener, slot, grads)
     return (None,)
+
+
+class _Joined(torch.autograd.Function):
+    """A node that comes before those of all its inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        return torch.empty(0, device="cpu")
+
+
+def _nodes(parameters: Sequence[Parameter]) -> list[Any]:
+    """The AccumulateGrad node of each parameter, None for frozen ones; empty if all are. (To ask for each takes several times as long.)"""
+    with torch.inference_mode(False), torch.enable_grad():
+        joined = _Joined.apply(*parameters).grad_fn
+    return [] if joined is None else [node for node, _ in joined.next_functions]
 
 
 def exclusive(grads: tuple[Tensor | None, ...]) -> bool:

@@ -92,6 +92,19 @@ class Intake:
         if slot.dtype != p.dtype or p.grad_dtype != p.dtype:  # which the caller may have set
             p.grad_dtype = None  # lets p.grad be of the buffer's dtype, and of the one that is stepped
 
+    @property
+    def unhooked(self) -> list[Slot]:
+        """Slots whose gradients would go past us, because PyTorch has dropped the hooks of their parameters."""
+        return self._arrivals.unhooked()
+
+    def check_hooked(self) -> None:
+        """Raises RuntimeError if gradients may have gone past us."""
+        for slot in self.unhooked:
+            raise RuntimeError(
+                f"parameter {slot.name} was converted to another dtype or device and back, and PyTorch dropped its gradient "
+                "hooks on the way; after such a conversion, before the next backward, call opt.load_state_dict(opt.state_dict())"
+            )
+
     def _taker(self, slot: Slot) -> Callable[[Tensor], None]:
         """The hook that FSDP2 calls when it has added up a shard's gradient over the ranks and put it into ``p.grad``."""
         arrivals, place = weakref.ref(self._arrivals), weakref.ref(slot)
