@@ -255,6 +255,18 @@ def test_gradients_zeroed_after_a_window_say_nothing_of_the_next(saved):
     assert known[2] == known[1]
 
 
+def test_gradients_changed_before_a_checkpoint_in_the_first_micro_batch_tell_nothing():
+    model, (window,) = telling([(4, 4)])
+    opt = wrapped(model.parameters(), accum_steps=2)
+    for x, y in window:
+        opt.backward(nn.functional.mse_loss(model(x), y), weight=4)
+        if x is window[0][0]:
+            model.weight.grad.zero_()
+            opt.load_state_dict(opt.state_dict())
+        opt.step()
+    assert opt.last_window.noise_scale is None
+
+
 def test_normalized_by_us_is_still_measured():
     model, (window,) = telling([(4, 4, 4)])
     opt = wrapped(model.parameters())

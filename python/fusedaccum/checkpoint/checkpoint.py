@@ -30,9 +30,11 @@ def save(opt: AccumulatingOptimizer) -> dict[str, Any]:
         accumulator.count()
     gathered = sums.gathered() if ledger.has_window else []
     window = plain(ledger.window) if ledger.has_window else None
+    micro = plain(ledger.micro) if ledger.has_micro else None
     if window is not None and sums.changed_by_user:
         window["small_sq_norm"] = None  # as at the window's end
-    micro = plain(ledger.micro) if ledger.has_micro else None
+        if micro is not None:
+            micro["changed"] = True
     return {
         "format": FORMAT,
         "shapes": [tuple(slot.param.shape) for slot in sums.buffers.slots],

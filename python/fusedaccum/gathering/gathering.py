@@ -383,7 +383,8 @@ class Gathering(Windows):
         first, sent, held = window.empty, self.ranks.sent, self.ranks.fully_sharded.holds_back
         self.ledger.commit(weight, held)
         mixed = micro.attempt is not None and micro.attempt.done  # the buffers hold more than this micro-batch
-        if self._settings.noise_scale is not None and first and not (micro.bad or sent or held or mixed):
+        unlike = micro.bad or micro.changed or sent or held or mixed
+        if self._settings.noise_scale is not None and first and not unlike:
             measure_small(window, micro, self.sums, self._settings.backend)
 
     def pass_failed(self) -> None:
