@@ -81,6 +81,17 @@ def test_skip_window_sees_a_sum_that_overflows():
     assert not opt.updated and not opt.last_window.applied
 
 
+@pytest.mark.parametrize("accum_steps", [None, 2])
+def test_raises_also_over_a_checkpoint_between_backward_and_step(accum_steps):
+    net, (x, y) = model(), data()
+    opt = wrapped(net, accum_steps, nonfinite="raise")
+    opt.backward(mean_loss(net, x * float("nan"), y))
+    opt.load_state_dict(opt.state_dict())
+    with pytest.raises(FloatingPointError, match="the micro-batch was dropped"):
+        opt.step()
+    assert opt.progress["window"] == 0
+
+
 @pytest.mark.parametrize("policy", ["skip_micro_batch", "raise"])
 @pytest.mark.parametrize("value", BAD)
 @pytest.mark.parametrize("bad", [[0], [2], [4], [0, 1, 3]], ids=str)

@@ -42,6 +42,7 @@ def save(opt: AccumulatingOptimizer) -> dict[str, Any]:
         "index": ledger.index,
         "window": window,
         "micro_batch": micro,
+        "rejected": list(opt._gathering.rejected.names),
         "norms": [] if window is None else sums.norms.save(),
         "buffers": {slot.index: _saved(slot) for slot in gathered},
         "unseen": sorted(slot.index for slot in ranks.unseen),
@@ -147,6 +148,7 @@ def load(opt: AccumulatingOptimizer, own: dict[str, Any]) -> None:
         None if window is None else restored(Window, window),
         None if micro is None else restored(MicroBatch, micro),
     )
+    opt._gathering.rejected.names = list(own.get("rejected", ()))
     for index, saved in own["buffers"].items():
         sums.restore(slots[index], local_of(saved["sum"]), saved["divisor"])
     sums.norms.load(own["norms"], slots)
