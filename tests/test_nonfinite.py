@@ -1,10 +1,24 @@
 """The four policies for NaN and infinity; a skipped micro-batch leaves nothing behind."""
 
+from contextlib import nullcontext
+
 import fusedaccum as fa
 import pytest
 import torch
 from torch import nn
-from training import assert_same_parameters, big_batch_step, data, grads, mean_loss, model, parts, sgd, twin, wrapped
+from training import (
+    assert_same_parameters,
+    big_batch_step,
+    data,
+    grads,
+    mean_loss,
+    model,
+    parts,
+    sgd,
+    sum_loss,
+    twin,
+    wrapped,
+)
 
 BAD = [float("nan"), float("inf"), float("-inf")]
 
@@ -150,6 +164,30 @@ def test_caller_owned_windows_drop_single_passes(policy):
     opt.step()
     assert opt.updated and opt.last_window.micro_batches == 2 and opt.last_window.nonfinite == 1
     big_batch_step(big, plain, x, y)
+    assert_same_parameters(net, big, 1e-12)
+
+
+@pytest.mark.parametrize("policy", ["skip_micro_batch", "raise"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_zeros_in_p_grad_do_not_make_a_dropped_micro_batch_count(reduction, policy):
+    net, (x, y) = model(), data()
+    big = twin(net)
+    opt, plain = wrapped(net, reduction=reduction, nonfinite=policy), sgd(big.parameters())
+    for n, spoilt in ((1, 1.0), (0, float("nan"))):
+        opt.zero_grad(set_to_none=False)
+        opt.backward(sum_loss(net, x * spoilt, y), weight=1)
+        with pytest.raises(FloatingPointError) if spoilt != 1 and policy == "raise" else nullcontext():
+            opt.step()
+            assert opt.last_window.micro_batches == n
+    big_batch_step(big, plain, x, y, sum_loss)
+    if policy == "raise":  # and the window goes on
+        opt.backward(sum_loss(net, x, y), weight=1)
+        opt.step()
+        assert opt.last_window.micro_batches == 1 and opt.last_window.nonfinite == 1
+        big_batch_step(big, plain, x, y, sum_loss)
+    else:  # zeros are a gradient
+        plain.zero_grad(set_to_none=False)
+        plain.step()
     assert_same_parameters(net, big, 1e-12)
 
 

@@ -224,10 +224,9 @@ class Gathering(Windows):
             return  # a step() has done this, and broke off later
         if not ledger.has_window:
             self.begin_window()
-        if not ledger.has_micro and (
-            not caller_owned or (ledger.window.empty and set(self.sums.gathered()) - self.ranks.unseen)
-        ):
-            # One without gradients; or, if passes are counted, with gradients that were put into p.grad by hand.
+        nothing = ledger.window.empty and not ledger.window.dropped
+        if not ledger.has_micro and (not caller_owned or (nothing and set(self.sums.gathered()) - self.ranks.unseen)):
+            # One without gradients; or, if passes are counted and there was none, with gradients that were put into p.grad by hand.
             ledger.begin_micro_batch()
         if ledger.has_micro:
             try:
