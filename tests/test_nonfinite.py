@@ -191,6 +191,15 @@ def test_zeros_in_p_grad_do_not_make_a_dropped_micro_batch_count(reduction, poli
     assert_same_parameters(net, big, 1e-12)
 
 
+def test_a_step_without_a_backward_counts_after_a_flush_that_found_only_a_dropped_micro_batch():
+    net, (x, y) = model(), data()
+    opt = wrapped(net, 2, nonfinite="skip_micro_batch")
+    opt.backward(mean_loss(net, x * float("nan"), y))
+    opt.flush()
+    opt.step()
+    assert opt.progress["micro_batch"] == "1/2"
+
+
 def test_grouped_passes_are_dropped_together():
     net, (x, y) = model(), data()
     clean = model()

@@ -348,6 +348,7 @@ class AccumulatingOptimizer(Optimizer):
             self._ledger.weigh_the_rest(None)
         if self._gathering.anything_to_flush():
             self._closing.close(self.optimizer, False)
+        self._gathering.step_under_way = False
 
     @_outside_graphs
     def reset(self) -> None:
