@@ -84,6 +84,21 @@ def test_one_overflow_skips_the_window_and_backs_off_once(bad, fused):
     assert scaler.get_scale() == 512
 
 
+@pytest.mark.parametrize("measured", [{"max_grad_norm": 1.0}, {"noise_scale": 0.5}], ids=str)
+@pytest.mark.parametrize("accum_steps", [None, 2])
+@pytest.mark.parametrize("bad", [0, 1])
+def test_an_overflow_that_a_norm_has_met_is_one(bad, accum_steps, measured):
+    net, (x, y) = model(torch.float32), data(dtype=torch.float32)
+    opt = wrapped(net, accum_steps, **measured)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    for i, (a, b) in enumerate(parts(x, y, (12, 12))):
+        scaler.scale(mean_loss(net, a * (float("inf") if i == bad else 1), b)).backward()
+        if accum_steps or i == 1:
+            scaler.step(opt)
+            scaler.update()
+    assert not opt.updated and opt.last_window.nonfinite == 1
+
+
 @pytest.mark.parametrize("bad", [0, 2])
 def test_overflow_in_the_very_first_window(bad):
     net, (x, y) = model(torch.float32), data(dtype=torch.float32)

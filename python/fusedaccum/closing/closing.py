@@ -77,7 +77,8 @@ class Closing:
         """A scaler has found an overflow inside the window, which will not be applied."""
         window = self._ledger.window
         window.overflowed = True
-        window.nonfinite = window.nonfinite + (self._settings.nonfinite != "skip_window")
+        if self._settings.nonfinite != "skip_window":
+            window.nonfinite = window.nonfinite + (window.nonfinite == 0)  # else a norm has met it
         self._sums.zero_(self._sums.gathered())
 
     def apply_again(self, inner: Optimizer) -> bool:

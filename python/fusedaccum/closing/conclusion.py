@@ -40,7 +40,7 @@ class Conclusion:
         window = self.window
         nonfinite = as_tensor(window.nonfinite + window.dropped)
         if settings.nonfinite != "skip_window":  # which has counted an overflow with the adds
-            nonfinite = nonfinite + beside(self.overflow, nonfinite)
+            nonfinite = nonfinite + beside(self.overflow, nonfinite) * (window.nonfinite == 0)  # else a norm has met it
         looked = settings.nonfinite != "propagate" or window.overflowed or self.overflow is not False
         return LastWindow(
             window.micro_batches,
