@@ -280,6 +280,16 @@ def test_copies_go_on_alike_and_apart(how):
     assert net2[0].weight is not net[0].weight
 
 
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copy_knows_the_last_window(how):
+    net, (x, y) = model(), data()
+    opt = wrapped(net, 1, max_grad_norm=0.1)
+    opt.backward(mean_loss(net, x, y))
+    opt.step()
+    _, opt2 = copy.deepcopy((net, opt)) if how == "deepcopy" else pickle.loads(pickle.dumps((net, opt)))
+    assert opt2.updated and opt2.last_window.as_dict() == opt.last_window.as_dict()
+
+
 def test_a_shallow_copy_is_refused_and_the_open_window_kept():
     net, (x, y) = model(), data()
     opt = wrapped(net, 2)

@@ -495,12 +495,14 @@ class AccumulatingOptimizer(Optimizer):
                 "process, and carry the state over with load_state_dict(state_dict())"
             )
         self._gathering.settle()
-        return {"optimizer": self.optimizer, "settings": self.settings, "own": checkpoint.save(self)}
+        last = self._closing.last_window, self._closing.updated
+        return {"optimizer": self.optimizer, "settings": self.settings, "own": checkpoint.save(self), "last": last}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.optimizer, self.settings = state["optimizer"], state["settings"]
         self._build_anew()
         checkpoint.load(self, state["own"])
+        self._closing.last_window, self._closing.updated = state["last"]
 
     def _build_anew(self) -> None:
         """Build the wrapper again, for parameters that were replaced, or have changed, since the optimizer was wrapped."""
