@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..optimizer import AccumulatingOptimizer
 
 KEY = "fusedaccum"
-FORMAT = 2
+FORMAT = 3
 
 Record = TypeVar("Record", Window, MicroBatch)
 
@@ -31,10 +31,6 @@ def save(opt: AccumulatingOptimizer) -> dict[str, Any]:
     gathered = sums.gathered() if ledger.has_window else []
     window = plain(ledger.window) if ledger.has_window else None
     micro = plain(ledger.micro) if ledger.has_micro else None
-    if window is not None and sums.changed_by_user:
-        window["small_sq_norm"] = None  # as at the window's end
-        if micro is not None:
-            micro["changed"] = True
     return {
         "format": FORMAT,
         "shapes": [tuple(slot.param.shape) for slot in sums.buffers.slots],
@@ -45,6 +41,7 @@ def save(opt: AccumulatingOptimizer) -> dict[str, Any]:
         "rejected": list(opt._gathering.rejected.names),
         "norms": [] if window is None else sums.norms.save(),
         "buffers": {slot.index: _saved(slot) for slot in gathered},
+        "changed_by_user": sums.changed_by_user,
         "unseen": sorted(slot.index for slot in ranks.unseen),
         "masters": {
             slot.index: opt._masters.of[slot.param].detach()
@@ -148,9 +145,10 @@ def load(opt: AccumulatingOptimizer, own: dict[str, Any]) -> None:
         None if window is None else restored(Window, window),
         None if micro is None else restored(MicroBatch, micro),
     )
-    opt._gathering.rejected.names = list(own.get("rejected", ()))
+    opt._gathering.rejected.names = list(own["rejected"])
     for index, saved in own["buffers"].items():
         sums.restore(slots[index], local_of(saved["sum"]), saved["divisor"])
+    sums.changed_by_user = own["changed_by_user"]
     sums.norms.load(own["norms"], slots)
     opt._gathering.ranks.unseen = {slots[index] for index in own["unseen"]}
     opt._masters.load(

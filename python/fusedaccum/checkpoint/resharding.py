@@ -50,7 +50,8 @@ def own(opt: AccumulatingOptimizer, header: dict[str, Any]) -> dict[str, Any]:
         "index": ranks[0]["index"],
         "window": ranks[number]["window"] if same else window(opt, ranks),
         "micro_batch": None,
-        "rejected": ranks[number].get("rejected", ()) if same else (),
+        "rejected": ranks[number]["rejected"] if same else [],
+        "changed_by_user": any(rank["changed_by_user"] for rank in mine),
         # A rank's sums of squares are of what it held; shards may be laid out differently now.
         "norms": first["norms"] if same and not buffers.sharded else [],
         "unseen": sorted({index for rank in mine for index in rank["unseen"]} - seen),

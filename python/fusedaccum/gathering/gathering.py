@@ -99,7 +99,9 @@ class Gathering(Windows):
     @property
     def outdated(self) -> bool:
         """Must the wrapper be built again, for parameters that were moved, cast or put into a DistributedDataParallel module?"""
-        return self.sums.buffers.moved or bool(self._intake.unhooked) or self.ranks.replicas.outdated(self.sums.buffers.of)
+        return (
+            self.sums.buffers.moved or bool(self._intake.unhooked) or self.ranks.replicas.outdated(self.sums.buffers.of)
+        )
 
     def reset(self) -> None:
         self._intake.drop()
@@ -382,8 +384,7 @@ class Gathering(Windows):
         first, sent, held = window.empty, self.ranks.sent, self.ranks.fully_sharded.holds_back
         self.ledger.commit(weight, held)
         mixed = micro.attempt is not None and micro.attempt.done  # the buffers hold more than this micro-batch
-        unlike = micro.bad or micro.changed or sent or held or mixed
-        if self._settings.noise_scale is not None and first and not unlike:
+        if self._settings.noise_scale is not None and first and not (micro.bad or sent or held or mixed):
             measure_small(window, micro, self.sums, self._settings.backend)
 
     def pass_failed(self) -> None:

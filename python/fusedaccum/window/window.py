@@ -128,7 +128,6 @@ class MicroBatch:
     nonfinite: Scalar = 0  # elements that were not finite, as far as they were counted
     counts: list[Tensor] = field(default_factory=list)  # counts that are not part of ``nonfinite`` yet
     bad: bool = False  # dropped, because a gradient was not finite
-    changed: bool = False  # had other code written to its gradients before a checkpoint?
     loss: Loss | None = None  # c_i * loss_i; None: not recorded
     loss_by_backward: bool = False  # has opt.backward() recorded it?
     passes: int = 0  # outermost backward passes
