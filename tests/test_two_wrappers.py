@@ -100,6 +100,20 @@ def test_a_wrappers_own_weight_counts_more_than_that_of_another():
     assert (-p.item(), -q.item()) == ((1 + 25) / 6, 3.0)
 
 
+@pytest.mark.parametrize("accum_steps", [2, None])
+def test_a_weight_given_to_both_counts_also_where_the_loss_reaches_only_one(accum_steps):
+    p, q = (nn.Parameter(torch.zeros(1, dtype=torch.float64)) for _ in range(2))
+    first, second = (fa.AccumulatingOptimizer(torch.optim.SGD([x], lr=1.0), accum_steps) for x in (p, q))
+    for loss, weight in ((lambda: 2 * p, 3), (lambda: 2 * p + 4 * q, 1)):
+        told_both(first, second, loss().sum(), weight)
+        if accum_steps:
+            Both(first, second).step()
+    if not accum_steps:
+        Both(first, second).step()
+    assert (p.item(), q.item()) == (-2, -1)
+    assert first.last_window.weight == second.last_window.weight == 4
+
+
 def test_sums_are_weighed_by_their_own_wrappers():
     """Each needs a weight of its own, which may come with ``step()``; without one, step() raises."""
     p, q = (nn.Parameter(torch.zeros(())) for _ in range(2))
