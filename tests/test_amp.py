@@ -268,6 +268,20 @@ def test_unscale_that_would_hide_the_scale_is_refused():
         scaler.scale(mean_loss(net, x, y)).backward()
 
 
+def test_unscale_inside_a_window_before_a_checkpoints_scaler_was_seen_is_refused():
+    net, (x, y) = model(torch.float32), data(dtype=torch.float32)
+    opt = wrapped(net, 2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler_loop(opt, net, scaler, parts(x, y, (12, 12)))
+    opt.load_state_dict(opt.state_dict())
+    scaler.scale(mean_loss(net, x, y)).backward()
+    scaler.unscale_(opt)
+    scaler.step(opt)
+    scaler.update()
+    with pytest.raises(RuntimeError, match="hid the loss scale"):
+        scaler.scale(mean_loss(net, x, y)).backward()
+
+
 def test_unscale_on_every_micro_batch_once_the_scale_is_known():
     net, (x, y) = model(torch.float32), data(dtype=torch.float32)
     big = twin(net)
@@ -328,3 +342,17 @@ def test_a_loop_that_has_done_with_its_scaler(accum_steps):
             else:
                 opt.step()
         assert (p == -1 - window).all()
+
+
+def test_a_micro_batch_without_gradients_after_the_scalers_last_was_dropped():
+    p = nn.Parameter(torch.zeros(4))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 2, nonfinite="skip_micro_batch")
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for value in (1.0, 1.0, torch.inf):
+        scaler.scale((p * value).sum()).backward()
+        scaler.step(opt)
+        scaler.update()
+    opt.step()
+    p.sum().backward()
+    opt.step()
+    assert (p == -1.5).all()

@@ -238,6 +238,19 @@ def test_unknown_where_a_loss_scale_came_and_went_unseen():
     assert said == [None, right, None, right]
 
 
+def test_recorded_plainly_after_the_last_window_of_a_scaler():
+    net, (x, y) = model(torch.float32), data(8, torch.float32)
+    opt = wrapped(net, accum_steps=1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    scaler.scale(mean_loss(net, x, y)).backward()
+    scaler.step(opt)
+    loss = mean_loss(net, x, y)
+    loss.backward()
+    opt.record_loss(loss)
+    opt.step()
+    assert opt.last_window.loss.item() == pytest.approx(loss.item())
+
+
 def test_loss_over_a_checkpoint_inside_a_window():
     net, (x, y) = model(), data(8)
     opt = wrapped(net, accum_steps=2, make=lambda p: torch.optim.SGD(p, lr=0.0))
