@@ -166,6 +166,20 @@ def test_stochastic_rounding_is_seeded_by_pytorch_and_does_not_depend_on_the_bac
     assert not torch.equal(grads[0], grads[2])
 
 
+def test_stochastic_rounding_goes_on_when_its_counter_is_used_up():
+    sums, g = [], torch.randn(2, 64)
+    for draws in (0, 1 << 20):
+        torch.manual_seed(5)
+        p = one(0.0, torch.bfloat16, 64)
+        opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 3, buffer_dtype=None, rounding="stochastic")
+        state = opt.state_dict()
+        state["fusedaccum"]["draws"] = [draws]
+        opt.load_state_dict(state)
+        gather(p, opt, g)
+        sums.append(p.grad.clone())
+    assert torch.equal(*sums)
+
+
 def test_stochastic_rounding_draws_anew_for_every_add_and_parameter():
     torch.manual_seed(0)
     p, q = one(0.0, torch.bfloat16, 512), one(0.0, torch.bfloat16, 512)
@@ -246,6 +260,18 @@ def test_master_weights_keep_updates_that_bf16_would_lose():
         without.step()
     assert q.item() == 1.0
     assert p.item() == pytest.approx(0.9, abs=2**-8)
+
+
+def test_masters_do_not_step_with_gradients_of_an_earlier_window():
+    p, q = (Parameter(torch.randn(3).bfloat16()) for _ in range(2))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p, q], lr=1.0), 1, master_weights=True)
+    (p.sum() + q.sum()).backward()
+    opt.step()
+    before = q.detach().clone()
+    for loss in (p.sum(), 0 * q.sum()):  # the second shows whether the first has moved the master of q
+        loss.backward()
+        opt.step()
+    assert torch.equal(q, before)
 
 
 def test_master_weights_are_not_seen_outside():
