@@ -143,3 +143,20 @@ def test_an_exception_while_masters_take_their_places_puts_the_model_back(monkey
                 assert all(a is b for a, b in zip(opt.param_groups[0]["params"], net.parameters(), strict=True))
             opt.step()
     assert_same_parameters(*nets, 0)
+
+
+def test_a_fused_layer_does_not_add_to_sums_of_which_some_are_divided(monkeypatch):
+    net = fa.fuse_linear(nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3)))
+    opt, x = wrapped(net), torch.randn(5, 6)
+    for _ in range(2):
+        net(x).sum().backward()
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(fa.ops, "scale_", interrupted)
+        opt.normalize_()
+    for call in (net(x).sum().backward, opt.step):
+        with pytest.raises(RuntimeError, match=r"call opt\.reset\(\), and repeat"):
+            call()

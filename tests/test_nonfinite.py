@@ -135,6 +135,18 @@ def test_dropped_first_micro_batch_leaves_p_grad_none(policy):
     assert not opt.updated
 
 
+def test_a_micro_batch_without_gradients_counts_after_step_has_raised():
+    p = nn.Parameter(torch.zeros(3))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 2, nonfinite="raise")
+    (p * torch.nan).sum().backward()
+    with pytest.raises(FloatingPointError):
+        opt.step()
+    opt.step()
+    p.sum().backward()
+    opt.step()
+    assert (p == -0.5).all()
+
+
 def test_bad_gradient_is_shown_until_step():
     """So a GradScaler, or any code that checks p.grad, sees it."""
     net, (x, y) = model(), data()
