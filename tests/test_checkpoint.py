@@ -130,6 +130,19 @@ def test_resuming_with_a_scaler_whose_scale_changes_before_it_is_seen_plainly(ov
         assert_same_parameters(net, big, 1e-6)
 
 
+def test_a_state_with_masters_loads_into_a_wrapper_without():
+    net, (x, y) = model(torch.bfloat16), data(dtype=torch.bfloat16)
+    with_masters = wrapped(net, 1, master_weights=True)
+    train(net, with_masters, [(x, y)])
+    before, state = twin(net), with_masters.state_dict()
+    del with_masters
+    opt = wrapped(net, 1)
+    opt.load_state_dict(state)
+    assert_same_parameters(net, before, 0)
+    train(net, opt, [(x, y)])
+    assert opt.updated
+
+
 def test_layout_is_pytorchs_plus_one_key_of_tensors_and_plain_values():
     net, (x, y) = model(), data()
     opt = wrapped(net, 3, make=adamw)

@@ -434,3 +434,14 @@ def test_a_backward_within_the_inner_step_of_a_window_that_the_caller_owns():
         opt.step()
         opt.zero_grad()
     assert (p == -4).all()
+
+
+def test_groups_that_are_not_fused_any_more():
+    """As after loading the state of an optimizer that was not: such a step does not divide by grad_scale."""
+    p = Parameter(torch.zeros(3))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0, fused=True), 2)
+    opt.param_groups[0]["fused"] = False
+    for _ in range(2):
+        p.sum().backward()
+        opt.step()
+    assert (p == -1).all()

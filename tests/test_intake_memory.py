@@ -198,3 +198,11 @@ def test_gradients_made_in_python_wait_for_the_bucket_unless_somebody_holds_them
     assert calls == ([1, 1] if kept else [2])
     opt.step()
     assert a.grad.tolist() == [15.0] * 3 and b.grad.tolist() == [10.0] * 3
+
+
+def test_frozen_parameters_have_no_buffers():
+    frozen, p = nn.Parameter(torch.randn(1000), requires_grad=False), nn.Parameter(torch.randn(3))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([frozen, p], lr=1.0), 2)
+    (frozen.sum() * p.sum()).backward()
+    opt.step()
+    assert p.grad.untyped_storage().nbytes() < frozen.nbytes

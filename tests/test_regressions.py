@@ -325,7 +325,8 @@ def test_two_gradients_swapped_by_hand():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("how", ["grad.data", "model.to"])
-def test_memory_of_a_gradient_replaced_inside_a_window(how, dtype):
+@pytest.mark.parametrize("at", [1, 2])
+def test_memory_of_a_gradient_replaced_inside_a_window(at, how, dtype):
     """``model.to(dtype)`` replaces the memory of every p.grad with another dtype, even if it changes no parameter."""
     net = torch.nn.Linear(3, 2, bias=False).to(dtype)
     opt = fa.AccumulatingOptimizer(
@@ -333,13 +334,13 @@ def test_memory_of_a_gradient_replaced_inside_a_window(how, dtype):
     )
     for k in range(3):
         net(torch.full((1, 3), 2.0**k, dtype=dtype)).sum().backward()
-        if k == 1:
+        if k == at:
             if how == "model.to":
                 net.to(dtype)
             else:
                 net.weight.grad.data = 3 * net.weight.grad
         opt.step()
-    expected = 1.0 + 2 + 4 if how == "model.to" else 3 * (1.0 + 2) + 4
+    expected = sum((3.0 if how == "grad.data" and k <= at else 1.0) * 2**k for k in range(3))
     assert net.weight.grad.tolist() == [[expected] * 3] * 2
     assert opt.last_window.grad_norm == pytest.approx(expected * 6**0.5)
 
