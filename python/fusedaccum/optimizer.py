@@ -240,7 +240,7 @@ class AccumulatingOptimizer(Optimizer):
         with self._grouped(weight, last, in_loss):
             weighed = loss * self._ledger.micro.value() if self._ledger.micro.in_loss else loss
             weighed.backward(**kwargs)
-            if loss.numel() == 1 and kwargs.get("gradient") is None:  # else the gradients are not of the loss itself
+            if kwargs.get("gradient") is None:  # else the gradients are not of the loss itself
                 self._gathering.record_loss(loss, scaled=True)
                 self._gathering.losses.told_a_pass()
 

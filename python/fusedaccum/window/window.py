@@ -106,7 +106,7 @@ class Loss:
     @property
     def may_carry_scale(self) -> bool:
         """May a part of the sum carry an unknown loss scale? True if in doubt; does not wait for a device."""
-        return isinstance(self.raw, Tensor) or bool(self.raw)
+        return isinstance(self.raw, Tensor)  # opt.backward() takes no other losses
 
     def unscaled(self, loss_scale: Scalar) -> Loss:
         """The same, now that the loss scale is known."""
