@@ -182,18 +182,19 @@ def test_stochastic_rounding_goes_on_when_its_counter_is_used_up():
 
 def test_stochastic_rounding_draws_anew_for_every_add_and_parameter():
     torch.manual_seed(0)
-    p, q = one(0.0, torch.bfloat16, 512), one(0.0, torch.bfloat16, 512)
+    params = [one(0.0, torch.bfloat16, 512) for _ in range(3)]
     opt = fa.AccumulatingOptimizer(
-        torch.optim.SGD([p, q], lr=0.0), 2, reduction="none", buffer_dtype=torch.bfloat16, rounding="stochastic"
+        torch.optim.SGD(params[:2], lr=0.0), 2, reduction="none", buffer_dtype=torch.bfloat16, rounding="stochastic"
     )
+    opt.add_param_group({"params": params[2:]})
     patterns = []
     for _ in range(2):
         for value in (1.0, 0.003):
-            (p.sum() * value + q.sum() * value).backward()
+            sum(p.sum() * value for p in params).backward()
             opt.step()
-        patterns += [tuple((param.grad > 1).tolist()) for param in (p, q)]
+        patterns += [tuple((p.grad > 1).tolist()) for p in params]
     assert all(0 < sum(pattern) < 512 for pattern in patterns)
-    assert len(set(patterns)) == 4
+    assert len(set(patterns)) == 6
 
 
 def test_random_numbers_of_every_add_and_parameter_are_whole_blocks_of_their_own(monkeypatch):
