@@ -223,6 +223,34 @@ def test_read_without_any_process_group(saved):
     assert told == all_told[1:]
 
 
+@pytest.mark.filterwarnings("ignore:.*in a single process")
+def test_a_bad_micro_batch_that_step_has_not_told_of_is_told_of_after_loading(tmp_path):
+    module, opt = job("plain", accum_steps=None, nonfinite="raise")
+    (loss_of(module, stream()[0], "plain") * torch.nan).backward()
+    save(tmp_path, module, opt)
+    module, opt = job("plain", accum_steps=None, nonfinite="raise")
+    load(tmp_path, module, opt)
+    with pytest.raises(FloatingPointError, match="the micro-batch was dropped"):
+        opt.step()
+
+
+@pytest.mark.filterwarnings("ignore:.*in a single process")
+@pytest.mark.parametrize("changed", [False, True])
+def test_gradients_changed_by_hand_before_a_checkpoint_are_not_measured_after_it(tmp_path, changed):
+    module, opt = job("plain", noise_scale=0.5, accum_steps=2)
+    for number, part in enumerate(stream()[:2]):
+        opt.backward(loss_of(module, part, "plain"), weight=part[2])
+        if number == 0 and changed:
+            next(module.parameters()).grad.zero_()
+        opt.step()
+        if number == 0:
+            save(tmp_path, module, opt)
+            del opt
+            module, opt = job("plain", noise_scale=0.5, accum_steps=2)
+            load(tmp_path, module, opt)
+    assert (opt.last_window.noise_scale is None) == changed
+
+
 SETTINGS = {
     "weighed": {"window_weight": 30.0},
     "none": {"reduction": "none"},
