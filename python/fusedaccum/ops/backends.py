@@ -80,6 +80,8 @@ def check(name: Any) -> str:
     if name is None or name == "auto":
         name = os.environ.get("FUSEDACCUM_BACKEND") or "auto"
         argument = "the environment variable FUSEDACCUM_BACKEND"
+    if name == "auto":  # nearly always
+        return name
     names = ("auto", *(row.name for row in TABLE))
     if not isinstance(name, str):
         raise TypeError(
@@ -87,7 +89,7 @@ def check(name: Any) -> str:
         )
     if name not in names:
         raise ValueError(f"{argument} is {name!r}; it must be one of {', '.join(map(repr, names))}")
-    if name != "auto" and (reason := why_missing(name)) is not None:
+    if (reason := why_missing(name)) is not None:
         raise RuntimeError(f"{argument}={name!r} is not available: {reason}; or use 'auto'")
     return name
 
@@ -106,8 +108,11 @@ def select(name: str | None, device: torch.device | None, op: str) -> ModuleType
     name = check(name)
     if device is None:
         return importlib.import_module("fusedaccum.ops.reference")
-    if name == "auto":
-        return _automatic(device.type, op)
+    return _automatic(device.type, op) if name == "auto" else _requested(name, device, op)
+
+
+@functools.cache
+def _requested(name: str, device: torch.device, op: str) -> ModuleType:
     row = _row(name)
     if row.devices and device.type not in row.devices:
         raise RuntimeError(
