@@ -54,6 +54,7 @@ def window(model, step, micro_batches=BATCH // MICRO_BATCH):
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("name", [*SETTINGS, "plain p.grad"])
+@pytest.mark.usefixtures("one_thread")  # with several, PyTorch's own products of bf16 take temporaries on some processors
 def test_memory_is_what_a_window_allocates(monkeypatch, name, dtype):
     monkeypatch.setattr("fusedaccum.intake.intake.BUCKET_BYTES", 1 << 16)
     monkeypatch.setattr("fusedaccum.recipes.modes.BUCKET_BYTES", 1 << 16)
@@ -277,6 +278,13 @@ def test_prints_what_it_returns_and_leaves_the_model_alone(capsys):
     assert all(p.grad is None and torch.equal(p, q) for p, q in zip(model.parameters(), before))
     opt = fa.AccumulatingOptimizer(torch.optim.SGD(model.parameters()), accum_steps=4)  # nothing was left hooked
     assert opt is not None
+
+
+@pytest.mark.parametrize("block", [torch.no_grad, torch.inference_mode])
+def test_explains_where_no_gradients_are_tracked(block):
+    with block():
+        known = fa.explain(layers(torch.bfloat16), desired_batch=BATCH, micro_batch=MICRO_BATCH, show=False)
+    assert all(mode.seconds > 0 for mode in known.modes)
 
 
 def test_seconds_are_bytes_over_bandwidth():

@@ -3,6 +3,7 @@
 import math
 
 import fusedaccum as fa
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -154,6 +155,19 @@ def test_a_closures_result_is_recorded(accum_steps):
 
         opt.step(closure)
     assert opt.last_window.loss.item() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("result", [3, 0.5, np.float32(0.25), torch.tensor(2), torch.tensor([1.5])], ids=repr)
+def test_a_closures_result_may_be_any_number(result):
+    net, (x, y) = model(), data(8)
+    opt = wrapped(net, 1)
+
+    def closure():
+        mean_loss(net, x, y).backward()
+        return result
+
+    assert opt.step(closure) is result
+    assert opt.last_window.loss.item() == float(result)
 
 
 def test_a_loss_written_to_afterwards_stays_what_it_was():

@@ -26,7 +26,7 @@ from .checkpoint import checkpoint
 from .checkpoint.distributed import refuse_torchs_functions
 from .closing.closing import Closing
 from .gathering.gathering import Gathering
-from .scalars import Scalar, as_tensor, checked_loss, checked_weight, or_one
+from .scalars import Scalar, checked_loss, checked_weight, is_number, or_one
 from .window.amp import LossScale
 from .window.ledger import NO_GRADIENT
 from .window.settings import Settings, check_lent, check_optimizer, check_parameter, checked_device
@@ -525,9 +525,9 @@ class AccumulatingOptimizer(Optimizer):
 
     def _record_result(self, result: Any) -> None:
         """Record what a closure has returned as its micro-batch's loss, if it is a single number and no loss was recorded."""
-        one = isinstance(result, (float, Tensor)) and as_tensor(result).numel() == 1
+        one = result.numel() == 1 if isinstance(result, Tensor) else is_number(result)
         if one and self._gathering.losses.lacking:
-            self._gathering.record_loss(result)
+            self._gathering.record_loss(checked_loss(result))
 
     # -- GradScaler.step() sets and deletes grad_scale and found_inf around our step() ---------------------------
 

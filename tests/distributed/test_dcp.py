@@ -1,6 +1,7 @@
 """torch.distributed.checkpoint: training saved on some number of ranks goes on with the same number or another, as the big batch would."""
 
 import contextlib
+import warnings
 
 import fusedaccum as fa
 import pytest
@@ -417,6 +418,13 @@ def refused(rank, path):
         ValueError, match=r"shape \(3, 40\) for parameter .*, which is \(4, 40\); is it another model's"
     ):
         load(path / "one", shaped, wrapped(shaped, process_group=dist.group.WORLD))
+    split, in_groups = job("plain", lambda params: sgd([{"params": [p]} for p in params]))
+    untrained = contents(split, in_groups)
+    with pytest.raises(
+        ValueError, match=r"param_groups have \[7\] parameters, and the optimizer's have \[1, 1, 1, 1, 1, 1, 1\]"
+    ):
+        load(path / "one", split, in_groups)
+    assert_equal(contents(split, in_groups), untrained)
     with pytest.raises(ValueError, match=r"accum_steps=4, and this wrapper has accum_steps=5"):
         load(path / "one", *job("plain", accum_steps=5))
     with pytest.raises(ValueError, match=r"reduction=mean, and this wrapper has reduction=sum"):
@@ -468,6 +476,29 @@ def held_back(rank, path):
 
 def test_what_fsdp2_holds_back_is_not_lost(worlds, tmp_path):
     worlds(2).run(held_back, path=tmp_path)
+
+
+def listed_twice(rank, path):
+    """PyTorch's state dict counts a parameter twice that its group lists twice, so that the next one's index is one more."""
+    made, factor = [], torch.randn(3)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "optimizer contains a parameter group with duplicate parameters")
+        for _ in range(2):
+            a, b = (nn.Parameter(torch.randn(n)) for n in (2, 3))
+            opt = fa.AccumulatingOptimizer(torch.optim.SGD([a, a, b], lr=0.1, momentum=0.9), accum_steps=2)
+            made.append((a, b, opt))
+    (a, b, opt), (a_there, b_there, other) = made
+    for _ in range(3):
+        (a.square().sum() + (b * factor).sum()).backward()
+        opt.step()
+    dcp.save({"opt": fa.DistributedState(opt)}, checkpoint_id=path)
+    dcp.load({"opt": fa.DistributedState(other, path)}, checkpoint_id=path)
+    for p, q in ((a, a_there), (b, b_there)):
+        assert_equal([other.state[q]["momentum_buffer"], q.grad], [opt.state[p]["momentum_buffer"], p.grad])
+
+
+def test_a_parameter_that_its_group_lists_twice(worlds, tmp_path):
+    worlds(1).run(listed_twice, path=tmp_path)
 
 
 class Local(torch.optim.Optimizer):

@@ -54,7 +54,7 @@ class Slot:
 
     param: Parameter
     name: str
-    index: int  # position among the optimizer's parameters, as in its state_dict
+    index: int  # position among the optimizer's parameters, each counted once
     before: int  # random numbers that an add reserves for the parameters before it
     dtype: torch.dtype  # of the buffer
     device: torch.device  # of the buffer

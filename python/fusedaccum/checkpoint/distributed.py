@@ -109,12 +109,13 @@ class DistributedState:
             load(placed, storage_reader=reader, no_dist=True)
         header = _unpacked(placed[prefix + HEADER])
         self._check(resharding.own(self._opt, header), header["ranks"])
+        of_state = _slots_of_state(self._opt, header["param_groups"])
         result: dict[str, Any] = {HEADER: _Unread()}
         for name, stored in metadata.state_dict_metadata.items():
             kind, _, rest = name.removeprefix(prefix).partition(".")
             if name.startswith(prefix) and kind in ("state", "masters", "sums"):
                 index, _, rest = rest.partition(".")
-                slot = self._opt._sums.buffers.slots[int(index)]
+                slot = of_state[int(index)] if kind == "state" else self._opt._sums.buffers.slots[int(index)]
                 if kind == "masters" and slot.param not in self._opt._masters.of:
                     continue
                 if kind == "sums" and not (slot.sharded or resharding.falls_to(self._opt, int(rest))):
@@ -165,14 +166,14 @@ def _saved(opt: AccumulatingOptimizer) -> dict[str, Any]:
     state = opt.state_dict()
     own = state[checkpoint.KEY]
     mine = {k: v for k, v in own.items() if k not in TENSORS}
-    slots = opt._sums.buffers.slots
+    slots, of_state = opt._sums.buffers.slots, _slots_of_state(opt, state["param_groups"])
     mine["divisors"] = {index: saved["divisor"] for index, saved in own["buffers"].items()}
     mine["shards"] = [slot.index for slot in slots if slot.sharded]
     mine["apart"] = [
-        f"{name!r} of parameter {slots[index].name}"
+        f"{name!r} of parameter {of_state[index].name}"
         for index, entry in state["state"].items()
         for name, value in entry.items()
-        if _apart(slots[index].param, value)
+        if _apart(of_state[index].param, value)
     ]
     ranks = [_unpacked(one) for one in opt._gathering.ranks.gathered(_packed(mine))]
     number = opt._gathering.ranks.rank
@@ -197,6 +198,20 @@ def _saved(opt: AccumulatingOptimizer) -> dict[str, Any]:
         "ranks": ranks,
     }
     return {HEADER: _packed(header), **tensors}
+
+
+def _slots_of_state(opt: AccumulatingOptimizer, saved: list[dict[str, Any]]) -> dict[int, Slot]:
+    """The slot of each index in the inner optimizer's state dict, whose ``param_groups`` are ``saved``: it counts a parameter that a group
+    lists twice, which has one slot, twice. Raises ValueError if the groups are not those of ``opt``.
+    """
+    here, there = ([len(group["params"]) for group in groups] for groups in (opt.param_groups, saved))
+    if here != there:
+        raise ValueError(
+            f"the checkpoint's param_groups have {there} parameters, and the optimizer's have {here}; build it with the same groups"
+        )
+    buffers = opt._sums.buffers
+    pairs = zip(saved, opt.param_groups, strict=True)
+    return {i: buffers.of[p] for old, new in pairs for i, p in zip(old["params"], new["params"], strict=True)}
 
 
 def _apart(param: Tensor, value: Any) -> bool:

@@ -143,8 +143,6 @@ class _Ones(torch.autograd.Function):
 
 def hook_seconds(dtype: torch.dtype, device: torch.device) -> float:
     """What the wrapper adds to a backward pass per parameter, whatever its size: hooks, queue, and a share of the call that adds."""
-    ours, plain = ([nn.Parameter(torch.zeros(1, dtype=dtype, device=device)) for _ in range(HOOKED)] for _ in range(2))
-    opt = AccumulatingOptimizer(torch.optim.SGD(ours), accum_steps=1 << 30)
 
     def alone() -> None:
         _Ones.apply(*plain).backward()
@@ -155,5 +153,10 @@ def hook_seconds(dtype: torch.dtype, device: torch.device) -> float:
         _Ones.apply(*ours).backward()
         opt.step()
 
-    difference = median_seconds(wrapped, device) - median_seconds(alone, device)
+    with torch.inference_mode(False), torch.enable_grad():
+        ours, plain = (
+            [nn.Parameter(torch.zeros(1, dtype=dtype, device=device)) for _ in range(HOOKED)] for _ in range(2)
+        )
+        opt = AccumulatingOptimizer(torch.optim.SGD(ours), accum_steps=1 << 30)
+        difference = median_seconds(wrapped, device) - median_seconds(alone, device)
     return max(0.0, difference / HOOKED)
