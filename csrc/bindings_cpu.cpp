@@ -13,26 +13,13 @@ namespace py = pybind11;
 
 namespace {
 
+using fusedaccum::dtype_of;
 using fusedaccum::Lists;
+using fusedaccum::Op;
+using fusedaccum::Partial;
 using fusedaccum::Tensors;
 using fusedaccum::cpu::Call;
-using fusedaccum::cpu::DType;
-using fusedaccum::cpu::Op;
 using fusedaccum::cpu::Pair;
-using fusedaccum::cpu::Partial;
-
-DType dtype_of(const at::Tensor& x) {
-  switch (x.scalar_type()) {
-    case at::kDouble:
-      return fusedaccum::cpu::kF64;
-    case at::kFloat:
-      return fusedaccum::cpu::kF32;
-    case at::kBFloat16:
-      return fusedaccum::cpu::kBF16;
-    default:
-      return fusedaccum::cpu::kFP16;
-  }
-}
 
 void in_parallel(int64_t count, const std::function<void(int64_t)>& work) {
   at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {

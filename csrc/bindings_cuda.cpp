@@ -16,28 +16,16 @@ namespace py = pybind11;
 
 namespace {
 
+using fusedaccum::DType;
+using fusedaccum::dtype_of;
+using fusedaccum::kDTypes;
 using fusedaccum::Lists;
+using fusedaccum::Op;
+using fusedaccum::Partial;
 using fusedaccum::Tensors;
 using fusedaccum::cuda::Call;
-using fusedaccum::cuda::DType;
-using fusedaccum::cuda::kDTypes;
-using fusedaccum::cuda::Op;
 using fusedaccum::cuda::Pair;
-using fusedaccum::cuda::Partial;
 using fusedaccum::cuda::Scalar;
-
-DType dtype_of(const at::Tensor& x) {
-  switch (x.scalar_type()) {
-    case at::kDouble:
-      return fusedaccum::cuda::kF64;
-    case at::kFloat:
-      return fusedaccum::cuda::kF32;
-    case at::kBFloat16:
-      return fusedaccum::cuda::kBF16;
-    default:
-      return fusedaccum::cuda::kFP16;
-  }
-}
 
 // A float, or a 0-d tensor on the device; `kept` keeps what the kernel reads alive until it is launched (after that, the stream does).
 Scalar scalar_of(py::handle value, at::Tensor& kept) {

@@ -5,6 +5,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "predicate.h"
+#include "types.h"
 
 namespace fusedaccum {
 
@@ -59,6 +60,20 @@ class Lists {
   bool one_;
   Judgement judged_{kRefused, {}, {}};
 };
+
+// Of a tensor whose dtype is supported.
+inline DType dtype_of(const at::Tensor& x) {
+  switch (x.scalar_type()) {
+    case at::kDouble:
+      return kF64;
+    case at::kFloat:
+      return kF32;
+    case at::kBFloat16:
+      return kBF16;
+    default:
+      return kFP16;
+  }
+}
 
 // What every op that writes tells autograd.
 inline void bump_version(const at::Tensor& x) {

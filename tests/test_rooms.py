@@ -48,7 +48,7 @@ BEYOND_OPS = {
 
 PLAIN_CPP = sorted(
     path.relative_to(ROOT).as_posix()
-    for folder, pattern in (("csrc", "formulas.h"), ("csrc", "chunks.h"), ("csrc/cpu", "*"), ("csrc/cuda", "*"))
+    for folder, pattern in (("csrc", "formulas.h"), ("csrc", "chunks.h"), ("csrc", "types.h"), ("csrc/cpu", "*"), ("csrc/cuda", "*"))
     for path in (ROOT / folder).glob(pattern)
 )
 

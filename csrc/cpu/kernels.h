@@ -3,10 +3,11 @@
 
 #include <cstdint>
 
+#include "../types.h"
+
 namespace fusedaccum {
 namespace cpu {
 
-enum DType : int { kF64, kF32, kBF16, kFP16, kDTypes };
 constexpr int64_t kItemSize[kDTypes] = {8, 4, 2, 2};
 
 // Bits of a kernel's mode.
@@ -25,11 +26,6 @@ struct Parameters {
   uint64_t seed;
   uint64_t counter;  // index of the random number of the first element
   bool prefetch;     // even where that does not always pay
-};
-
-struct Partial {
-  double sq_norm;
-  int64_t nonfinite;
 };
 
 // out[0..n) from in[0..n). Pointers need no alignment beyond their dtype's; nothing outside of [0, n) is touched.

@@ -18,8 +18,6 @@ struct Pair {
   DType in_type;
 };
 
-enum class Op { kAccumulate, kCast, kStats };
-
 struct Call {
   Op op = Op::kAccumulate;
   bool overwrite = false;

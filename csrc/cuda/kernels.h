@@ -6,10 +6,10 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "../types.h"
+
 namespace fusedaccum {
 namespace cuda {
-
-enum DType : int { kF64, kF32, kBF16, kFP16, kDTypes };
 
 // A number that the host has, or that a kernel finds in device memory (so that no one waits for it).
 struct Scalar {
@@ -24,14 +24,6 @@ struct Pair {
   int64_t elements;
   uint64_t counter;  // index of the output's first random number
 };
-
-// A block's share of the statistics.
-struct Partial {
-  double sq_norm;
-  int64_t nonfinite;
-};
-
-enum class Op : int { kAccumulate, kCast, kStats };
 
 struct Call {
   Op op = Op::kAccumulate;
