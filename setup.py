@@ -59,6 +59,8 @@ def why_no_cuda(root: Path | None) -> str | None:
     release = re.search(r"release ([\d.]+)", subprocess.check_output([root / "bin/nvcc", "--version"], text=True))[1]
     if release.split(".")[0] != torch.version.cuda.split(".")[0]:
         return f"nvcc has CUDA {release}, torch has {torch.version.cuda}: the major versions must match"
+    if release == "12.0":  # csrc/cuda/kernels.h, kDriver
+        return "nvcc has CUDA 12.0, and the kernels need 12.1 or newer: install a newer toolkit"
     return None
 
 

@@ -72,6 +72,15 @@ def test_cuda_extension_is_left_out_for_a_stated_reason(setup_py, toolkit, monke
     assert (reason is None) if says is None else (says in reason)
 
 
+def test_a_toolkit_without_room_for_the_kernels_arguments(setup_py, toolkit, monkeypatch):
+    monkeypatch.setattr(setup_py, "torch", torch_with("12.8"))
+    for release, says in (("12.0", "need 12.1 or newer"), ("12.1", None)):
+        nvcc = toolkit / "bin/nvcc"
+        nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.1'\n")
+        reason = setup_py.why_no_cuda(toolkit)
+        assert (reason is None) if says is None else (says in reason)
+
+
 def test_archs_default_to_what_nvcc_knows(setup_py, toolkit):
     assert setup_py.arch_list(toolkit) == "7.5;8.0;9.0+PTX"
 

@@ -54,7 +54,7 @@ def window(model, step, micro_batches=BATCH // MICRO_BATCH):
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("name", [*SETTINGS, "plain p.grad"])
-@pytest.mark.usefixtures("one_thread")  # with several, PyTorch's own products of bf16 take temporaries on some processors
+@pytest.mark.usefixtures("one_thread")  # with several, PyTorch's own bf16 products take temporaries on some processors
 def test_memory_is_what_a_window_allocates(monkeypatch, name, dtype):
     monkeypatch.setattr("fusedaccum.intake.intake.BUCKET_BYTES", 1 << 16)
     monkeypatch.setattr("fusedaccum.recipes.modes.BUCKET_BYTES", 1 << 16)

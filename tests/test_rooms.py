@@ -48,7 +48,11 @@ BEYOND_OPS = {
 
 PLAIN_CPP = sorted(
     path.relative_to(ROOT).as_posix()
-    for folder, pattern in (("csrc", "formulas.h"), ("csrc", "chunks.h"), ("csrc", "types.h"), ("csrc/cpu", "*"), ("csrc/cuda", "*"))
+    for folder, pattern in [
+        *(("csrc", f"{name}.h") for name in ("formulas", "chunks", "types")),
+        ("csrc/cpu", "*"),
+        ("csrc/cuda", "*"),
+    ]
     for path in (ROOT / folder).glob(pattern)
 )
 

@@ -21,7 +21,8 @@ constexpr int kBlocks = 3;      // a multiprocessor has room for, at least: docs
 constexpr int kPacks = 2;       // a thread's share of a tile, a side: with an output that is read, four loads
 constexpr int kStatsPacks = 4;  // where there is one side only
 
-constexpr int kArgumentBytes = kDriver >= 12010 ? 32764 : 4096;
+static_assert(CUDART_VERSION >= kDriver, "the kernels' arguments need a newer toolkit");
+constexpr int kArgumentBytes = 32764;
 constexpr int kTensors = (kArgumentBytes - static_cast<int>(sizeof(Call)) - 16) / static_cast<int>(sizeof(Pair) + sizeof(uint32_t));
 
 struct Batch {

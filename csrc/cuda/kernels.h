@@ -35,8 +35,8 @@ struct Call {
   Partial* partials = nullptr;  // device memory, one a block of the pairs; null for no statistics
 };
 
-// The CUDA version of the oldest driver that launches the kernels. Their arguments may take 32,764 bytes since 12.1, 4,096 before.
-constexpr int kDriver = CUDART_VERSION >= 12010 ? 12010 : 0;
+// The CUDA version, of toolkit and driver, since which a kernel's arguments may take 32,764 bytes; before, 4,096.
+constexpr int kDriver = 12010;
 
 constexpr int64_t kChunk = 8192;  // elements a block takes on: docs/performance.md
 
