@@ -198,7 +198,7 @@ def one_call_each(
     # After normalize_(), parameters that no pass has reached since still hold a mean.
     divisors = {identity(slot.divisor) for slot in slots}
     one = len({slot.block for slot in slots}) == len(set(firsts)) == len(divisors) == 1
-    same = one and not (slots[0].narrow or slots[0].sharded)
+    same = one and not slots[0].sharded
     for i in [0] if same else range(len(slots)):
         slot, first = slots[i], firsts[i]
         divisor, layout = None if first else identity(slot.divisor), alike(slot) if measure else None
