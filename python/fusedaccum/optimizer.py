@@ -403,7 +403,7 @@ class AccumulatingOptimizer(Optimizer):
             self._gathering.end_micro_batch(None)
             ranks.agree(False)
             window = self._ledger.window
-            if window.empty and not window.dropped:
+            if not window.has_any:
                 self._gathering.reset()
                 raise RuntimeError(NO_GRADIENT)
             divisor = self._ledger.divisor(window.weight)

@@ -226,7 +226,7 @@ class Gathering(Windows):
             return  # a step() has done this, and broke off later
         if not ledger.has_window:
             self.begin_window()
-        nothing = ledger.window.empty and not ledger.window.dropped
+        nothing = not ledger.window.has_any
         if not ledger.has_micro and (not caller_owned or (nothing and set(self.sums.gathered()) - self.ranks.unseen)):
             # One without gradients; or, if passes are counted and there was none, with gradients that were put into p.grad by hand.
             ledger.begin_micro_batch()

@@ -38,7 +38,8 @@ class Numbers(NamedTuple):
     @classmethod
     def of(cls, window: Window, overflow: bool | Tensor, loss_scale: LossScale, pools: bool) -> Numbers:
         """Waits for the device."""
-        part = took_part(window)
+        # What this rank has dropped counts, too. It is not in the sums, but here scaler.unscale_() has met that, on other ranks the sums.
+        part = window.has_any
         unit = float(window.unit) if part and window.unit is not None else 0.0
         scale = float(loss_scale.live) if part and loss_scale.live is not None else 0.0
         return cls(
@@ -71,7 +72,7 @@ class Numbers(NamedTuple):
     def put_into(self, window: Window, ledger: Ledger) -> None:
         """Make ``window`` that of all ranks."""
         ranks, normalised = ledger.ranks, ledger.reduction == "none"
-        if not took_part(window):
+        if not window.has_any:
             window.unit = self.unit / self.parts if self.unit else None
         window.weight, window.micro_batches, window.dropped = self.weight, int(self.micro_batches), int(self.dropped)
         window.nonfinite, window.overflowed = int(self.nonfinite), bool(self.overflowed)
@@ -89,14 +90,6 @@ class Numbers(NamedTuple):
 def _equal(total: float, total_of_squares: float, count: float) -> bool:
     """Are ``count`` numbers with this total all the same? Exactly then their squares add up to this, but for the rounding of sums."""
     return math.isclose(total**2, count * total_of_squares, rel_tol=1e-12)
-
-
-def took_part(window: Window) -> bool:
-    """Has this rank accumulated, or dropped, anything?
-
-    What it has dropped is not in the sums, but here scaler.unscale_() has met that, and on other ranks the sums: the ranks then differ.
-    """
-    return not window.empty or window.dropped > 0
 
 
 def small_sums(window: Window) -> tuple[float, float, float, float]:

@@ -98,7 +98,7 @@ class Ledger:
     @property
     def has_counted(self) -> bool:
         """Is the window open, or has it at least dropped a micro-batch?"""
-        return self.is_open or (self.has_window and self.window.dropped > 0)
+        return self.has_micro or (self.has_window and self.window.has_any)
 
     def begin_window(self, unit: Scalar | None) -> None:
         self._window = Window(self.index, self.schedule.length(self.index), unit=unit)

@@ -174,6 +174,11 @@ class Window:
         return self.micro_batches == 0 and self.carried is None
 
     @property
+    def has_any(self) -> bool:
+        """Has it accumulated, or dropped, anything?"""
+        return not self.empty or self.dropped > 0
+
+    @property
     def counted(self) -> dict[str, Any]:
         """What :meth:`commit` changes."""
         return {name: getattr(self, name) for name in COUNTED}
