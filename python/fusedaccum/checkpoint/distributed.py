@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..buffers.buffers import Slot
 from ..buffers.shards import is_shard, local_of, whole
+from ..window.window import Window
 from . import checkpoint, resharding
 
 if TYPE_CHECKING:
@@ -243,14 +244,15 @@ def _check_together(ranks: list[dict[str, Any]]) -> None:
             f"the optimizer keeps its state {apart[0]} in parts, but not as a DTensor of the parameter's shape, so it cannot be resharded; "
             "use torch.save, one file per rank"
         )
-    held = [rank["window"] for rank in ranks if rank["window"] is not None]
-    if any(window["length"] is not None for window in held):
-        steps = [0 if rank["window"] is None else resharding.steps(rank["window"], len(ranks)) for rank in ranks]
+    windows = [None if rank["window"] is None else checkpoint.restored(Window, rank["window"]) for rank in ranks]
+    held = [window for window in windows if window is not None]
+    if any(window.length is not None for window in held):
+        steps = [0 if window is None else window.steps(len(ranks)) for window in windows]
         if len(set(steps)) > 1:
             raise ValueError(
                 f"the ranks have accumulated {steps} micro-batches in the open window; save on all ranks after the same micro-batch"
             )
-    units = {None if window["unit"] is None else float(window["unit"]) for window in held}
+    units = {None if window.unit is None else float(window.unit) for window in held}
     if len(units) > 1:
         raise ValueError(
             f"the ranks' windows carry different loss scales {units}; use ShardedGradScaler, or save at a window's end"

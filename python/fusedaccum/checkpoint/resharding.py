@@ -21,11 +21,6 @@ def place(opt: AccumulatingOptimizer) -> tuple[int, int]:
     return opt._gathering.ranks.rank, opt._gathering.ranks.size
 
 
-def steps(window: dict[str, Any], size: int) -> int:
-    """A rank's count of micro-batches so far (as Ledger counts)."""
-    return window["micro_batches"] + (window["dropped"] if size > 1 else 0) + (window["carried"] or 0)
-
-
 def falls_to(opt: AccumulatingOptimizer, saved_rank: int) -> bool:
     """Does this rank continue with what ``saved_rank`` has saved?"""
     number, size = place(opt)
@@ -67,16 +62,15 @@ def own(opt: AccumulatingOptimizer, header: dict[str, Any]) -> dict[str, Any]:
 
 def window(opt: AccumulatingOptimizer, ranks: list[dict[str, Any]]) -> dict[str, Any] | None:
     """This rank's part of an open window that another number of ranks has saved."""
-    held = [rank["window"] for rank in ranks if rank["window"] is not None]
-    count = sum(steps(window, len(ranks)) for window in held)
+    held = {s: restored(Window, rank["window"]) for s, rank in enumerate(ranks) if rank["window"] is not None}
+    count = sum(theirs.steps(len(ranks)) for theirs in held.values())
     if count == 0:
         return None
     _, size = place(opt)
-    index = held[0]["index"]
-    mine = Window(index, opt.settings.schedule.length(index), unit=held[0]["unit"], carried=0)
-    for s, rank in enumerate(ranks):
-        if falls_to(opt, s) and rank["window"] is not None:
-            theirs = restored(Window, rank["window"])
+    first = next(iter(held.values()))
+    mine = Window(first.index, opt.settings.schedule.length(first.index), unit=first.unit, carried=0)
+    for s, theirs in held.items():
+        if falls_to(opt, s):
             for name in ("micro_batches", "weight", "unweighed", "dropped", "nonfinite", "loss", "losses"):
                 setattr(mine, name, getattr(mine, name) + getattr(theirs, name))
             mine.unit_lost = mine.unit_lost or theirs.unit_lost
@@ -91,7 +85,7 @@ def window(opt: AccumulatingOptimizer, ranks: list[dict[str, Any]]) -> dict[str,
                 f"the checkpoint's open window holds {count} micro-batches, but here it closes after {size} x {mine.length} (ranks x "
                 f"accum_steps); build the wrapper with accum_steps={each + 1} or more"
             )
-        mine.carried = each - steps(vars(mine), size)
+        mine.carried = each - mine.steps(size)
     return plain(mine)
 
 

@@ -243,9 +243,8 @@ class Ledger:
 
     @property
     def steps(self) -> int:
-        """Micro-batches as ``accum_steps`` counts them: among several ranks, also dropped ones, or a rank would keep the others waiting."""
-        window = self.window
-        return window.micro_batches + (window.dropped if self.ranks > 1 else 0) + (window.carried or 0)
+        """Micro-batches in the open window, as ``accum_steps`` counts them."""
+        return self.window.steps(self.ranks)
 
     def _complete(self, steps: int, weight: Scalar) -> bool:
         if self.schedule.window_weight is not None:

@@ -178,6 +178,10 @@ class Window:
         """Has it accumulated, or dropped, anything?"""
         return not self.empty or self.dropped > 0
 
+    def steps(self, ranks: int) -> int:
+        """Micro-batches as ``accum_steps`` counts them: among several ranks, also dropped ones, or a rank would keep the others waiting."""
+        return self.micro_batches + (self.dropped if ranks > 1 else 0) + (self.carried or 0)
+
     @property
     def counted(self) -> dict[str, Any]:
         """What :meth:`commit` changes."""
