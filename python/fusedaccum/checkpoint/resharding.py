@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..gathering.batch_statistics import joined
-from ..window.window import Loss, Window
+from ..window.window import COUNTED, Loss, Window
 from .checkpoint import plain, restored, window_settings
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def window(opt: AccumulatingOptimizer, ranks: list[dict[str, Any]]) -> dict[str,
     mine = Window(first.index, opt.settings.schedule.length(first.index), unit=first.unit, carried=0)
     for s, theirs in held.items():
         if falls_to(opt, s):
-            for name in ("micro_batches", "weight", "unweighed", "dropped", "nonfinite", "loss", "losses"):
+            for name in (*COUNTED, "dropped"):
                 setattr(mine, name, getattr(mine, name) + getattr(theirs, name))
             mine.unit_lost = mine.unit_lost or theirs.unit_lost
             mine.overflowed = mine.overflowed or theirs.overflowed
