@@ -141,9 +141,8 @@ class Segments:
         if self._gone:
             late = set(slots)
             for going in self._gone:
-                if not going.segment.again and not late.isdisjoint(going.segment.slots):
+                if not late.isdisjoint(going.segment.slots):
                     self._take_back(going)
-                    going.segment.again = True
 
     def added(self, slots: Sequence[Slot]) -> None:
         """Gradients were added to these slots."""
@@ -172,8 +171,7 @@ class Segments:
         gone = {going.segment: going for going in self._gone}
         for segment, ranks in zip(self._segments, again, strict=True):
             if ranks:
-                if not segment.again:
-                    self._take_back(gone[segment])
+                self._take_back(gone[segment])
                 self._gone.remove(gone[segment])
                 segment.again = False
                 self._send(segment)
@@ -199,9 +197,7 @@ class Segments:
         """Make the buffers hold this rank's part of the sums again."""
         self.phase = Phase.APART
         for going in self._gone:
-            if not going.segment.again:
-                self._take_back(going)
-                going.segment.again = True
+            self._take_back(going)
 
     @torch.no_grad()
     def hand_out(self, stepped: set[Slot]) -> None:
@@ -281,9 +277,14 @@ class Segments:
         return or_one(self._ledger.divisor(self._ledger.window.weight)) if segment.narrow else 1.0
 
     def _take_back(self, going: Going) -> None:
-        """One rank keeps what all have accumulated, the others start again with zeros: the sum over the ranks stays what it is."""
-        going.arrive(self._group, self._backend)
+        """One rank keeps what all have accumulated, the others start again with zeros: the sum over the ranks stays what it is.
+
+        Does nothing where that has been done. The segment must be sent once more.
+        """
         segment = going.segment
+        if segment.again:
+            return
+        going.arrive(self._group, self._backend)
         if self._group.rank != (segment.owner or 0):
             segment.memory.zero_()
             segment.block.written()
@@ -291,6 +292,7 @@ class Segments:
             segment.memory.mul_(self._group.size)
             segment.block.written()
         self.show(segment.slots)
+        segment.again = True
 
     def has(self, slot: Slot) -> bool:
         """Does this rank have a gradient for it?"""
