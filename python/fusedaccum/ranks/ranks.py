@@ -196,13 +196,19 @@ class Ranks(Alone):
 
     def _show(self) -> None:
         """Show the sums of all gradients that any rank has."""
-        slots = self._sums.buffers.slots
-        totals = self.group.total([*(self.segments.has(slot) for slot in slots), *self.segments.again])
-        has, again = totals[: len(slots)], totals[len(slots) :]
+        _, gathered, again = self._totals()
         self.segments.send_again(again)
         # Narrow buffers have not been sent yet: what one without a gradient here holds is meaningless.
-        self.segments.show([slot for slot, n in zip(slots, has, strict=True) if n and not slot.narrow])
+        self.segments.show([slot for slot in gathered if not slot.narrow])
         self._shown = True
+
+    def _totals(self, *mine: float) -> tuple[list[float], list[Slot], list[float]]:
+        """Of all ranks, in one collective: sums of ``mine``, slots that any has a gradient for, how many must send each segment again."""
+        slots = self._sums.buffers.slots
+        totals = self.group.total([*mine, *(self.segments.has(slot) for slot in slots), *self.segments.again])
+        first, end = len(mine), len(mine) + len(slots)
+        has = zip(slots, totals[first:end], strict=True)
+        return totals[:first], [slot for slot, ranks in has if ranks], totals[end:]
 
     def broke_off(self) -> None:
         if self.segments.any_gone:
@@ -236,18 +242,16 @@ class Ranks(Alone):
         self.segments.arrive()
         if self._shows_to_replicas and not self._shown:
             self._show()  # as at the end of the others' last backward
-        slots, window = self._sums.buffers.slots, self._ledger.window
+        window = self._ledger.window
         if not self._compared:
-            self.group.compare_values([slot for slot in slots if not slot.sharded])
+            self.group.compare_values([slot for slot in self._sums.buffers.slots if not slot.sharded])
             self._compared = True
         mine = Numbers.of(window, overflow, self._loss_scale, self._statistics.any_counted)
-        totals = self.group.total([*mine, *(self.segments.has(slot) for slot in slots), *self.segments.again])
-        first, end = len(mine), len(mine) + len(slots)
-        numbers, has, again = Numbers(*totals[:first]), totals[first:end], totals[end:]
-        numbers = self._of_one_scale(mine, numbers)
+        totals, gathered, again = self._totals(*mine)
+        numbers = self._of_one_scale(mine, Numbers(*totals))
         numbers.put_into(window, self._ledger)
         self._overflow = bool(numbers.overflow)
-        self._gathered = {slot for slot, ranks in zip(slots, has, strict=True) if ranks}
+        self._gathered = set(gathered)
         self.segments.finish(self._gathered, again)
         if numbers.pools:
             self._statistics.add_up(self.group)
