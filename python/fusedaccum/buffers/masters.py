@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,8 +21,10 @@ from torch.optim import Optimizer
 
 from .. import ops
 from .buffers import Slot
-from .offload import Offload
 from .shards import local_of
+
+if TYPE_CHECKING:
+    from .sums import Sums
 
 
 class MasterWeights:
@@ -130,11 +132,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def write_back(
-        self,
-        stepped: Iterable[Parameter],
-        offload: Offload,
-        backend: str,
-        before: Mapping[Parameter, Any] | None = None,
+        self, stepped: Iterable[Parameter], sums: Sums, before: Mapping[Parameter, Any] | None = None
     ) -> None:
         """Round the masters of these parameters into the model: one call per device.
 
@@ -147,11 +145,11 @@ class MasterWeights:
                 by_device.setdefault((p.device, p.device != self.of[p].device), []).append(p)
         for (_, elsewhere), parameters in by_device.items():
             masters = [local_of(self.of[p].detach()) for p in parameters]
-            cast_ = offload.cast_ if elsewhere else ops.cast_
+            cast_ = sums.offload.cast_ if elsewhere else ops.cast_
             outs = [local_of(p.detach()) for p in parameters]
             unchanged = [before is not None and before[p] == _look(self.of[p]) for p in parameters]
             outs = [out.data if same else out for out, same in zip(outs, unchanged, strict=True)]
-            cast_(outs, masters, backend=backend)
+            cast_(outs, masters, backend=sums.backend)
             for p in parameters:
                 self._seen[p] = _look(p)
 

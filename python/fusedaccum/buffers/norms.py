@@ -22,9 +22,14 @@ class _Reading:
 
 
 class SquaredNorms:
-    """The sums of squares that :func:`ops.accumulate_` took of the buffers it had just written."""
+    """The sums of squares that :func:`ops.accumulate_` took of the buffers it had just written.
 
-    def __init__(self) -> None:
+    Args:
+        backend: for measuring what no add has.
+    """
+
+    def __init__(self, backend: str) -> None:
+        self._backend = backend
         self._readings: dict[Slot, _Reading] = {}
 
     def record(self, stats: ops.Stats, slots: Iterable[Slot], divisor: Scalar) -> None:
@@ -46,7 +51,7 @@ class SquaredNorms:
         """Forget the readings of all slots in ``block``, which other code has written to."""
         self.forget([slot for slot in self._readings if slot.block is block])
 
-    def total(self, slots: Iterable[Slot], backend: str) -> Tensor:
+    def total(self, slots: Iterable[Slot]) -> Tensor:
         """Sum of squares of the gathered gradients of ``slots``, as a 0-d float64 tensor; reads only what no add has measured."""
         slots = list(slots)
         wanted = set(slots)
@@ -59,7 +64,7 @@ class SquaredNorms:
             if slot not in covered:
                 missing.setdefault((slot.device, identity(slot.divisor)), []).append(slot)
         for unread in missing.values():
-            sq_norm = ops.stats([slot.buffer for slot in unread], backend=backend).sq_norm
+            sq_norm = ops.stats([slot.buffer for slot in unread], backend=self._backend).sq_norm
             readings.append(_Reading(sq_norm, unread[0].divisor, set()))
         device = slots[0].device if slots else torch.device("cpu")
         parts = [reading.sq_norm.to(device) * on(reading.divisor, device) ** 2 for reading in readings]

@@ -37,8 +37,8 @@ class Sums:
     def __init__(self, buffer_dtype: torch.dtype | None, buffer_device: torch.device | None, backend: str):
         self.buffers = Buffers(buffer_dtype, buffer_device)
         self.offload = Offload()
-        self.norms = SquaredNorms()
-        self._backend = backend
+        self.norms = SquaredNorms(backend)
+        self.backend = backend
         self._warned_dropped = False
         self.begun = 0
         self.changed_by_user = False
@@ -122,7 +122,7 @@ class Sums:
                 if theirs is not None and theirs is not other.shown and self._is_ours(theirs):
                     other.holder.grad = theirs.clone()
             return self.adopt(slot)
-        ops.cast_([slot.buffer], [grad.detach()], backend=self._backend)
+        ops.cast_([slot.buffer], [grad.detach()], backend=self.backend)
         self.written([slot], slot.divisor if shown is not None else 1.0)
 
     def notice_writes(self, slot: Slot) -> None:
@@ -216,14 +216,14 @@ class Sums:
     def sq_norm(self, slots: Sequence[Slot]) -> Tensor:
         """Sum of squares of the sums of ``slots``; free if the last adds have measured it. Shards are summed over their ranks."""
         if not self.buffers.sharded:
-            return self.over_owners(self.norms.total(slots, self._backend))
+            return self.over_owners(self.norms.total(slots))
         # The same groups, in the same order, on all ranks.
         groups: dict[tuple | None, list[Slot]] = {alike(slot): [] for slot in self.buffers.slots}
         for slot in slots:
             groups[alike(slot)].append(slot)
         parts = []
         for key, members in groups.items():
-            part = self.norms.total(members, self._backend)
+            part = self.norms.total(members)
             if key is not None:
                 first = next(slot for slot in self.buffers.slots if alike(slot) == key)
                 part = sum_over_shards(part.to(first.device), first)
@@ -247,7 +247,7 @@ class Sums:
         by_device: dict[torch.device, list[Tensor]] = {}
         for grad in grads:
             by_device.setdefault(grad.device, []).append(grad)
-        return sum(int(ops.stats(batch, backend=self._backend).nonfinite) for batch in by_device.values())
+        return sum(int(ops.stats(batch, backend=self.backend).nonfinite) for batch in by_device.values())
 
     @contextmanager
     def _dividing(self) -> Iterator[None]:
@@ -269,7 +269,7 @@ class Sums:
         for members in calls.values():
             scale = coef * members[0].divisor / divisor
             if isinstance(scale, Tensor) or scale != 1.0:
-                ops.scale_([slot.buffer for slot in members], on(scale, members[0].device), backend=self._backend)
+                ops.scale_([slot.buffer for slot in members], on(scale, members[0].device), backend=self.backend)
             self.written(members, divisor)
 
     @contextmanager
@@ -282,7 +282,7 @@ class Sums:
             for device, members in by_device.items():
                 shown = [slot.shown for slot in members if slot.shown is not None]
                 grads = [torch.empty_strided(g.shape, g.stride(), dtype=g.dtype, device=device) for g in shown]
-                self.offload.cast_(grads, shown, backend=self._backend)
+                self.offload.cast_(grads, shown, backend=self.backend)
                 for slot, grad in zip(members, grads, strict=True):
                     slot.param.grad = grad
             yield
@@ -311,7 +311,7 @@ class Sums:
                     self._divide_(members, divisor)
                 stepped = masters.get(members[0].param, members[0].param)
                 scale = on(coef * members[0].divisor / divisor, members[0].device)
-                block.narrow_(stepped.dtype, scale, members, self._backend)
+                block.narrow_(stepped.dtype, scale, members, self.backend)
                 self.notice_writes(members[0])
                 for slot in self.buffers.lent:
                     slot.clean = slot.clean and slot.block is not block

@@ -34,13 +34,13 @@ def apply(end: Conclusion, inner: Any, masters: MasterWeights, sums: Sums, setti
     if end.applied is False:
         end.applied = step_all(end, inner, masters, sums, settings)
     if end.applied is not False:
-        write_back(end, masters, sums, settings)
+        write_back(end, masters, sums)
     return end.applied
 
 
-def write_back(end: Conclusion, masters: MasterWeights, sums: Sums, settings: Settings) -> None:
+def write_back(end: Conclusion, masters: MasterWeights, sums: Sums) -> None:
     """Round what was stepped into the model."""
-    masters.write_back((slot.param for slot in end.slots), sums.offload, settings.backend)
+    masters.write_back((slot.param for slot in end.slots), sums)
 
 
 def step_all(end: Conclusion, inner: Any, masters: MasterWeights, sums: Sums, settings: Settings) -> bool | Tensor:
@@ -71,7 +71,7 @@ def step_all(end: Conclusion, inner: Any, masters: MasterWeights, sums: Sums, se
 
     def post_hooks_follow() -> None:  # which look at the model, and may raise
         end.applied = applied
-        write_back(end, masters, sums, settings)
+        write_back(end, masters, sums)
 
     try:
         with masters.at_work(inner, end.slots):

@@ -138,7 +138,7 @@ class Closing:
                 result = method(*args, **kwargs)
                 self._masters.return_gradients(slots)
         finally:  # what a method that raises has done stays, as in plain PyTorch
-            self._masters.write_back(self._masters.of, self._sums.offload, self._settings.backend, before)
+            self._masters.write_back(self._masters.of, self._sums, before)
         return result
 
     def step_lbfgs(self, inner: Optimizer, closure: Callable[[], Any] | None, weight: Scalar | None) -> Any:

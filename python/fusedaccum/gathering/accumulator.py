@@ -28,18 +28,16 @@ class Accumulator:
 
     Args:
         loss_scale: as far as a GradScaler has shown it.
-        reduction, backend: as :class:`~fusedaccum.AccumulatingOptimizer` has them.
+        reduction: as :class:`~fusedaccum.AccumulatingOptimizer` has it.
         seed: of the stochastic rounding of 16-bit buffers, below 2**53, and the same on all ranks; None rounds to nearest.
 
     Attributes:
         rank: this rank's number, added to the seed: sums of several ranks are added up, and with equal draws their errors would, too.
     """
 
-    def __init__(
-        self, sums: Sums, ledger: Ledger, loss_scale: LossScale, reduction: str, backend: str, seed: int | None
-    ):
+    def __init__(self, sums: Sums, ledger: Ledger, loss_scale: LossScale, reduction: str, seed: int | None):
         self._sums, self._ledger, self._loss_scale = sums, ledger, loss_scale
-        self._reduction, self._backend = reduction, backend
+        self._reduction = reduction
         self.seed, self.rank = seed, 0
 
     def add(self, slots: Sequence[Slot], grads: Sequence[Tensor], measure: bool) -> None:
@@ -68,7 +66,7 @@ class Accumulator:
                     decay=1.0 if first else on(members[0].divisor / divisor, device),
                     rounding=self._rounding(members) if narrow else None,
                     stats=stats,
-                    backend=self._backend,
+                    backend=sums.backend,
                 )
                 micro.adds += 1
             except BaseException:
@@ -138,7 +136,7 @@ class Accumulator:
         self._ledger.micro.adds += 1
         self._sums.written([slot], 1.0)
         if measure:
-            self._measured(ops.stats([slot.buffer], backend=self._backend), [slot], 1.0)
+            self._measured(ops.stats([slot.buffer], backend=self._sums.backend), [slot], 1.0)
 
     def _measured(self, stats: ops.Stats, slots: Sequence[Slot], divisor: Scalar) -> None:
         """Keep ``stats`` of the buffers of ``slots``, which the micro-batch was the last to write."""

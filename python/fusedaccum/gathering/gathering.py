@@ -385,7 +385,7 @@ class Gathering(Windows):
         self.ledger.commit(weight, held)
         mixed = micro.attempt is not None and micro.attempt.done  # the buffers hold more than this micro-batch
         if self._settings.noise_scale is not None and first and not (micro.bad or sent or held or mixed):
-            measure_small(window, micro, self.sums, self._settings.backend)
+            measure_small(window, micro, self.sums)
 
     def pass_failed(self) -> None:
         self.ranks.broke_off()

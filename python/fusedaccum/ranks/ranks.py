@@ -70,7 +70,7 @@ class Ranks(Alone):
         self.size, self.rank = self.group.size, self.group.rank
         self.name = f"{self.rank} of {self.size}"
         self.owners: dict[Slot, int] = {}  # empty unless ``shard``
-        self.segments = Segments(self.group, settings.comm_dtype, sums, ledger, settings.backend, self.owners)
+        self.segments = Segments(self.group, settings.comm_dtype, sums, ledger, self.owners)
         self._share(slots)
         self._average_shards(fully_sharded)
         self.forget()

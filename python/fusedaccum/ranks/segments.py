@@ -91,10 +91,9 @@ class Segments:
         comm_dtype: torch.dtype | None,
         sums: Sums,
         ledger: Ledger,
-        backend: str,
         owners: dict[Slot, int],
     ):
-        self._group, self._comm_dtype, self._backend = group, comm_dtype, backend
+        self._group, self._comm_dtype = group, comm_dtype
         self._sums, self._ledger, self._owners = sums, ledger, owners
         # Gradients that come normalised are averaged over the ranks, as DDP and FSDP do.
         self._mean = 1.0 / group.size if ledger.reduction == "none" else 1.0
@@ -211,12 +210,12 @@ class Segments:
                 part.view(p.shape) for part, p in zip(flat.split([p.numel() for p in params]), params, strict=True)
             ]
             if segment.owner == self._group.rank:
-                ops.cast_(parts, params, backend=self._backend)
+                ops.cast_(parts, params, backend=self._sums.backend)
             with self._group.talking():
                 owner = self._group.global_rank(segment.owner)
                 dist.broadcast(flat, owner, group=self._group.process_group)
             if segment.owner != self._group.rank:
-                ops.cast_(params, parts, backend=self._backend)
+                ops.cast_(params, parts, backend=self._sums.backend)
 
     # -- one segment -------------------------------------------------------------------------------------------
 
@@ -251,9 +250,9 @@ class Segments:
         self._sent.add(segment)
         if rounded and first:
             for going in [going for going in self._gone if going.work is not None][: 1 - UNDER_WAY]:
-                going.arrive(self._group, self._backend)
+                going.arrive(self._group, self._sums.backend)
             sent = torch.empty_like(sent, dtype=self._comm_dtype)
-            ops.cast_([sent], [segment.memory], backend=self._backend)
+            ops.cast_([sent], [segment.memory], backend=self._sums.backend)
         with self._group.talking():
             self._gone.append(Going(segment, sent, self._reduce(sent, segment.owner)))
         segment.block.written()
@@ -270,7 +269,7 @@ class Segments:
     def arrive(self) -> None:
         """Wait for what is on its way."""
         for going in self._gone:
-            going.arrive(self._group, self._backend)
+            going.arrive(self._group, self._sums.backend)
 
     def _divisor(self, segment: Segment) -> Scalar:
         """What narrow buffers are divided by when sent: the sum of all ranks might overflow where the window's gradient fits."""
@@ -284,7 +283,7 @@ class Segments:
         segment = going.segment
         if segment.again:
             return
-        going.arrive(self._group, self._backend)
+        going.arrive(self._group, self._sums.backend)
         if self._group.rank != (segment.owner or 0):
             segment.memory.zero_()
             segment.block.written()
