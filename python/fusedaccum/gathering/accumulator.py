@@ -13,10 +13,9 @@ from ..buffers.buffers import Slot
 from ..buffers.shards import alike, local_gradient
 from ..buffers.sums import Sums
 from ..intake.streams import capturing
-from ..scalars import Scalar, beside, identity, on, or_one
+from ..scalars import Scalar, beside, identity, on
 from ..window.amp import LossScale
 from ..window.ledger import Ledger
-from ..window.window import MicroBatch
 
 # Called with (buffer, scale, overwrite): buffer = (overwrite ? 0 : buffer) + scale * gradient.
 Write = Callable[[Tensor, float, bool], None]
@@ -28,16 +27,14 @@ class Accumulator:
 
     Args:
         loss_scale: as far as a GradScaler has shown it.
-        reduction: as :class:`~fusedaccum.AccumulatingOptimizer` has it.
         seed: of the stochastic rounding of 16-bit buffers, below 2**53, and the same on all ranks; None rounds to nearest.
 
     Attributes:
         rank: this rank's number, added to the seed: sums of several ranks are added up, and with equal draws their errors would, too.
     """
 
-    def __init__(self, sums: Sums, ledger: Ledger, loss_scale: LossScale, reduction: str, seed: int | None):
+    def __init__(self, sums: Sums, ledger: Ledger, loss_scale: LossScale, seed: int | None):
         self._sums, self._ledger, self._loss_scale = sums, ledger, loss_scale
-        self._reduction = reduction
         self.seed, self.rank = seed, 0
 
     def add(self, slots: Sequence[Slot], grads: Sequence[Tensor], measure: bool) -> None:
@@ -167,7 +164,7 @@ class Accumulator:
         """The divisor of the open micro-batch, fixed when its first gradients were added."""
         micro = self._ledger.micro
         if micro.divisor is None:
-            micro.divisor = running_divisor(self._reduction, self._ledger, micro)
+            micro.divisor = self._ledger.running_divisor()
         return micro.divisor
 
     def _rounding(self, slots: Sequence[Slot]) -> ops.StochasticRounding | None:
@@ -207,16 +204,3 @@ def one_call_each(
         return
     for key, members in calls.items():
         yield key, [slots[i] for i in members], [grads[i] for i in members]
-
-
-def running_divisor(reduction: str, ledger: Ledger, micro: MicroBatch) -> Scalar:
-    """What 16-bit buffers are divided by after this micro-batch, so that they hold a mean, which cannot overflow if the window's fits."""
-    window = ledger.window
-    if reduction == "none":
-        return 1.0
-    if ledger.mixes_ranks:
-        # Must be the same on all ranks, as their weights (which are in the gradients) are not: replicas of a shard have to round alike.
-        return ledger.ranks * (ledger.steps + 1.0)
-    if reduction == "sum":
-        return window.micro_batches + 1.0
-    return or_one(window.weight + micro.value())

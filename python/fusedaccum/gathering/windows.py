@@ -32,7 +32,7 @@ class Windows:
         self.ledger = Ledger(settings.schedule, settings.reduction)
         self.sums = Sums(settings.buffer_dtype, settings.buffer_device, settings.backend)
         self.loss_scale = LossScale()
-        self.accumulator = Accumulator(self.sums, self.ledger, self.loss_scale, settings.reduction, seed)
+        self.accumulator = Accumulator(self.sums, self.ledger, self.loss_scale, seed)
         self.statistics = Statistics(self.sums.buffers)  # of BatchNorm layers that are pooled
         self.ledger.tell(self.statistics)
         self.losses = Losses(self.ledger, self.loss_scale)

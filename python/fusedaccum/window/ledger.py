@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ..scalars import Scalar, checked_weight
+from ..scalars import Scalar, checked_weight, or_one
 from .window import MicroBatch, Schedule, Window
 
 MISSING_WEIGHT = (
@@ -266,6 +266,17 @@ class Ledger:
     def divisor(self, weight: Scalar) -> Scalar:
         """What the sum is divided by in a window of this weight."""
         return 1.0 if self.reduction == "none" else weight
+
+    def running_divisor(self) -> Scalar:
+        """What 16-bit buffers are divided by after the open micro-batch: they hold a mean, which cannot overflow if the window's fits."""
+        if self.reduction == "none":
+            return 1.0
+        if self.mixes_ranks:
+            # Must be the same on all ranks, as their weights (which are in the gradients) are not: replicas of a shard have to round alike.
+            return self.ranks * (self.steps + 1.0)
+        if self.reduction == "sum":
+            return self.window.micro_batches + 1.0
+        return or_one(self.window.weight + self.micro.value())
 
     def divisor_at_end(self) -> Scalar:
         """The divisor of the window that ends with the open micro-batch, or has ended before it.
