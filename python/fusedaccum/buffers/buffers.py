@@ -150,9 +150,9 @@ class Block:
     def untouched_by_user(self) -> bool:
         return self.hidden or self.flat._version == self.version
 
-    def view(self, flat: Tensor, slot: Slot, offset: int) -> Tensor:
-        """The part of ``flat`` that is ``slot``'s, in its parameter's shape (and memory format, when that is dense)."""
-        return flat.as_strided(local_of(slot.param).shape, slot.strides, offset)
+    def view(self, slot: Slot, offset: int) -> Tensor:
+        """The part of the storage that is ``slot``'s, in its parameter's shape (and memory format, when that is dense)."""
+        return self.flat.as_strided(local_of(slot.param).shape, slot.strides, offset)
 
     def narrow_(self, dtype: torch.dtype, scale: Scalar, shown: Iterable[Slot], backend: str) -> None:
         """Cast ``flat * scale`` to a narrower dtype, into the first part of its own storage, and show it in ``shown``.
@@ -240,7 +240,7 @@ class Buffers:
             block.written()
             self.blocks.append(block)
             for slot, offset in zip(members, offsets, strict=True):
-                slot.block, slot.buffer, slot.placed = block, block.view(block.flat, slot, offset), True
+                slot.block, slot.buffer, slot.placed = block, block.view(slot, offset), True
                 slot.offset, slot.address, slot.relaid = offset, slot.buffer.data_ptr(), False
 
     @property

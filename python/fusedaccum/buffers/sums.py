@@ -142,7 +142,7 @@ class Sums:
                 self.notice_writes(slot)
                 self.norms.forget([slot])
                 self.changed_by_user = True
-                home = slot.block.view(slot.block.flat, slot, slot.offset)
+                home = slot.block.view(slot, slot.offset)
                 home.copy_(slot.buffer.clone())
                 slot.buffer.data, slot.relaid = home, False  # still the same object, which p.grad is
                 slot.block.written()
