@@ -45,8 +45,8 @@ class Segment:
 
     @property
     def memory(self) -> Tensor:
-        begin = int(self.slots[-1].buffer.storage_offset())
-        return self.block.flat[begin : int(self.slots[0].buffer.storage_offset()) + self.slots[0].buffer.numel()]
+        first, last = self.slots[-1], self.slots[0]
+        return self.block.flat[first.offset : last.offset + last.buffer.numel()]
 
     @property
     def narrow(self) -> bool:
