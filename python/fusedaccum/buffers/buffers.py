@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,6 +48,18 @@ class StandIn:
     grad: Tensor | None = None
 
 
+class Form(NamedTuple):
+    """What a parameter must keep while its gradients accumulate."""
+
+    dtype: torch.dtype
+    device: torch.device
+    shape: torch.Size
+
+    @classmethod
+    def of(cls, p: Parameter) -> Form:
+        return cls(p.dtype, p.device, p.shape)
+
+
 @dataclass(eq=False)
 class Slot:
     """One parameter's place: its buffer, and what the window has done to it so far."""
@@ -71,7 +83,7 @@ class Slot:
 
     def __post_init__(self) -> None:
         # The parameter as it was when wrapped, for check_unchanged() to compare with.
-        self.made_for = (self.param.dtype, self.param.device, self.param.shape)
+        self.made_for = Form.of(self.param)
         self.narrow = self.dtype.itemsize < 4
         # The object whose .grad shows the buffer: the parameter, unless the buffer is on another device, because p.grad cannot be.
         self.offloaded = self.param.device != self.device
@@ -126,8 +138,8 @@ class Slot:
         p = self.param
         if is_flattened(p):
             raise RuntimeError(fsdp1(self.name))
-        if (p.dtype, p.device, p.shape) != self.made_for:
-            was, now = (f"{d} {tuple(s)} on {v}" for d, v, s in (self.made_for, (p.dtype, p.device, p.shape)))
+        if Form.of(p) != self.made_for:
+            was, now = (f"{form.dtype} {tuple(form.shape)} on {form.device}" for form in (self.made_for, Form.of(p)))
             raise RuntimeError(
                 f"parameter {self.name} was {was} when it was wrapped and is {now} now; "
                 "move, cast or resize the model first and build the optimizer and its wrapper afterwards"
@@ -251,7 +263,8 @@ class Buffers:
     @property
     def moved(self) -> bool:
         """Has any parameter changed its dtype or device since it was wrapped?"""
-        return any((slot.param.dtype, slot.param.device) != slot.made_for[:2] for slot in self.slots)
+        pairs = ((slot.made_for, slot.param) for slot in self.slots)
+        return any((was.dtype, was.device) != (p.dtype, p.device) for was, p in pairs)
 
     def _seen(self) -> tuple:
         look = Tensor.data_ptr, Tensor.numel, attrgetter("dtype")

@@ -197,7 +197,7 @@ def one_call_each(
     for i in [0] if same else range(len(slots)):
         slot, first = slots[i], firsts[i]
         divisor, layout = None if first else identity(slot.divisor), alike(slot) if measure else None
-        key = (slot.made_for[1], first, slot.narrow, divisor, slot.averaged_by, layout, slot.sharded)
+        key = (slot.made_for.device, first, slot.narrow, divisor, slot.averaged_by, layout, slot.sharded)
         calls.setdefault(key, []).append(i)
     if len(calls) == 1:  # as nearly always
         yield key, slots, grads

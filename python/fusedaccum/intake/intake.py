@@ -172,10 +172,10 @@ class Intake:
                 f"parameter {slot.name} got a {grad.layout} gradient, which has no place in a dense buffer; "
                 "make the layer with sparse=False"
             )
-        if grad.shape != slot.made_for[2]:
+        if grad.shape != slot.made_for.shape:
             slot.check_unchanged()
             raise RuntimeError(
-                f"parameter {slot.name} of shape {tuple(slot.made_for[2])} got a gradient of shape {tuple(grad.shape)}"
+                f"parameter {slot.name} of shape {tuple(slot.made_for.shape)} got a gradient of shape {tuple(grad.shape)}"
             )
 
     @_outside_graphs
