@@ -134,7 +134,10 @@ class Slot:
             )
 
     def check_unchanged(self) -> None:
-        """Raises RuntimeError if the parameter has changed its dtype, device or shape since it was wrapped, or is now FSDP1's."""
+        """Raises RuntimeError if the parameter has changed its dtype, device or shape since it was wrapped, or is now FSDP1's.
+
+        Other strides are no error: they are noted in :attr:`relaid`.
+        """
         p = self.param
         if is_flattened(p):
             raise RuntimeError(fsdp1(self.name))
@@ -271,7 +274,7 @@ class Buffers:
         return tuple(list(map(of, self.of)) for of in look)
 
     def check_unchanged(self) -> None:
-        """Raises as :meth:`Slot.check_unchanged` does."""
+        """Raises as :meth:`Slot.check_unchanged` does, and RuntimeError for a ``p.grad`` set by hand whose buffer is on another device."""
         # Every step() calls this, so it compares what is cheap and nearly always shows a change. The rest shows when a gradient arrives.
         if self._seen() != self._checked:
             for slot in self.slots:
