@@ -117,7 +117,7 @@ def planted(fault):
             resharding, "added_up", lambda opt, i, rows, ranks: added_up(opt, i, {min(rows): rows[min(rows)]}, ranks)
         )
     elif fault == "all take all":
-        patch.setattr(resharding, "falls_to", lambda opt, saved_rank: True)
+        patch.setattr(resharding, "falls_to", lambda here, saved_rank: True)
     yield
     patch.undo()
 

@@ -119,7 +119,7 @@ class DistributedState:
                 slot = of_state[int(index)] if kind == "state" else self._opt._sums.buffers.slots[int(index)]
                 if kind == "masters" and slot.param not in self._opt._masters.of:
                     continue
-                if kind == "sums" and not (slot.sharded or resharding.falls_to(self._opt, int(rest))):
+                if kind == "sums" and not (slot.sharded or resharding.falls_to(self._opt._gathering.ranks, int(rest))):
                     continue
                 result[name.removeprefix(prefix)] = _room(slot, stored)
         return result

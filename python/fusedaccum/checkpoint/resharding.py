@@ -14,28 +14,23 @@ from .checkpoint import plain, restored, window_settings
 if TYPE_CHECKING:
     from ..buffers.buffers import Slot
     from ..optimizer import AccumulatingOptimizer
+    from ..ranks.alone import Alone
 
 
-def place(opt: AccumulatingOptimizer) -> tuple[int, int]:
-    """This rank's number among those that share windows, and how many these are."""
-    return opt._gathering.ranks.rank, opt._gathering.ranks.size
-
-
-def falls_to(opt: AccumulatingOptimizer, saved_rank: int) -> bool:
-    """Does this rank continue with what ``saved_rank`` has saved?"""
-    number, size = place(opt)
-    return saved_rank % size == number
+def falls_to(here: Alone, saved_rank: int) -> bool:
+    """Does this rank, ``here`` among those that share windows now, continue with what ``saved_rank`` has saved?"""
+    return saved_rank % here.size == here.rank
 
 
 def own(opt: AccumulatingOptimizer, header: dict[str, Any]) -> dict[str, Any]:
     """What this rank would have saved itself, except for the tensors."""
-    ranks, (number, size), buffers = header["ranks"], place(opt), opt._sums.buffers
-    same = size == len(ranks)
-    settings = {**ranks[0]["settings"], "rank": opt._gathering.ranks.name}
+    ranks, here, buffers = header["ranks"], opt._gathering.ranks, opt._sums.buffers
+    same = here.size == len(ranks)
+    settings = {**ranks[0]["settings"], "rank": here.name}
     if not same:
         # Another number of ranks may need another accum_steps to close the same windows.
         settings["accum_steps"] = window_settings(opt)["accum_steps"]
-    mine = [rank for s, rank in enumerate(ranks) if falls_to(opt, s)]
+    mine = [rank for s, rank in enumerate(ranks) if falls_to(here, s)]
     seen = {index for rank in mine for index in rank["divisors"] if index not in rank["unseen"]}
     first = mine[0] if mine else ranks[0]  # all ranks have the same seed
     return {
@@ -43,9 +38,9 @@ def own(opt: AccumulatingOptimizer, header: dict[str, Any]) -> dict[str, Any]:
         "shapes": header["shapes"],
         "settings": settings,
         "index": ranks[0]["index"],
-        "window": ranks[number]["window"] if same else window(opt, ranks),
+        "window": ranks[here.rank]["window"] if same else window(opt, ranks),
         "micro_batch": None,
-        "rejected": ranks[number]["rejected"] if same else [],
+        "rejected": ranks[here.rank]["rejected"] if same else [],
         "changed_by_user": any(rank["changed_by_user"] for rank in mine),
         # A rank's sums of squares are of what it held; shards may be laid out differently now.
         "norms": first["norms"] if same and not buffers.sharded else [],
@@ -66,26 +61,26 @@ def window(opt: AccumulatingOptimizer, ranks: list[dict[str, Any]]) -> dict[str,
     count = sum(theirs.steps(len(ranks)) for theirs in held.values())
     if count == 0:
         return None
-    _, size = place(opt)
+    here = opt._gathering.ranks
     first = next(iter(held.values()))
     mine = Window(first.index, opt.settings.schedule.length(first.index), unit=first.unit, carried=0)
     for s, theirs in held.items():
-        if falls_to(opt, s):
+        if falls_to(here, s):
             for name in (*COUNTED, "dropped"):
                 setattr(mine, name, getattr(mine, name) + getattr(theirs, name))
             mine.unit_lost = mine.unit_lost or theirs.unit_lost
             mine.overflowed = mine.overflowed or theirs.overflowed
     # Of losses normalised by the caller, the mean over the ranks is taken, as of the sums.
-    scale = size / len(ranks) if opt.settings.reduction == "none" else 1.0
+    scale = here.size / len(ranks) if opt.settings.reduction == "none" else 1.0
     mine.loss = Loss(mine.loss.total * scale, mine.loss.raw * scale)
     if mine.length is not None:
-        each = count // size
+        each = count // here.size
         if each >= mine.length:
             raise ValueError(
-                f"the checkpoint's open window holds {count} micro-batches, but here it closes after {size} x {mine.length} (ranks x "
+                f"the checkpoint's open window holds {count} micro-batches, but here it closes after {here.size} x {mine.length} (ranks x "
                 f"accum_steps); build the wrapper with accum_steps={each + 1} or more"
             )
-        mine.carried = each - mine.steps(size)
+        mine.carried = each - mine.steps(here.size)
     return plain(mine)
 
 
@@ -97,17 +92,17 @@ def rescaled(opt: AccumulatingOptimizer, slot: Slot, ranks: list[dict[str, Any]]
     """
     if opt.settings.reduction != "none":
         return 1.0
-    return (1 if slot.sharded else place(opt)[1]) / (1 if slot.index in ranks[0]["shards"] else len(ranks))
+    return (1 if slot.sharded else opt._gathering.ranks.size) / (1 if slot.index in ranks[0]["shards"] else len(ranks))
 
 
 def added_up(
     opt: AccumulatingOptimizer, index: int, rows: dict[int, Tensor], ranks: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """The sum of ``rows``, by the rank that saved each, as a buffer holds it: ``{"sum": sum / divisor, "divisor": divisor}``."""
-    slot, (number, size) = opt._sums.buffers.slots[index], place(opt)
+    slot, here = opt._sums.buffers.slots[index], opt._gathering.ranks
     divisors = {s: ranks[s]["divisors"][index] for s in rows}
     scale = rescaled(opt, slot, ranks)
-    if size == len(ranks) and len(rows) == 1 and scale == 1.0 and not slot.narrow:
+    if here.size == len(ranks) and len(rows) == 1 and scale == 1.0 and not slot.narrow:
         ((s, row),) = rows.items()
         return {"sum": row, "divisor": divisors[s]}
     total = torch.zeros_like(next(iter(rows.values())), dtype=torch.promote_types(slot.dtype, torch.float32))
@@ -115,6 +110,6 @@ def added_up(
         total += row * (scale if slot.narrow else scale * float(divisors[s]))
     if not slot.narrow:
         return {"sum": total, "divisor": 1.0}
-    divisor = ranks[number]["divisors"].get(index) if size == len(ranks) else None
+    divisor = ranks[here.rank]["divisors"].get(index) if here.size == len(ranks) else None
     divisor = sum(map(float, divisors.values())) if divisor is None else divisor
     return {"sum": total / float(divisor), "divisor": divisor}
