@@ -30,7 +30,7 @@ class Sums:
         begun: how often :meth:`begin` was called: a window that closed before the last time is no longer in the buffers.
         changed_by_user: has other code written to the window's sums?
         states: the states of an optimizer that may keep ``p.grad`` itself instead of a copy.
-        owned_apart: does each rank step only a part of the parameters? over_owners: sums over such ranks.
+        over_owners: sums over the ranks, if each of them steps only a part of the parameters.
         half_divided: has a call broken off that divides the sums, so that some are divided and others are not?
     """
 
@@ -43,8 +43,7 @@ class Sums:
         self.begun = 0
         self.changed_by_user = False
         self.states: Callable[[], Iterable[dict]] = tuple
-        self.owned_apart = False
-        self.over_owners: Callable[[Tensor], Tensor] = lambda mine: mine
+        self.over_owners: Callable[[Tensor], Tensor] | None = None
         self.half_divided = False
 
     def place(self, slots: Sequence[Slot]) -> None:
@@ -80,7 +79,7 @@ class Sums:
         """Raises RuntimeError if ``p.grad`` does not show the sums, or not all of them."""
         if self.buffers.offloaded:
             raise RuntimeError(f"{why}, which is None with buffer_device='cpu'; {instead}, or leave buffer_device out")
-        if self.owned_apart:
+        if self.over_owners is not None:
             raise RuntimeError(f"{why}, of which each rank has a part with shard=True; {instead}, or leave shard out")
 
     @property
@@ -216,7 +215,8 @@ class Sums:
     def sq_norm(self, slots: Sequence[Slot]) -> Tensor:
         """Sum of squares of the sums of ``slots``; free if the last adds have measured it. Shards are summed over their ranks."""
         if not self.buffers.sharded:
-            return self.over_owners(self.norms.total(slots))
+            total = self.norms.total(slots)
+            return total if self.over_owners is None else self.over_owners(total)
         # The same groups, in the same order, on all ranks.
         groups: dict[tuple | None, list[Slot]] = {alike(slot): [] for slot in self.buffers.slots}
         for slot in slots:

@@ -47,7 +47,7 @@ def step_all(end: Conclusion, inner: Any, masters: MasterWeights, sums: Sums, se
     """All of :func:`apply`, except writing masters back into the model."""
     fused = not end.finished and inner_scales(inner, masters, end.slots)
     decided_there = fused and isinstance(end.skip, Tensor) and all(inner.state.get(slot.param) for slot in end.slots)
-    decided_there = decided_there and not sums.owned_apart  # where it depends on what each rank steps
+    decided_there = decided_there and sums.over_owners is None  # else it depends on what each rank steps
     if not decided_there and bool(end.skip):
         return False
     masters.follow_model()
@@ -179,6 +179,6 @@ def overflowed_in_cast(slots: list[Slot], masters: MasterWeights, sums: Sums) ->
     """Has a finite FP32 gradient become infinite in the FP16 that is stepped? (bf16 has FP32's range.) Waits for the device."""
     cast = [slot.holder.grad for slot in slots if slot.param.dtype == torch.float16 and slot.param not in masters.of]
     found = sums.count_nonfinite(grad for grad in cast if grad is not None) if cast else 0
-    if sums.owned_apart:
+    if sums.over_owners is not None:
         found = int(sums.over_owners(torch.tensor(found)))
     return found > 0

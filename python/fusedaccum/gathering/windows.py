@@ -63,7 +63,7 @@ class Windows:
         )
         self.ledger.ranks, self.ledger.over_ranks = ranks.size, ranks.group.weight
         if self._settings.shard:
-            self.sums.owned_apart, self.sums.over_owners = True, ranks.group.sum
+            self.sums.over_owners = ranks.group.sum
 
     def begin_window(self) -> None:
         live = self.loss_scale.live
