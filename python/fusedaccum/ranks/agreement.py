@@ -42,23 +42,27 @@ class Numbers(NamedTuple):
         part = window.has_any
         unit = float(window.unit) if part and window.unit is not None else 0.0
         scale = float(loss_scale.live) if part and loss_scale.live is not None else 0.0
+        sq_norm, weight, square, small = small_sums(window)
         return cls(
-            float(window.weight),
-            window.micro_batches,
-            window.dropped,
-            float(window.nonfinite),
-            bool(overflow),
-            window.overflowed,
-            unit,
-            unit**2,
-            scale,
-            scale**2,
-            scale > 0,
-            part,
-            float(window.loss.total),
-            window.losses,
-            *small_sums(window),
-            pools,
+            weight=float(window.weight),
+            micro_batches=window.micro_batches,
+            dropped=window.dropped,
+            nonfinite=float(window.nonfinite),
+            overflow=bool(overflow),
+            overflowed=window.overflowed,
+            unit=unit,
+            unit_square=unit**2,
+            scale=scale,
+            scale_square=scale**2,
+            scales=scale > 0,
+            parts=part,
+            loss=float(window.loss.total),
+            losses=window.losses,
+            small_sq_norm=sq_norm,
+            small_weight=weight,
+            small_square=square,
+            small=small,
+            pools=pools,
         )
 
     def of_equal_units(self) -> bool:
