@@ -156,7 +156,7 @@ class Parameters:
         for p in trained:
             if not p.is_floating_point() or p.dtype.itemsize < 2:
                 raise ValueError(f"a parameter is {p.dtype}; FP64, FP32, bf16 and fp16 parameters can be accumulated")
-        size = sum(local_of(x).nbytes for x in [*known, *module.buffers()])
+        size = nbytes([*known, *module.buffers()])
         device = devices.pop()
         linear: set[Tensor] = set()
         embedding: set[Tensor] = set()
@@ -197,13 +197,13 @@ def priced(way: Way, of: Parameters, micro_batches: int, optimizer: Any) -> Mode
     cpu: dict[str, int] = {}
     there = cpu if way.offloaded else memory
     if way.plain:
-        memory["buffers"] = sum(local_of(p).nbytes for p in of.trained)
+        memory["buffers"] = nbytes(of.trained)
         memory["gradients"] = max(local_of(p).nbytes for p in of.trained) if micro_batches > 1 else 0
     else:
         there["buffers"] = sum(
             padded(local_of(p).numel()) * buffer_dtype(p.dtype, way.buffers).itemsize for p in of.trained
         )
-        memory["gradients"] = sum(local_of(p).nbytes for p in on_the_way) if way.held else bucket(on_the_way)
+        memory["gradients"] = nbytes(on_the_way) if way.held else bucket(on_the_way)
     if way.masters:
         theirs = [p for p in of.known if way.offloaded or p.dtype.itemsize < 4]
         there["masters"] = sum(local_of(p).numel() * way.stepped(p.dtype).itemsize for p in theirs)
@@ -214,22 +214,31 @@ def priced(way: Way, of: Parameters, micro_batches: int, optimizer: Any) -> Mode
     state = state_bytes(optimizer, of.trained, way.stepped)
     if state is not None:
         (cpu if way.offloaded and way.masters else memory)["optimizer"] = state
-    elements = sum(local_of(p).numel() for p in of.trained)
-    return Mode(way.name, way.arguments, memory, cpu, elements, passes(way, of, micro_batches, optimizer))
+    return Mode(way.name, way.arguments, memory, cpu, numel(of.trained), passes(way, of, micro_batches, optimizer))
+
+
+def numel(tensors: Iterable[Tensor]) -> int:
+    """Elements on this rank."""
+    return sum(local_of(x).numel() for x in tensors)
+
+
+def nbytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes on this rank."""
+    return sum(local_of(x).nbytes for x in tensors)
 
 
 def bucket(gradients: Sequence[Tensor]) -> int:
     """The most bytes that a bucket holds, if gradients arrive from the last parameter to the first."""
-    nbytes = [local_of(p).nbytes for p in reversed(gradients)]
-    return max((sum(nbytes[i:j]) for i, j in buckets(nbytes)), default=0)
+    sizes = [local_of(p).nbytes for p in reversed(gradients)]
+    return max((sum(sizes[i:j]) for i, j in buckets(sizes)), default=0)
 
 
-def buckets(nbytes: Sequence[int]) -> list[tuple[int, int]]:
+def buckets(sizes: Sequence[int]) -> list[tuple[int, int]]:
     """Where each bucket begins and ends among gradients of these sizes."""
     found, begin, held = [], 0, 0
-    for i, taken in enumerate(nbytes):
+    for i, taken in enumerate(sizes):
         held += taken
-        if held >= BUCKET_BYTES or i == len(nbytes) - 1:
+        if held >= BUCKET_BYTES or i == len(sizes) - 1:
             found.append((begin, i + 1))
             begin, held = i + 1, 0
     return found
@@ -250,15 +259,15 @@ def passes(way: Way, of: Parameters, micro_batches: int, optimizer: Any) -> list
     for dtype in dict.fromkeys(p.dtype for p in of.trained):
         alike = [p for p in of.trained if p.dtype == dtype]
         fused = [p for p in alike if way.fused and p in of.linear | of.embedding]
-        elements = sum(local_of(p).numel() for p in alike)
+        elements = numel(alike)
         buffers = buffer_dtype(dtype, way.buffers)
         if way.plain:
             found.append(Pass(Kernel("add_", dtype, dtype), elements, micro_batches - 1))
             continue
         if fused:
-            zeroed = sum(local_of(p).numel() for p in fused if p in of.embedding)
+            zeroed = numel(p for p in fused if p in of.embedding)
             found.append(Pass(Kernel("zero", buffers, buffers), zeroed, 1))
-        here = elements - sum(local_of(p).numel() for p in fused)
+        here = elements - numel(fused)
         found += _gathering(way, dtype, buffers, here, micro_batches)
         found += _closing(way, dtype, buffers, elements, micro_batches == 1 or handed_on)
     return [p for p in found if p.times and p.elements]
