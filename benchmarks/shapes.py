@@ -11,15 +11,9 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ShapeSet:
-    """A named list of tensor shapes.
+    """A list of tensor shapes; ``note`` says what was left out."""
 
-    ``large`` sets are many times as large as any last-level cache, so that bandwidth is their limit; ``note`` says what was left out.
-    """
-
-    name: str
-    title: str
     shapes: tuple[Shape, ...]
-    large: bool
     note: str = ""
 
     @property
@@ -29,7 +23,7 @@ class ShapeSet:
     def shrunk(self, factor: int) -> ShapeSet:
         """The same number of tensors with the first dimension divided, for a quick check of the harness."""
         shapes = tuple((max(1, s[0] // factor), *s[1:]) for s in self.shapes)
-        return ShapeSet(self.name, self.title, shapes, self.large, f"first dimensions divided by {factor}")
+        return ShapeSet(shapes, f"first dimensions divided by {factor}")
 
 
 def resnet101() -> ShapeSet:
@@ -47,7 +41,7 @@ def resnet101() -> ShapeSet:
                 shapes += convolution(4 * width, into, 1)
             into = 4 * width
     shapes += [(1000, 2048), (1000,)]
-    return ShapeSet("resnet-101", "ResNet-101", tuple(shapes), large=True)
+    return ShapeSet(tuple(shapes))
 
 
 def gpt2() -> ShapeSet:
@@ -56,7 +50,7 @@ def gpt2() -> ShapeSet:
     norm: list[Shape] = [(width,), (width,)]
     block = [*norm, (width, 3 * width), (3 * width,), (width, width), (width,)]
     block += [*norm, (width, 4 * width), (4 * width,), (4 * width, width), (width,)]
-    return ShapeSet("gpt2-124m", "GPT-2 124M", tuple([(50257, width), (1024, width)] + 12 * block + norm), large=True)
+    return ShapeSet(tuple([(50257, width), (1024, width)] + 12 * block + norm))
 
 
 def llama3(layers: int = 2) -> ShapeSet:
@@ -64,13 +58,12 @@ def llama3(layers: int = 2) -> ShapeSet:
     width, key_value, hidden = 4096, 1024, 14336
     layer: list[Shape] = [(width, width), (key_value, width), (key_value, width), (width, width)]
     layer += [(hidden, width), (hidden, width), (width, hidden), (width,), (width,)]
-    note = f"{layers} of its 32 layers, without embedding and head"
-    return ShapeSet("llama3-8b", "Llama-3-8B", tuple(layers * layer), large=True, note=note)
+    return ShapeSet(tuple(layers * layer), f"{layers} of its 32 layers, without embedding and head")
 
 
 def small() -> ShapeSet:
     """2,000 matrices of 64 x 64, where the cost of each call shows."""
-    return ShapeSet("2000x64x64", "2,000 × 64×64", 2000 * ((64, 64),), large=False)
+    return ShapeSet(2000 * ((64, 64),))
 
 
 SETS: dict[str, Callable[[], ShapeSet]] = {
