@@ -62,7 +62,7 @@ def cases(options: Options) -> list[Case]:
                 if headline:
                     yield Case(name, grads, buffers, "add", stats=True)
 
-    return [case for name in SETS if not options.sets or name in options.sets for case in of_set(name)]
+    return [case for name in options.chosen(SETS) for case in of_set(name)]
 
 
 def run(options: Options) -> list[Row]:
@@ -74,7 +74,7 @@ def run(options: Options) -> list[Row]:
             sink.case(case.label)
             if pair != (case.set, case.grads, case.buffers):
                 pair, inputs = (case.set, case.grads, case.buffers), []
-                shapes = SETS[case.set]().shrunk(64) if options.quick else SETS[case.set]()
+                shapes = options.shapes_of(case.set)
                 inputs = _inputs(shapes, DTYPES[case.grads], DTYPES[case.buffers])
             moved = shapes.elements * case.bytes_per_element
             contestants = _contestants(case, shapes, inputs, moved, options)

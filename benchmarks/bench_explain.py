@@ -20,7 +20,6 @@ from torch.nn import Parameter
 from .bench_accumulate import DTYPES
 from .gradients import Hold, loss_with
 from .harness import Options, Row, Sink, filled, percentile, wait_for_device
-from .shapes import SETS
 
 NAME = "explain"
 MICRO_BATCHES = 8
@@ -40,16 +39,12 @@ Window = Callable[[], float]  # runs a window, and returns the seconds that accu
 
 def run(options: Options) -> list[Row]:
     """Predict and measure in turn; returns the rows, one per mode."""
-    todo = [
-        (s, d)
-        for s in SET_NAMES
-        if not options.sets or s in options.sets
-        for d in (("bf16",) if options.quick else ("bf16", "fp32"))
-    ]
+    dtypes = ("bf16",) if options.quick else ("bf16", "fp32")
+    todo = [(s, d) for s in options.chosen(SET_NAMES) for d in dtypes]
     with Sink(NAME, options, len(todo)) as sink:
         for name, dtype in todo:
             sink.case(f"{name} {dtype}")
-            shapes = SETS[name]().shrunk(64) if options.quick else SETS[name]()
+            shapes = options.shapes_of(name)
             grads = filled(shapes.shapes, DTYPES[dtype])
             windows, found = {}, ask(grads)
             for mode in found.modes:

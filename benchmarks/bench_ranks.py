@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from . import environment
 from .gradients import Hold, loss_with
 from .harness import OURS, Contestant, Options, Row, Sink, filled, race, rows_of
-from .shapes import SETS, Shape
+from .shapes import Shape
 
 NAME = "ranks"
 SET_NAMES = ("gpt2-124m", "resnet-101")
@@ -42,11 +42,11 @@ WAYS = {
 def run(options: Options) -> list[Row]:
     """Race windows over two ranks, or over all GPUs where there are more; returns the rows."""
     ranks = max(2, torch.cuda.device_count()) if environment.device.type == "cuda" else 2
-    names = [name for name in SET_NAMES if not options.sets or name in options.sets]
+    names = options.chosen(SET_NAMES)
     with Sink(NAME, options, len(names)) as sink:
         for name in names:
             sink.case(name)
-            shapes = SETS[name]().shrunk(64) if options.quick else SETS[name]()
+            shapes = options.shapes_of(name)
             case: Row = {"set": name, "ranks": ranks, "micro_batches": WINDOW, "elements": shapes.elements}
             case["tensors"] = len(shapes.shapes)
             if environment.device.type == "cuda" and torch.cuda.device_count() < ranks:

@@ -18,7 +18,6 @@ from .bench_accumulate import DTYPES
 from .bench_window import MAX_NORM, MICRO_BATCHES, SET_NAMES, TOKENS, bytes_per_element
 from .gradients import Hold, loss_with
 from .harness import OURS, Contestant, Options, Row, Sink, filled, race, rows_of
-from .shapes import SETS
 
 NAME = "training"
 NOISE_SCALE = "fusedaccum, noise scale"  # also takes the first add's norm, not only the last one's
@@ -28,11 +27,11 @@ PAIRS = (("bf16", "fp32"), ("fp32", "fp32"))
 def run(options: Options) -> list[Row]:
     """Race the windows; returns the rows."""
     pairs = PAIRS[:1] if options.quick else PAIRS
-    todo = [(s, *pair) for s in SET_NAMES if not options.sets or s in options.sets for pair in pairs]
+    todo = [(s, *pair) for s in options.chosen(SET_NAMES) for pair in pairs]
     with Sink(NAME, options, len(todo)) as sink:
         for name, grads, buffers in todo:
             sink.case(f"{name} {grads}→{buffers}")
-            shapes = SETS[name]().shrunk(64) if options.quick else SETS[name]()
+            shapes = options.shapes_of(name)
             case: Row = {"set": name, "set_note": shapes.note, "grads": grads, "buffers": buffers}
             case |= {"micro_batches": MICRO_BATCHES, "tensors": len(shapes.shapes), "elements": shapes.elements}
             moved = shapes.elements * bytes_per_element(grads, buffers)

@@ -20,7 +20,7 @@ from . import peers
 from .bandwidth import streams
 from .bench_accumulate import DTYPES
 from .harness import OURS, Contestant, Options, Row, Sink, filled, race, rows_of
-from .shapes import SETS, ShapeSet
+from .shapes import ShapeSet
 
 NAME = "window"
 MICRO_BATCHES = 8
@@ -32,16 +32,12 @@ MAX_NORM = 1.0
 
 def run(options: Options) -> list[Row]:
     """Race the windows; returns the rows."""
-    todo = [
-        (s, *pair)
-        for s in SET_NAMES
-        if not options.sets or s in options.sets
-        for pair in (PAIRS[:1] if options.quick else PAIRS)
-    ]
+    pairs = PAIRS[:1] if options.quick else PAIRS
+    todo = [(s, *pair) for s in options.chosen(SET_NAMES) for pair in pairs]
     with Sink(NAME, options, len(todo)) as sink:
         for name, grads, buffers in todo:
             sink.case(f"{name} {grads}→{buffers}")
-            shapes = SETS[name]().shrunk(64) if options.quick else SETS[name]()
+            shapes = options.shapes_of(name)
             per_element = bytes_per_element(grads, buffers)
             case: Row = {"set": name, "set_note": shapes.note, "grads": grads, "buffers": buffers}
             case |= {"micro_batches": MICRO_BATCHES, "tensors": len(shapes.shapes), "elements": shapes.elements}

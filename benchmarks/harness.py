@@ -26,6 +26,7 @@ import torch
 from tqdm import tqdm
 
 from . import environment
+from .shapes import SETS, ShapeSet
 
 RESULTS = Path(__file__).resolve().parent / "results"
 OURS = "fusedaccum"
@@ -59,6 +60,14 @@ class Options:
         compiled = not (arguments.no_compile or arguments.quick)
         backend = arguments.backend or arguments.device
         return cls(arguments.quick, rounds, tuple(arguments.sets or ()), out, compiled, backend, arguments.headlines)
+
+    def chosen(self, names: Iterable[str]) -> list[str]:
+        """Those of these sets that were asked for; all if none was."""
+        return [name for name in names if not self.sets or name in self.sets]
+
+    def shapes_of(self, name: str) -> ShapeSet:
+        """The set of this name."""
+        return SETS[name]().shrunk(64) if self.quick else SETS[name]()
 
 
 @dataclass
