@@ -16,13 +16,11 @@ from torch import Tensor
 
 from . import environment, peers
 from .bandwidth import streams
-from .harness import OURS, Contestant, Options, Row, Sink, filled, race, rotations, rows_of
+from .harness import HEADLINES, OURS, Contestant, Options, Row, Sink, filled, race, rotations, rows_of
 from .shapes import SETS, ShapeSet
 
 NAME = "accumulate"
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# What most people run: measured on every set, also with statistics and against torch.compile.
-HEADLINES = (("bf16", "fp32"), ("fp16", "fp32"), ("fp32", "fp32"), ("bf16", "bf16"))
 HEADLINES_ONLY = ("llama3-8b",)
 ADD_SCALE, OVERWRITE_SCALE = 0.125, 1.0  # with 1.0, a peer needs no more than a plain copy to overwrite
 

@@ -17,11 +17,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
 from . import tables
-from .harness import OURS, Row
+from .harness import HEADLINES, OURS, Row
 from .questions import QUESTIONS
 from .style import BLUE, COLOURS, STYLE
-
-HEADLINES = [("bf16", "fp32"), ("fp16", "fp32"), ("bf16", "bf16"), ("fp32", "fp32")]
 
 
 def accumulate(rows: Sequence[Row]) -> Figure:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from .harness import BARE, HOOKS_ALONE, OURS, PYTHON_HOOKS, PYTHON_HOOKS_ALONE, Row
+from .harness import BARE, HEADLINES, HOOKS_ALONE, OURS, PYTHON_HOOKS, PYTHON_HOOKS_ALONE, Row
 from .questions import QUESTIONS
 
 Table = tuple[list[str], list[list[str]]]
@@ -189,16 +189,20 @@ def by_question(rows: Iterable[Row]) -> dict[str, list[Row]]:
 
 def summary(accumulated: Sequence[Row], windows: Sequence[Row]) -> Table:
     """The README's short table: how many times faster than the best eager way, and (where it ran) than torch.compile."""
-    pairs = [("bf16", "fp32"), ("fp16", "fp32"), ("bf16", "bf16"), ("fp32", "fp32")]
     lines = []
     found = grouped(accumulated, ("set", "grads", "buffers", "mode", "stats"))
     for name in dict.fromkeys(str(r["set"]) for r in accumulated):
-        cells = [_eager_and_compiled(found.get((name, *pair, "add", False))) for pair in pairs]
+        cells = [_eager_and_compiled(found.get((name, *pair, "add", False))) for pair in HEADLINES]
         ours = found.get((name, "bf16", "fp32", "add", False), {}).get(OURS)
         whole = grouped(windows, ("set", "grads", "buffers")).get((name, "bf16", "fp32"))
         share = f"{ours['share_of_bandwidth']:.0%}" if ours and "share_of_bandwidth" in ours else "–"
         lines.append([name, *cells, share, _eager_and_compiled(whole)])
-    header = ["parameters of", *(f"{g}→{b}" for g, b in pairs), "of bandwidth (bf16→fp32)", "window of 8 (bf16→fp32)"]
+    header = [
+        "parameters of",
+        *(f"{g}→{b}" for g, b in HEADLINES),
+        "of bandwidth (bf16→fp32)",
+        "window of 8 (bf16→fp32)",
+    ]
     return header, lines
 
 
