@@ -99,9 +99,10 @@ class Intake:
 
     def check_hooked(self) -> None:
         """Raises RuntimeError if gradients may have gone past us."""
-        for slot in self.unhooked:
+        unhooked = self.unhooked
+        if unhooked:
             raise RuntimeError(
-                f"parameter {slot.name} was converted to another dtype or device and back, and PyTorch dropped its gradient "
+                f"parameter {unhooked[0].name} was converted to another dtype or device and back, and PyTorch dropped its gradient "
                 "hooks on the way; after such a conversion, before the next backward, call opt.load_state_dict(opt.state_dict())"
             )
 

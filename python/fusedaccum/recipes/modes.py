@@ -141,8 +141,9 @@ class Parameters:
             )
         module = model if isinstance(model, nn.Module) else nn.Module()
         known = list(model.parameters()) if isinstance(model, nn.Module) else list(dict.fromkeys(model))
-        for wrong in [p for p in known if not isinstance(p, Tensor)][:1]:
-            raise TypeError(f"model holds a {type(wrong).__name__}, not a parameter; pass model.parameters()")
+        wrong = [p for p in known if not isinstance(p, Tensor)]
+        if wrong:
+            raise TypeError(f"model holds a {type(wrong[0]).__name__}, not a parameter; pass model.parameters()")
         trained = [p for p in known if p.requires_grad]
         if not trained:
             raise ValueError(
