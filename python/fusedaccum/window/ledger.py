@@ -161,7 +161,7 @@ class Ledger:
             )
         return None if weight is None else checked_weight(weight)
 
-    def commit(self, late: Scalar | None, held: bool = False) -> None:
+    def commit(self, late: Scalar | None, held: bool) -> None:
         """The micro-batch is over: count it, with the weight it was given, now or before. One that was rejected counts for nothing.
 
         ``held``: will its gradients come with those of a later micro-batch? Then the two can only be rejected together.
