@@ -390,7 +390,8 @@ class AccumulatingOptimizer(Optimizer):
         gradient of all ranks: all of them must call it, and it waits.
 
         Raises:
-            RuntimeError: the window is not complete. ValueError: a weight is still missing (``reduction="sum"``).
+            RuntimeError: the window is not complete; or ``p.grad`` does not show all of it (``buffer_device``, ``shard=True``).
+            ValueError: a weight is still missing (``reduction="sum"``).
         """
         self._not_inside("normalize_()")
         self._gathering.settle()

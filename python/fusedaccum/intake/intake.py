@@ -1,7 +1,8 @@
 """How fresh gradients get from autograd into the buffers: where a backward pass begins and ends, and when a bucket is added.
 
 Hooks queue the gradients (:mod:`fusedaccum.intake.arrivals`, or the same in C++). A full bucket, and what is left at the end of the
-pass, goes to the owner in one call and is freed. (The engine's callback signals the end, as it does for FSDP.)
+pass, goes to the owner in one call, or in several if a parameter is in it more than once, and is freed. (The engine's callback signals
+the end, as it does for FSDP.)
 
 What the engine calls is kept out of graphs: in a compiled loop the compiler traces whatever Python runs within ``backward()``.
 """

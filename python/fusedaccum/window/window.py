@@ -154,7 +154,7 @@ class Window:
     length: int | None
     micro_batches: int = 0
     weight: Scalar = 0.0
-    unweighed: int = 0  # micro-batches whose weight is still to come (reduction="sum")
+    unweighed: int = 0  # micro-batches whose weight is still to come (caller-owned windows of "sum" and "none")
     dropped: int = 0  # micro-batches that were left out because a value was not finite
     nonfinite: Scalar = 0  # micro-batches that were added with such a value
     unit: Scalar | None = None  # the loss scale the sums carry; None: as far as we know there is none
