@@ -155,7 +155,7 @@ class Block:
     """A flat stretch of storage, shared by slots that agree in device and dtype of parameter and buffer; all of them shards, or none."""
 
     flat: Tensor
-    hidden: bool  # from the user, because p.grad cannot be a view of it?
+    offloaded: bool  # is it on another device than the parameters? Then p.grad is no view of it, and other code does not see it
     version: int = 0  # flat._version when we last wrote: another value means that the user has written since
 
     def written(self) -> None:
@@ -163,7 +163,7 @@ class Block:
 
     @property
     def untouched_by_user(self) -> bool:
-        return self.hidden or self.flat._version == self.version
+        return self.offloaded or self.flat._version == self.version
 
     def view(self, slot: Slot, offset: int) -> Tensor:
         """The part of the storage that is ``slot``'s, in its parameter's shape (and memory format, when that is dense)."""
@@ -261,7 +261,7 @@ class Buffers:
     @property
     def offloaded(self) -> bool:
         """Are any buffers on another device than their parameter?"""
-        return any(block.hidden for block in self.blocks)
+        return any(block.offloaded for block in self.blocks)
 
     @property
     def moved(self) -> bool:

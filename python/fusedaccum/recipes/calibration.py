@@ -73,7 +73,7 @@ def _one_pass(kernel: Kernel, sizes: list[int], device: torch.device) -> Callabl
     if op == "scale":
         return lambda: ops.scale_(views, 0.999)
     if op == "narrow":
-        wide = Block(_flat(sizes, source, device)[0], hidden=False)
+        wide = Block(_flat(sizes, source, device)[0], offloaded=False)
         return lambda: wide.narrow_(into, 0.999, [], "auto")
     if op == "cast":
         others = _flat(sizes, source, device)[1]
