@@ -53,7 +53,7 @@ def local_gradient(grad: Tensor, parameter: Tensor) -> Tensor:
     return grad.to_local()  # type: ignore[attr-defined]
 
 
-def added_up(grad: Tensor) -> Tensor:
+def summed_gradient(grad: Tensor) -> Tensor:
     """The part of a gradient on this rank; if the ranks hold parts of a sum, their sum."""
     if not is_shard(grad):
         return grad

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..buffers.buffers import Slot
-from ..buffers.shards import added_up, least_over_meshes, local_gradient, sum_over_meshes
+from ..buffers.shards import least_over_meshes, local_gradient, sum_over_meshes, summed_gradient
 from ..intake.intake import Intake
 from ..intake.passes import outermost_backward
 from ..scalars import Scalar
@@ -417,7 +417,7 @@ class Gathering(Windows):
         micro.judged = bool(held)
         self.ranks.fully_sharded.check_droppable(self.sums.buffers.slots)
         self.ranks.fully_sharded.wait()
-        found = self.ranks.of_all_parts(self.sums.count_nonfinite(map(added_up, held)))
+        found = self.ranks.of_all_parts(self.sums.count_nonfinite(map(summed_gradient, held)))
         found = sum_over_meshes(found, self.sums.buffers.slots, self.ranks.size)
         weightless = float(micro.factor) == 0 and not self.weighs_loss
         if not found or weightless:
