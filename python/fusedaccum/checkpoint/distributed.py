@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from ..optimizer import AccumulatingOptimizer
 
 HEADER = "fusedaccum"
-TENSORS = {"buffers", "masters", "shapes", "format"}  # what checkpoint.save() returns beside a rank's own plain values
+# What checkpoint.save() returns beside a rank's own plain values.
+ELSEWHERE = {"buffers", "masters", "shapes", "format"}
 
 
 class DistributedState:
@@ -166,7 +167,7 @@ def _saved(opt: AccumulatingOptimizer) -> dict[str, Any]:
     """The tensors that this rank has or has a part of, and the header."""
     state = opt.state_dict()
     own = state[checkpoint.KEY]
-    mine = {k: v for k, v in own.items() if k not in TENSORS}
+    mine = {k: v for k, v in own.items() if k not in ELSEWHERE}
     slots, of_state = opt._sums.buffers.slots, _slots_of_state(opt, state["param_groups"])
     mine["divisors"] = {index: saved["divisor"] for index, saved in own["buffers"].items()}
     mine["shards"] = [slot.index for slot in slots if slot.sharded]
