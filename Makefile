@@ -80,8 +80,8 @@ sanitize: $(BUILT)  ## the kernels on a CUDA device, under compute-sanitizer
 	$(SAY) "Kernels under compute-sanitizer"
 	$(NEEDS_GPU)
 	@command -v compute-sanitizer > /dev/null || { echo "compute-sanitizer is not on PATH: install it with the CUDA toolkit"; exit 1; }
-	$(SANITIZED) --tool memcheck $(BIN)/python -m pytest -q tests/test_gpu_ops.py -k "test_cast or test_scale or test_stochastic"
-	$(foreach tool,racecheck initcheck,$(SANITIZED) --tool $(tool) $(BIN)/python -m pytest -q tests/test_gpu_ops.py -k test_scale &&) true
+	$(SANITIZED) --tool memcheck $(BIN)/python -m pytest -q tests/test_gpu_ops.py -k "test_accumulate or test_cast or test_scale or test_stochastic"
+	$(foreach tool,racecheck initcheck,$(SANITIZED) --tool $(tool) $(BIN)/python -m pytest -q tests/test_gpu_ops.py -k "test_scale or (test_accumulate and f32 and bf16)" &&) true
 
 bench-gpu: $(BUILT)  ## measure on a CUDA device; writes benchmarks/results/gpu
 	$(SAY) "Benchmarks on a GPU"

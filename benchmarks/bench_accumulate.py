@@ -141,16 +141,28 @@ def _on_gpu(inputs: Inputs, scale: float, overwrite: bool) -> list[Contestant]:
         buffers, grads = inputs[i]
         fa.ops.accumulate_(buffers, grads, scale, overwrite=overwrite, backend=backend)
 
-    graphs = []
-    for i in range(len(inputs)):
+    names = {"triton": "fusedaccum, triton", "cuda": "fusedaccum, from a graph"}
+    missing = {backend: _why_missing(backend) for backend in names}
+    graphs: list[torch.cuda.CUDAGraph] = []
+    for i in () if missing["cuda"] else range(len(inputs)):
         add(i, "cuda")  # what the first call loads cannot be captured
         graphs.append(torch.cuda.CUDAGraph())
         with torch.cuda.graph(graphs[-1]):
             add(i, "cuda")
+    runs = {"triton": lambda i: add(i % len(inputs), "triton"), "cuda": lambda i: graphs[i % len(inputs)].replay()}
     return [
-        Contestant("fusedaccum, triton", lambda i: add(i % len(inputs), "triton"), kind="variant"),
-        Contestant("fusedaccum, from a graph", lambda i: graphs[i % len(inputs)].replay(), kind="variant"),
+        Contestant(names[backend], None if missing[backend] else run, kind="variant", skipped=missing[backend])
+        for backend, run in runs.items()
     ]
+
+
+def _why_missing(backend: str) -> str:
+    """Empty if it is there."""
+    try:
+        fa.ops.scale_([], 1.0, backend=backend)
+    except RuntimeError as error:
+        return str(error)
+    return ""
 
 
 def _compiled(shapes: ShapeSet, peer: Callable[[peers.Way], Callable[[int], object]], options: Options) -> Contestant:

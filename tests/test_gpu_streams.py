@@ -63,14 +63,15 @@ def test_pooled_batch_statistics_wait_for_nothing(momentum):
 @pytest.mark.parametrize(
     "settings", [{}, {"max_grad_norm": 1.0}, {"nonfinite": "skip_window"}, {"noise_scale": 0.5}], ids=str
 )
-def test_a_window_with_a_fused_optimizer_waits_for_nothing(settings):
+@pytest.mark.parametrize("weight", [12.0, torch.tensor(12)], ids=["number", "tensor on the CPU"])
+def test_a_window_with_a_fused_optimizer_waits_for_nothing(settings, weight):
     net = model(torch.float32).to(DEVICE)
     opt = fa.AccumulatingOptimizer(torch.optim.AdamW(net.parameters(), fused=True), 2, **settings)
     _, _, micro_batches = batches(torch.float32, (12, 12))
 
     def window():
         for xs, ys in micro_batches:
-            opt.backward(mean_loss(net, xs, ys), weight=12.0)
+            opt.backward(mean_loss(net, xs, ys), weight=weight)
             opt.step()
             opt.zero_grad()
 
@@ -129,6 +130,9 @@ def test_compiled_functions_with_graphs_of_their_own_write_the_same_buffers():
 def test_work_goes_to_the_current_stream(backend):
     n = 50_000_000
     out, x = torch.zeros(n, device=DEVICE), torch.zeros(n, dtype=torch.bfloat16, device=DEVICE)
+    ops.accumulate_(
+        [out], [x], 1.0, backend=backend
+    )  # zeros: what the first call compiles would take longer than the sleep
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -72,6 +72,12 @@ def write(capability, out, x, mode, aligned=True, fuse=False):
     return machine_code(capability, "write", tuple(constants.items()), fuse)
 
 
+def count(sass, access, width):
+    """How many global loads (LDG) or stores (STG) of so many bytes a thread there are."""
+    suffix = {2: r"\.U16", 4: "", 8: r"\.64", 16: r"\.128"}[width]
+    return len(re.findall(rf"\b{access}\.E{suffix} ", sass))
+
+
 def wide_accesses(sass):
     return len(re.findall(r"\bLDG\.E\.128", sass)), len(re.findall(r"\bSTG\.E\.128", sass))
 
@@ -80,17 +86,21 @@ def wide_accesses(sass):
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_triton_kernel_compiles_to_16_byte_accesses(capability, mode):
     _, sass = write(capability, "fp32", "bf16", MODES[mode])
-    loads, stores = wide_accesses(sass)
-    assert loads > 0
-    assert stores > 0
+    assert count(sass, "STG", 16) > 0
+    assert count(sass, "LDG", 16) > 0 or MODES[mode]["OVERWRITE"]  # of what is overwritten
+    assert count(sass, "LDG", 8) > 0  # of BF16: as many elements
     assert not re.search(r"\b(LDL|STL)\b", sass), "local memory"
 
 
 @pytest.mark.parametrize(("out", "x"), PAIRS)
-def test_every_dtype_pair_compiles_without_contraction(out, x):
+def test_every_dtype_pair_moves_packs_without_contraction(out, x):
+    """As many elements at a time on both sides as there are in 16 bytes of the wider one, so that threads exchange nothing."""
     _, sass = write(90, out, x, ADD)
-    assert min(wide_accesses(sass)) > 0
+    sizes = [{"fp64": 8, "fp32": 4}.get(name, 2) for name in (out, x)]
+    write_width, read_width = (16 * size // max(sizes) for size in sizes)
+    assert min(count(sass, "LDG", write_width), count(sass, "LDG", read_width), count(sass, "STG", write_width)) > 0
     assert not re.search(r"\b[FD]FMA\b", sass)
+    assert not re.search(r"\bBAR\b", sass), "threads exchange elements"
 
 
 @pytest.mark.parametrize("out", ["bf16", "fp16"])

@@ -50,11 +50,13 @@ def _place(table, tensors, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _pointer(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+def _pointer(address, DTYPE: tl.constexpr, WIDER: tl.constexpr, ALIGNED: tl.constexpr):
+    """Accesses are of as many elements as 16 bytes of the WIDER side are, on both sides: then all threads hold the same elements of both,
+    and nothing has to be exchanged between them."""
     stored: tl.constexpr = tl.int16 if DTYPE == tl.bfloat16 else DTYPE
     pointer = address.to(tl.pointer_type(stored))
     if ALIGNED:
-        pointer = tl.multiple_of(pointer, 16)
+        pointer = tl.multiple_of(pointer, 16 * DTYPE.primitive_bitwidth // WIDER.primitive_bitwidth)
     return pointer
 
 
@@ -187,8 +189,9 @@ def _write_block(
 ):
     wide: tl.constexpr = OUT_DTYPE == tl.float64 or IN_DTYPE == tl.float64
     compute: tl.constexpr = tl.float64 if wide else tl.float32
-    out = _pointer(_row(table, tensors, tensor, _OUT), OUT_DTYPE, ALIGNED)
-    source = _pointer(_row(table, tensors, tensor, _IN), IN_DTYPE, ALIGNED)
+    wider: tl.constexpr = OUT_DTYPE if OUT_DTYPE.primitive_bitwidth > IN_DTYPE.primitive_bitwidth else IN_DTYPE
+    out = _pointer(_row(table, tensors, tensor, _OUT), OUT_DTYPE, wider, ALIGNED)
+    source = _pointer(_row(table, tensors, tensor, _IN), IN_DTYPE, wider, ALIGNED)
 
     scale = tl.load(scale_at)
     t = _widened(_load(source, at, elements, FULL), IN_DTYPE).to(compute) * scale.to(compute)
@@ -215,8 +218,9 @@ def _write_block(
             inside = at < elements
             written = tl.where(inside, written, 0.0)
             judged = tl.where(inside, judged, 0.0)
-        tl.store(partials + tl.program_id(0), _squares(written))
+        # In this order: in the other, a register of a cast spills on GPUs of 8.0.
         tl.store(bad + tl.program_id(0), _bad(judged).to(tl.int64))
+        tl.store(partials + tl.program_id(0), _squares(written))
 
 
 # Not specialized: a value of 1 would become a constant, which no loop can change, and these pointers' alignment is of no use.
@@ -265,7 +269,7 @@ def measure(
     """Squares and elements that are not finite, a number of each for every block."""
     tensor, elements, begin = _place(table, tensors, BLOCK)
     at = begin + tl.arange(0, BLOCK)
-    source = _pointer(_row(table, tensors, tensor, _IN), IN_DTYPE, ALIGNED)
+    source = _pointer(_row(table, tensors, tensor, _IN), IN_DTYPE, IN_DTYPE, ALIGNED)
     if begin + BLOCK <= elements:
         x = _widened(_load(source, at, elements, True), IN_DTYPE)
     else:

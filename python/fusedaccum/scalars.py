@@ -61,6 +61,8 @@ def times(factor: Scalar, value: Scalar) -> Scalar:
         wide = torch.float32 if value.device.type == "mps" else torch.float64  # which has none
         value = value.detach().to(wide).reshape(())
         factor = beside(factor, value)
+        if isinstance(factor, Tensor) and factor.device != value.device:
+            factor = float(factor)  # the CPU's, which torch.where would move to the device, and wait
     if isinstance(factor, Tensor):
         product = factor * value
         return torch.where(factor == 0, torch.zeros_like(product), product)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -52,7 +53,7 @@ class Accumulator:
         for (device, first, narrow, *_), members, theirs in one_call_each(slots, grads, measure):
             divisor = self._running_divisor() if narrow else 1.0
             here = scale * members[0].averaged_by
-            stats = ops.Stats.empty(members[0].device) if measure else None
+            stats = _room_for_stats(members[0]) if measure else None
             accumulate_ = sums.offload.accumulate_ if members[0].offloaded else ops.accumulate_
             try:
                 accumulate_(
@@ -179,6 +180,13 @@ class Accumulator:
         for slot in slots:
             slot.draws += 1
         return ops.StochasticRounding(self.seed + (0 if slots[0].sharded else self.rank), counters)
+
+
+def _room_for_stats(slot: Slot) -> ops.Stats:
+    if slot.offloaded:  # its adds add up what they measure
+        return ops.Stats.empty(slot.device)
+    new = functools.partial(torch.empty, (), device=slot.device)  # no kernels that fill with zeros what is overwritten
+    return ops.Stats(new(dtype=torch.float64), new(dtype=torch.int64))
 
 
 def one_call_each(
