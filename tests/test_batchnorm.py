@@ -338,3 +338,15 @@ def test_lbfgs_counts_its_last_evaluation():
         oracle, [[x] for x in window]
     )  # one micro-batch of four calls: their forwards all come before the first backward
     assert_same_statistics(layer, oracle)
+
+
+def test_a_checkpoint_within_a_reentrant_one_counts_once():
+    layer, oracle = pair(nn.BatchNorm1d(3))
+    opt = wrapped(layer, 2)
+    windows = micro_batches((3,), sizes=(4, 7))
+    for x in windows[0] + windows[1]:
+        y = checkpoint(lambda x: checkpoint(layer, x, use_reentrant=False), x.requires_grad_(), use_reentrant=True)
+        y.square().mean().backward()
+        opt.step()
+    big_batches(oracle, windows[:2])
+    assert_same_statistics(layer, oracle)

@@ -234,3 +234,36 @@ def test_a_layer_that_changes_its_buffers_in_a_forward_finds_them_as_they_were(w
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-14)
     for p, q in zip(encoder.buffers(), twin.buffers()):
         torch.testing.assert_close(p, q)
+
+
+def test_complex_embeddings_have_gradients():
+    net, x = nn.Linear(5, 4), torch.randn(SAMPLES, 5)
+    literal = copy.deepcopy(net)
+
+    def loss_of(z):
+        return (z @ z.mH).abs().logsumexp(0).sum()
+
+    fa.cached_backward(loss_of, lambda part: torch.view_as_complex(net(part).reshape(-1, 2, 2)), x, micro_batch_size=4)
+    loss_of(torch.view_as_complex(literal(x).reshape(-1, 2, 2))).backward()
+    assert_close(gradients(net), gradients(literal), 1e-5)
+
+
+def test_an_input_that_the_encoder_does_not_use():
+    tower, x, unused = Tower(5), torch.randn(SAMPLES, 5), torch.randn(SAMPLES, 5, requires_grad=True)
+    literal = copy.deepcopy(tower)
+    fa.cached_backward(SupCon(), lambda pair: tower(pair[0]), (x, unused * 2), micro_batch_size=4)
+    SupCon()(literal(x)).backward()
+    assert_close(gradients(tower), gradients(literal), 1e-6)
+    assert unused.grad is None
+
+
+def test_running_statistics_of_a_frozen_encoder_move_also_beside_a_function():
+    """Of modules that a function calls, the first pass leaves no trace; a frozen encoder has no other pass."""
+    frozen = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)).requires_grad_(False)
+    tower, x = Tower(5, embedding=4), torch.randn(12, 5)
+    literal = copy.deepcopy(frozen)
+    fa.cached_backward(lambda a, b: (a.T @ b).square().sum(), [frozen, lambda x: tower(x)], [x, x], micro_batch_size=4)
+    for part in x.split(4):
+        literal(part)
+    for ours, theirs in zip(frozen.buffers(), literal.buffers()):
+        assert torch.equal(ours, theirs)

@@ -211,3 +211,14 @@ def test_a_frozen_encoder_is_pooled_too():
     opt.step()
     for name, buffer in frozen.norm.named_buffers():
         torch.testing.assert_close(buffer, getattr(oracle.norm, name), rtol=1e-12, atol=1e-12)
+
+
+def test_the_loss_is_told_without_a_grad_scalers_factor():
+    case, _, loss = both(clip, torch.float32)
+    loss_fn, encoders, inputs = case
+    opt, scaler = wrapped(modules(case), accum_steps=2), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for _ in range(2):
+        fa.cached_backward(lambda *z: scaler.scale(loss_fn(*z)), encoders, inputs, micro_batch_size=4, opt=opt)
+        scaler.step(opt)
+        scaler.update()
+    assert opt.last_window.loss.item() == pytest.approx(loss.item(), rel=1e-6)

@@ -367,3 +367,34 @@ def test_progress():
     assert steps(2.5, 2, window_weight=5) == weighed
     assert steps(torch.tensor(2.5), 1, window_weight=5)[1] == {"window": 0, "micro_batch": 1}
     assert steps(None, 2) == [{"window": 0, "micro_batch": n} for n in range(3)]
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["after", "inside"])
+def test_a_recorded_loss_has_the_weight_of_its_micro_batch(inside):
+    net, (x, y) = model(), data(sum(SIZES))
+    expected = mean_loss(net, x, y).item()
+    opt = wrapped(net)
+    for a, b in parts(x, y, SIZES):
+        loss = mean_loss(net, a, b)
+        with opt.micro_batch(weight=len(a)):
+            loss.backward()
+            if inside:
+                opt.record_loss(loss)
+        if not inside:
+            opt.record_loss(loss)
+    opt.step()
+    assert opt.last_window.loss.item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_unknown_where_losses_were_counted_before_unscale_hid_their_scale():
+    net, (x, y) = model(torch.float32), data(8, torch.float32)
+    opt = wrapped(net, make=lambda p: torch.optim.SGD(p, lr=0.0))
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    for _ in range(2):
+        for a, b in parts(x, y, (4, 4)):
+            opt.backward(scaler.scale(mean_loss(net, a, b)))
+        scaler.unscale_(opt)
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+        assert opt.last_window.applied and opt.last_window.loss is None

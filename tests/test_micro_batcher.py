@@ -13,6 +13,7 @@ import fusedaccum.recipes.micro_batcher
 import numpy as np
 import pytest
 import torch
+from fusedaccum.recipes.sizes import Size
 from out_of_memory import Memory, Net, assert_close, batch, function, made, oracle, sgd, weight
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -196,3 +197,64 @@ def test_a_grad_scaler_scales_steps_and_is_updated_once_a_window(size):
         assert scalers[0].get_scale() == scalers[1].get_scale() and bool(opt.last_window.applied) is (factor == 1.0)
     for p, q in zip(net.parameters(), twin.parameters()):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
+
+
+def test_sizes_grow_after_windows_without_an_error_only():
+    memory = Memory(7)
+    batcher = fa.MicroBatcher(memory, memory.opt)
+    for window in range(18):  # the first has errors, 16 have none
+        assert memory.errors == (2 if window else 0)
+        batcher.step(torch.randn(20, 1))
+    assert memory.errors == 3
+
+
+def test_windows_that_tell_nothing_of_a_size_do_not_count():
+    size = Size(1, limit=4)
+    for used, samples in ((2, 20), (4, 4), (3, 3)):
+        size.fitted(used, samples)
+    assert size.clean == 0
+
+
+def test_a_size_that_has_fitted_is_no_trial_any_more():
+    size = Size(1, limit=4)
+    for _ in range(16):
+        size.fitted(4, 20)
+    assert size.limit == 8 and size.trial
+    for _ in range(15):  # not less than before the first doubling
+        size.fitted(8, 20)
+    assert size.limit == 8 and not size.trial
+    assert size.failed(8) == 4 and size.patience == 16
+    for _ in range(15):
+        size.fitted(4, 20)
+    assert size.limit == 4
+    size.fitted(4, 20)
+    assert size.limit == 8
+
+
+def test_a_new_shape_begins_with_the_nearest_ones_size_and_one_sample_at_least():
+    memory = Memory(40)
+    batcher = fa.MicroBatcher(memory, memory.opt)
+    batcher.step(torch.randn(16, 8))
+    assert batcher.micro_batch_size == 4
+    memory.room = 100
+    batcher.step(torch.randn(4, 64))
+    assert batcher.micro_batch_size == 1
+    batcher._sizes.of(torch.randn(1, 64)).limit = 3
+    assert batcher._sizes.of(torch.randn(1, 32)).limit == 6 and batcher._sizes.of(torch.randn(1, 4)).limit == 8
+
+
+@pytest.mark.parametrize("size", [4, "auto"])
+def test_a_micro_batch_that_is_not_finite_is_left_out(size):
+    whole = batch(12)
+    good = {name: x[4:] for name, x in whole.items()}
+    whole["x"][1] = math.nan
+    model, opt = made(nonfinite="skip_micro_batch")
+    batcher = fa.MicroBatcher(function(model), opt, size, weight=weight)
+    batcher._sizes.of(whole).limit = 4
+    loss = batcher.step(whole)
+    twin, its = made()
+    theirs = fa.MicroBatcher(function(twin), its, 8, weight=weight).step(good)
+    assert opt.last_window.nonfinite == 1 and opt.last_window.micro_batches == 2
+    torch.testing.assert_close(loss, theirs, rtol=1e-12, atol=0)
+    for p, q in zip(model.parameters(), twin.parameters()):
+        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-12)

@@ -164,3 +164,23 @@ def test_mapped_leaves_the_tree_alone():
 def test_what_is_no_batch_is_refused_by_name(batch, says):
     with pytest.raises(ValueError, match=says):
         batch_size(batch)
+
+
+def test_lists_that_are_as_long_as_the_batch_by_chance():
+    batch = {"both": [X[:2], X[2:4]], "names": Pair("a", "b"), "more": ["c", "d", "e"], "x": X[:2]}
+    part = cut(batch, 1, 2)
+    assert torch.equal(part["both"][0], X[1:2]) and torch.equal(part["both"][1], X[3:4])
+    assert part["names"] == ("a", "b") and type(part["names"]) is Pair and part["more"] == ["c", "d", "e"]
+
+
+def test_what_a_mapping_has_besides_its_items_stays():
+    class Encoding(collections.UserDict):
+        """As those of tokenizers."""
+
+        def __init__(self, items, kind):
+            super().__init__(items)
+            self.kind = kind
+
+    batch = Encoding({"x": X}, "fast")
+    part = cut(batch, 0, 3)
+    assert part.kind == "fast" and torch.equal(part["x"], X[:3]) and batch["x"] is X

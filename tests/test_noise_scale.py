@@ -444,3 +444,49 @@ def test_scaled_lr():
 def test_bad_input(call, error, says):
     with pytest.raises(error, match=says):
         call()
+
+
+@pytest.mark.parametrize(
+    ("gradients", "value"), [((1.0, -1.0), math.inf), ((0.0, 1.0), 0.0)], ids=["gradient", "noise"]
+)
+def test_an_average_below_zero_counts_as_zero(gradients, value):
+    p = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    opt = wrapped([p], accum_steps=2)
+    for g in gradients:
+        opt.backward(p.sum() * g)
+        opt.step()
+    assert opt.last_window.noise_scale.item() == value
+
+
+def test_a_weight_of_the_whole_window_does_not_tell_its_first_micro_batchs():
+    model, (window,) = telling([(9, 20, 5)])
+    opt = wrapped(model.parameters(), reduction="sum")
+    for x, y in window:
+        nn.functional.mse_loss(model(x), y, reduction="sum").backward()
+    opt.step(weight=34)
+    assert opt.last_window.noise_scale is None
+
+
+def test_a_checkpoint_is_not_written_to_and_one_of_the_beginning_forgets_the_averages():
+    model, data = telling([(4, 4)] * 2)
+
+    def run(opt, window):
+        for x, y in window:
+            opt.backward(nn.functional.mse_loss(model(x), y), weight=len(x))
+            opt.step()
+        return float(opt.last_window.noise_scale)
+
+    opt = wrapped(model.parameters(), accum_steps=2)
+    beginning = copy.deepcopy(opt.state_dict())
+    run(opt, data[0])
+    state = copy.deepcopy(opt.state_dict())
+    opt.load_state_dict(beginning)
+    assert run(opt, data[0]) == pytest.approx(of_paper(model, data[:1], 0.9), rel=1e-9)
+    del opt
+    model.zero_grad()
+    for _ in range(2):
+        opt = wrapped(model.parameters(), accum_steps=2)
+        opt.load_state_dict(state)
+        assert run(opt, data[1]) == pytest.approx(of_paper(model, data, 0.9), rel=1e-9)
+        del opt
+        model.zero_grad()

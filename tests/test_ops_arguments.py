@@ -128,6 +128,10 @@ GOOD_LISTS = {
     "gaps": ([z(4, 5)[:, :3]], [z(4, 5)[:, :3]], Layout.STRIDED),
     "size-one": ([z(4, 1)], [torch.zeros(8).as_strided((4, 1), (1, 77))], Layout.FLAT),
     "expanded-grad": ([z(4)], [z(1).expand(4)], Layout.STRIDED),
+    "negated-grad": ([z(4)], [torch._neg_view(z(4))], Layout.STRIDED),
+    "zero-tensor-grad": ([z(4)], [torch._efficientzerotensor(4)], Layout.STRIDED),
+    "overlapping-grad-without-gaps": ([z(2, 2, 2)], [z(8).as_strided((2, 2, 2), (5, 1, 1))], Layout.STRIDED),
+    "size-one-buffer": ([z(8).as_strided((4, 1), (1, 0))], [z(4, 1)], Layout.FLAT),
     "neighbours": ([SHARED[5:], SHARED[:5]], [z(5), z(5)], Layout.FLAT),
     "adjacent-grad": ([SHARED[:5]], [SHARED[5:]], Layout.FLAT),
     "grads-may-share": ([z(10), z(10)], [SHARED, SHARED], Layout.FLAT),
@@ -363,3 +367,17 @@ def test_the_other_ops_name_their_own_arguments():
     ):
         with pytest.raises((TypeError, ValueError), match=re.escape(message)):
             call()
+
+
+def test_a_view_of_which_the_storage_was_cut_off_is_refused(cpu):
+    x = torch.zeros(10)
+    view = x[6:]
+    x.untyped_storage().resize_(16)
+    with pytest.raises(ValueError, match=r"tensors\[0\] has no memory behind it"):
+        arguments.check_lists("tensors", [view])
+    assert cpu.predicate([view], True) == Layout.REFUSED
+
+
+def test_what_vmap_passes_has_no_memory_of_its_own():
+    with pytest.raises(TypeError, match=r"tensors\[0\] is a Tensor, which has no memory of its own"):
+        torch.func.vmap(lambda x: ops.scale_([x], 2.0))(torch.ones(3, 2))

@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 from fusedaccum import ops
+from fusedaccum.ops import backends
 from ops_cases import BACKENDS, DTYPES, PAIR_IDS, PAIRS, assert_same_bits, running, values
 
 every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=[f"backend={name}" for name in BACKENDS])
@@ -209,3 +210,30 @@ def test_empty_lists_and_empty_tensors(backend):
         ops.scale_((), 2.0, backend=name)
         ops.cast_((torch.zeros(0, 4),), (torch.zeros(0, 4),), backend=name)
         assert ops.stats([], backend=name).sq_norm == 0
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+def test_numbers_do_not_depend_on_which_predicate_looks(native, monkeypatch):
+    """Where the extension is missing, Python alone tells what a kernel may take as it is."""
+    if not native:
+        monkeypatch.setattr(backends, "native_predicate", lambda: None)
+    memory = torch.randn(8, dtype=torch.float64)
+    grads = [
+        torch._neg_view(torch.randn(4, 2, dtype=torch.float64)),
+        torch.randn(2, 4, dtype=torch.float64).t(),
+        memory.as_strided((4, 2), (1, 3)),
+        memory[:4, None].expand(4, 2),
+        memory.as_strided((2, 2, 2), (5, 1, 1)),
+    ]
+    values = [torch.tensor(grad.tolist(), dtype=torch.float64) for grad in grads]
+    buffers = [torch.ones(grad.shape, dtype=torch.float64) for grad in grads]
+    ops.accumulate_(buffers, grads, 3.0, backend="reference")
+    for buffer, value in zip(buffers, values):
+        torch.testing.assert_close(buffer, 1 + 3 * value)
+    found = ops.stats(grads, backend="reference")
+    assert found.sq_norm.item() == pytest.approx(sum(value.square().sum().item() for value in values))
+    base = torch.ones(6, 4, dtype=torch.float64)
+    for view in (base[::2, 1:3], torch._neg_view(base[1])):
+        before = view.tolist()
+        ops.scale_([view], 2.0, backend="reference")
+        assert view.tolist() == (2 * torch.tensor(before)).tolist()

@@ -414,3 +414,16 @@ def test_master_weights_take_over_weights_loaded_into_the_model(load):
     opt.step()
     assert_same_parameters(net, other, 1e-2)  # the loaded weights, not the old ones
     assert_same_parameters(twin(net), net, 0)
+
+
+@pytest.mark.parametrize("tensors", [False, True], ids=["numbers", "tensors"])
+def test_16_bit_buffers_may_begin_with_a_micro_batch_of_weight_0(tensors):
+    net, (x, y) = model(torch.bfloat16), data(8, torch.bfloat16)
+    expected = torch.autograd.grad(mean_loss(net, x, y), list(net.parameters()))
+    opt = wrapped(net, 2, buffer_dtype=torch.bfloat16, make=lambda p: torch.optim.SGD(p, lr=0.0))
+    for weight in (0, 8):
+        opt.backward(mean_loss(net, x, y), weight=torch.tensor(weight) if tensors else weight)
+        opt.step()
+    assert opt.last_window.applied
+    for p, e in zip(net.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, e, rtol=0.01, atol=0.0)

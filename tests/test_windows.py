@@ -372,3 +372,23 @@ def test_backends_agree_bitwise():
             opt.step()
         results.append(net)
     assert_same_parameters(*results, 0)
+
+
+def test_a_weight_written_to_afterwards_stays_what_it_was():
+    net, (x, y) = model(), data(24)
+    other, tokens = twin(net), torch.zeros((), dtype=torch.float64)
+    opt = wrapped(net, 4)
+    for a, b in parts(x, y, (5, 9, 3, 7)):
+        opt.backward(mean_loss(net, a, b), weight=tokens.fill_(len(a)))
+        tokens.zero_()
+        opt.step()
+    big_batch_step(other, sgd(other.parameters()), x, y)
+    assert opt.last_window.weight == len(x)
+    assert_same_parameters(net, other, 1e-12)
+
+
+def test_a_weight_is_no_truth_value():
+    net, (x, y) = model(), data()
+    opt = wrapped(net)
+    with pytest.raises(ValueError, match=r"weight must hold one real number, got a torch\.bool tensor"):
+        opt.backward(mean_loss(net, x, y), weight=torch.tensor(True))

@@ -224,3 +224,13 @@ def test_a_step_that_fails_half_way_is_finished_by_the_next(device, monkeypatch)
     opt.step()
     assert opt.updated
     assert_same(contents(model, opt), contents(straight, its))
+
+
+def test_masters_reach_a_parameter_that_was_laid_out_anew(device):
+    start, x = torch.randn(2, 3, 4, 5), torch.randn(2, 3, 4, 5)
+    p = nn.Parameter(start.to(device))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 1, buffer_device="cpu", master_weights=True)
+    p.data = p.data.contiguous(memory_format=torch.channels_last)  # as module.to(memory_format=...) does
+    opt.backward((p * x.to(device)).sum())
+    opt.step()
+    torch.testing.assert_close(p.cpu(), start - x)

@@ -3,6 +3,7 @@
 import gc
 import itertools
 import threading
+import time
 import warnings
 
 import fusedaccum as fa
@@ -216,3 +217,39 @@ def test_nothing_is_warned_of(device):
         warnings.simplefilter("error")
         model, opt = made(device, accum_steps=2, buffer_device="cpu")
         train(model, opt, device)
+
+
+def test_reset_waits_for_a_failure_on_its_way(device, monkeypatch):
+    p = nn.Parameter(torch.ones(3, device=device))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), accum_steps=2, buffer_device="cpu")
+
+    def fails_late(*_, **__):
+        time.sleep(0.2)
+        raise MemoryError("injected")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(fusedaccum.buffers.offload, "_add", fails_late)
+        p.sum().backward()
+    opt.reset()
+    for _ in range(2):
+        p.sum().backward()
+        opt.step()
+    assert torch.equal(p.cpu(), torch.zeros(3))
+
+
+@pytest.mark.filterwarnings("ignore:.*was set to None inside an open window")
+def test_a_gradient_that_a_method_takes_away_is_not_stepped(device):
+    class Clearing(torch.optim.SGD):
+        def clear(self):
+            for p in self.param_groups[0]["params"]:
+                p.grad = None
+
+    p = nn.Parameter(torch.ones(3, device=device))
+    opt = fa.AccumulatingOptimizer(Clearing([p], lr=1.0), buffer_device="cpu", master_weights=True)
+    p.sum().backward()
+    opt.clear()
+    opt.step()
+    assert (p.cpu() == 1).all()
+    p.sum().backward()
+    opt.step()
+    assert (p.cpu() == 0).all()

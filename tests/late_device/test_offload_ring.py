@@ -167,3 +167,41 @@ def test_loads_hold_every_element_once_and_fit_into_a_stage(sizes):
             found += [(cut.tensor, element) for element in range(cut.begin, cut.end)]
         assert load and ends <= used <= fusedaccum.buffers.offload.STAGE_BYTES
     assert found == [(k, element) for k, size in enumerate(sizes) for element in range(size)]
+
+
+def test_what_stats_count_is_of_all_loads(device):
+    offload = Offload()
+    grad = torch.ones(3000)  # several loads
+    grad[0] = grad[1500] = torch.inf
+    buffers, stats = [torch.zeros(3000)], fa.ops.Stats.empty()
+    how = {"overwrite": True, "decay": 1.0, "rounding": None, "stats": stats, "backend": "auto"}
+    offload.accumulate_(buffers, [grad.to(device)], 1.0, **how)
+    offload.wait()
+    assert stats.nonfinite == 2 and stats.sq_norm == torch.inf
+
+
+def test_random_numbers_of_a_tensor_in_several_loads_may_wrap_around(device):
+    offload, how = Offload(), {"overwrite": False, "decay": 1.0, "stats": None, "backend": "auto"}
+    draws = fa.ops.StochasticRounding(7, [(1 << 64) - 600])
+    buffer, grad = torch.randn(2000).bfloat16(), torch.randn(2000).bfloat16()
+    expected = buffer.clone()
+    fa.ops.accumulate_([expected], [grad], 0.3, rounding=draws)
+    offload.accumulate_([buffer], [grad.to(device)], 0.3, rounding=draws, **how)
+    offload.wait()
+    assert torch.equal(buffer, expected)
+
+
+def test_cast_follows_the_elements_and_not_the_memory(device):
+    offload = Offload()
+    x = torch.randn(2, 3, 4, 5)
+    out = torch.empty_like(x, dtype=torch.bfloat16, device=device, memory_format=torch.channels_last)
+    offload.cast_([out], [x], backend="auto")
+    assert torch.equal(out.cpu(), x.bfloat16())
+
+
+def test_zeros_that_have_no_memory_are_added(device):
+    offload, how = Offload(), {"overwrite": False, "decay": 1.0, "rounding": None, "stats": None, "backend": "auto"}
+    buffer = torch.ones(5)
+    offload.accumulate_([buffer], [torch._efficientzerotensor(5, device=device)], 1.0, **how)
+    offload.wait()
+    assert torch.equal(buffer, torch.ones(5))
