@@ -1,0 +1,73 @@
+"""What one rank makes of windows and sums that several have saved, where another number of ranks goes on."""
+
+import fusedaccum as fa
+import pytest
+import torch
+from fusedaccum.checkpoint import resharding
+from fusedaccum.checkpoint.checkpoint import plain
+from fusedaccum.window.window import Loss, Window
+from torch import nn
+
+
+def alone(**settings):
+    p = nn.Parameter(torch.zeros(3, dtype=settings.pop("dtype", torch.float32)))
+    return fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), **settings)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_counts_weights_and_losses_of_a_window_are_those_of_both_ranks(reduction):
+    opt = alone(accum_steps=9, reduction=reduction)
+    held = [
+        Window(
+            3, 4, micro_batches=2, weight=5.0, dropped=1, nonfinite=1, unit_lost=True, loss=Loss(4.0, 1.0), losses=2
+        ),
+        Window(
+            3,
+            4,
+            micro_batches=1,
+            weight=2.0,
+            dropped=1,
+            nonfinite=1,
+            overflowed=True,
+            loss=Loss(2.0),
+            losses=1,
+            carried=3,
+        ),
+    ]
+    mine = resharding.window(opt, [{"window": plain(one)} for one in held] + [{"window": None}])
+    share = 1 / 3 if reduction == "none" else 1.0
+    expected = {"index": 3, "length": 9, "micro_batches": 3, "weight": 7.0, "dropped": 2, "nonfinite": 2, "losses": 3}
+    # Ranks count what they have dropped, and one process alone does not.
+    expected |= {"unit_lost": True, "overflowed": True, "carried": (2 + 1 + 1 + 1 + 3) - 3}
+    assert {name: mine[name] for name in expected} == expected
+    assert mine["loss"] == pytest.approx(6.0 * share) and mine["raw_loss"] == pytest.approx(share)
+    with pytest.raises(ValueError, match=r"holds 8 micro-batches.*accum_steps=9 or more"):
+        resharding.window(alone(accum_steps=8), [{"window": plain(one)} for one in held])
+
+
+def test_weights_still_to_come_are_those_of_both_ranks():
+    held = [Window(0, None, micro_batches=n, unweighed=n, unit=torch.tensor(64.0)) for n in (2, 1)]
+    mine = resharding.window(alone(reduction="sum"), [{"window": plain(one)} for one in held])
+    assert mine["unweighed"] == 3 and mine["unit"] == 64.0 and mine["carried"] == 0
+    assert resharding.window(alone(), [{"window": plain(Window(0, None))}, {"window": None}]) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_of_both_ranks_are_added_whatever_they_were_divided_by(dtype):
+    """Buffers of 32 bits may hold a mean since normalize_(); narrower ones always do, and are saved as sums."""
+    opt = alone(dtype=dtype, buffer_dtype=None)
+    ranks = [{"divisors": {0: 2.0}, "shards": []}, {"divisors": {0: torch.tensor(3.0)}, "shards": []}]
+    wide = dtype == torch.float32
+    sums = torch.tensor([2.0, 4.0, 6.0]), torch.tensor([30.0, 3.0, 9.0])
+    rows = {s: total / (float(ranks[s]["divisors"][0]) if wide else 1.0) for s, total in enumerate(sums)}
+    found = resharding.added_up(opt, 0, rows, ranks)
+    assert found["divisor"] == (1.0 if wide else 5.0)
+    torch.testing.assert_close(found["sum"] * found["divisor"], sums[0] + sums[1])
+
+
+def test_sums_that_come_normalised_are_a_mean_over_fewer_ranks():
+    opt = alone(reduction="none")
+    ranks = [{"divisors": {0: 1.0}, "shards": shards} for shards in ([], [])]
+    assert resharding.added_up(opt, 0, {0: torch.ones(3), 1: torch.ones(3)}, ranks)["sum"].tolist() == [1.0] * 3
+    ranks = [{"divisors": {0: 1.0}, "shards": [0]} for _ in range(2)]  # FSDP2's sums are the mean already
+    assert resharding.added_up(opt, 0, {0: torch.ones(3)}, ranks)["sum"].tolist() == [1.0] * 3
