@@ -1,5 +1,7 @@
 """A window's running statistics are those of torch's own BatchNorm on the window's samples in one batch."""
 
+import copy
+
 import fusedaccum as fa
 import pytest
 import torch
@@ -350,3 +352,25 @@ def test_a_checkpoint_within_a_reentrant_one_counts_once():
         opt.step()
     big_batches(oracle, windows[:2])
     assert_same_statistics(layer, oracle)
+
+
+@pytest.mark.parametrize("where", ["inside", "before"])
+def test_passes_that_only_a_reentrant_checkpoint_brings_gradients_do_not_run_together(where):
+    """Nothing signals the end of such a pass; the next forward must not be taken for a second one of its micro-batch."""
+    net = nn.Sequential(nn.BatchNorm1d(3, affine=where == "inside"), nn.Linear(3, 1))
+    oracle = copy.deepcopy(net[0])
+    opt = wrapped(fa.accumulate_batchnorm(net))
+    windows = micro_batches((3,))
+    for window in windows:
+        for x in window:
+            x.requires_grad_()
+            y = (
+                checkpoint(net, x, use_reentrant=True)
+                if where == "inside"
+                else checkpoint(net[1], net[0](x), use_reentrant=True)
+            )
+            y.mean().backward()
+        opt.step()
+        opt.zero_grad()
+    big_batches(oracle, windows)
+    assert_same_statistics(net[0], oracle)

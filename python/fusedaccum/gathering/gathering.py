@@ -257,6 +257,10 @@ class Gathering(Windows):
         gathering = _GATHERING_OF.get(parameter)
         return None if gathering is None else gathering()
 
+    def forward_begins(self) -> None:
+        """End a pass whose backward has returned, so that what this forward leaves is not taken to belong to its micro-batch."""
+        self._intake.settle_returned()
+
     @torch.no_grad()
     def add_by(self, write: Write, parameter: Parameter) -> bool:
         """Within a backward pass: let ``write`` add the gradient it makes itself, once, to the parameter's buffer.

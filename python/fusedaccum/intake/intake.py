@@ -252,6 +252,11 @@ class Intake:
             self._owner_now().pass_failed()
             raise
 
+    def settle_returned(self) -> None:
+        """:meth:`settle`, if the backward of the pass that is still open has returned; one that is under way is left alone."""
+        if self._open and returned(self._call):
+            self.settle()
+
     def settle(self) -> None:
         """End the pass that is still open, if any: its backward should be over.
 

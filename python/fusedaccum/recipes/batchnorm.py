@@ -135,8 +135,8 @@ class Pooled(_BatchNorm):
         run = _run()
         if run is _Run.PLAIN:
             return super().forward(input)
-        follows = self.follows()
-        if follows is None:
+        followed = self._followed()
+        if followed is None:
             raise RuntimeError(
                 f"accumulate_batchnorm: no AccumulatingOptimizer accumulates a parameter of this {type(self).__name__} or of the modules "
                 "around it, so nothing tells when its window ends; wrap the model's optimizer, or call fa.restore_batchnorm(model)"
@@ -154,17 +154,22 @@ class Pooled(_BatchNorm):
             self._buffers.update(kept)
             self.momentum = momentum
         if run is _Run.COUNTED:
-            statistics, key = follows
-            statistics.record(key, input.numel() // input.shape[1], moments, _ranks_of(self))
+            gathering, key = followed
+            gathering.forward_begins()
+            gathering.statistics.record(key, input.numel() // input.shape[1], moments, _ranks_of(self))
         return output
 
     def follows(self) -> tuple[Statistics, Key] | None:
         """The statistics that the layer takes part in now, and its key there."""
+        followed = self._followed()
+        return None if followed is None else (followed[0].statistics, followed[1])
+
+    def _followed(self) -> tuple[Gathering, Key] | None:
         number, near = self._place
         for p in (*self._parameters.values(), *near):
             gathering = None if p is None else Gathering.of(p)
             if p is not None and gathering is not None:
-                return gathering.statistics, (gathering.sums.buffers.of[p].index, number)
+                return gathering, (gathering.sums.buffers.of[p].index, number)
         return None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
