@@ -320,3 +320,28 @@ def test_the_big_batch_that_ranks_are_compared_with_is_one_mean_over_all_tokens(
     mean_loss(theirs, torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts]), False).backward()
     opt.step()
     assert_close(list(ours.parameters()), list(theirs.parameters()))
+
+
+def looked_between(rank):
+    """Between a forward and its backward the model is evaluated, within no_sync()."""
+    model = made()
+    module = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    opt = wrapped(model, reduction="none")
+    (x, y, _, _), (a, b, _, _) = share(0, 4, rank, 2, True)
+    with module.no_sync():
+        (mean_loss(module, x, y, False) / 2).backward()
+    loss = mean_loss(module, a, b, False) / 2
+    with torch.no_grad(), module.no_sync():
+        module(a, False)
+    loss.backward()
+    assert opt.last_window is None
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def test_a_forward_without_gradients_does_not_say_whether_a_backward_is_synchronised(worlds):
+    model = made()
+    for rank in range(2):
+        for x, y, _, _ in share(0, 4, rank, 2, True):
+            (mean_loss(model, x, y, False) / 4).backward()
+    for ours in worlds(2).run(looked_between):
+        assert_close(ours, [p.grad for p in model.parameters() if p.grad is not None])

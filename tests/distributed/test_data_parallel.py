@@ -1,5 +1,7 @@
 """A window of all ranks of a process group equals the one big batch."""
 
+import warnings
+
 import fusedaccum as fa
 import pytest
 import torch
@@ -277,3 +279,24 @@ def test_normalised_and_clipped_by_hand(world):
     theirs, _ = literal(sgd, False, limit=0.05)
     for ours in world.run(by_hand):
         assert_close(ours, theirs)
+
+
+def weightless(rank):
+    torch.manual_seed(1)
+    model = nn.Linear(4, 4).bfloat16()
+    opt = wrapped(model, accum_steps=1, process_group=dist.group.WORLD, buffer_dtype=None)
+    before = contents(model, opt)[:2]
+    x = torch.full((3, 4), float(rank + 1), dtype=torch.bfloat16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        opt.backward(model(x).square().mean(), weight=0)
+        opt.step()
+    same = not opt.updated and all(torch.equal(a, b) for a, b in zip(before, contents(model, opt)[:2]))
+    opt.backward(model(x).square().mean(), weight=rank + 1)
+    opt.step()
+    return same, contents(model, opt)
+
+
+def test_a_window_without_weight_in_16_bit_buffers_changes_nothing(worlds):
+    (same, ours), (same_there, theirs) = worlds(2).run(weightless)
+    assert same and same_there and all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(ours, theirs))

@@ -133,3 +133,36 @@ def test_scales_of_many_ranks_are_told_apart_whatever_their_sums_are_rounded_to(
             assert units.of_equal_units() == (other == scale)
             live = numbers._replace(scales=ranks, scale=total, scale_square=squares)
             assert live.of_equal_scales() == (other == scale)
+
+
+def without_data(rank):
+    """Rank 1 has no data, and its scaler is never used."""
+    torch.manual_seed(1)
+    model = nn.Linear(4, 4)
+    opt = wrapped(model, accum_steps=2, process_group=dist.group.WORLD)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for window in range(2):
+        if rank == 1:
+            opt.flush()
+            continue
+        for k in range(2):
+            torch.manual_seed(10 * window + k)
+            scaler.scale(model(torch.randn(3, 4)).square().mean()).backward()
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+    return contents(model, opt)
+
+
+def test_a_rank_without_data_takes_off_the_others_loss_scale(worlds):
+    torch.manual_seed(1)
+    model = nn.Linear(4, 4)
+    opt = sgd(model.parameters())
+    for window in range(2):
+        opt.zero_grad()
+        for k in range(2):
+            torch.manual_seed(10 * window + k)
+            (model(torch.randn(3, 4)).square().mean() / 2).backward()
+        opt.step()
+    for ours in worlds(2).run(without_data):
+        assert_close(ours, contents(model, opt))
