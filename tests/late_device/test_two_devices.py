@@ -59,3 +59,12 @@ def test_losses_of_one_micro_batch_may_be_on_one_device_each(places):
         scaler.step(opt)
         scaler.update()
     assert float(opt.last_window.loss) == 3.0
+
+
+def test_a_weight_on_the_cpu_weighs_a_loss_on_the_device(device):
+    p = nn.Parameter(torch.ones(3, device=device))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=0.0), 3)
+    for factor, weight in ((1.0, 1), (math.nan, 0), (5.0, 3)):
+        opt.backward((p * factor).sum(), weight=torch.tensor(weight))
+        opt.step()
+    assert float(opt.last_window.loss) == (1 * 3 + 3 * 15) / 4
