@@ -162,6 +162,24 @@ def test_nothing_is_written_when_the_last_of_many_is_bad(backend):
 
 
 @pytest.mark.parametrize("case", BAD_LISTS)
+def test_python_refuses_them_by_itself(case):
+    buffers, grads, error, message = BAD_LISTS[case]
+    with pytest.raises(error, match=message):
+        arguments.check_lists("buffers", buffers, "grads", grads)
+
+
+def test_ordinary_lists_are_not_looked_at_tensor_by_tensor(monkeypatch):
+    """That would take several times as long, where the extension is missing: some microseconds for each tensor of every call."""
+    monkeypatch.delattr(arguments, "_check_tensor")
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Conv2d(4, 2, 1))
+    outs = list(model.to(memory_format=torch.channels_last).parameters())
+    ins = [torch.zeros_like(x, dtype=torch.bfloat16) for x in outs]
+    assert arguments.check_lists("outs", outs, "ins", ins) == Layout.FLAT
+    assert arguments.check_lists("tensors", outs) == Layout.FLAT
+    assert arguments.check_lists("tensors", [*outs, *outs], written=False) == Layout.FLAT
+
+
+@pytest.mark.parametrize("case", BAD_LISTS)
 @pytest.mark.skipif(not NATIVE, reason="the extension fusedaccum._cpu was not built")
 def test_predicate_refuses_what_python_refuses(cpu, case):
     buffers, grads, _, _ = BAD_LISTS[case]
@@ -376,6 +394,11 @@ def test_a_view_of_which_the_storage_was_cut_off_is_refused(cpu):
     with pytest.raises(ValueError, match=r"tensors\[0\] has no memory behind it"):
         arguments.check_lists("tensors", [view])
     assert cpu.predicate([view], True) == Layout.REFUSED
+
+
+def test_a_list_of_one_meta_tensor_is_refused():
+    with pytest.raises(ValueError, match=r"tensors\[0\] has no memory behind it"):
+        arguments.check_lists("tensors", [z(device="meta")])
 
 
 def test_what_vmap_passes_has_no_memory_of_its_own():

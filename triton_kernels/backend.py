@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import struct
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -56,10 +57,10 @@ def stats(tensors: Sequence[Tensor], into: Stats) -> None:
     """Squared norm and non-finite count."""
     tally = _Tally(tensors)
     with _device_of(tensors[0]):
-        for (_, dtype, aligned, _), members in _groups(tensors, tensors, None).items():
-            table = _Table(tensors, tensors, members, (1.0, 1.0), None)
+        for (_, dtype, aligned), rows in _rows(tensors, tensors, None).items():
+            table = _Table(rows, (1.0, 1.0), 0, tensors[0].device)
             kernels.measure[(table.blocks,)](
-                table.on_device, len(members), *tally.take(table.blocks), DTYPES[dtype], aligned, BLOCK, num_warps=WARPS
+                table.on_device, len(rows), *tally.take(table.blocks), DTYPES[dtype], aligned, BLOCK, num_warps=WARPS
             )  # fmt: skip
     tally.finish(into)
 
@@ -76,18 +77,18 @@ def _run(
     cast: bool,
 ) -> None:
     tally = None if stats is None else _Tally(outs)
-    host = (1.0 if isinstance(scale, Tensor) else scale, 1.0 if isinstance(decay, Tensor) else decay)
+    numbers = (1.0 if isinstance(scale, Tensor) else scale, 1.0 if isinstance(decay, Tensor) else decay)
     # Before the launches, so that if one fails, nobody takes the outputs to be unchanged.
     torch.autograd.graph.increment_version([x for x in outs if not x.is_inference()])
     with _device_of(outs[0]):
         device_scale, device_decay = (x.double() if isinstance(x, Tensor) else None for x in (scale, decay))
-        for (out, dtype, aligned, stochastic), members in _groups(outs, ins, rounding).items():
-            table = _Table(outs, ins, members, host, rounding)
+        for (out, dtype, aligned), rows in _rows(outs, ins, rounding).items():
+            table = _Table(rows, numbers, 0 if rounding is None else rounding.seed, outs[0].device)
             # Without statistics nothing is written there, but a kernel's argument must point to something.
             partials, bad = (table.number(0), table.on_device) if tally is None else tally.take(table.blocks)
             kernels.write[(table.blocks,)](
                 table.on_device,
-                len(members),
+                len(rows),
                 table.number(kernels.SCALE) if device_scale is None else device_scale,
                 table.number(kernels.DECAY) if device_decay is None else device_decay,
                 partials,
@@ -97,7 +98,7 @@ def _run(
                 aligned,
                 cast,
                 overwrite,
-                stochastic,
+                rounding is not None and out.itemsize == 2,
                 tally is not None,
                 BLOCK,
                 num_warps=WARPS,
@@ -107,63 +108,47 @@ def _run(
         tally.finish(stats)
 
 
-Group = tuple[torch.dtype, torch.dtype, bool, bool]
+# The dtypes of an output and of what is read, and may all accesses be of 16 bytes?
+Kind = tuple[torch.dtype, torch.dtype, bool]
+# The addresses of the two, their elements, the first element's random number.
+Row = tuple[int, int, int, int]
 
 
-def _groups(
-    outs: Sequence[Tensor], ins: Sequence[Tensor], rounding: StochasticRounding | None
-) -> dict[Group, list[int]]:
-    """The tensors that can share a launch: dtypes, whether all accesses may be of 16 bytes, whether rounding is stochastic."""
-    groups: dict[Group, list[int]] = {}
-    for k, (out, x) in enumerate(zip(outs, ins, strict=True)):
-        if out.numel():
-            aligned = (out.data_ptr() | x.data_ptr()) % 16 == 0
-            stochastic = rounding is not None and out.dtype.itemsize == 2
-            groups.setdefault((out.dtype, x.dtype, aligned, stochastic), []).append(k)
-    return groups
+def _rows(outs: Sequence[Tensor], ins: Sequence[Tensor], rounding: StochasticRounding | None) -> dict[Kind, list[Row]]:
+    """The tensors, by what can share a launch. Each is asked for everything once: that is most of a call's time on the host."""
+    rows: dict[Kind, list[Row]] = defaultdict(list)
+    counters = itertools.repeat(0) if rounding is None else rounding.counters
+    for out, x, counter in zip(outs, ins, counters, strict=False):  # counters may be endless
+        if elements := out.numel():
+            there, here = out.data_ptr(), x.data_ptr()
+            rows[out.dtype, x.dtype, (there | here) % 16 == 0].append((there, here, elements, counter))
+    return rows
 
 
 class _Table:
-    """The kernels' table for some of the tensors, on their device."""
+    """The kernels' table of some tensors, on their device."""
 
-    def __init__(
-        self,
-        outs: Sequence[Tensor],
-        ins: Sequence[Tensor],
-        members: list[int],
-        numbers: tuple[float, float],
-        rounding: StochasticRounding | None,
-    ) -> None:
-        if outs[0].is_cuda and torch.cuda.is_current_stream_capturing():
+    def __init__(self, rows: list[Row], numbers: tuple[float, float], seed: int, device: torch.device) -> None:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "backend='triton' cannot be captured in a CUDA graph, whose replays would read a table of pointers that is gone; "
                 "use backend='cuda', or capture without these calls"
             )
-        elements = [outs[k].numel() for k in members]
+        outs, ins, elements, counters = zip(*rows, strict=True)
         ends = list(itertools.accumulate(map(_blocks_of, elements)))
-        host = [
-            *(struct.unpack("<q", struct.pack("<d", number))[0] for number in numbers),
-            0 if rounding is None else _signed(rounding.seed),
-            *(outs[k].data_ptr() for k in members),
-            *(ins[k].data_ptr() for k in members),
-            *elements,
-            *(0, *ends[:-1]),
-            *(0 if rounding is None else _signed(rounding.counters[k]) for k in members),
-        ]
+        host = struct.pack(
+            f"=2dQ{4 * len(rows)}q{len(rows)}Q", *numbers, seed, *outs, *ins, *elements, 0, *ends[:-1], *counters
+        )
         self.blocks = ends[-1]
         # From pageable memory, of which the driver immediately takes a copy, without waiting, if it is at most 64 KiB.
-        table = torch.tensor(host, dtype=torch.int64, device="cpu")
-        self.on_device = torch.empty_like(table, device=outs[members[0]].device)
+        table = torch.frombuffer(bytearray(host), dtype=torch.int64)
+        self.on_device = torch.empty_like(table, device=device)
         for there, piece in zip(self.on_device.split(AT_ONCE), table.split(AT_ONCE), strict=True):
             there.copy_(piece, non_blocking=True)
 
     def number(self, place: int) -> Tensor:
         """A number of the header, where a kernel reads it as FP64."""
         return self.on_device.view(torch.float64)[place]
-
-
-def _signed(n: int) -> int:
-    return n - (1 << 64) if n >= 1 << 63 else n
 
 
 def _blocks_of(elements: int) -> int:

@@ -26,12 +26,14 @@ def missing_storage(x: Tensor) -> bool:
 
 def span(x: Tensor) -> int:
     """Elements from the first to just after the last in memory; 0 for an empty tensor."""
+    if x.is_contiguous():
+        return x.numel()
     return 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
 
 
 def overlaps_itself(x: Tensor) -> bool:
     """May two elements share memory? Exact for every layout that views and permutations make; else it errs towards yes."""
-    if x.numel() < 2:
+    if x.numel() < 2 or x.is_contiguous():
         return False
     reach = 0  # of the faster dimensions
     for stride, n in sorted((s, n) for n, s in zip(x.shape, x.stride(), strict=True) if n != 1):
@@ -44,7 +46,7 @@ def overlaps_itself(x: Tensor) -> bool:
 def is_flat(x: Tensor) -> bool:
     """Do the elements fill one stretch of memory, as they are?"""
     return not (x.is_neg() or x._is_zerotensor()) and (
-        x.numel() == 0 or (span(x) == x.numel() and not overlaps_itself(x))
+        x.is_contiguous() or x.numel() == 0 or (span(x) == x.numel() and not overlaps_itself(x))
     )
 
 
@@ -52,7 +54,9 @@ def is_flat_pair(out: Tensor, x: Tensor) -> bool:
     """Are both flat, with their elements in the same order?"""
     if not (is_flat(out) and is_flat(x)):
         return False
-    return out.numel() < 2 or all(n == 1 or a == b for n, a, b in zip(out.shape, out.stride(), x.stride(), strict=True))
+    if out.numel() < 2 or (out.is_contiguous() and x.is_contiguous()):
+        return True
+    return all(n == 1 or a == b for n, a, b in zip(out.shape, out.stride(), x.stride(), strict=True))
 
 
 def share_memory(a: Tensor, b: Tensor) -> bool:
