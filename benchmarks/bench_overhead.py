@@ -2,7 +2,8 @@
 
 The backward pass only copies given gradients (gradients.py), so that only autograd's engine and the accumulation run. A "tensor" is
 16 elements of bf16; the sums are FP32, except PyTorch's own, which stay in bf16. One contestant is the backward pass alone, which
-returns its gradients instead of accumulating them. Where the adds are left out, the cost of hooks and queue alone remains.
+returns its gradients instead of accumulating them. Where the adds are left out, the cost of hooks and queue alone remains. Where no
+compiler was, hooks and checks are in Python, and the adds PyTorch's (on a GPU, Triton's). These two go below the public API.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from unittest import mock
 
 import fusedaccum as fa
 import torch
+from fusedaccum.ops import backends
 from torch import Tensor
 
-from . import peers
+from . import environment, peers
 from .gradients import Hold, loss_with
 from .harness import (
     BARE,
@@ -24,6 +26,7 @@ from .harness import (
     OURS,
     PYTHON_HOOKS,
     PYTHON_HOOKS_ALONE,
+    WITHOUT_EXTENSIONS,
     Contestant,
     Options,
     Row,
@@ -78,6 +81,7 @@ def _micro_batches(count: int, backend: str) -> list[Contestant]:
         Contestant(PYTHON_HOOKS, _wrapped(count, backend, "python"), kind="variant"),
         Contestant(HOOKS_ALONE, _hooks_alone(_wrapped(count, backend, "auto")), kind="variant"),
         Contestant(PYTHON_HOOKS_ALONE, _hooks_alone(_wrapped(count, backend, "python")), kind="variant"),
+        Contestant(WITHOUT_EXTENSIONS, _without_extensions(_wrapped(count, _portable(), "python")), kind="variant"),
         Contestant(BARE, _bare(count), kind="variant"),
         Contestant("PyTorch's own p.grad, bf16", _plain(count)),
         Contestant("a hook a parameter, FP32 main_grad", _main_grad(count)),
@@ -97,8 +101,26 @@ def _wrapped(count: int, backend: str, hooks: str) -> Callable[[int], object]:
     return micro_batch
 
 
+def _portable() -> str:
+    """The backend that needs no compiler."""
+    return "triton" if environment.device.type == "cuda" else "reference"
+
+
+def _without_extensions(run: Callable[[int], object]) -> Callable[[int], object]:
+    """The same, with the lists of tensors checked in Python, as where the package was installed without a compiler."""
+
+    def checked_in_python(i: int) -> None:
+        native, backends.native_predicate = backends.native_predicate, _drop
+        try:
+            run(i)
+        finally:
+            backends.native_predicate = native
+
+    return checked_in_python
+
+
 def _hooks_alone(micro_batch: Callable[[int], object]) -> Callable[[int], object]:
-    """The same, but dropping what arrives instead of adding it. No user could see that: the one place that goes below the public API."""
+    """The same, but dropping what arrives instead of adding it: a thing no user could do."""
 
     def without_adds(i: int) -> None:
         with mock.patch("fusedaccum.gathering.gathering.Gathering.add", _drop):
@@ -161,6 +183,11 @@ def _calls(count: int, backend: str) -> list[Contestant]:
     buffers, grads = filled(count * [SHAPE], torch.float32), _gradients(count)
     return [
         Contestant(OURS, lambda _: fa.ops.accumulate_(buffers, grads, 0.125, backend=backend), kind="ours"),
+        Contestant(
+            WITHOUT_EXTENSIONS,
+            _without_extensions(lambda _: fa.ops.accumulate_(buffers, grads, 0.125, backend=_portable())),
+            kind="variant",
+        ),
         Contestant("add_ a tensor", lambda _: peers.add_each(buffers, grads, 0.125)),
         Contestant("torch._foreach_add_", lambda _: peers.add_foreach(buffers, grads, 0.125)),
         Contestant("cast then add", lambda _: peers.cast_then_add(buffers, grads, 0.125)),

@@ -33,6 +33,7 @@ OURS = "fusedaccum"
 PYTHON_HOOKS = "fusedaccum, hooks in Python"
 HOOKS_ALONE = "fusedaccum, adds left out"
 PYTHON_HOOKS_ALONE = "fusedaccum, hooks in Python, adds left out"
+WITHOUT_EXTENSIONS = "fusedaccum, where no compiler was"
 BARE = "gradients alone"  # a backward that accumulates nothing
 # Dtypes of gradients and buffers that most people run: measured on every set, also with statistics and against torch.compile.
 HEADLINES = (("bf16", "fp32"), ("fp16", "fp32"), ("bf16", "bf16"), ("fp32", "fp32"))

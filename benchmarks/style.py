@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .harness import BARE, HOOKS_ALONE, OURS, PYTHON_HOOKS, PYTHON_HOOKS_ALONE
+from .harness import BARE, HOOKS_ALONE, OURS, PYTHON_HOOKS, PYTHON_HOOKS_ALONE, WITHOUT_EXTENSIONS
 
 # Okabe and Ito's palette: ours in the strong colour, the peers in the others.
 BLUE, ORANGE, GREEN, YELLOW, SKY, PURPLE, GREY = (
@@ -25,6 +25,7 @@ COLOURS = {
     PYTHON_HOOKS: SKY,
     HOOKS_ALONE: "#003F63",
     PYTHON_HOOKS_ALONE: PURPLE,
+    WITHOUT_EXTENSIONS: YELLOW,
     BARE: "#999999",
     "fusedaccum, coefficient handed on": SKY,
     "fusedaccum, from a graph": SKY,
