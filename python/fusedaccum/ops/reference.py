@@ -72,11 +72,9 @@ def compute_dtype(out: Tensor, x: Tensor) -> torch.dtype:
     return torch.float64 if torch.float64 in (out.dtype, x.dtype) else torch.float32
 
 
-def _scalar(value: float | Tensor, like: Tensor) -> Tensor:
-    if isinstance(value, Tensor):
-        return value.detach().to(like.device, like.dtype)
-    # This launches a kernel; torch.tensor() would wait for the device.
-    return torch.full((), value, dtype=torch.float64, device=like.device).to(like.dtype)
+def _scalar(value: float | Tensor, like: Tensor) -> float | Tensor:
+    """A factor of ``like``; PyTorch rounds a float to the dtype that it multiplies."""
+    return value.detach().to(like.device, like.dtype) if isinstance(value, Tensor) else value
 
 
 def _contribution(grad: Tensor, scale: float | Tensor) -> Tensor:
