@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib.util
-import types
 
 import fusedaccum as fa
 import pytest
@@ -169,6 +168,5 @@ def test_tables_that_are_new_in_every_call_cannot_be_recorded(monkeypatch):
     from fusedaccum.triton_kernels import backend
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    on_gpu = types.SimpleNamespace(is_cuda=True)
     with pytest.raises(RuntimeError, match=r"backend='triton' cannot be captured in a CUDA graph.*use backend='cuda'"):
-        backend._Table([on_gpu], [on_gpu], [0], (1.0, 1.0), None)
+        backend._Table([(0, 0, 1, 0)], (1.0, 1.0), 0, torch.device("cuda"))

@@ -6,6 +6,7 @@ from collections import deque
 import fusedaccum as fa
 import pytest
 import torch
+from fusedaccum.ops import memory
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from training import assert_same_parameters, data, mean_loss, model, parts
@@ -380,8 +381,13 @@ def test_gradients_that_the_inner_optimizer_keeps_stay_what_they_were(dtype, set
     torch.testing.assert_close(p, q, rtol=2**-6 if dtype is torch.bfloat16 else 1e-12, atol=0)
 
 
+@pytest.mark.parametrize("without_addresses", [(), ("cpu",)])
 @pytest.mark.parametrize("kind", [list, deque, tuple])
-def test_gradients_that_the_inner_optimizer_keeps_in_a_container_stay_what_they_were(kind):
+def test_gradients_that_the_inner_optimizer_keeps_in_a_container_stay_what_they_were(
+    kind, without_addresses, monkeypatch
+):
+    monkeypatch.setattr(memory, "WITHOUT_ADDRESSES", without_addresses)
+
     class Collecting(torch.optim.SGD):
         def step(self, closure=None):
             for p in self.param_groups[0]["params"]:

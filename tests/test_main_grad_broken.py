@@ -153,7 +153,7 @@ def test_a_gradient_set_by_hand_is_refused():
     assert net.first.weight.grad is net.first.weight.main_grad
 
 
-@pytest.mark.parametrize("weight", [2.0, torch.tensor(1.0)])
+@pytest.mark.parametrize("weight", [2.0, torch.tensor(1.0, device="meta")], ids=["two", "unknown"])
 def test_weights_under_mean_are_refused_before_backward(weight):
     net = marked(Net())
     opt = wrapped(net, 2)

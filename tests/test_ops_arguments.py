@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from fusedaccum import ops
-from fusedaccum.ops import arguments
+from fusedaccum.ops import arguments, memory
 from fusedaccum.ops.arguments import Layout
 from ops_cases import BACKENDS, NATIVE, running
 
@@ -161,8 +161,15 @@ def test_nothing_is_written_when_the_last_of_many_is_bad(backend):
     assert all((x == 1).all() for x in buffers)
 
 
+@pytest.fixture(params=["addresses", "storages"])
+def places(request, monkeypatch):
+    """How memory is compared: by addresses, or by storages and places in them, as on Apple's GPUs, where there are no addresses."""
+    if request.param == "storages":
+        monkeypatch.setattr(memory, "WITHOUT_ADDRESSES", ("cpu",))
+
+
 @pytest.mark.parametrize("case", BAD_LISTS)
-def test_python_refuses_them_by_itself(case):
+def test_python_refuses_them_by_itself(case, places):
     buffers, grads, error, message = BAD_LISTS[case]
     with pytest.raises(error, match=message):
         arguments.check_lists("buffers", buffers, "grads", grads)
@@ -187,7 +194,7 @@ def test_predicate_refuses_what_python_refuses(cpu, case):
 
 
 @pytest.mark.parametrize("case", GOOD_LISTS)
-def test_predicate_and_python_accept_the_same(case, request):
+def test_predicate_and_python_accept_the_same(case, request, places):
     buffers, grads, layout = GOOD_LISTS[case]
     assert arguments.check_lists("buffers", buffers, "grads", grads) == layout
     if NATIVE:
@@ -385,6 +392,18 @@ def test_the_other_ops_name_their_own_arguments():
     ):
         with pytest.raises((TypeError, ValueError), match=re.escape(message)):
             call()
+
+
+def test_without_addresses_two_storages_never_overlap(monkeypatch):
+    """Where data_ptr() is not an address, that two of them are close says nothing."""
+    x = torch.zeros(10)
+    close = torch.from_numpy(x.numpy()[2:])  # a storage that begins within the other
+    with pytest.raises(ValueError, match="share memory"):
+        arguments.check_lists("outs", [x, close])
+    monkeypatch.setattr(memory, "WITHOUT_ADDRESSES", ("cpu",))
+    assert arguments.check_lists("outs", [x, close]) == Layout.FLAT
+    with pytest.raises(ValueError, match="share memory"):
+        arguments.check_lists("outs", [x, close, x[1:]])
 
 
 def test_a_view_of_which_the_storage_was_cut_off_is_refused(cpu):

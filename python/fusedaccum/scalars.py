@@ -11,6 +11,17 @@ import torch
 from torch import Tensor
 
 Scalar = float | Tensor
+WITHOUT_FP64 = ("mps",)  # types of devices
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """The dtype for sums and factors on a device: FP64, or FP32 where there is none."""
+    return torch.float32 if device.type in WITHOUT_FP64 else torch.float64
+
+
+def widened(x: Tensor) -> Tensor:
+    """``x`` in the widest dtype of its device."""
+    return x.to(widest(x.device))
 
 
 def is_number(value: Any) -> bool:
@@ -36,18 +47,21 @@ def on(scalar: Scalar, device: torch.device) -> Scalar:
     """The same number where tensors on ``device`` can be combined with it. Waits only on the way to the CPU."""
     if not isinstance(scalar, Tensor) or scalar.device == device:
         return scalar
-    return scalar.to(device, non_blocking=device.type != "cpu")
+    dtype = widest(device) if scalar.dtype == torch.float64 else scalar.dtype
+    return scalar.to(device, dtype, non_blocking=device.type != "cpu")
 
 
 def beside(scalar: Scalar, other: Scalar) -> Scalar:
-    """The same number where it can be combined with ``other``: the CPU's can with those of any device, two other devices' cannot."""
-    if (
-        isinstance(scalar, Tensor)
-        and isinstance(other, Tensor)
-        and "cpu" not in (scalar.device.type, other.device.type)
-    ):
-        return on(scalar, other.device)
-    return scalar
+    """The same number where it can be combined with ``other``, if that is not on the CPU: there, or as a number. Does not wait."""
+    if not (isinstance(scalar, Tensor) and isinstance(other, Tensor)) or other.device.type == "cpu":
+        return scalar
+    return scalar.item() if scalar.device.type == "cpu" else on(scalar, other.device)
+
+
+def plus(a: Scalar, b: Scalar) -> Scalar:
+    """The sum, wherever the two are."""
+    a = beside(a, b)
+    return a + beside(b, a)
 
 
 def or_one(divisor: Scalar) -> Scalar:
@@ -56,13 +70,10 @@ def or_one(divisor: Scalar) -> Scalar:
 
 
 def times(factor: Scalar, value: Scalar) -> Scalar:
-    """The product in float64; 0 if ``factor`` is 0, even if ``value`` is not finite."""
+    """The product, widened; 0 if ``factor`` is 0, even if ``value`` is not finite."""
     if isinstance(value, Tensor):
-        wide = torch.float32 if value.device.type == "mps" else torch.float64  # which has none
-        value = value.detach().to(wide).reshape(())
+        value = widened(value.detach()).reshape(())
         factor = beside(factor, value)
-        if isinstance(factor, Tensor) and factor.device != value.device:
-            factor = float(factor)  # the CPU's, which torch.where would move to the device, and wait
     if isinstance(factor, Tensor):
         product = factor * value
         return torch.where(factor == 0, torch.zeros_like(product), product)
@@ -70,7 +81,7 @@ def times(factor: Scalar, value: Scalar) -> Scalar:
 
 
 def checked_weight(weight: Any, name: str = "weight") -> Scalar:
-    """A micro-batch's weight as a float or a 0-d float64 tensor of its own (the caller may overwrite theirs).
+    """A micro-batch's weight as a float, or on another device than the CPU as a 0-d tensor of its own (the caller may overwrite theirs).
 
     Raises:
         TypeError: not a number or a tensor. ValueError: more than one element, negative, NaN or infinite
@@ -82,15 +93,15 @@ def checked_weight(weight: Any, name: str = "weight") -> Scalar:
                 f"{name} must hold one real number, got a {weight.dtype} tensor of shape {tuple(weight.shape)}; "
                 "sum it over the micro-batch first"
             )
-        number = weight.item() if weight.device.type == "cpu" else 0.0
-        result: Scalar = weight.detach().reshape(()).to(torch.float64, copy=True)
+        if weight.device.type != "cpu":
+            return weight.detach().reshape(()).to(widest(weight.device), copy=True)
+        weight = weight.item()
     elif not is_number(weight):
         raise TypeError(f"{name} must be a number or a 0-d tensor (samples, tokens), got {weight!r}")
-    else:
-        result = number = float(weight)
+    number = float(weight)
     if not (math.isfinite(number) and number >= 0):
         raise ValueError(f"{name} must be finite and not negative, got {number}; it counts samples or tokens")
-    return result
+    return number
 
 
 def checked_loss(loss: Any) -> Scalar:

@@ -68,3 +68,23 @@ def test_a_weight_on_the_cpu_weighs_a_loss_on_the_device(device):
         opt.backward((p * factor).sum(), weight=torch.tensor(weight))
         opt.step()
     assert float(opt.last_window.loss) == (1 * 3 + 3 * 15) / 4
+
+
+def test_weights_may_be_on_one_device_each(places):
+    params = parameters(places)
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(params, lr=1.0), window_weight=6)
+    for factor, weight, place in ((1.0, 2.0, places[0]), (4.0, 3.0, places[1]), (2.0, 1, "cpu")):
+        opt.backward(sum((p * factor).sum().to(place) for p in params), weight=torch.tensor(weight, device=place))
+        opt.step()
+    assert float(opt.last_window.weight) == 6.0
+    assert float(opt.last_window.loss) == pytest.approx((2 * 6 + 3 * 24 + 1 * 12) / 6)
+    for p in params:
+        assert p.tolist() == pytest.approx([1 - (2 * 1 + 3 * 4 + 1 * 2) / 6] * 3)
+
+
+def test_progress_leaves_out_a_weight_that_it_would_have_to_wait_for(device):
+    p = nn.Parameter(torch.ones(3, device=device))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), window_weight=6)
+    opt.backward(p.sum(), weight=torch.tensor(2.0, device=device))
+    opt.step()
+    assert opt.progress == {"window": 0, "micro_batch": 1}

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo as _outside_graphs
 from torch.nn import Parameter
 
 from .. import ops
+from ..ops.memory import address
 from ..scalars import Scalar, identity, on
 from ..warn import warn
 from .buffers import Block, Buffers, Slot
@@ -164,10 +166,11 @@ class Sums:
 
     # -- the window's ends -------------------------------------------------------------------------------------
 
+    @_outside_graphs  # which the compiler would look into, in a loop that it compiles
     def begin(self) -> None:
         """Start from nothing: drop the previous window's gradients, which are still shown; the user's own stay, to be adopted."""
         self.begun += 1
-        memory = [(block.flat.data_ptr(), block.flat.data_ptr() + block.flat.nbytes) for block in self.buffers.blocks]
+        memory = [(address(block.flat), address(block.flat) + block.flat.nbytes) for block in self.buffers.blocks]
         seen: set[int] = set()
         for state in self.states():
             _set_apart(state, memory, seen)
@@ -325,8 +328,8 @@ def _set_apart(kept: Any, memory: Sequence[tuple[int, int]], seen: set[int]) -> 
     if isinstance(kept, Tensor):
         local = kept if type(kept) is Tensor else local_of(kept)
         if type(local) is Tensor and local.layout is torch.strided:
-            address = local.data_ptr()
-            if any(begin <= address < end for begin, end in memory):
+            at = address(local)
+            if any(begin <= at < end for begin, end in memory):
                 return kept.clone()
     elif isinstance(kept, (dict, list, deque)):
         if id(kept) not in seen:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..buffers.buffers import Slot
 from ..buffers.sums import Sums
-from ..scalars import Scalar, as_tensor, beside, on
+from ..scalars import Scalar, as_tensor, beside, on, widened
 from ..warn import warn
 from ..window.ledger import Ledger
 from ..window.settings import Settings
@@ -44,7 +44,7 @@ class Conclusion:
         looked = settings.nonfinite != "propagate" or window.overflowed or self.overflow is not False
         return LastWindow(
             window.micro_batches,
-            as_tensor(window.weight).double(),
+            widened(as_tensor(window.weight)),
             self.norm,
             nonfinite if looked else None,
             as_tensor(applied),
@@ -64,7 +64,7 @@ def conclude(ledger: Ledger, sums: Sums, settings: Settings, overflow: bool | Te
         warn(f"window {window.index} has weight 0 (no tokens?): nothing is applied")
         divisor = 1.0
     known = 0 < window.losses == window.micro_batches and not weightless
-    loss = as_tensor(beside(window.loss.total, divisor) / divisor).double() if known else None
+    loss = widened(as_tensor(beside(window.loss.total, divisor) / divisor)) if known else None
     if window.unit is not None:
         divisor = divisor * beside(window.unit, divisor)
     skip, norm = overflow, None

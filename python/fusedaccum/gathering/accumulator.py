@@ -14,7 +14,7 @@ from ..buffers.buffers import Slot
 from ..buffers.shards import alike, local_gradient
 from ..buffers.sums import Sums
 from ..intake.streams import capturing
-from ..scalars import Scalar, beside, identity, on
+from ..scalars import Scalar, beside, identity, on, widest
 from ..window.amp import LossScale
 from ..window.ledger import Ledger
 
@@ -186,7 +186,7 @@ def _room_for_stats(slot: Slot) -> ops.Stats:
     if slot.offloaded:  # its adds add up what they measure
         return ops.Stats.empty(slot.device)
     new = functools.partial(torch.empty, (), device=slot.device)  # no kernels that fill with zeros what is overwritten
-    return ops.Stats(new(dtype=torch.float64), new(dtype=torch.int64))
+    return ops.Stats(new(dtype=widest(slot.device)), new(dtype=torch.int64))
 
 
 def one_call_each(

@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..buffers.buffers import Buffers
 from ..modules import modules_alive
+from ..scalars import widened, widest
 from ..warn import warn
 from .moments import Total, merge, summed
 
@@ -96,7 +97,7 @@ class Statistics:
             counted, times = self._counted.setdefault(key, []), Counter[int]()
             for call in pending:
                 if call.k == len(counted):
-                    counted.append(Total(0.0, torch.zeros_like(call.moments, dtype=torch.float64)))
+                    counted.append(Total(0.0, torch.zeros_like(call.moments, dtype=widest(call.moments.device))))
                 if times[call.k] == len(rounds):
                     rounds.append(([], []))
                 totals, calls = rounds[times[call.k]]
@@ -163,16 +164,17 @@ class Statistics:
             )
 
     def load(self, saved: dict[str, Any]) -> None:
-        slots = self._buffers.slots
+        def here(moments: Tensor, slot: int) -> Tensor:
+            device = self._buffers.slots[slot].param.device
+            return moments.to(device, widest(device), copy=True)
+
         self._micro_batches = saved["micro_batches"]
         self._pending = {
-            (slot, number): [
-                Call(k, n, moments.to(slots[slot].param.device, copy=True), ranks) for k, n, moments, ranks in of
-            ]
+            (slot, number): [Call(k, n, here(moments, slot), ranks) for k, n, moments, ranks in of]
             for slot, number, of in saved["pending"]
         }
         self._counted = {
-            (slot, number): [Total(n, moments.to(slots[slot].param.device, copy=True)) for n, moments in of]
+            (slot, number): [Total(n, here(moments, slot)) for n, moments in of]
             for slot, number, of in saved["counted"]
         }
 
@@ -223,9 +225,9 @@ def move(layer: Layer, total: Total) -> None:
     var = squares / (total.n - 1)
     finite = torch.isfinite(mean).all() & torch.isfinite(var).all()
     layer.num_batches_tracked += finite
-    momentum = 1 / layer.num_batches_tracked.double() if layer.momentum is None else layer.momentum
+    momentum = 1 / widened(layer.num_batches_tracked) if layer.momentum is None else layer.momentum
     for running, pooled in ((layer.running_mean, mean), (layer.running_var, var)):
-        moved = running.double() * (1 - momentum) + pooled * momentum
+        moved = widened(running) * (1 - momentum) + pooled * momentum
         running.copy_(torch.where(finite, moved.to(running.dtype), running))
 
 
@@ -246,7 +248,10 @@ def note_unpooled(buffers: Buffers) -> None:
 
     def unpooled(module: _BatchNorm) -> bool:
         return (
-            module not in LAYERS and id(module.weight) in slots and module.training and bool(module.track_running_stats)
+            module not in LAYERS
+            and id(getattr(module, "weight", None)) in slots  # one that is being copied has none yet
+            and module.training
+            and bool(module.track_running_stats)
         )
 
     found = [(slots[id(module.weight)], module) for module in modules_alive(_BatchNorm, unpooled)]

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .memory import is_flat_pair, is_plain, missing_storage, overlaps_itself, share_memory, span
+from ..scalars import widest
+from .memory import address, is_flat_pair, is_plain, missing_storage, overlaps_itself, share_memory, span
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 Scalar = float | Tensor
@@ -27,7 +28,7 @@ class Stats:
     """What an op measured: device tensors, so that reading them is the only wait.
 
     Attributes:
-        sq_norm: sum of squares of all elements of the output list, a 0-d float64 tensor.
+        sq_norm: sum of squares of all elements of the output list, a 0-d float64 tensor (float32 on Apple's GPUs).
         nonfinite: number of elements that are NaN or infinite, in the output list or, for ``accumulate_``, in ``grad * scale``; a 0-d
             int64 tensor.
     """
@@ -38,9 +39,8 @@ class Stats:
     @staticmethod
     def empty(device: torch.device | str | None = None) -> Stats:
         """New ones for ``stats=``, both zero."""
-        return Stats(
-            torch.zeros((), dtype=torch.float64, device=device), torch.zeros((), dtype=torch.int64, device=device)
-        )
+        nonfinite = torch.zeros((), dtype=torch.int64, device=device)
+        return Stats(torch.zeros((), dtype=widest(nonfinite.device), device=nonfinite.device), nonfinite)
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def _are_ordinary(outs: Sequence[Any], ins: Sequence[Any], written: bool) -> boo
 
 def _meet(tensors: Sequence[Tensor]) -> bool:
     """Does one's stretch of memory begin before another's, or an equal one's, has ended?"""
-    stretches = sorted((x.data_ptr(), x.nbytes) for x in tensors)
+    stretches = sorted((address(x), x.nbytes) for x in tensors)
     return any(begin + size > following for (begin, size), (following, _) in itertools.pairwise(stretches))
 
 
@@ -203,8 +203,8 @@ def _check_written(where: str, x: Tensor) -> None:
 
 def _check_overlaps(outs_name: str, outs: Sequence[Tensor], ins_name: str | None, ins: Sequence[Tensor]) -> None:
     """Raises ValueError if a tensor that is written shares memory with any other argument."""
-    places = [(x.data_ptr(), True, k, x) for k, x in enumerate(outs) if x.numel()]
-    places += [(x.data_ptr(), False, k, x) for k, x in enumerate(ins) if x.numel()]
+    places = [(address(x), True, k, x) for k, x in enumerate(outs) if x.numel()]
+    places += [(address(x), False, k, x) for k, x in enumerate(ins) if x.numel()]
     reaching: list[tuple[int, bool, int, Tensor]] = []  # those that begin before a place and end within or after it
     for place in sorted(places, key=lambda place: place[0]):
         begin, written, _, x = place
@@ -259,12 +259,13 @@ def check_number(name: str, value: Any) -> float:
 def check_stats(stats: Any, device: torch.device | None) -> None:
     if stats is None:
         return
-    for name, dtype in (("sq_norm", torch.float64), ("nonfinite", torch.int64)):
+    for name in ("sq_norm", "nonfinite"):
         x = getattr(stats, name, None)
         if not isinstance(x, Tensor):
             raise TypeError(
                 f"stats must be a fusedaccum.ops.Stats, not {type(stats).__name__} ({stats!r}); make one with Stats.empty(device)"
             )
+        dtype = widest(x.device) if name == "sq_norm" else torch.int64
         if x.dtype != dtype or x.dim() != 0:
             raise TypeError(
                 f"stats.{name} must be a 0-d {dtype} tensor, not {x.dim()}-d {x.dtype}; make one with Stats.empty(device)"

@@ -10,6 +10,9 @@ import math
 import torch
 from torch import Tensor
 
+# Types of devices where data_ptr() counts from the address of an object that stands for the storage, not from that of its memory.
+WITHOUT_ADDRESSES = ("mps",)
+
 
 def is_plain(x: Tensor) -> bool:
     """Does the tensor have memory that a kernel can read, and no Python object that acts for it?"""
@@ -22,6 +25,14 @@ def missing_storage(x: Tensor) -> bool:
     if x.numel() == 0 or x._is_zerotensor():
         return False
     return x.untyped_storage().nbytes() < (x.storage_offset() + span(x)) * x.element_size()
+
+
+def address(x: Tensor) -> int:
+    """Where a tensor's memory begins, in bytes: the stretches of two tensors overlap only if they have memory in common."""
+    if x.device.type in WITHOUT_ADDRESSES:
+        offset = int(x.storage_offset()) * x.element_size()
+        return (x.data_ptr() - offset << 64) + offset
+    return x.data_ptr()
 
 
 def span(x: Tensor) -> int:
@@ -63,15 +74,15 @@ def share_memory(a: Tensor, b: Tensor) -> bool:
     """Do two tensors whose stretches of memory overlap have an element in common? Interleaved views have none."""
     if is_flat(a) and is_flat(b):
         return True
-    first = min(a.data_ptr(), b.data_ptr())
-    unit = math.gcd(a.element_size(), b.element_size(), a.data_ptr() - first, b.data_ptr() - first)  # bytes
-    end = max(x.data_ptr() - first + span(x) * x.element_size() for x in (a, b))
+    first = min(address(a), address(b))
+    unit = math.gcd(a.element_size(), b.element_size(), address(a) - first, address(b) - first)  # bytes
+    end = max(address(x) - first + span(x) * x.element_size() for x in (a, b))
     touched = torch.zeros(end // unit, dtype=torch.bool, device="cpu")
 
     def elements(x: Tensor) -> Tensor:
         units = x.element_size() // unit
         return touched.as_strided(
-            (*x.shape, units), (*(s * units for s in x.stride()), 1), (x.data_ptr() - first) // unit
+            (*x.shape, units), (*(s * units for s in x.stride()), 1), (address(x) - first) // unit
         )
 
     elements(a).fill_(True)

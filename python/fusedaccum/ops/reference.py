@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..scalars import widened
+
 if TYPE_CHECKING:
     from .arguments import Stats, StochasticRounding
 
@@ -100,7 +102,7 @@ def _fill(into: Stats, outs: list[Tensor], bad: list[Tensor]) -> None:
 
 def _sq_norm(x: Tensor) -> Tensor:
     flat = x.detach().as_strided((x.numel(),), (1,))  # memory order: x is dense
-    return ordered_sum(flat.double().square())
+    return ordered_sum(widened(flat).square())
 
 
 def ordered_sum(values: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.library import Library, fallthrough_kernel, register_fake
 
+from ..scalars import widest
 from . import arguments, backends, eager
 from .arguments import Scalar, Stats, StochasticRounding
 
@@ -83,7 +84,9 @@ def _recorded(name: str, value: Scalar, tensors: Sequence[Tensor]) -> Tensor:
     """
     if isinstance(value, Tensor):
         return value
-    return torch.ones((), dtype=torch.float64, device=_device(tensors)) * arguments.check_number(name, value)
+    device = _device(tensors)
+    dtype = torch.float64 if device is None else widest(device)
+    return torch.ones((), dtype=dtype, device=device) * arguments.check_number(name, value)
 
 
 def _parts(stats: Stats | None, tensors: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..buffers.sums import Sums
-from ..scalars import Scalar, as_tensor, on
+from ..scalars import Scalar, as_tensor, on, widened
 from .ledger import Ledger
 from .window import MicroBatch, Window
 
@@ -85,7 +85,7 @@ class NoiseScale:
             on(x, b.device) for x in (small.sq_norm, small.weight, small.square, large.weight, large.square)
         )
         apart = w * t - v * s  # zero if both sums hold the same, and then nothing finite is found
-        found = torch.stack([b * w - a * v, a * t - b * s]).double() / apart
+        found = widened(torch.stack([b * w - a * v, a * t - b * s])) / apart
         if self.averages is None:
             self.averages = torch.zeros_like(found)
         self.averages = as_tensor(on(self.averages, b.device))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from ..scalars import Scalar, beside, checked_count, checked_weight
+from ..scalars import Scalar, beside, checked_count, checked_weight, plus
 
 if TYPE_CHECKING:
     from .attempts import Attempt
@@ -101,7 +101,7 @@ class Loss:
     raw: Scalar = 0.0  # the part of it that carries a loss scale, if there is one, not seen yet
 
     def __add__(self, other: Loss) -> Loss:
-        return Loss(beside(self.total, other.total) + other.total, beside(self.raw, other.raw) + other.raw)
+        return Loss(plus(self.total, other.total), plus(self.raw, other.raw))
 
     @property
     def may_carry_scale(self) -> bool:
@@ -197,11 +197,11 @@ class Window:
     def commit(self, micro: MicroBatch) -> None:
         """Count a finished micro-batch. One without a weight gets it later. If an addition raises, nothing has been counted."""
         bad = micro.nonfinite > 0
-        after = replace(self, micro_batches=self.micro_batches + 1, nonfinite=beside(self.nonfinite, bad) + bad)
+        after = replace(self, micro_batches=self.micro_batches + 1, nonfinite=plus(self.nonfinite, bad))
         if micro.weight is None:
             after.unweighed += 1
         else:
-            after.weight = self.weight + micro.weight
+            after.weight = plus(self.weight, micro.weight)
         if micro.loss is not None:
             after.record(micro.loss)
         vars(self).update(after.counted)
