@@ -221,8 +221,8 @@ class AccumulatingOptimizer(Optimizer):
 
     @_outside_graphs
     def backward(self, loss: Tensor, *, weight: Scalar | None = None, last: bool = False, **kwargs: Any) -> None:
-        """``loss.backward(**kwargs)`` for a micro-batch of this weight. Several calls before one ``step()`` are parts of one micro-batch; in
-        windows that the caller owns, where only ``step()`` ends a window, each call is a micro-batch.
+        """``loss.backward(**kwargs)`` for a micro-batch of this weight. Several calls before one ``step()`` are parts of one micro-batch;
+        in windows that the caller owns, which end with ``step()``, each call is a micro-batch.
 
         Records the loss, if it is a single number, for ``last_window.loss``.
 

@@ -3,8 +3,10 @@
 import contextlib
 import datetime
 import gc
+import weakref
 
 import fusedaccum as fa
+import pytest
 import torch
 import torch.distributed as dist
 from fusedaccum.modules import modules_alive
@@ -196,3 +198,28 @@ def test_a_dropped_wrapper_in_a_cycle_is_in_nobodys_way(worlds):
     for at in range(2):
         first, second = worlds(2).run(a_second_wrapper, at=at, cycle=True)
         assert first == second
+
+
+def destroyed(rank):
+    model, seen = made(), []
+    x, y, weight, use = share(0, 1, 0, 1)[0]
+    for _ in range(2):
+        opt = wrapped(model, accum_steps=1, process_group=dist.group.WORLD)
+        own = weakref.ref(opt._gathering.ranks.group.process_group)
+        opt.backward(mean_loss(model, x, y, use), weight=weight)
+        opt.step()
+        dist.destroy_process_group(own())
+        seen.append(own())
+        loss = mean_loss(model, x, y, use)
+        with pytest.raises(RuntimeError, match=r"destroy_process_group\(\) has been called; call it at the very end"):
+            opt.backward(loss, weight=weight)
+        opt.reset()
+        opt.zero_grad()
+        del opt
+        gc.collect()
+    return seen
+
+
+def test_a_wrapper_does_not_keep_its_group_alive_after_it_was_destroyed(worlds):
+    """A thread of gloo's that outlived it aborted the process at its end, in a third of all runs; a later wrapper makes a new group."""
+    assert worlds(2).run(destroyed) == [[None, None], [None, None]]

@@ -71,6 +71,8 @@ def conclude(ledger: Ledger, sums: Sums, settings: Settings, overflow: bool | Te
     if settings.wants_norm:
         sq_norm = sums.sq_norm(slots)
         norm = as_tensor(beside(sq_norm.sqrt(), divisor)) / divisor
+        if window.overflowed:  # then the sums are not the window's
+            norm = torch.full_like(norm, math.inf)
         if settings.nonfinite == "skip_window":
             bad = on(window.nonfinite, sq_norm.device) > 0
             skip = ~torch.isfinite(sq_norm) | bad | on(skip, sq_norm.device)

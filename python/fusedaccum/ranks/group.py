@@ -19,8 +19,10 @@ from ..buffers.buffers import Slot
 from ..scalars import Scalar
 from ..window.ledger import Ledger
 
-# By the id of the caller's group, which is kept alive so that no other object gets that id.
-_OWN: dict[int, tuple[dist.ProcessGroup, list[Own]]] = {}
+# By the caller's group. PyTorch keeps groups alive until they are destroyed, and nobody should after that: their threads end with them, and
+# one that still runs when Python ends may abort the process (gloo's, which needs Python to free the tensors of its last collective).
+_OWN: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Own]] = weakref.WeakKeyDictionary()
+_made = 0  # groups, in all
 _STRANDED: list[Group] = []  # kept alive, so that their groups are never reused
 
 
@@ -32,7 +34,7 @@ class RaisedByAllError(RuntimeError):
 class Own:
     """A group that we have made, of the same ranks as a caller's."""
 
-    group: dist.ProcessGroup
+    group: weakref.ref[dist.ProcessGroup]
     user: weakref.ref[Group]
 
 
@@ -48,18 +50,21 @@ def own_group(theirs: dist.ProcessGroup, device: torch.device, user: Group) -> d
             f"process_group has no backend for the {device}, where the buffers are: {error}; make it with one, as in "
             "init_process_group('cpu:gloo,cuda:nccl')"
         ) from error
-    _, known = _OWN.setdefault(id(theirs), (theirs, []))
-    free = {i for i, own in enumerate(known) if own.user() is None}
-    made = sum(len(groups) for _, groups in _OWN.values())
+    global _made
+    known = _OWN.setdefault(theirs, [])
+    free = {i for i, own in enumerate(known) if own.user() is None and own.group() is not None}
     told: list = [None] * dist.get_world_size(theirs)
-    dist.all_gather_object(told, (free, made), group=theirs)
+    dist.all_gather_object(told, (free, _made), group=theirs)
     common = set.intersection(*(free for free, _ in told))
     if common:
         own = known[min(common)]
-        own.user = weakref.ref(user)
-        return own.group
-    group = new_group(dist.get_process_group_ranks(theirs), timeout, max(made for _, made in told))
-    known.append(Own(group, weakref.ref(user)))
+        own.user, group = weakref.ref(user), own.group()
+        assert group is not None
+        return group
+    most = max(made for _, made in told)
+    group = new_group(dist.get_process_group_ranks(theirs), timeout, most)
+    _made = most + 1
+    known.append(Own(weakref.ref(group), weakref.ref(user)))
     return group
 
 
@@ -95,10 +100,21 @@ class Group:
 
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device, ledger: Ledger):
         self.size, self.rank = dist.get_world_size(process_group), dist.get_rank(process_group)
-        self.process_group = own_group(process_group, device, self)
+        self._own = weakref.ref(own_group(process_group, device, self))
         self._device = device  # of numbers that travel
         self._ledger = ledger
         self._out_of_step = False  # has this rank left out collectives that others wait for?
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The group for what these windows send. Raises RuntimeError once it has been destroyed."""
+        group = self._own()
+        if group is None:
+            raise RuntimeError(
+                "the ranks' windows need a process group, but torch.distributed.destroy_process_group() has been called; call it at the "
+                "very end, after opt.flush()"
+            )
+        return group
 
     def global_rank(self, rank: int) -> int:
         """The rank as torch.distributed's source and destination arguments take it."""
@@ -124,26 +140,27 @@ class Group:
     def gathered(self, mine: Any) -> list[Any]:
         """Every rank's plain values; waits for the device."""
         theirs: list[Any] = [None] * self.size
-        with self.talking():
-            dist.all_gather_object(theirs, mine, group=self.process_group)
+        with self.talking() as group:
+            dist.all_gather_object(theirs, mine, group=group)
         return theirs
 
     def _reduced(self, mine: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         total = mine.to(self._device, copy=True)
-        with self.talking():
-            dist.all_reduce(total, operation, group=self.process_group)
+        with self.talking() as group:
+            dist.all_reduce(total, operation, group=group)
         return total
 
     @contextmanager
-    def talking(self) -> Iterator[None]:
-        """Make errors of the process group say what they mean here."""
+    def talking(self) -> Iterator[dist.ProcessGroup]:
+        """The group, for collectives in the block, whose errors will say what they mean here."""
+        group = self.process_group
         if self._out_of_step:
             raise RuntimeError(
                 "this rank broke off while the window's sums were on their way, and has been out of step with the others since; end all "
                 "processes and start again from a checkpoint"
             )
         try:
-            yield
+            yield group
         except RuntimeError as error:
             self.out_of_step()
             raise RuntimeError(
@@ -182,8 +199,8 @@ class Group:
         sums = [slot.param.detach().view(bits[slot.param.itemsize]).sum(dtype=torch.int64) for slot in slots]
         mine = torch.stack([x.to(self._device) for x in sums])
         first = mine.clone()
-        with self.talking():
-            dist.broadcast(first, self.global_rank(0), group=self.process_group)
+        with self.talking() as group:
+            dist.broadcast(first, self.global_rank(0), group=group)
         (differing,) = (mine != first).nonzero(as_tuple=True)
         if self.total([len(differing)])[0]:
             where = f", on this rank first in {slots[int(differing[0])].name}" if len(differing) else ""

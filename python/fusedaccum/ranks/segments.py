@@ -211,9 +211,8 @@ class Segments:
             ]
             if segment.owner == self._group.rank:
                 ops.cast_(parts, params, backend=self._sums.backend)
-            with self._group.talking():
-                owner = self._group.global_rank(segment.owner)
-                dist.broadcast(flat, owner, group=self._group.process_group)
+            with self._group.talking() as group:
+                dist.broadcast(flat, self._group.global_rank(segment.owner), group=group)
             if segment.owner != self._group.rank:
                 ops.cast_(params, parts, backend=self._sums.backend)
 
@@ -253,15 +252,14 @@ class Segments:
                 going.arrive(self._group, self._sums.backend)
             sent = torch.empty_like(sent, dtype=self._comm_dtype)
             ops.cast_([sent], [segment.memory], backend=self._sums.backend)
-        with self._group.talking():
-            self._gone.append(Going(segment, sent, self._reduce(sent, segment.owner)))
+        with self._group.talking() as group:
+            self._gone.append(Going(segment, sent, self._reduce(sent, segment.owner, group)))
         segment.block.written()
         self._sums.norms.forget(segment.slots)
         for slot in segment.slots:
             slot.clean = False  # it gets what others have accumulated, or anything if another rank gets the sum
 
-    def _reduce(self, sent: Tensor, owner: int | None) -> dist.Work | None:
-        group = self._group.process_group
+    def _reduce(self, sent: Tensor, owner: int | None, group: dist.ProcessGroup) -> dist.Work | None:
         if owner is None:
             return dist.all_reduce(sent, group=group, async_op=True)
         return dist.reduce(sent, self._group.global_rank(owner), group=group, async_op=True)
