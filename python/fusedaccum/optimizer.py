@@ -241,6 +241,7 @@ class AccumulatingOptimizer(Optimizer):
         with self._grouped(weight, last, in_loss):
             weighed = loss * self._ledger.micro.value() if self._ledger.micro.in_loss else loss
             weighed.backward(**kwargs)
+            Gathering.backwards += 1  # whether or not it has reached any wrapper's parameters
             if kwargs.get("gradient") is None:  # else the gradients are not of the loss itself
                 self._gathering.record_loss(loss, scaled=True)
                 self._gathering.losses.told_a_pass()
@@ -265,7 +266,8 @@ class AccumulatingOptimizer(Optimizer):
         """Make all backward passes in the block one micro-batch of this weight; raises as :meth:`backward` does.
 
         When an exception leaves the block, the micro-batch counts for nothing; if part of it had already been added, the
-        open window is dropped, with a warning.
+        open window is dropped, with a warning. It also counts for nothing if there was no backward in the block and no ``step()`` follows
+        (``continue``, for a loss that is NaN).
         """
         if self._gathering.weighs_loss and weight is not None:
             raise ValueError(
@@ -343,6 +345,7 @@ class AccumulatingOptimizer(Optimizer):
         self._not_inside("flush()")
         self._begin_step()
         self._closing.apply_again(self.optimizer)
+        self._gathering.drop_idle()
         if self._ledger.has_micro or self._gathering.rejected.names:
             self._gathering.end_micro_batch(None)
         if self._ledger.is_open:

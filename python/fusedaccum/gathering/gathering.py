@@ -42,6 +42,7 @@ class Gathering(Windows):
 
     # By thread: who was given the weight of the losses whose backward the thread calls.
     _weighing: ClassVar[dict[int, Gathering]] = {}
+    backwards: ClassVar[int] = 0  # passes that any wrapper has seen
 
     def __init__(self, settings: Settings, seed: int | None):
         super().__init__(settings, seed)
@@ -49,6 +50,7 @@ class Gathering(Windows):
         self._adds_before = 0  # of the open micro-batch, when the pass (or group of passes) under way began
         self._intake = Intake(self, hold=settings.drops_micro_batches)
         self.rejected = Rejected()
+        self._idle: MicroBatch | None = None  # one whose block was left without a backward
         self._begun = False  # has there been a backward?
 
     def share(self) -> None:
@@ -131,12 +133,14 @@ class Gathering(Windows):
         if self._settings.schedule.caller_owned and trained:
             self._intake.begin_pass()  # a micro-batch, even if FSDP2 holds back its gradients
 
-    def open(self, weight: Scalar | None, last: bool = False) -> None:
-        """Open a micro-batch, or join the one that is open already. Raises as Ledger.weigh does."""
+    def open(self, weight: Scalar | None, last: bool = False) -> bool:
+        """Open a micro-batch (and return True), or join the one that is open already. Raises as Ledger.weigh does."""
         ledger = self.ledger
+        self.drop_idle()
         if weight is not None and self.sums.buffers.lent and self._settings.reduction == "mean":
             check_weight_of_lent(weight, self.sums.buffers.lent[0].name)
-        if not ledger.has_micro:
+        begins = not ledger.has_micro
+        if begins:
             self.rejected.withdraw()
             self.rejected.put_away = False
             if self._settings.schedule.caller_owned and ledger.is_open and self.sums.taken_away:
@@ -150,11 +154,12 @@ class Gathering(Windows):
         if weight is not None:
             ledger.weigh(weight)
         ledger.micro.last = ledger.micro.last or last
+        return begins
 
     @contextmanager
     def grouped(self, weight: Scalar | None, last: bool, in_loss: bool) -> Iterator[None]:
         """Make all passes in the block one micro-batch; an exception drops it. ``in_loss``: their losses are multiplied by the weight."""
-        self.open(weight, last)
+        before, begins = Gathering.backwards, self.open(weight, last)
         self.ledger.micro.in_loss = self.ledger.micro.in_loss or in_loss
         thread = threading.get_ident()
         around = self._weighing.get(thread)
@@ -165,6 +170,10 @@ class Gathering(Windows):
             yield
             self._intake.settle()
             self.inside = False
+            if begins and Gathering.backwards == before:
+                self._idle = self.ledger.micro
+            if self._settings.schedule.caller_owned:
+                self.drop_idle()
             self.pass_ends()
         except BaseException:
             self._intake.settle()
@@ -177,6 +186,11 @@ class Gathering(Windows):
                 self._weighing.pop(thread, None)
             else:
                 self._weighing[thread] = around
+
+    def drop_idle(self) -> None:
+        """Forget a micro-batch that was opened and left without a backward (by ``continue``), unless a ``step()`` has counted it."""
+        if self.ledger.has_micro and self.ledger.micro is self._idle:
+            self.ledger.drop_micro_batch()
 
     def _weighed_by_another(self, thread: int | None) -> MicroBatch | None:
         """Another wrapper's micro-batch, if its weight is that of the loss whose backward ``thread`` has called."""
@@ -316,6 +330,7 @@ class Gathering(Windows):
     # -- what the intake calls (its Owner) ---------------------------------------------------------------------
 
     def pass_begins(self, thread: int | None) -> None:
+        Gathering.backwards += 1
         if not self._begun:
             self._begun = True
             self.ranks.replicas.check_all_gathered(self.sums.buffers.of, lambda p: self.of(p) is not None)
