@@ -1,6 +1,7 @@
 """A window's running statistics are those of torch's own BatchNorm on the window's samples in one batch."""
 
 import copy
+from contextlib import nullcontext
 
 import fusedaccum as fa
 import pytest
@@ -269,6 +270,26 @@ def test_a_backward_that_raises_counts_for_nothing():
         raise ZeroDivisionError
     backward(layer, window[1])
     opt.step()
+    big_batches(oracle, [window])
+    assert_same_statistics(layer, oracle)
+
+
+@pytest.mark.parametrize("block", [True, False], ids=["then a block", "then a backward"])
+@pytest.mark.parametrize("counted", [True, False], ids=["accum_steps", "caller-owned"])
+def test_a_block_that_is_left_without_a_backward_counts_for_nothing(counted, block):
+    layer, oracle = pair(nn.BatchNorm1d(3))
+    opt = wrapped(layer, *[3] * counted)
+    (window,) = micro_batches((3,), sizes=(4, 2, 7), windows=1)
+    for x in (window[0], torch.randn(4, 3) + 50, *window[1:]):
+        with opt.micro_batch() if block or x.mean() > 20 else nullcontext():
+            loss = layer(x).square().mean()
+            if x.mean() > 20:
+                continue
+            loss.backward()
+        if counted:
+            opt.step()
+    if not counted:
+        opt.step()
     big_batches(oracle, [window])
     assert_same_statistics(layer, oracle)
 

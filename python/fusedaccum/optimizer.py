@@ -161,7 +161,7 @@ class AccumulatingOptimizer(Optimizer):
             if self._taken_by_another(p):
                 raise ValueError(
                     f"parameter {name} belongs to another AccumulatingOptimizer already, which would take its gradients; "
-                    "delete that wrapper first (del opt; its scheduler holds it too)"
+                    "delete that wrapper first (del opt; its scheduler holds it too), or leave one of two optimizers for it unwrapped"
                 )
             if main_grad.asks(p):
                 check_lent(name, p, self.settings)

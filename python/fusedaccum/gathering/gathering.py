@@ -172,6 +172,7 @@ class Gathering(Windows):
             self.inside = False
             if begins and Gathering.backwards == before:
                 self._idle = self.ledger.micro
+                self.ledger.drop_forwards()
             if self._settings.schedule.caller_owned:
                 self.drop_idle()
             self.pass_ends()
@@ -190,7 +191,7 @@ class Gathering(Windows):
     def drop_idle(self) -> None:
         """Forget a micro-batch that was opened and left without a backward (by ``continue``), unless a ``step()`` has counted it."""
         if self.ledger.has_micro and self.ledger.micro is self._idle:
-            self.ledger.drop_micro_batch()
+            self.ledger.withdraw_micro_batch()
 
     def _weighed_by_another(self, thread: int | None) -> MicroBatch | None:
         """Another wrapper's micro-batch, if its weight is that of the loss whose backward ``thread`` has called."""

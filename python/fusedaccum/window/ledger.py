@@ -108,7 +108,15 @@ class Ledger:
         self._micro = MicroBatch()
 
     def drop_micro_batch(self) -> None:
+        self.withdraw_micro_batch()
+        self.drop_forwards()
+
+    def withdraw_micro_batch(self) -> None:
+        """As if it had not been opened; forwards since then belong to the next one."""
         self._micro = None
+
+    def drop_forwards(self) -> None:
+        """What followers have seen so far belongs to no micro-batch."""
         for follower in self.followers:
             follower.micro_batch_dropped()
 
