@@ -175,6 +175,12 @@ def test_python_refuses_them_by_itself(case, places):
         arguments.check_lists("buffers", buffers, "grads", grads)
 
 
+def test_a_list_is_not_its_own_partner():
+    buffers = [z(), z()]
+    with pytest.raises(ValueError, match=r"buffers\[0\] and grads\[0\] share memory"):
+        arguments.check_lists("buffers", buffers, "grads", buffers)
+
+
 def test_ordinary_lists_are_not_looked_at_tensor_by_tensor(monkeypatch):
     """That would take several times as long, where the extension is missing: some microseconds for each tensor of every call."""
     monkeypatch.delattr(arguments, "_check_tensor")

@@ -5,7 +5,19 @@ import inspect
 import pytest
 import torch
 from torch import nn
-from training import assert_same_parameters, big_batch_step, data, mean_loss, model, parts, sgd, sum_loss, twin, wrapped
+from training import (
+    assert_same_parameters,
+    big_batch_step,
+    data,
+    gradient,
+    mean_loss,
+    model,
+    parts,
+    sgd,
+    sum_loss,
+    twin,
+    wrapped,
+)
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
 OPTIMIZERS = {
@@ -465,5 +477,31 @@ def test_an_empty_block_after_a_part_of_a_micro_batch_leaves_that_alone():
                 opt.record_loss(part * loss)
     opt.step()
     assert opt.last_window.loss.item() == pytest.approx(loss)
+    big_batch_step(whole, sgd(whole.parameters()), x, y)
+    assert_same_parameters(net, whole, 1e-12)
+
+
+def test_a_backward_after_its_block_joins_it_with_a_warning():
+    net, (x, y) = model(), data()
+    whole, opt = twin(net), wrapped(net, 2)
+    for xs, ys in parts(x, y, (6, 18)):
+        with opt.micro_batch(weight=len(xs)):
+            loss = mean_loss(net, xs, ys)
+        with pytest.warns(RuntimeWarning, match="joins the micro-batch of a block.* put the backward into its block"):
+            loss.backward()
+        opt.step()
+    big_batch_step(whole, sgd(whole.parameters()), x, y)
+    assert_same_parameters(net, whole, 1e-12)
+
+
+@pytest.mark.parametrize("owned", [False, True], ids=["counted", "caller-owned"])
+def test_a_block_in_which_gradients_are_set_by_hand_counts(owned):
+    net, (x, y) = model(), data()
+    whole, opt = twin(net), wrapped(net, None if owned else 8)
+    with opt.micro_batch(weight=24):
+        for p, g in zip(net.parameters(), gradient(net, x, y), strict=True):
+            p.grad = 24 * g  # p.grad is the sum of weighted gradients
+    opt.flush()
+    assert opt.last_window.weight == 24
     big_batch_step(whole, sgd(whole.parameters()), x, y)
     assert_same_parameters(net, whole, 1e-12)

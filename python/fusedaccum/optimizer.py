@@ -266,8 +266,8 @@ class AccumulatingOptimizer(Optimizer):
         """Make all backward passes in the block one micro-batch of this weight; raises as :meth:`backward` does.
 
         When an exception leaves the block, the micro-batch counts for nothing; if part of it had already been added, the
-        open window is dropped, with a warning. It also counts for nothing if there was no backward in the block and no ``step()`` follows
-        (``continue``, for a loss that is NaN).
+        open window is dropped, with a warning. It also counts for nothing if no backward in the block reached a wrapped
+        parameter (``continue``, for a loss that is NaN), unless ``step()`` follows: then it is a micro-batch without gradients.
         """
         if self._gathering.weighs_loss and weight is not None:
             raise ValueError(

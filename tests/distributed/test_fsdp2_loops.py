@@ -302,3 +302,22 @@ def built_after_a_forward(rank):
 
 def test_parameters_that_fsdp2_has_gathered_are_refused(worlds):
     worlds(2).run(built_after_a_forward)
+
+
+def held_back_in_a_block(rank, block):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
+    fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
+    opt = wrapped(net, accum_steps=2)
+    fa.accumulate_batchnorm(net)
+    for number, x in enumerate(torch.arange(48.0).view(2, 2, 4, 3)[rank]):
+        net.set_requires_gradient_sync(number == 1)
+        with opt.micro_batch() if block else nullcontext():
+            net(x).square().mean().backward()
+        opt.step()
+    return net[0].running_mean.tolist(), float(opt.last_window.micro_batches)
+
+
+def test_a_block_whose_backward_fsdp2_holds_back_is_not_empty(worlds):
+    world = worlds(2)
+    assert world.run(held_back_in_a_block, block=True) == world.run(held_back_in_a_block, block=False)

@@ -121,6 +121,7 @@ class Gathering(Windows):
                 f"the loss of this backward has weight={float(other.value()):g}, which was given to another wrapper, but FSDP2 needs it in "
                 "the loss; call backward() of the wrapper that has FSDP2's parameters"
             )
+        Gathering.backwards += 1  # of which no hook may tell
         in_loss = self.weighs_loss and self.ledger.has_micro and self.ledger.micro.in_loss
         if in_loss and not self.inside and other is None:
             raise RuntimeError(
@@ -136,7 +137,14 @@ class Gathering(Windows):
     def open(self, weight: Scalar | None, last: bool = False) -> bool:
         """Open a micro-batch (and return True), or join the one that is open already. Raises as Ledger.weigh does."""
         ledger = self.ledger
-        self.drop_idle()
+        if weight is not None:
+            self.drop_idle()
+        elif self._idle_is_open and ledger.micro.weight is not None:
+            self._idle = None
+            warn(
+                "a backward without a weight joins the micro-batch of a block, `with opt.micro_batch(weight=...)`, that had ended without "
+                "one; put the backward into its block, or give it a weight of its own"
+            )
         if weight is not None and self.sums.buffers.lent and self._settings.reduction == "mean":
             check_weight_of_lent(weight, self.sums.buffers.lent[0].name)
         begins = not ledger.has_micro
@@ -170,7 +178,7 @@ class Gathering(Windows):
             yield
             self._intake.settle()
             self.inside = False
-            if begins and Gathering.backwards == before:
+            if begins and Gathering.backwards == before and not self._set_by_hand:
                 self._idle = self.ledger.micro
                 self.ledger.drop_forwards()
             if self._settings.schedule.caller_owned:
@@ -188,9 +196,18 @@ class Gathering(Windows):
             else:
                 self._weighing[thread] = around
 
+    @property
+    def _set_by_hand(self) -> bool:
+        """Has other code put a gradient into a ``p.grad``?"""
+        return any(slot.holder.grad is not slot.shown for slot in self.sums.buffers.gathered())
+
+    @property
+    def _idle_is_open(self) -> bool:
+        return self.ledger.has_micro and self.ledger.micro is self._idle
+
     def drop_idle(self) -> None:
         """Forget a micro-batch that was opened and left without a backward (by ``continue``), unless a ``step()`` has counted it."""
-        if self.ledger.has_micro and self.ledger.micro is self._idle:
+        if self._idle_is_open:
             self.ledger.withdraw_micro_batch()
 
     def _weighed_by_another(self, thread: int | None) -> MicroBatch | None:

@@ -90,7 +90,7 @@ def check_lists(
                 f"{outs_name} and {ins_name} must have the same length, but have {len(outs)} and {len(ins)} tensors; "
                 f"give every tensor of {outs_name} its partner in {ins_name}"
             )
-    if in_memory and _are_ordinary(outs, outs if ins is None else ins, written):
+    if in_memory and _are_ordinary(outs, ins, written):
         return Layout.FLAT
     everything = [(outs_name, k, x) for k, x in enumerate(outs)] + [
         (ins_name or "", k, x) for k, x in enumerate(ins or ())
@@ -120,14 +120,14 @@ def check_lists(
     return Layout.FLAT if all(is_flat_pair(out, x) for out, x in pairs) else Layout.STRIDED
 
 
-def _are_ordinary(outs: Sequence[Any], ins: Sequence[Any], written: bool) -> bool:
+def _are_ordinary(outs: Sequence[Any], ins: Sequence[Any] | None, written: bool) -> bool:
     """Are the lists as they nearly always are, and FLAT? All tensors are asked one question, then all the next, which takes less than
     half the time of all that :func:`check_lists` asks each of them.
 
     Where it says no, they may still be fine: inputs that share memory, for example.
     """
-    tensors = [*outs, *(ins if ins is not outs else ())]
-    pairs = list(zip(outs, ins, strict=True))
+    tensors = [*outs, *(ins or ())]
+    pairs = list(zip(outs, outs if ins is None else ins, strict=True))
     return (
         all(issubclass(kind, Tensor) for kind in {type(x) for x in tensors})
         and all(map(is_plain, tensors))
