@@ -99,6 +99,17 @@ def test_an_overflow_that_a_norm_has_met_is_one(bad, accum_steps, measured):
     assert not opt.updated and opt.last_window.nonfinite == 1
 
 
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_window_with_an_overflow_has_no_finite_norm(bad):
+    """Also where what came before it, or after it, was finite: the sums are not the window's."""
+    net, (x, y) = model(torch.float32), data(dtype=torch.float32)
+    opt, scaler = wrapped(net, 2, max_grad_norm=1.0), torch.amp.GradScaler("cpu", init_scale=64.0)
+    scaler_loop(opt, net, scaler, parts(x, y, (12, 12)), overflow=(bad,))
+    assert not opt.updated and not opt.last_window.grad_norm.isfinite()
+    scaler_loop(opt, net, scaler, parts(x, y, (12, 12)))
+    assert opt.updated and opt.last_window.grad_norm.isfinite()
+
+
 @pytest.mark.parametrize("bad", [0, 2])
 def test_overflow_in_the_very_first_window(bad):
     net, (x, y) = model(torch.float32), data(dtype=torch.float32)

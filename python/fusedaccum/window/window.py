@@ -222,7 +222,8 @@ class LastWindow:
     Attributes:
         micro_batches: how many it holds (a dropped one counts for nothing).
         weight: 0-d tensor, the sum of their weights.
-        grad_norm: 0-d tensor, 2-norm of the window's gradient before clipping, or None if nothing asked for it.
+        grad_norm: 0-d tensor, 2-norm of the window's gradient before clipping (not finite if a GradScaler found an overflow), or None if
+            nothing asked for it.
         nonfinite: 0-d tensor, micro-batches in which a value was not finite, dropped ones included; None if nothing checked.
         applied: 0-d bool tensor: did the inner optimizer apply it?
         loss: 0-d float64 tensor, the window's loss, combined from the micro-batches' losses as its gradient is from their gradients
