@@ -1,5 +1,7 @@
 """Blocks of ``with opt.micro_batch():`` that hold no backward, or one that no hook tells of."""
 
+import copy
+
 import pytest
 import torch
 from training import assert_same_parameters, big_batch_step, data, gradient, mean_loss, model, parts, sgd, twin, wrapped
@@ -45,6 +47,25 @@ def test_a_block_without_a_backward_of_which_step_is_told_counts():
         pass
     opt.step()
     assert opt.updated and (opt.last_window.micro_batches, opt.last_window.weight) == (2, 16)
+
+
+@pytest.mark.parametrize("carried", ["loaded", "copied"])
+def test_a_checkpoint_leaves_out_a_block_without_a_backward(carried):
+    net, big, (x, y) = model(), model(), data()
+    opt = wrapped(net, 2)
+    opt.backward(mean_loss(net, x[:4], y[:4]), weight=4)
+    opt.step()
+    with opt.micro_batch(weight=12):
+        pass
+    if carried == "loaded":
+        opt.load_state_dict(opt.state_dict())
+    else:
+        net, opt = copy.deepcopy((net, opt))
+    opt.backward(mean_loss(net, x[4:10], y[4:10]), weight=6)
+    opt.step()
+    big_batch_step(big, sgd(big.parameters()), x[:10], y[:10])
+    assert_same_parameters(net, big, 1e-12)
+    assert (opt.last_window.micro_batches, opt.last_window.weight) == (2, 10)
 
 
 @pytest.mark.parametrize("told", ["block", "backward"])

@@ -231,6 +231,12 @@ def test_a_size_that_has_fitted_is_no_trial_any_more():
     assert size.limit == 8
 
 
+@pytest.mark.parametrize(("samples", "then"), [(8, 4), (5, 4), (4, 2), (3, 2)])
+def test_after_a_trial_the_size_that_had_fitted_is_next_unless_it_fails_too(samples, then):
+    """Parts are as equal as they can be, so those of a limit of 8 may hold 5 samples, half of which is less than the 4 that fitted."""
+    assert Size(1, limit=8, trial=True).failed(samples) == then
+
+
 def test_a_new_shape_begins_with_the_nearest_ones_size_and_one_sample_at_least():
     memory = Memory(40)
     batcher = fa.MicroBatcher(memory, memory.opt)

@@ -30,7 +30,7 @@ def save(opt: AccumulatingOptimizer) -> dict[str, Any]:
         accumulator.count()
     gathered = sums.gathered() if ledger.has_window else []
     window = plain(ledger.window) if ledger.has_window else None
-    micro = plain(ledger.micro) if ledger.has_micro else None
+    micro = plain(ledger.micro) if ledger.has_micro and not opt._gathering.idle_is_open else None
     return {
         "format": FORMAT,
         "shapes": [tuple(slot.param.shape) for slot in sums.buffers.slots],

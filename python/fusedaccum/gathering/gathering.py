@@ -139,7 +139,7 @@ class Gathering(Windows):
         ledger = self.ledger
         if weight is not None:
             self.drop_idle()
-        elif self._idle_is_open and ledger.micro.weight is not None:
+        elif self.idle_is_open and ledger.micro.weight is not None:
             self._idle = None
             warn(
                 "a backward without a weight joins the micro-batch of a block, `with opt.micro_batch(weight=...)`, that had ended without "
@@ -202,12 +202,13 @@ class Gathering(Windows):
         return any(slot.holder.grad is not slot.shown for slot in self.sums.buffers.gathered())
 
     @property
-    def _idle_is_open(self) -> bool:
+    def idle_is_open(self) -> bool:
+        """Does the open micro-batch count for nothing, unless ``step()`` follows?"""
         return self.ledger.has_micro and self.ledger.micro is self._idle
 
     def drop_idle(self) -> None:
         """Forget a micro-batch that was opened and left without a backward (by ``continue``), unless a ``step()`` has counted it."""
-        if self._idle_is_open:
+        if self.idle_is_open:
             self.ledger.withdraw_micro_batch()
 
     def _weighed_by_another(self, thread: int | None) -> MicroBatch | None:

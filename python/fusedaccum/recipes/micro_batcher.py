@@ -192,7 +192,7 @@ class MicroBatcher:
                 continue
             make_room()
             fitted = False
-            size = self.micro_batch_size = min(size, known.failed(part.samples))
+            size = self.micro_batch_size = known.failed(part.samples)
             if attempt.lost:
                 self._opt.reset()
                 rest = [whole]

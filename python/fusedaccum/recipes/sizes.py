@@ -40,9 +40,11 @@ class Size:
 
     def failed(self, samples: int) -> int:
         """Record that so many samples did not fit; returns how many to try next."""
-        if self.trial:
+        fitted, half = 0, -(-samples // 2)
+        if self.trial and self.limit is not None:
             self.patience *= 2
-        self.limit, self.clean, self.trial = -(-samples // 2), 0, False
+            fitted = self.limit // 2
+        self.limit, self.clean, self.trial = max(half, fitted) if fitted < samples else half, 0, False
         return self.limit
 
     def fitted(self, used: int, samples: int) -> None:
