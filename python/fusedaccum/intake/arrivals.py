@@ -158,8 +158,9 @@ class _Joined(torch.autograd.Function):
 def _nodes(parameters: Sequence[Parameter]) -> list[Any]:
     """The AccumulateGrad node of each parameter, None for frozen ones; empty if all are. (To ask for each takes several times as long.)"""
     with torch.inference_mode(False), torch.enable_grad():
-        joined = _Joined.apply(*parameters).grad_fn
-    return [] if joined is None else [node for node, _ in joined.next_functions]
+        output = _Joined.apply(*parameters)  # before PyTorch 2.13, grad_fn itself did not keep its node alive
+        joined = output.grad_fn
+        return [] if joined is None else [node for node, _ in joined.next_functions]
 
 
 def exclusive(grads: tuple[Tensor | None, ...]) -> bool:
