@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from . import environment
+from .gradients import main_grad_hook
 from .harness import OURS, Options, Row, Sink
 from .memory import Timeline, mark, recorded
 from .models import SIZES, Block
@@ -91,16 +92,10 @@ def _copied_afterwards(model: nn.Module, _: str) -> Iterator[Window]:
 
 @contextmanager
 def _hooked(model: nn.Module, _: str) -> Iterator[Window]:
-    sums = {p: torch.zeros_like(p, dtype=torch.float32) for p in model.parameters()}
-
-    def hook(p: Tensor) -> None:
-        sums[p].add_(p.grad)
-        p.grad = None
-
-    handles = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters()]
-    yield (lambda: None), lambda: _sgd(model, list(sums.values()))
-    for handle in handles:
-        handle.remove()
+    sums = [torch.zeros_like(p, dtype=torch.float32) for p in model.parameters()]
+    for p, total in zip(model.parameters(), sums):
+        p.register_post_accumulate_grad_hook(main_grad_hook(total))
+    yield (lambda: None), lambda: _sgd(model, sums)
 
 
 def _ours(fused: bool = False, **settings: object) -> Callable:

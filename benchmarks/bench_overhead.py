@@ -19,7 +19,7 @@ from fusedaccum.ops import backends
 from torch import Tensor
 
 from . import environment, peers
-from .gradients import Hold, loss_with
+from .gradients import Hold, loss_with, main_grad_hook
 from .harness import (
     BARE,
     HOOKS_ALONE,
@@ -159,15 +159,8 @@ def _main_grad(count: int) -> Callable[[int], object]:
     opt = Hold(params)
     closes = _closes()
 
-    def hook_of(main_grad: Tensor) -> Callable[[Tensor], None]:
-        def hook(p: Tensor) -> None:
-            main_grad.add_(p.grad)
-            p.grad = None
-
-        return hook
-
     for p, main_grad in zip(params, main_grads):
-        p.register_post_accumulate_grad_hook(hook_of(main_grad))
+        p.register_post_accumulate_grad_hook(main_grad_hook(main_grad))
 
     def micro_batch(_: int) -> None:
         loss_with(grads, params).backward()

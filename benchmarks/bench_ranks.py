@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from . import environment
-from .gradients import Hold, loss_with
+from .gradients import Hold, loss_with, main_grad_hook
 from .harness import OURS, Contestant, Options, Row, Sink, filled, race, rows_of
 from .shapes import Shape
 
@@ -187,7 +187,7 @@ def _main_grad(shapes: tuple[Shape, ...], grads: list[Tensor]) -> Callable[[], o
     flat = torch.zeros(sum(p.numel() for p in params), device=params[0].device)
     sums = [part.view(p.shape) for part, p in zip(flat.split([p.numel() for p in params]), params)]
     for p, total in zip(params, sums):
-        p.register_post_accumulate_grad_hook(_adder(total))
+        p.register_post_accumulate_grad_hook(main_grad_hook(total))
     opt = Hold(params)
 
     def window() -> None:
@@ -202,11 +202,3 @@ def _main_grad(shapes: tuple[Shape, ...], grads: list[Tensor]) -> Callable[[], o
         flat.zero_()
 
     return window
-
-
-def _adder(total: Tensor) -> Callable[[Tensor], None]:
-    def add(p: Tensor) -> None:
-        total.add_(p.grad)
-        p.grad = None
-
-    return add

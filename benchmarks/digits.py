@@ -55,6 +55,11 @@ def drift(net: nn.Module, big: nn.Module) -> float:
     return ((flat(net) - flat(big)).norm() / (flat(big) - start).norm()).item()
 
 
+def error(found: Tensor, exact: Tensor) -> float:
+    """The distance of a gradient from the exact one, as a share of that one's norm."""
+    return ((found - exact).norm() / exact.norm()).item()
+
+
 def unequal(batch: Tensor, parts: int, seed: int) -> Sequence[Tensor]:
     """A batch cut at random places into micro-batches of at least one sample."""
     cuts = torch.randperm(len(batch) - 1, generator=torch.Generator().manual_seed(seed))[: parts - 1] + 1

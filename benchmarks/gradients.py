@@ -30,6 +30,16 @@ def loss_with(grads: Sequence[Tensor], params: Sequence[Tensor]) -> Tensor:
     return _Source.apply(grads, *params)
 
 
+def main_grad_hook(total: Tensor) -> Callable[[Tensor], None]:
+    """The hook of Megatron-LM and others: after a parameter's backward, add ``p.grad`` to ``total`` and drop it."""
+
+    def hook(p: Tensor) -> None:
+        total.add_(p.grad)
+        p.grad = None
+
+    return hook
+
+
 class Hold(torch.optim.Optimizer):
     """An optimizer whose step does nothing."""
 

@@ -74,12 +74,7 @@ def why_not_compile(tensors: int, wanted: bool) -> str:
 def compiled_adds() -> Way:
     """``torch.compile`` of the whole list: one graph, one generated kernel per tensor."""
     torch._dynamo.reset()
-
-    def adds(buffers: Sequence[Tensor], grads: Sequence[Tensor], scale: float) -> None:
-        for buffer, grad in zip(buffers, grads):
-            buffer.add_(grad, alpha=scale)
-
-    return torch.compile(adds, fullgraph=True, dynamic=False)
+    return torch.compile(add_each, fullgraph=True, dynamic=False)
 
 
 def norm_and_finite(buffers: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -89,9 +89,9 @@ def training(rows: Sequence[Row]) -> Table:
     others = _names(rows, "peer") + _names(rows, "variant")
     lines = []
     for (name, grads, buffers), of_case in grouped(rows, ("set", "grads", "buffers")).items():
-        ours, *_ = _measured(of_case[OURS])
+        ours = of_case[OURS]
         times = [_milliseconds(of_case.get(o)) for o in others]
-        lines.append([f"{name} {grads}→{buffers}", ours, _speedup(of_case), *times])
+        lines.append([f"{name} {grads}→{buffers}", _measured(ours)[0], f"{ours['speedup']:.2f}×", *times])
     return ["window of 8 through autograd", "fusedaccum ms (p10–p90)", "vs best", *others], lines
 
 
@@ -100,9 +100,10 @@ def ranks(rows: Sequence[Row]) -> Table:
     others = _names(rows, "variant") + _names(rows, "peer")
     lines = []
     for (name, number), of_case in grouped(rows, ("set", "ranks")).items():
-        if "median_ms" in of_case[OURS]:
+        ours = of_case[OURS]
+        if "median_ms" in ours:
             times = [_milliseconds(of_case.get(o)) for o in others]
-            lines.append([f"{name}, {number} ranks", _measured(of_case[OURS])[0], _speedup(of_case), *times])
+            lines.append([f"{name}, {number} ranks", _measured(ours)[0], f"{ours['speedup']:.2f}×", *times])
     return ["window of 8 on every rank", "fusedaccum ms (p10–p90)", "vs best", *others], lines
 
 
@@ -237,7 +238,3 @@ def _eager_and_compiled(of_case: dict[str, Row] | None) -> str:
     compiled = [r for r in raced if str(r["contestant"]).startswith("torch.compile")]
     eager = min((r for r in raced if r not in compiled), key=lambda r: r["median_ms"], default=None)
     return _against(eager) + "".join(f" ({_against(r)})" for r in compiled)
-
-
-def _speedup(of_case: dict[str, Row] | None) -> str:
-    return f"{of_case[OURS]['speedup']:.2f}×" if of_case and OURS in of_case else "–"

@@ -57,7 +57,7 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
     places_.clear();
   }
 
-  void hook(py::object slot, const at::Tensor& parameter);
+  void hook(py::object slot);
   py::list unhooked() const;
   void put(const py::object& slot, const at::Tensor& grad);
   void expect(int task);
@@ -114,7 +114,8 @@ class Hook : public torch::autograd::FunctionPreHook {
   Arrivals::Place* const place_;
 };
 
-void Arrivals::hook(py::object slot, const at::Tensor& parameter) {
+void Arrivals::hook(py::object slot) {
+  const auto parameter = slot.attr("param").cast<at::Tensor>();
   const bool lent = py::cast<bool>(slot.attr("lent"));
   const bool shown = slot.attr("holder").is(slot.attr("param"));
   const auto node = torch::autograd::impl::grad_accumulator(parameter);
@@ -230,7 +231,7 @@ std::pair<py::list, std::vector<StreamName>> Arrivals::take() {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<Arrivals, std::shared_ptr<Arrivals>>(m, "Arrivals", "fusedaccum.intake.arrivals.Arrivals, in C++")
       .def(py::init<py::weakref, std::optional<int64_t>>(), py::arg("intake"), py::arg("bucket_bytes"))
-      .def("hook", &Arrivals::hook, py::arg("slot"), py::arg("parameter"), "Queue this parameter's gradients from now on")
+      .def("hook", &Arrivals::hook, py::arg("slot"), "Queue the gradients of this slot's parameter from now on")
       .def("unhooked", &Arrivals::unhooked, "Slots of trainable parameters that PyTorch has given new nodes since")
       .def("put", &Arrivals::put, py::arg("slot"), py::arg("grad"),
            "Queue a gradient that did not come through a hook, and that nobody else is going to write to")

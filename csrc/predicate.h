@@ -53,7 +53,7 @@ inline bool backed(const at::Tensor& x) {
   return impl->unsafe_storage().nbytes() >= static_cast<std::size_t>(impl->storage_offset() + span(x)) * impl->itemsize();
 }
 
-inline bool dense(const at::Tensor& x) { return x.numel() == 0 || x.is_contiguous() || x.is_non_overlapping_and_dense(); }
+inline bool dense(const at::Tensor& x) { return x.is_non_overlapping_and_dense(); }
 
 inline bool overlaps_itself(const at::Tensor& x) {
   if (x.numel() < 2 || dense(x)) return false;

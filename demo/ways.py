@@ -22,7 +22,6 @@ class Task:
     ``make_model`` is called after seeding and returns a model of ``dtype``; ``loss`` is a mean over a (micro-)batch's samples.
     """
 
-    name: str
     title: str
     make_model: Callable[[], nn.Module]
     make_optimizer: Callable[[list[Tensor]], torch.optim.Optimizer]

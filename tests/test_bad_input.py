@@ -15,7 +15,11 @@ from training import data, grads, mean_loss, model, sgd, wrapped
     [
         ({"accum_steps": 0}, ValueError, "accum_steps must be at least 1, got 0"),
         ({"accum_steps": -3}, ValueError, "accum_steps must be at least 1, got -3"),
-        ({"accum_steps": 2.0}, ValueError, "accum_steps must be an int, got the float 2.0; write 2"),
+        (
+            {"accum_steps": 2.0},
+            ValueError,
+            "accum_steps must be an int, got the float 2.0; write 2; .*desired // tolerable",
+        ),
         ({"accum_steps": 100 / 48}, ValueError, "round it"),
         ({"accum_steps": "8"}, TypeError, "accum_steps must be an int.*'8'"),
         ({"accum_steps": True}, TypeError, "accum_steps must be an int.*True"),
@@ -28,6 +32,7 @@ from training import data, grads, mean_loss, model, sgd, wrapped
         ({"buffer_dtype": torch.int32}, ValueError, "buffer_dtype must be one of .*torch.int32"),
         ({"buffer_dtype": "fp32"}, ValueError, "buffer_dtype must be one of .*'fp32'"),
         ({"buffer_device": "cuda"}, ValueError, "buffer_device must be 'cpu', or None .*got 'cuda'"),
+        ({"buffer_device": "cpu:1"}, ValueError, "buffer_device must be 'cpu', or None .*got 'cpu:1'"),
         ({"buffer_device": 0}, ValueError, "buffer_device must be 'cpu', or None .*got 0"),
         ({"rounding": "up"}, ValueError, "rounding must be one of .*'up'"),
         ({"rounding": "stochastic"}, ValueError, "rounding='stochastic' is for 16-bit buffers"),
@@ -84,6 +89,11 @@ def test_arguments_can_be_read():
     assert opt.window_weight is None and opt.process_group is None and opt.buffer_dtype is torch.float32
     with pytest.raises(AttributeError, match="'SGD' object has no attribute 'accum_step'"):
         opt.accum_step  # noqa: B018
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0", torch.device("cpu"), torch.device("cpu", 0)])
+def test_there_is_one_cpu(device):
+    assert wrapped(model(), 2, buffer_device=device).buffer_device == torch.device("cpu")
 
 
 def test_numbers_may_be_numpys():

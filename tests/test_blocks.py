@@ -1,5 +1,6 @@
 """Blocks of ``with opt.micro_batch():`` that hold no backward, or one that no hook tells of."""
 
+import contextlib
 import copy
 
 import pytest
@@ -66,6 +67,26 @@ def test_a_checkpoint_leaves_out_a_block_without_a_backward(carried):
     big_batch_step(big, sgd(big.parameters()), x[:10], y[:10])
     assert_same_parameters(net, big, 1e-12)
     assert (opt.last_window.micro_batches, opt.last_window.weight) == (2, 10)
+
+
+@pytest.mark.parametrize("then", ["flush", "copy", "late weight"])
+@pytest.mark.parametrize("block", [True, False], ids=["a block", "a backward"])
+def test_what_follows_a_block_without_weight_or_backward_is_kept(block, then):
+    net, big, (x, y) = model(), model(), data()
+    opt = wrapped(net, 2)
+    with opt.micro_batch():
+        pass
+    with opt.micro_batch() if block else contextlib.nullcontext():
+        mean_loss(net, x, y).backward()
+    if then == "copy":
+        net, opt = copy.deepcopy((net, opt))
+    if then == "late weight":
+        with pytest.raises(ValueError, match="weight 2 comes too late"):
+            opt.backward(mean_loss(net, x, y), weight=2)
+    opt.flush()
+    big_batch_step(big, sgd(big.parameters()), x, y)
+    assert_same_parameters(net, big, 1e-12)
+    assert (opt.last_window.micro_batches, opt.last_window.weight) == (1, 1)
 
 
 @pytest.mark.parametrize("told", ["block", "backward"])

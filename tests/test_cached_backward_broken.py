@@ -27,7 +27,7 @@ def refused(message, *, error=ValueError, loss_fn=None, encoders=None, inputs=No
 @pytest.mark.parametrize(
     ("size", "error", "message"),
     [
-        (2.0, ValueError, "got the float 2.0; write 2 "),
+        (2.0, ValueError, "got the float 2.0; write 2; it is the samples"),
         (2.5, ValueError, "got the float 2.5; round it"),
         (True, TypeError, "got True"),
         (None, TypeError, "got None"),

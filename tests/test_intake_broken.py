@@ -105,6 +105,42 @@ def test_a_plain_backward_that_broke_off_is_no_part_of_the_next_micro_batch(adde
     assert_same_parameters(net, big, 1e-12)
 
 
+@pytest.mark.parametrize("owned", [False, True], ids=["counted", "caller-owned"])
+def test_a_backward_whose_exception_is_caught_in_the_block_leaves_it_to_the_next(owned):
+    net, (x, y) = model(), data()
+    big = twin(net)
+    opt, plain = wrapped(net, None if owned else 2), sgd(big.parameters())
+    first, second = parts(x, y, (4, 20))
+    for batch in (first, second):
+        with opt.micro_batch(weight=float(len(batch[0]))):
+            with contextlib.suppress(MemoryError):
+                broken_loss(net, x, y).backward()
+            mean_loss(net, *batch).backward()
+        if not owned:
+            opt.step()
+    with opt.micro_batch(weight=100), contextlib.suppress(MemoryError):
+        broken_loss(net, x, y).backward()
+    opt.flush()
+    assert (opt.last_window.micro_batches, opt.last_window.weight) == (2, 24)
+    big_batch_step(big, plain, x, y)
+    assert_same_parameters(net, big, 1e-12)
+
+
+def test_nothing_joins_a_block_whose_first_backward_dropped_the_window(monkeypatch):
+    monkeypatch.setattr("fusedaccum.intake.intake.BUCKET_BYTES", 1)
+    net, (x, y) = model(), data()
+    opt = wrapped(net, 2)
+    with (
+        pytest.warns(RuntimeWarning, match="window was dropped"),
+        pytest.raises(RuntimeError, match="nothing can join it"),
+        opt.micro_batch(weight=3),
+    ):
+        with contextlib.suppress(MemoryError):
+            broken_loss(net, x, y).backward()
+        mean_loss(net, x, y).backward()
+    assert grads(net) == [None] * 6 and opt.progress["micro_batch"] == "0/2"
+
+
 def test_exception_inside_micro_batch_outside_backward():
     net, (x, y) = model(), data()
     opt = wrapped(net, 2)

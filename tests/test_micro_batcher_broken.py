@@ -78,7 +78,7 @@ def test_bad_arguments():
     for size in ("big", None, True):
         with pytest.raises(TypeError, match=r"micro_batch_size must be an int, got .*; 'auto' finds what fits"):
             fa.MicroBatcher(model, opt, size)
-    with pytest.raises(ValueError, match=r"micro_batch_size must be an int, got the float 2.0; write 2 "):
+    with pytest.raises(ValueError, match=r"micro_batch_size must be an int, got the float 2.0; write 2; 'auto' finds"):
         fa.MicroBatcher(model, opt, 2.0)
     with pytest.raises(ValueError, match=r"micro_batch_size must be at least 1, got 0"):
         fa.MicroBatcher(model, opt, 0)

@@ -276,7 +276,7 @@ def test_an_error_after_it_was_counted_begins_the_window_anew():
 
     model, opt = made()
     follower = Follower()
-    opt._ledger.tell(follower)
+    opt._ledger.follower = follower
     batcher = fa.MicroBatcher(function(model), opt, weight=weight)
     batcher._sizes.of(batch()).limit = 6
     batcher.step(batch())
@@ -295,7 +295,7 @@ def test_followers_are_told_what_counts(monkeypatch):
     with monkeypatch.context() as patched:
         model, opt = made()
         follower = Follower()
-        opt._ledger.tell(follower)
+        opt._ledger.follower = follower
         Points(patched, model, [12])
         batcher = fa.MicroBatcher(function(model), opt, weight=weight)
         batcher.step(batch())

@@ -172,14 +172,14 @@ def places(request, monkeypatch):
 def test_python_refuses_them_by_itself(case, places):
     buffers, grads, error, message = BAD_LISTS[case]
     with pytest.raises(error, match=message):
-        arguments.check_lists("buffers", buffers, "grads", grads)
+        arguments.check_lists({"buffers": buffers, "grads": grads})
 
 
 def test_a_list_is_not_its_own_partner():
     buffers = [z(), z()]
     # Of two such pairs, the one of the lower address is named.
     with pytest.raises(ValueError, match=r"buffers\[(\d)\] and grads\[\1\] share memory"):
-        arguments.check_lists("buffers", buffers, "grads", buffers)
+        arguments.check_lists({"buffers": buffers, "grads": buffers})
 
 
 def test_ordinary_lists_are_not_looked_at_tensor_by_tensor(monkeypatch):
@@ -188,9 +188,9 @@ def test_ordinary_lists_are_not_looked_at_tensor_by_tensor(monkeypatch):
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Conv2d(4, 2, 1))
     outs = list(model.to(memory_format=torch.channels_last).parameters())
     ins = [torch.zeros_like(x, dtype=torch.bfloat16) for x in outs]
-    assert arguments.check_lists("outs", outs, "ins", ins) == Layout.FLAT
-    assert arguments.check_lists("tensors", outs) == Layout.FLAT
-    assert arguments.check_lists("tensors", [*outs, *outs], written=False) == Layout.FLAT
+    assert arguments.check_lists({"outs": outs, "ins": ins}) == Layout.FLAT
+    assert arguments.check_lists({"tensors": outs}) == Layout.FLAT
+    assert arguments.check_lists({"tensors": [*outs, *outs]}, written=False) == Layout.FLAT
 
 
 @pytest.mark.parametrize("case", BAD_LISTS)
@@ -203,7 +203,7 @@ def test_predicate_refuses_what_python_refuses(cpu, case):
 @pytest.mark.parametrize("case", GOOD_LISTS)
 def test_predicate_and_python_accept_the_same(case, request, places):
     buffers, grads, layout = GOOD_LISTS[case]
-    assert arguments.check_lists("buffers", buffers, "grads", grads) == layout
+    assert arguments.check_lists({"buffers": buffers, "grads": grads}) == layout
     if NATIVE:
         verdict = request.getfixturevalue("cpu").predicate(buffers, grads, True)
         # C++ leaves interleaved views to the exact comparison in Python.
@@ -266,7 +266,7 @@ def test_predicate_agrees_with_python_on_all_pairs_of_views(cpu):
     for out, x in itertools.product(views, views):
         for written in (True, False):
             try:
-                expected = arguments.check_lists("a", [out], "b", [x], written)
+                expected = arguments.check_lists({"a": [out], "b": [x]}, written)
             except ValueError:
                 expected = Layout.REFUSED
             got = cpu.predicate([out], [x], written)
@@ -406,11 +406,11 @@ def test_without_addresses_two_storages_never_overlap(monkeypatch):
     x = torch.zeros(10)
     close = torch.from_numpy(x.numpy()[2:])  # a storage that begins within the other
     with pytest.raises(ValueError, match="share memory"):
-        arguments.check_lists("outs", [x, close])
+        arguments.check_lists({"outs": [x, close]})
     monkeypatch.setattr(memory, "WITHOUT_ADDRESSES", ("cpu",))
-    assert arguments.check_lists("outs", [x, close]) == Layout.FLAT
+    assert arguments.check_lists({"outs": [x, close]}) == Layout.FLAT
     with pytest.raises(ValueError, match="share memory"):
-        arguments.check_lists("outs", [x, close, x[1:]])
+        arguments.check_lists({"outs": [x, close, x[1:]]})
 
 
 def test_a_view_of_which_the_storage_was_cut_off_is_refused(cpu):
@@ -418,13 +418,13 @@ def test_a_view_of_which_the_storage_was_cut_off_is_refused(cpu):
     view = x[6:]
     x.untyped_storage().resize_(16)
     with pytest.raises(ValueError, match=r"tensors\[0\] has no memory behind it"):
-        arguments.check_lists("tensors", [view])
+        arguments.check_lists({"tensors": [view]})
     assert cpu.predicate([view], True) == Layout.REFUSED
 
 
 def test_a_list_of_one_meta_tensor_is_refused():
     with pytest.raises(ValueError, match=r"tensors\[0\] has no memory behind it"):
-        arguments.check_lists("tensors", [z(device="meta")])
+        arguments.check_lists({"tensors": [z(device="meta")]})
 
 
 def test_what_vmap_passes_has_no_memory_of_its_own():

@@ -44,6 +44,8 @@ OPS = {
 BEYOND_OPS = {
     "window/settings.py": {"backends"},  # to check a backend's name
     "__main__.py": {"backends"},  # to list those that are available
+    "buffers/buffers.py": {"memory"},
+    "buffers/offload.py": {"memory"},
     "buffers/sums.py": {"memory"},  # to tell what other code keeps of the sums' memory
 }
 

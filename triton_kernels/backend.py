@@ -21,13 +21,12 @@ from torch import Tensor
 from . import kernels
 
 if TYPE_CHECKING:
-    from fusedaccum.ops import Stats, StochasticRounding
+    from fusedaccum.ops import Scalar, Stats, StochasticRounding
 
 BLOCK = 4096  # elements per program: 16 per thread, two to eight accesses of 16 bytes each way
 WARPS = 8
 AT_ONCE = (64 << 10) // 8  # numbers of a table
 DTYPES = {torch.float64: tl.float64, torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-Scalar = float | Tensor
 
 
 def accumulate_(

@@ -37,7 +37,7 @@ def measure(quick: bool) -> list[Row]:
                 window(batch)
         gradient = digits.gradient(net)
         big = gradient if big is None else big
-        error = ((gradient - big).norm() / big.norm()).item()
+        error = digits.error(gradient, big)
         peak, levels = timeline.peak_of("window"), timeline.highest("window", 300)
         rows.append({"contestant": name, "peak_bytes": peak, "error": error, "allocated": levels})
         del net, window

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from statistics import mean
 
 import fusedaccum as fa
@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from demo import data
 from demo.models import DigitsCNN
 
+from .. import digits
 from ..harness import Row
 from ..style import BLUE, GREEN, ORANGE
 
@@ -86,20 +87,15 @@ def _train(net: nn.Module, x: Tensor, y: Tensor, size: int, epochs: int, pooled:
     decay = torch.optim.lr_scheduler.LinearLR(opt, 1.0, 0.0, epochs * len(x) // DESIRED)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*BatchNorm layer")  # what it warns of is what is measured
-        for batch in _batches(len(x), epochs):
-            with torch.no_grad():
-                big(net[0](x[batch]))
-            for i in batch.split(size):
-                F.cross_entropy(net(x[i]), y[i]).backward()
-                opt.step()
-            decay.step()
+        for epoch in range(epochs):
+            for batch in digits.batches(len(x), epoch, DESIRED):
+                with torch.no_grad():
+                    big(net[0](x[batch]))
+                for i in batch.split(size):
+                    F.cross_entropy(net(x[i]), y[i]).backward()
+                    opt.step()
+                decay.step()
     return big
-
-
-def _batches(count: int, epochs: int) -> Iterator[Tensor]:
-    """Indices of batches of the desired size, shuffled every epoch, the same for every way."""
-    for epoch in range(epochs):
-        yield from torch.randperm(count, generator=torch.Generator().manual_seed(epoch)).split(DESIRED)
 
 
 @torch.no_grad()
@@ -109,7 +105,7 @@ def _told(net: nn.Module, big: nn.Module, x: Tensor, y: Tensor, trained: int) ->
     right = (net(x[trained:]).argmax(1) == y[trained:]).double().mean().item()
     error = 0.0
     if isinstance(norm, nn.BatchNorm2d):
-        error = ((norm.running_var - big.running_var).norm() / big.running_var.norm()).item()
+        error = digits.error(norm.running_var, big.running_var)
     return {"accuracy": right, "loss": F.cross_entropy(net(x[:trained]), y[:trained]).item(), "variance_error": error}
 
 

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from demo import data
 from demo.models import DigitsCNN
 
+from .. import digits
 from ..harness import OURS, Row
 from ..memory import recorded
 from ..style import BLUE, GREY, ORANGE
@@ -33,7 +34,9 @@ def measure(quick: bool) -> list[Row]:
         for size in own_sizes:
             with recorded("cpu") as timeline:
                 found = _gradient(Pair(samples, torch.float32), way, size)
-            rows.append({"contestant": way, "dtype": "fp32", "micro_batch_size": size, "error": _error(found, exact)})
+            rows.append(
+                {"contestant": way, "dtype": "fp32", "micro_batch_size": size, "error": digits.error(found, exact)}
+            )
             rows[-1] |= {"samples": samples, "peak_bytes": timeline.peak}
     return rows + [row for size in sizes[:2] for row in _sums_in_bf16(samples, size)]
 
@@ -44,7 +47,7 @@ def _sums_in_bf16(samples: int, size: int) -> list[Row]:
     ways = (CHECKPOINTED, OURS)
     found = [_gradient(Pair(samples, torch.bfloat16), way, size) for way in ways]
     same = {"dtype": "bf16", "micro_batch_size": size, "samples": samples}
-    return [{"contestant": way, **same, "error": _error(g, exact)} for way, g in zip(ways, found)]
+    return [{"contestant": way, **same, "error": digits.error(g, exact)} for way, g in zip(ways, found)]
 
 
 def finding(rows: Sequence[Row]) -> str:
@@ -154,7 +157,3 @@ WAYS: dict[str, Callable[[Pair, int], list[Tensor]]] = {
 
 def _gradient(pair: Pair, way: str, size: int) -> Tensor:
     return torch.cat([g.double().flatten() for g in WAYS[way](pair, size)])
-
-
-def _error(found: Tensor, exact: Tensor) -> float:
-    return ((found - exact).norm() / exact.norm()).item()

@@ -37,7 +37,7 @@ def measure(quick: bool) -> list[Row]:
                 with mark("window"):
                     window(tokens)
             gradients[name] = digits.gradient(net)
-            error = ((gradients[name] - gradients[BIG]).norm() / gradients[BIG].norm()).item()
+            error = digits.error(gradients[name], gradients[BIG])
             elements = sum(p.numel() for p in net.parameters())
             row: Row = {"contestant": name, "batch": batch, "peak_bytes": timeline.peak_of("window"), "error": error}
             rows.append(row | {"parameter_bytes": 4 * elements, "sum_bytes": 4 * elements})

@@ -244,7 +244,7 @@ class AccumulatingOptimizer(Optimizer):
             Gathering.backwards += 1  # whether or not it has reached any wrapper's parameters
             if kwargs.get("gradient") is None:  # else the gradients are not of the loss itself
                 self._gathering.record_loss(loss, scaled=True)
-                self._gathering.losses.told_a_pass()
+                self._ledger.micro.told += 1
 
     @_outside_graphs
     def record_loss(self, loss: Scalar) -> None:

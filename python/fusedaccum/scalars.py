@@ -125,9 +125,7 @@ def checked_count(count: Any, name: str, hint: str = "") -> int:
     """
     if isinstance(count, float):
         write = f"write {int(count)}" if count.is_integer() else "round it to the whole number you mean"
-        raise ValueError(
-            f"{name} must be an int, got the float {count!r}; {write} (desired // tolerable divides without leaving int){hint}"
-        )
+        raise ValueError(f"{name} must be an int, got the float {count!r}; {write}{hint}")
     try:
         number = operator.index(count)
     except TypeError:

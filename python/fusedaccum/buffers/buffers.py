@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .. import ops
+from ..ops.memory import is_dense
 from ..scalars import Scalar
 from . import main_grad
 from .shards import ShardHolder, fsdp1, is_flattened, is_shard, local_of
@@ -29,17 +30,6 @@ def padded(elements: int) -> int:
 def buffer_dtype(parameter: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
     """The dtype in which gradients of a ``parameter`` accumulate: as ``asked``, but never narrower than the gradient itself."""
     return parameter if asked is None else torch.promote_types(parameter, asked)
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Do the elements fill one stretch of memory, in some order of the dimensions?"""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
 
 
 class StandIn:

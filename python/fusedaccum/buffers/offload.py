@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..ops.memory import is_dense
 from ..scalars import Scalar
-from .buffers import is_dense
 
 STAGES = 3  # one that fills, one on its way, one that is being added
 STAGE_BYTES = 32 << 20  # a power of two, because PyTorch rounds pinned memory up to one

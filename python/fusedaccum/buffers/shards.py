@@ -122,28 +122,17 @@ def sum_over_shards(value: Tensor, slot: Slot) -> Tensor:
     return value
 
 
-def sum_over_meshes(number: int, slots: Iterable[Slot], ranks: int) -> int:
-    """``number``, summed over all ranks that hold parts of these slots; waits for them.
+def over_meshes(operation: str, number: int, slots: Iterable[Slot], ranks: int = 0) -> int:
+    """``number``, reduced (``"SUM"``, ``"MIN"``) over all ranks that hold parts of these slots; waits for them.
 
-    ``ranks``: over how many it has been summed already. A mesh of no more ranks than that is left out.
+    ``ranks``: over how many it has been reduced already. A mesh of no more ranks than that is left out.
     """
-    meshes = {slot.param.device_mesh: None for slot in slots if slot.sharded}  # type: ignore[attr-defined]
-    for mesh in meshes:
-        if mesh.size() > ranks:
-            total = torch.tensor(number, device=mesh.device_type)
-            for dimension in range(mesh.ndim):
-                dist.all_reduce(total, group=mesh.get_group(dimension))
-            number = int(total)
-    return number
-
-
-def least_over_meshes(number: int, slots: Iterable[Slot]) -> int:
-    """The smallest ``number`` on the ranks that hold parts of these slots; waits for them."""
     for mesh in {slot.param.device_mesh: None for slot in slots if slot.sharded}:  # type: ignore[attr-defined]
-        least = torch.tensor(number, device=mesh.device_type)
-        for dimension in range(mesh.ndim):
-            dist.all_reduce(least, dist.ReduceOp.MIN, group=mesh.get_group(dimension))
-        number = int(least)
+        if mesh.size() > ranks:
+            reduced = torch.tensor(number, device=mesh.device_type)
+            for dimension in range(mesh.ndim):
+                dist.all_reduce(reduced, getattr(dist.ReduceOp, operation), group=mesh.get_group(dimension))
+            number = int(reduced)
     return number
 
 

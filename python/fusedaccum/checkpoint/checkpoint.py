@@ -150,7 +150,7 @@ def load(opt: AccumulatingOptimizer, own: dict[str, Any]) -> None:
         sums.restore(slots[index], local_of(saved["sum"]), saved["divisor"])
     sums.changed_by_user = own["changed_by_user"]
     sums.norms.load(own["norms"], slots)
-    opt._gathering.ranks.unseen = {slots[index] for index in own["unseen"]}
+    opt._gathering.ranks.unseen.update(slots[index] for index in own["unseen"])
     opt._masters.load(
         {slots[i].param: saved for i, saved in own["masters"].items() if slots[i].param in opt._masters.of}
     )

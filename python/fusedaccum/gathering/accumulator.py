@@ -157,8 +157,8 @@ class Accumulator:
             return 0.0
         if window.unit is not None:
             scale = scale * beside(window.unit, scale)
-            if self._loss_scale.live is not None:
-                scale = scale / beside(self._loss_scale.live, scale)
+            assert self._loss_scale.live is not None  # a window that has lost it refuses further passes
+            scale = scale / beside(self._loss_scale.live, scale)
         return scale
 
     def _running_divisor(self) -> Scalar:

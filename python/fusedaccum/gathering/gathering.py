@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..buffers.buffers import Slot
-from ..buffers.shards import least_over_meshes, local_gradient, sum_over_meshes, summed_gradient
+from ..buffers.shards import local_gradient, over_meshes, summed_gradient
 from ..intake.intake import Intake
 from ..intake.passes import outermost_backward
 from ..scalars import Scalar
@@ -51,6 +51,7 @@ class Gathering(Windows):
         self._intake = Intake(self, hold=settings.drops_micro_batches)
         self.rejected = Rejected()
         self._idle: MicroBatch | None = None  # one whose block was left without a backward
+        self._block: tuple[Scalar | None, bool, bool] = (None, False, False)  # what the latest grouped() was given
         self._begun = False  # has there been a backward?
 
     def share(self) -> None:
@@ -58,7 +59,7 @@ class Gathering(Windows):
         self._shards_found()
         if self.accumulator.seed is not None:
             seed = int(self.ranks.least(self.accumulator.seed))  # replicas of a shard round alike
-            self.accumulator.seed = least_over_meshes(seed, self.sums.buffers.slots)
+            self.accumulator.seed = over_meshes("MIN", seed, self.sums.buffers.slots)
             self.accumulator.rank = self.ranks.rank
 
     def take(self, parameters: Iterable[tuple[str, Parameter]]) -> None:
@@ -137,14 +138,13 @@ class Gathering(Windows):
     def open(self, weight: Scalar | None, last: bool = False) -> bool:
         """Open a micro-batch (and return True), or join the one that is open already. Raises as Ledger.weigh does."""
         ledger = self.ledger
-        if weight is not None:
-            self.drop_idle()
-        elif self.idle_is_open and ledger.micro.weight is not None:
+        if weight is None and self.idle_is_open and ledger.micro.weight is not None:
             self._idle = None
             warn(
                 "a backward without a weight joins the micro-batch of a block, `with opt.micro_batch(weight=...)`, that had ended without "
                 "one; put the backward into its block, or give it a weight of its own"
             )
+        self.drop_idle()
         if weight is not None and self.sums.buffers.lent and self._settings.reduction == "mean":
             check_weight_of_lent(weight, self.sums.buffers.lent[0].name)
         begins = not ledger.has_micro
@@ -167,8 +167,8 @@ class Gathering(Windows):
     @contextmanager
     def grouped(self, weight: Scalar | None, last: bool, in_loss: bool) -> Iterator[None]:
         """Make all passes in the block one micro-batch; an exception drops it. ``in_loss``: their losses are multiplied by the weight."""
-        before, begins = Gathering.backwards, self.open(weight, last)
-        self.ledger.micro.in_loss = self.ledger.micro.in_loss or in_loss
+        self._block = weight, last, in_loss
+        before, begins = Gathering.backwards, self._begin_block()
         thread = threading.get_ident()
         around = self._weighing.get(thread)
         try:
@@ -195,6 +195,12 @@ class Gathering(Windows):
                 self._weighing.pop(thread, None)
             else:
                 self._weighing[thread] = around
+
+    def _begin_block(self) -> bool:
+        weight, last, in_loss = self._block
+        begins = self.open(weight, last)
+        self.ledger.micro.in_loss = self.ledger.micro.in_loss or in_loss
+        return begins
 
     @property
     def _set_by_hand(self) -> bool:
@@ -367,6 +373,13 @@ class Gathering(Windows):
         if not self.inside:
             self.open(None)
             self._adds_before = self.ledger.micro.adds
+        elif not self.ledger.has_window:
+            raise RuntimeError(
+                "a backward of this block, `with opt.micro_batch():`, was broken off after part of its gradients had been added, which "
+                "dropped the window, so that nothing can join it; let the exception leave the block, and repeat the window"
+            )
+        elif not self.ledger.has_micro:
+            self._begin_block()  # again: one that was broken off has left nothing
         other = self._weighed_by_another(thread)
         if other is not None and not self.ledger.micro.in_loss:
             self._weigh_as(other)
@@ -456,7 +469,7 @@ class Gathering(Windows):
         self.ranks.fully_sharded.check_droppable(self.sums.buffers.slots)
         self.ranks.fully_sharded.wait()
         found = self.ranks.of_all_parts(self.sums.count_nonfinite(map(summed_gradient, held)))
-        found = sum_over_meshes(found, self.sums.buffers.slots, self.ranks.size)
+        found = over_meshes("SUM", found, self.sums.buffers.slots, self.ranks.size)
         weightless = float(micro.factor) == 0 and not self.weighs_loss
         if not found or weightless:
             self._intake.release()

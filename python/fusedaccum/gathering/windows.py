@@ -29,12 +29,11 @@ class Windows:
 
     def __init__(self, settings: Settings, seed: int | None):
         self._settings = settings
-        self.ledger = Ledger(settings.schedule, settings.reduction)
         self.sums = Sums(settings.buffer_dtype, settings.buffer_device, settings.backend)
+        self.statistics = Statistics(self.sums.buffers)  # of BatchNorm layers that are pooled
+        self.ledger = Ledger(settings.schedule, settings.reduction, self.statistics)
         self.loss_scale = LossScale()
         self.accumulator = Accumulator(self.sums, self.ledger, self.loss_scale, seed)
-        self.statistics = Statistics(self.sums.buffers)  # of BatchNorm layers that are pooled
-        self.ledger.tell(self.statistics)
         self.losses = Losses(self.ledger, self.loss_scale)
         self.ranks = Alone()  # which share the windows
         self.counts_left: list[Tensor] = []

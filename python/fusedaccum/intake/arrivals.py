@@ -62,11 +62,11 @@ class Arrivals:
         self._bytes = 0
         self._streams: set[StreamName] = set()
 
-    def hook(self, slot: Slot, parameter: Parameter) -> None:
-        """Queue this parameter's gradients from now on."""
+    def hook(self, slot: Slot) -> None:
+        """Queue the gradients of this slot's parameter from now on."""
         # Weak references, because the node holds the hook, and the slot holds the node.
         arrived = functools.partial(_arrived, weakref.ref(self), weakref.ref(slot))
-        get_gradient_edge(parameter).node.register_prehook(arrived)
+        slot.node.register_prehook(arrived)
         self._hooked.append(slot)
 
     def unhooked(self) -> list[Slot]:

@@ -86,7 +86,7 @@ class Intake:
         p.requires_grad_(True)  # a frozen one may be thawed later
         # The node is kept alive by us: autograd itself holds it only as long as some graph does.
         slot.node = get_gradient_edge(p).node
-        self._arrivals.hook(slot, p)
+        self._arrivals.hook(slot)
         if slot.sharded:
             p.register_post_accumulate_grad_hook(self._taker(slot))
         p.requires_grad_(not frozen)

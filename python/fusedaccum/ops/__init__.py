@@ -17,8 +17,9 @@ from torch import Tensor
 from torch._C import _len_torch_dispatch_stack as modes
 from torch.compiler import is_dynamo_compiling as is_compiling
 
+from ..scalars import Scalar
 from . import eager, traced
-from .arguments import Scalar, Stats, StochasticRounding
+from .arguments import Stats, StochasticRounding
 
 __all__ = ["Scalar", "Stats", "StochasticRounding", "accumulate_", "cast_", "scale_", "stats"]
 

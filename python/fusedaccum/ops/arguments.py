@@ -7,7 +7,7 @@ microseconds. These functions run where it is missing, and whenever it says no, 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from numbers import Real
@@ -20,7 +20,6 @@ from ..scalars import widest
 from .memory import address, is_flat_pair, is_plain, missing_storage, overlaps_itself, share_memory, span
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-Scalar = float | Tensor
 
 
 @dataclass(frozen=True)
@@ -67,34 +66,24 @@ class Layout(IntEnum):
     REFUSED = 2  # not acceptable
 
 
-def check_lists(
-    outs_name: str,
-    outs: Any,
-    ins_name: str | None = None,
-    ins: Any = None,
-    written: bool = True,
-    in_memory: bool = True,
-) -> Layout:
+def check_lists(lists: Mapping[str, Any], written: bool = True, in_memory: bool = True) -> Layout:
     """Raise for lists that no kernel can take; else say whether all pairs are flat.
 
     Args:
-        outs_name, outs: the op's first argument; ``written`` says whether it is its output.
-        ins_name, ins: the argument that is read beside it, or None.
+        lists: the op's one or two lists by name; ``written`` says whether the first is its output.
         in_memory: False for tensors of a trace, which have no memory: then it is not checked, and no pair counts as flat.
     """
-    check_is_list(outs_name, outs)
-    if ins_name is not None:
-        check_is_list(ins_name, ins)
-        if len(outs) != len(ins):
-            raise ValueError(
-                f"{outs_name} and {ins_name} must have the same length, but have {len(outs)} and {len(ins)} tensors; "
-                f"give every tensor of {outs_name} its partner in {ins_name}"
-            )
+    for name, tensors in lists.items():
+        check_is_list(name, tensors)
+    (outs_name, outs), (ins_name, ins) = (*lists.items(), ("", None))[:2]
+    if ins is not None and len(outs) != len(ins):
+        raise ValueError(
+            f"{outs_name} and {ins_name} must have the same length, but have {len(outs)} and {len(ins)} tensors; "
+            f"give every tensor of {outs_name} its partner in {ins_name}"
+        )
     if in_memory and _are_ordinary(outs, ins, written):
         return Layout.FLAT
-    everything = [(outs_name, k, x) for k, x in enumerate(outs)] + [
-        (ins_name or "", k, x) for k, x in enumerate(ins or ())
-    ]
+    everything = [(name, k, x) for name, tensors in lists.items() for k, x in enumerate(tensors)]
     for name, k, x in everything:
         _check_tensor(f"{name}[{k}]", x, in_memory)
     for name, k, x in everything:
@@ -201,7 +190,7 @@ def _check_written(where: str, x: Tensor) -> None:
         )
 
 
-def _check_overlaps(outs_name: str, outs: Sequence[Tensor], ins_name: str | None, ins: Sequence[Tensor]) -> None:
+def _check_overlaps(outs_name: str, outs: Sequence[Tensor], ins_name: str, ins: Sequence[Tensor]) -> None:
     """Raises ValueError if a tensor that is written shares memory with any other argument."""
     places = [(address(x), True, k, x) for k, x in enumerate(outs) if x.numel()]
     places += [(address(x), False, k, x) for k, x in enumerate(ins) if x.numel()]

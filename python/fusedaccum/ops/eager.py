@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..scalars import Scalar
 from . import arguments, backends
-from .arguments import Layout, Scalar, Stats, StochasticRounding
+from .arguments import Layout, Stats, StochasticRounding
 from .memory import is_flat, is_flat_pair
 
 
@@ -79,7 +80,7 @@ def _run(module: ModuleType, op: str, lists: dict[str, Any], *others: Any, writt
             return
     if layout == Layout.REFUSED:
         # Raises, unless it was because of interleaved views, which only the check in Python recognises.
-        _checked(lists, written)
+        arguments.check_lists(lists, written)
     outs, *ins = lists.values()
     flat = _flattened(outs, *ins)
     if run(*flat, *others):
@@ -90,12 +91,7 @@ def _run(module: ModuleType, op: str, lists: dict[str, Any], *others: Any, writt
 
 def _layout(lists: dict[str, Any], written: bool) -> int:
     native = backends.native_predicate()
-    return _checked(lists, written) if native is None else native(*lists.values(), written)
-
-
-def _checked(lists: dict[str, Any], written: bool) -> Layout:
-    (outs_name, outs), (ins_name, ins), *_ = (*lists.items(), (None, None))
-    return arguments.check_lists(outs_name, outs, ins_name, ins, written)
+    return arguments.check_lists(lists, written) if native is None else native(*lists.values(), written)
 
 
 def _flat_copy(x: Tensor, like: Tensor) -> Tensor:

@@ -54,11 +54,14 @@ def overlaps_itself(x: Tensor) -> bool:
     return False
 
 
+def is_dense(x: Tensor) -> bool:
+    """Do the elements fill one stretch of memory, in some order of the dimensions?"""
+    return x.is_contiguous() or (span(x) == x.numel() and not overlaps_itself(x))
+
+
 def is_flat(x: Tensor) -> bool:
-    """Do the elements fill one stretch of memory, as they are?"""
-    return not (x.is_neg() or x._is_zerotensor()) and (
-        x.is_contiguous() or x.numel() == 0 or (span(x) == x.numel() and not overlaps_itself(x))
-    )
+    """The same, as they are?"""
+    return not (x.is_neg() or x._is_zerotensor()) and is_dense(x)
 
 
 def is_flat_pair(out: Tensor, x: Tensor) -> bool:

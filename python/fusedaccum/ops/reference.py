@@ -121,8 +121,7 @@ def _store_stochastic(buffer: Tensor, new: Tensor, seed: int, counter: int) -> N
     flat = torch.empty_like(buffer, dtype=torch.float32).copy_(new).as_strided((n,), (1,))
     r = random16(seed, counter, n, buffer.device)
     rounded = (_bf16_stochastic if buffer.dtype == torch.bfloat16 else _fp16_stochastic)(flat, r)
-    out = buffer.as_strided((n,), (1,), buffer.storage_offset())
-    out.copy_(rounded)
+    buffer.as_strided((n,), (1,)).copy_(rounded)
 
 
 def _bf16_stochastic(x: Tensor, r: Tensor) -> Tensor:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.library import Library, fallthrough_kernel, register_fake
 
-from ..scalars import widest
+from ..scalars import Scalar, widest
 from . import arguments, backends, eager
-from .arguments import Scalar, Stats, StochasticRounding
+from .arguments import Stats, StochasticRounding
 
 _WRAP = 1 << 64
 # The compiler of older versions counts a tensor's offset within its storage twice (https://github.com/pytorch/pytorch/issues/175325).
@@ -113,11 +113,10 @@ def _define(schema: str, run: Callable[..., Any], trace: Callable[..., Any]) -> 
     register_fake(f"fusedaccum::{name}", trace, lib=_LIBRARY)
 
 
-def _check_traced(
-    op: str, backend: str | None, factors: dict[str, Tensor], outs_name: str, outs: Any, ins_name: str | None, ins: Any
-) -> None:
+def _check_traced(op: str, backend: str | None, factors: dict[str, Tensor], lists: dict[str, list[Tensor]]) -> None:
     written = op != "stats"
-    arguments.check_lists(outs_name, outs, ins_name, ins, written, in_memory=False)
+    arguments.check_lists(lists, written, in_memory=False)
+    outs_name, outs = next(iter(lists.items()))
     if written and _OFFSETS_GO_WRONG and torch._guards.TracingContext.try_get() is not None:  # torch.compile is at work
         _refuse_offsets(outs_name, outs)
     device = _device(outs)
@@ -157,7 +156,7 @@ def _run_accumulate_(
 
 def _trace_accumulate_(buffers: list[Tensor], grads: list[Tensor], scale: Tensor, decay: Tensor, *others: Any) -> None:
     factors = {"scale": scale, "decay": decay}
-    _check_traced("accumulate_", others[-1], factors, "buffers", buffers, "grads", grads)
+    _check_traced("accumulate_", others[-1], factors, {"buffers": buffers, "grads": grads})
 
 
 _define(
@@ -175,7 +174,7 @@ def _run_scale_(
 
 
 def _trace_scale_(tensors: list[Tensor], scale: Tensor, *others: Any) -> None:
-    _check_traced("scale_", others[-1], {"scale": scale}, "tensors", tensors, None, None)
+    _check_traced("scale_", others[-1], {"scale": scale}, {"tensors": tensors})
 
 
 _define(
@@ -197,7 +196,7 @@ def _run_cast_(
 
 
 def _trace_cast_(outs: list[Tensor], ins: list[Tensor], scale: Tensor, *others: Any) -> None:
-    _check_traced("cast_", others[-1], {"scale": scale}, "outs", outs, "ins", ins)
+    _check_traced("cast_", others[-1], {"scale": scale}, {"outs": outs, "ins": ins})
 
 
 _define(
@@ -213,7 +212,7 @@ def _run_stats(tensors: list[Tensor], backend: str | None) -> tuple[Tensor, Tens
 
 
 def _trace_stats(tensors: list[Tensor], backend: str | None) -> tuple[Tensor, Tensor]:
-    _check_traced("stats", backend, {}, "tensors", tensors, None, None)
+    _check_traced("stats", backend, {}, {"tensors": tensors})
     into = Stats.empty(_device(tensors) or "cpu")
     return into.sq_norm, into.nonfinite
 

@@ -20,6 +20,7 @@ class Alone:
         alone: is there no process group? (One may hold a single rank.)
         size, rank, name: how many ranks there are, which one this is, and its name in checkpoints.
         replicas, fully_sharded: the DistributedDataParallel and FSDP2 modules.
+        unseen: slots that show a sum only because some other rank may have a gradient.
     """
 
     alone = True
@@ -29,6 +30,7 @@ class Alone:
 
     def __init__(self) -> None:
         self.replicas, self.fully_sharded = Replicas([]), FullySharded([])
+        self.unseen: set[Slot] = set()
         self.looked = False  # have other ranks been looked for, and none found?
 
     def take(self, slots: Sequence[Slot]) -> None:
@@ -58,6 +60,7 @@ class Alone:
 
     def forget(self) -> None:
         """A window begins, or is dropped."""
+        self.unseen.clear()
 
     def forget_others(self, state: dict[Tensor, Any]) -> None:
         """Drop what an optimizer's ``state`` holds for parameters that other ranks step."""
@@ -124,12 +127,3 @@ class Alone:
 
     def take_back(self) -> None:
         """Make the buffers hold this rank's part of the sums again, as a checkpoint inside a window does."""
-
-    @property
-    def unseen(self) -> set[Slot]:
-        """Slots that show a sum only because some other rank may have a gradient."""
-        return set()
-
-    @unseen.setter
-    def unseen(self, slots: set[Slot]) -> None:
-        pass

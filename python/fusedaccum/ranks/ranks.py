@@ -71,6 +71,7 @@ class Ranks(Alone):
         self.name = f"{self.rank} of {self.size}"
         self.owners: dict[Slot, int] = {}  # empty unless ``shard``
         self.segments = Segments(self.group, settings.comm_dtype, sums, ledger, self.owners)
+        self.unseen = self.segments.unseen
         self._share(slots)
         self._average_shards(fully_sharded)
         self.forget()
@@ -295,14 +296,6 @@ class Ranks(Alone):
             )
         if self._ledger.has_window:
             self.segments.take_back_all()
-
-    @property
-    def unseen(self) -> set[Slot]:
-        return self.segments.unseen
-
-    @unseen.setter
-    def unseen(self, slots: set[Slot]) -> None:
-        self.segments.unseen = slots
 
 
 def modules_of(slots: Sequence[Slot]) -> tuple[Replicas, FullySharded]:

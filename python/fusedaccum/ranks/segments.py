@@ -100,12 +100,13 @@ class Segments:
         self._segments: list[Segment] = []
         self._segment_of: dict[Slot, Segment] = {}
         self._blocks = 0  # that the segments were made of
+        self.unseen: set[Slot] = set()
         self.forget()
 
     def forget(self) -> None:
         """A window begins, of which nothing has been sent yet."""
         self.phase = Phase.APART
-        self.unseen: set[Slot] = set()
+        self.unseen.clear()
         self._gone: list[Going] = []
         self._missing: dict[Segment, set[Slot]] = {}  # what the segments still wait for in the last pass
         self._sent: set[Segment] = set()  # were sent in this window, once or more

@@ -119,18 +119,13 @@ class _Linear(torch.autograd.Function):
             return None, None, None
         input, weight = ctx.saved_tensors
         flat, flat_input = (x.reshape(x.shape[:-1].numel(), x.shape[-1]) for x in (grad_output, input))
-        for_input = for_weight = for_bias = None
-        if ctx.needs_input_grad[0]:
-            for_input = flat.mm(weight).view(input.shape)
-        if ctx.needs_input_grad[1]:
 
-            def write(buffer: Tensor, scale: float, overwrite: bool) -> None:
-                add_product(buffer, flat.t(), flat_input, scale, 0.0 if overwrite else 1.0)
+        def write(buffer: Tensor, scale: float, overwrite: bool) -> None:
+            add_product(buffer, flat.t(), flat_input, scale, 0.0 if overwrite else 1.0)
 
-            if not _added(ctx.weight, flat.dtype, write, has_product):
-                for_weight = flat.t().mm(flat_input)
-        if ctx.needs_input_grad[2]:
-            for_bias = flat.sum(0)
+        for_input = flat.mm(weight).view(input.shape) if ctx.needs_input_grad[0] else None
+        for_weight = None if _added(ctx.weight, flat.dtype, write, has_product) else flat.t().mm(flat_input)
+        for_bias = flat.sum(0) if ctx.needs_input_grad[2] else None
         return for_input, for_weight, for_bias
 
 

@@ -5,7 +5,6 @@ Counts and weights only; the sums themselves are in :mod:`fusedaccum.buffers.sum
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -49,9 +48,10 @@ class Ledger:
         mixes_ranks: do gradients arrive with other ranks' in them, which this rank's weight must not keep out?
     """
 
-    def __init__(self, schedule: Schedule, reduction: str):
+    def __init__(self, schedule: Schedule, reduction: str, follower: Follower):
         self.schedule = schedule
         self.reduction = reduction
+        self.follower = follower
         self.ranks = 1
         self.over_ranks: Callable[[Scalar], Scalar] = lambda weight: weight
         self.mixes_ranks = False
@@ -59,16 +59,6 @@ class Ledger:
         self._window: Window | None = None
         self._micro: MicroBatch | None = None
         self._before_held: dict[str, Any] | None = None  # counts before those whose gradients are still to come
-        self._followers: list[weakref.ref[Follower]] = []
-
-    @property
-    def followers(self) -> list[Follower]:
-        """Those that are alive, in the order in which they were added (the same on all ranks)."""
-        return [alive for follower in self._followers if (alive := follower()) is not None]
-
-    def tell(self, follower: Follower) -> None:
-        """Notify ``follower`` for as long as it lives."""
-        self._followers.append(weakref.ref(follower))
 
     @property
     def has_window(self) -> bool:
@@ -116,21 +106,18 @@ class Ledger:
         self._micro = None
 
     def drop_forwards(self) -> None:
-        """What followers have seen so far belongs to no micro-batch."""
-        for follower in self.followers:
-            follower.micro_batch_dropped()
+        """What the follower has seen so far belongs to no micro-batch."""
+        self.follower.micro_batch_dropped()
 
     def drop_window(self) -> None:
         if self.has_micro:
             self.drop_micro_batch()
         self._window = None
-        for follower in self.followers:
-            follower.window_dropped()
+        self.follower.window_dropped()
 
     def close_window(self) -> None:
         self._window, self.index = None, self.index + 1
-        for follower in self.followers:
-            follower.window_closed()
+        self.follower.window_closed()
 
     def restore(self, index: int, window: Window | None, micro: MicroBatch | None) -> None:
         """Continue from a checkpoint."""
@@ -187,8 +174,7 @@ class Ledger:
         window.commit(micro)
         window.unrecorded = micro.factor if self.schedule.caller_owned and micro.loss is None else None
         self._micro = None
-        for follower in self.followers:
-            follower.micro_batch_counted()
+        self.follower.micro_batch_counted()
 
     def _weight_of(self, micro: MicroBatch, late: Scalar | None) -> Scalar | None:
         """A micro-batch's weight at its end; None if a caller-owned window may still be given it."""

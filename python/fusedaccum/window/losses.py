@@ -53,11 +53,6 @@ class Losses:
                 "(opt.backward(loss) needs no such call)"
             )
 
-    def told_a_pass(self) -> None:
-        """opt.backward() has run a pass, and recorded its loss."""
-        if self._ledger.has_micro:
-            self._ledger.micro.told += 1
-
     def scale_is(self, loss_scale: Scalar) -> None:
         """The loss scale of losses that carried an unknown one is this."""
         window = self._ledger.window

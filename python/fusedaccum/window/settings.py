@@ -97,7 +97,7 @@ def checked_device(buffer_device: Any) -> torch.device | None:
     """``buffer_device`` as a device; raises ValueError for all but None and the CPU."""
     if buffer_device is None:
         return None
-    if buffer_device not in ("cpu", torch.device("cpu")):
+    if buffer_device not in ("cpu", "cpu:0", torch.device("cpu"), torch.device("cpu:0")):
         raise ValueError(
             f"buffer_device must be 'cpu', or None to accumulate where the parameters are, got {buffer_device!r}"
         )

@@ -23,7 +23,8 @@ def checked_steps(steps: Any, name: str = "accum_steps") -> int:
     return checked_count(
         steps,
         name,
-        "; it is the number of micro-batches in a window, and flush() applies what is left over at the end",
+        "; it is the number of micro-batches in a window (desired // tolerable divides without leaving int), "
+        "and flush() applies what is left over at the end",
     )
 
 
