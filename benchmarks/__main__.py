@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import traceback
 from pathlib import Path
 
 import torch
@@ -79,12 +80,20 @@ def main() -> None:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     options = Options.parse(arguments)
+    failed = []
     for name in arguments.names or everything(arguments.device):
-        rows = BENCHMARKS[name].run(options)
-        print(report.printed(name, rows), flush=True)
+        try:
+            rows = BENCHMARKS[name].run(options)
+        except Exception:  # what the others measure is worth having
+            traceback.print_exc()
+            failed.append(name)
+        else:
+            print(report.printed(name, rows), flush=True)
     for path in report.draw_all(options.out):
         print(f"plot: {path}")
     print(f"results: {options.out}/*.jsonl")
+    if failed:
+        parser.exit(1, f"These benchmarks failed, as told above: {', '.join(failed)}\n")
 
 
 if __name__ == "__main__":

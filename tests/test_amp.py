@@ -32,8 +32,9 @@ def adam(fused):
 
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("interval", [1, 2, 3, 1000], ids=lambda n: f"grows every {n}")
-def test_window_equals_big_batch_whatever_the_scale_does(interval, fused):
-    net, (x, y) = model(torch.float32), data(dtype=torch.float32)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12)], ids=["f32", "f64"])
+def test_window_equals_big_batch_whatever_the_scale_does(dtype, tolerance, interval, fused):
+    net, (x, y) = model(dtype), data(dtype=dtype)
     big = twin(net)
     opt, plain = wrapped(net, 4, make=adam(fused)), adam(False)(big.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=interval)
@@ -41,7 +42,7 @@ def test_window_equals_big_batch_whatever_the_scale_does(interval, fused):
         scaler_loop(opt, net, scaler, parts(x, y, (1, 11, 4, 8)))
         assert opt.updated
         big_batch_step(big, plain, x, y)
-    assert_same_parameters(net, big, 1e-6)
+    assert_same_parameters(net, big, tolerance)
     if interval < 12:
         assert scaler.get_scale() > 1024
 

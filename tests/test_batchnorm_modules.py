@@ -141,6 +141,23 @@ def test_resumed_inside_a_window_bit_by_bit(between):
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("carried", ["loaded", "copied"])
+def test_a_checkpoint_between_two_forwards_of_a_micro_batch_knows_which_is_next(carried):
+    windows = micro_batches((3,), windows=2)
+    net, oracle = pair(nn.BatchNorm1d(3))
+    opt = wrapped(net, len(windows[0]))
+    for first, second in zip(*windows):
+        backward(net, first)
+        if carried == "loaded":
+            opt.load_state_dict(opt.state_dict())
+        else:
+            net, opt = copy.deepcopy((net, opt))
+        backward(net, second)
+        opt.step()
+    big_batches(oracle, windows)
+    assert_same_statistics(net, oracle)
+
+
 def test_a_window_with_statistics_does_not_load_where_nobody_takes_them():
     net = fa.accumulate_batchnorm(nn.Sequential(nn.BatchNorm1d(3)))
     opt = wrapped(net, 2)

@@ -210,3 +210,23 @@ def test_ranks_run_every_way(tmp_path: Path) -> None:
     assert [row["contestant"] for row in rows] == list(bench_ranks.WAYS)
     assert all(row["median_ms"] > 0 for row in rows)
     assert "resnet-101, 2 ranks" in report.printed("ranks", rows)
+
+
+def test_a_benchmark_that_fails_leaves_the_others_their_results(monkeypatch, tmp_path, capsys) -> None:
+    from types import SimpleNamespace
+
+    from benchmarks import __main__ as command
+
+    def broken(options: harness.Options) -> list[harness.Row]:
+        raise ValueError("no such peer")
+
+    ran = []
+    others = {"first": SimpleNamespace(run=broken), "second": SimpleNamespace(run=ran.append)}
+    monkeypatch.setattr(command, "BENCHMARKS", others)
+    monkeypatch.setattr(report, "printed", lambda name, rows: f"table of {name}")
+    monkeypatch.setattr("sys.argv", ["benchmarks", "--quick", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match="1"):
+        command.main()
+    told = capsys.readouterr()
+    assert len(ran) == 1 and "table of second" in told.out
+    assert "no such peer" in told.err and "failed, as told above: first" in told.err

@@ -1,5 +1,7 @@
 """Exceptions anywhere in the wrapper's calls: a call that raised is made again, or a lost window repeated, and everything counts once."""
 
+import copy
+import functools
 import random
 from contextlib import contextmanager
 
@@ -160,3 +162,34 @@ def test_a_fused_layer_does_not_add_to_sums_of_which_some_are_divided(monkeypatc
     for call in (net(x).sum().backward, opt.step):
         with pytest.raises(RuntimeError, match=r"call opt\.reset\(\), and repeat"):
             call()
+
+
+@pytest.mark.parametrize("owned", [False, True], ids=["counted", "caller-owned"])
+def test_a_checkpoint_says_that_it_lacks_a_window_whose_step_broke_off(owned):
+    class BreaksOnce(torch.optim.SGD):
+        broken = False
+
+        def step(self, closure=None):
+            if not self.broken:
+                self.broken = True
+                raise RuntimeError("broke off")
+            wrapper.state_dict()  # in the middle of a step that will be whole
+            return super().step(closure)
+
+    p = torch.nn.Parameter(torch.zeros(1))
+    wrapper = fa.AccumulatingOptimizer(BreaksOnce([p], lr=1.0), None if owned else 1)
+    p.sum().backward()
+    with pytest.raises(RuntimeError, match="broke off"):
+        wrapper.step()
+    for saved in (wrapper.state_dict, functools.partial(copy.deepcopy, (p, wrapper))):
+        with pytest.warns(RuntimeWarning, match=r"no checkpoint or copy holds; call step\(\) again"):
+            saved()
+    wrapper.step()
+    assert p == -1
+    wrapper.state_dict()
+    p.sum().backward()
+    wrapper.optimizer.broken = False
+    with pytest.raises(RuntimeError, match="broke off"):
+        wrapper.step()
+    wrapper.reset()
+    wrapper.state_dict()

@@ -19,6 +19,7 @@ def _serve(rank, size, store, timeout, backend, pipe, together):
     gc.freeze()  # or collecting would go through PyTorch's 300,000 objects, which takes half of the tests' time
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # distributed checkpoints of PyTorch 2.10
+    warnings.filterwarnings("ignore", "Attempting to run cuBLAS")  # PyTorch of its own thread
     torch.set_num_threads(1)
     case, arguments = pipe.recv()  # imports the test's module, which on a busy machine can outlast a short timeout
     together.wait()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..buffers.buffers import Slot
 from ..buffers.shards import local_of, whole
+from ..warn import warn
 from ..window.window import Loss, MicroBatch, Window
 
 if TYPE_CHECKING:
@@ -24,6 +25,11 @@ def save(opt: AccumulatingOptimizer) -> dict[str, Any]:
     """Everything needed to continue bit-identically, as tensors and plain values; parameters by position."""
     sums, ledger, accumulator = opt._sums, opt._ledger, opt._gathering.accumulator
     ranks, adaptive = opt._gathering.ranks, opt.settings.schedule.adaptive
+    if opt._closing.broke_off:
+        warn(
+            "the last step() was broken off by an exception after it had closed its window, which no checkpoint or copy holds; call step() "
+            "again first, which applies it, or opt.reset() to drop it"
+        )
     ranks.take_back()
     sums.offload.wait()
     if ledger.has_micro:

@@ -40,6 +40,7 @@ class Closing:
         self.updated: bool | Tensor = False
         self.noise = None if settings.noise_scale is None else NoiseScale(settings.noise_scale)
         self._unapplied: Conclusion | None = None  # a closed window, until it is applied and reported
+        self._at_work = False  # is the inner optimizer?
 
     def close(self, inner: Optimizer, overflow: bool | Tensor) -> None:
         """The window is over: the next gradient begins a new one, and this one is applied, unless something forbids it."""
@@ -83,11 +84,16 @@ class Closing:
 
     def apply_again(self, inner: Optimizer) -> bool:
         """Go on with the window that a call closed before it raised. Returns False if there is none, or its gradient was dropped since."""
-        end = self._unapplied
-        if end is None or end.begun != self._sums.begun:
+        if not self.broke_off:
             return False
-        self._apply(inner, end)
+        assert self._unapplied is not None
+        self._apply(inner, self._unapplied)
         return True
+
+    @property
+    def broke_off(self) -> bool:
+        """Would the next call of :meth:`apply_again` apply a window?"""
+        return not self._at_work and self._unapplied is not None and self._unapplied.begun == self._sums.begun
 
     def _apply(self, inner: Optimizer, end: Conclusion) -> None:
         # When the inner optimizer raises, or anything after it, the next step() or flush() goes on from there.
@@ -100,14 +106,14 @@ class Closing:
 
     @contextmanager
     def _inner_at_work(self) -> Iterator[None]:
-        before = self._gathering.closed
+        before = self._gathering.closed, self._at_work
         # In windows of the caller, if it steps the parameters that receive gradients, its backward is like any other.
         apart = self._masters.of or self._sums.buffers.offloaded
-        self._gathering.closed = bool(apart) or not self._settings.schedule.caller_owned
+        self._gathering.closed, self._at_work = bool(apart) or not self._settings.schedule.caller_owned, True
         try:
             yield
         finally:
-            self._gathering.closed = before
+            self._gathering.closed, self._at_work = before
 
     def _report(self, end: Conclusion, applied: bool | Tensor) -> None:
         if not self._gathering.ranks.anything(end.slots):

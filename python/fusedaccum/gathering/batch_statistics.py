@@ -173,6 +173,7 @@ class Statistics:
             (slot, number): [Call(k, n, here(moments, slot), ranks) for k, n, moments, ranks in of]
             for slot, number, of in saved["pending"]
         }
+        self._in_part = Counter({key: 1 + max(call.k for call in of) for key, of in self._pending.items()})
         self._counted = {
             (slot, number): [Total(n, here(moments, slot)) for n, moments in of]
             for slot, number, of in saved["counted"]

@@ -65,8 +65,7 @@ class Windows:
             self.sums.over_owners = ranks.group.sum
 
     def begin_window(self) -> None:
-        live = self.loss_scale.live
-        unit = None if live is None else live.detach().clone()
+        unit = self.loss_scale.now()
         self.sums.begin()
         self.counts_left, self.step_under_way = [], False
         self.ranks.forget()

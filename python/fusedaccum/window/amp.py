@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ..scalars import Scalar, beside
+from ..scalars import Scalar, beside, widest
 
 if TYPE_CHECKING:
     from .losses import Losses
@@ -62,8 +62,12 @@ class LossScale:
         if self.live is None or window.unit is None:
             return 1.0
         factor = self.live / beside(window.unit, self.live)
-        window.unit = self.live.detach().clone()
+        window.unit = self.now()
         return factor
+
+    def now(self) -> Tensor | None:
+        """A copy of the scale in force, if known. The scaler's own is FP32, and so would be what FP64 sums are divided by."""
+        return None if self.live is None else self.live.detach().to(widest(self.live.device), copy=True)
 
     def step_without_scaler(self, window: Window | None, losses: Losses) -> None:
         """``step()`` was not called by a scaler: the gradients of ``window`` carry no loss scale."""
@@ -81,15 +85,16 @@ class LossScale:
 
     def step_by_scaler(self, window: Window, losses: Losses) -> None:
         """``step()`` was called by a scaler: the scale that the sums and losses of ``window`` carry is known now, or never will be."""
-        if self.live is None:  # unscaled before we first saw the scaler
+        live = self.now()
+        if live is None:  # unscaled before we first saw the scaler
             window.unit, window.unit_lost, window.small_sq_norm = 1.0, True, None
             losses.scale_stays_unknown()
         elif self.unscaled and not self.hidden:
-            window.unit = (self.live if window.unit is None else window.unit) / self.live
+            window.unit = (live if window.unit is None else window.unit) / live
         elif window.unit is None:
-            window.unit = self.live.detach().clone()
+            window.unit = live
             window.small_sq_norm = None  # was measured while the scale was unknown
-            losses.scale_is(window.unit)
+            losses.scale_is(live)
         window.unit_lost = window.unit_lost or self._unseen
 
     def scaler_sets(self, grad_scale: object, hidden: bool) -> None:
