@@ -6,6 +6,7 @@ import fusedaccum as fa
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from training import (
     assert_same_parameters,
     big_batch_step,
@@ -245,3 +246,39 @@ def test_ungrouped_second_pass_is_refused_because_it_could_not_be_skipped_withou
 def test_skip_micro_batch_holds_more_than_a_bucket(monkeypatch):
     monkeypatch.setattr("fusedaccum.intake.intake.BUCKET_BYTES", 64)
     test_dropped_micro_batch_leaves_no_trace("skip_micro_batch", float("nan"), [2])
+
+
+@pytest.mark.parametrize("policy", ["skip_micro_batch", "raise"])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("first", [True, False], ids=["in the first micro-batch", "later"])
+def test_a_scaler_finds_overflows_wherever_gradients_are_held(first, reentrant, policy):
+    """With everything in re-entrant checkpoints nothing signals the end of a pass, and the scaler looked at the sums before it."""
+    net, (x, _) = model(torch.float32), data(dtype=torch.float32)
+    opt = wrapped(net, 8, nonfinite=policy)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    expected = 64.0
+    for i in range(4):
+        loss = scaler.scale(checkpoint(net, x.requires_grad_(), use_reentrant=reentrant).mean())
+        bad = first or i > 0
+        (loss * (float("inf") if bad else 1)).backward()
+        with pytest.raises(FloatingPointError) if bad and policy == "raise" else nullcontext():
+            scaler.step(opt)
+        scaler.update()
+        expected *= 0.5 if bad else 1.0
+        assert scaler.get_scale() == expected
+    assert opt.progress["micro_batch"] == ("0/8" if first else "1/8")
+
+
+@pytest.mark.parametrize("policy", ["propagate", "skip_micro_batch"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_clipping_by_hand_after_normalize_sees_held_gradients(reentrant, policy):
+    net, (x, _) = model(), data()
+    opt = wrapped(net, nonfinite=policy, make=lambda ps: torch.optim.SGD(ps, lr=1.0))
+    before = [p.detach().clone() for p in net.parameters()]
+    for part in x.requires_grad_().split(12):
+        (100 * checkpoint(net, part, use_reentrant=reentrant).square().mean()).backward()
+    opt.normalize_()
+    assert nn.utils.clip_grad_norm_(net.parameters(), 0.5) > 0.5
+    opt.step()
+    moved = torch.stack([(p - q).square().sum() for p, q in zip(net.parameters(), before, strict=True)]).sum().sqrt()
+    assert moved.item() == pytest.approx(0.5, rel=1e-5)

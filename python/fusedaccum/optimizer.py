@@ -16,6 +16,7 @@ from torch import Tensor
 # The wrapper counts and decides in Python, step by step: within torch.compile its calls are graph breaks, as are those of torch.optim
 # that carry this decorator. (torch.compiler.disable is the same, but loads the compiler when this module is imported.)
 from torch._compile import _disable_dynamo as _outside_graphs
+from torch.compiler import is_dynamo_compiling as is_compiling
 from torch.nn import Parameter
 from torch.optim import LBFGS
 from torch.optim.optimizer import Optimizer
@@ -212,7 +213,21 @@ class AccumulatingOptimizer(Optimizer):
         """Is it an attribute of the wrapper, before which the inner optimizer's is not looked up?"""
         return name in OURS or name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
 
-    param_groups, state, defaults = map(_of_inner, ("param_groups", "state", "defaults"))
+    state, defaults = _of_inner("state"), _of_inner("defaults")
+
+    @property
+    def param_groups(self) -> Any:
+        """The inner optimizer's own. GradScaler reads them just before it looks for overflows in ``p.grad``: so must what a backward has
+        left to do, if nothing has signalled its end.
+        """
+        gathering = self.__dict__.get("_gathering")  # None: not built yet
+        if gathering is not None and not is_compiling():
+            gathering.settle_returned()
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: Any) -> None:
+        self.optimizer.param_groups = value
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optimizer!r}, {self.settings!r})"

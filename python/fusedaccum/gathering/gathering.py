@@ -296,8 +296,8 @@ class Gathering(Windows):
         gathering = _GATHERING_OF.get(parameter)
         return None if gathering is None else gathering()
 
-    def forward_begins(self) -> None:
-        """End a pass whose backward has returned, so that what this forward leaves is not taken to belong to its micro-batch."""
+    def settle_returned(self) -> None:
+        """End a pass that still seems open, if its backward has returned."""
         self._intake.settle_returned()
 
     @torch.no_grad()

@@ -155,7 +155,7 @@ class Pooled(_BatchNorm):
             self.momentum = momentum
         if run is _Run.COUNTED:
             gathering, key = followed
-            gathering.forward_begins()
+            gathering.settle_returned()  # or this forward would be taken to belong to its micro-batch
             gathering.statistics.record(key, input.numel() // input.shape[1], moments, _ranks_of(self))
         return output
 
