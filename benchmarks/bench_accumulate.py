@@ -121,10 +121,10 @@ def _contestants(case: Case, shapes: ShapeSet, inputs: Inputs, moved: int, optio
     if inputs[0][0][0].is_cuda:
         entries += _on_gpu(inputs, scale, overwrite)
     if overwrite:
-        entries.append(Contestant("copy_ a tensor", peer(peers.copy_each)))
+        entries.append(Contestant("copy_ per tensor", peer(peers.copy_each)))
         entries.append(Contestant("torch._foreach_copy_", peer(peers.copy_foreach)))
     else:
-        entries.append(Contestant("add_ a tensor", peer(peers.add_each)))
+        entries.append(Contestant("add_ per tensor", peer(peers.add_each)))
         entries.append(Contestant("torch._foreach_add_", peer(peers.add_foreach)))
         if case.grads != case.buffers:
             entries.append(Contestant("cast then add", peer(peers.cast_then_add)))

@@ -143,7 +143,7 @@ WAYS: dict[str, Way] = {
     ),
     "p.grad in bf16": Way("PyTorch's own accumulation: sums rounded to bf16", _plain, 2),
     "add after backward": Way("all bf16 gradients of a micro-batch, then FP32 sums", _copied_afterwards, 4),
-    "a hook a parameter": Way("FP32 sums, one gradient at a time, one add_ each", _hooked, 4),
+    "a hook per parameter": Way("FP32 sums, one gradient at a time, one add_ each", _hooked, 4),
     "fusedaccum, FP32 weights": Way("one bucket of gradients at a time", _ours(), 4, "fp32"),
     "fusedaccum, fused layers": Way("Linear layers add by themselves", _ours(fused=True), 4, "fp32"),
     "p.grad in FP32": Way("PyTorch's own accumulation", _plain, 4, "fp32"),

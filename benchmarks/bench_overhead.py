@@ -84,7 +84,7 @@ def _micro_batches(count: int, backend: str) -> list[Contestant]:
         Contestant(WITHOUT_EXTENSIONS, _without_extensions(_wrapped(count, _portable(), "python")), kind="variant"),
         Contestant(BARE, _bare(count), kind="variant"),
         Contestant("PyTorch's own p.grad, bf16", _plain(count)),
-        Contestant("a hook a parameter, FP32 main_grad", _main_grad(count)),
+        Contestant("a hook per parameter, FP32 main_grad", _main_grad(count)),
     ]
 
 
@@ -181,7 +181,7 @@ def _calls(count: int, backend: str) -> list[Contestant]:
             _without_extensions(lambda _: fa.ops.accumulate_(buffers, grads, 0.125, backend=_portable())),
             kind="variant",
         ),
-        Contestant("add_ a tensor", lambda _: peers.add_each(buffers, grads, 0.125)),
+        Contestant("add_ per tensor", lambda _: peers.add_each(buffers, grads, 0.125)),
         Contestant("torch._foreach_add_", lambda _: peers.add_foreach(buffers, grads, 0.125)),
         Contestant("cast then add", lambda _: peers.cast_then_add(buffers, grads, 0.125)),
     ]

@@ -35,7 +35,7 @@ WAYS = {
     "fusedaccum, shard": "variant",
     "DDP, every micro-batch": "peer",
     "DDP, no_sync": "peer",
-    "a hook a parameter, one FP32 all-reduce": "peer",
+    "a hook per parameter, one FP32 all-reduce": "peer",
 }
 
 
@@ -147,7 +147,7 @@ def prepared(shapes: tuple[Shape, ...], backend: str) -> dict[str, Callable[[], 
         "fusedaccum, shard": _ours(shapes, grads, backend, {"shard": True}),
         "DDP, every micro-batch": _ddp(shapes, grads, True),
         "DDP, no_sync": _ddp(shapes, grads, False),
-        "a hook a parameter, one FP32 all-reduce": _main_grad(shapes, grads),
+        "a hook per parameter, one FP32 all-reduce": _main_grad(shapes, grads),
     }
 
 

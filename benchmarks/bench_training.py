@@ -68,7 +68,7 @@ def _contestants(work: Work, backend: str) -> list[Contestant]:
         Contestant(OURS, wrapped(work, work.own_params(), backend), kind="ours"),
         Contestant(NOISE_SCALE, wrapped(work, work.own_params(), backend, noise_scale=0.95), kind="variant"),
         Contestant("add after backward", added_after(work)),
-        Contestant("a hook a parameter", hooked(work, work.own_params())),
+        Contestant("a hook per parameter", hooked(work, work.own_params())),
         Contestant("backward alone", lambda _: backward_alone(work), kind="variant"),
     ]
 

@@ -67,9 +67,9 @@ def _contestants(shapes: ShapeSet, grads: str, buffers: str, options: Options) -
             lambda _: fused(sums, micro_batches, options.backend, rescale=False),
             kind="variant",
         ),
-        Contestant("add_ a tensor", lambda _: as_usual(sums, micro_batches, peers.add_each)),
+        Contestant("add_ per tensor", lambda _: as_usual(sums, micro_batches, peers.add_each)),
         Contestant("torch._foreach_add_", lambda _: as_usual(sums, micro_batches, peers.add_foreach)),
-        Contestant("add_ a tensor, folded", lambda _: folded(sums, micro_batches, peers.add_each)),
+        Contestant("add_ per tensor, folded", lambda _: folded(sums, micro_batches, peers.add_each)),
     ]
     if grads != buffers:
         entries.append(Contestant("cast then add", lambda _: as_usual(sums, micro_batches, peers.cast_then_add)))

@@ -16,12 +16,12 @@ BLUE, ORANGE, GREEN, YELLOW, SKY, PURPLE, GREY = (
 )
 COLOURS = {
     OURS: BLUE,
-    "add_ a tensor": ORANGE,
+    "add_ per tensor": ORANGE,
     "torch._foreach_add_": GREEN,
     "cast then add": PURPLE,
     "torch.compile of the list": YELLOW,
     "torch.compile of the adds, folded": YELLOW,
-    "add_ a tensor, folded": "#D55E00",
+    "add_ per tensor, folded": "#D55E00",
     PYTHON_HOOKS: SKY,
     HOOKS_ALONE: "#003F63",
     PYTHON_HOOKS_ALONE: PURPLE,
@@ -39,8 +39,8 @@ COLOURS = {
     "fusedaccum, buffers in CPU memory": "#003F63",
     "fusedaccum, masters in CPU memory": "#999999",
     "add after backward": PURPLE,
-    "a hook a parameter": GREEN,
-    "a hook a parameter, FP32 main_grad": GREEN,
+    "a hook per parameter": GREEN,
+    "a hook per parameter, FP32 main_grad": GREEN,
     "PyTorch's own p.grad, bf16": ORANGE,
 }
 STYLE = {

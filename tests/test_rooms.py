@@ -23,7 +23,7 @@ ROOMS = {
     "ranks": {"buffers", "modules", "ops", "scalars", "warn", "window"},
     "gathering": {"buffers", "intake", "modules", "ops", "ranks", "scalars", "warn", "window"},
     "closing": {"buffers", "gathering", "scalars", "warn", "window"},
-    "checkpoint": {"buffers", "gathering", "window"},
+    "checkpoint": {"buffers", "gathering", "warn", "window"},
     "schedules": {"scalars", "window"},
     "optimizer": {"buffers", "checkpoint", "closing", "gathering", "scalars", "window"},
     "recipes": {"buffers", "gathering", "intake", "ops", "optimizer", "scalars", "window"},

@@ -266,7 +266,7 @@ def measure(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Squares and elements that are not finite, a number of each for every block."""
+    """Squares and elements that are not finite, one number of each per block."""
     tensor, elements, begin = _place(table, tensors, BLOCK)
     at = begin + tl.arange(0, BLOCK)
     source = _pointer(_row(table, tensors, tensor, _IN), IN_DTYPE, IN_DTYPE, ALIGNED)

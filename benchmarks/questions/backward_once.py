@@ -18,7 +18,7 @@ from ..memory import mark, recorded
 from ..style import BLUE, GREY, ORANGE, PURPLE
 
 PARTS, SEQUENCES, TOKENS = 8, 4, 64  # micro-batches, and what each holds
-BIG, ONCE, EACH = "big batch", "one backward, of the sum", "a backward a micro-batch"
+BIG, ONCE, EACH = "big batch", "one backward, of the sum", "a backward per micro-batch"
 COLOURS = {BIG: GREY, ONCE: ORANGE, EACH: PURPLE, OURS: BLUE}
 
 

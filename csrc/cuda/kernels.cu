@@ -18,7 +18,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kBlocks = 3;      // a multiprocessor has room for, at least: docs/decisions.md
-constexpr int kPacks = 2;       // a thread's share of a tile, a side: with an output that is read, four loads
+constexpr int kPacks = 2;       // packs per thread, tile and side: four loads where the output is read
 constexpr int kStatsPacks = 4;  // where there is one side only
 
 static_assert(CUDART_VERSION >= kDriver, "the kernels' arguments need a newer toolkit");

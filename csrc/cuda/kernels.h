@@ -32,13 +32,13 @@ struct Call {
   Scalar scale;
   Scalar decay;
   uint64_t seed = 0;
-  Partial* partials = nullptr;  // device memory, one a block of the pairs; null for no statistics
+  Partial* partials = nullptr;  // device memory, one per block of the pairs; null for no statistics
 };
 
 // The CUDA version, of toolkit and driver, since which a kernel's arguments may take 32,764 bytes; before, 4,096.
 constexpr int kDriver = 12010;
 
-constexpr int64_t kChunk = 8192;  // elements a block takes on: docs/performance.md
+constexpr int64_t kChunk = 8192;  // elements per block: docs/performance.md
 
 inline int64_t blocks_of(int64_t elements) { return (elements + kChunk - 1) / kChunk; }
 

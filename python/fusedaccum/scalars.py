@@ -44,7 +44,9 @@ def as_tensor(value: Scalar) -> Tensor:
 
 
 def on(scalar: Scalar, device: torch.device) -> Scalar:
-    """The same number where tensors on ``device`` can be combined with it. Waits only on the way to the CPU."""
+    """``scalar``, moved to ``device`` if it is a tensor elsewhere (FP64 becomes FP32 where the device has none). Waits only on the way to
+    the CPU.
+    """
     if not isinstance(scalar, Tensor) or scalar.device == device:
         return scalar
     dtype = widest(device) if scalar.dtype == torch.float64 else scalar.dtype
@@ -52,7 +54,9 @@ def on(scalar: Scalar, device: torch.device) -> Scalar:
 
 
 def beside(scalar: Scalar, other: Scalar) -> Scalar:
-    """The same number where it can be combined with ``other``, if that is not on the CPU: there, or as a number. Does not wait."""
+    """``scalar``, so that it combines with ``other`` without waiting: if ``other`` is on a device, a CPU tensor becomes a Python number,
+    and any other tensor moves to that device.
+    """
     if not (isinstance(scalar, Tensor) and isinstance(other, Tensor)) or other.device.type == "cpu":
         return scalar
     return scalar.item() if scalar.device.type == "cpu" else on(scalar, other.device)

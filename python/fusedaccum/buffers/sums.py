@@ -254,7 +254,9 @@ class Sums:
 
     @contextmanager
     def _dividing(self) -> Iterator[None]:
-        """Around what must not be repeated if it breaks off: an operation that raises may have written some of its results, or all."""
+        """The sums count as half divided within the block, and from then on if it raises: some results may have been written, so it must
+        not be repeated.
+        """
         self._check_whole()
         self.half_divided = True
         yield

@@ -87,8 +87,8 @@ def window(opt: AccumulatingOptimizer, ranks: list[dict[str, Any]]) -> dict[str,
 def rescaled(opt: AccumulatingOptimizer, slot: Slot, ranks: list[dict[str, Any]]) -> float:
     """The factor for what ``ranks`` have summed of a parameter's gradients.
 
-    Of gradients normalised by the caller, the mean over the ranks is taken at the window's end. Replicas' buffers hold what that mean
-    will be taken of, now over another number of ranks; shards hold the mean already.
+    Under ``"none"`` a window's gradient is the mean over the ranks. Replicas hold terms of that mean, now taken over another number of
+    ranks; shards hold the mean already.
     """
     if opt.settings.reduction != "none":
         return 1.0

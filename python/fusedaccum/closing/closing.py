@@ -107,7 +107,7 @@ class Closing:
     @contextmanager
     def _inner_at_work(self) -> Iterator[None]:
         before = self._gathering.closed, self._at_work
-        # In windows of the caller, if it steps the parameters that receive gradients, its backward is like any other.
+        # The backward of an inner optimizer that steps the parameters themselves (SAM) is an ordinary one in a caller-owned window.
         apart = self._masters.of or self._sums.buffers.offloaded
         self._gathering.closed, self._at_work = bool(apart) or not self._settings.schedule.caller_owned, True
         try:

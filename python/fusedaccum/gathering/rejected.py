@@ -22,7 +22,7 @@ class Rejected:
     """
 
     names: list[str] = field(default_factory=list)  # of the parameters; none as long as nothing was rejected
-    put_away: bool = False  # since the last backward, has a call put the sums back after other code may have met it?
+    put_away: bool = False  # has a call put the sums back since the last backward? Other code may have met the rejected gradient before
     _hidden: list[tuple[Slot, Tensor | None]] = field(default_factory=list)
 
     def reject(self, bad: dict[Slot, Tensor], slots: Sequence[Slot]) -> None:

@@ -59,7 +59,9 @@ class Turns:
 
 
 def _left_behind(stream: torch.cuda.Stream, device: torch.device) -> bool:
-    """Has a graph capture begun since that ``stream`` is not part of, and must not wait for? (It began with a wait for the device.)"""
+    """Has a graph capture begun since, of which ``stream`` is not part? To wait for that stream is then forbidden, and needless: a capture
+    begins by waiting for the device.
+    """
     with torch.cuda.device(device):
         if not capturing(device):
             return False

@@ -68,7 +68,7 @@ def explain(
 
         bytes in memory = model + buffers + gradients on their way (a bucket) + masters + optimizer's state
         bytes moved     = (p + b) + (N - 1) * (p + 2b) + closing      closing: b + p to cast, 2b to scale, 0 where handed on
-        seconds         = sum over the passes of bytes / measured bandwidth      (+ hooks, a parameter and micro-batch)
+        seconds         = sum over the passes of bytes / measured bandwidth      (+ hooks, per parameter and micro-batch)
 
     counted over the parameters as they are; docs/memory.md and docs/performance.md explain each term. Gradients are assumed to
     arrive from the last parameter to the first. Not counted, because no input is known: activations, the rows of a fused embedding, the

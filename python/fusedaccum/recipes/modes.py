@@ -54,7 +54,7 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class Way:
-    """A mode as requested: the wrapper's ``arguments``, and what they mean here."""
+    """The wrapper's arguments for a mode, and what they mean here, before anything is priced."""
 
     name: str
     arguments: str = ""
@@ -82,7 +82,7 @@ PLAIN = Way("plain p.grad", plain=True)
 
 @dataclass(frozen=True)
 class Mode:
-    """One way to accumulate, and what a window costs under it.
+    """A mode with its price: what a window holds, moves and takes under it.
 
     Attributes:
         name: of the mode. arguments: the wrapper's arguments that select it.

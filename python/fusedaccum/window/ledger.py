@@ -58,7 +58,8 @@ class Ledger:
         self.index = 0
         self._window: Window | None = None
         self._micro: MicroBatch | None = None
-        self._before_held: dict[str, Any] | None = None  # counts before those whose gradients are still to come
+        # The window's counts before the first micro-batch whose gradients FSDP2 still holds back.
+        self._before_held: dict[str, Any] | None = None
 
     @property
     def has_window(self) -> bool:
