@@ -212,7 +212,7 @@ class Buffers:
             self.slots.append(slot)
             self.of[p] = slot
             fresh.append(slot)
-        self._look()
+        self._refresh()
         return fresh
 
     def leave(self, slots: Sequence[Slot]) -> None:
@@ -220,9 +220,9 @@ class Buffers:
         del self.slots[len(self.slots) - len(slots) :]
         for slot in slots:
             del self.of[slot.param]
-        self._look()
+        self._refresh()
 
-    def _look(self) -> None:
+    def _refresh(self) -> None:
         self.lent[:] = [slot for slot in self.slots if slot.lent]
         self.sharded = any(slot.sharded for slot in self.slots)
 

@@ -52,7 +52,7 @@ class MasterWeights:
                 master = Parameter(copy, requires_grad=p.requires_grad)
                 if type(p) in (Parameter, Tensor):  # subclasses keep data of their own there
                     master.__dict__ = p.__dict__  # attributes that optimizers read (p.lr_mul), whenever they are set
-                self.of[p], self._model[master], self._seen[p] = master, p, _look(p)
+                self.of[p], self._model[master], self._seen[p] = master, p, _fingerprint(p)
 
     def take_state(self, inner: Optimizer) -> None:
         """Make the state that ``inner`` already has fit the masters, as its load_state_dict would: Adagrad's constructor makes one."""
@@ -125,10 +125,10 @@ class MasterWeights:
         """
         for p, master in self.of.items():
             master.requires_grad = p.requires_grad  # it may have been frozen or unfrozen since
-            if _look(p) != self._seen[p]:
+            if _fingerprint(p) != self._seen[p]:
                 theirs = p.to(master.device)
                 master.copy_(torch.where(master.to(p.dtype) == theirs, master, theirs.to(master.dtype)))
-                self._seen[p] = _look(p)
+                self._seen[p] = _fingerprint(p)
 
     @torch.no_grad()
     def write_back(
@@ -147,15 +147,15 @@ class MasterWeights:
             masters = [local_of(self.of[p].detach()) for p in parameters]
             cast_ = sums.offload.cast_ if elsewhere else ops.cast_
             outs = [local_of(p.detach()) for p in parameters]
-            unchanged = [before is not None and before[p] == _look(self.of[p]) for p in parameters]
+            unchanged = [before is not None and before[p] == _fingerprint(self.of[p]) for p in parameters]
             outs = [out.data if same else out for out, same in zip(outs, unchanged, strict=True)]
             cast_(outs, masters, backend=sums.backend)
             for p in parameters:
-                self._seen[p] = _look(p)
+                self._seen[p] = _fingerprint(p)
 
-    def looks(self) -> dict[Parameter, tuple[int, int]]:
+    def fingerprints(self) -> dict[Parameter, tuple[int, int]]:
         """By parameter: the version and address of its master, which tell whether it has been written to."""
-        return {p: _look(master) for p, master in self.of.items()}
+        return {p: _fingerprint(master) for p, master in self.of.items()}
 
     def load(self, masters: dict[Parameter, Tensor]) -> None:
         """Load saved masters."""
@@ -165,7 +165,7 @@ class MasterWeights:
                 self._seen[p] = None  # the model may hold others: follow_model() compares
 
 
-def _look(p: Parameter) -> tuple[int, int]:
+def _fingerprint(p: Parameter) -> tuple[int, int]:
     """What changes when a parameter is written to, or gets other memory (as from vector_to_parameters)."""
     return p._version, p.data_ptr()
 

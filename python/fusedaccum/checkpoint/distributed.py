@@ -177,7 +177,7 @@ def _saved(opt: AccumulatingOptimizer) -> dict[str, Any]:
         for name, value in entry.items()
         if _apart(of_state[index].param, value)
     ]
-    ranks = [_unpacked(one) for one in opt._gathering.ranks.gathered(_packed(mine))]
+    ranks = [_unpacked(one) for one in opt._gathering.ranks.all_gather(_packed(mine))]
     number = opt._gathering.ranks.rank
     _check_together(ranks)
     tensors, plain = dict[str, Tensor](), dict[Any, Any]()

@@ -138,7 +138,7 @@ class Closing:
         self._gathering.settle()
         slots = self._sums.buffers.slots
         self._masters.follow_model()
-        before = self._masters.looks()
+        before = self._masters.fingerprints()
         try:
             with self._inner_at_work(), self._masters.at_work(inner, slots):
                 result = method(*args, **kwargs)

@@ -67,7 +67,7 @@ class Statistics:
 
     def __init__(self, buffers: Buffers):
         self._buffers = buffers
-        self._looked = False  # for layers that should be here
+        self._searched = False  # for layers that should be here
         self._micro_batches = 0  # counted since a window closed
         self._pending: dict[Key, list[Call]] = {}
         self._in_part: Counter[Key] = Counter()  # calls in the part of a micro-batch that is under way
@@ -123,8 +123,8 @@ class Statistics:
         for key, layer in self._layers():
             for total in counted.get(key, ()):
                 move(layer, total)
-        if micro_batches > 1 and not self._looked:
-            self._looked = True
+        if micro_batches > 1 and not self._searched:
+            self._searched = True
             note_unpooled(self._buffers)
 
     @property
@@ -212,7 +212,7 @@ def over_ranks(group: Group, counted: dict[Key, list[Total]]) -> dict[Key, list[
     """The totals of all ranks, also of calls that this one has not made. Four small collectives."""
     here = {(key, k): total for key, of in counted.items() for k, total in enumerate(of)}
     widths = {place: total.moments.shape[1] for place, total in here.items()}
-    places = sorted({place: width for theirs in group.gathered(widths) for place, width in theirs.items()}.items())
+    places = sorted({place: width for theirs in group.all_gather(widths) for place, width in theirs.items()}.items())
     mine = [here.get(place) or Total(0.0, torch.zeros(2, width, dtype=torch.float64)) for place, width in places]
     result: dict[Key, list[Total]] = {}
     for ((key, _), _), total in zip(places, summed(mine, group), strict=True):

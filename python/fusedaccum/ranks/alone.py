@@ -54,7 +54,7 @@ class Alone:
         """The smallest of the ranks' numbers; waits for the device."""
         return mine
 
-    def gathered(self, mine: Any) -> list[Any]:
+    def all_gather(self, mine: Any) -> list[Any]:
         """Every rank's plain values; waits for the device."""
         return [mine]
 

@@ -137,7 +137,7 @@ class Group:
         """The sum over the ranks of a small tensor."""
         return self._reduced(mine, dist.ReduceOp.SUM)
 
-    def gathered(self, mine: Any) -> list[Any]:
+    def all_gather(self, mine: Any) -> list[Any]:
         """Every rank's plain values; waits for the device."""
         theirs: list[Any] = [None] * self.size
         with self.talking() as group:
@@ -182,7 +182,7 @@ class Group:
             (slot.name, tuple(slot.param.shape), str(slot.param.dtype), slot.param.requires_grad, strides(slot))
             for slot in slots
         ]
-        for rank, other in enumerate(self.gathered(mine)):
+        for rank, other in enumerate(self.all_gather(mine)):
             differing = [(a, b) for a, b in zip(mine, other, strict=False) if a[1:] != b[1:]]
             if differing or len(mine) != len(other):
                 a, b = differing[0] if differing else (f"{len(mine)} parameters", f"{len(other)}")

@@ -112,8 +112,8 @@ class Ranks(Alone):
     def least(self, mine: float) -> float:
         return self.group.least(mine)
 
-    def gathered(self, mine: Any) -> list[Any]:
-        return self.group.gathered(mine)
+    def all_gather(self, mine: Any) -> list[Any]:
+        return self.group.all_gather(mine)
 
     def forget(self) -> None:
         self._overflow = False  # has a GradScaler found an overflow on any rank?
