@@ -65,9 +65,13 @@ class LossScale:
         window.unit = self.now()
         return factor
 
-    def now(self) -> Tensor | None:
-        """A copy of the scale in force, if known. The scaler's own is FP32, and so would be what FP64 sums are divided by."""
-        return None if self.live is None else self.live.detach().to(widest(self.live.device), copy=True)
+    def now(self) -> Scalar | None:
+        """A copy of the scale in force, if known: a number if it is on the CPU, else FP64, so that FP64 sums can be divided by it."""
+        if self.live is None:
+            return None
+        if self.live.device.type == "cpu":
+            return self.live.item()
+        return self.live.detach().to(widest(self.live.device), copy=True)
 
     def step_without_scaler(self, window: Window | None, losses: Losses) -> None:
         """``step()`` was not called by a scaler: the gradients of ``window`` carry no loss scale."""
@@ -90,7 +94,7 @@ class LossScale:
             window.unit, window.unit_lost, window.small_sq_norm = 1.0, True, None
             losses.scale_stays_unknown()
         elif self.unscaled and not self.hidden:
-            window.unit = (live if window.unit is None else window.unit) / live
+            window.unit = 1.0 if window.unit is None else window.unit / live
         elif window.unit is None:
             window.unit = live
             window.small_sq_norm = None  # was measured while the scale was unknown
