@@ -88,3 +88,14 @@ def test_progress_leaves_out_a_weight_that_it_would_have_to_wait_for(device):
     opt.backward(p.sum(), weight=torch.tensor(2.0, device=device))
     opt.step()
     assert opt.progress == {"window": 0, "micro_batch": 1}
+
+
+def test_fp64_sums_are_divided_by_a_loss_scale_in_fp64(device):
+    p = nn.Parameter(torch.zeros(1, dtype=torch.float64, device=device))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 2)
+    scaler = torch.amp.GradScaler(device.type, init_scale=8.0)
+    for weight in (1.0, 2.0):
+        opt.backward(scaler.scale(p.sum()), weight=weight)
+        scaler.step(opt)
+        scaler.update()
+    assert abs(p.item() + 1) < 1e-15
