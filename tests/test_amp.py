@@ -358,3 +358,48 @@ def test_a_micro_batch_without_gradients_after_the_scalers_last_was_dropped():
     p.sum().backward()
     opt.step()
     assert (p == -1.5).all()
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("accum_steps", [None, 1, 3])
+def test_another_scaler_takes_over_between_windows(accum_steps, resumed):
+    p = nn.Parameter(torch.zeros(4))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), accum_steps)
+    for window, init_scale in enumerate((1024.0, 65536.0)):
+        if window and resumed:  # by a script that does not save its scaler
+            state = opt.state_dict()
+            del opt
+            p.grad = None
+            opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), accum_steps)
+            opt.load_state_dict(state)
+        scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
+        for _ in range(accum_steps or 1):
+            opt.backward(scaler.scale(p.sum()))
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+        assert torch.equal(p, torch.full_like(p, -1.0 - window))
+    assert opt.last_window.loss is None  # which was divided by the other scale
+
+
+def test_another_scaler_within_a_window_is_refused():
+    p = nn.Parameter(torch.zeros(4))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 2)
+    for init_scale in (1024.0, 1024.0, 1024.0, 4096.0):
+        scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
+        scaler.scale(p.sum()).backward()
+        if init_scale == 4096.0:
+            with pytest.raises(
+                RuntimeError, match="scale 4096, but the window began under another one, whose scale is 1024"
+            ):
+                scaler.step(opt)
+        else:
+            scaler.step(opt)
+            scaler.update()
+    assert torch.equal(p, torch.full_like(p, -1.0))
+    opt.reset()
+    for _ in range(2):
+        scaler = torch.amp.GradScaler("cpu", init_scale=4096.0)
+        scaler.scale(p.sum()).backward()
+        scaler.step(opt)
+    assert torch.equal(p, torch.full_like(p, -2.0))

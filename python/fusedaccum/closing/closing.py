@@ -71,7 +71,7 @@ class Closing:
             return False
         if scale.unscaled:
             self._sums.norms.forget_all()  # GradScaler writes without raising the tensors' versions
-        scale.step_by_scaler(window, self._gathering.losses)
+        scale.step_by_scaler(window, self._gathering.losses, window.empty or self._settings.schedule.caller_owned)
         return not self._gathering.rejected.names and as_tensor(found_inf) != 0
 
     def add_no_more(self) -> None:

@@ -31,6 +31,7 @@ class LossScale:
 
     def __init__(self) -> None:
         self.live: Tensor | None = None
+        self._taken_for: Scalar | None = None  # the scale in force until the running step() showed another scaler's
         self.through_scaler = self.unscaled = self.hidden = self._copied = False
 
     @property
@@ -42,9 +43,12 @@ class LossScale:
         if self._unseen:
             self.live = None
         self.through_scaler = self.unscaled = self.hidden = False
+        self._taken_for = None
 
     def __rmul__(self, scale: Tensor) -> Tensor:
         """``scale * optimizer.grad_scale``, as GradScaler.step() computes it: keeps the tensor, changes nothing."""
+        if scale is not self.live:
+            self._taken_for = self.now()
         self.live, self._copied = scale, False
         return scale
 
@@ -87,9 +91,24 @@ class LossScale:
             window.unit = None
             losses.there_is_no_scale()
 
-    def step_by_scaler(self, window: Window, losses: Losses) -> None:
-        """``step()`` was called by a scaler: the scale that the sums and losses of ``window`` carry is known now, or never will be."""
+    def step_by_scaler(self, window: Window, losses: Losses, one_step: bool) -> None:
+        """``step()`` was called by a scaler: the scale that the sums and losses of ``window`` carry is known now, or never will be.
+
+        ``one_step``: is this the window's first, so that all of it carries one scale?
+
+        Raises:
+            RuntimeError: it is another scaler, of another scale, than that of the window's steps before.
+        """
         live = self.now()
+        if live is not None and self._taken_for is not None and float(live) != float(self._taken_for):
+            if not one_step:
+                raise RuntimeError(
+                    f"the GradScaler that calls step() has the scale {float(live):g}, but the window began under another one, whose scale "
+                    f"is {float(self._taken_for):g}; call opt.reset(), and replace a GradScaler only between windows (a resumed run has to "
+                    "load its scaler's state, too)"
+                )
+            window.unit, window.small_sq_norm = live, None
+            losses.scale_was_another()
         if live is None:  # unscaled before we first saw the scaler
             window.unit, window.unit_lost, window.small_sq_norm = 1.0, True, None
             losses.scale_stays_unknown()

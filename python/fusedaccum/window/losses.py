@@ -70,6 +70,10 @@ class Losses:
         if micro is not None and micro.loss is not None and micro.loss.may_carry_scale:
             micro.loss = None
 
+    def scale_was_another(self) -> None:
+        """Losses that opt.backward() got were divided by a loss scale that they did not carry."""
+        self._ledger.window.losses = -1
+
     def there_is_no_scale(self) -> None:
         """No scaler is used any more: the open micro-batch's loss was divided by a loss scale that it did not carry."""
         if self._ledger.has_micro and self._ledger.micro.loss_by_backward:
