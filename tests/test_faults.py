@@ -147,6 +147,27 @@ def test_an_exception_while_masters_take_their_places_puts_the_model_back(monkey
     assert_same_parameters(*nets, 0)
 
 
+def test_an_interrupt_while_masters_leave_their_places_leaves_the_models_there():
+    nets, (x, y) = [model(torch.bfloat16), model(torch.bfloat16)], data(dtype=torch.bfloat16)
+    failing, plain = (wrapped(net, master_weights=True) for net in nets)
+
+    class Interrupted(dict):
+        def clear(self):
+            failing._masters._lent = {}
+            raise KeyboardInterrupt
+
+    for window in range(3):
+        for net, opt in zip(nets, (failing, plain), strict=True):
+            mean_loss(net, x, y).backward()
+            if opt is failing and window == 1:
+                opt._masters._lent = Interrupted()
+                with pytest.raises(KeyboardInterrupt):
+                    opt.step()
+                assert all(a is b for a, b in zip(opt.param_groups[0]["params"], net.parameters(), strict=True))
+            opt.step()
+    assert_same_parameters(*nets, 0)
+
+
 def test_a_fused_layer_does_not_add_to_sums_of_which_some_are_divided(monkeypatch):
     net = fa.fuse_linear(nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3)))
     opt, x = wrapped(net), torch.randn(5, 6)

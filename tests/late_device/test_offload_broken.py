@@ -5,6 +5,7 @@ import itertools
 import threading
 import time
 import warnings
+from contextlib import contextmanager
 
 import fusedaccum as fa
 import fusedaccum.buffers.offload
@@ -13,6 +14,7 @@ import fusedaccum.intake.intake
 import pytest
 import torch
 from fusedaccum.buffers.offload import Offload
+from fusedaccum.buffers.sums import Sums
 from offloading import assert_same, contents, made, micro_batches, moved, sgd, train
 from torch import nn
 
@@ -253,3 +255,26 @@ def test_a_gradient_that_a_method_takes_away_is_not_stepped(device):
     p.sum().backward()
     opt.step()
     assert (p.cpu() == 0).all()
+
+
+def test_an_interrupt_after_a_part_was_stepped_does_not_step_it_twice(device, monkeypatch):
+    brought, interrupts = Sums.brought, []
+
+    @contextmanager
+    def interrupted(self, slots):
+        with brought(self, slots):
+            yield
+        if not interrupts:
+            interrupts.append(slots)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Sums, "brought", interrupted)
+    params = [nn.Parameter(torch.ones(3000, device=device)) for _ in range(3)]
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(params, lr=0.25, foreach=False), 1, buffer_device="cpu")
+    sum(p.sum() for p in params).backward()
+    with pytest.raises(KeyboardInterrupt):
+        opt.step()
+    assert len(interrupts[0]) < len(params)
+    opt.step()
+    for p in params:
+        assert torch.equal(p.cpu(), torch.full((3000,), 0.75))

@@ -70,9 +70,10 @@ def test_a_weight_on_the_cpu_weighs_a_loss_on_the_device(device):
     assert float(opt.last_window.loss) == (1 * 3 + 3 * 15) / 4
 
 
-def test_weights_may_be_on_one_device_each(places):
+@pytest.mark.parametrize("settings", [{}, {"max_grad_norm": math.inf}], ids=["plain", "norm"])
+def test_weights_may_be_on_one_device_each(places, settings):
     params = parameters(places)
-    opt = fa.AccumulatingOptimizer(torch.optim.SGD(params, lr=1.0), window_weight=6)
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(params, lr=1.0), window_weight=6, **settings)
     for factor, weight, place in ((1.0, 2.0, places[0]), (4.0, 3.0, places[1]), (2.0, 1, "cpu")):
         opt.backward(sum((p * factor).sum().to(place) for p in params), weight=torch.tensor(weight, device=place))
         opt.step()

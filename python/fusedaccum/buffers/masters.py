@@ -93,11 +93,11 @@ class MasterWeights:
             self.take_gradients(slots)
             yield
         finally:
+            _exchange(inner, self._model)  # first, because it must not be lost to an interrupt
             self._working = False
             self._lent.clear()
             for slot in slots:
                 self.of[slot.param].grad = None
-            _exchange(inner, self._model)
 
     def take_gradients(self, slots: Iterable[Slot]) -> None:
         """Give the masters of ``slots`` their gradients, unless they were given the same ones before."""

@@ -121,7 +121,7 @@ def step(inner: Optimizer, end: Conclusion, masters: MasterWeights, sums: Sums) 
     for part in parts(left) if steps_each_alone(inner) else filter(None, [left]):
         with hidden([slot for slot in here if slot in end.stepped]), sums.brought(part):
             inner.step()
-        end.stepped |= {*part, *here}
+            end.stepped |= {*part, *here}  # before anything else, which may be interrupted
 
 
 def steps_each_alone(inner: Optimizer) -> bool:
