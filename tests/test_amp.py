@@ -1,5 +1,7 @@
 """A plain script's GradScaler loop works unchanged, with scales that change inside a window and overflows anywhere in it."""
 
+import math
+
 import fusedaccum as fa
 import pytest
 import torch
@@ -403,3 +405,38 @@ def test_another_scaler_within_a_window_is_refused():
         scaler.scale(p.sum()).backward()
         scaler.step(opt)
     assert torch.equal(p, torch.full_like(p, -2.0))
+
+
+def test_another_scaler_takes_over_after_a_dropped_micro_batch():
+    p = nn.Parameter(torch.zeros(4))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 1, nonfinite="skip_micro_batch")
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for factor in (1.0, math.inf):
+        scaler.scale((p * factor).sum()).backward()
+        scaler.step(opt)
+        scaler.update()
+    assert scaler.get_scale() == 512.0
+    scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
+    scaler.scale(p.sum()).backward()
+    opt.record_loss(3.0)
+    scaler.step(opt)
+    assert torch.equal(p, torch.full_like(p, -2.0))
+    assert float(opt.last_window.loss) == 3.0  # which carries no scale
+
+
+def test_a_scaler_that_begins_within_a_window_is_refused():
+    p = nn.Parameter(torch.zeros(4))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    p.sum().backward()
+    opt.step()
+    scaler.scale(p.sum()).backward()
+    with pytest.raises(RuntimeError, match="in a window that began with opt"):
+        scaler.step(opt)
+    scaler.update()
+    opt.reset()
+    for _ in range(2):
+        scaler.scale(p.sum()).backward()
+        scaler.step(opt)
+        scaler.update()
+    assert torch.equal(p, torch.full_like(p, -1.0))

@@ -105,6 +105,51 @@ def test_backward_after_normalize_that_reaches_some_parameters_and_then_all(owne
     torch.testing.assert_close(torch.stack([a, c]), torch.stack([-3 * ones, -2 * ones]) / micro_batches)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("owned", [True, False], ids=["caller-owned", "counted"])
+def test_a_gradient_put_in_by_hand_after_normalize_is_the_windows(owned, dtype):
+    used, unused, late = (nn.Parameter(torch.zeros(3, dtype=dtype)) for _ in range(3))
+    opt = fa.AccumulatingOptimizer(
+        torch.optim.SGD([used, unused, late], lr=1.0), None if owned else 4, buffer_dtype=None
+    )
+    for window in range(2):
+        for number in range(4):
+            (used * 2).sum().backward()
+            if not owned and number < 3:
+                opt.step()
+        opt.normalize_()
+        for p in (used, unused):
+            p.grad = torch.full_like(p, 0.5) if p.grad is None else p.grad + 0.5
+        opt.state_dict()  # looks at p.grad
+        late.grad = torch.full_like(late, 0.25)
+        opt.step()
+        for p, expected in ((used, 2.5), (unused, 0.5), (late, 0.25)):
+            assert torch.equal(p, torch.full_like(p, -expected * (window + 1)))
+    opt.zero_grad()
+    unused.grad = torch.full_like(unused, 8.0)  # in the next window, it is a sum
+    for _ in range(1 if owned else 4):
+        opt.step()
+    assert torch.equal(unused, torch.full_like(unused, -1.0 - (8.0 if owned else 2.0)))
+
+
+@pytest.mark.parametrize("between", [True, False], ids=["after normalize_()", "as a sum"])
+def test_a_backward_after_normalize_takes_what_was_put_in_by_hand_as_a_mean(between):
+    used, unused = (nn.Parameter(torch.zeros(3)) for _ in range(2))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([used, unused], lr=1.0))
+    for _ in range(3):
+        (used * 2).sum().backward()
+    opt.normalize_()
+    if between:
+        unused.grad = torch.ones(3)  # the mean of three
+        used.sum().backward()
+    else:
+        used.sum().backward()
+        unused.grad = torch.ones(3)  # p.grad is a sum again
+    opt.step()
+    assert torch.equal(used, torch.full((3,), -7 / 4))
+    assert torch.equal(unused, torch.full((3,), -3 / 4 if between else -1 / 4))
+
+
 @pytest.mark.parametrize("nothing", [0, torch.tensor(0)], ids=["number", "tensor"])
 def test_normalize_of_a_window_without_weight_shows_that_nothing_was_added(nothing):
     net, (x, y) = model(), data()

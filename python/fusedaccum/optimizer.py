@@ -428,7 +428,7 @@ class AccumulatingOptimizer(Optimizer):
                 raise RuntimeError(NO_GRADIENT)
             divisor = self._ledger.divisor(window.weight)
         factor = self._gathering.loss_scale.rescale(self._ledger.window)
-        self._sums.divide_(self._sums.gathered(), or_one(divisor), factor)
+        self._sums.normalize_(or_one(divisor), factor)
 
     @property
     def progress(self) -> dict[str, int | str]:

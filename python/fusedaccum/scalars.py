@@ -68,6 +68,12 @@ def plus(a: Scalar, b: Scalar) -> Scalar:
     return a + beside(b, a)
 
 
+def over(a: Scalar, b: Scalar) -> Scalar:
+    """The quotient, wherever the two are."""
+    a = beside(a, b)
+    return a / beside(b, a)
+
+
 def or_one(divisor: Scalar) -> Scalar:
     """``divisor``, or 1 if it is 0: then there is nothing to divide. Does not wait."""
     return torch.where(divisor == 0, 1.0, divisor) if isinstance(divisor, Tensor) else divisor or 1.0

@@ -83,6 +83,19 @@ def test_weights_may_be_on_one_device_each(places, settings):
         assert p.tolist() == pytest.approx([1 - (2 * 1 + 3 * 4 + 1 * 2) / 6] * 3)
 
 
+def test_weights_of_means_in_16_bits_may_be_on_one_device_each(places):
+    params = [nn.Parameter(torch.ones(3, dtype=torch.bfloat16, device=place)) for place in places]
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(params, lr=1.0), 2, buffer_dtype=None, max_grad_norm=math.inf)
+    opt.backward(sum(p.sum().to("cpu") for p in params), weight=torch.tensor(1.0, device=places[0]))
+    opt.step()
+    opt.backward((params[0] * 4).sum(), weight=torch.tensor(3.0, device=places[1]))
+    opt.step()
+    assert params[0].tolist() == [1 - (1 * 1 + 3 * 4) / 4] * 3
+    assert (
+        params[1].tolist() == [1 - 1 / 4] * 3
+    )  # its mean is still the first micro-batch's, over the weight on the other device
+
+
 def test_progress_leaves_out_a_weight_that_it_would_have_to_wait_for(device):
     p = nn.Parameter(torch.ones(3, device=device))
     opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), window_weight=6)

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from .. import ops
 from ..ops.memory import address
-from ..scalars import Scalar, identity, on
+from ..scalars import Scalar, beside, identity, on, over
 from ..warn import warn
 from .buffers import Block, Buffers, Slot
 from .norms import SquaredNorms
@@ -33,6 +33,7 @@ class Sums:
         changed_by_user: has other code written to the window's sums?
         states: the states of an optimizer that may keep ``p.grad`` itself instead of a copy.
         over_owners: sums over the ranks, if each of them steps only a part of the parameters.
+        normalized_by: what normalize_() has divided the window's sums by, until the next backward; None if they are sums.
         half_divided: has a call broken off that divides the sums, so that some are divided and others are not?
     """
 
@@ -46,6 +47,7 @@ class Sums:
         self.changed_by_user = False
         self.states: Callable[[], Iterable[dict]] = tuple
         self.over_owners: Callable[[Tensor], Tensor] | None = None
+        self.normalized_by: Scalar | None = None
         self.half_divided = False
 
     def place(self, slots: Sequence[Slot]) -> None:
@@ -124,7 +126,8 @@ class Sums:
                     other.holder.grad = theirs.clone()
             return self.adopt(slot)
         ops.cast_([slot.buffer], [grad.detach()], backend=self.backend)
-        self.written([slot], slot.divisor if shown is not None else 1.0)
+        by_hand = 1.0 if self.normalized_by is None else self.normalized_by
+        self.written([slot], by_hand if shown is None else slot.divisor)
 
     def notice_writes(self, slot: Slot) -> None:
         if not slot.block.untouched_by_user:
@@ -182,6 +185,7 @@ class Sums:
         for block in self.buffers.blocks:
             block.written()  # what other code wrote to the previous window is gone with it
         self.changed_by_user = self.half_divided = False
+        self.normalized_by = None
         self.norms.forget_all()
         self.offload.forget_failure()
 
@@ -267,12 +271,23 @@ class Sums:
         with self._dividing():
             self._divide_(slots, divisor, coef)
 
+    def normalize_(self, divisor: Scalar, factor: Scalar) -> None:
+        """Make all sums ``factor * sum / divisor``; what is put into ``p.grad`` by hand from now on is taken to be so, too."""
+        self.divide_(self.gathered(), divisor, factor)
+        self.normalized_by = divisor
+
+    def sum_again(self) -> None:
+        """After :meth:`normalize_`, a backward goes on with the sums: adopt what has been put into ``p.grad`` since."""
+        if self.normalized_by is not None:
+            self.adopt_all(self.buffers.slots)
+            self.normalized_by = None
+
     def _divide_(self, slots: Sequence[Slot], divisor: Scalar, coef: Scalar = 1.0) -> None:
         calls: dict[tuple, list[Slot]] = {}
         for slot in slots:
             calls.setdefault((slot.device, identity(slot.divisor)), []).append(slot)
         for members in calls.values():
-            scale = coef * members[0].divisor / divisor
+            scale = _rescaling(members[0], divisor, coef)
             if isinstance(scale, Tensor) or scale != 1.0:
                 ops.scale_([slot.buffer for slot in members], on(scale, members[0].device), backend=self.backend)
             self.written(members, divisor)
@@ -315,11 +330,16 @@ class Sums:
                 if len({identity(slot.divisor) for slot in members}) > 1:
                     self._divide_(members, divisor)
                 stepped = masters.get(members[0].param, members[0].param)
-                scale = on(coef * members[0].divisor / divisor, members[0].device)
+                scale = on(_rescaling(members[0], divisor, coef), members[0].device)
                 block.narrow_(stepped.dtype, scale, members, self.backend)
                 self.notice_writes(members[0])
                 for slot in self.buffers.lent:
                     slot.clean = slot.clean and slot.block is not block
+
+
+def _rescaling(slot: Slot, divisor: Scalar, coef: Scalar) -> Scalar:
+    """What makes the buffer of ``slot`` hold ``coef * sum / divisor``."""
+    return over(beside(coef, slot.divisor) * slot.divisor, divisor)
 
 
 def _set_apart(kept: Any, memory: Sequence[tuple[int, int]], seen: set[int]) -> Any:

@@ -14,7 +14,7 @@ from ..buffers.buffers import Slot
 from ..buffers.masters import MasterWeights
 from ..buffers.offload import STAGE_BYTES
 from ..buffers.sums import Sums
-from ..scalars import Scalar, identity
+from ..scalars import Scalar, beside, identity, over
 from ..window.settings import Settings
 from .conclusion import Conclusion
 
@@ -60,7 +60,8 @@ def step_all(end: Conclusion, inner: Any, masters: MasterWeights, sums: Sums, se
     if fused:
         # It divides by grad_scale, and heeds found_inf, in its own pass over the gradients.
         device = stepped_of(end.slots[0], masters).device
-        grad_scale = end.divisor / (end.coef * end.slots[0].divisor)
+        divisor = end.slots[0].divisor
+        grad_scale = over(end.divisor, beside(end.coef, divisor) * divisor)
         inner.grad_scale = fp32_on(grad_scale, device)
         inner.found_inf = fp32_on(end.skip, device) if decided_there else None
     applied = ~end.skip if decided_there and isinstance(end.skip, Tensor) else True

@@ -14,7 +14,7 @@ from ..buffers.buffers import Slot
 from ..buffers.shards import alike, local_gradient
 from ..buffers.sums import Sums
 from ..intake.streams import capturing
-from ..scalars import Scalar, beside, identity, on, widest
+from ..scalars import Scalar, beside, identity, on, over, widest
 from ..window.amp import LossScale
 from ..window.ledger import Ledger
 
@@ -59,9 +59,9 @@ class Accumulator:
                 accumulate_(
                     [slot.buffer for slot in members],
                     theirs,
-                    on(here / divisor if narrow else here, device),
+                    on(over(here, divisor) if narrow else here, device),
                     overwrite=first,
-                    decay=1.0 if first else on(members[0].divisor / divisor, device),
+                    decay=1.0 if first else on(over(members[0].divisor, divisor), device),
                     rounding=self._rounding(members) if narrow else None,
                     stats=stats,
                     backend=sums.backend,

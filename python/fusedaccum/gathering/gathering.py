@@ -393,6 +393,7 @@ class Gathering(Windows):
                 "scaler.unscale_(opt) inside a window, before the first plain scaler.step(opt) (since the checkpoint), hid the loss scale "
                 "from the wrapper; unscale only complete windows, or clip with max_grad_norm="
             )
+        self.sums.sum_again()
         micro = self.ledger.micro
         micro.passes += 1
         if micro.attempt is not None and micro.attempt.forward:

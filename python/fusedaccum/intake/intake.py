@@ -103,8 +103,9 @@ class Intake:
         unhooked = self.unhooked
         if unhooked:
             raise RuntimeError(
-                f"parameter {unhooked[0].name} was converted to another dtype or device and back, and PyTorch dropped its gradient "
-                "hooks on the way; after such a conversion, before the next backward, call opt.load_state_dict(opt.state_dict())"
+                f"parameter {unhooked[0].name} was converted to another dtype or device and back, or given or rid of a parametrization, "
+                "and PyTorch dropped its gradient hooks on the way; after that, before the next backward, call "
+                "opt.load_state_dict(opt.state_dict())"
             )
 
     def _taker(self, slot: Slot) -> Callable[[Tensor], None]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ..scalars import Scalar, beside, widest
+from ..scalars import Scalar, beside, over, widest
 
 if TYPE_CHECKING:
     from .losses import Losses
@@ -97,27 +97,33 @@ class LossScale:
         ``one_step``: is this the window's first, so that all of it carries one scale?
 
         Raises:
-            RuntimeError: it is another scaler, of another scale, than that of the window's steps before.
+            RuntimeError: the window's steps before were not called by a scaler, or by another one, of another scale.
         """
         live = self.now()
-        if live is not None and self._taken_for is not None and float(live) != float(self._taken_for):
-            if not one_step:
-                raise RuntimeError(
-                    f"the GradScaler that calls step() has the scale {float(live):g}, but the window began under another one, whose scale "
-                    f"is {float(self._taken_for):g}; call opt.reset(), and replace a GradScaler only between windows (a resumed run has to "
-                    "load its scaler's state, too)"
-                )
-            window.unit, window.small_sq_norm = live, None
-            losses.scale_was_another()
         if live is None:  # unscaled before we first saw the scaler
             window.unit, window.unit_lost, window.small_sq_norm = 1.0, True, None
             losses.scale_stays_unknown()
         elif self.unscaled and not self.hidden:
             window.unit = 1.0 if window.unit is None else window.unit / live
         elif window.unit is None:
+            if not one_step:
+                raise RuntimeError(
+                    "scaler.step(opt) was called in a window that began with opt.step(), so its first micro-batches carry no loss scale; "
+                    "step all of them through the scaler, or call opt.reset() first"
+                )
             window.unit = live
             window.small_sq_norm = None  # was measured while the scale was unknown
             losses.scale_is(live)
+        elif self._taken_for is not None and float(live) != float(self._taken_for):
+            if not one_step:
+                raise RuntimeError(
+                    f"the GradScaler that calls step() has the scale {float(live):g}, but the window began under another one, whose scale "
+                    f"is {float(self._taken_for):g}; call opt.reset(), and replace a GradScaler only between windows (a resumed run has to "
+                    "load its scaler's state, too)"
+                )
+            ratio = over(live, self._taken_for)  # by which the sums carry more than the adds assumed
+            window.unit, window.small_sq_norm = beside(window.unit, ratio) * ratio, None
+            losses.scale_was_another()
         window.unit_lost = window.unit_lost or self._unseen
 
     def scaler_sets(self, grad_scale: object, hidden: bool) -> None:

@@ -71,11 +71,13 @@ class Losses:
             micro.loss = None
 
     def scale_was_another(self) -> None:
-        """Losses that opt.backward() got were divided by a loss scale that they did not carry."""
-        self._ledger.window.losses = -1
+        """What has been recorded since the last step() may have been divided by a loss scale that it did not carry."""
+        if self._ledger.window.losses:
+            self._ledger.window.losses = -1
+        self.there_is_no_scale()
 
     def there_is_no_scale(self) -> None:
-        """No scaler is used any more: the open micro-batch's loss was divided by a loss scale that it did not carry."""
+        """The open micro-batch's loss, if opt.backward() got it, was divided by a loss scale that it did not carry."""
         if self._ledger.has_micro and self._ledger.micro.loss_by_backward:
             self._ledger.micro.loss = None
 
