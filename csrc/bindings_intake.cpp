@@ -16,7 +16,6 @@
 #include <deque>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -49,7 +48,7 @@ using StreamName = std::tuple<c10::StreamId, c10::DeviceIndex, int>;  // as torc
 
 class Arrivals : public std::enable_shared_from_this<Arrivals> {
  public:
-  Arrivals(py::weakref intake, std::optional<int64_t> bucket_bytes) : intake_(std::move(intake)), bucket_bytes_(bucket_bytes) {}
+  Arrivals(py::weakref intake, bool hold) : intake_(std::move(intake)), hold_(hold) {}
 
   ~Arrivals() {
     py::gil_scoped_acquire locked;  // a hook, which runs without the GIL, may be the last to release this
@@ -57,7 +56,7 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
     places_.clear();
   }
 
-  void hook(py::object slot);
+  void hook(py::object slot, int64_t bucket_bytes);
   py::list unhooked() const;
   void put(const py::object& slot, const at::Tensor& grad);
   void expect(int task);
@@ -74,7 +73,8 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
     const torch::autograd::Node* node;  // which the slot keeps alive
     std::vector<int64_t> shape;
     bool lent;
-    bool shown;             // is p.grad the buffer?
+    bool shown;  // is p.grad the buffer?
+    int64_t bucket_bytes;
     std::size_t taken = 0;  // how often take() has met it
   };
   struct Arrival {
@@ -89,7 +89,7 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
   bool tell(const char* method, const Arguments&... arguments);
 
   py::object intake_;  // a weak reference
-  const std::optional<int64_t> bucket_bytes_;
+  const bool hold_;
   std::deque<Place> places_;  // hooks point at its elements, which stay where they are
   std::mutex mutex_;          // guards what is below
   std::vector<int> tasks_;
@@ -114,12 +114,12 @@ class Hook : public torch::autograd::FunctionPreHook {
   Arrivals::Place* const place_;
 };
 
-void Arrivals::hook(py::object slot) {
+void Arrivals::hook(py::object slot, int64_t bucket_bytes) {
   const auto parameter = slot.attr("param").cast<at::Tensor>();
   const bool lent = py::cast<bool>(slot.attr("lent"));
   const bool shown = slot.attr("holder").is(slot.attr("param"));
   const auto node = torch::autograd::impl::grad_accumulator(parameter);
-  places_.push_back({std::move(slot), parameter, node.get(), parameter.sizes().vec(), lent, shown});
+  places_.push_back({std::move(slot), parameter, node.get(), parameter.sizes().vec(), lent, shown, bucket_bytes});
   node->add_pre_hook(std::make_unique<Hook>(shared_from_this(), &places_.back()));
 }
 
@@ -181,7 +181,7 @@ void Arrivals::queue_up(Place* place, const at::Tensor& grad, bool ours, bool aw
   const int task = torch::autograd::get_current_graph_task_id();
   if (!expects(task)) tell("enter", task);
   if (place->lent && tell("added_already", place->slot)) return;
-  at::Tensor kept = ours || bucket_bytes_ ? grad : grad.clone();
+  at::Tensor kept = ours || !hold_ ? grad : grad.clone();
   const auto bytes = static_cast<int64_t>(grad.nbytes());
   bool full = false;
   {
@@ -193,7 +193,7 @@ void Arrivals::queue_up(Place* place, const at::Tensor& grad, bool ours, bool aw
       const StreamName name{stream.id(), stream.device_index(), static_cast<int>(stream.device_type())};
       if (std::find(streams_.begin(), streams_.end(), name) == streams_.end()) streams_.push_back(name);
     }
-    full = bucket_bytes_ && (bytes_ >= *bucket_bytes_ || awaited || !ours);
+    full = !hold_ && (bytes_ >= place->bucket_bytes || awaited || !ours);
   }
   if (full) tell("release");
 }
@@ -230,8 +230,8 @@ std::pair<py::list, std::vector<StreamName>> Arrivals::take() {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<Arrivals, std::shared_ptr<Arrivals>>(m, "Arrivals", "fusedaccum.intake.arrivals.Arrivals, in C++")
-      .def(py::init<py::weakref, std::optional<int64_t>>(), py::arg("intake"), py::arg("bucket_bytes"))
-      .def("hook", &Arrivals::hook, py::arg("slot"), "Queue the gradients of this slot's parameter from now on")
+      .def(py::init<py::weakref, bool>(), py::arg("intake"), py::arg("hold"))
+      .def("hook", &Arrivals::hook, py::arg("slot"), py::arg("bucket_bytes"), "Queue the gradients of this slot's parameter from now on")
       .def("unhooked", &Arrivals::unhooked, "Slots of trainable parameters that PyTorch has given new nodes since")
       .def("put", &Arrivals::put, py::arg("slot"), py::arg("grad"),
            "Queue a gradient that did not come through a hook, and that nobody else is going to write to")

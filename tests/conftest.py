@@ -53,7 +53,7 @@ def each_intake(request, monkeypatch):
 @pytest.fixture
 def small_buckets(monkeypatch):
     """A bucket holds one gradient or a few, so that backward adds as it goes."""
-    monkeypatch.setattr(fusedaccum.intake.intake, "BUCKET_BYTES", 100)
+    monkeypatch.setattr(fusedaccum.intake.intake, "bucket_bytes", lambda _: 100)
 
 
 @pytest.fixture

@@ -236,7 +236,7 @@ def test_a_weight_of_0_that_comes_late_keeps_nothing_out(reduction):
 
 @pytest.mark.parametrize("fails_at", [1, 2])
 def test_out_of_memory_while_a_bucket_is_added_counts_nothing_twice_and_loses_nothing_unsaid(fails_at, monkeypatch):
-    monkeypatch.setattr(intake, "BUCKET_BYTES", 1)  # a call per parameter
+    monkeypatch.setattr(intake, "bucket_bytes", lambda _: 1)  # a call per parameter
     net, (x, y) = model(), data()
     big = twin(net)
     opt = wrapped(net, 2)

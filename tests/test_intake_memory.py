@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("each_intake")
 
 @pytest.mark.parametrize("bucket", [1, 200, 1 << 30])
 def test_bucket_size_does_not_change_a_bit(bucket, monkeypatch):
-    monkeypatch.setattr("fusedaccum.intake.intake.BUCKET_BYTES", bucket)
+    monkeypatch.setattr("fusedaccum.intake.intake.bucket_bytes", lambda _: bucket)
     x, y = data(dtype=torch.float32)
     net, ref = model(torch.float32), model(torch.float32)
     opt = wrapped(net, 3, max_grad_norm=0.05)
@@ -31,10 +31,12 @@ def test_bucket_size_does_not_change_a_bit(bucket, monkeypatch):
     assert_same_parameters(net, ref, 1e-7)  # the clip coefficient's norm may be summed in another order
 
 
-def test_fresh_gradients_are_freed_as_soon_as_added(monkeypatch):
-    """During backward, no more fresh gradients are alive than one bucket and the gradient being computed."""
-    monkeypatch.setattr("fusedaccum.intake.intake.BUCKET_BYTES", 100_000)
-    net = nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(20)])  # 64 KiB a gradient
+@pytest.mark.parametrize(("width", "bucket"), [(128, 100_000), (1024, None)])
+def test_fresh_gradients_are_freed_as_soon_as_added(width, bucket, monkeypatch):
+    """During backward, no more fresh gradients are alive than one bucket, here of two, and the gradient being computed."""
+    if bucket:
+        monkeypatch.setattr("fusedaccum.intake.intake.bucket_bytes", lambda _: bucket)
+    net = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(20)])
     opt = wrapped(net, 2)
     alive, most = [], 0
 
@@ -45,7 +47,7 @@ def test_fresh_gradients_are_freed_as_soon_as_added(monkeypatch):
 
     for p in net.parameters():
         p.register_hook(watch)
-    net(torch.randn(4, 128)).sum().backward()
+    net(torch.randn(4, width)).sum().backward()
     assert len(alive) == 20
     assert most <= 3
     opt.step()
@@ -151,7 +153,7 @@ def test_dropping_model_and_wrapper_frees_the_memory_at_once():
 
 
 def test_every_full_bucket_is_one_call(monkeypatch):
-    monkeypatch.setattr("fusedaccum.intake.intake.BUCKET_BYTES", 3 * 4 * 64)
+    monkeypatch.setattr("fusedaccum.intake.intake.bucket_bytes", lambda _: 3 * 4 * 64)
     calls = []
     add = fa.optimizer.Gathering.add
     monkeypatch.setattr(

@@ -244,7 +244,7 @@ def test_ungrouped_second_pass_is_refused_because_it_could_not_be_skipped_withou
 
 
 def test_skip_micro_batch_holds_more_than_a_bucket(monkeypatch):
-    monkeypatch.setattr("fusedaccum.intake.intake.BUCKET_BYTES", 64)
+    monkeypatch.setattr("fusedaccum.intake.intake.bucket_bytes", lambda _: 64)
     test_dropped_micro_batch_leaves_no_trace("skip_micro_batch", float("nan"), [2])
 
 

@@ -132,7 +132,7 @@ def test_a_capture_waits_for_what_is_part_of_it(current, monkeypatch, in_it):
 def buckets(current, monkeypatch):
     """Buckets of one gradient each, which seem to come from and be added on streams 10, 11, ...; after them the caller's, 3, is back."""
     monkeypatch.setenv("FUSEDACCUM_INTAKE", "python")
-    monkeypatch.setattr("fusedaccum.intake.intake.BUCKET_BYTES", 1)
+    monkeypatch.setattr("fusedaccum.intake.intake.bucket_bytes", lambda _: 1)
     plain, caller, seen = Arrivals.take, current[DEVICE], []
 
     def take(self):

@@ -313,7 +313,8 @@ def breaks_off(rank):
     import fusedaccum.intake.intake
     import fusedaccum.ranks.segments
 
-    fusedaccum.ranks.segments.SEGMENT_BYTES = fusedaccum.intake.intake.BUCKET_BYTES = 1
+    fusedaccum.ranks.segments.SEGMENT_BYTES = 1
+    fusedaccum.intake.intake.bucket_bytes = lambda _: 1
     model = made()
     opt = wrapped(model, accum_steps=1, process_group=dist.group.WORLD)
     x, y, _, use = share(0, 1, 0, 1)[0]

@@ -1,6 +1,7 @@
 """Sums are sent once per window and segment, while the last backward still runs, and never by DDP itself."""
 
 import warnings
+from unittest import mock
 
 import fusedaccum as fa
 import fusedaccum.intake.intake
@@ -84,9 +85,10 @@ class Watch(torch.autograd.Function):
 
 
 def overlapped(rank, told):
-    fusedaccum.ranks.segments.SEGMENT_BYTES = 1
-    fusedaccum.intake.intake.BUCKET_BYTES, bucket = 1, fusedaccum.intake.intake.BUCKET_BYTES
-    try:
+    with (
+        mock.patch.object(fusedaccum.ranks.segments, "SEGMENT_BYTES", 1),
+        mock.patch.object(fusedaccum.intake.intake, "bucket_bytes", lambda _: 1),
+    ):
         torch.manual_seed(0)
         layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
         group = dist.group.WORLD
@@ -102,8 +104,6 @@ def overlapped(rank, told):
                 opt.step()
                 opt.zero_grad()
         return seen
-    finally:
-        fusedaccum.ranks.segments.SEGMENT_BYTES, fusedaccum.intake.intake.BUCKET_BYTES = 32 << 20, bucket
 
 
 @pytest.mark.parametrize("told", [False, True], ids=["counted", "last="])

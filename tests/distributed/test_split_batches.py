@@ -1,5 +1,7 @@
 """MicroBatcher over ranks: each rank cuts its part of the desired batch in its own way."""
 
+from unittest import mock
+
 import fusedaccum as fa
 import fusedaccum.intake.intake
 import pytest
@@ -18,11 +20,10 @@ def whole(window):
 
 def train(rank, size, ddp, broken_rank, point):
     """Three windows; on one rank memory runs out at the ``point``-th gradient. Returns parameters and state, the sizes and the losses."""
-    fusedaccum.intake.intake.BUCKET_BYTES, before = 1, fusedaccum.intake.intake.BUCKET_BYTES
     model = made()
     module = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True) if ddp else model
-    opt = wrapped(model, sgd, **({} if ddp else {"process_group": dist.group.WORLD}))
-    fusedaccum.intake.intake.BUCKET_BYTES = before
+    with mock.patch.object(fusedaccum.intake.intake, "bucket_bytes", lambda _: 1):
+        opt = wrapped(model, sgd, **({} if ddp else {"process_group": dist.group.WORLD}))
     met, sizes, losses = 0, [], []
 
     def arrives(_):

@@ -52,4 +52,4 @@ def small_stages(monkeypatch):
     """Makes stages so small that some gradients need several, and that several gradients share one."""
     monkeypatch.setattr(fusedaccum.buffers.offload, "STAGE_BYTES", 1024)
     monkeypatch.setattr(fusedaccum.closing.applying, "STAGE_BYTES", 1024)
-    monkeypatch.setattr(fusedaccum.intake.intake, "BUCKET_BYTES", 3000)
+    monkeypatch.setattr(fusedaccum.intake.intake, "bucket_bytes", lambda _: 3000)

@@ -16,7 +16,7 @@ SETTINGS = {
 def small(monkeypatch):
     for module in ("modes", "calibration"):
         monkeypatch.setattr(f"fusedaccum.recipes.{module}.STAGE_BYTES", 1024)
-    monkeypatch.setattr("fusedaccum.recipes.modes.BUCKET_BYTES", 3000)
+    monkeypatch.setattr("fusedaccum.recipes.modes.bucket_bytes", lambda _: 3000)
     monkeypatch.setattr("fusedaccum.recipes.calibration.HOOKED", 4)
 
 

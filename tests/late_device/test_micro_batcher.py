@@ -24,7 +24,7 @@ def expected(device):
 
 @pytest.mark.parametrize("where", [{}, {"buffer_device": "cpu"}], ids=str)
 def test_errors_while_gradients_arrive(device, monkeypatch, where):
-    monkeypatch.setattr(fusedaccum.intake.intake, "BUCKET_BYTES", 1)
+    monkeypatch.setattr(fusedaccum.intake.intake, "bucket_bytes", lambda _: 1)
     theirs, attempts = expected(device), []
     for point in range(1, 12):
         model, opt = made(device, **where)

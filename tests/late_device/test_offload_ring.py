@@ -34,12 +34,9 @@ def test_memory_for_gradients_is_bounded_by_the_ring(late_device, device, monkey
     if late_device is None:
         pytest.skip("counts what the device of late_device.cpp allocates; benchmarks/bench_memory.py measures a GPU's")
     stage = 1 << 14
-    for module, name in (
-        (fusedaccum.buffers.offload, "STAGE_BYTES"),
-        (fusedaccum.closing.applying, "STAGE_BYTES"),
-        (fusedaccum.intake.intake, "BUCKET_BYTES"),
-    ):
-        monkeypatch.setattr(module, name, stage)
+    for module in (fusedaccum.buffers.offload, fusedaccum.closing.applying):
+        monkeypatch.setattr(module, "STAGE_BYTES", stage)
+    monkeypatch.setattr(fusedaccum.intake.intake, "bucket_bytes", lambda _: stage)
     params = [nn.Parameter(torch.zeros(stage // 4 * size, device=device)) for size in sizes]
     opt = fa.AccumulatingOptimizer(torch.optim.SGD(params, lr=0.1, foreach=False), accum_steps=2, buffer_device="cpu")
     for _ in range(2):

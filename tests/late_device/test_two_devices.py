@@ -3,6 +3,7 @@
 import math
 
 import fusedaccum as fa
+import fusedaccum.intake.intake
 import pytest
 import torch
 from torch import nn
@@ -113,3 +114,20 @@ def test_fp64_sums_are_divided_by_a_loss_scale_in_fp64(device):
         scaler.step(opt)
         scaler.update()
     assert abs(p.item() + 1) < 1e-15
+
+
+@pytest.mark.parametrize("full", ["cpu", "device"])
+def test_a_bucket_is_full_when_the_device_of_what_arrives_says_so(device, monkeypatch, full):
+    limits = {"cpu": 1 << 20, device.type: 1 << 20, torch.device("cpu" if full == "cpu" else device).type: 1}
+    monkeypatch.setattr(fusedaccum.intake.intake, "bucket_bytes", lambda where: limits[where.type])
+    calls = []
+    add = fa.optimizer.Gathering.add
+    monkeypatch.setattr(
+        fa.optimizer.Gathering, "add", lambda self, slots, grads: calls.append(len(slots)) or add(self, slots, grads)
+    )
+    params = parameters(["cpu"] * 3 + [device] * 3)
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(params, lr=0.5), 2)
+    for some in (params[:3], params[3:]):
+        opt.backward(sum(p.square().sum() for p in some))
+        opt.step()
+    assert calls == ([1, 1, 1, 3] if full == "cpu" else [3, 1, 1, 1])

@@ -48,26 +48,26 @@ class Arrivals:
 
     Args:
         listener: a weak reference to a :class:`Listener`; once it is dead, gradients go their ordinary way.
-        bucket_bytes: queued gradients that make a bucket full; None to hold all of a pass.
+        hold: keep all gradients of a pass until they are taken; otherwise the listener is told when a bucket is full.
     """
 
-    def __init__(self, listener: weakref.ref[Listener], bucket_bytes: int | None):
+    def __init__(self, listener: weakref.ref[Listener], hold: bool):
         _fresh_holders()  # measured now, because it takes a backward of its own
         self._listener = listener
-        self._bucket_bytes = bucket_bytes
-        self._hooked: list[Slot] = []
+        self._hold = hold
+        self._hooked: dict[Slot, int] = {}  # and how many bytes in the queue fill the bucket when its gradient arrives
         self._tasks: set[int] = set()  # graph tasks that need no announcement
         self._lock = threading.Lock()  # of what is below; never held while the listener is called
         self._queue: list[tuple[Slot, Tensor]] = []
         self._bytes = 0
         self._streams: set[StreamName] = set()
 
-    def hook(self, slot: Slot) -> None:
-        """Queue the gradients of this slot's parameter from now on."""
+    def hook(self, slot: Slot, bucket_bytes: int) -> None:
+        """Queue the gradients of this slot's parameter from now on; one that brings the queue to ``bucket_bytes`` fills the bucket."""
         # Weak references, because the node holds the hook, and the slot holds the node.
         arrived = functools.partial(_arrived, weakref.ref(self), weakref.ref(slot))
         slot.node.register_prehook(arrived)
-        self._hooked.append(slot)
+        self._hooked[slot] = bucket_bytes
 
     def unhooked(self) -> list[Slot]:
         """Slots of trainable parameters that PyTorch has given new nodes since, as it does for another dtype or device."""
@@ -94,15 +94,14 @@ class Arrivals:
         if slot.lent and listener.added_already(slot):
             return
         # A gradient that other code holds too may be overwritten before the bucket is full (a static buffer): it cannot wait.
-        hold = self._bucket_bytes is None
-        kept = grad.clone() if hold and not ours else grad
+        kept = grad.clone() if self._hold and not ours else grad
         with self._lock:
             self._queue.append((slot, kept))
             self._bytes += grad.nbytes
             if grad.is_cuda:
                 stream = torch.cuda.current_stream(grad.device)
                 self._streams.add((stream.stream_id, stream.device_index, stream.device_type))
-            full = self._bucket_bytes is not None and (self._bytes >= self._bucket_bytes or awaited or not ours)
+            full = not self._hold and (self._bytes >= self._hooked[slot] or awaited or not ours)
         if full:
             listener.release()
 

@@ -32,8 +32,6 @@ from . import arrivals
 from .passes import broke_off, outermost_backward, returned, running_backward, under_way
 from .streams import Turns, join
 
-BUCKET_BYTES = 32 << 20  # fresh gradients held at once; a larger single gradient is a bucket of its own
-
 
 class Owner(Protocol):
     """What the intake calls, from whichever thread autograd runs hooks in, one call at a time."""
@@ -54,6 +52,14 @@ class Owner(Protocol):
         """A pass broke off, and what it had queued is dropped; part of it may have been added before that."""
 
 
+def bucket_bytes(device: torch.device) -> int:
+    """Bytes of fresh gradients on this device that make a bucket, unless one alone has more.
+
+    On a CPU they are read again before they leave its cache; on a GPU an add takes several times longer than its launch.
+    """
+    return 8 << 20 if device.type == "cpu" else 32 << 20
+
+
 def arrivals_class() -> Any:
     """:class:`fusedaccum.intake.arrivals.Arrivals`, in C++ where that was built."""
     return arrivals.Arrivals if native.why_no_hooks() else importlib.import_module("fusedaccum._intake").Arrivals
@@ -72,7 +78,7 @@ class Intake:
         self._hold = hold
         self._lock = threading.RLock()  # hooks of several devices run in several threads
         self._turns = Turns()
-        self._arrivals = arrivals_class()(weakref.ref(self), None if hold else BUCKET_BYTES)
+        self._arrivals = arrivals_class()(weakref.ref(self), hold)
         self._tasks: set[int] = set()  # graph tasks (outermost and re-entrant passes) that have begun and not ended
         self._open = False  # has an outermost pass begun, and not ended?
         self._call: FrameType | None = None  # of that pass; None if it cannot be seen
@@ -86,7 +92,7 @@ class Intake:
         p.requires_grad_(True)  # a frozen one may be thawed later
         # The node is kept alive by us: autograd itself holds it only as long as some graph does.
         slot.node = get_gradient_edge(p).node
-        self._arrivals.hook(slot)
+        self._arrivals.hook(slot, bucket_bytes(p.device))
         if slot.sharded:
             p.register_post_accumulate_grad_hook(self._taker(slot))
         p.requires_grad_(not frozen)

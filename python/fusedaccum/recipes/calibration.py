@@ -39,8 +39,7 @@ def _sample(sizes: Sequence[int]) -> list[int]:
 
 
 def _bandwidth(kernel: Kernel, sizes: list[int], device: torch.device) -> float:
-    where = torch.device("cpu") if kernel.lane == "cpu" else device
-    seconds = median_seconds(_one_pass(kernel, sizes, where), device)
+    seconds = median_seconds(_one_pass(kernel, sizes, device), device)
     return kernel.bytes * sum(sizes) / seconds
 
 
@@ -62,21 +61,22 @@ def _wait(device: torch.device) -> None:
 
 
 def _one_pass(kernel: Kernel, sizes: list[int], device: torch.device) -> Callable[[], object]:
-    """The pass over tensors of these sizes, in the same calls as in a window."""
+    """The pass over tensors of these sizes, in the same calls as in a window of parameters on this device."""
     op, source, into = kernel.op, kernel.source, kernel.into
-    flat, views = _flat(sizes, into, device)
+    where = torch.device("cpu") if kernel.lane == "cpu" else device
+    flat, views = _flat(sizes, into, where)
     if op in ("overwrite", "add", "add_", "pack"):
         # Each bucket's gradients have memory of their own: data left in the cache by the previous pass would look too fast.
-        grads = _flat(sizes, source, device)[1]
-        calls = [(views[i:j], grads[i:j]) for i, j in buckets([size * source.itemsize for size in sizes])]
+        grads = _flat(sizes, source, where)[1]
+        calls = [(views[i:j], grads[i:j]) for i, j in buckets([size * source.itemsize for size in sizes], device)]
         return {"add_": _adds, "pack": _packs}.get(op, _accumulations)(kernel, calls)
     if op == "scale":
         return lambda: ops.scale_(views, 0.999)
     if op == "narrow":
-        wide = Block(_flat(sizes, source, device)[0], offloaded=False)
+        wide = Block(_flat(sizes, source, where)[0], offloaded=False)
         return lambda: wide.narrow_(into, 0.999, [], "auto")
     if op == "cast":
-        others = _flat(sizes, source, device)[1]
+        others = _flat(sizes, source, where)[1]
         return lambda: ops.cast_(views, others)
     if op == "read":
         return lambda: ops.stats(views)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ..buffers.buffers import buffer_dtype, padded
 from ..buffers.offload import STAGE_BYTES, STAGES
 from ..buffers.shards import local_of
-from ..intake.intake import BUCKET_BYTES
+from ..intake.intake import bucket_bytes
 from .fuse import Embedding, Linear, has_product
 
 
@@ -204,7 +204,7 @@ def priced(way: Way, of: Parameters, micro_batches: int, optimizer: Any) -> Mode
         there["buffers"] = sum(
             padded(local_of(p).numel()) * buffer_dtype(p.dtype, way.buffers).itemsize for p in of.trained
         )
-        memory["gradients"] = nbytes(on_the_way) if way.held else bucket(on_the_way)
+        memory["gradients"] = nbytes(on_the_way) if way.held else largest_bucket(on_the_way, of.device)
     if way.masters:
         theirs = [p for p in of.known if way.offloaded or p.dtype.itemsize < 4]
         there["masters"] = sum(local_of(p).numel() * way.stepped(p.dtype).itemsize for p in theirs)
@@ -228,18 +228,18 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
     return sum(local_of(x).nbytes for x in tensors)
 
 
-def bucket(gradients: Sequence[Tensor]) -> int:
+def largest_bucket(gradients: Sequence[Tensor], device: torch.device) -> int:
     """The most bytes that a bucket holds, if gradients arrive from the last parameter to the first."""
     sizes = [local_of(p).nbytes for p in reversed(gradients)]
-    return max((sum(sizes[i:j]) for i, j in buckets(sizes)), default=0)
+    return max((sum(sizes[i:j]) for i, j in buckets(sizes, device)), default=0)
 
 
-def buckets(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Where each bucket begins and ends among gradients of these sizes."""
-    found, begin, held = [], 0, 0
+def buckets(sizes: Sequence[int], device: torch.device) -> list[tuple[int, int]]:
+    """Where each bucket begins and ends among gradients of these sizes, in bytes, of parameters on this device."""
+    found, begin, held, full = [], 0, 0, bucket_bytes(device)
     for i, taken in enumerate(sizes):
         held += taken
-        if held >= BUCKET_BYTES or i == len(sizes) - 1:
+        if held >= full or i == len(sizes) - 1:
             found.append((begin, i + 1))
             begin, held = i + 1, 0
     return found
