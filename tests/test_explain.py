@@ -27,15 +27,24 @@ def quickly(monkeypatch):
     monkeypatch.setattr("fusedaccum.recipes.calibration.HOOKED", 4)
 
 
-def layers(dtype, width=96):
-    """A model deep enough that a bucket, all gradients and the largest gradient differ in size."""
-    return nn.Sequential(*(nn.Linear(width, width) for _ in range(6)), nn.Linear(width, 3 * width)).to(dtype)
+class Tokens(nn.Module):
+    def forward(self, x):
+        return x[:, 0].abs().long()
 
 
-def offered(name, dtype):
+def layers(dtype, width=96, tied=False):
+    """Deep enough that a bucket, all gradients and the largest gradient differ in size; the last layer may be tied to an embedding."""
+    net = nn.Sequential(*(nn.Linear(width, width) for _ in range(6)), nn.Linear(width, 3 * width))
+    if tied:
+        net = nn.Sequential(Tokens(), nn.Embedding(3 * width, width), *net)
+        net[1].weight = net[-1].weight
+    return net.to(dtype)
+
+
+def offered(name, dtype, embedding=False):
     """Does fa.explain offer this mode for parameters of this dtype on the CPU?"""
     if name == "fused layers":  # there the product has one dtype
-        return dtype == "fp32"
+        return embedding or dtype == "fp32"
     return dtype in ("bf16", "mixed") or name not in ("16-bit buffers", "master weights")
 
 
@@ -52,23 +61,24 @@ def window(model, step, micro_batches=BATCH // MICRO_BATCH):
         step()
 
 
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("name", [*SETTINGS, "plain p.grad"])
 @pytest.mark.usefixtures("one_thread")  # with several, PyTorch's own bf16 products take temporaries on some processors
-def test_memory_is_what_a_window_allocates(monkeypatch, name, dtype):
+def test_memory_is_what_a_window_allocates(monkeypatch, name, dtype, tied):
     monkeypatch.setattr("fusedaccum.intake.intake.bucket_bytes", lambda _: 1 << 16)
     monkeypatch.setattr("fusedaccum.recipes.modes.bucket_bytes", lambda _: 1 << 16)
-    said = modes(layers(DTYPES[dtype]), optimizer=torch.optim.AdamW)
-    assert (name in said) is offered(name, dtype)
+    said = modes(layers(DTYPES[dtype], tied=tied), optimizer=torch.optim.AdamW)
+    assert (name in said) is offered(name, dtype, tied)
     if name not in said:
         return
     with memory.recorded("cpu") as timeline:
-        model = layers(DTYPES[dtype])
+        model = layers(DTYPES[dtype], tied=tied)
         opt = torch.optim.AdamW(model.parameters(), fused=True)
         if name != "plain p.grad":
             opt = fa.AccumulatingOptimizer(opt, accum_steps=4, **SETTINGS[name])
         if name == "fused layers":
-            fa.fuse_linear(model)
+            fa.fuse_embedding(fa.fuse_linear(model))
         step = opt.step if name != "plain p.grad" else lambda: None
         window(model, step)
         if name == "plain p.grad":

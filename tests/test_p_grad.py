@@ -277,6 +277,48 @@ def test_step_with_gradients_put_in_by_hand_alone():
     assert opt.updated
 
 
+@pytest.mark.parametrize(
+    "settings", [{}, {"accum_steps": 1}, {"master_weights": True}, {"buffer_dtype": None}], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_step_with_gradients_written_into_p_grad_alone(dtype, settings):
+    """Reptile's loop: p.grad, which the last step has left, is written in place, and there is no zero_grad()."""
+    net = model(dtype)
+    torch.nn.utils.vector_to_parameters(torch.zeros(1000, dtype=dtype), net.parameters())  # so that nothing is rounded
+    plain = twin(net).float()
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=0.25), **settings)
+    both = [(net, opt), (plain, torch.optim.SGD(plain.parameters(), lr=0.25))]
+    for _ in range(4):
+        written = [torch.randint(-4, 5, p.shape).float() for p in net.parameters()]
+        for n, o in both:
+            for p, value in zip(n.parameters(), written, strict=True):
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                p.grad.zero_().add_(value)
+            o.step()
+        assert opt.updated and opt.last_window.micro_batches == 1
+    torch.testing.assert_close(grads(net), grads(plain), rtol=0, atol=0, check_dtype=False)
+    assert_same_parameters(net.float(), plain, 0)
+
+
+def test_a_step_after_a_step_applies_nothing_though_the_first_wrote_to_p_grad():
+    class Decays(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self):
+            for p in self.param_groups[0]["params"]:
+                if p.grad is not None:
+                    p.grad.add_(p)
+            super().step()
+
+    net, (x, y) = model(), data()
+    opt = wrapped(net, make=lambda params: Decays(params, lr=0.1))
+    mean_loss(net, x, y).backward()
+    opt.step()
+    before = [p.detach().clone() for p in net.parameters()]
+    opt.step()
+    assert not opt.updated
+    assert all(torch.equal(p, q) for p, q in zip(net.parameters(), before, strict=True))
+
+
 def test_post_accumulate_grad_hooks_and_tensor_hooks_still_run():
     net, (x, y) = model(), data()
     opt = wrapped(net, 2)

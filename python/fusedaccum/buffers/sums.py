@@ -169,6 +169,13 @@ class Sums:
 
     # -- the window's ends -------------------------------------------------------------------------------------
 
+    def part_with_written(self) -> None:
+        """Take what other code has written in place to the closed window's ``p.grad`` to be a gradient of its own, to be adopted."""
+        for slot in self.buffers.slots:
+            grad = slot.holder.grad
+            if grad is not None and grad is slot.shown and slot.placed and not slot.block.untouched_by_user:
+                slot.holder.grad = grad.clone()
+
     @_outside_graphs  # which the compiler would look into, in a loop that it compiles
     def begin(self) -> None:
         """Start from nothing: drop the previous window's gradients, which are still shown; the user's own stay, to be adopted."""
@@ -195,9 +202,11 @@ class Sums:
             slot.holder.grad = slot.shown = None
 
     def shown_as_is(self) -> None:
-        """Take whatever ``p.grad`` is now to belong to the window that has closed, even if a step hook has replaced it."""
+        """Take whatever ``p.grad`` is now to belong to the window that has closed, even if a step hook has written or replaced it."""
         for slot in self.buffers.slots:
             slot.shown = slot.holder.grad
+        for block in self.buffers.blocks:
+            block.written()
 
     def gathered(self) -> list[Slot]:
         """The slots that hold a gradient now, each in its buffer. Raises RuntimeError if some sums are divided and others are not."""

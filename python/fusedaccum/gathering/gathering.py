@@ -264,6 +264,7 @@ class Gathering(Windows):
         if between and not caller_owned and (self.step_under_way or ledger.complete()):
             return  # a step() has done this, and broke off later
         if not ledger.has_window:
+            self.sums.part_with_written()  # no backward has followed, so this step() is meant for it
             self.begin_window()
         nothing = not ledger.window.has_any
         if not ledger.has_micro and (not caller_owned or (nothing and set(self.sums.gathered()) - self.ranks.unseen)):

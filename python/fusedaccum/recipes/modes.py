@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -131,6 +132,7 @@ class Parameters:
     device: torch.device
     linear: frozenset[Tensor]  # weights that fuse_linear (below: fuse_embedding) would fuse: no gradient on its way
     embedding: frozenset[Tensor]
+    tied: frozenset[Tensor]  # those that several layers share
 
     @classmethod
     def of(cls, model: nn.Module | Iterable[Tensor]) -> Parameters:
@@ -169,7 +171,11 @@ class Parameters:
                 if not (table.sparse or table.scale_grad_by_freq or table.max_norm is not None):
                     embedding.add(table.weight)
         wanted = set(trained)
-        return cls(known, trained, size, device, frozenset(linear & wanted), frozenset(embedding & wanted - linear))
+        uses: Counter[Tensor] = Counter(p for m in module.modules() for p in m.parameters(recurse=False))
+        tied = frozenset(p for p in wanted if uses[p] > 1)
+        return cls(
+            known, trained, size, device, frozenset(linear & wanted), frozenset(embedding & wanted - linear), tied
+        )
 
     @property
     def narrow(self) -> bool:
@@ -205,6 +211,8 @@ def priced(way: Way, of: Parameters, micro_batches: int, optimizer: Any) -> Mode
             padded(local_of(p).numel()) * buffer_dtype(p.dtype, way.buffers).itemsize for p in of.trained
         )
         memory["gradients"] = nbytes(on_the_way) if way.held else largest_bucket(on_the_way, of.device)
+    # Those that autograd adds up from the parts of several layers before they arrive.
+    memory["gradients"] += 2 * nbytes(of.tied.intersection(on_the_way))
     if way.masters:
         theirs = [p for p in of.known if way.offloaded or p.dtype.itemsize < 4]
         there["masters"] = sum(local_of(p).numel() * way.stepped(p.dtype).itemsize for p in theirs)
