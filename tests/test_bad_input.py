@@ -175,6 +175,9 @@ def test_refused_group_is_not_left_behind():
     with pytest.raises(ValueError, match="complex64"):
         opt.add_param_group({"params": [nn.Parameter(torch.zeros(2, dtype=torch.complex64))]})
     assert len(opt.param_groups) == 1
+    with pytest.raises(ValueError, match="complex64"):
+        opt.param_groups = [{"params": [nn.Parameter(torch.zeros(2, dtype=torch.complex64))]}]
+    assert [len(group["params"]) for group in opt.param_groups] == [6]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import gc
 import io
+import math
 import os
 import subprocess
 import sys
@@ -240,6 +241,20 @@ def test_accum_steps_may_differ_when_the_window_is_empty():
     train(net, opt, parts(x, y, (12, 12)))
     other.load_state_dict(opt.state_dict())
     assert {int(s["step"]) for s in other.state.values()} == {1}
+
+
+@pytest.mark.parametrize("settings", [{"accum_steps": 3}, {"window_weight": 3 * 24}], ids=str)
+def test_accum_steps_may_differ_when_every_micro_batch_of_the_window_was_dropped(settings):
+    net, net2, (x, y) = model(), model(), data()
+    opt = wrapped(net, 8, nonfinite="skip_micro_batch")
+    other = wrapped(net2, nonfinite="skip_micro_batch", **settings)
+    train(net, opt, [(x * math.nan, y)])
+    other.load_state_dict(opt.state_dict())
+    assert other.progress["micro_batch"] in ("0/3", 0)
+    for _ in range(3):
+        assert not other.updated
+        train(net2, other, [(x, y)])
+    assert other.updated and other.last_window.nonfinite == 1
 
 
 def test_stochastic_rounding_goes_on_from_a_checkpoint_that_rounded_to_nearest():

@@ -367,6 +367,7 @@ def test_progress():
     assert steps(2.5, 2, window_weight=5) == weighed
     assert steps(torch.tensor(2.5), 2, window_weight=5) == weighed
     assert steps(None, 2) == [{"window": 0, "micro_batch": n} for n in range(3)]
+    assert steps(1_234_567, 1, window_weight=4_194_304)[1]["weight"] == "1234567/4194304"  # tokens, digit by digit
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["after", "inside"])

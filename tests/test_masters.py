@@ -1,5 +1,8 @@
 """Master weights beside step hooks, the inner optimizer's own methods and lists, and state that was there before."""
 
+import copy
+import pickle
+
 import fusedaccum as fa
 import pytest
 import torch
@@ -86,3 +89,106 @@ def test_masters_are_in_the_list_that_the_inner_optimizer_keeps():
         p.sum().backward()
         opt.step()
     assert (p == 1 - 2**-8).all()
+
+
+class Brief(torch.optim.Optimizer):
+    """Momentum in 16 bits, whatever the parameter's dtype; what is loaded is made so again."""
+
+    def __init__(self, params, lr=0.125):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p, dtype=torch.bfloat16))
+                momentum.lerp_(p.grad.to(momentum.dtype), 0.25)
+                p.sub_(momentum.to(p.dtype), alpha=group["lr"])
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        for entry in self.state.values():
+            entry["momentum"] = entry["momentum"].to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("how", ["add_param_group", "param_groups", "deepcopy", "pickle", "wrapped late", "loaded"])
+def test_state_that_an_optimizer_keeps_in_16_bits_stays_so(how):
+    torch.manual_seed(0)
+    params = [Parameter(torch.randn(8)) for _ in range(2)]
+    model = [Parameter(p.detach().bfloat16()) for p in params]
+    params = [Parameter(p.detach().float()) for p in model]
+    pairs = [(params, Brief(params[:1])), (model, Brief(model[:1]))]
+    if how != "wrapped late":
+        pairs[1] = model, fa.AccumulatingOptimizer(pairs[1][1], 1, master_weights=True)
+
+    def train(known):
+        grads = torch.randn(2, 8).bfloat16()
+        for mine, opt in pairs:
+            for p, grad in zip(mine[:known], grads, strict=False):
+                p.grad = grad.to(p.dtype)
+            opt.step()
+            opt.zero_grad()
+
+    train(1)
+    if how == "wrapped late":
+        with torch.no_grad():
+            params[0].copy_(model[0].bfloat16())  # what the optimizer alone has rounded
+        pairs[1] = model, fa.AccumulatingOptimizer(pairs[1][1], 1, master_weights=True)
+    elif how == "loaded":
+        for _, opt in pairs:
+            inner = getattr(opt, "optimizer", opt)
+            inner.load_state_dict(inner.state_dict())
+    elif how in ("deepcopy", "pickle"):
+        pairs[1] = copy.deepcopy(pairs[1]) if how == "deepcopy" else pickle.loads(pickle.dumps(pairs[1]))
+    else:
+        for mine, opt in pairs:
+            if how == "add_param_group":
+                opt.add_param_group({"params": mine[1:]})
+            else:
+                opt.param_groups = [*opt.param_groups, {"params": mine[1:], "lr": 0.125}]
+    known = sum(len(group["params"]) for group in pairs[1][1].param_groups)
+    for _ in range(3):
+        train(known)
+    for p, q in zip(pairs[1][0][:known], params, strict=False):
+        assert pairs[1][1].state[p]["momentum"].dtype is torch.bfloat16
+        assert torch.equal(p, q.bfloat16())
+
+
+def test_state_in_lists_tuples_and_dicts_fits_the_masters():
+    p, q = Parameter(torch.zeros(3, dtype=torch.bfloat16)), Parameter(torch.zeros(3))
+    inner = torch.optim.SGD([p, q], lr=1.0)
+    narrow, count = torch.ones(3, dtype=torch.bfloat16), torch.tensor(4)
+    for known in (p, q):
+        inner.state[known] = {
+            "factors": [narrow, (narrow, count)],
+            "inner": {"average": narrow, "step": narrow},
+            "tag": "a",
+        }
+    fa.AccumulatingOptimizer(inner, 1, master_weights=True)
+    state = inner.state[p]
+    first, (second, third) = state["factors"]
+    assert first.dtype is second.dtype is state["inner"]["average"].dtype is torch.float32
+    assert third is count and state["inner"]["step"] is narrow and state["tag"] == "a"
+    assert inner.state[q]["factors"][0] is narrow  # which has no master
+
+
+def test_overrides_that_are_found_by_id_are_found_before_the_masters_take_the_places():
+    """As bitsandbytes does it, in its first step."""
+
+    class Overridden(torch.optim.SGD):
+        def check_overrides(self):
+            for i, p in enumerate(self.param_groups[0]["params"]):
+                if id(p) == chosen:
+                    places.add(i)
+
+        def step(self):
+            self.check_overrides()
+            super().step()
+
+    places = set()
+    params = [Parameter(torch.zeros(3, dtype=torch.bfloat16)) for _ in range(2)]
+    chosen = id(params[1])
+    opt = fa.AccumulatingOptimizer(Overridden(params, lr=1.0), 1, master_weights=True)
+    params[0].sum().backward()
+    opt.step()
+    assert places == {1}

@@ -24,6 +24,13 @@ def test_schedule_rounds_to_the_nearest_and_may_always_shrink_by_one():
         assert slow.steps == steps
 
 
+def test_a_loaded_schedule_keeps_its_own_bounds():
+    for start, expected in ((32, 16), (8, 8), (1, 2)):
+        schedule = schedules.noise_scale(start=4, at_least=2, at_most=16)
+        schedule.load_state_dict(schedules.noise_scale(start=start, at_least=1, at_most=64).state_dict())
+        assert schedule(0) == expected
+
+
 def test_ramps_round_to_the_nearest():
     ramp = schedules.linear(1, 4, windows=5)
     assert [ramp(i) for i in range(6)] == [1, 2, 2, 3, 3, 4]

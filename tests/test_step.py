@@ -248,6 +248,39 @@ def test_add_param_group_accumulates_the_new_parameters():
     assert_same_parameters(net, big, 1e-12)
 
 
+@pytest.mark.parametrize("how", ["add_param_group", "assigned"])
+def test_a_run_that_took_in_parameters_on_the_way_is_resumed(how):
+    """Lightning's BackboneFinetuning adds a group; when a run is resumed, it assigns the groups, and then loads the state."""
+
+    def start():
+        net = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)])
+        net[1].requires_grad_(False)
+        return net, fa.AccumulatingOptimizer(torch.optim.AdamW(net[0].parameters()), 2)
+
+    def train(net, opt):
+        for xs, ys in parts(x, y, (4, 20)):
+            opt.backward(mean_loss(net[0], xs, ys) + mean_loss(net[1], xs, ys), weight=len(xs))
+            opt.step()
+
+    (net, opt), (x, y) = start(), data(dtype=torch.float32)
+    train(net, opt)
+    net[1].requires_grad_(True)
+    opt.add_param_group({"params": list(net[1].parameters()), "lr": 0.2})
+    train(net, opt)
+    resumed, again = start()
+    resumed[1].requires_grad_(True)
+    if how == "assigned":
+        group = {**again.param_groups[0], "params": list(resumed[1].parameters())}
+        again.param_groups = [*again.param_groups, group]
+    else:
+        again.add_param_group({"params": list(resumed[1].parameters())})
+    resumed.load_state_dict(net.state_dict())
+    again.load_state_dict(copy.deepcopy(opt.state_dict()))
+    for n, o in ((net, opt), (resumed, again)):
+        train(n, o)
+    assert_same_parameters(resumed, net, 0)
+
+
 def test_weight_decay_and_step_count_do_not_move_inside_a_window():
     net, (x, y) = model(), data()
     opt = wrapped(net, 4, make=lambda ps: torch.optim.AdamW(ps, lr=0.1, weight_decay=0.5))
@@ -262,17 +295,18 @@ def test_weight_decay_and_step_count_do_not_move_inside_a_window():
     assert {int(s["step"]) for s in opt.state.values()} == {1}
 
 
+@pytest.mark.parametrize("make", [sgd, lambda ps: torch.optim.AdamW(ps, fused=True)], ids=["sgd", "fused"])
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_copies_go_on_alike_and_apart(how):
-    net, (x, y) = model(), data()
-    opt = wrapped(net, 3, max_grad_norm=0.1)
+def test_copies_go_on_alike_and_apart(how, make):
+    net, (x, y) = model(torch.float32), data(dtype=torch.float32)
+    opt = wrapped(net, 3, make=make, max_grad_norm=0.1)
     batches = parts(x, y, (4, 8, 12))
     mean_loss(net, *batches[0]).backward()
     opt.step()
     net2, opt2 = copy.deepcopy((net, opt)) if how == "deepcopy" else pickle.loads(pickle.dumps((net, opt)))
     assert opt2.param_groups[0]["params"][0] is net2[0].weight
     for n, o in ((net, opt), (net2, opt2)):
-        for batch in batches[1:]:
+        for batch in [*batches[1:], *batches * 8]:  # rounding shows after some steps
             mean_loss(n, *batch).backward()
             o.step()
         assert o.updated

@@ -96,6 +96,20 @@ def test_lbfgs_without_closure_says_what_to_do():
         opt.step()
 
 
+@pytest.mark.filterwarnings("ignore:window 0 has weight 0")
+def test_lbfgs_reports_a_window_without_weight_as_not_applied():
+    net, (x, y) = model(), data()
+    opt, before = wrapped(net, make=torch.optim.LBFGS, reduction="sum"), twin(net)
+
+    def whole():
+        opt.backward(sum_loss(net, x, y), weight=0)
+        return 0.0
+
+    opt.step(whole)
+    assert not opt.updated and not opt.last_window.applied
+    assert_same_parameters(net, before, 0)
+
+
 def test_lbfgs_of_a_model_that_was_cast_is_refused():
     """Its hooks are gone, so its windows' micro-batches could not be told apart."""
     net = model()

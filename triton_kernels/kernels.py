@@ -11,15 +11,10 @@ with ``enable_fp_fusion=False``, so that a product is rounded before it is added
 import triton
 import triton.language as tl
 
-# The table is int64: a header, then a row of each of these for all tensors.
-HEADER = 3
-SCALE, DECAY, SEED = range(HEADER)  # FP64, FP64, 64 bits
-ROWS = 5
-OUT, IN, ELEMENTS, FIRST_BLOCK, COUNTER = range(ROWS)
-
-_HEADER = tl.constexpr(HEADER)
-_SEED = tl.constexpr(SEED)
-_OUT, _IN, _ELEMENTS, _FIRST_BLOCK, _COUNTER = (tl.constexpr(row) for row in range(ROWS))
+# The table is int64: a header of three (scale and decay as FP64, the seed as 64 bits), then a row of each of the others for all tensors.
+SCALE, DECAY = 0, 1
+_SEED, _HEADER = tl.constexpr(2), tl.constexpr(3)
+_OUT, _IN, _ELEMENTS, _FIRST_BLOCK, _COUNTER = (tl.constexpr(row) for row in range(5))
 
 
 @triton.jit

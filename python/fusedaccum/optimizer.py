@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -126,6 +126,7 @@ class AccumulatingOptimizer(Optimizer):
         )
         check_optimizer(optimizer, settings, AccumulatingOptimizer)
         self._build(optimizer, settings)
+        self._masters.take_state(optimizer, self._masters.of)
 
     def _build(self, optimizer: Optimizer, settings: Settings) -> None:
         # Optimizer.__init__ is not run: groups, state, defaults and hooks are the inner optimizer's (see __getattr__).
@@ -138,25 +139,24 @@ class AccumulatingOptimizer(Optimizer):
             self._sums.states = functools.partial(states_of, optimizer)
         self._masters = MasterWeights(settings.buffer_device)
         self._closing = Closing(self._gathering, self._masters, settings)
-        groups = range(len(self.param_groups))
-        self._take(groups)
+        self._take()
         self._gathering.share()
         if isinstance(optimizer, LBFGS) and not self._gathering.ranks.alone:
             raise ValueError("process_group does not work with LBFGS, which decides by itself how often it evaluates")
-        self._make_masters(groups)
+        self._make_masters()
         if self.settings.master_weights:
             self._masters.watch(optimizer)
 
-    def _take(self, groups: Sequence[int]) -> None:
-        """Accumulate the gradients of these groups; all their parameters are checked before the first is touched."""
+    def _take(self) -> None:
+        """Accumulate the gradients of all that is new in the groups, and is checked before the first parameter is touched."""
         named: dict[Parameter, str] = {}  # a tied one may be in its group twice
-        for g in groups:
-            group = self.param_groups[g]
+        for g, group in enumerate(self.param_groups):
             names = group.get("param_names") or [
                 f"param_groups[{g}]['params'][{i}]" for i in range(len(group["params"]))
             ]
             for name, p in zip(names, group["params"], strict=True):
-                named.setdefault(p, name)
+                if p not in self._sums.buffers.of:
+                    named.setdefault(p, name)
         for p, name in named.items():
             check_parameter(name, p, self.settings)
             if self._taken_by_another(p):
@@ -173,10 +173,13 @@ class AccumulatingOptimizer(Optimizer):
             gc.collect()  # it may have been dropped in a reference cycle, and then lives until the garbage collector runs
         return Gathering.of(p) not in (None, self._gathering)
 
-    def _make_masters(self, groups: Sequence[int]) -> None:
-        if self.settings.master_weights:
-            self._masters.add(self._gathering.ranks.owned([p for g in groups for p in self.param_groups[g]["params"]]))
-            self._masters.take_state(self.optimizer)
+    def _make_masters(self) -> list[Parameter]:
+        """Returns the parameters that have them since this call."""
+        if not self.settings.master_weights:
+            return []
+        return self._masters.add(
+            self._gathering.ranks.owned([p for group in self.param_groups for p in group["params"]])
+        )
 
     def __getattr__(self, name: str) -> Any:
         """Any attribute that is not ours is the inner optimizer's, looked up on each access."""
@@ -227,7 +230,13 @@ class AccumulatingOptimizer(Optimizer):
 
     @param_groups.setter
     def param_groups(self, value: Any) -> None:
-        self.optimizer.param_groups = value
+        before, self.optimizer.param_groups = self.optimizer.param_groups, value
+        try:
+            self._take()
+        except Exception:
+            self.optimizer.param_groups = before
+            raise
+        self._masters.take_state(self.optimizer, self._make_masters())
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optimizer!r}, {self.settings!r})"
@@ -258,7 +267,7 @@ class AccumulatingOptimizer(Optimizer):
             weighed.backward(**kwargs)
             Gathering.backwards += 1  # whether or not it has reached any wrapper's parameters
             if kwargs.get("gradient") is None:  # else the gradients are not of the loss itself
-                self._gathering.record_loss(loss, scaled=True)
+                self._gathering.record_loss(loss, by_backward=True)
                 self._ledger.micro.told += 1
 
     @_outside_graphs
@@ -307,7 +316,8 @@ class AccumulatingOptimizer(Optimizer):
             closure: evaluates the micro-batch (forward and backward) and returns its loss; called once, with gradients enabled.
                 (LBFGS calls it as often as it likes: run the whole window in it.)
             weight: the micro-batch's weight, where it does not scale the gradient and so may come late
-                (``reduction="sum"`` or ``"none"``). With caller-owned windows: that of all micro-batches that have none yet.
+                (``reduction="sum"`` or ``"none"``). With caller-owned windows: that of all micro-batches that have none yet. The gradient
+                is in the sums by then: unlike in :meth:`backward`, weight 0 does not keep it out.
 
         Returns:
             what the closure returned.
@@ -378,7 +388,7 @@ class AccumulatingOptimizer(Optimizer):
         self._not_inside("reset()")
         self._gathering.settle()
         self._gathering.reset()
-        self._gathering.statistics.micro_batch_dropped()  # which zero_grad(), often called between forward and backward, leaves alone
+        self._ledger.drop_forwards()  # which zero_grad(), often called between forward and backward, leaves alone
         self._gathering.loss_scale.live = None
 
     @_outside_graphs
@@ -453,21 +463,28 @@ class AccumulatingOptimizer(Optimizer):
         return bool(self._closing.updated)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the inner optimizer, and accumulate its parameters too; raises as the constructor does."""
+        """Add a group to the inner optimizer, and accumulate its parameters too; raises as the constructor does.
+
+        ``opt.param_groups = groups`` accumulates those that are new in them, too.
+        """
         self.optimizer.add_param_group(param_group)
         try:
-            self._take([len(self.param_groups) - 1])
+            self._take()
         except Exception:
             self.param_groups.pop()
             raise
-        self._make_masters([len(self.param_groups) - 1])
+        self._masters.take_state(self.optimizer, self._make_masters())
 
     @_outside_graphs
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state dict plus one key, ``"fusedaccum"``: the open window with its buffers, and master weights.
 
-        Tensors and plain values only (``torch.load(weights_only=True)`` reads it); buffers are copies. A plain optimizer can load
-        it too, and ignores the key.
+        Tensors and plain values only (``torch.load(weights_only=True)`` reads it). Buffers are copies, for which it allocates; masters and
+        the inner optimizer's state are the live tensors, as in PyTorch, and change with the next step. Waits for the device only with
+        ``buffer_device``. A plain optimizer can load it too, and ignores the key.
+
+        Raises:
+            RuntimeError: within ``micro_batch()`` or a backward; after ``normalize_()`` with a process group; FSDP2 holds gradients back.
         """
         self._not_inside("state_dict()")
         refuse_torchs_functions("state_dict()")
@@ -515,11 +532,19 @@ class AccumulatingOptimizer(Optimizer):
                 "process, and carry the state over with load_state_dict(state_dict())"
             )
         self._gathering.settle()
-        last = self._closing.last_window, self._closing.updated
-        return {"optimizer": self.optimizer, "settings": self.settings, "own": checkpoint.save(self), "last": last}
+        return {
+            "optimizer": self.optimizer,
+            # Of a fused optimizer, which PyTorch's copies lose: they would leave the scaling to a pass of ours, and round otherwise.
+            "scales": vars(self.optimizer).get("_step_supports_amp_scaling", False),
+            "settings": self.settings,
+            "own": checkpoint.save(self),
+            "last": (self._closing.last_window, self._closing.updated),
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.optimizer, self.settings = state["optimizer"], state["settings"]
+        if state["scales"]:
+            self.optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
         self._build_anew()
         checkpoint.load(self, state["own"])
         self._closing.last_window, self._closing.updated = state["last"]

@@ -39,7 +39,8 @@ def _piecewise(steps: dict[int, int], index: int) -> int:
 def linear(start: int, end: int, windows: int) -> Steps:
     """From ``start`` micro-batches per window to ``end``, in equal steps over the first ``windows`` windows; ``end`` from then on.
 
-    The ramp of GPT-3 (Brown et al., 2020, section 2.3), there in samples. Raises as :func:`geometric`.
+    Window i holds ``round(start + (end - start) * min(i / windows, 1))``: the ramp of GPT-3 (Brown et al., 2020, section 2.3), there in
+    samples. Raises as :func:`geometric`.
     """
     return functools.partial(_linear, *_ramp(start, end, windows))
 
@@ -50,6 +51,8 @@ def _linear(start: int, end: int, windows: int, index: int) -> int:
 
 def geometric(start: int, end: int, windows: int) -> Steps:
     """From ``start`` micro-batches per window to ``end``, by equal factors over the first ``windows`` windows; ``end`` from then on.
+
+    Window i holds ``round(start * (end / start) ** min(i / windows, 1))``.
 
     Raises:
         TypeError, ValueError: an argument that is not an int of at least 1.
@@ -79,6 +82,9 @@ class noise_scale:  # named as the functions beside it
         every: windows between two checks. Each check waits for the device.
         fraction: of the noise scale.
         growth: the largest factor by which one check changes the length (one micro-batch is always allowed).
+
+    Attributes:
+        steps: micro-batches of the next window, on each rank.
 
     Raises:
         TypeError, ValueError: an invalid argument.
@@ -112,11 +118,8 @@ class noise_scale:  # named as the functions beside it
             raise ValueError(f"growth must be greater than 1, got {growth!r}; 2.0 doubles or halves a window at most")
         self.steps = start
         self._bounds = at_least, at_most
-        self._every, self._fraction, self._growth = (
-            checked_count(every, "every", "; it counts windows"),
-            fraction,
-            growth,
-        )
+        self._every = checked_count(every, "every", "; it counts windows")
+        self._fraction, self._growth = fraction, growth
         self._seen = 0
 
     def __call__(self, index: int) -> int:
@@ -141,7 +144,8 @@ class noise_scale:  # named as the functions beside it
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned."""
-        self.steps, self._seen = state["steps"], state["seen"]
+        least, most = self._bounds  # which may be others now
+        self.steps, self._seen = min(max(state["steps"], least), most), state["seen"]
 
 
 def scaled_lr(lr: float, *, batch: float, base_batch: float, rule: str) -> float:
@@ -156,7 +160,7 @@ def scaled_lr(lr: float, *, batch: float, base_batch: float, rule: str) -> float
             et al., 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms"; Krizhevsky, 2014, for SGD).
 
     Raises:
-        ValueError: another rule; a batch or a learning rate that is not greater than 0.
+        ValueError: another rule; a batch or a learning rate that is not greater than 0. TypeError: one that is not a number.
     """
     powers = {"linear": 1.0, "sqrt": 0.5}
     if rule not in powers:

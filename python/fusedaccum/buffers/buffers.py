@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -234,17 +235,15 @@ class Buffers:
                 kind = (slot.param.device, slot.device, slot.dtype, slot.param.dtype, slot.sharded)
                 groups.setdefault(kind, []).append(slot)
         for (home, device, dtype, _, _), members in groups.items():
-            offsets, end = [], 0
-            for slot in members:
-                offsets.append(end)
-                end += padded(local_of(slot.param).numel())
+            sizes = [local_of(slot.param).numel() for slot in members]
+            *offsets, end = itertools.accumulate(map(padded, sizes), initial=0)
             block = Block(torch.empty(end, dtype=dtype, device=device), home != device)
-            ends = [offset + local_of(slot.param).numel() for slot, offset in zip(members, offsets, strict=True)]
-            # Zero the gaps between them, which also travel from rank to rank.
-            torch._foreach_zero_([block.flat[i:j] for i, j in zip(ends, [*offsets[1:], end], strict=True)])
+            places = list(zip(members, sizes, offsets, strict=True))
+            # Zero the gap after each, which also travels from rank to rank.
+            torch._foreach_zero_([block.flat[offset + size : offset + padded(size)] for _, size, offset in places])
             block.written()
             self.blocks.append(block)
-            for slot, offset in zip(members, offsets, strict=True):
+            for slot, _, offset in places:
                 slot.block, slot.buffer, slot.placed = block, block.view(slot, offset), True
                 slot.offset, slot.address, slot.relaid = offset, slot.buffer.data_ptr(), False
 

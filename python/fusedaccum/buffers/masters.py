@@ -43,8 +43,9 @@ class MasterWeights:
         self._lent: dict[Slot, tuple[Tensor | None, Tensor | None]] = {}
         self._working = False
 
-    def add(self, parameters: Iterable[Parameter]) -> None:
-        """Make masters of parameters that are 16 bits wide, or on another device than their gradients."""
+    def add(self, parameters: Iterable[Parameter]) -> list[Parameter]:
+        """Make masters of parameters that are 16 bits wide, or on another device than their gradients. Returns those that had none."""
+        fresh = []
         for p in parameters:
             device = self._device or p.device
             if p not in self.of and (p.dtype.itemsize < 4 or p.device != device):
@@ -53,18 +54,19 @@ class MasterWeights:
                 if type(p) in (Parameter, Tensor):  # subclasses keep data of their own there
                     master.__dict__ = p.__dict__  # attributes that optimizers read (p.lr_mul), whenever they are set
                 self.of[p], self._model[master], self._seen[p] = master, p, _fingerprint(p)
+                fresh.append(p)
+        return fresh
 
-    def take_state(self, inner: Optimizer) -> None:
-        """Make the state that ``inner`` already has fit the masters, as its load_state_dict would: Adagrad's constructor makes one."""
-        entries = [(p, master, state.get(p, {})) for state in states_of(inner) for p, master in self.of.items()]
-        for p, master, entry in entries:
-            for key, value in entry.items():
-                if not isinstance(value, Tensor):
-                    continue
-                if key != "step":
-                    entry[key] = value.to(master.device, master.dtype if value.is_floating_point() else value.dtype)
-                elif p.device != master.device:  # else it stays on the CPU, where reading it costs no wait
-                    entry[key] = value.to(master.device)
+    def take_state(self, inner: Optimizer, parameters: Iterable[Parameter]) -> None:
+        """Make the state that ``inner`` already has of these parameters fit their masters, as its load_state_dict would.
+
+        (Adagrad's constructor makes one.) That ends with ``__setstate__``, where optimizers that keep some state in 16 bits cast it back.
+        """
+        entries = [(p, state[p]) for state in states_of(inner) for p in parameters if p in self.of and state.get(p)]
+        for p, entry in entries:
+            _fit(entry, p, self.of[p])
+        for optimizer in _all(inner) if entries else ():
+            optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
     def watch(self, inner: Optimizer) -> None:
         """Call :meth:`take_state` whenever a state is loaded into ``inner`` itself: PyTorch casts that to the model's dtypes."""
@@ -73,7 +75,7 @@ class MasterWeights:
         def loaded(optimizer: Optimizer) -> None:
             masters = alive()
             if masters is not None:
-                masters.take_state(optimizer)
+                masters.take_state(optimizer, masters.of)
 
         for optimizer in _all(inner):
             # Optimizers that delegate everything to another one may lack PyTorch's hooks.
@@ -87,6 +89,11 @@ class MasterWeights:
             yield
             return
         slots = [slot for slot in slots if slot.param in self.of]
+        for optimizer in _all(inner):
+            if hasattr(
+                optimizer, "check_overrides"
+            ):  # bitsandbytes' first step looks for parameters by id(), and would meet the masters
+                optimizer.check_overrides()
         self._working = True
         try:
             _exchange(inner, self.of)
@@ -168,6 +175,22 @@ class MasterWeights:
 def _fingerprint(p: Parameter) -> tuple[int, int]:
     """What changes when a parameter is written to, or gets other memory (as from vector_to_parameters)."""
     return p._version, p.data_ptr()
+
+
+def _fit(value: Any, p: Parameter, master: Parameter, key: Any = None) -> Any:
+    """``value`` of the state of ``p``, in the master's dtype and on its device; so is all that a dict, list or tuple holds."""
+    if isinstance(value, Tensor):
+        if key != "step":
+            return value.to(master.device, master.dtype if value.is_floating_point() else value.dtype)
+        # Else it stays on the CPU, where reading it costs no wait.
+        return value.to(master.device) if p.device != master.device else value
+    if isinstance(value, dict):
+        value.update({name: _fit(inner, p, master, name) for name, inner in value.items()})
+    elif isinstance(value, list):
+        value[:] = [_fit(inner, p, master) for inner in value]
+    elif type(value) is tuple:
+        return tuple(_fit(inner, p, master) for inner in value)
+    return value
 
 
 def _exchange(inner: Optimizer, table: Mapping[Any, Any]) -> None:

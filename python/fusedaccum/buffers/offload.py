@@ -23,7 +23,7 @@ from ..scalars import Scalar
 STAGES = 3  # one that fills, one on its way, one that is being added
 STAGE_BYTES = 32 << 20  # a power of two, because PyTorch rounds pinned memory up to one
 LINE = 64  # bytes: everything in a stage starts at a cache line
-HEAD = 2 * LINE  # of a stage: a line for each of two numbers
+HEAD = 2 * LINE  # a stage begins with the scale and the decay, in a line each
 
 
 class Stage:

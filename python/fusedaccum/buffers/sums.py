@@ -170,7 +170,9 @@ class Sums:
     # -- the window's ends -------------------------------------------------------------------------------------
 
     def part_with_written(self) -> None:
-        """Take what other code has written in place to the closed window's ``p.grad`` to be a gradient of its own, to be adopted."""
+        """Take every ``p.grad`` that other code has written to since its window closed to be a gradient set by hand: give it memory of its
+        own, so that :meth:`begin` leaves it and :meth:`adopt` takes it over.
+        """
         for slot in self.buffers.slots:
             grad = slot.holder.grad
             if grad is not None and grad is slot.shown and slot.placed and not slot.block.untouched_by_user:

@@ -151,6 +151,9 @@ def load(opt: AccumulatingOptimizer, own: dict[str, Any]) -> None:
         None if window is None else restored(Window, window),
         None if micro is None else restored(MicroBatch, micro),
     )
+    if opt._ledger.has_window and not opt._ledger.is_open:
+        # It holds nothing (its micro-batches were dropped), so check() has let another accum_steps pass.
+        opt._ledger.window.length = opt.settings.schedule.length(own["index"])
     opt._gathering.rejected.names = list(own["rejected"])
     for index, saved in own["buffers"].items():
         sums.restore(slots[index], local_of(saved["sum"]), saved["divisor"])

@@ -136,14 +136,8 @@ class DistributedState:
                 f"key={self._key!r} is not a DistributedState in the checkpoint {self._load_from!r}, which has {keys}"
             )
         if self._key is None and len(keys) != 1:
-            raise ValueError(
-                f"the checkpoint {self._load_from!r} holds {len(keys)} DistributedStates {keys}; "
-                + (
-                    "choose one: key=..."
-                    if keys
-                    else "save one with dcp.save({'opt': fusedaccum.DistributedState(opt)})"
-                )
-            )
+            fix = "choose one: key=..." if keys else "save one with dcp.save({'opt': fusedaccum.DistributedState(opt)})"
+            raise ValueError(f"the checkpoint {self._load_from!r} holds {len(keys)} DistributedStates {keys}; {fix}")
         return found[0 if self._key is None else keys.index(self._key)]
 
     def _check(self, own: dict[str, Any], ranks: list[dict[str, Any]]) -> None:

@@ -168,5 +168,5 @@ class Closing:
 
         loss = inner.step(evaluate)
         self._ledger.close_window()
-        self._report(ends[-1], True)
+        self._report(ends[-1], not ends[-1].skip)
         return loss

@@ -39,8 +39,9 @@ class Conclusion:
     def report(self, settings: Settings, applied: bool | Tensor, noise_scale: Tensor | None) -> LastWindow:
         window = self.window
         nonfinite = as_tensor(window.nonfinite + window.dropped)
-        if settings.nonfinite != "skip_window":  # which has counted an overflow with the adds
-            nonfinite = nonfinite + beside(self.overflow, nonfinite) * (window.nonfinite == 0)  # else a norm has met it
+        # A scaler's overflow is one more bad micro-batch, unless adds have counted it: under "skip_window" they always do.
+        if settings.nonfinite != "skip_window":
+            nonfinite = nonfinite + beside(self.overflow, nonfinite) * (window.nonfinite == 0)
         looked = settings.nonfinite != "propagate" or window.overflowed or self.overflow is not False
         return LastWindow(
             window.micro_batches,
@@ -59,7 +60,7 @@ def conclude(ledger: Ledger, sums: Sums, settings: Settings, overflow: bool | Te
     if sums.changed_by_user:  # clipped by hand, say: then the two norms are of different things
         window.small_sq_norm = None
     divisor = 1.0 if window.empty else ledger.divisor(window.weight)
-    weightless = not window.empty and float(divisor) == 0
+    weightless = float(divisor) == 0
     if weightless:
         warn(f"window {window.index} has weight 0 (no tokens?): nothing is applied")
         divisor = 1.0

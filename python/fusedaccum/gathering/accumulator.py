@@ -31,7 +31,7 @@ class Accumulator:
         seed: of the stochastic rounding of 16-bit buffers, below 2**53, and the same on all ranks; None rounds to nearest.
 
     Attributes:
-        rank: this rank's number, added to the seed: sums of several ranks are added up, and with equal draws their errors would, too.
+        rank: added to the seed, so that ranks draw different numbers: with equal ones, rounding errors would add up, not average out.
     """
 
     def __init__(self, sums: Sums, ledger: Ledger, loss_scale: LossScale, seed: int | None):

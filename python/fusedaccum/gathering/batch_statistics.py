@@ -67,7 +67,7 @@ class Statistics:
 
     def __init__(self, buffers: Buffers):
         self._buffers = buffers
-        self._searched = False  # for layers that should be here
+        self._searched = False  # has note_unpooled() looked for layers that should be here?
         self._micro_batches = 0  # counted since a window closed
         self._pending: dict[Key, list[Call]] = {}
         self._in_part: Counter[Key] = Counter()  # calls in the part of a micro-batch that is under way

@@ -36,7 +36,7 @@ class Gathering(Windows):
 
     Attributes:
         inside: is the caller within ``micro_batch()``?
-        closed: is the inner optimizer at work, so that it would not see the gradients of a backward that runs now?
+        closed: is the inner optimizer at work on a window that has closed? A backward that runs now would belong to the next one.
         rejected: the micro-batches that were rejected since the last ``step()``.
     """
 
@@ -284,10 +284,10 @@ class Gathering(Windows):
         if caller_owned:
             ledger.weigh_the_rest(weight)
 
-    def record_loss(self, loss: Scalar, scaled: bool = False) -> None:
-        """Record the loss of the open micro-batch, or of the one counted last. ``scaled``: as opt.backward() got it, with a loss scale."""
+    def record_loss(self, loss: Scalar, by_backward: bool = False) -> None:
+        """Record the loss of the open micro-batch, or of the one counted last; see :meth:`Losses.record`."""
         if self.ledger.has_micro or self.losses.lacking or not self.rejected.names:  # else it is of a rejected one
-            self.losses.record(loss, scaled)
+            self.losses.record(loss, by_backward)
 
     # -- what layers and recipes ask for -----------------------------------------------------------------------
 

@@ -16,9 +16,8 @@ WITHOUT_ADDRESSES = ("mps",)
 
 def is_plain(x: Tensor) -> bool:
     """Does the tensor have memory that a kernel can read, and no Python object that acts for it?"""
-    return type(
-        x
-    ).__torch_dispatch__ is Tensor.__torch_dispatch__ and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+    dispatch = type(x).__torch_dispatch__
+    return dispatch is Tensor.__torch_dispatch__ and not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 def missing_storage(x: Tensor) -> bool:

@@ -47,7 +47,6 @@ def accumulate_(
         _fill(stats, buffers, bad)
 
 
-@torch.no_grad()
 def scale_(tensors: list[Tensor], scale: float | Tensor, stats: Stats | None) -> None:
     """``x = x * scale``."""
     cast_(tensors, tensors, scale, stats)

@@ -38,7 +38,8 @@ class Numbers(NamedTuple):
     @classmethod
     def of(cls, window: Window, overflow: bool | Tensor, loss_scale: LossScale, pools: bool) -> Numbers:
         """Waits for the device."""
-        # What this rank has dropped counts, too. It is not in the sums, but here scaler.unscale_() has met that, on other ranks the sums.
+        # A rank that has only dropped micro-batches takes part, too: its scaler.unscale_() has divided the rejected gradient, while on
+        # other ranks it has divided the sums, so that what these carry may differ.
         part = window.has_any
         unit = float(window.unit) if part and window.unit is not None else 0.0
         scale = float(loss_scale.live) if part and loss_scale.live is not None else 0.0

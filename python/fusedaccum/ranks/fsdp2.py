@@ -104,7 +104,9 @@ class FullySharded:
             )
 
     def check_droppable(self, slots: Sequence[Slot]) -> None:
-        """Raises RuntimeError if a bad micro-batch would drop those that FSDP2 holds with it, but not what else they have brought."""
+        """Raises RuntimeError if only a part of a micro-batch could be dropped: FSDP2 still holds its gradients back, to be judged with
+        those of later ones, but parameters that are not FSDP2's get theirs added at once.
+        """
         if not self.holds_back:
             return
         theirs = set(self.slots)

@@ -29,7 +29,7 @@ class Phase(Enum):
     """What the buffers hold of the open window."""
 
     APART = auto()  # what this rank has accumulated
-    GOING = auto()  # the same, but in segments sent during the last pass what all ranks have
+    GOING = auto()  # the last pass runs: segments sent hold (or will hold) all ranks' sums, the others this rank's
     SENT = auto()  # what all ranks have accumulated, except what has come since (Segment.again)
     AGREED = auto()  # what all ranks have accumulated, and nothing can join it any more
 

@@ -82,7 +82,7 @@ def cached_backward(
         del embeddings, embedding
         loss = loss.detach()
         if opt is not None:
-            opt._gathering.record_loss(loss, scaled=True)
+            opt._gathering.record_loss(loss, by_backward=True)
         after_loss = RandomState(tensor for encoding in encodings for tensor in encoding.placed)
         try:
             for encoding in encodings:

@@ -35,7 +35,7 @@ def fuse_linear(model: Model) -> Model:
 
     In place: modules keep their names, parameters, state dicts and forward results, bit for bit. Call it before or after wrapping the
     optimizer. :func:`unfuse` undoes it; do so before ``torch.jit`` or ``torch.fx`` traces the model. Subclasses of ``nn.Linear`` are left
-    alone.
+    alone. Allocates nothing. Raises TypeError if ``model`` is not a module.
     """
     return _swap(model, {nn.Linear: Linear})
 
@@ -47,13 +47,13 @@ def fuse_embedding(model: Model) -> Model:
     vocabulary, except that the buffer is zeroed once per window. The rows are added one after the other in the buffer's dtype, whereas an
     unfused layer adds equal tokens in the gradient's dtype first: results differ by that rounding. Deterministic.
 
-    Falls back as :func:`fuse_linear` does, and for embeddings with ``sparse``, ``max_norm`` or ``scale_grad_by_freq``.
+    Falls back and raises as :func:`fuse_linear` does; also falls back with ``sparse``, ``max_norm`` or ``scale_grad_by_freq``.
     """
     return _swap(model, {nn.Embedding: Embedding})
 
 
 def unfuse(model: Model) -> Model:
-    """Undo :func:`fuse_linear` and :func:`fuse_embedding`; returns ``model``."""
+    """Undo :func:`fuse_linear` and :func:`fuse_embedding`; returns ``model``. Raises TypeError if it is not a module."""
     return _swap(model, {Linear: nn.Linear, Embedding: nn.Embedding})
 
 
@@ -79,11 +79,15 @@ class Embedding(nn.Embedding):
     """``nn.Embedding``, fused."""
 
     def forward(self, input: Tensor) -> Tensor:
-        optional = self.sparse or self.scale_grad_by_freq or self.max_norm is not None
         weight = self._parameters.get("weight")
-        if not optional and weight is not None and _may_fuse(weight, input):
+        if not has_unfused_option(self) and weight is not None and _may_fuse(weight, input):
             return _Embedding.apply(input, weight, self.padding_idx)
         return super().forward(input)
+
+
+def has_unfused_option(table: nn.Embedding) -> bool:
+    """Has the embedding an option that its fused backward does not implement?"""
+    return table.sparse or table.scale_grad_by_freq or table.max_norm is not None
 
 
 def _may_fuse(weight: Tensor, input: Tensor) -> bool:

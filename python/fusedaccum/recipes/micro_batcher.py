@@ -213,9 +213,9 @@ class MicroBatcher:
             with self._opt._gathering.attempted(weight, attempt):
                 loss = self._loss(micro_batch)
                 attempt.forward = False
-                scaled = self._scaler.scale(loss)
-                scaled.backward()
-                self._opt._gathering.record_loss(scaled, scaled=True)
+                loss = self._scaler.scale(loss)
+                loss.backward()
+                self._opt._gathering.record_loss(loss, by_backward=True)
             return True
         except Exception as error:
             if part.samples == 1:

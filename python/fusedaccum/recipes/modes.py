@@ -15,7 +15,7 @@ from ..buffers.buffers import buffer_dtype, padded
 from ..buffers.offload import STAGE_BYTES, STAGES
 from ..buffers.shards import local_of
 from ..intake.intake import bucket_bytes
-from .fuse import Embedding, Linear, has_product
+from .fuse import Embedding, Linear, has_product, has_unfused_option
 
 
 class Kernel(NamedTuple):
@@ -163,13 +163,12 @@ class Parameters:
         device = devices.pop()
         linear: set[Tensor] = set()
         embedding: set[Tensor] = set()
-        for m in module.modules():
-            if isinstance(m, nn.Linear) and type(m) in (nn.Linear, Linear) and _product(m.weight.dtype, device):
-                linear.add(m.weight)
-            if type(m) in (nn.Embedding, Embedding):
-                table: Any = m
-                if not (table.sparse or table.scale_grad_by_freq or table.max_norm is not None):
-                    embedding.add(table.weight)
+        layers: Iterable[Any] = module.modules()
+        for layer in layers:
+            if type(layer) in (nn.Linear, Linear) and _product(layer.weight.dtype, device):
+                linear.add(layer.weight)
+            elif type(layer) in (nn.Embedding, Embedding) and not has_unfused_option(layer):
+                embedding.add(layer.weight)
         wanted = set(trained)
         uses: Counter[Tensor] = Counter(p for m in module.modules() for p in m.parameters(recurse=False))
         tied = frozenset(p for p in wanted if uses[p] > 1)

@@ -31,7 +31,7 @@ class LossScale:
 
     def __init__(self) -> None:
         self.live: Tensor | None = None
-        self._taken_for: Scalar | None = None  # the scale in force until the running step() showed another scaler's
+        self._taken_for: Scalar | None = None  # what adds took the scale to be, if another scaler calls this step()
         self.through_scaler = self.unscaled = self.hidden = self._copied = False
 
     @property

@@ -45,7 +45,7 @@ class Ledger:
         has_micro: is a micro-batch open? False between two.
         ranks: how many share a window.
         over_ranks: sums a weight over them.
-        mixes_ranks: do gradients arrive with other ranks' in them, which this rank's weight must not keep out?
+        mixes_ranks: do gradients arrive already summed over the ranks, by FSDP2? A weight of 0 on this rank must not drop the others' part.
     """
 
     def __init__(self, schedule: Schedule, reduction: str, follower: Follower):
@@ -139,12 +139,12 @@ class Ledger:
             micro.weight = weight
         elif micro.weight is None:
             raise ValueError(
-                f"weight {float(weight):g} comes too late: part of this micro-batch was added with weight 1 already; "
+                f"weight {float(weight):.12g} comes too late: part of this micro-batch was added with weight 1 already; "
                 "give it with the first backward of the micro-batch"
             )
         elif float(micro.weight) != float(weight):
             raise ValueError(
-                f"weight {float(weight):g} differs from {float(micro.weight):g}, which this micro-batch was given before; "
+                f"weight {float(weight):.12g} differs from {float(micro.weight):.12g}, which this micro-batch was given before; "
                 "several backward() before one step() are parts of one micro-batch and share its weight"
             )
 
@@ -181,7 +181,7 @@ class Ledger:
         """A micro-batch's weight at its end; None if a caller-owned window may still be given it."""
         if micro.weight is not None and late is not None and float(micro.weight) != float(late):
             raise ValueError(
-                f"step(weight={float(late):g}) differs from {float(micro.weight):g}, given with backward()"
+                f"step(weight={float(late):.12g}) differs from {float(micro.weight):.12g}, given with backward()"
             )
         weight = late if micro.weight is None else micro.weight
         if weight is not None:
@@ -208,7 +208,7 @@ class Ledger:
         if not window.unweighed:
             if late is not None and not window.empty:
                 raise ValueError(
-                    f"step(weight={float(late):g}) has nothing to weigh: every micro-batch of the window was given its weight"
+                    f"step(weight={float(late):.12g}) has nothing to weigh: every micro-batch of the window was given its weight"
                 )
             return
         if late is None:
@@ -233,7 +233,7 @@ class Ledger:
         shown["micro_batch"] = f"{count}/{length}" if length is not None else count
         weight = 0.0 if window is None else window.weight
         if self.schedule.window_weight is not None and not isinstance(weight, Tensor):
-            shown["weight"] = f"{weight:g}/{self.schedule.window_weight:g}"
+            shown["weight"] = f"{weight:.12g}/{self.schedule.window_weight:.12g}"
         return shown
 
     @property
@@ -294,6 +294,6 @@ class Ledger:
         if not self._complete(count, weight):
             raise RuntimeError(
                 f"normalize_() is for a window's end, and this one is not complete: it holds {count} micro-batches of weight "
-                f"{float(weight):g}, and closes at {window.length or self.schedule.window_weight}"
+                f"{float(weight):.12g}, and closes at {window.length or self.schedule.window_weight}"
             )
         return self.divisor(weight)
