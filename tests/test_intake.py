@@ -158,6 +158,7 @@ def test_autograd_grad_does_not_accumulate():
     opt.step()
 
 
+@pytest.mark.filterwarnings("ignore:p.grad was written to")
 def test_post_accumulate_grad_hooks_find_the_running_sum():
     """As in plain PyTorch, where such hooks log p.grad or clip it."""
     net, (x, y) = model(), data()

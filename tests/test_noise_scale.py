@@ -235,6 +235,7 @@ def test_a_window_clipped_by_hand_tells_nothing(way):
     assert known[0] == known[1] > 0
 
 
+@pytest.mark.filterwarnings("ignore:p.grad was written to")
 @pytest.mark.parametrize("saved", [False, True], ids=["run through", "resumed"])
 def test_gradients_zeroed_after_a_window_say_nothing_of_the_next(saved):
     """Gradients changed inside a window do, also across a checkpoint."""

@@ -349,8 +349,10 @@ class AccumulatingOptimizer(Optimizer):
             self._gathering.end_micro_batch(given)
             if self._gathering.complete():
                 self._closing.close(self.optimizer, overflow)
-            elif bool(overflow):
-                self._closing.add_no_more()
+            else:
+                self._sums.warn_written("to which more micro-batches are added")
+                if bool(overflow):
+                    self._closing.add_no_more()
             self._gathering.step_under_way = False
             return loss
         finally:

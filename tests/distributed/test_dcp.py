@@ -235,6 +235,7 @@ def test_a_bad_micro_batch_that_step_has_not_told_of_is_told_of_after_loading(tm
         opt.step()
 
 
+@pytest.mark.filterwarnings("ignore:p.grad was written to")
 @pytest.mark.filterwarnings("ignore:.*in a single process")
 @pytest.mark.parametrize("changed", [False, True])
 def test_gradients_changed_by_hand_before_a_checkpoint_are_not_measured_after_it(tmp_path, changed):

@@ -172,6 +172,36 @@ def test_checkpoint_that_model_checkpoint_saves_at_a_validation_inside_a_window(
     assert_same_parameters(again, whole, 0)
 
 
+class AtTheStart(L.Callback):
+    """Sets a learning rate before the first batch, if told to; notes what there is then."""
+
+    def __init__(self, lr=None):
+        self.lr = lr
+
+    def on_train_start(self, trainer, module):
+        (optimizer,) = trainer.optimizers
+        if self.lr is not None:
+            optimizer.param_groups[0]["lr"] = self.lr
+        self.found = optimizer.param_groups[0]["lr"], optimizer.progress["micro_batch"], len(optimizer.state)
+
+
+def test_the_callback_restores_the_window_and_leaves_what_another_has_set(tmp_path):
+    path, after = tmp_path / "saved.ckpt", AtTheStart()
+    fit(Regression(wrapped), 2, 4, callbacks=[SaveAfter(6, path)])
+    fit(Regression(wrapped), 2, 4, checkpoint=path, callbacks=[AtTheStart(0.5), ResumeInsideWindow(), after])
+    assert after.found == (0.5, 2, 6)
+
+
+def test_a_validation_of_a_checkpoint_leaves_a_fit_that_follows_alone(tmp_path):
+    path, start = tmp_path / "saved.ckpt", AtTheStart()
+    whole = fit(Regression(wrapped), 2, 4, callbacks=[SaveAfter(6, path)])
+    module, t = Regression(wrapped), trainer(4, callbacks=[ResumeInsideWindow(), start])
+    t.validate(module, Batches(2), ckpt_path=path, weights_only=False, verbose=False)
+    t.fit(module, Batches(2))
+    assert whole.made.param_groups[0]["lr"] < start.found[0]
+    assert start.found[1:] == (0, 0)
+
+
 def test_without_the_callback_lightning_drops_the_window_and_the_wrapper_says_so(tmp_path):
     path = tmp_path / "saved.ckpt"
     fit(Regression(wrapped), 2, 4, callbacks=[SaveAfter(6, path)])

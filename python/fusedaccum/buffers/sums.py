@@ -42,9 +42,9 @@ class Sums:
         self.offload = Offload()
         self.norms = SquaredNorms(backend)
         self.backend = backend
-        self._warned_dropped = False
+        self._warned_dropped = self._warned_written = False
         self.begun = 0
-        self.changed_by_user = False
+        self.changed_by_user = self._written_in_place = False
         self.states: Callable[[], Iterable[dict]] = tuple
         self.over_owners: Callable[[Tensor], Tensor] | None = None
         self.normalized_by: Scalar | None = None
@@ -131,7 +131,7 @@ class Sums:
 
     def notice_writes(self, slot: Slot) -> None:
         if not slot.block.untouched_by_user:
-            self.changed_by_user = True
+            self.changed_by_user = self._written_in_place = True
             self.norms.forget_block(slot.block)
             slot.block.written()
 
@@ -167,6 +167,17 @@ class Sums:
             message = f"{which} was set to None inside an open window (by model.zero_grad()?): {so}. (Further cases are not reported.)"
             warn(message)
 
+    def warn_written(self, so: str) -> None:
+        """Warn, once, if other code has written in place to the sums that ``p.grad`` shows, as if they were a mean: by clipping them."""
+        layers_write = bool(self.buffers.lent)
+        written = self._written_in_place or not all(block.untouched_by_user for block in self.buffers.blocks)
+        if written and not layers_write and self.normalized_by is None and not self._warned_written:
+            self._warned_written = True
+            warn(
+                f"p.grad was written to in place (clip_grad_norm_? model.zero_grad(set_to_none=False)?), but it is the window's sum, {so}. "
+                "Clip with max_grad_norm=, or at the window's end after opt.normalize_(). (Further cases are not reported.)"
+            )
+
     # -- the window's ends -------------------------------------------------------------------------------------
 
     def part_with_written(self) -> None:
@@ -193,7 +204,7 @@ class Sums:
             slot.shown, slot.divisor = None, 1.0
         for block in self.buffers.blocks:
             block.written()  # what other code wrote to the previous window is gone with it
-        self.changed_by_user = self.half_divided = False
+        self.changed_by_user = self._written_in_place = self.half_divided = False
         self.normalized_by = None
         self.norms.forget_all()
         self.offload.forget_failure()

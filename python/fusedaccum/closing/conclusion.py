@@ -60,6 +60,9 @@ def conclude(ledger: Ledger, sums: Sums, settings: Settings, overflow: bool | Te
     if sums.changed_by_user:  # clipped by hand, say: then the two norms are of different things
         window.small_sq_norm = None
     divisor = 1.0 if window.empty else ledger.divisor(window.weight)
+    divides = isinstance(divisor, Tensor) or divisor != 1.0
+    if divides and not all(slot.narrow for slot in slots):  # those hold the mean already
+        sums.warn_written("which is divided after that")
     weightless = float(divisor) == 0
     if weightless:
         warn(f"window {window.index} has weight 0 (no tokens?): nothing is applied")

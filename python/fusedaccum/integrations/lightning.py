@@ -7,17 +7,21 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from fusedaccum import AccumulatingOptimizer
+from fusedaccum.checkpoint.checkpoint import KEY
 
 
 class ResumeInsideWindow(Callback):
     """``Trainer(callbacks=[ResumeInsideWindow()])``: ``fit(ckpt_path=...)`` resumes inside the window that the checkpoint was taken in.
 
     Lightning restores the optimizers and then sets all gradients of the model to None, which drops the open window. So this callback loads
-    the states of wrapped optimizers again, before the first batch; until then it keeps them.
+    the windows of wrapped optimizers again, before the first batch; until then it keeps their states.
     """
 
     def __init__(self) -> None:
         self._states: list[dict[str, Any]] = []
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._states = []  # of a validate(), or of a fit() that has not reached its first batch
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self._states = checkpoint.get("optimizer_states", [])
@@ -25,6 +29,7 @@ class ResumeInsideWindow(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         states, self._states = self._states, []
         for optimizer, state in zip(trainer.optimizers, states, strict=False):  # nothing was loaded: no states
-            if isinstance(optimizer, AccumulatingOptimizer):
+            if isinstance(optimizer, AccumulatingOptimizer) and KEY in state:
                 optimizer.reset()  # else it would warn about the gradients that Lightning has dropped
-                optimizer.load_state_dict(state)
+                # All else is as restored, or as another callback has set it since.
+                optimizer.load_state_dict({**optimizer.state_dict(), KEY: state[KEY]})

@@ -103,7 +103,10 @@ def _first_free(places: Collection[Place], step: int) -> int:
 
 
 def restore_batchnorm(model: Model) -> Model:
-    """Undo :func:`accumulate_batchnorm`; returns ``model``. Buffers stay as they are; what an open window has pooled is left out."""
+    """Undo :func:`accumulate_batchnorm`; returns ``model``. Buffers stay as they are; what an open window has pooled is left out.
+
+    Raises TypeError if ``model`` is not a module.
+    """
     _check(model)
     for layer in model.modules():
         if isinstance(layer, Pooled):
