@@ -7,7 +7,8 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from fusedaccum import AccumulatingOptimizer
-from fusedaccum.checkpoint.checkpoint import KEY
+
+WINDOW = "fusedaccum"  # the key that the wrapper's state_dict() adds to PyTorch's
 
 
 class ResumeInsideWindow(Callback):
@@ -29,7 +30,7 @@ class ResumeInsideWindow(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         states, self._states = self._states, []
         for optimizer, state in zip(trainer.optimizers, states, strict=False):  # nothing was loaded: no states
-            if isinstance(optimizer, AccumulatingOptimizer) and KEY in state:
+            if isinstance(optimizer, AccumulatingOptimizer) and WINDOW in state:
                 optimizer.reset()  # else it would warn about the gradients that Lightning has dropped
                 # All else is as restored, or as another callback has set it since.
-                optimizer.load_state_dict({**optimizer.state_dict(), KEY: state[KEY]})
+                optimizer.load_state_dict({**optimizer.state_dict(), WINDOW: state[WINDOW]})
