@@ -344,3 +344,35 @@ def test_a_prehook_of_the_node_that_was_there_before_the_wrapper_changes_what_is
         mean_loss(net, *batch).backward()
         opt.step()
     torch.testing.assert_close(weight.grad, sum(expected) / 2)
+
+
+CLIPPED = {
+    "every sum": ({"accum_steps": 3}, "to which more micro-batches are added"),
+    "the last sum": ({"accum_steps": 3}, "which is divided after that"),
+    "the caller's": ({}, "which is divided after that"),
+    "after normalize_()": ({"accum_steps": 3}, None),
+    "of reduction='none'": ({"reduction": "none"}, None),
+    "a mean, in 16 bits": ({"buffer_dtype": torch.bfloat16}, None),
+    "a sum of one": ({"accum_steps": 1}, None),
+}
+
+
+@pytest.mark.parametrize("case", CLIPPED)
+def test_clipping_a_sum_by_hand_is_warned_of_once(case):
+    settings, says = CLIPPED[case]
+    dtype = settings.get("buffer_dtype", torch.float32)
+    net, (x, y) = model(dtype), data(dtype=dtype)
+    opt = wrapped(net, **settings)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2 * 3):
+            for i in range(settings.get("accum_steps", 3)):
+                last = i == settings.get("accum_steps", 3) - 1
+                mean_loss(net, x, y).backward()
+                if case == "after normalize_()" and last:
+                    opt.normalize_()
+                if last or case == "every sum":
+                    torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+                if last or "accum_steps" in settings:
+                    opt.step()
+    assert [says in str(warning.message) for warning in told] == [True] * (says is not None)

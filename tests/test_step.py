@@ -5,7 +5,6 @@ import gc
 import inspect
 import math
 import pickle
-import warnings
 from contextlib import contextmanager
 
 import fusedaccum as fa
@@ -95,38 +94,6 @@ def test_grad_norm_sees_gradients_changed_by_hand():
     norm = torch.cat([p.grad.flatten() for p in net.parameters()]).norm() / 2
     opt.step()
     torch.testing.assert_close(opt.last_window.grad_norm, norm)
-
-
-CLIPPED = {
-    "every sum": ({"accum_steps": 3}, "to which more micro-batches are added"),
-    "the last sum": ({"accum_steps": 3}, "which is divided after that"),
-    "the caller's": ({}, "which is divided after that"),
-    "after normalize_()": ({"accum_steps": 3}, None),
-    "of reduction='none'": ({"reduction": "none"}, None),
-    "a mean, in 16 bits": ({"buffer_dtype": torch.bfloat16}, None),
-    "a sum of one": ({"accum_steps": 1}, None),
-}
-
-
-@pytest.mark.parametrize("case", CLIPPED)
-def test_clipping_a_sum_by_hand_is_warned_of_once(case):
-    settings, says = CLIPPED[case]
-    dtype = settings.get("buffer_dtype", torch.float32)
-    net, (x, y) = model(dtype), data(dtype=dtype)
-    opt = wrapped(net, **settings)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        for _ in range(2 * 3):
-            for i in range(settings.get("accum_steps", 3)):
-                last = i == settings.get("accum_steps", 3) - 1
-                mean_loss(net, x, y).backward()
-                if case == "after normalize_()" and last:
-                    opt.normalize_()
-                if last or case == "every sum":
-                    torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
-                if last or "accum_steps" in settings:
-                    opt.step()
-    assert [says in str(warning.message) for warning in told] == [True] * (says is not None)
 
 
 def test_reset_drops_a_partial_window():

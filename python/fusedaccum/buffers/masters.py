@@ -62,7 +62,7 @@ class MasterWeights:
 
         (Adagrad's constructor makes one.) That ends with ``__setstate__``, where optimizers that keep some state in 16 bits cast it back.
         """
-        entries = [(p, state[p]) for state in states_of(inner) for p in parameters if p in self.of and state.get(p)]
+        entries = [(p, state[p]) for state in states_of(inner) for p in parameters if state.get(p)]
         for p, entry in entries:
             _fit(entry, p, self.of[p])
         for optimizer in _all(inner) if entries else ():
@@ -90,9 +90,8 @@ class MasterWeights:
             return
         slots = [slot for slot in slots if slot.param in self.of]
         for optimizer in _all(inner):
-            if hasattr(
-                optimizer, "check_overrides"
-            ):  # bitsandbytes' first step looks for parameters by id(), and would meet the masters
+            # bitsandbytes' first step calls it: it looks for parameters by id(), and would meet the masters.
+            if hasattr(optimizer, "check_overrides"):
                 optimizer.check_overrides()
         self._working = True
         try:
