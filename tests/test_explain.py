@@ -86,7 +86,9 @@ def test_memory_is_what_a_window_allocates(monkeypatch, name, dtype, tied):
             opt.zero_grad()
         with memory.mark("second window"):  # by now the optimizer has its state
             window(model, step)
-    assert said[name].peak == pytest.approx(timeline.peak_of("second window"), rel=0.1)
+    # Where the shared weight's parts make the peak, products and their temporaries, which depend on the processor, are no part of it.
+    exact = tied and name != "fused layers"
+    assert said[name].peak == pytest.approx(timeline.peak_of("second window"), rel=1e-3 if exact else 0.1)
 
 
 OPTIMIZERS = {"SGD": {}, "fused AdamW": {"fused": True}}

@@ -293,4 +293,5 @@ def test_a_gradient_added_between_a_layers_add_and_its_hook():
         opt._gathering.add([slot], [torch.full_like(weight, 2.0)])
         assert (weight.grad == 3).all()
         Product.apply(torch.ones(4, 4, dtype=torch.float64), weight).sum().backward()
+    opt.step()  # which does not take the layer's write, though it has raised the version, for the user's
     assert (weight.grad == 7).all()
