@@ -23,8 +23,8 @@ CPP := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 # The tests of the ops, most of them in one file, where NumPy, in which Triton interprets, may warn of the overflows that they are about.
 INTERPRETED := -n auto --dist worksteal -m "not slow" -W ignore::RuntimeWarning $(foreach t,bits memory oracles properties rounding,tests/test_ops_$(t).py)
 # A process a core, and a file's tests, which share what they build, in one; each of them with a second thread would make them wait
-# for each other. (Tests of ranks have processes of their own.)
-SPREAD := -n auto --dist loadfile
+# for each other. (Tests of ranks have processes of their own.) In the order of tests/conftest.py, not the file of most tests first.
+SPREAD := -n auto --dist loadfile --no-loadscope-reorder
 QUICK := $(SPREAD) -m "not slow"
 # What the version of torch has no part in.
 WITHOUT_TORCH := $(foreach t,benchmarks cuda_source rooms site,--ignore tests/test_$(t).py)
@@ -132,7 +132,8 @@ $(SECOND_VENV)/ready:
 	$(SECOND_BIN)/pip install --quiet $(TOOLS) torch==$(SECOND_TORCH)
 	@touch $@
 
-$(SECOND_VENV)/built: $(SECOND_VENV)/ready $(NATIVE) $(PACKAGE)
+# After the other, with `make --jobs`: each makes an egg-info folder in python/.
+$(SECOND_VENV)/built: $(SECOND_VENV)/ready $(NATIVE) $(PACKAGE) | $(BUILT)
 	$(SAY) "Installing fusedaccum in $(SECOND_VENV)"
 	@PATH="$(CURDIR)/$(SECOND_BIN):$$PATH" $(SECOND_BIN)/pip install --quiet --no-build-isolation '.[test]'
 	@cd tests && ../$(SECOND_BIN)/python -m fusedaccum

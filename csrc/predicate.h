@@ -4,7 +4,7 @@
 // it also looks for interleaved views, which share nothing.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>

@@ -25,6 +25,12 @@ if backends.INTERPRETED:
     interpreter.InterpretedFunction.__call__ = call_device_function
 
 
+def pytest_collection_modifyitems(items):
+    """Files with slow tests come first, so that in the end no process waits for another that has one of them left."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture(autouse=True)
 def same_numbers_every_time():
     torch.manual_seed(0)

@@ -28,19 +28,25 @@ pytestmark = [
 ]
 
 
-def compare(call, outs, backends=NATIVE):
-    """Check that ``call(outs, stats, backend)`` gives the same bits and stats on every native backend as on the reference."""
+def compare(call, outs, backends=NATIVE, measured=(True, False)):
+    """Check that ``call(outs, stats, backend)`` gives the same bits on every native backend as on the reference, and where ``measured``
+    says so the same stats."""
     expected, expected_stats = copies(outs), ops.Stats.empty()
     call(expected, expected_stats, "reference")
     for backend in backends:
-        for stats in (ops.Stats.empty(), None):
-            got = copies(outs)
+        for measure in measured:
+            got, stats = copies(outs), ops.Stats.empty() if measure else None
             with running(backend) as name:
                 call(got, stats, name)
             for k, (a, b) in enumerate(zip(got, expected, strict=True)):
                 assert_same_bits(a, b, f"{backend}, tensor {k} of {b.numel()}")
             if stats is not None:
                 assert_same_stats(stats, expected_stats)
+
+
+def with_and_without(turn):
+    """With statistics and without them; in Triton's interpreter, which is slow, only the one or the other by turns."""
+    return (turn % 2 == 0,) if INTERPRETED else (True, False)
 
 
 def lists(buffer, grad, sizes, nonfinite=False):
@@ -54,13 +60,14 @@ def test_accumulate_equals_reference(buffer, grad):
     outs, ins = lists(buffer, grad, RAGGED)
     for overwrite, decay in itertools.product((False, True), (1.0, 0.75)):
         # Triton's interpreter is slow. There we run each scale in two of these four combinations, so that it both adds and
-        # overwrites, and runs both with and without decay.
-        for scale in SCALES[overwrite ^ (decay == 1) :: 2] if INTERPRETED else SCALES:
+        # overwrites, and runs both with and without decay, and with and without statistics.
+        for turn, scale in enumerate(SCALES[overwrite ^ (decay == 1) :: 2] if INTERPRETED else SCALES, start=overwrite):
             compare(
                 lambda out, stats, backend, s=scale, o=overwrite, d=decay: ops.accumulate_(
                     out, ins, s, overwrite=o, decay=d, stats=stats, backend=backend
                 ),
                 outs,
+                measured=with_and_without(turn),
             )
 
 
@@ -93,15 +100,23 @@ def test_accumulate_zero_scale_adds_nothing_whatever_the_gradient_holds(scale):
 @pytest.mark.parametrize(("out", "in_"), PAIRS, ids=[f"out={out}-in={in_}" for out, in_ in PAIRS])
 def test_cast_equals_reference(out, in_):
     outs, ins = lists(out, in_, RAGGED + LONG[:3], nonfinite=True)
-    for scale in SCALES:
-        compare(lambda o, stats, backend, s=scale: ops.cast_(o, ins, s, stats=stats, backend=backend), outs)
+    for turn, scale in enumerate(SCALES):
+        compare(
+            lambda o, stats, backend, s=scale: ops.cast_(o, ins, s, stats=stats, backend=backend),
+            outs,
+            measured=with_and_without(turn),
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scale_and_stats_equal_reference(dtype):
     tensors = [with_nonfinite(values(n, DTYPES[dtype])) for n in RAGGED + LONG]
-    for scale in SCALES:
-        compare(lambda x, stats, backend, s=scale: ops.scale_(x, s, stats=stats, backend=backend), tensors)
+    for turn, scale in enumerate(SCALES):
+        compare(
+            lambda x, stats, backend, s=scale: ops.scale_(x, s, stats=stats, backend=backend),
+            tensors,
+            measured=with_and_without(turn),
+        )
     for finite in (True, False):
         measured = [values(n, DTYPES[dtype]) for n in RAGGED] if finite else tensors
         for backend in NATIVE:

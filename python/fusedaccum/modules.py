@@ -27,6 +27,12 @@ def modules_alive(kind: type[M], wanted: Callable[[M], bool] = lambda module: Tr
     return [module for ref in found if (module := ref()) is not None]
 
 
+def collect_garbage() -> None:
+    """``gc.collect()``, also of what the caller has frozen."""
+    with _thawed():
+        gc.collect()
+
+
 def _classes(kind: type) -> set[type]:
     return {kind}.union(*map(_classes, kind.__subclasses__()))
 

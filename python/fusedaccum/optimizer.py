@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -27,6 +26,7 @@ from .checkpoint import checkpoint
 from .checkpoint.distributed import refuse_torchs_functions
 from .closing.closing import Closing
 from .gathering.gathering import Gathering
+from .modules import collect_garbage
 from .scalars import Scalar, checked_loss, checked_weight, is_number, or_one
 from .window.amp import LossScale
 from .window.ledger import NO_GRADIENT
@@ -170,7 +170,7 @@ class AccumulatingOptimizer(Optimizer):
 
     def _taken_by_another(self, p: Parameter) -> bool:
         if Gathering.of(p) not in (None, self._gathering):
-            gc.collect()  # it may have been dropped in a reference cycle, and then lives until the garbage collector runs
+            collect_garbage()  # it may have been dropped in a reference cycle, and then lives until the garbage collector runs
         return Gathering.of(p) not in (None, self._gathering)
 
     def _make_masters(self) -> list[Parameter]:

@@ -8,6 +8,13 @@ import os
 import traceback
 import warnings
 
+SLOW_TO_IMPORT = [
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+]
+
 
 def _serve(rank, size, store, timeout, backend, pipe, together):
     if backend == "gloo":
@@ -40,7 +47,8 @@ class World:
     """``size`` ranks. ``run(case, **arguments)`` calls ``case(rank, **arguments)`` on each and returns their results."""
 
     def __init__(self, size, folder, timeout=20, backend="gloo"):
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(SLOW_TO_IMPORT)  # once for all ranks
         self.size, self._pipes, self.processes = size, [], []
         self._together = context.Barrier(size)  # kept: it is gone with its last reference here
         self.broken = False  # may the ranks be out of step with each other?

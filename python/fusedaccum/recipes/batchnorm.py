@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import itertools
 import sys
 from collections.abc import Collection
@@ -23,6 +22,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from ..gathering.batch_statistics import LAYERS, Key, Statistics
 from ..gathering.gathering import Gathering
+from ..modules import collect_garbage
 
 Model = TypeVar("Model", bound=nn.Module)
 Place = tuple[int, tuple[Parameter, ...]]  # number among the model's modules; the parameters around it, nearest first
@@ -97,7 +97,7 @@ def _first_free(places: Collection[Place], step: int) -> int:
 
     if free(0, taken()):
         return 0
-    gc.collect()  # layers dropped in a reference cycle may still be alive on one rank and gone on another
+    collect_garbage()  # layers dropped in a reference cycle may still be alive on one rank and gone on another
     others = taken()
     return next(first for first in itertools.count(0, step) if free(first, others))
 
