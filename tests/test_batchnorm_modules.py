@@ -256,6 +256,27 @@ def test_a_layer_that_was_dropped_is_not_noted(not_yet_noted):
         gc.enable()
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_layer_dropped_in_a_reference_cycle_changes_no_number(frozen):
+    """By which ranks tell layers apart: on one of them the garbage collector may have run already."""
+    trunk = nn.Linear(3, 3)
+
+    def pooled():
+        return fa.accumulate_batchnorm(nn.Sequential(trunk, nn.BatchNorm1d(3)))[1]
+
+    gc.disable()
+    try:
+        layer = pooled()
+        layer.itself, (number, _) = [layer], layer._place
+        if frozen:
+            gc.freeze()  # as before a long training: the collector no longer looks at what is there
+        del layer
+        assert pooled()._place[0] == number
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
 # -- torch.compile -----------------------------------------------------------------------------------------------------------
 
 
