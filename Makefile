@@ -53,7 +53,7 @@ test: lint docs $(BUILT) $(if $(SECOND_TORCH),$(SECOND_VENV)/built)  ## lint, bu
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(SPREAD) --ignore tests/distributed
 	$(BIN)/python -m pytest -q tests/distributed
 	$(SAY) "Buffers in CPU memory, for parameters on a device made for that"
-	$(BIN)/python -m pytest -q tests/late_device
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal tests/late_device
 	$(SAY) "Accelerate, Hugging Face Trainer, Lightning"
 	$(BIN)/python -m pytest -q tests/frameworks
 	$(SAY) "Triton kernels, interpreted on the CPU"
@@ -61,7 +61,7 @@ test: lint docs $(BUILT) $(if $(SECOND_TORCH),$(SECOND_VENV)/built)  ## lint, bu
 	$(if $(SECOND_TORCH),$(SAY) "Tests against torch $(SECOND_TORCH)")
 	$(if $(SECOND_TORCH),OMP_NUM_THREADS=1 $(SECOND_BIN)/python -m pytest -q $(QUICK) --ignore tests/distributed $(WITHOUT_TORCH))
 	$(if $(SECOND_TORCH),$(SECOND_BIN)/python -m pytest -q -m "not slow" tests/distributed)
-	$(if $(SECOND_TORCH),$(SECOND_BIN)/python -m pytest -q tests/late_device)
+	$(if $(SECOND_TORCH),OMP_NUM_THREADS=1 $(SECOND_BIN)/python -m pytest -q -n auto --dist worksteal tests/late_device)
 
 bench: $(BUILT)  ## measure against plain PyTorch; writes benchmarks/results
 	$(SAY) "Benchmarks"
