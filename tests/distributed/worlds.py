@@ -47,8 +47,9 @@ class World:
     """``size`` ranks. ``run(case, **arguments)`` calls ``case(rank, **arguments)`` on each and returns their results."""
 
     def __init__(self, size, folder, timeout=20, backend="gloo"):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(SLOW_TO_IMPORT)  # once for all ranks
+        # Imported once for all ranks that CUDA has no part in: it does not always work in a process that was forked.
+        context = multiprocessing.get_context("forkserver" if backend == "gloo" else "spawn")
+        context.set_forkserver_preload(SLOW_TO_IMPORT)
         self.size, self._pipes, self.processes = size, [], []
         self._together = context.Barrier(size)  # kept: it is gone with its last reference here
         self.broken = False  # may the ranks be out of step with each other?
