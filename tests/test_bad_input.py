@@ -115,6 +115,21 @@ def test_callable_length_is_checked_by_name():
     del net, x, y
 
 
+def test_an_optimizer_whose_step_insists_on_an_argument():
+    """Refused where windows close by themselves; who closes them may never call step(), but the optimizer's own methods."""
+
+    class Insisting(torch.optim.SGD):
+        def step(self, closure):
+            raise AssertionError
+
+    net = model()
+    inner = Insisting(net.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(inner, 1)  # patches step()
+    with pytest.raises(TypeError, match=r"Insisting, whose step\(\) cannot be called without closure; .*in p\.grad"):
+        fa.AccumulatingOptimizer(inner, 4)
+    assert fa.AccumulatingOptimizer(inner).optimizer is scheduler.optimizer
+
+
 def test_what_can_be_wrapped():
     net = model()
     with pytest.raises(TypeError, match=r"must be a torch\.optim\.Optimizer, got Sequential"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -152,6 +153,20 @@ def check_optimizer(optimizer: Any, settings: Settings, wrapper: type) -> None:
             raise ValueError(
                 "master_weights=True does not work with LBFGS, which keeps its own list of parameters; keep the model in FP32"
             )
+    elif not settings.schedule.caller_owned and (needed := required_by_step(optimizer)):
+        raise TypeError(
+            f"optimizer is {type(optimizer).__name__}, whose step() cannot be called without {' and '.join(needed)}; a window is stepped "
+            "with the gradient in p.grad and nothing else, so wrap an optimizer whose step() needs no argument"
+        )
+
+
+def required_by_step(optimizer: Optimizer) -> list[str]:
+    """The arguments without which the optimizer's ``step()`` cannot be called."""
+    _, *parameters = inspect.signature(
+        type(optimizer).step
+    ).parameters.values()  # an LR scheduler's patch in the instance hides them
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in optional]
 
 
 def check_parameter(name: str, parameter: Tensor, settings: Settings) -> None:
