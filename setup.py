@@ -26,7 +26,7 @@ except ImportError:  # an isolated build: the package works without its extensio
 # No fast-math, no -march: the same bits everywhere.
 CXX_FLAGS = ["-O3", "-g0", "-ffp-contract=off", "-fvisibility=hidden"]
 OPENMP = ["-fopenmp"] if sys.platform == "linux" else []  # to compile, not to link: PyTorch's own thread pool is used
-NVCC_FLAGS = ["-O3", "-fmad=false", "--threads=2"]
+NVCC_FLAGS = ["-O3", "-fmad=false", "--threads=0"]  # 0: as many as there are processors
 CPU_ISA_FLAGS = {  # csrc/cpu/kernels_<isa>.cpp; the machine that runs them chooses one
     "default": [],
     "avx2": ["-mavx2", "-mf16c"],
