@@ -216,7 +216,7 @@ def two_sgds(model, beside):
     return torch.optim.SGD(first, lr=0.1), torch.optim.SGD(second, lr=0.3)
 
 
-def two_wrappers(rank, beside, parts):
+def two_wrappers(rank, beside, parts, held):
     """One for matrices and one for vectors (as Muon and AdamW); or one for what FSDP2 shards and one for the rest."""
     model = made()
     fully_shard(model.first)
@@ -227,7 +227,8 @@ def two_wrappers(rank, beside, parts):
     first = fa.AccumulatingOptimizer(first, accum_steps=2)
     second = fa.AccumulatingOptimizer(second, accum_steps=2, process_group=group)
     for window in range(2):
-        for x, y, weight, _ in share(window, 4, rank, 2):
+        for number, (x, y, weight, _) in enumerate(share(window, 4, rank, 2)):
+            (model.first if beside else model).set_requires_gradient_sync(number == 1 or not held)
             first.backward(mean_loss(model, x, y, False) / parts, weight=weight)
             if parts == 2:
                 first.backward(mean_loss(model, x, y, False) / parts)
@@ -237,8 +238,9 @@ def two_wrappers(rank, beside, parts):
     return [full(p) for p in model.parameters()], told
 
 
+@pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize("beside, parts", [(False, 1), (True, 1), (False, 2)])
-def test_a_weight_in_the_loss_is_that_of_all_wrappers(worlds, beside, parts):
+def test_a_weight_in_the_loss_is_that_of_all_wrappers(worlds, beside, parts, held):
     model = made()
     opts = two_sgds(model, beside)
     for window in range(2):
@@ -248,7 +250,7 @@ def test_a_weight_in_the_loss_is_that_of_all_wrappers(worlds, beside, parts):
         sum(mean_loss(model, x, y, False) * (w / total) for x, y, w, _ in batch).backward()
         for opt in opts:
             opt.step()
-    for ours, told in worlds(2).run(two_wrappers, beside=beside, parts=parts):
+    for ours, told in worlds(2).run(two_wrappers, beside=beside, parts=parts, held=held):
         assert_close(ours, list(model.parameters()))
         assert told == [total, total]
 

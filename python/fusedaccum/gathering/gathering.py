@@ -131,9 +131,8 @@ class Gathering(Windows):
         if self.ledger.has_window:
             self.sums.adopt_all(self.sums.buffers.slots)  # FSDP2 would add to what is not hidden
         self.sums.hide()
-        trained = any(slot.param.requires_grad for slot in self.ranks.fully_sharded.slots)
-        if self._settings.schedule.caller_owned and trained:
-            self._intake.begin_pass()  # a micro-batch, even if FSDP2 holds back its gradients
+        if any(slot.param.requires_grad for slot in self.ranks.fully_sharded.slots):
+            self._intake.begin_pass()  # of this micro-batch, even if FSDP2 holds back its gradients
 
     def open(self, weight: Scalar | None, last: bool = False) -> bool:
         """Open a micro-batch (and return True), or join the one that is open already. Raises as Ledger.weigh does."""
