@@ -15,6 +15,11 @@ class Product(torch.autograd.Function):
     """``x @ weight.T``, whose backward adds the weight's gradient to main_grad."""
 
     @staticmethod
+    def written(main_grad):
+        """Like a kernel that writes by raw pointer: the tensor's version does not change."""
+        return main_grad.data
+
+    @staticmethod
     def forward(ctx, x, weight):
         ctx.save_for_backward(x)
         ctx.weight = weight
@@ -26,8 +31,7 @@ class Product(torch.autograd.Function):
         for_x = grad @ weight
         if not weight.requires_grad:
             return for_x, None
-        # Through .data, like a kernel that writes by raw pointer: the tensor's version does not change.
-        weight.main_grad.data.add_((grad.t() @ x).to(weight.main_grad.dtype))
+        Product.written(weight.main_grad).add_((grad.t() @ x).to(weight.main_grad.dtype))
         weight.grad_added_to_main_grad = True
         empty = torch.zeros if getattr(weight, "zero_out_wgrad", False) else nan
         return for_x, empty(weight.main_grad.shape, dtype=x.dtype)

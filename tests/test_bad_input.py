@@ -125,14 +125,22 @@ def test_an_optimizer_whose_step_insists_on_an_argument():
     net = model()
     inner = Insisting(net.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(inner, 1)  # patches step()
-    with pytest.raises(TypeError, match=r"Insisting, whose step\(\) cannot be called without closure; .*in p\.grad"):
+    with pytest.raises(TypeError, match=r"Insisting, whose step\(\) cannot do without its closure.*first_step"):
         fa.AccumulatingOptimizer(inner, 4)
     assert fa.AccumulatingOptimizer(inner).optimizer is scheduler.optimizer
+
+    class SAM(torch.optim.SGD):
+        first_step = second_step = (
+            torch.optim.SGD.step
+        )  # its step() takes a closure, which is None by default, and must not be
+
+    with pytest.raises(TypeError, match=r"SAM, whose step\(\) cannot do without its closure"):
+        fa.AccumulatingOptimizer(SAM(net.parameters(), lr=0.1), window_weight=8)
 
 
 def test_what_can_be_wrapped():
     net = model()
-    with pytest.raises(TypeError, match=r"must be a torch\.optim\.Optimizer, got Sequential"):
+    with pytest.raises(TypeError, match=r"must be a torch\.optim\.Optimizer, got .*\.Sequential"):
         fa.AccumulatingOptimizer(net)
     with pytest.raises(TypeError, match="sparse=False"):
         fa.AccumulatingOptimizer(torch.optim.SparseAdam(list(net.parameters())))

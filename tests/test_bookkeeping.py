@@ -143,6 +143,7 @@ def test_a_norm_leaves_out_a_gradient_that_was_taken_away():
     torch.testing.assert_close(opt.last_window.grad_norm.double(), norm, rtol=1e-12, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore:p.grad was written to")
 def test_a_running_mean_that_is_replaced_by_a_copy_stays_a_running_mean():
     sums = []
     for copies in (False, True):

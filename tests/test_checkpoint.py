@@ -1,5 +1,6 @@
 """state_dict() has PyTorch's layout plus one key for the open window; training resumes bit for bit, also inside a window."""
 
+import copy
 import gc
 import io
 import math
@@ -196,6 +197,42 @@ def test_saved_state_is_a_copy_of_the_window():
     opt.load_state_dict(state)  # back to an earlier state
     for p, k in zip(net.parameters(), before, strict=True):
         assert torch.equal(p.grad, before[k])
+
+
+@pytest.mark.filterwarnings("ignore:every p.grad was set to None")
+@pytest.mark.parametrize("how", ["saved", "loaded", "copied"])
+def test_a_window_that_its_caller_has_dropped_stays_dropped(how):
+    """By model.zero_grad(). Its micro-batch used to come back, without its gradient."""
+    net, (x, y) = model(), data()
+    opt = wrapped(net)
+    mean_loss(net, x, y * 5).backward()
+    net.zero_grad()
+    if how == "copied":
+        net, opt = copy.deepcopy((net, opt))
+    else:
+        state = opt.state_dict()
+        if how == "loaded":
+            net = model()
+            opt = wrapped(net)
+            opt.load_state_dict(state)
+    mean_loss(net, x, y).backward()
+    opt.step()
+    assert opt.last_window.micro_batches == 1
+    big = model()
+    big_batch_step(big, sgd(big.parameters()), x, y)
+    assert_same_parameters(net, big, 1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:.*grad was set to None")
+def test_what_a_counted_window_has_lost_has_no_norm_either():
+    (x, y), net = data(), model()
+    opt = wrapped(net, 2, nonfinite="skip_window")
+    mean_loss(net, x, y).backward()
+    opt.step()
+    net[0].weight.grad = None
+    resumed = wrapped(model(), 2, nonfinite="skip_window")
+    resumed.load_state_dict(through_a_file(opt.state_dict()))
+    assert resumed.state_dict()["fusedaccum"]["norms"] == opt.state_dict()["fusedaccum"]["norms"] == []
 
 
 @pytest.mark.parametrize(

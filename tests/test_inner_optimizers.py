@@ -190,7 +190,6 @@ def test_methods_of_the_inner_optimizer_work_on_the_masters():
         plain.train()
 
 
-@pytest.mark.filterwarnings("ignore:.*the window is dropped")
 def test_methods_that_step_step_the_masters():
     """They used to step the 16-bit model. What they do to the masters' gradients must reach p.grad, too."""
     net, (x, y) = model(torch.bfloat16), data(dtype=torch.bfloat16)

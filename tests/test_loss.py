@@ -170,6 +170,20 @@ def test_a_closures_result_may_be_any_number(result):
     assert opt.last_window.loss.item() == float(result)
 
 
+def test_a_closure_that_evaluates_a_part_of_the_micro_batch_does_not_know_its_loss():
+    net, (x, y) = model(), data(8)
+    opt = wrapped(net, 1)
+
+    def closure():
+        loss = mean_loss(net, x, y)
+        loss.backward()
+        return loss
+
+    closure()
+    opt.step(closure)
+    assert opt.last_window.loss is None
+
+
 def test_a_loss_written_to_afterwards_stays_what_it_was():
     net, (x, y) = model(), data(8)
     opt = wrapped(net)

@@ -282,6 +282,40 @@ def test_the_norm_knows_of_a_gradient_that_was_edited():
     torch.testing.assert_close(opt.last_window.grad_norm, expected, rtol=1e-12, atol=0)
 
 
+class Remembering(torch.optim.Optimizer):
+    """Keeps p.grad itself, not a copy, for the next step."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            before = self.state[p].get("before", 0)
+            self.state[p]["before"] = p.grad
+            p.sub_(p.grad + before, alpha=0.1)
+
+
+def test_a_gradient_that_the_optimizer_keeps_is_not_zeroed_with_the_buffer():
+    plain, net = Net(None), marked(Net(None))
+    for model in (plain, net):
+        train(model, fa.AccumulatingOptimizer(Remembering(model.parameters()), 1))
+    assert_same_parameters(net, plain, RTOL)
+
+
+@pytest.mark.parametrize("versioned", [False, True])
+def test_the_noise_scale_is_that_of_the_unfused_model(versioned, monkeypatch):
+    """Also if the layers write with PyTorch's own operators, which look like other code that writes to p.grad."""
+    if versioned:
+        monkeypatch.setattr(Product, "written", staticmethod(lambda main_grad: main_grad))
+    measured = []
+    for model in (Net(None), marked(Net(None))):
+        opt = wrapped(model, 3, noise_scale=0.5)
+        train(model, opt)
+        measured.append(float(opt.last_window.noise_scale))
+    assert measured[1] == pytest.approx(measured[0], rel=1e-9)
+
+
 def test_a_gradient_added_between_a_layers_add_and_its_hook():
     """As happens when a bucket is full at that moment."""
     weight = lone(3, 4)

@@ -5,6 +5,7 @@ import gc
 import inspect
 import math
 import pickle
+import types
 from contextlib import contextmanager
 
 import fusedaccum as fa
@@ -54,6 +55,44 @@ def test_max_grad_norm_clips_the_finished_window_once(fused, limit, owned):
         plain.step()
         torch.testing.assert_close(opt.last_window.grad_norm.float(), norm, rtol=1e-5, atol=0)
     assert_same_parameters(net, big, 2e-6)
+
+
+class Clipping(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 0.05)
+        return super().step(closure)
+
+
+def clipping(how, parameters):
+    """A fused optimizer that clips in step(): overridden, or patched, or patched by an LR scheduler after that."""
+    if how == "overridden":
+        return Clipping(parameters, lr=0.1, fused=True)
+    inner = torch.optim.SGD(parameters, lr=0.1, fused=True)
+    step = inner.step
+
+    def clip_first(self, closure=None):
+        nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 0.05)
+        return step(closure)
+
+    inner.step = types.MethodType(clip_first, inner)
+    if how == "scheduled":
+        torch.optim.lr_scheduler.StepLR(inner, 1)
+    return inner
+
+
+@pytest.mark.parametrize("how", ["overridden", "patched", "scheduled"])
+def test_a_step_around_pytorchs_fused_one_finds_the_windows_gradient(how):
+    """Clipping inside step(), as detectron2 does it: the division must not be left to PyTorch's step(), which comes after it."""
+    net, (x, y) = model(torch.float32), data(dtype=torch.float32)
+    big = twin(net)
+    opt, plain = wrapped(net, 3, make=lambda ps: clipping(how, list(ps))), clipping(how, list(big.parameters()))
+    for _ in range(3):
+        for part in parts(x, y, (8, 8, 8)):
+            mean_loss(net, *part).backward()
+            opt.step()
+        big_batch_step(big, plain, x, y)
+    assert_same_parameters(net, big, 1e-6)
 
 
 def test_a_tiny_norm_is_clipped_as_pytorch_clips_it():

@@ -158,12 +158,13 @@ class AccumulatingOptimizer(Optimizer):
                 if p not in self._sums.buffers.of:
                     named.setdefault(p, name)
         for p, name in named.items():
-            check_parameter(name, p, self.settings)
             if self._taken_by_another(p):
                 raise ValueError(
-                    f"parameter {name} belongs to another AccumulatingOptimizer already, which would take its gradients; "
-                    "delete that wrapper first (del opt; its scheduler holds it too), or leave one of two optimizers for it unwrapped"
+                    f"parameter {name} belongs to another AccumulatingOptimizer already, which would take its gradients; delete that "
+                    "wrapper first (del opt; its scheduler holds it too). Of two optimizers for one parameter, wrap only one, and that "
+                    "without accum_steps and window_weight"
                 )
+            check_parameter(name, p, self.settings)
             if main_grad.asks(p):
                 check_lent(name, p, self.settings)
         self._gathering.take((name, p) for p, name in named.items())
@@ -337,9 +338,11 @@ class AccumulatingOptimizer(Optimizer):
                 return self._closing.step_lbfgs(self.optimizer, closure, given)
             loss = None
             if closure is not None:
+                whole = not (self._ledger.has_micro and self._ledger.micro.passes)
                 with torch.enable_grad():
                     loss = closure()
-                self._record_result(loss)
+                if whole:  # else it is the loss of a part of the micro-batch
+                    self._record_result(loss)
             self._begin_step()
             if not self._ledger.has_window:
                 refuse_torchs_functions("step()")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 
-BETWEEN = {"fusedaccum", "torch", "contextlib"}
+BETWEEN = {"fusedaccum", "torch", "contextlib", "accelerate", "lightning", "pytorch_lightning", "transformers"}
 
 
 def warn(message: str, category: type[Warning] = RuntimeWarning) -> None:

@@ -1,5 +1,8 @@
 """Accelerate's own loop with a wrapped optimizer: `accumulate`, `backward`, clipping, schedulers and `save_state` are Accelerate's."""
 
+from contextlib import nullcontext
+
+import fusedaccum as fa
 import pytest
 import torch
 from accelerate import Accelerator
@@ -127,6 +130,18 @@ def test_state_saved_by_accelerate_alone_loses_the_window(tmp_path):
     again, whole = resumed(adamw, 6, tmp_path, torch.float32)
     with pytest.raises(AssertionError, match="relative difference"):
         assert_same_parameters(again.net, whole.net, 1e-3)
+
+
+def test_an_optimizer_that_accelerate_has_prepared_is_refused():
+    """It lets only every fourth step() through, but every one would close a window. Without accumulation of its own it lets all through."""
+    net = model()
+    for accum_steps, refused in (
+        (4, pytest.raises(ValueError, match=r"before accelerator\.prepare")),
+        (1, nullcontext()),
+    ):
+        prepared = accelerator(accum_steps).prepare(adamw(net.parameters()))
+        with refused:
+            fa.AccumulatingOptimizer(prepared, reduction="none")
 
 
 def scaler():

@@ -44,7 +44,7 @@ class Sums:
         self.backend = backend
         self._warned_dropped = self._warned_written = False
         self.begun = 0
-        self.changed_by_user = self._written_in_place = False
+        self.changed_by_user = self._written_by_user = False
         self.states: Callable[[], Iterable[dict]] = tuple
         self.over_owners: Callable[[Tensor], Tensor] | None = None
         self.normalized_by: Scalar | None = None
@@ -110,13 +110,16 @@ class Sums:
         self.changed_by_user = True
         if grad is None:
             slot.shown = None
+            self.norms.forget([slot])
             self.warn_dropped(
                 f"{slot.name}.grad",
-                "what the window had accumulated for such parameters is dropped. opt.zero_grad() keeps it; opt.reset() drops the window",
+                "what the window had accumulated for such parameters is dropped, although its micro-batches still count. opt.zero_grad() "
+                "keeps it; opt.reset() drops the window",
             )
             return
         if grad.layout is not torch.strided:
             raise RuntimeError(f"{slot.name}.grad is {grad.layout}; only dense gradients can be accumulated")
+        self._written_by_user = self._written_by_user or shown is not None
         self.place([slot])
         if self._is_ours(grad):
             # In our own storage: a view of some p.grad, or two that were swapped. First, all such gradients get memory of their own.
@@ -131,7 +134,7 @@ class Sums:
 
     def notice_writes(self, slot: Slot) -> None:
         if not slot.block.untouched_by_user:
-            self.changed_by_user = self._written_in_place = True
+            self.changed_by_user = self._written_by_user = True
             self.norms.forget_block(slot.block)
             slot.block.written()
 
@@ -168,14 +171,14 @@ class Sums:
             warn(message)
 
     def warn_written(self, so: str) -> None:
-        """Warn, once, if other code has written in place to the sums that ``p.grad`` shows, as if they were a mean: by clipping them."""
+        """Warn, once, if other code has written to the sums that ``p.grad`` shows, as if they were a mean: by clipping them."""
         layers_write = bool(self.buffers.lent)
-        written = self._written_in_place or not all(block.untouched_by_user for block in self.buffers.blocks)
+        written = self._written_by_user or not all(block.untouched_by_user for block in self.buffers.blocks)
         if written and not layers_write and self.normalized_by is None and not self._warned_written:
             self._warned_written = True
             warn(
-                f"p.grad was written to in place (clip_grad_norm_? model.zero_grad(set_to_none=False)?), but it is the window's sum, {so}. "
-                "Clip with max_grad_norm=, or at the window's end after opt.normalize_(). (Further cases are not reported.)"
+                "p.grad was written to (clip_grad_norm_? model.zero_grad(set_to_none=False)? p.grad = ...?), but it is the window's sum, "
+                f"{so}. Clip with max_grad_norm=, or at the window's end after opt.normalize_(). (Further cases are not reported.)"
             )
 
     # -- the window's ends -------------------------------------------------------------------------------------
@@ -189,14 +192,18 @@ class Sums:
             if grad is not None and grad is slot.shown and slot.placed and not slot.block.untouched_by_user:
                 slot.holder.grad = grad.clone()
 
-    @_outside_graphs  # which the compiler would look into, in a loop that it compiles
-    def begin(self) -> None:
-        """Start from nothing: drop the previous window's gradients, which are still shown; the user's own stay, to be adopted."""
-        self.begun += 1
+    def part_with_kept(self) -> None:
+        """Give the gradients that the optimizer keeps in its state memory of their own, before the buffers are written again."""
         memory = [(address(block.flat), address(block.flat) + block.flat.nbytes) for block in self.buffers.blocks]
         seen: set[int] = set()
         for state in self.states():
             _set_apart(state, memory, seen)
+
+    @_outside_graphs  # which the compiler would look into, in a loop that it compiles
+    def begin(self) -> None:
+        """Start from nothing: drop the previous window's gradients, which are still shown; the user's own stay, to be adopted."""
+        self.begun += 1
+        self.part_with_kept()
         for slot in self.buffers.slots:
             ours = slot.shown is not None and slot.holder.grad is slot.shown
             if ours or self.half_divided:  # then it may not be known what is shown
@@ -204,7 +211,7 @@ class Sums:
             slot.shown, slot.divisor = None, 1.0
         for block in self.buffers.blocks:
             block.written()  # what other code wrote to the previous window is gone with it
-        self.changed_by_user = self._written_in_place = self.half_divided = False
+        self.changed_by_user = self._written_by_user = self.half_divided = False
         self.normalized_by = None
         self.norms.forget_all()
         self.offload.forget_failure()

@@ -30,6 +30,7 @@ def save(opt: AccumulatingOptimizer) -> dict[str, Any]:
             "the last step() was broken off by an exception after it had closed its window, which no checkpoint or copy holds; call step() "
             "again first, which applies it, or opt.reset() to drop it"
         )
+    opt._gathering.drop_taken_away()
     ranks.take_back()
     sums.offload.wait()
     if ledger.has_micro:

@@ -129,9 +129,15 @@ def steps_each_alone(inner: Optimizer) -> bool:
     """Is stepping some parameters, then the others, equivalent? It is for PyTorch's own optimizers, if no hook counts the steps."""
     hooks = (inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks)
     everybody = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
-    # A scheduler wraps step(), too, but only to note that it was called at all.
-    patched = "step" in vars(inner) and not hasattr(inner.step, "_wrapped_by_lr_sched")
-    return type(inner).__module__.startswith("torch.optim.") and not patched and not any((*hooks, *everybody))
+    return type(inner).__module__.startswith("torch.optim.") and not is_patched(inner) and not any((*hooks, *everybody))
+
+
+def is_patched(inner: Optimizer) -> bool:
+    """Has other code put a ``step()`` of its own into this optimizer? (An LR scheduler only notes that it was called at all.)"""
+    patch = vars(inner).get("step")
+    if patch is not None and hasattr(patch, "_wrapped_by_lr_sched"):
+        patch = patch.__wrapped__
+    return patch is not None and patch is not type(inner).step
 
 
 def parts(slots: list[Slot]) -> Iterator[list[Slot]]:
@@ -163,11 +169,15 @@ def hidden(slots: list[Slot]) -> Iterator[None]:
 
 
 def inner_scales(inner: Optimizer, masters: MasterWeights, slots: list[Slot]) -> bool:
-    """Can the inner optimizer scale the gradients itself? Not if a step pre-hook would see them before that."""
+    """Can the inner optimizer scale the gradients itself? Not if a step pre-hook, or a step() around PyTorch's, sees them first."""
     return (
         # Its own attribute: an optimizer that shows another one's would not hand grad_scale on to that.
         vars(inner).get("_step_supports_amp_scaling", getattr(type(inner), "_step_supports_amp_scaling", False))
         and all(group.get("fused") for group in inner.param_groups)
+        and (
+            type(inner).step.__module__.startswith("torch.optim.") or "_step_supports_amp_scaling" in vars(type(inner))
+        )
+        and not is_patched(inner)
         and not (inner._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
         and len({(identity(slot.divisor), stepped_of(slot, masters).device) for slot in slots}) == 1
         and all(slot.dtype == stepped_of(slot, masters).dtype for slot in slots)

@@ -145,6 +145,8 @@ class Closing:
                 self._masters.return_gradients(slots)
         finally:  # what a method that raises has done stays, as in plain PyTorch
             self._masters.write_back(self._masters.of, self._sums, before)
+        if self._settings.schedule.caller_owned and self._sums.taken_away:
+            self._gathering.reset()  # as its zero_grad() does, which SAM's steps call if asked to
         return result
 
     def step_lbfgs(self, inner: Optimizer, closure: Callable[[], Any] | None, weight: Scalar | None) -> Any:

@@ -100,7 +100,7 @@ class Accumulator:
         """The layer of a slot that is lent has added its gradient, times 1. Waits for the device if there is a loss scale on it."""
         scale = float(self._contribution(1.0))
         slot.check_added(scale)
-        self._sums.notice_writes(slot)
+        self._sums.norms.forget_block(slot.block)
         if scale == 0.0:  # the window will not be applied: nothing more is added
             slot.buffer.zero_()
         self._has_added(slot, measure)
@@ -122,6 +122,7 @@ class Accumulator:
         self._sums.buffers.allocate(slots)  # apart from others, whose p.grad is still shown when these are zeroed
         stale = [slot for slot in slots if not slot.clean or main_grad.is_marked(slot.param)]
         if stale:
+            self._sums.part_with_kept()
             torch._foreach_zero_([slot.buffer for slot in stale])
             self._sums.written(stale, 1.0)
         for slot in slots:

@@ -150,9 +150,7 @@ class Gathering(Windows):
         if begins:
             self.rejected.withdraw()
             self.rejected.put_away = False
-            if self._settings.schedule.caller_owned and ledger.is_open and self.sums.taken_away:
-                self.sums.warn_dropped("every p.grad", "the window is dropped, as opt.zero_grad() drops it")
-                self.reset()
+            self.drop_taken_away()
             if not ledger.has_window:
                 self.begin_window()
             if not self.ranks.alone:
@@ -163,6 +161,12 @@ class Gathering(Windows):
         ledger.micro.last = ledger.micro.last or last
         return begins
 
+    def drop_taken_away(self) -> None:
+        """Drop a window that its caller ends if all that it had accumulated has been taken out of ``p.grad``, as by ``opt.zero_grad()``."""
+        if self._settings.schedule.caller_owned and self.ledger.is_open and self.sums.taken_away:
+            self.sums.warn_dropped("every p.grad", "the window is dropped, as opt.zero_grad() drops it")
+            self.reset()
+
     @contextmanager
     def grouped(self, weight: Scalar | None, last: bool, in_loss: bool) -> Iterator[None]:
         """Make all passes in the block one micro-batch; an exception drops it. ``in_loss``: their losses are multiplied by the weight."""
@@ -172,6 +176,7 @@ class Gathering(Windows):
         around = self._weighing.get(thread)
         try:
             self.inside, self._adds_before = True, self.ledger.micro.adds
+            self.ledger.micro.parts += 1
             if self.ledger.micro.weight is not None and self._settings.reduction == "mean":
                 self._weighing[thread] = self
             yield
@@ -247,7 +252,8 @@ class Gathering(Windows):
             warn(
                 "opt.zero_grad() inside a window keeps the gradients of a backward not yet followed by opt.step(), which plain PyTorch "
                 "drops: they are part of the next micro-batch. If they are of another model's loss (GAN, actor and critic), keep them out "
-                "of these parameters: requires_grad_(False) for that forward, or backward(inputs=...); opt.reset() drops the whole window"
+                "of these parameters: requires_grad_(False) for that forward, or backward(inputs=...). If they are bad (NaN), look at the "
+                "loss before backward, or use nonfinite='skip_micro_batch'. opt.reset() drops the whole window"
             )
 
     @property
@@ -396,6 +402,7 @@ class Gathering(Windows):
         self.sums.sum_again()
         micro = self.ledger.micro
         micro.passes += 1
+        micro.parts += 0 if self.inside else 1
         if micro.attempt is not None and micro.attempt.forward:
             micro.attempt.mixed = True
         self.ranks.pass_begins()
@@ -434,6 +441,12 @@ class Gathering(Windows):
             self.accumulator.count()
         window, micro = self.ledger.window, self.ledger.micro
         first, sent, held = window.empty, self.ranks.sent, self.ranks.fully_sharded.holds_back
+        if first and window.index == 0 and window.length == micro.parts > 2:  # two are often of two losses
+            warn(
+                f"the first micro-batch had {micro.parts} backward passes, and accum_steps={micro.parts} such micro-batches make a window: "
+                f"is step() called only after every {micro.parts} (`if (i + 1) % {micro.parts} == 0:`)? Call it after each; it counts. "
+                "If they do belong to one micro-batch, put them into one `with opt.micro_batch():`"
+            )
         self.ledger.commit(weight, held)
         mixed = micro.attempt is not None and micro.attempt.done  # the buffers hold more than this micro-batch
         if self._settings.noise_scale is not None and first and not (micro.bad or sent or held or mixed):

@@ -112,11 +112,19 @@ def check_optimizer(optimizer: Any, settings: Settings, wrapper: type) -> None:
             "optimizer is wrapped already; wrap the torch optimizer inside it (optimizer.optimizer) instead"
         )
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        raise TypeError(
+            f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__module__}.{type(optimizer).__name__}"
+        )
     if isinstance(optimizer, SparseAdam):
         raise TypeError(
             "optimizer is SparseAdam, which needs sparse gradients, and accumulation buffers are dense; "
             "use torch.optim.Adam and make the embedding with sparse=False"
+        )
+    accelerates = getattr(optimizer, "gradient_state", None)
+    if accelerates is not None and accelerates.num_steps != 1:
+        raise ValueError(
+            f"optimizer is Accelerate's, which steps once for every {accelerates.num_steps} calls, so that most windows would be lost; "
+            "wrap the optimizer before accelerator.prepare()"
         )
     if settings.master_weights:
         ours = {id(group["params"]) for group in optimizer.param_groups}
@@ -155,13 +163,16 @@ def check_optimizer(optimizer: Any, settings: Settings, wrapper: type) -> None:
             )
     elif not settings.schedule.caller_owned and (needed := required_by_step(optimizer)):
         raise TypeError(
-            f"optimizer is {type(optimizer).__name__}, whose step() cannot be called without {' and '.join(needed)}; a window is stepped "
-            "with the gradient in p.grad and nothing else, so wrap an optimizer whose step() needs no argument"
+            f"optimizer is {type(optimizer).__name__}, whose step() cannot do without its {' and '.join(needed)}, but a window is stepped "
+            "with what is in p.grad; leave out accum_steps and window_weight, and after opt.normalize_() call the optimizer's own methods "
+            "(SAM's first_step() and second_step()); or wrap another optimizer"
         )
 
 
 def required_by_step(optimizer: Optimizer) -> list[str]:
-    """The arguments without which the optimizer's ``step()`` cannot be called."""
+    """The arguments without which the optimizer's ``step()`` does nothing but raise."""
+    if hasattr(optimizer, "first_step"):  # SAM, by whoever wrote it: its step() does both of its steps, with a closure
+        return ["closure"]
     _, *parameters = inspect.signature(
         type(optimizer).step
     ).parameters.values()  # an LR scheduler's patch in the instance hides them
