@@ -206,6 +206,22 @@ def test_methods_that_step_step_the_masters():
         assert_rounded(net, opt, copies)
 
 
+def test_a_method_that_takes_every_gradient_away_inside_a_counted_window_is_warned_of():
+    class Clearing(torch.optim.SGD):
+        def clear(self):
+            self.zero_grad()
+
+    p = Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    opt = fa.AccumulatingOptimizer(Clearing([p], lr=1.0), 2, master_weights=True)
+    p.sum().backward()
+    opt.step()
+    opt.clear()
+    with pytest.warns(RuntimeWarning, match="was set to None inside an open window"):
+        p.sum().backward()
+    opt.step()
+    assert opt.last_window.micro_batches == 2 and (p == -0.5).all()
+
+
 def test_a_gradient_that_such_a_method_replaces_is_stepped():
     class Signed(torch.optim.SGD):
         def take_signs(self):

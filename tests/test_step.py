@@ -95,6 +95,27 @@ def test_a_step_around_pytorchs_fused_one_finds_the_windows_gradient(how):
     assert_same_parameters(net, big, 1e-6)
 
 
+class Dividing(torch.optim.Optimizer):
+    """Divides by ``grad_scale`` in its own step(), as PyTorch's fused optimizers do, and says so."""
+
+    _step_supports_amp_scaling = True
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.divided_by = float(self.grad_scale)
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad / self.grad_scale)
+
+
+def test_another_optimizer_that_divides_itself_is_left_to_do_it():
+    p = nn.Parameter(torch.zeros(3))
+    opt = fa.AccumulatingOptimizer(Dividing([p], {"fused": True}), 2)
+    for factor in (1, 3):
+        (p * factor).sum().backward()
+        opt.step()
+    assert opt.optimizer.divided_by == 2 and (p == -2).all()
+
+
 def test_a_tiny_norm_is_clipped_as_pytorch_clips_it():
     """PyTorch clips by ``limit / (norm + 1e-6)``, which for a norm of 1e-6 is half of ``limit / norm``."""
     net, big = nn.Parameter(torch.zeros(2).double()), nn.Parameter(torch.zeros(2).double())

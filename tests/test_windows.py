@@ -406,3 +406,18 @@ def test_a_weight_is_no_truth_value():
     opt = wrapped(net)
     with pytest.raises(ValueError, match=r"weight must hold one real number, got a torch\.bool tensor"):
         opt.backward(mean_loss(net, x, y), weight=torch.tensor(True))
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+@pytest.mark.parametrize("weights", [(0, 1, 3), (1, 1, 0)])
+def test_a_weight_that_only_divides_is_the_same_as_a_tensor(weights, reduction):
+    """Of such weights only 0 keeps a gradient out."""
+    nets = []
+    for make in (float, lambda w: torch.tensor(float(w))):
+        net, (x, y) = model(), data()
+        opt = wrapped(net, 3, reduction=reduction)
+        for part, w in zip(parts(x, y, (8, 8, 8)), weights, strict=True):
+            opt.backward(sum_loss(net, *part), weight=make(w))
+            opt.step()
+        nets.append(net)
+    assert_same_parameters(*nets, 1e-12)

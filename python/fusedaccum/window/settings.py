@@ -173,9 +173,8 @@ def required_by_step(optimizer: Optimizer) -> list[str]:
     """The arguments without which the optimizer's ``step()`` does nothing but raise."""
     if hasattr(optimizer, "first_step"):  # SAM, by whoever wrote it: its step() does both of its steps, with a closure
         return ["closure"]
-    _, *parameters = inspect.signature(
-        type(optimizer).step
-    ).parameters.values()  # an LR scheduler's patch in the instance hides them
+    step = inspect.signature(type(optimizer).step)  # of the class: an LR scheduler patches the instance's
+    _, *parameters = step.parameters.values()
     optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [p.name for p in parameters if p.default is p.empty and p.kind not in optional]
 

@@ -132,8 +132,8 @@ class MicroBatch:
     loss: Loss | None = None  # c_i * loss_i; None: not recorded
     loss_by_backward: bool = False  # has opt.backward() recorded it?
     passes: int = 0  # outermost backward passes
-    parts: int = 0  # blocks, and passes outside of any
     told: int = 0  # those of them whose loss opt.backward() has recorded
+    parts: int = 0  # blocks of passes, and passes outside of any
     attempt: Attempt | None = None  # set if it is tried again, in parts, when it breaks off
 
     def value(self) -> Scalar:
