@@ -421,3 +421,10 @@ def test_a_weight_that_only_divides_is_the_same_as_a_tensor(weights, reduction):
             opt.step()
         nets.append(net)
     assert_same_parameters(*nets, 1e-12)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_of_weights_that_stay_on_their_device_only_0_keeps_a_gradient_out(reduction):
+    """Asked of the ledger: a weight in CPU memory is read when it is given."""
+    ledger = wrapped(model(), 3, reduction=reduction)._ledger
+    assert [float(ledger._factor(torch.tensor(weight))) for weight in (0.0, 0.5, 1.0, 3.0)] == [0, 1, 1, 1]
