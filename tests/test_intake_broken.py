@@ -220,6 +220,14 @@ def test_a_parameter_that_came_past_the_wrapper_is_refused_by_name(how, windows)
         mean_loss(net, x, y).backward()
         with pytest.raises(RuntimeError, match=rf"parameter param_groups{place}, of shape \(3,\), .*add_param_group"):
             call()
+    opt.reset()
+    net.zero_grad()
+    opt.param_groups = opt.param_groups  # as the message says
+    before = last.detach().clone()
+    for _ in range(2):
+        mean_loss(net, x, y).backward()
+        opt.step()
+    assert opt.updated and not torch.equal(last, before)
 
 
 def test_broken_pass_retried_on_the_same_graph_counts_once():

@@ -320,3 +320,40 @@ def test_a_group_of_ranks_is_not_added_to_a_wrapper_of_one(worlds, kind):
     worlds(2).run(new_group_of_ranks, kind=kind, named=False)
     for step in worlds(2).run(new_group_of_ranks, kind=kind, named=True):
         assert torch.equal(step, torch.full((1, 2), -1.5))
+
+
+def parameters_that_leave(rank):
+    """The first layer's bias leaves after a window, and the others change places; ranks' last windows hold unequal micro-batches."""
+    model = made()
+    opt = wrapped(model, accum_steps=2, process_group=dist.group.WORLD)
+    for window in range(3):
+        for x, y, w, use in share(window, 4, rank, 2):
+            opt.backward(mean_loss(model, x, y, use), weight=w)
+            opt.step()
+        if window == 0:
+            model.first.bias.requires_grad_(False)
+            (group,) = opt.param_groups
+            kept = [p for p in group["params"] if p is not model.first.bias]
+            opt.param_groups = [{**group, "params": kept[::-1]}]
+    with pytest.raises(ValueError, match="assign the same on all ranks"):
+        opt.param_groups = [{**opt.param_groups[0], "params": [one(size=2 + rank), *kept]}]
+    with pytest.raises(ValueError, match="on all ranks" if rank else "must have the same parameters"):
+        opt.param_groups = [{**opt.param_groups[0], "params": [*kept[::-1], one()] if rank == 0 else kept}]
+    for x, y, w, use in share(3, 4, rank, 2):  # training goes on
+        opt.backward(mean_loss(model, x, y, use), weight=w)
+        opt.step()
+    assert opt.progress["window"] == 4
+    return [p.detach() for p in model.parameters()]
+
+
+def test_parameters_that_leave_between_windows(worlds):
+    model = made()
+    opt = sgd(model.parameters())
+    for window in range(4):
+        big_batch(model, opt, window, 4)
+        if window == 0:
+            model.first.bias.requires_grad_(False)
+            model.first.bias.grad = None
+            opt.param_groups[0]["params"] = [p for p in opt.param_groups[0]["params"] if p is not model.first.bias]
+    for ours in worlds(2).run(parameters_that_leave):
+        assert_close(ours, list(model.parameters()))

@@ -286,8 +286,8 @@ class Buffers:
                 if p not in self.of:
                     raise RuntimeError(
                         f"parameter param_groups[{g}]['params'][{i}], of shape {tuple(p.shape)}, was put there after the optimizer was "
-                        "wrapped, so its gradients are not accumulated; add it with the wrapper's add_param_group() instead, or, if it "
-                        "replaces another, build a new wrapper"
+                        "wrapped, so its gradients are not accumulated; add it with the wrapper's add_param_group() instead, or, once the "
+                        "groups are as they should be, assign them: `opt.param_groups = opt.param_groups`"
                     )
         self._in_groups = found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -13,7 +14,7 @@ from ..warn import warn
 from ..window.window import Loss, MicroBatch, Window
 
 if TYPE_CHECKING:
-    from ..optimizer import AccumulatingOptimizer
+    from ..wrapper import Wrapper
 
 KEY = "fusedaccum"
 FORMAT = 3
@@ -21,7 +22,7 @@ FORMAT = 3
 Record = TypeVar("Record", Window, MicroBatch)
 
 
-def save(opt: AccumulatingOptimizer) -> dict[str, Any]:
+def save(opt: Wrapper) -> dict[str, Any]:
     """Everything needed to continue bit-identically, as tensors and plain values; parameters by position."""
     sums, ledger, accumulator = opt._sums, opt._ledger, opt._gathering.accumulator
     ranks, adaptive = opt._gathering.ranks, opt.settings.schedule.adaptive
@@ -64,7 +65,24 @@ def save(opt: AccumulatingOptimizer) -> dict[str, Any]:
     }
 
 
-def window_settings(opt: AccumulatingOptimizer) -> dict[str, Any]:
+def carried_over(own: dict[str, Any], before: Sequence[Slot], now: Sequence[Slot]) -> dict[str, Any]:
+    """What was saved with an empty window, when some of the parameters ``before`` are elsewhere ``now``, or gone."""
+    places = {slot.param: slot.index for slot in now}
+    moved = {slot.index: places[slot.param] for slot in before if slot.param in places}
+    draws = dict.fromkeys(range(len(now)), 0) | {moved[i]: n for i, n in enumerate(own["draws"]) if i in moved}
+    pending = [[moved[i], *of_layer] for i, *of_layer in own["batch_statistics"]["pending"] if i in moved]
+    return {
+        **own,
+        "norms": [],
+        "buffers": {},
+        "unseen": [],
+        "masters": {moved[i]: master for i, master in own["masters"].items() if i in moved},
+        "draws": list(draws.values()),
+        "batch_statistics": own["batch_statistics"] | {"pending": pending},
+    }
+
+
+def window_settings(opt: Wrapper) -> dict[str, Any]:
     """The settings that must be the same for an open window to continue, as plain values."""
     settings = opt.settings
     steps = settings.schedule.accum_steps
@@ -101,7 +119,7 @@ def _saved(slot: Slot) -> dict[str, Any]:
     return {"sum": whole(kept, slot.param) if slot.sharded else kept, "divisor": slot.divisor}
 
 
-def check(opt: AccumulatingOptimizer, own: dict[str, Any]) -> None:
+def check(opt: Wrapper, own: dict[str, Any]) -> None:
     """Raises ValueError if ``own`` was saved by a wrapper whose window this one cannot continue."""
     if own.get("format") != FORMAT:
         raise ValueError(
@@ -143,7 +161,7 @@ def check(opt: AccumulatingOptimizer, own: dict[str, Any]) -> None:
 
 
 @torch.no_grad()
-def load(opt: AccumulatingOptimizer, own: dict[str, Any]) -> None:
+def load(opt: Wrapper, own: dict[str, Any]) -> None:
     """Load a checked checkpoint; the window must be empty."""
     sums, slots = opt._sums, opt._sums.buffers.slots
     window, micro = own["window"], own["micro_batch"]

@@ -13,8 +13,8 @@ from .checkpoint import plain, restored, window_settings
 
 if TYPE_CHECKING:
     from ..buffers.buffers import Slot
-    from ..optimizer import AccumulatingOptimizer
     from ..ranks.alone import Alone
+    from ..wrapper import Wrapper
 
 
 def falls_to(here: Alone, saved_rank: int) -> bool:
@@ -22,7 +22,7 @@ def falls_to(here: Alone, saved_rank: int) -> bool:
     return saved_rank % here.size == here.rank
 
 
-def own(opt: AccumulatingOptimizer, header: dict[str, Any]) -> dict[str, Any]:
+def own(opt: Wrapper, header: dict[str, Any]) -> dict[str, Any]:
     """What this rank would have saved itself, except for the tensors."""
     ranks, here, buffers = header["ranks"], opt._gathering.ranks, opt._sums.buffers
     same = here.size == len(ranks)
@@ -55,7 +55,7 @@ def own(opt: AccumulatingOptimizer, header: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def window(opt: AccumulatingOptimizer, ranks: list[dict[str, Any]]) -> dict[str, Any] | None:
+def window(opt: Wrapper, ranks: list[dict[str, Any]]) -> dict[str, Any] | None:
     """This rank's part of an open window that another number of ranks has saved."""
     held = {s: restored(Window, rank["window"]) for s, rank in enumerate(ranks) if rank["window"] is not None}
     count = sum(theirs.steps(len(ranks)) for theirs in held.values())
@@ -84,7 +84,7 @@ def window(opt: AccumulatingOptimizer, ranks: list[dict[str, Any]]) -> dict[str,
     return plain(mine)
 
 
-def rescaled(opt: AccumulatingOptimizer, slot: Slot, ranks: list[dict[str, Any]]) -> float:
+def rescaled(opt: Wrapper, slot: Slot, ranks: list[dict[str, Any]]) -> float:
     """The factor for what ``ranks`` have summed of a parameter's gradients.
 
     Under ``"none"`` a window's gradient is the mean over the ranks. Replicas hold terms of that mean, now taken over another number of
@@ -95,9 +95,7 @@ def rescaled(opt: AccumulatingOptimizer, slot: Slot, ranks: list[dict[str, Any]]
     return (1 if slot.sharded else opt._gathering.ranks.size) / (1 if slot.index in ranks[0]["shards"] else len(ranks))
 
 
-def added_up(
-    opt: AccumulatingOptimizer, index: int, rows: dict[int, Tensor], ranks: list[dict[str, Any]]
-) -> dict[str, Any]:
+def added_up(opt: Wrapper, index: int, rows: dict[int, Tensor], ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """The sum of ``rows``, by the rank that saved each, as a buffer holds it: ``{"sum": sum / divisor, "divisor": divisor}``."""
     slot, here = opt._sums.buffers.slots[index], opt._gathering.ranks
     divisors = {s: ranks[s]["divisors"][index] for s in rows}

@@ -1,0 +1,248 @@
+"""A wrapper stands for its inner optimizer: it has its attributes and parameters, and can be copied as one."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch.compiler import is_dynamo_compiling as is_compiling
+from torch.nn import Parameter
+from torch.optim import LBFGS
+from torch.optim.optimizer import Optimizer
+
+from .buffers import main_grad
+from .buffers.masters import MasterWeights, states_of
+from .checkpoint import checkpoint
+from .closing.closing import Closing
+from .gathering.gathering import Gathering
+from .modules import collect_garbage
+from .window.amp import LossScale
+from .window.settings import Settings, check_lent, check_parameter
+from .window.window import Schedule
+
+# The wrapper's own attributes, beside those whose names begin with an underscore; GradScaler.step() sets the last.
+OURS = {"optimizer", "settings", "found_inf"}
+# Its arguments, which are fixed once it is made.
+ARGUMENTS = {field.name for of in (Settings, Schedule) for field in fields(of)} - {"schedule"}
+
+
+def _of_inner(name: str) -> Any:
+    """An attribute of the inner optimizer, looked up on each access. It is on the class, where Python 3.12 and later look when
+    ``isinstance`` asks whether there is one (as in Lightning).
+    """
+    return property(
+        lambda self: getattr(self.optimizer, name), lambda self, value: setattr(self.optimizer, name, value)
+    )
+
+
+class Wrapper(Optimizer):
+    """An optimizer that stands for another one, ``.optimizer``, whose parameters' gradients it accumulates."""
+
+    # GradScaler.step() then calls our step() after an overflow too, so that the window keeps its boundary.
+    _step_supports_amp_scaling = True
+
+    def _build(self, optimizer: Optimizer, settings: Settings) -> None:
+        # Optimizer.__init__ is not run: groups, state, defaults and hooks are the inner optimizer's (see __getattr__).
+        self.optimizer = optimizer
+        self.settings = settings
+        seed = int(torch.randint(2**53, (), device="cpu")) if settings.rounding == "stochastic" else None
+        self._gathering = Gathering(settings, seed)
+        self._ledger, self._sums = self._gathering.ledger, self._gathering.sums
+        if not type(optimizer).__module__.startswith("torch.optim."):  # PyTorch's own keep copies of gradients
+            self._sums.states = functools.partial(states_of, optimizer)
+        self._masters = MasterWeights(settings.buffer_device)
+        self._closing = Closing(self._gathering, self._masters, settings)
+        self._take()
+        self._gathering.share()
+        if isinstance(optimizer, LBFGS) and not self._gathering.ranks.alone:
+            raise ValueError("process_group does not work with LBFGS, which decides by itself how often it evaluates")
+        self._make_masters()
+        if self.settings.master_weights:
+            self._masters.watch(optimizer)
+
+    def _take(self) -> None:
+        """Accumulate the gradients of all that is new in the groups."""
+        self._gathering.take(self._new())
+
+    def _new(self) -> list[tuple[str, Parameter]]:
+        """The parameters in the groups that are not known yet, with names. Raises ValueError for one whose gradients cannot be taken."""
+        named: dict[Parameter, str] = {}  # a tied one may be in its group twice
+        for g, group in enumerate(self.param_groups):
+            names = group.get("param_names") or [
+                f"param_groups[{g}]['params'][{i}]" for i in range(len(group["params"]))
+            ]
+            for name, p in zip(names, group["params"], strict=True):
+                if p not in self._sums.buffers.of:
+                    named.setdefault(p, name)
+        for p, name in named.items():
+            if self._taken_by_another(p):
+                raise ValueError(
+                    f"parameter {name} belongs to another AccumulatingOptimizer already, which would take its gradients; delete that "
+                    "wrapper first (del opt; its scheduler holds it too). Of two optimizers for one parameter, wrap only one, and that "
+                    "without accum_steps and window_weight"
+                )
+            check_parameter(name, p, self.settings)
+            if main_grad.asks(p):
+                check_lent(name, p, self.settings)
+        return [(name, p) for p, name in named.items()]
+
+    def _follow_groups(self) -> None:
+        """The groups have changed. If parameters have only been added, at the end, an open window goes on; otherwise none may be open."""
+        slots = self._sums.buffers.slots
+        found = list(dict.fromkeys(p for group in self.param_groups for p in group["params"]))
+        if len(found) >= len(slots) and all(slot.param is p for slot, p in zip(slots, found, strict=False)):
+            self._take()
+            self._masters.take_state(self.optimizer, self._make_masters())
+            return
+        self._gathering.settle()
+        by_hand = any(slot.holder.grad is not None and slot.holder.grad is not slot.shown for slot in slots)
+        if self._ledger.is_open or by_hand:
+            raise RuntimeError(
+                "while gradients wait for a step(), an assignment to opt.param_groups can only add parameters after the others; this one "
+                "removes, replaces or reorders some: assign between two windows, after step(), flush() or reset()"
+            )
+        self._new()  # raises before anything has changed
+        mine = [(tuple(p.shape), str(p.dtype)) for p in found]
+        if any(theirs != mine for theirs in self._gathering.ranks.all_gather(mine)):
+            raise ValueError(
+                "opt.param_groups was assigned other shapes or dtypes on other ranks; assign the same on all ranks"
+            )
+        own, last = checkpoint.save(self), (self._closing.last_window, self._closing.updated)
+        self._sums.begin()
+        self._build(self.optimizer, self.settings)
+        checkpoint.load(self, checkpoint.carried_over(own, slots, self._sums.buffers.slots))
+        self._closing.last_window, self._closing.updated = last
+        self._masters.take_state(self.optimizer, self._masters.of)
+
+    def _taken_by_another(self, p: Parameter) -> bool:
+        if Gathering.of(p) not in (None, self._gathering):
+            collect_garbage()  # it may have been dropped in a reference cycle, and then lives until the garbage collector runs
+        return Gathering.of(p) not in (None, self._gathering)
+
+    def _make_masters(self) -> list[Parameter]:
+        """Returns the parameters that have them since this call."""
+        if not self.settings.master_weights:
+            return []
+        return self._masters.add(
+            self._gathering.ranks.owned([p for group in self.param_groups for p in group["params"]])
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        """Any attribute that is not ours is the inner optimizer's, looked up on each access."""
+        if name == "optimizer":  # not built yet
+            raise AttributeError(name)
+        if name in ARGUMENTS:
+            schedule = self.settings.schedule
+            return getattr(schedule if hasattr(schedule, name) else self.settings, name)
+        value = getattr(self.optimizer, name)
+        if self._masters.of and inspect.ismethod(value) and not name.startswith("_"):
+            # It expects what the optimizer steps.
+            return functools.wraps(value)(functools.partial(self._closing.call, value, self.optimizer))
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ARGUMENTS:
+            raise AttributeError(
+                f"{name} was fixed when the optimizer was wrapped, and setting it would change nothing; build a new wrapper and carry the "
+                "state over with load_state_dict(state_dict()). For windows of changing length, pass a callable accum_steps"
+            )
+        inner = getattr(self, "optimizer", None)  # None: a subclass sets its own before it calls __init__
+        if not self._has(name) and hasattr(inner, name):
+            setattr(inner, name, value)  # where it is read: a noise_multiplier that a scheduler moves
+        else:
+            super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if not self._has(name) and hasattr(self.optimizer, name):
+            delattr(self.optimizer, name)
+        else:
+            super().__delattr__(name)
+
+    def _has(self, name: str) -> bool:
+        """Is it an attribute of the wrapper, before which the inner optimizer's is not looked up?"""
+        return name in OURS or name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
+
+    state, defaults = _of_inner("state"), _of_inner("defaults")
+
+    @property
+    def param_groups(self) -> Any:
+        """The inner optimizer's own. GradScaler reads them just before it looks for overflows in ``p.grad``: so must what a backward has
+        left to do, if nothing has signalled its end.
+        """
+        gathering = self.__dict__.get("_gathering")  # None: not built yet
+        if gathering is not None and not is_compiling():
+            gathering.settle_returned()
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: Any) -> None:
+        before, self.optimizer.param_groups = self.optimizer.param_groups, value
+        try:
+            self._follow_groups()
+        except Exception:
+            self.optimizer.param_groups = before
+            raise
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.optimizer!r}, {self.settings!r})"
+
+    def __copy__(self) -> Wrapper:
+        raise TypeError(
+            "copy.copy() of an AccumulatingOptimizer would be a second wrapper of the same parameters; use copy.deepcopy((model, opt))"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._not_inside("a copy")
+        if not self._gathering.ranks.alone:
+            raise RuntimeError(
+                "a wrapper with a process group cannot be copied or pickled, because the group belongs to this process; build one in each "
+                "process, and carry the state over with load_state_dict(state_dict())"
+            )
+        self._gathering.settle()
+        return {
+            "optimizer": self.optimizer,
+            # Of a fused optimizer, which PyTorch's copies lose: they would leave the scaling to a pass of ours, and round otherwise.
+            "scales": vars(self.optimizer).get("_step_supports_amp_scaling", False),
+            "settings": self.settings,
+            "own": checkpoint.save(self),
+            "last": (self._closing.last_window, self._closing.updated),
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.optimizer, self.settings = state["optimizer"], state["settings"]
+        if state["scales"]:
+            self.optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+        self._build_anew()
+        checkpoint.load(self, state["own"])
+        self._closing.last_window, self._closing.updated = state["last"]
+
+    def _build_anew(self) -> None:
+        """Build the wrapper again, for parameters that were replaced, or have changed, since the optimizer was wrapped."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = None  # a plain tensor's copy has a copy of the gradient; ours is in the window
+            main_grad.take_back(group["params"])  # a pickled one's, too
+        self._build(self.optimizer, self.settings)
+
+    def _not_inside(self, call: str) -> None:
+        if self._gathering.inside:
+            raise RuntimeError(
+                f"{call} was called inside micro_batch(), which holds one whole micro-batch; call it after the block"
+            )
+
+    # -- GradScaler.step() sets and deletes grad_scale and found_inf around our step() ---------------------------
+
+    @property
+    def grad_scale(self) -> LossScale:
+        return self._gathering.loss_scale
+
+    @grad_scale.setter
+    def grad_scale(self, value: object) -> None:
+        self._gathering.loss_scale.scaler_sets(value, self._gathering.rejected.shown)
+
+    @grad_scale.deleter
+    def grad_scale(self) -> None:
+        pass
