@@ -57,6 +57,7 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
   }
 
   void hook(py::object slot, int64_t bucket_bytes);
+  void unhook(const py::object& slot);
   py::list unhooked() const;
   void put(const py::object& slot, const at::Tensor& grad);
   void expect(int task);
@@ -75,6 +76,7 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
     bool lent;
     bool shown;  // is p.grad the buffer?
     int64_t bucket_bytes;
+    bool gone = false;      // was it unhooked?
     std::size_t taken = 0;  // how often take() has met it
   };
   struct Arrival {
@@ -82,6 +84,7 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
     at::Tensor grad;
   };
 
+  std::deque<Place>::iterator find(const py::object& slot);
   void arrived(Place* place, const at::Tensor& grad);
   void queue_up(Place* place, const at::Tensor& grad, bool ours, bool awaited);
   bool expects(int task);
@@ -104,7 +107,8 @@ class Hook : public torch::autograd::FunctionPreHook {
 
   variable_list operator()(const variable_list& grads) override {
     const std::shared_ptr<Arrivals> arrivals = grads[0].defined() ? arrivals_.lock() : nullptr;
-    if (!arrivals || !place_->parameter.requires_grad()) return grads;  // autograd drops gradients of what was frozen after its forward
+    if (!arrivals || place_->gone || !place_->parameter.requires_grad())
+      return grads;  // autograd drops gradients of what was frozen after its forward
     arrivals->arrived(place_, grads[0]);
     return {at::Tensor()};  // leaves p.grad alone
   }
@@ -123,9 +127,19 @@ void Arrivals::hook(py::object slot, int64_t bucket_bytes) {
   node->add_pre_hook(std::make_unique<Hook>(shared_from_this(), &places_.back()));
 }
 
+void Arrivals::unhook(const py::object& slot) {
+  const auto place = find(slot);
+  *place = {py::none(), {}, nullptr, {}, false, false, 0, true};  // for the hook, which its node may keep for long
+}
+
+std::deque<Arrivals::Place>::iterator Arrivals::find(const py::object& slot) {
+  return std::find_if(places_.begin(), places_.end(), [&](const Place& known) { return known.slot.is(slot); });
+}
+
 py::list Arrivals::unhooked() const {
   py::list slots;
   for (const Place& place : places_) {
+    if (place.gone) continue;
     const bool same = torch::autograd::impl::try_get_grad_accumulator(place.parameter).get() == place.node;
     if (!same && place.parameter.requires_grad()) slots.append(place.slot);
   }
@@ -172,7 +186,7 @@ void Arrivals::arrived(Place* place, const at::Tensor& grad) {
 }
 
 void Arrivals::put(const py::object& slot, const at::Tensor& grad) {
-  const auto place = std::find_if(places_.begin(), places_.end(), [&](const Place& known) { return known.slot.is(slot); });
+  const auto place = find(slot);
   const py::gil_scoped_release unlocked;
   queue_up(&*place, grad, true, false);
 }
@@ -232,6 +246,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<Arrivals, std::shared_ptr<Arrivals>>(m, "Arrivals", "fusedaccum.intake.arrivals.Arrivals, in C++")
       .def(py::init<py::weakref, bool>(), py::arg("intake"), py::arg("hold"))
       .def("hook", &Arrivals::hook, py::arg("slot"), py::arg("bucket_bytes"), "Queue the gradients of this slot's parameter from now on")
+      .def("unhook", &Arrivals::unhook, py::arg("slot"), "From now on the gradients of this slot's parameter go their ordinary way")
       .def("unhooked", &Arrivals::unhooked, "Slots of trainable parameters that PyTorch has given new nodes since")
       .def("put", &Arrivals::put, py::arg("slot"), py::arg("grad"),
            "Queue a gradient that did not come through a hook, and that nobody else is going to write to")

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import threading
 
 import pytest
 import torch
@@ -146,3 +147,35 @@ def test_a_block_in_which_gradients_are_set_by_hand_counts(owned):
     assert opt.last_window.weight == 24
     big_batch_step(whole, sgd(whole.parameters()), x, y)
     assert_same_parameters(net, whole, 1e-12)
+
+
+@pytest.mark.parametrize("there", ["hooks", "opt.backward"])
+def test_a_block_without_a_backward_counts_for_nothing_while_another_thread_trains_another_model(there):
+    nets, (x, y) = [model(seed=seed) for seed in range(2)], data()
+    opts = [wrapped(net) for net in nets]
+    plain = twin(nets[0])
+
+    def other():
+        loss = mean_loss(nets[1], x, y)
+        loss.backward() if there == "hooks" else opts[1].backward(loss)
+
+    mean_loss(nets[0], x, y).backward()
+    with opts[0].micro_batch():
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    opts[0].step()
+    assert opts[0].last_window.micro_batches == 1
+    big_batch_step(plain, sgd(plain.parameters()), x, y)
+    assert_same_parameters(nets[0], plain, 1e-12)
+
+
+def test_a_backward_of_a_thread_that_is_not_known_may_be_the_blocks():
+    """Where two threads call backward at once, nothing tells for which of them a hook runs."""
+    net, (x, y) = model(), data()
+    opt = wrapped(net)
+    mean_loss(net, x, y).backward()
+    with opt.micro_batch():
+        opt._gathering.saw_backward(None)
+    opt.step()
+    assert opt.last_window.micro_batches == 2

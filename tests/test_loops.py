@@ -91,21 +91,26 @@ class SAM(torch.optim.SGD):
     """Foret et al., 2020, as packaged: climbs along one gradient, and descends from there along another."""
 
     @torch.no_grad()
-    def first_step(self):
+    def first_step(self, zero_grad=False):
         params = [p for group in self.param_groups for p in group["params"]]
         norm = torch.stack([p.grad.norm() for p in params]).norm()
         self.climbed = [(p, 0.05 * p.grad / norm) for p in params]
         for p, by in self.climbed:
             p.add_(by)
+        if zero_grad:
+            self.zero_grad()
 
     @torch.no_grad()
-    def second_step(self):
+    def second_step(self, zero_grad=False):
         for p, by in self.climbed:
             p.sub_(by)
         self.step()
+        if zero_grad:
+            self.zero_grad()
 
 
-def test_an_optimizer_of_two_steps_takes_a_window_each():
+@pytest.mark.parametrize("zero_grad", [False, True])
+def test_an_optimizer_of_two_steps_takes_a_window_each(zero_grad):
     net, (x, y) = model(), data()
     big = twin(net)
     opt, plain = wrapped(net, make=SAM), SAM(big.parameters())
@@ -114,9 +119,9 @@ def test_an_optimizer_of_two_steps_takes_a_window_each():
             for xs, ys in parts(x, y, (5, 4, 15)):
                 opt.backward(mean_loss(net, xs, ys), weight=len(xs))
             opt.normalize_()
-            ours()
-            opt.zero_grad()
+            ours(zero_grad=zero_grad)
+            if not zero_grad:
+                opt.zero_grad()
             mean_loss(big, x, y).backward()
-            its()
-            plain.zero_grad()
+            its(zero_grad=True)
     assert_same_parameters(net, big, 1e-12)

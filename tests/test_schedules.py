@@ -48,3 +48,10 @@ def test_ramps_round_to_the_nearest():
 def test_what_is_no_window_and_no_batch_is_refused(call, says):
     with pytest.raises(ValueError, match=says):
         call()
+
+
+def test_learning_rates_that_are_no_numbers_are_refused_by_name():
+    with pytest.raises(TypeError, match=r"lr must be a number, got '0\.1'"):
+        schedules.scaled_lr("0.1", batch=2, base_batch=1, rule="sqrt")
+    with pytest.raises(ValueError, match=r"rule must be one of 'linear', 'sqrt', got \['linear'\]"):
+        schedules.scaled_lr(0.1, batch=2, base_batch=1, rule=["linear"])

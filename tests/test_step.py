@@ -509,3 +509,24 @@ def test_wrapped_where_no_gradients_are_made(mode):
     net(torch.ones(1, 3)).sum().backward()
     opt.step()
     torch.testing.assert_close(before - net.bias.detach(), torch.ones(2))
+
+
+def test_flush_with_lbfgs_does_nothing_or_says_what_steps():
+    p = nn.Parameter(torch.ones(2))
+    opt = fa.AccumulatingOptimizer(torch.optim.LBFGS([p]))
+    opt.flush()
+
+    def closure():
+        opt.zero_grad()
+        loss = (p**2).sum()
+        loss.backward()
+        return loss
+
+    opt.step(closure)
+    opt.flush()
+    assert opt.progress["window"] == 1
+    (p**2).sum().backward()
+    shown = p.grad.clone()
+    with pytest.raises(TypeError, match=r"LBFGS steps only in step\(closure\)"):
+        opt.flush()
+    assert opt.progress["window"] == 1 and torch.equal(p.grad, shown)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -105,7 +106,8 @@ class AccumulatingOptimizer(Wrapper):
             noise_scale=noise_scale,
         )
         check_optimizer(optimizer, settings, AccumulatingOptimizer)
-        self._build(optimizer, settings)
+        seed = int(torch.randint(2**53, (), device="cpu")) if rounding == "stochastic" else None
+        self._build(optimizer, settings, seed)
         self._masters.take_state(optimizer, self._masters.of)
 
     # -- what a training loop calls ----------------------------------------------------------------------------
@@ -132,7 +134,7 @@ class AccumulatingOptimizer(Wrapper):
         with self._grouped(weight, last, in_loss):
             weighed = loss * self._ledger.micro.value() if self._ledger.micro.in_loss else loss
             weighed.backward(**kwargs)
-            Gathering.backwards += 1  # whether or not it has reached any wrapper's parameters
+            Gathering.saw_backward(threading.get_ident())
             if kwargs.get("gradient") is None:  # else the gradients are not of the loss itself
                 self._gathering.record_loss(loss, by_backward=True)
                 self._ledger.micro.told += 1
@@ -232,7 +234,7 @@ class AccumulatingOptimizer(Wrapper):
     def flush(self) -> None:
         """Apply a partial window, divided by what it actually holds. A backward pass not yet followed by ``step()`` is part of it.
 
-        Does nothing if nothing was accumulated (on any rank). Raises as :meth:`step` does.
+        Does nothing if nothing was accumulated (on any rank). Raises as :meth:`step` does, and TypeError if LBFGS would have to step.
         """
         if "settings" not in self.__dict__:  # an object of another class, made by Lightning, in front of the wrapper
             assert isinstance(self.optimizer, AccumulatingOptimizer)
@@ -240,6 +242,8 @@ class AccumulatingOptimizer(Wrapper):
         self._closing.updated = False
         self._not_inside("flush()")
         self._begin_step()
+        if isinstance(self.optimizer, LBFGS) and self._ledger.is_open:
+            raise TypeError("flush(): LBFGS steps only in step(closure), whose closure runs the window's micro-batches")
         self._closing.apply_again(self.optimizer)
         self._gathering.drop_idle()
         if self._ledger.has_micro or self._gathering.rejected.names:
@@ -286,8 +290,8 @@ class AccumulatingOptimizer(Wrapper):
         """At a window's end, between its last backward and ``step()``: make ``p.grad`` the window's gradient, to clip or inspect.
 
         The gradient is in the buffer's dtype, before ``max_grad_norm``, and with a GradScaler still multiplied by the loss scale in force
-        (unscale it as in plain PyTorch, before or after). One pass; does not wait for the device. With a process group it is the
-        gradient of all ranks: all of them must call it, and it waits.
+        (unscale it as in plain PyTorch, before or after). One pass; does not wait for the device, except with ``window_weight`` for weights
+        that are there. With a process group it is the gradient of all ranks: all of them must call it, and it waits.
 
         Raises:
             RuntimeError: the window is not complete; or ``p.grad`` does not show all of it (``buffer_device``, ``shard=True``).
@@ -336,16 +340,14 @@ class AccumulatingOptimizer(Wrapper):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the inner optimizer, and accumulate its parameters too; raises as the constructor does.
 
-        ``opt.param_groups = groups`` accumulates those that are new in them, too, and between two windows it lets go of those that are no
-        longer there.
+        ``opt.param_groups = groups`` accumulates those that are new in them, too, and lets go of those that are no longer there.
         """
         self.optimizer.add_param_group(param_group)
         try:
-            self._take()
+            self._follow_groups()
         except Exception:
             self.param_groups.pop()
             raise
-        self._masters.take_state(self.optimizer, self._make_masters())
 
     @_outside_graphs
     def state_dict(self) -> dict[str, Any]:
@@ -356,11 +358,13 @@ class AccumulatingOptimizer(Wrapper):
         ``buffer_device``. A plain optimizer can load it too, and ignores the key.
 
         Raises:
-            RuntimeError: within ``micro_batch()`` or a backward; after ``normalize_()`` with a process group; FSDP2 holds gradients back.
+            RuntimeError: within ``micro_batch()`` or a backward; after ``normalize_()`` with a process group; FSDP2 holds gradients back;
+                the groups were changed in place, and not assigned since.
         """
         self._not_inside("state_dict()")
         refuse_torchs_functions("state_dict()")
         self._gathering.settle()
+        self._check_groups()
         self._gathering.ranks.fully_sharded.check_reduced("state_dict() would lose gradients of the open window")
         with self._masters.at_work(self.optimizer):
             inner = self.optimizer.state_dict()
@@ -383,7 +387,8 @@ class AccumulatingOptimizer(Wrapper):
         if own is not None:
             checkpoint.check(self, own)
         if self._gathering.outdated:
-            self._build_anew()
+            self._gathering.release()
+            self._build_anew(self._gathering.accumulator.seed)
         with self._masters.at_work(self.optimizer):
             self.optimizer.load_state_dict({k: v for k, v in state_dict.items() if k != checkpoint.KEY})
         self._gathering.ranks.forget_others(self.state)
@@ -394,7 +399,7 @@ class AccumulatingOptimizer(Wrapper):
     def _begin_step(self) -> None:
         self._gathering.settle()
         self._gathering.check()
-        self._sums.buffers.check_gathers(self.param_groups)
+        self._check_groups()
 
     def _record_result(self, result: Any) -> None:
         """Record what a closure has returned as its micro-batch's loss, if it is a single number and no loss was recorded."""

@@ -163,9 +163,11 @@ def scaled_lr(lr: float, *, batch: float, base_batch: float, rule: str) -> float
         ValueError: another rule; a batch or a learning rate that is not greater than 0. TypeError: one that is not a number.
     """
     powers = {"linear": 1.0, "sqrt": 0.5}
-    if rule not in powers:
+    if rule not in list(powers):
         raise ValueError(f"rule must be one of {', '.join(map(repr, powers))}, got {rule!r}")
     for name, value in (("lr", lr), ("batch", batch), ("base_batch", base_batch)):
+        if not is_number(value):
+            raise TypeError(f"{name} must be a number, got {value!r}")
         if not (math.isfinite(value) and value > 0):
             raise ValueError(f"{name} must be finite and greater than 0, got {value!r}")
     return lr * (batch / base_batch) ** powers[rule]

@@ -7,7 +7,6 @@ import inspect
 from dataclasses import fields
 from typing import Any
 
-import torch
 from torch.compiler import is_dynamo_compiling as is_compiling
 from torch.nn import Parameter
 from torch.optim import LBFGS
@@ -44,11 +43,10 @@ class Wrapper(Optimizer):
     # GradScaler.step() then calls our step() after an overflow too, so that the window keeps its boundary.
     _step_supports_amp_scaling = True
 
-    def _build(self, optimizer: Optimizer, settings: Settings) -> None:
+    def _build(self, optimizer: Optimizer, settings: Settings, seed: int | None) -> None:
         # Optimizer.__init__ is not run: groups, state, defaults and hooks are the inner optimizer's (see __getattr__).
         self.optimizer = optimizer
         self.settings = settings
-        seed = int(torch.randint(2**53, (), device="cpu")) if settings.rounding == "stochastic" else None
         self._gathering = Gathering(settings, seed)
         self._ledger, self._sums = self._gathering.ledger, self._gathering.sums
         if not type(optimizer).__module__.startswith("torch.optim."):  # PyTorch's own keep copies of gradients
@@ -67,17 +65,21 @@ class Wrapper(Optimizer):
         """Accumulate the gradients of all that is new in the groups."""
         self._gathering.take(self._new())
 
+    def _named(self) -> dict[Parameter, str]:
+        """The parameters in the groups, each once: a tied one may be in its group twice."""
+        named: dict[Parameter, str] = {}
+        for g, group in enumerate(self.param_groups):
+            names = group.get("param_names", [])
+            if len(names) != len(group["params"]):  # other code has changed only one of the two
+                names = [f"param_groups[{g}]['params'][{i}]" for i in range(len(group["params"]))]
+            for name, p in zip(names, map(self._masters.model_of, group["params"]), strict=True):
+                named.setdefault(p, name)
+        return named
+
     def _new(self) -> list[tuple[str, Parameter]]:
         """The parameters in the groups that are not known yet, with names. Raises ValueError for one whose gradients cannot be taken."""
-        named: dict[Parameter, str] = {}  # a tied one may be in its group twice
-        for g, group in enumerate(self.param_groups):
-            names = group.get("param_names") or [
-                f"param_groups[{g}]['params'][{i}]" for i in range(len(group["params"]))
-            ]
-            for name, p in zip(names, group["params"], strict=True):
-                if p not in self._sums.buffers.of:
-                    named.setdefault(p, name)
-        for p, name in named.items():
+        new = [(name, p) for p, name in self._named().items() if p not in self._sums.buffers.of]
+        for name, p in new:
             if self._taken_by_another(p):
                 raise ValueError(
                     f"parameter {name} belongs to another AccumulatingOptimizer already, which would take its gradients; delete that "
@@ -87,34 +89,24 @@ class Wrapper(Optimizer):
             check_parameter(name, p, self.settings)
             if main_grad.asks(p):
                 check_lent(name, p, self.settings)
-        return [(name, p) for p, name in named.items()]
+        return new
 
     def _follow_groups(self) -> None:
-        """The groups have changed. If parameters have only been added, at the end, an open window goes on; otherwise none may be open."""
-        slots = self._sums.buffers.slots
-        found = list(dict.fromkeys(p for group in self.param_groups for p in group["params"]))
-        if len(found) >= len(slots) and all(slot.param is p for slot, p in zip(slots, found, strict=False)):
+        """The groups have changed."""
+        named, slots = self._named(), self._sums.buffers.slots
+        if len(named) >= len(slots) and all(slot.param is p for slot, p in zip(slots, named, strict=False)):
             self._take()
             self._masters.take_state(self.optimizer, self._make_masters())
             return
-        self._gathering.settle()
-        by_hand = any(slot.holder.grad is not None and slot.holder.grad is not slot.shown for slot in slots)
-        if self._ledger.is_open or by_hand:
+        if self._closing.broke_off or self._closing.at_work:
             raise RuntimeError(
-                "while gradients wait for a step(), an assignment to opt.param_groups can only add parameters after the others; this one "
-                "removes, replaces or reorders some: assign between two windows, after step(), flush() or reset()"
+                "within a step(), or after one that an exception broke off, an assignment to opt.param_groups can only add parameters "
+                "after the others; this one removes, replaces or reorders some: assign when step() has returned"
             )
+        self._gathering.settle()
         self._new()  # raises before anything has changed
-        mine = [(tuple(p.shape), str(p.dtype)) for p in found]
-        if any(theirs != mine for theirs in self._gathering.ranks.all_gather(mine)):
-            raise ValueError(
-                "opt.param_groups was assigned other shapes or dtypes on other ranks; assign the same on all ranks"
-            )
-        own, last = checkpoint.save(self), (self._closing.last_window, self._closing.updated)
-        self._sums.begin()
-        self._build(self.optimizer, self.settings)
-        checkpoint.load(self, checkpoint.carried_over(own, slots, self._sums.buffers.slots))
-        self._closing.last_window, self._closing.updated = last
+        self._masters.drop(self._gathering.replace([(name, p) for p, name in named.items()]))
+        self._make_masters()
         self._masters.take_state(self.optimizer, self._masters.of)
 
     def _taken_by_another(self, p: Parameter) -> bool:
@@ -202,6 +194,7 @@ class Wrapper(Optimizer):
                 "process, and carry the state over with load_state_dict(state_dict())"
             )
         self._gathering.settle()
+        self._check_groups()
         return {
             "optimizer": self.optimizer,
             # Of a fused optimizer, which PyTorch's copies lose: they would leave the scaling to a pass of ours, and round otherwise.
@@ -215,17 +208,21 @@ class Wrapper(Optimizer):
         self.optimizer, self.settings = state["optimizer"], state["settings"]
         if state["scales"]:
             self.optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
-        self._build_anew()
+        self._build_anew(state["own"]["seed"])
         checkpoint.load(self, state["own"])
         self._closing.last_window, self._closing.updated = state["last"]
 
-    def _build_anew(self) -> None:
+    def _build_anew(self, seed: int | None) -> None:
         """Build the wrapper again, for parameters that were replaced, or have changed, since the optimizer was wrapped."""
         for group in self.param_groups:
             for p in group["params"]:
                 p.grad = None  # a plain tensor's copy has a copy of the gradient; ours is in the window
             main_grad.take_back(group["params"])  # a pickled one's, too
-        self._build(self.optimizer, self.settings)
+        self._build(self.optimizer, self.settings, seed)
+
+    def _check_groups(self) -> None:
+        if not self._closing.at_work:  # when they may hold masters
+            self._sums.buffers.check_gathers(self.param_groups)
 
     def _not_inside(self, call: str) -> None:
         if self._gathering.inside:

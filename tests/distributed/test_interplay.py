@@ -1,6 +1,7 @@
 """What else scripts do: several wrappers, DDP's own options, changes to p.grad, other orders of calls. Each case was once wrong."""
 
 import datetime
+import threading
 import warnings
 
 import fusedaccum as fa
@@ -322,31 +323,45 @@ def test_a_group_of_ranks_is_not_added_to_a_wrapper_of_one(worlds, kind):
         assert torch.equal(step, torch.full((1, 2), -1.5))
 
 
-def parameters_that_leave(rank):
-    """The first layer's bias leaves after a window, and the others change places; ranks' last windows hold unequal micro-batches."""
+def parameters_that_leave(rank, shard):
+    """The first layer's bias leaves after a window, and the others change places; the optimizer's state stays where it is."""
     model = made()
-    opt = wrapped(model, accum_steps=2, process_group=dist.group.WORLD)
-    for window in range(3):
-        for x, y, w, use in share(window, 4, rank, 2):
+    opt = wrapped(model, accum_steps=2, process_group=dist.group.WORLD, shard=shard)
+    threads = None
+    for window in range(4):
+        (group,) = opt.param_groups
+        for i, (x, y, w, use) in enumerate(share(window, 4, rank, 2)):
             opt.backward(mean_loss(model, x, y, use), weight=w)
+            if i == 0:
+                with pytest.raises(RuntimeError, match="inside a window that ranks share"):
+                    opt.param_groups = [{**group, "params": group["params"][::-1]}]
             opt.step()
+        kept = [p for p in group["params"] if p is not model.first.bias]
         if window == 0:
             model.first.bias.requires_grad_(False)
-            (group,) = opt.param_groups
-            kept = [p for p in group["params"] if p is not model.first.bias]
             opt.param_groups = [{**group, "params": kept[::-1]}]
-    with pytest.raises(ValueError, match="assign the same on all ranks"):
-        opt.param_groups = [{**opt.param_groups[0], "params": [one(size=2 + rank), *kept]}]
-    with pytest.raises(ValueError, match="on all ranks" if rank else "must have the same parameters"):
-        opt.param_groups = [{**opt.param_groups[0], "params": [*kept[::-1], one()] if rank == 0 else kept}]
-    for x, y, w, use in share(3, 4, rank, 2):  # training goes on
-        opt.backward(mean_loss(model, x, y, use), weight=w)
-        opt.step()
-    assert opt.progress["window"] == 4
+            threads = threading.active_count()
+            continue
+        wrong = {
+            "shapes": [one(size=2 + rank), *kept],
+            "order": kept[:: -1 if rank else 1],
+            "additions": [*kept, one()] if rank else kept[::-1],
+        }
+        for params in wrong.values():
+            with pytest.raises(ValueError, match="must have the same parameters in the same order"):
+                opt.param_groups = [{**group, "params": params}]
+            assert opt.param_groups[0] is group
+        model.scale.requires_grad_(rank == 0)
+        with pytest.raises(ValueError, match="must have the same parameters in the same order"):
+            opt.param_groups = [{**group, "params": kept[::-1]}]
+        model.scale.requires_grad_(True)
+        opt.param_groups = [{**group, "params": kept[::-1]}]
+    assert opt.progress["window"] == 4 and threading.active_count() == threads
     return [p.detach() for p in model.parameters()]
 
 
-def test_parameters_that_leave_between_windows(worlds):
+@pytest.mark.parametrize("shard", [False, True])
+def test_parameters_that_leave_between_windows(worlds, shard):
     model = made()
     opt = sgd(model.parameters())
     for window in range(4):
@@ -355,5 +370,39 @@ def test_parameters_that_leave_between_windows(worlds):
             model.first.bias.requires_grad_(False)
             model.first.bias.grad = None
             opt.param_groups[0]["params"] = [p for p in opt.param_groups[0]["params"] if p is not model.first.bias]
-    for ours in worlds(2).run(parameters_that_leave):
+    for ours in worlds(2).run(parameters_that_leave, shard=shard):
         assert_close(ours, list(model.parameters()))
+
+
+def shards_that_leave(rank):
+    """FSDP2 goes on to average their gradients over the ranks, and to add these to p.grad."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 8), nn.Linear(8, 3))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    opt = fa.AccumulatingOptimizer(sgd([{"params": layer.parameters()} for layer in model]), 1)
+    for window in range(2):
+        ((x, y, _, _),) = share(window, 2, rank, 2, equal=True)
+        (model(x) - y).square().mean().backward()
+        opt.step()
+        if window == 0:
+            opt.param_groups = opt.param_groups[1:]
+    assert opt.updated
+    return [(p.grad if i < 2 else p).full_tensor().detach() for i, p in enumerate(model.parameters())]
+
+
+def test_shards_may_leave(worlds):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 8), nn.Linear(8, 3))
+    opt = sgd([{"params": layer.parameters()} for layer in model])
+    for window in range(2):
+        opt.zero_grad()
+        parts = [share(window, 2, rank, 2, equal=True)[0] for rank in range(2)]
+        (sum((model(x) - y).square().mean() for x, y, _, _ in parts) / 2).backward()
+        if window == 1:
+            kept = [p.grad.clone() for p in model[0].parameters()]
+            model[0].zero_grad()
+        opt.step()
+    for ours in worlds(2).run(shards_that_leave):
+        assert_close(ours, [*kept, *model[1].parameters()])

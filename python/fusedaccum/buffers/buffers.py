@@ -57,10 +57,10 @@ class Slot:
 
     param: Parameter
     name: str
-    index: int  # position among the optimizer's parameters, each counted once
-    before: int  # random numbers that an add reserves for the parameters before it
     dtype: torch.dtype  # of the buffer
     device: torch.device  # of the buffer
+    index: int = field(init=False)  # position among the optimizer's parameters, each counted once
+    before: int = field(init=False)  # random numbers that an add reserves for the parameters before it
     block: Block = field(init=False)
     buffer: Tensor = field(init=False)
     offset: int = field(init=False)  # of the buffer in its block, in elements
@@ -205,27 +205,49 @@ class Buffers:
 
     def add(self, parameters: Iterable[tuple[str, Parameter]]) -> list[Slot]:
         """Make slots for parameters that have none yet."""
-        fresh = []
-        end = self.slots[-1].before + _set_aside(self.slots[-1].param) if self.slots else 0
-        for name, p in parameters:
-            slot = Slot(p, name, len(self.slots), end, buffer_dtype(p.dtype, self._asked), self._device or p.device)
-            end += _set_aside(p)
-            self.slots.append(slot)
-            self.of[p] = slot
-            fresh.append(slot)
-        self._refresh()
+        fresh = [self._made(name, p) for name, p in parameters]
+        self._set([*self.slots, *fresh])
         return fresh
 
     def leave(self, slots: Sequence[Slot]) -> None:
         """Undo :meth:`add` of the last slots, whose gradients cannot be accumulated."""
-        del self.slots[len(self.slots) - len(slots) :]
-        for slot in slots:
-            del self.of[slot.param]
-        self._refresh()
+        self._set(self.slots[: len(self.slots) - len(slots)])
 
-    def _refresh(self) -> None:
-        self.lent[:] = [slot for slot in self.slots if slot.lent]
-        self.sharded = any(slot.sharded for slot in self.slots)
+    def arrange(self, parameters: Iterable[tuple[str, Parameter]]) -> list[Slot]:
+        """The slots of these parameters, some of which may have none yet: theirs are not here before :meth:`replace`."""
+        slots = [self.of.get(p) or self._made(name, p) for name, p in parameters]
+        for slot, (name, _) in zip(slots, parameters, strict=True):
+            slot.name = name
+        return slots
+
+    def replace(self, slots: Sequence[Slot]) -> None:
+        """Have these slots, in this order. Others leave; their storage remains until :meth:`free`."""
+        kept = set(slots)
+        _take_back([slot for slot in self.lent if slot not in kept])
+        self._set(slots)
+
+    def free(self) -> None:
+        """Have no storage, until gradients come."""
+        for slot in self.slots:
+            if slot.placed:
+                del slot.block, slot.buffer
+                slot.placed = slot.clean = False
+        self.blocks.clear()
+
+    def _made(self, name: str, p: Parameter) -> Slot:
+        return Slot(p, name, buffer_dtype(p.dtype, self._asked), self._device or p.device)
+
+    def _set(self, slots: Sequence[Slot]) -> None:
+        self.slots[:] = slots
+        self.of.clear()
+        before = 0
+        for index, slot in enumerate(slots):
+            slot.index, slot.before = index, before
+            before += _set_aside(slot.param)
+            self.of[slot.param] = slot
+        self._in_groups = []
+        self.lent[:] = [slot for slot in slots if slot.lent]
+        self.sharded = any(slot.sharded for slot in slots)
 
     def allocate(self, slots: Sequence[Slot]) -> None:
         """Allocate storage for those of ``slots`` that have none."""
@@ -277,18 +299,29 @@ class Buffers:
                 )
 
     def check_gathers(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Raises RuntimeError for a parameter in an optimizer's groups that has no slot: nothing would divide its gradients."""
+        """Raises RuntimeError if an optimizer's groups do not hold the parameters that have slots, in their order.
+
+        Nothing would divide the gradients of those that have none; norms would include others that nothing steps; and checkpoints know
+        parameters by their places.
+        """
         found = [p for group in groups for p in group["params"]]
         if len(found) == len(self._in_groups) and all(map(is_, found, self._in_groups)):
-            return  # nearly always, and in half the time of the loop below
+            return  # nearly always, and in half the time of what is below
         for g, group in enumerate(groups):
             for i, p in enumerate(group["params"]):
                 if p not in self.of:
                     raise RuntimeError(
                         f"parameter param_groups[{g}]['params'][{i}], of shape {tuple(p.shape)}, was put there after the optimizer was "
-                        "wrapped, so its gradients are not accumulated; add it with the wrapper's add_param_group() instead, or, once the "
-                        "groups are as they should be, assign them: `opt.param_groups = opt.param_groups`"
+                        "wrapped, so its gradients are not accumulated; add it with the wrapper's add_param_group() instead, or, where it "
+                        "replaces another, set its .grad to None and say `opt.param_groups = opt.param_groups`"
                     )
+        once = list(dict.fromkeys(found))
+        for slot, p in zip(self.slots, [*once, *[None] * len(self.slots)], strict=False):
+            if slot.param is not p:
+                raise RuntimeError(
+                    f"parameter {slot.name}, of shape {tuple(slot.made_for.shape)}, is not in its place in opt.param_groups any more; "
+                    "after a change of these, say `opt.param_groups = opt.param_groups`"
+                )
         self._in_groups = found
 
     def gathered(self) -> list[Slot]:

@@ -57,6 +57,15 @@ class MasterWeights:
                 fresh.append(p)
         return fresh
 
+    def model_of(self, p: Parameter) -> Parameter:
+        """The model's parameter, if ``p`` is a master."""
+        return self._model.get(p, p)
+
+    def drop(self, parameters: Iterable[Parameter]) -> None:
+        """Forget the masters of these parameters, if they have any."""
+        for p in self.of.keys() & set(parameters):
+            del self._model[self.of.pop(p)], self._seen[p]
+
     def take_state(self, inner: Optimizer, parameters: Iterable[Parameter]) -> None:
         """Make the state that ``inner`` already has of these parameters fit their masters, as its load_state_dict would.
 
@@ -111,7 +120,7 @@ class MasterWeights:
             grad = slot.stepped_grad
             if slot.param in self.of and grad is not self._lent.get(slot, (None, None))[0]:
                 master = self.of[slot.param]
-                master.grad = None if grad is None else grad.to(master.device, master.dtype)
+                master.grad = None if grad is None else _in_the_form_of(master, grad)
                 self._lent[slot] = grad, master.grad
 
     def return_gradients(self, slots: Iterable[Slot]) -> None:
@@ -169,6 +178,13 @@ class MasterWeights:
             for p, saved in masters.items():
                 self.of[p].copy_(saved)
                 self._seen[p] = None  # the model may hold others: follow_model() compares
+
+
+def _in_the_form_of(master: Parameter, grad: Tensor) -> Tensor:
+    """A gradient as its master takes it: PyTorch's fused optimizers need one of the same strides."""
+    if local_of(grad).stride() == local_of(master).stride():
+        return grad.to(master.device, master.dtype)
+    return torch.empty_like(master, requires_grad=False).copy_(grad)
 
 
 def _fingerprint(p: Parameter) -> tuple[int, int]:

@@ -228,6 +228,13 @@ class Sums:
         for block in self.buffers.blocks:
             block.written()
 
+    def leave(self, slots: Sequence[Slot]) -> None:
+        """Drop what was accumulated for these slots, which are no longer in the buffers."""
+        self.changed_by_user = self.changed_by_user or bool(slots)
+        for slot in slots:
+            if slot.holder.grad is slot.shown:
+                slot.show(None)
+
     def gathered(self) -> list[Slot]:
         """The slots that hold a gradient now, each in its buffer. Raises RuntimeError if some sums are divided and others are not."""
         self._check_whole()

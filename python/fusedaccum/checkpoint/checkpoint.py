@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -62,23 +61,6 @@ def save(opt: Wrapper) -> dict[str, Any]:
         "batch_statistics": opt._gathering.statistics.saved(),
         "noise": copied(None if opt._closing.noise is None else opt._closing.noise.averages),
         "schedule": None if adaptive is None else adaptive.state_dict(),
-    }
-
-
-def carried_over(own: dict[str, Any], before: Sequence[Slot], now: Sequence[Slot]) -> dict[str, Any]:
-    """What was saved with an empty window, when some of the parameters ``before`` are elsewhere ``now``, or gone."""
-    places = {slot.param: slot.index for slot in now}
-    moved = {slot.index: places[slot.param] for slot in before if slot.param in places}
-    draws = dict.fromkeys(range(len(now)), 0) | {moved[i]: n for i, n in enumerate(own["draws"]) if i in moved}
-    pending = [[moved[i], *of_layer] for i, *of_layer in own["batch_statistics"]["pending"] if i in moved]
-    return {
-        **own,
-        "norms": [],
-        "buffers": {},
-        "unseen": [],
-        "masters": {moved[i]: master for i, master in own["masters"].items() if i in moved},
-        "draws": list(draws.values()),
-        "batch_statistics": own["batch_statistics"] | {"pending": pending},
     }
 
 

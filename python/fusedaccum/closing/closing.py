@@ -31,6 +31,7 @@ class Closing:
         last_window: what is known about the last one.
         updated: did the last ``step()`` or ``flush()`` change the parameters?
         noise: the noise scale, if it was asked for.
+        at_work: does the inner optimizer step?
     """
 
     def __init__(self, gathering: Gathering, masters: MasterWeights, settings: Settings):
@@ -40,7 +41,7 @@ class Closing:
         self.updated: bool | Tensor = False
         self.noise = None if settings.noise_scale is None else NoiseScale(settings.noise_scale)
         self._unapplied: Conclusion | None = None  # a closed window, until it is applied and reported
-        self._at_work = False  # is the inner optimizer?
+        self.at_work = False
 
     def close(self, inner: Optimizer, overflow: bool | Tensor) -> None:
         """The window is over: the next gradient begins a new one, and this one is applied, unless something forbids it."""
@@ -93,7 +94,7 @@ class Closing:
     @property
     def broke_off(self) -> bool:
         """Would the next call of :meth:`apply_again` apply a window?"""
-        return not self._at_work and self._unapplied is not None and self._unapplied.begun == self._sums.begun
+        return not self.at_work and self._unapplied is not None and self._unapplied.begun == self._sums.begun
 
     def _apply(self, inner: Optimizer, end: Conclusion) -> None:
         # When the inner optimizer raises, or anything after it, the next step() or flush() goes on from there.
@@ -106,14 +107,14 @@ class Closing:
 
     @contextmanager
     def _inner_at_work(self) -> Iterator[None]:
-        before = self._gathering.closed, self._at_work
+        before = self._gathering.closed, self.at_work
         # The backward of an inner optimizer that steps the parameters themselves (SAM) is an ordinary one in a caller-owned window.
         apart = self._masters.of or self._sums.buffers.offloaded
-        self._gathering.closed, self._at_work = bool(apart) or not self._settings.schedule.caller_owned, True
+        self._gathering.closed, self.at_work = bool(apart) or not self._settings.schedule.caller_owned, True
         try:
             yield
         finally:
-            self._gathering.closed, self._at_work = before
+            self._gathering.closed, self.at_work = before
 
     def _report(self, end: Conclusion, applied: bool | Tensor) -> None:
         if not self._gathering.ranks.anything(end.slots):

@@ -78,6 +78,12 @@ class Statistics:
         self._pending.setdefault(key, []).append(Call(self._in_part[key], n, moments, ranks))
         self._in_part[key] += 1
 
+    def moved(self, places: dict[int, int]) -> None:
+        """Slots have got other places, those in ``places``; others are gone."""
+        self._pending = {(places[i], number): of for (i, number), of in self._pending.items() if i in places}
+        self._in_part = Counter({(places[i], number): k for (i, number), k in self._in_part.items() if i in places})
+        self._counted = {(places[i], number): of for (i, number), of in self._counted.items() if i in places}
+
     def in_parts(self) -> Callable[[], None]:
         """From here on, a micro-batch's samples go forward part by part. Returns a function to call before each part."""
         before = self._in_part.copy()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import ClassVar
@@ -42,7 +43,8 @@ class Gathering(Windows):
 
     # By thread: who was given the weight of the losses whose backward the thread calls.
     _weighing: ClassVar[dict[int, Gathering]] = {}
-    backwards: ClassVar[int] = 0  # passes that any wrapper has seen
+    # By thread that called them (None: not known), passes that any wrapper has seen.
+    _backwards: ClassVar[Counter[int | None]] = Counter()
 
     def __init__(self, settings: Settings, seed: int | None):
         super().__init__(settings, seed)
@@ -70,13 +72,56 @@ class Gathering(Windows):
         except Exception:
             self.sums.buffers.leave(slots)
             raise
+        self._hook(slots)
+        self.accumulator.lend([slot for slot in slots if slot.lent])
+
+    def replace(self, parameters: Sequence[tuple[str, Parameter]]) -> list[Parameter]:
+        """Accumulate the gradients of these parameters, which checkpoints will know in this order, and of no others.
+
+        Returns the parameters that are gone. Raises ValueError if the ranks' parameters differ, RuntimeError if they share an open window.
+        """
+        if self.ledger.is_open and not self.ranks.alone:
+            raise RuntimeError(
+                "inside a window that ranks share, an assignment to opt.param_groups can only add parameters after the others; this one "
+                "removes, replaces or reorders some: assign when a step(), flush() or reset() has closed the window on all ranks"
+            )
+        buffers = self.sums.buffers
+        places = {slot: slot.index for slot in buffers.slots}
+        slots = buffers.arrange(parameters)
+        buffers.replace(slots)
+        try:
+            self.ranks.replace(slots)
+        except Exception:
+            buffers.replace(list(places))
+            self.accumulator.lend([slot for slot in buffers.lent if not slot.placed])
+            raise
+        self.statistics.moved({places[slot]: slot.index for slot in slots if slot in places})
+        gone = [slot for slot in places if slot.param not in buffers.of]
+        self.sums.leave(gone)
+        self._unhook(gone)
+        if not self.ledger.is_open:
+            self.sums.begin()
+            buffers.free()
+        self._hook([slot for slot in slots if slot not in places])
+        self.accumulator.lend([slot for slot in buffers.lent if not slot.placed])
+        return [slot.param for slot in gone]
+
+    def release(self) -> None:
+        """Leave the gradients of all parameters to whoever takes them next."""
+        self._unhook(self.sums.buffers.slots)
+
+    def _hook(self, slots: Iterable[Slot]) -> None:
         self._shards_found()
         self._begun = False
         with torch.inference_mode(False), torch.enable_grad():
             for slot in slots:
                 self._intake.hook(slot)
                 _GATHERING_OF[slot.param] = weakref.ref(self)
-        self.accumulator.lend([slot for slot in slots if slot.lent])
+
+    def _unhook(self, slots: Iterable[Slot]) -> None:
+        for slot in slots:
+            self._intake.unhook(slot)
+            del _GATHERING_OF[slot.param]
 
     def _shards_found(self) -> None:
         self.ledger.mixes_ranks = bool(self.ranks.fully_sharded.slots)
@@ -116,13 +161,14 @@ class Gathering(Windows):
 
     def _hide_shards(self) -> None:
         """FSDP2 begins a backward: hide ``p.grad`` from it. Raises RuntimeError if its loss lacks the micro-batch's weight."""
-        other = self._weighed_by_another(outermost_backward().thread)
+        thread = outermost_backward().thread
+        other = self._weighed_by_another(thread)
         if self.weighs_loss and other is not None and not other.in_loss:
             raise RuntimeError(
                 f"the loss of this backward has weight={float(other.value()):g}, which was given to another wrapper, but FSDP2 needs it in "
                 "the loss; call backward() of the wrapper that has FSDP2's parameters"
             )
-        Gathering.backwards += 1  # of which no hook may tell
+        self.saw_backward(thread)  # of which no hook may tell
         in_loss = self.weighs_loss and self.ledger.has_micro and self.ledger.micro.in_loss
         if in_loss and not self.inside and other is None:
             raise RuntimeError(
@@ -162,17 +208,21 @@ class Gathering(Windows):
         return begins
 
     def drop_taken_away(self) -> None:
-        """Drop a window that its caller ends if all that it had accumulated has been taken out of ``p.grad``, as by ``opt.zero_grad()``."""
+        """Drop a window that its caller ends if all that it had accumulated has been taken out of ``p.grad``, as by ``opt.zero_grad()``.
+
+        Not a surprise after ``normalize_()``: the window was used by hand (SAM's ``first_step(zero_grad=True)``).
+        """
         if self._settings.schedule.caller_owned and self.ledger.is_open and self.sums.taken_away:
-            self.sums.warn_dropped("every p.grad", "the window is dropped, as opt.zero_grad() drops it")
+            if self.sums.normalized_by is None:
+                self.sums.warn_dropped("every p.grad", "the window is dropped, as opt.zero_grad() drops it")
             self.reset()
 
     @contextmanager
     def grouped(self, weight: Scalar | None, last: bool, in_loss: bool) -> Iterator[None]:
         """Make all passes in the block one micro-batch; an exception drops it. ``in_loss``: their losses are multiplied by the weight."""
         self._block = weight, last, in_loss
-        before, begins = Gathering.backwards, self._begin_block()
         thread = threading.get_ident()
+        before, begins = self._seen_by(thread), self._begin_block()
         around = self._weighing.get(thread)
         try:
             self.inside, self._adds_before = True, self.ledger.micro.adds
@@ -182,7 +232,7 @@ class Gathering(Windows):
             yield
             self._intake.settle()
             self.inside = False
-            if begins and Gathering.backwards == before and not self._set_by_hand:
+            if begins and self._seen_by(thread) == before and not self.set_by_hand:
                 self._idle = self.ledger.micro
                 self.ledger.drop_forwards()
             if self._settings.schedule.caller_owned:
@@ -200,6 +250,14 @@ class Gathering(Windows):
             else:
                 self._weighing[thread] = around
 
+    @classmethod
+    def saw_backward(cls, thread: int | None) -> None:
+        """A backward pass that this thread has called is under way, or over, whether or not it reaches any wrapper's parameters."""
+        cls._backwards[thread] += 1
+
+    def _seen_by(self, thread: int) -> int:
+        return self._backwards[thread] + self._backwards[None]
+
     def _begin_block(self) -> bool:
         weight, last, in_loss = self._block
         begins = self.open(weight, last)
@@ -207,7 +265,7 @@ class Gathering(Windows):
         return begins
 
     @property
-    def _set_by_hand(self) -> bool:
+    def set_by_hand(self) -> bool:
         """Has other code put a gradient into a ``p.grad``?"""
         return any(slot.holder.grad is not slot.shown for slot in self.sums.buffers.gathered())
 
@@ -361,7 +419,7 @@ class Gathering(Windows):
     # -- what the intake calls (its Owner) ---------------------------------------------------------------------
 
     def pass_begins(self, thread: int | None) -> None:
-        Gathering.backwards += 1
+        self.saw_backward(thread)
         if not self._begun:
             self._begun = True
             self.ranks.replicas.check_all_gathered(self.sums.buffers.of, lambda p: self.of(p) is not None)

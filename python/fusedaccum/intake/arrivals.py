@@ -69,6 +69,10 @@ class Arrivals:
         slot.node.register_prehook(arrived)
         self._hooked[slot] = bucket_bytes
 
+    def unhook(self, slot: Slot) -> None:
+        """From now on the gradients of this slot's parameter go their ordinary way."""
+        del self._hooked[slot]
+
     def unhooked(self) -> list[Slot]:
         """Slots of trainable parameters that PyTorch has given new nodes since, as it does for another dtype or device."""
         nodes = _nodes([slot.param for slot in self._hooked])
@@ -140,7 +144,13 @@ def _arrived(
     """The hook: a node calls it with its gradient."""
     alive, slot = arrivals(), place()
     listener = None if alive is None else alive._listener()
-    if alive is None or listener is None or slot is None or grads[0] is None or not slot.param.requires_grad:
+    if (
+        alive is None
+        or listener is None
+        or slot not in alive._hooked
+        or grads[0] is None
+        or not slot.param.requires_grad
+    ):
         return None  # to autograd, which drops the gradient of what was frozen since its forward
     alive._arrived(listener, slot, grads)
     return (None,)

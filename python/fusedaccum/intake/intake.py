@@ -99,6 +99,11 @@ class Intake:
         if slot.dtype != p.dtype or p.grad_dtype != p.dtype:  # which the caller may have set
             p.grad_dtype = None  # lets p.grad be of the buffer's dtype, and of the one that is stepped
 
+    def unhook(self, slot: Slot) -> None:
+        """Leave this parameter's gradients alone from now on."""
+        self._arrivals.unhook(slot)
+        slot.holder = slot.param
+
     @property
     def unhooked(self) -> list[Slot]:
         """Slots whose gradients would go past us, because PyTorch has dropped the hooks of their parameters."""

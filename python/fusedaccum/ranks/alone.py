@@ -46,6 +46,10 @@ class Alone:
                 "alone; wrap the optimizer when it already has these parameters, or wrap it with process_group="
             )
 
+    def replace(self, slots: Sequence[Slot]) -> None:
+        """Share these slots, and no others; the window is empty. Raises as :meth:`take` does, and then changes nothing."""
+        self.take(slots)
+
     def owned(self, parameters: Collection[Parameter]) -> list[Parameter]:
         """The parameters that this rank steps."""
         return list(parameters)

@@ -84,6 +84,13 @@ class Ranks(Alone):
         self._share(slots)
         self.replicas, self.fully_sharded = replicas, fully_sharded
 
+    def replace(self, slots: Sequence[Slot]) -> None:
+        self.take(slots)
+        for slot in self.owners.keys() - set(slots):
+            del self.owners[slot]
+        self.forget()
+        self.segments.forget_slots()
+
     def _check(self, group: dist.ProcessGroup, fully_sharded: FullySharded) -> None:
         slots = self._sums.buffers.slots
         parts = [slot.name for slot in slots if slot.sharded and slot not in fully_sharded.slots]
@@ -97,7 +104,8 @@ class Ranks(Alone):
         self.group.compare_shapes(slots)
         self._compared = False  # are the parameters known to be equal on all ranks?
         if self._settings.shard:
-            self.owners.update(owners(slots, self.size))
+            # Those that have one keep it: the optimizer's state is there.
+            self.owners.update(owners([slot for slot in slots if slot not in self.owners], self.size))
 
     def _average_shards(self, fully_sharded: FullySharded) -> None:
         """Average FSDP2's gradients over the ranks, too, if they come normalised: they are not added up here."""

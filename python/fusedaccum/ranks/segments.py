@@ -113,6 +113,11 @@ class Segments:
         for segment in self._segments:
             segment.again = False
 
+    def forget_slots(self) -> None:
+        """Slots have got other places, and no storage yet."""
+        self._segments, self._segment_of, self._blocks = [], {}, 0
+        self.forget()
+
     @property
     def again(self) -> list[bool]:
         """For each segment: have gradients come after its sums were sent?"""
