@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer
 
 from .checkpoint import checkpoint
 from .checkpoint.distributed import refuse_torchs_functions
-from .gathering.gathering import Gathering
+from .gathering import threads
 from .scalars import Scalar, checked_loss, checked_weight, is_number, or_one
 from .window.ledger import NO_GRADIENT
 from .window.settings import Settings, check_optimizer, checked_device
@@ -134,7 +134,7 @@ class AccumulatingOptimizer(Wrapper):
         with self._grouped(weight, last, in_loss):
             weighed = loss * self._ledger.micro.value() if self._ledger.micro.in_loss else loss
             weighed.backward(**kwargs)
-            Gathering.saw_backward(threading.get_ident())
+            threads.saw_pass(threading.get_ident())
             if kwargs.get("gradient") is None:  # else the gradients are not of the loss itself
                 self._gathering.record_loss(loss, by_backward=True)
                 self._ledger.micro.told += 1

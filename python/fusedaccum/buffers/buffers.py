@@ -209,11 +209,7 @@ class Buffers:
         self._set([*self.slots, *fresh])
         return fresh
 
-    def leave(self, slots: Sequence[Slot]) -> None:
-        """Undo :meth:`add` of the last slots, whose gradients cannot be accumulated."""
-        self._set(self.slots[: len(self.slots) - len(slots)])
-
-    def arrange(self, parameters: Iterable[tuple[str, Parameter]]) -> list[Slot]:
+    def arrange(self, parameters: Sequence[tuple[str, Parameter]]) -> list[Slot]:
         """The slots of these parameters, some of which may have none yet: theirs are not here before :meth:`replace`."""
         slots = [self.of.get(p) or self._made(name, p) for name, p in parameters]
         for slot, (name, _) in zip(slots, parameters, strict=True):

@@ -228,8 +228,8 @@ class Sums:
         for block in self.buffers.blocks:
             block.written()
 
-    def leave(self, slots: Sequence[Slot]) -> None:
-        """Drop what was accumulated for these slots, which are no longer in the buffers."""
+    def drop(self, slots: Sequence[Slot]) -> None:
+        """Drop what was accumulated for these slots, which are gone."""
         self.changed_by_user = self.changed_by_user or bool(slots)
         for slot in slots:
             if slot.holder.grad is slot.shown:

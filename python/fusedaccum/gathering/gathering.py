@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from ..window.attempts import Attempt
 from ..window.noise import measure_small
 from ..window.settings import Settings, check_weight_of_lent
 from ..window.window import MicroBatch
+from . import threads
 from .accumulator import Write
 from .rejected import Rejected
 from .windows import Windows
@@ -40,11 +40,6 @@ class Gathering(Windows):
         closed: is the inner optimizer at work on a window that has closed? A backward that runs now would belong to the next one.
         rejected: the micro-batches that were rejected since the last ``step()``.
     """
-
-    # By thread: who was given the weight of the losses whose backward the thread calls.
-    _weighing: ClassVar[dict[int, Gathering]] = {}
-    # By thread that called them (None: not known), passes that any wrapper has seen.
-    _backwards: ClassVar[Counter[int | None]] = Counter()
 
     def __init__(self, settings: Settings, seed: int | None):
         super().__init__(settings, seed)
@@ -66,11 +61,12 @@ class Gathering(Windows):
 
     def take(self, parameters: Iterable[tuple[str, Parameter]]) -> None:
         """Accumulate the gradients of these parameters from now on."""
+        before = list(self.sums.buffers.slots)
         slots = self.sums.buffers.add(parameters)
         try:
             self.ranks.take(slots)
         except Exception:
-            self.sums.buffers.leave(slots)
+            self.sums.buffers.replace(before)
             raise
         self._hook(slots)
         self.accumulator.lend([slot for slot in slots if slot.lent])
@@ -97,7 +93,7 @@ class Gathering(Windows):
             raise
         self.statistics.moved({places[slot]: slot.index for slot in slots if slot in places})
         gone = [slot for slot in places if slot.param not in buffers.of]
-        self.sums.leave(gone)
+        self.sums.drop(gone)
         self._unhook(gone)
         if not self.ledger.is_open:
             self.sums.begin()
@@ -162,13 +158,13 @@ class Gathering(Windows):
     def _hide_shards(self) -> None:
         """FSDP2 begins a backward: hide ``p.grad`` from it. Raises RuntimeError if its loss lacks the micro-batch's weight."""
         thread = outermost_backward().thread
-        other = self._weighed_by_another(thread)
+        other = threads.weighed_by_another(thread, self.ledger)
         if self.weighs_loss and other is not None and not other.in_loss:
             raise RuntimeError(
                 f"the loss of this backward has weight={float(other.value()):g}, which was given to another wrapper, but FSDP2 needs it in "
                 "the loss; call backward() of the wrapper that has FSDP2's parameters"
             )
-        self.saw_backward(thread)  # of which no hook may tell
+        threads.saw_pass(thread)  # of which no hook may tell
         in_loss = self.weighs_loss and self.ledger.has_micro and self.ledger.micro.in_loss
         if in_loss and not self.inside and other is None:
             raise RuntimeError(
@@ -222,17 +218,16 @@ class Gathering(Windows):
         """Make all passes in the block one micro-batch; an exception drops it. ``in_loss``: their losses are multiplied by the weight."""
         self._block = weight, last, in_loss
         thread = threading.get_ident()
-        before, begins = self._seen_by(thread), self._begin_block()
-        around = self._weighing.get(thread)
+        before, begins = threads.passes(thread), self._begin_block()
+        weighs = self.ledger.micro.weight is not None and self._settings.reduction == "mean"
         try:
             self.inside, self._adds_before = True, self.ledger.micro.adds
             self.ledger.micro.parts += 1
-            if self.ledger.micro.weight is not None and self._settings.reduction == "mean":
-                self._weighing[thread] = self
-            yield
+            with threads.weighing(thread, self.ledger) if weighs else contextlib.nullcontext():
+                yield
             self._intake.settle()
             self.inside = False
-            if begins and self._seen_by(thread) == before and not self.set_by_hand:
+            if begins and threads.passes(thread) == before and not self.set_by_hand:
                 self._idle = self.ledger.micro
                 self.ledger.drop_forwards()
             if self._settings.schedule.caller_owned:
@@ -245,18 +240,6 @@ class Gathering(Windows):
             raise
         finally:
             self.inside = False
-            if around is None:
-                self._weighing.pop(thread, None)
-            else:
-                self._weighing[thread] = around
-
-    @classmethod
-    def saw_backward(cls, thread: int | None) -> None:
-        """A backward pass that this thread has called is under way, or over, whether or not it reaches any wrapper's parameters."""
-        cls._backwards[thread] += 1
-
-    def _seen_by(self, thread: int) -> int:
-        return self._backwards[thread] + self._backwards[None]
 
     def _begin_block(self) -> bool:
         weight, last, in_loss = self._block
@@ -278,11 +261,6 @@ class Gathering(Windows):
         """Forget a micro-batch that was opened and left without a backward (by ``continue``), unless a ``step()`` has counted it."""
         if self.idle_is_open:
             self.ledger.withdraw_micro_batch()
-
-    def _weighed_by_another(self, thread: int | None) -> MicroBatch | None:
-        """Another wrapper's micro-batch, if its weight is that of the loss whose backward ``thread`` has called."""
-        other = None if thread is None else self._weighing.get(thread)
-        return None if other is None or other is self or not other.ledger.has_micro else other.ledger.micro
 
     def _weigh_as(self, other: MicroBatch) -> None:
         """A pass begins, and the weight of its loss was given to another wrapper: it is also the weight of the micro-batch here."""
@@ -419,7 +397,7 @@ class Gathering(Windows):
     # -- what the intake calls (its Owner) ---------------------------------------------------------------------
 
     def pass_begins(self, thread: int | None) -> None:
-        self.saw_backward(thread)
+        threads.saw_pass(thread)
         if not self._begun:
             self._begun = True
             self.ranks.replicas.check_all_gathered(self.sums.buffers.of, lambda p: self.of(p) is not None)
@@ -444,7 +422,7 @@ class Gathering(Windows):
             )
         elif not self.ledger.has_micro:
             self._begin_block()  # again: one that was broken off has left nothing
-        other = self._weighed_by_another(thread)
+        other = threads.weighed_by_another(thread, self.ledger)
         if other is not None and not self.ledger.micro.in_loss:
             self._weigh_as(other)
         if self.ledger.micro.judged:

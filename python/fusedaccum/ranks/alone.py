@@ -47,7 +47,7 @@ class Alone:
             )
 
     def replace(self, slots: Sequence[Slot]) -> None:
-        """Share these slots, and no others; the window is empty. Raises as :meth:`take` does, and then changes nothing."""
+        """Share these slots, and no others. Raises as :meth:`take` does, and then changes nothing."""
         self.take(slots)
 
     def owned(self, parameters: Collection[Parameter]) -> list[Parameter]:
