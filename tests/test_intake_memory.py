@@ -7,6 +7,7 @@ import fusedaccum as fa
 import fusedaccum.intake.intake
 import pytest
 import torch
+from fusedaccum.gathering.gathering import Gathering
 from torch import nn
 from training import assert_same_parameters, data, mean_loss, model, parts, twin, wrapped
 
@@ -125,9 +126,9 @@ def test_static_gradient_overwritten_within_the_same_backward(hand_over, policy,
 def test_ordinary_gradients_are_ours_alone(module, monkeypatch):
     """So they can be queued, and one call adds those of all parameters of a module."""
     calls = []
-    add = fa.optimizer.Gathering.add
+    add = Gathering.add
     monkeypatch.setattr(
-        fa.optimizer.Gathering, "add", lambda self, slots, grads: calls.append(len(slots)) or add(self, slots, grads)
+        Gathering, "add", lambda self, slots, grads: calls.append(len(slots)) or add(self, slots, grads)
     )
     module = twin(module)
     opt = wrapped(module, 1, make=lambda ps: torch.optim.SGD(ps, lr=0.0))
@@ -155,9 +156,9 @@ def test_dropping_model_and_wrapper_frees_the_memory_at_once():
 def test_every_full_bucket_is_one_call(monkeypatch):
     monkeypatch.setattr("fusedaccum.intake.intake.bucket_bytes", lambda _: 3 * 4 * 64)
     calls = []
-    add = fa.optimizer.Gathering.add
+    add = Gathering.add
     monkeypatch.setattr(
-        fa.optimizer.Gathering, "add", lambda self, slots, grads: calls.append(len(slots)) or add(self, slots, grads)
+        Gathering, "add", lambda self, slots, grads: calls.append(len(slots)) or add(self, slots, grads)
     )
     net = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(10)])
     opt = wrapped(net, 2)
@@ -190,9 +191,9 @@ class Fresh(torch.autograd.Function):
 def test_gradients_made_in_python_wait_for_the_bucket_unless_somebody_holds_them(kept, monkeypatch):
     monkeypatch.setattr(Fresh, "kept", [] if kept else None)
     calls = []
-    add = fa.optimizer.Gathering.add
+    add = Gathering.add
     monkeypatch.setattr(
-        fa.optimizer.Gathering, "add", lambda self, slots, grads: calls.append(len(slots)) or add(self, slots, grads)
+        Gathering, "add", lambda self, slots, grads: calls.append(len(slots)) or add(self, slots, grads)
     )
     a, b = nn.Parameter(torch.full((3,), 2.0)), nn.Parameter(torch.full((3,), 3.0))
     opt = fa.AccumulatingOptimizer(torch.optim.SGD([a, b], lr=1.0), 1)

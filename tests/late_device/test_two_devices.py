@@ -6,6 +6,7 @@ import fusedaccum as fa
 import fusedaccum.intake.intake
 import pytest
 import torch
+from fusedaccum.gathering.gathering import Gathering
 from torch import nn
 
 
@@ -121,9 +122,9 @@ def test_a_bucket_is_full_when_the_device_of_what_arrives_says_so(device, monkey
     limits = {"cpu": 1 << 20, device.type: 1 << 20, torch.device("cpu" if full == "cpu" else device).type: 1}
     monkeypatch.setattr(fusedaccum.intake.intake, "bucket_bytes", lambda where: limits[where.type])
     calls = []
-    add = fa.optimizer.Gathering.add
+    add = Gathering.add
     monkeypatch.setattr(
-        fa.optimizer.Gathering, "add", lambda self, slots, grads: calls.append(len(slots)) or add(self, slots, grads)
+        Gathering, "add", lambda self, slots, grads: calls.append(len(slots)) or add(self, slots, grads)
     )
     params = parameters(["cpu"] * 3 + [device] * 3)
     opt = fa.AccumulatingOptimizer(torch.optim.SGD(params, lr=0.5), 2)
