@@ -128,8 +128,11 @@ void Arrivals::hook(py::object slot, int64_t bucket_bytes) {
 }
 
 void Arrivals::unhook(const py::object& slot) {
-  const auto place = find(slot);
-  *place = {py::none(), {}, nullptr, {}, false, false, 0, true};  // for the hook, which its node may keep for long
+  Place& place = *find(slot);
+  place.gone = true;
+  // The hook, which its node may keep for long, points at the place: that keeps neither of these.
+  place.slot = py::none();
+  place.parameter.reset();
 }
 
 std::deque<Arrivals::Place>::iterator Arrivals::find(const py::object& slot) {

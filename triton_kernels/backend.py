@@ -11,7 +11,6 @@ import itertools
 import struct
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -154,15 +153,12 @@ def _blocks_of(elements: int) -> int:
     return -(-elements // BLOCK)
 
 
-@dataclass
 class _Tally:
     """The blocks' statistics, which the launches of a call share out among them."""
 
-    tensors: Sequence[Tensor]
-
-    def __post_init__(self) -> None:
-        blocks = sum(_blocks_of(x.numel()) for x in self.tensors)
-        device = self.tensors[0].device
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        blocks = sum(_blocks_of(x.numel()) for x in tensors)
+        device = tensors[0].device
         self.squares = torch.empty(blocks, dtype=torch.float64, device=device)
         self.bad = torch.empty(blocks, dtype=torch.int64, device=device)
         self.taken = 0

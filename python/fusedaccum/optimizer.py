@@ -10,15 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-# The wrapper counts and decides in Python, step by step: within torch.compile its calls are graph breaks, as are those of torch.optim
-# that carry this decorator. (torch.compiler.disable is the same, but loads the compiler when this module is imported.)
-from torch._compile import _disable_dynamo as _outside_graphs
 from torch.optim import LBFGS
 from torch.optim.optimizer import Optimizer
 
 from .checkpoint import checkpoint
 from .checkpoint.distributed import refuse_torchs_functions
+from .engine import outside_graphs
 from .gathering import threads
 from .scalars import Scalar, checked_loss, checked_weight, is_number, or_one
 from .window.ledger import NO_GRADIENT
@@ -112,7 +109,7 @@ class AccumulatingOptimizer(Wrapper):
 
     # -- what a training loop calls ----------------------------------------------------------------------------
 
-    @_outside_graphs
+    @outside_graphs
     def backward(self, loss: Tensor, *, weight: Scalar | None = None, last: bool = False, **kwargs: Any) -> None:
         """``loss.backward(**kwargs)`` for a micro-batch of this weight. Several calls before one ``step()`` are parts of one micro-batch;
         in windows that the caller owns, which end with ``step()``, each call is a micro-batch.
@@ -133,13 +130,13 @@ class AccumulatingOptimizer(Wrapper):
         in_loss = self._gathering.weighs_loss and weight is not None
         with self._grouped(weight, last, in_loss):
             weighed = loss * self._ledger.micro.value() if self._ledger.micro.in_loss else loss
-            weighed.backward(**kwargs)
+            weighed.backward(**kwargs)  # its hooks (intake) bring the gradients to self._gathering
             threads.saw_pass(threading.get_ident())
             if kwargs.get("gradient") is None:  # else the gradients are not of the loss itself
                 self._gathering.record_loss(loss, by_backward=True)
                 self._ledger.micro.told += 1
 
-    @_outside_graphs
+    @outside_graphs
     def record_loss(self, loss: Scalar) -> None:
         """Record the loss of a micro-batch whose ``loss.backward()`` other code has called, for ``last_window.loss``.
 
@@ -170,13 +167,13 @@ class AccumulatingOptimizer(Wrapper):
         with self._grouped(weight, last, False):
             yield
 
-    @_outside_graphs
+    @outside_graphs
     def _grouped(self, weight: Scalar | None, last: bool, in_loss: bool) -> AbstractContextManager[None]:
         self._not_inside("micro_batch() and backward()")
         self._gathering.settle()
         return self._gathering.grouped(None if weight is None else checked_weight(weight), last, in_loss)
 
-    @_outside_graphs
+    @outside_graphs
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, weight: Scalar | None = None) -> Any:
         """End the micro-batch. If that completes the window, normalise, clip and step the inner optimizer.
@@ -203,7 +200,7 @@ class AccumulatingOptimizer(Wrapper):
             given = self._ledger.late_weight(weight)
             if isinstance(self.optimizer, LBFGS):
                 self._begin_step()
-                return self._closing.step_lbfgs(self.optimizer, closure, given)
+                return self._closing.step_lbfgs(closure, given)
             loss = None
             if closure is not None:
                 whole = not (self._ledger.has_micro and self._ledger.micro.passes)
@@ -214,12 +211,12 @@ class AccumulatingOptimizer(Wrapper):
             self._begin_step()
             if not self._ledger.has_window:
                 refuse_torchs_functions("step()")
-            if self._closing.apply_again(self.optimizer):
+            if self._closing.apply_again():
                 return loss
             overflow = self._closing.meet_scaler(self.__dict__.get("found_inf"))
             self._gathering.end_micro_batch(given)
             if self._gathering.complete():
-                self._closing.close(self.optimizer, overflow)
+                self._closing.close(overflow)
             else:
                 self._sums.warn_written("to which more micro-batches are added")
                 if bool(overflow):
@@ -229,7 +226,7 @@ class AccumulatingOptimizer(Wrapper):
         finally:
             self._gathering.loss_scale.forget_step()
 
-    @_outside_graphs
+    @outside_graphs
     @torch.no_grad()
     def flush(self) -> None:
         """Apply a partial window, divided by what it actually holds. A backward pass not yet followed by ``step()`` is part of it.
@@ -244,17 +241,17 @@ class AccumulatingOptimizer(Wrapper):
         self._begin_step()
         if isinstance(self.optimizer, LBFGS) and self._ledger.is_open:
             raise TypeError("flush(): LBFGS steps only in step(closure), whose closure runs the window's micro-batches")
-        self._closing.apply_again(self.optimizer)
+        self._closing.apply_again()
         self._gathering.drop_idle()
         if self._ledger.has_micro or self._gathering.rejected.names:
             self._gathering.end_micro_batch(None)
         if self._ledger.is_open:
             self._ledger.weigh_the_rest(None)
         if self._gathering.anything_to_flush():
-            self._closing.close(self.optimizer, False)
+            self._closing.close(False)
         self._gathering.step_under_way = False
 
-    @_outside_graphs
+    @outside_graphs
     def reset(self) -> None:
         """Drop a partial window, and forwards not yet followed by a backward; the next micro-batch restarts it under the same index.
 
@@ -266,14 +263,14 @@ class AccumulatingOptimizer(Wrapper):
         self._ledger.drop_forwards()  # which zero_grad(), often called between forward and backward, leaves alone
         self._gathering.loss_scale.live = None
 
-    @_outside_graphs
+    @outside_graphs
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Inside a counted or weighted window, do nothing: the accumulated gradients stay. Otherwise as in plain PyTorch.
 
         Warns if this keeps a backward not yet followed by ``step()``, which plain PyTorch would drop.
         """
         self._gathering.settle()
-        if self._ledger.has_counted and not self.settings.schedule.caller_owned:
+        if self._ledger.has_any and not self.settings.schedule.caller_owned:
             return self._gathering.keep_micro_batch()
         self._not_inside("zero_grad()")
         zeroed = [] if set_to_none else self._sums.buffers.gathered()
@@ -284,7 +281,7 @@ class AccumulatingOptimizer(Wrapper):
             self._gathering.begin_window()
             self._sums.zero_(zeroed)
 
-    @_outside_graphs
+    @outside_graphs
     @torch.no_grad()
     def normalize_(self) -> None:
         """At a window's end, between its last backward and ``step()``: make ``p.grad`` the window's gradient, to clip or inspect.
@@ -349,7 +346,7 @@ class AccumulatingOptimizer(Wrapper):
             self.param_groups.pop()
             raise
 
-    @_outside_graphs
+    @outside_graphs
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state dict plus one key, ``"fusedaccum"``: the open window with its buffers, and master weights.
 
@@ -370,7 +367,7 @@ class AccumulatingOptimizer(Wrapper):
             inner = self.optimizer.state_dict()
         return {**inner, checkpoint.KEY: checkpoint.save(self)}
 
-    @_outside_graphs
+    @outside_graphs
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned, an open window included, or a plain optimizer's state (an empty window).
 
@@ -387,7 +384,7 @@ class AccumulatingOptimizer(Wrapper):
         if own is not None:
             checkpoint.check(self, own)
         if self._gathering.outdated:
-            self._gathering.release()
+            self._gathering.unhook_all()
             self._build_anew(self._gathering.accumulator.seed)
         with self._masters.at_work(self.optimizer):
             self.optimizer.load_state_dict({k: v for k, v in state_dict.items() if k != checkpoint.KEY})

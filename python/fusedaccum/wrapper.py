@@ -52,18 +52,14 @@ class Wrapper(Optimizer):
         if not type(optimizer).__module__.startswith("torch.optim."):  # PyTorch's own keep copies of gradients
             self._sums.states = functools.partial(states_of, optimizer)
         self._masters = MasterWeights(settings.buffer_device)
-        self._closing = Closing(self._gathering, self._masters, settings)
-        self._take()
+        self._closing = Closing(optimizer, self._gathering, self._masters, settings)
+        self._gathering.take(self._new())
         self._gathering.share()
         if isinstance(optimizer, LBFGS) and not self._gathering.ranks.alone:
             raise ValueError("process_group does not work with LBFGS, which decides by itself how often it evaluates")
         self._make_masters()
         if self.settings.master_weights:
             self._masters.watch(optimizer)
-
-    def _take(self) -> None:
-        """Accumulate the gradients of all that is new in the groups."""
-        self._gathering.take(self._new())
 
     def _named(self) -> dict[Parameter, str]:
         """The parameters in the groups, each once: a tied one may be in its group twice."""
@@ -95,7 +91,7 @@ class Wrapper(Optimizer):
         """The groups have changed."""
         named, slots = self._named(), self._sums.buffers.slots
         if len(named) >= len(slots) and all(slot.param is p for slot, p in zip(slots, named, strict=False)):
-            self._take()
+            self._gathering.take(self._new())
             self._masters.take_state(self.optimizer, self._make_masters())
             return
         if self._closing.broke_off or self._closing.at_work:
@@ -132,7 +128,7 @@ class Wrapper(Optimizer):
         value = getattr(self.optimizer, name)
         if self._masters.of and inspect.ismethod(value) and not name.startswith("_"):
             # It expects what the optimizer steps.
-            return functools.wraps(value)(functools.partial(self._closing.call, value, self.optimizer))
+            return functools.wraps(value)(functools.partial(self._closing.call, value))
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo as _outside_graphs
 from torch.nn import Parameter
 
 from .. import ops
+from ..engine import outside_graphs
 from ..ops.memory import address
 from ..scalars import Scalar, beside, identity, on, over
 from ..warn import warn
@@ -199,7 +199,7 @@ class Sums:
         for state in self.states():
             _set_apart(state, memory, seen)
 
-    @_outside_graphs  # which the compiler would look into, in a loop that it compiles
+    @outside_graphs  # which the compiler would look into, in a loop that it compiles
     def begin(self) -> None:
         """Start from nothing: drop the previous window's gradients, which are still shown; the user's own stay, to be adopted."""
         self.begun += 1

@@ -120,7 +120,7 @@ def step(inner: Optimizer, end: Conclusion, masters: MasterWeights, sums: Sums) 
     brought = set(away)
     here = [slot for slot in end.slots if slot not in brought]  # stepped with the first part
     for part in parts(left) if steps_each_alone(inner) else filter(None, [left]):
-        with hidden([slot for slot in here if slot in end.stepped]), sums.brought(part):
+        with without_gradients([slot for slot in here if slot in end.stepped]), sums.brought(part):
             inner.step()
             end.stepped |= {*part, *here}  # before anything else, which may be interrupted
 
@@ -156,7 +156,7 @@ def parts(slots: list[Slot]) -> Iterator[list[Slot]]:
 
 
 @contextmanager
-def hidden(slots: list[Slot]) -> Iterator[None]:
+def without_gradients(slots: list[Slot]) -> Iterator[None]:
     """In the block, ``p.grad`` of these slots is None."""
     grads = [slot.param.grad for slot in slots]
     for slot in slots:

@@ -24,6 +24,7 @@ class Closing:
     """Closes a wrapper's windows, one after another.
 
     Args:
+        inner: the optimizer that applies them.
         gathering: of the windows. masters: what the inner optimizer steps in place of parameters.
         settings: of the wrapper.
 
@@ -34,7 +35,8 @@ class Closing:
         at_work: does the inner optimizer step?
     """
 
-    def __init__(self, gathering: Gathering, masters: MasterWeights, settings: Settings):
+    def __init__(self, inner: Optimizer, gathering: Gathering, masters: MasterWeights, settings: Settings):
+        self._inner = inner
         self._gathering, self._masters, self._settings = gathering, masters, settings
         self._sums, self._ledger = gathering.sums, gathering.ledger
         self.last_window: LastWindow | None = None
@@ -43,12 +45,12 @@ class Closing:
         self._unapplied: Conclusion | None = None  # a closed window, until it is applied and reported
         self.at_work = False
 
-    def close(self, inner: Optimizer, overflow: bool | Tensor) -> None:
+    def close(self, overflow: bool | Tensor) -> None:
         """The window is over: the next gradient begins a new one, and this one is applied, unless something forbids it."""
         overflow = self._gathering.ranks.agree(overflow)
         self._unapplied = conclude(self._ledger, self._sums, self._settings, overflow)
         self._ledger.close_window()
-        self._apply(inner, self._unapplied)
+        self._apply(self._unapplied)
 
     def meet_scaler(self, found_inf: Any) -> bool | Tensor:
         """Bring the window's loss scale up to date. Returns whether a scaler found an overflow that no policy has dealt with yet.
@@ -65,8 +67,8 @@ class Closing:
         if window is None or window.overflowed:
             return False
         if scale.unscaled and self._gathering.rejected.put_away and as_tensor(found_inf) != 0:
-            scale.hidden = True  # unscale_() came before the call (normalize_(), say) that put the sums back
-        if scale.hidden and scale.live is None:
+            scale.saw_rejected = True  # unscale_() came before the call (normalize_(), say) that put the sums back
+        if scale.saw_rejected and scale.live is None:
             # If the window ends here, it is unknown what its other micro-batches carry.
             window.overflowed = self._settings.schedule.caller_owned
             return False
@@ -83,12 +85,12 @@ class Closing:
             window.nonfinite = window.nonfinite + (window.nonfinite == 0)  # else a norm has met it
         self._sums.zero_(self._sums.gathered())
 
-    def apply_again(self, inner: Optimizer) -> bool:
+    def apply_again(self) -> bool:
         """Go on with the window that a call closed before it raised. Returns False if there is none, or its gradient was dropped since."""
         if not self.broke_off:
             return False
         assert self._unapplied is not None
-        self._apply(inner, self._unapplied)
+        self._apply(self._unapplied)
         return True
 
     @property
@@ -96,10 +98,10 @@ class Closing:
         """Would the next call of :meth:`apply_again` apply a window?"""
         return not self.at_work and self._unapplied is not None and self._unapplied.begun == self._sums.begun
 
-    def _apply(self, inner: Optimizer, end: Conclusion) -> None:
+    def _apply(self, end: Conclusion) -> None:
         # When the inner optimizer raises, or anything after it, the next step() or flush() goes on from there.
         with self._inner_at_work():
-            applied = apply(end, inner, self._masters, self._sums, self._settings)
+            applied = apply(end, self._inner, self._masters, self._sums, self._settings)
         if not end.handed_out:
             self._gathering.ranks.hand_out(applied)
             end.handed_out = True
@@ -107,14 +109,15 @@ class Closing:
 
     @contextmanager
     def _inner_at_work(self) -> Iterator[None]:
-        before = self._gathering.closed, self.at_work
+        before = self._gathering.refuses_backward, self.at_work
         # The backward of an inner optimizer that steps the parameters themselves (SAM) is an ordinary one in a caller-owned window.
         apart = self._masters.of or self._sums.buffers.offloaded
-        self._gathering.closed, self.at_work = bool(apart) or not self._settings.schedule.caller_owned, True
+        self._gathering.refuses_backward = bool(apart) or not self._settings.schedule.caller_owned
+        self.at_work = True
         try:
             yield
         finally:
-            self._gathering.closed, self.at_work = before
+            self._gathering.refuses_backward, self.at_work = before
 
     def _report(self, end: Conclusion, applied: bool | Tensor) -> None:
         if not self._gathering.ranks.anything(end.slots):
@@ -134,14 +137,14 @@ class Closing:
         self._gathering.accumulator.lend(self._sums.buffers.lent)
         self._unapplied = None
 
-    def call(self, method: Callable[..., Any], inner: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
+    def call(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call another method of the inner optimizer (``eval()``, ``second_step()``) on what it steps: the masters."""
         self._gathering.settle()
         slots = self._sums.buffers.slots
         self._masters.follow_model()
         before = self._masters.fingerprints()
         try:
-            with self._inner_at_work(), self._masters.at_work(inner, slots):
+            with self._inner_at_work(), self._masters.at_work(self._inner, slots):
                 result = method(*args, **kwargs)
                 self._masters.return_gradients(slots)
         finally:  # what a method that raises has done stays, as in plain PyTorch
@@ -150,7 +153,7 @@ class Closing:
             self._gathering.reset()  # as its zero_grad() does, which SAM's steps call if asked to
         return result
 
-    def step_lbfgs(self, inner: Optimizer, closure: Callable[[], Any] | None, weight: Scalar | None) -> Any:
+    def step_lbfgs(self, closure: Callable[[], Any] | None, weight: Scalar | None) -> Any:
         """LBFGS evaluates the closure as often as it likes; each time it runs a whole window."""
         if closure is None:
             raise TypeError(
@@ -169,7 +172,7 @@ class Closing:
             ends.append(end)
             return loss
 
-        loss = inner.step(evaluate)
+        loss = self._inner.step(evaluate)
         self._ledger.close_window()
         self._report(ends[-1], not ends[-1].skip)
         return loss

@@ -201,15 +201,14 @@ def one_call_each(
     firsts = [slot.shown is None for slot in slots]
     # After normalize_(), parameters that no pass has reached since still hold a mean.
     divisors = {identity(slot.divisor) for slot in slots}
-    one = len({slot.block for slot in slots}) == len(set(firsts)) == len(divisors) == 1
-    same = one and not slots[0].sharded
-    for i in [0] if same else range(len(slots)):
+    one = len({slot.block for slot in slots}) == len(set(firsts)) == len(divisors) == 1 and not slots[0].sharded
+    for i in range(1 if one else len(slots)):  # where they agree in all of this, the first stands for all
         slot, first = slots[i], firsts[i]
         divisor, layout = None if first else identity(slot.divisor), alike(slot) if measure else None
         key = (slot.made_for.device, first, slot.narrow, divisor, slot.averaged_by, layout, slot.sharded)
         calls.setdefault(key, []).append(i)
     if len(calls) == 1:  # as nearly always
-        yield key, slots, grads
+        yield next(iter(calls)), slots, grads
         return
     for key, members in calls.items():
         yield key, [slots[i] for i in members], [grads[i] for i in members]

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..buffers.buffers import Slot
 from ..buffers.shards import local_gradient, over_meshes, summed_gradient
+from ..engine import within_backward
 from ..intake.intake import Intake
 from ..intake.passes import outermost_backward
 from ..scalars import Scalar
@@ -37,19 +38,19 @@ class Gathering(Windows):
 
     Attributes:
         inside: is the caller within ``micro_batch()``?
-        closed: is the inner optimizer at work on a window that has closed? A backward that runs now would belong to the next one.
+        refuses_backward: is the inner optimizer at work on a window that has closed, so that a backward would belong to the next one?
         rejected: the micro-batches that were rejected since the last ``step()``.
     """
 
     def __init__(self, settings: Settings, seed: int | None):
         super().__init__(settings, seed)
-        self.inside = self.closed = False
+        self.inside = self.refuses_backward = False
         self._adds_before = 0  # of the open micro-batch, when the pass (or group of passes) under way began
         self._intake = Intake(self, hold=settings.drops_micro_batches)
         self.rejected = Rejected()
         self._idle: MicroBatch | None = None  # one whose block was left without a backward
-        self._block: tuple[Scalar | None, bool, bool] = (None, False, False)  # what the latest grouped() was given
-        self._begun = False  # has there been a backward?
+        self._block: tuple[Scalar | None, bool, bool] = (None, False, False)  # what the latest grouped() gave to open()
+        self._replicas_checked = False  # are all parameters of DistributedDataParallel modules known to be gathered?
 
     def share(self) -> None:
         super().share()
@@ -102,13 +103,13 @@ class Gathering(Windows):
         self.accumulator.lend([slot for slot in buffers.lent if not slot.placed])
         return [slot.param for slot in gone]
 
-    def release(self) -> None:
+    def unhook_all(self) -> None:
         """Leave the gradients of all parameters to whoever takes them next."""
         self._unhook(self.sums.buffers.slots)
 
     def _hook(self, slots: Iterable[Slot]) -> None:
         self._shards_found()
-        self._begun = False
+        self._replicas_checked = False
         with torch.inference_mode(False), torch.enable_grad():
             for slot in slots:
                 self._intake.hook(slot)
@@ -125,7 +126,7 @@ class Gathering(Windows):
 
     def settle(self) -> None:
         """Every public call begins here: a pass that still seems open is over, or was broken off; ``p.grad`` is ours again."""
-        if torch._C._current_graph_task_id() != -1:
+        if within_backward():
             raise RuntimeError(
                 "the wrapper was called from inside a backward pass (by a hook?); call it when backward has returned"
             )
@@ -176,8 +177,11 @@ class Gathering(Windows):
         if any(slot.param.requires_grad for slot in self.ranks.fully_sharded.slots):
             self._intake.begin_pass()  # of this micro-batch, even if FSDP2 holds back its gradients
 
-    def open(self, weight: Scalar | None, last: bool = False) -> bool:
-        """Open a micro-batch (and return True), or join the one that is open already. Raises as Ledger.weigh does."""
+    def open(self, weight: Scalar | None, last: bool = False, in_loss: bool = False) -> bool:
+        """Open a micro-batch (and return True), or join the one that is open already. Raises as Ledger.weigh does.
+
+        ``in_loss``: the losses of its passes are multiplied by the weight.
+        """
         ledger = self.ledger
         if weight is None and self.idle_is_open and ledger.micro.weight is not None:
             self._idle = None
@@ -201,6 +205,7 @@ class Gathering(Windows):
         if weight is not None:
             ledger.weigh(weight)
         ledger.micro.last = ledger.micro.last or last
+        ledger.micro.in_loss = ledger.micro.in_loss or in_loss
         return begins
 
     def drop_taken_away(self) -> None:
@@ -214,11 +219,11 @@ class Gathering(Windows):
             self.reset()
 
     @contextmanager
-    def grouped(self, weight: Scalar | None, last: bool, in_loss: bool) -> Iterator[None]:
-        """Make all passes in the block one micro-batch; an exception drops it. ``in_loss``: their losses are multiplied by the weight."""
+    def grouped(self, weight: Scalar | None = None, last: bool = False, in_loss: bool = False) -> Iterator[None]:
+        """Make all passes in the block one micro-batch, as :meth:`open` has it; an exception drops it."""
         self._block = weight, last, in_loss
         thread = threading.get_ident()
-        before, begins = threads.passes(thread), self._begin_block()
+        before, begins = threads.passes(thread), self.open(*self._block)
         weighs = self.ledger.micro.weight is not None and self._settings.reduction == "mean"
         try:
             self.inside, self._adds_before = True, self.ledger.micro.adds
@@ -240,12 +245,6 @@ class Gathering(Windows):
             raise
         finally:
             self.inside = False
-
-    def _begin_block(self) -> bool:
-        weight, last, in_loss = self._block
-        begins = self.open(weight, last)
-        self.ledger.micro.in_loss = self.ledger.micro.in_loss or in_loss
-        return begins
 
     @property
     def set_by_hand(self) -> bool:
@@ -376,7 +375,7 @@ class Gathering(Windows):
         micro.attempt, before = attempt, self.ledger.window.micro_batches
         micro.counts, self.counts_left = self.counts_left, []
         try:
-            with self.grouped(None, False, False):
+            with self.grouped():
                 yield
         except BaseException:
             self._intake.drop()
@@ -398,11 +397,11 @@ class Gathering(Windows):
 
     def pass_begins(self, thread: int | None) -> None:
         threads.saw_pass(thread)
-        if not self._begun:
-            self._begun = True
+        if not self._replicas_checked:
+            self._replicas_checked = True
             self.ranks.replicas.check_all_gathered(self.sums.buffers.of, lambda p: self.of(p) is not None)
         self.ranks.replicas.silence_pass()
-        if self.closed:
+        if self.refuses_backward:
             raise RuntimeError(
                 "the inner optimizer, or a hook of its step, ran a backward inside step(), and its gradients would join the next window; "
                 "for an optimizer that evaluates gradients itself, leave out accum_steps, window_weight, master_weights and buffer_device"
@@ -421,7 +420,7 @@ class Gathering(Windows):
                 "dropped the window, so that nothing can join it; let the exception leave the block, and repeat the window"
             )
         elif not self.ledger.has_micro:
-            self._begin_block()  # again: one that was broken off has left nothing
+            self.open(*self._block)  # again: one that was broken off has left nothing
         other = threads.weighed_by_another(thread, self.ledger)
         if other is not None and not self.ledger.micro.in_loss:
             self._weigh_as(other)
@@ -498,7 +497,7 @@ class Gathering(Windows):
             self.ledger.drop_micro_batch()
 
     def _break_off(self, how: str) -> None:
-        mixed = self.accumulator.layers_unseen and torch._C._current_graph_task_id() != -1
+        mixed = self.accumulator.layers_unseen and within_backward()
         self.reset()
         instead = "; nonfinite='skip_micro_batch' adds a micro-batch only when it is complete, and loses nothing"
         warn(

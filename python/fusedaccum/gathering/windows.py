@@ -109,7 +109,7 @@ class Windows:
             self.begin_window()
         self.ranks.flushes()
         self.ranks.agree(False)
-        if not self.ledger.has_counted:
+        if not self.ledger.has_any:
             self.ledger.drop_window()
         # Dropped micro-batches alone make a window, too: a rank whose step() meets this flush() has closed one.
-        return self.ledger.has_counted
+        return self.ledger.has_any

@@ -17,18 +17,18 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo as _outside_graphs
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
 from ..buffers.buffers import Slot
+from ..engine import outside_graphs
 from .streams import StreamName
 
 Batch = tuple[list[Slot], list[Tensor]]  # slots, none of them twice, and their gradients
 
 
 class Listener(Protocol):
-    """What a hook calls, in whichever thread autograd runs it."""
+    """What a hook calls (Intake), in whichever thread autograd runs it."""
 
     def enter(self, task: int) -> None:
         """The first gradient of a graph task has arrived. May raise, which refuses it."""
@@ -137,7 +137,7 @@ class Arrivals:
         return batches, streams
 
 
-@_outside_graphs
+@outside_graphs
 def _arrived(
     arrivals: weakref.ref[Arrivals], place: weakref.ref[Slot], grads: tuple[Tensor | None, ...]
 ) -> tuple[None] | None:

@@ -21,20 +21,20 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo as _outside_graphs
 from torch.autograd.graph import get_gradient_edge
 
 from .. import native
 from ..buffers import main_grad
 from ..buffers.buffers import Slot
 from ..buffers.shards import ShardHolder
+from ..engine import outside_graphs, when_backward_ends, within_backward
 from . import arrivals
 from .passes import broke_off, outermost_backward, returned, running_backward, under_way
 from .streams import Turns, join
 
 
 class Owner(Protocol):
-    """What the intake calls, from whichever thread autograd runs hooks in, one call at a time."""
+    """What the intake calls (Gathering), from whichever thread autograd runs hooks in, one call at a time."""
 
     def pass_begins(self, thread: int | None) -> None:
         """An outermost backward pass, called by ``thread``, brings its first gradient. May raise, which refuses the pass."""
@@ -123,12 +123,12 @@ class Intake:
         """The hook that FSDP2 calls when it has added up a shard's gradient over the ranks and put it into ``p.grad``."""
         arrivals, place = weakref.ref(self._arrivals), weakref.ref(slot)
 
-        @_outside_graphs
+        @outside_graphs
         def take(_: Tensor) -> None:
             queue, slot = arrivals(), place()
             if queue is not None and slot is not None and isinstance(slot.holder, ShardHolder):
                 grad = slot.holder.take()
-                if grad is not None and torch._C._current_graph_task_id() == -1:
+                if grad is not None and not within_backward():
                     raise RuntimeError(
                         f"FSDP2 was told to reduce the gradient of {slot.name} while no backward runs, as pipeline schedules do "
                         "(torch.distributed.pipelining), so it would belong to no micro-batch; make the stages DistributedDataParallel"
@@ -192,7 +192,7 @@ class Intake:
                 f"parameter {slot.name} of shape {tuple(slot.made_for.shape)} got a gradient of shape {tuple(grad.shape)}"
             )
 
-    @_outside_graphs
+    @outside_graphs
     def added_already(self, slot: Slot) -> bool:
         """Has the slot's layer added its gradient itself, and sent nothing that counts?"""
         with self._lock:
@@ -202,7 +202,7 @@ class Intake:
             self._owner_now().layer_added(slot)
             return not main_grad.unmark(slot.param)
 
-    @_outside_graphs
+    @outside_graphs
     def enter(self, task: int) -> None:
         """The first gradient of a graph task, which is a pass of its own or a re-entrant part of one."""
         with self._lock:
@@ -225,9 +225,9 @@ class Intake:
             self._arrivals.expect(task)
             end = functools.partial(_task_ended, weakref.ref(self), task)
             weakref.finalize(end, _task_gone, weakref.ref(self), task).atexit = False
-            torch.autograd.Variable._execution_engine.queue_callback(end)
+            when_backward_ends(end)
 
-    @_outside_graphs
+    @outside_graphs
     def release(self) -> None:
         """Hand over what is queued, in calls in which no slot occurs twice."""
         with self._lock:
@@ -319,7 +319,7 @@ def _task_gone(intake: weakref.ref[Intake], task: int) -> None:
         alive._call = None
 
 
-@_outside_graphs
+@outside_graphs
 def _task_ended(intake: weakref.ref[Intake], task: int) -> None:
     alive = intake()
     if alive is not None:

@@ -59,7 +59,7 @@ def is_dense(x: Tensor) -> bool:
 
 
 def is_flat(x: Tensor) -> bool:
-    """The same, as they are?"""
+    """Can a kernel read all of it as one stretch: dense, and neither a lazy negation nor autograd's zero tensor, whose memory says else?"""
     return not (x.is_neg() or x._is_zerotensor()) and is_dense(x)
 
 

@@ -43,7 +43,7 @@ class Numbers(NamedTuple):
         part = window.has_any
         unit = float(window.unit) if part and window.unit is not None else 0.0
         scale = float(loss_scale.live) if part and loss_scale.live is not None else 0.0
-        sq_norm, weight, square, small = small_sums(window)
+        sq_norm, weight, square = window.small or (0.0, 0.0, 0.0)
         return cls(
             weight=float(window.weight),
             micro_batches=window.micro_batches,
@@ -59,10 +59,10 @@ class Numbers(NamedTuple):
             parts=part,
             loss=float(window.loss.total),
             losses=window.losses,
-            small_sq_norm=sq_norm,
-            small_weight=weight,
-            small_square=square,
-            small=small,
+            small_sq_norm=float(sq_norm),
+            small_weight=float(weight),
+            small_square=float(square),
+            small=window.small is not None,
             pools=pools,
         )
 
@@ -95,10 +95,3 @@ class Numbers(NamedTuple):
 def _equal(total: float, total_of_squares: float, count: float) -> bool:
     """Are ``count`` numbers with this total all the same? Exactly then their squares add up to this, but for the rounding of sums."""
     return math.isclose(total**2, count * total_of_squares, rel_tol=1e-12)
-
-
-def small_sums(window: Window) -> tuple[float, float, float, float]:
-    """The four :class:`Numbers` of a small batch."""
-    if window.small_sq_norm is None or window.small_weight is None or window.small_square is None:
-        return 0.0, 0.0, 0.0, 0.0
-    return float(window.small_sq_norm), float(window.small_weight), float(window.small_square), 1.0

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch._compile import _disable_dynamo as _outside_graphs
 from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
 from ..buffers.buffers import Slot
+from ..engine import outside_graphs
 from ..modules import modules_alive
 
 if dist.is_available():
@@ -37,22 +37,16 @@ class FullySharded:
     def __init__(self, slots: Sequence[Slot]):
         shards = {id(slot.param) for slot in slots if slot.sharded}
         modules: list[Any] = modules_alive(FSDPModule) if shards else []
-        ours = []
+        ours: set[int] = set()  # modules that hold some of the slots' parameters
         found: dict[int, tuple[Any, Any]] = {}  # FSDP2's records of a parameter, and of those that are sent with it
         plain = {id(slot.param): slot.name for slot in slots if not slot.sharded}
         for module in modules:
             for group in _parameter_groups(module):
+                _check_ungathered(group, plain)
                 # Not module.parameters(): between forward and backward these may be the unsharded ones.
-                gathered = [id(getattr(p, "_unsharded_param", None)) for p in group.fsdp_params]
-                name = next((plain[i] for i in gathered if i in plain), None)
-                if name is not None:
-                    raise ValueError(
-                        f"parameter {name} is one that FSDP2 has gathered for a forward and will free again; build the optimizer before "
-                        "the first forward, or after model.reshard()"
-                    )
                 params = [p for p in group.fsdp_params if id(p.sharded_param) in shards]
                 if params:
-                    ours.append(module)
+                    ours.add(id(module))
                 found.update((id(p.sharded_param), (p, group)) for p in params)
         self.slots = [slot for slot in slots if id(slot.param) in found]
         records = [found[id(slot.param)] for slot in self.slots]
@@ -62,7 +56,7 @@ class FullySharded:
         for slot, (_, group) in zip(self.slots, records, strict=True):
             slot.averaged_by = float(group.gradient_divide_factor or math.prod(group.mesh_info.mesh.shape))
         inner = {id(m) for module in modules for m in module.modules() if m is not module}
-        self._roots = [m for m in modules if id(m) not in inner and any(x is y for x in m.modules() for y in ours)]
+        self._roots = [m for m in modules if id(m) not in inner and any(id(x) in ours for x in m.modules())]
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -143,13 +137,13 @@ class FullySharded:
         """Call ``call`` whenever a backward through a root begins, as long as its owner lives."""
         method = weakref.WeakMethod(call)
 
-        @_outside_graphs
+        @outside_graphs
         def begins(grad: Tensor) -> None:
             alive = method()
             if alive is not None:
                 alive()
 
-        @_outside_graphs
+        @outside_graphs
         def watch(module: Module, args: Any, output: Any) -> None:
             for x in _tensors(output):
                 if x.requires_grad:
@@ -172,6 +166,17 @@ def _parameter_groups(module: Any) -> list[Any]:
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return [group for group in groups if group is not None]
+
+
+def _check_ungathered(group: Any, plain: dict[int, str]) -> None:
+    """Raises ValueError if one of these plain parameters, names by ids, is one that FSDP2 has made from its shards."""
+    for p in group.fsdp_params:
+        name = plain.get(id(getattr(p, "_unsharded_param", None)))
+        if name is not None:
+            raise ValueError(
+                f"parameter {name} is one that FSDP2 has gathered for a forward and will free again; build the optimizer before "
+                "the first forward, or after model.reshard()"
+            )
 
 
 def _unreduced(param: Any) -> bool:

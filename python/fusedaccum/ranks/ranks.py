@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._compile import _disable_dynamo as _outside_graphs
 from torch.nn import Parameter
 
 from ..buffers.buffers import Slot
 from ..buffers.sums import Sums
+from ..engine import outside_graphs, when_backward_ends, within_backward
 from ..warn import warn
 from ..window.amp import LossScale
 from ..window.ledger import Ledger
@@ -188,13 +188,13 @@ class Ranks(Alone):
         with self._or_dropped():
             self.segments.send_rest()
         finish = functools.partial(self._sums_arrive, then)
-        if torch._C._current_graph_task_id() == -1:
+        if not within_backward():
             finish()
         else:
             # Other wrappers' passes end with the same backward, on some ranks before this one: their sums are sent before any rank waits.
-            torch.autograd.Variable._execution_engine.queue_callback(finish)
+            when_backward_ends(finish)
 
-    @_outside_graphs
+    @outside_graphs
     @torch.no_grad()
     def _sums_arrive(self, then: Callable[[], None]) -> None:
         with self._or_dropped():

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._compile import _disable_dynamo as _outside_graphs
 from torch.nn.parallel import DistributedDataParallel
 
+from ..engine import outside_graphs
 from ..modules import modules_alive
 
 
@@ -41,7 +41,7 @@ class Silence:
     def __init__(self, module: DistributedDataParallel):
         self._asked = asked = {"synced": bool(module.require_backward_grad_sync), "now": True}
 
-        @_outside_graphs
+        @outside_graphs
         def begin(module: Any, args: Any) -> None:
             if module._join_config.enable:
                 raise RuntimeError(
@@ -54,7 +54,7 @@ class Silence:
                 asked["synced"] = asked["now"]
             module.require_backward_grad_sync = False
 
-        @_outside_graphs
+        @outside_graphs
         def end(module: Any, args: Any, output: Any) -> None:
             module.require_backward_grad_sync = asked["now"]
 

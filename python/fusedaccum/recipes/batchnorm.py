@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo as _outside_graphs
 from torch.nn import Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointFunction
 
+from ..engine import outside_graphs, within_backward
 from ..gathering.batch_statistics import LAYERS, Key, Statistics
 from ..gathering.gathering import Gathering
 from ..modules import collect_garbage
@@ -132,7 +132,7 @@ class Pooled(_BatchNorm):
             return self._observed(input)
         return super().forward(input)
 
-    @_outside_graphs
+    @outside_graphs
     def _observed(self, input: Tensor) -> Tensor:
         """The forward, with temporary buffers in place of the layer's own, into which it writes the micro-batch's statistics."""
         run = _run()
@@ -215,18 +215,18 @@ def _run() -> _Run:
     A re-entrant checkpoint runs it without gradients and then again, with them, within backward; any other checkpoint runs it with
     gradients both times.
     """
-    within_backward = torch._C._current_graph_task_id() != -1
-    if torch.is_grad_enabled() and not within_backward:
+    inside = within_backward()
+    if torch.is_grad_enabled() and not inside:
         return _Run.COUNTED
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if within_backward and code is CheckpointFunction.backward.__code__:
+        if inside and code is CheckpointFunction.backward.__code__:
             return _Run.COUNTED
-        if within_backward and code.co_name == "unpack_hook" and code.co_filename == checkpoint.__file__:
+        if inside and code.co_name == "unpack_hook" and code.co_filename == checkpoint.__file__:
             return _Run.AGAIN
         if code is CheckpointFunction.forward.__code__:
             again = any(isinstance(x, Tensor) and x.requires_grad for x in frame.f_locals["args"])
             return _Run.AGAIN if again else _Run.PLAIN
         frame = frame.f_back
-    return _Run.AGAIN if within_backward else _Run.PLAIN
+    return _Run.AGAIN if inside else _Run.PLAIN

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo as _outside_graphs
 from torch.nn import Parameter, functional
 
+from ..engine import outside_graphs
 from ..gathering.accumulator import Write
 from ..gathering.gathering import Gathering
 
@@ -117,7 +117,7 @@ class _Linear(torch.autograd.Function):
         return torch.ops.aten._unsafe_view(output, output.shape) if output._is_view() else output
 
     @staticmethod
-    @_outside_graphs
+    @outside_graphs
     def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad_output is None:
             return None, None, None
@@ -144,7 +144,7 @@ class _Embedding(torch.autograd.Function):
         return functional.embedding(input, weight, padding_idx)
 
     @staticmethod
-    @_outside_graphs
+    @outside_graphs
     def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad_output is None:
             return None, None, None

@@ -285,14 +285,12 @@ def _gathering(way: Way, dtype: torch.dtype, buffers: torch.dtype, elements: int
     lane = "cpu" if way.offloaded else "device"
     stochastic = "stochastic" in way.arguments and buffers.itemsize < 4
     found = [Pass(Kernel("read", dtype, dtype), elements, times)] if way.held else []
-    if way.offloaded:
-        found += [Pass(Kernel(op, dtype, dtype, lane), elements, times) for op, lane in LEAVING]
+    if way.offloaded:  # a gradient leaves its device
+        found.append(Pass(Kernel("pack", dtype, dtype), elements, times))
+        found.append(Pass(Kernel("link", dtype, dtype, "link"), elements, times))
     found.append(Pass(Kernel("overwrite", dtype, buffers, lane, stochastic), elements, 1))
     found.append(Pass(Kernel("add", dtype, buffers, lane, stochastic), elements, times - 1))
     return found
-
-
-LEAVING = (("pack", "device"), ("link", "link"))  # the passes that take a gradient off its device
 
 
 def _closing(way: Way, dtype: torch.dtype, buffers: torch.dtype, elements: int, as_it_is: bool) -> list[Pass]:

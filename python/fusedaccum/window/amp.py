@@ -26,13 +26,13 @@ class LossScale:
         live: the scaler's own scale tensor; None before its first ``step()``, a copy between a checkpoint and the next plain ``step()``.
         through_scaler: was the ``step()`` that is running called by a scaler?
         unscaled: has the user called ``scaler.unscale_(optimizer)`` before it?
-        hidden: did ``unscale_()`` and the scaler's check for overflows see a rejected micro-batch's gradient instead of the sums?
+        saw_rejected: did ``unscale_()`` and the scaler's check for overflows see a rejected micro-batch's gradient instead of the sums?
     """
 
     def __init__(self) -> None:
         self.live: Tensor | None = None
         self._taken_for: Scalar | None = None  # what adds took the scale to be, if another scaler calls this step()
-        self.through_scaler = self.unscaled = self.hidden = self._copied = False
+        self.through_scaler = self.unscaled = self.saw_rejected = self._copied = False
 
     @property
     def _unseen(self) -> bool:
@@ -42,7 +42,7 @@ class LossScale:
     def forget_step(self) -> None:
         if self._unseen:
             self.live = None
-        self.through_scaler = self.unscaled = self.hidden = False
+        self.through_scaler = self.unscaled = self.saw_rejected = False
         self._taken_for = None
 
     def __rmul__(self, scale: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ class LossScale:
         if live is None:  # unscaled before we first saw the scaler
             window.unit, window.unit_lost, window.small_sq_norm = 1.0, True, None
             losses.scale_stays_unknown()
-        elif self.unscaled and not self.hidden:
+        elif self.unscaled and not self.saw_rejected:
             window.unit = 1.0 if window.unit is None else window.unit / live
         elif window.unit is None:
             if not one_step:
@@ -126,7 +126,7 @@ class LossScale:
             losses.scale_was_another()
         window.unit_lost = window.unit_lost or self._unseen
 
-    def scaler_sets(self, grad_scale: object, hidden: bool) -> None:
+    def scaler_sets(self, grad_scale: object, rejected_shown: bool) -> None:
         """``optimizer.grad_scale = ...``, by GradScaler.step(): our own object, or None, if the gradients are unscaled already."""
-        self.through_scaler, self.hidden = True, hidden
+        self.through_scaler, self.saw_rejected = True, rejected_shown
         self.unscaled = grad_scale is self or grad_scale is None

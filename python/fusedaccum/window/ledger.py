@@ -21,7 +21,7 @@ NO_GRADIENT = "normalize_() found no gradient; call it after the window's last b
 
 
 class Follower(Protocol):
-    """What keeps something for every micro-batch (batch statistics), and is notified of what becomes of it."""
+    """What keeps something for every micro-batch (Statistics, of BatchNorm layers), and is notified of what becomes of it."""
 
     def micro_batch_counted(self) -> None:
         """The micro-batch is over, and part of the open window."""
@@ -87,7 +87,7 @@ class Ledger:
         return self.has_micro or (self.has_window and not self.window.empty)
 
     @property
-    def has_counted(self) -> bool:
+    def has_any(self) -> bool:
         """Is the window open, or has it at least dropped a micro-batch?"""
         return self.has_micro or (self.has_window and self.window.has_any)
 

@@ -7,6 +7,8 @@ from .amp import LossScale
 from .ledger import Ledger
 from .window import Loss
 
+LOST = -1  # for Window.losses, which then stays below the micro-batches: the window's loss is unknown for good
+
 
 class Losses:
     """Records losses in a ledger's windows, weighted as their gradients are, and takes off a GradScaler's factor.
@@ -65,7 +67,7 @@ class Losses:
         """The loss scale that losses may carry will not become known."""
         window = self._ledger.window
         if window.loss.may_carry_scale:
-            window.losses = -1
+            window.losses = LOST
         micro = self._ledger.micro if self._ledger.has_micro else None
         if micro is not None and micro.loss is not None and micro.loss.may_carry_scale:
             micro.loss = None
@@ -73,7 +75,7 @@ class Losses:
     def scale_was_another(self) -> None:
         """What has been recorded since the last step() may have been divided by a loss scale that it did not carry."""
         if self._ledger.window.losses:
-            self._ledger.window.losses = -1
+            self._ledger.window.losses = LOST
         self.there_is_no_scale()
 
     def there_is_no_scale(self) -> None:

@@ -46,14 +46,14 @@ def measure_small(window: Window, micro: MicroBatch, sums: Sums) -> None:
 
 def measured(window: Window, norm: Tensor | None, ledger: Ledger) -> tuple[Measured, Measured] | None:
     """A window as it was with one micro-batch, and as it is now, with a gradient of this norm; None if either is not known."""
-    if window.overflowed or norm is None or window.micro_batches <= (ledger.ranks if ledger.mixes_ranks else 1):
+    small = window.small
+    if window.overflowed or norm is None or small is None:
         return None
-    if window.small_sq_norm is None or window.small_weight is None or window.small_square is None:
+    if window.micro_batches <= (ledger.ranks if ledger.mixes_ranks else 1):
         return None
     # What the gradient is divided by: under "none" it is a mean over the ranks.
     sums = norm * (float(ledger.ranks) if ledger.reduction == "none" else on(window.weight, norm.device))
-    small = Measured(window.small_sq_norm, window.small_weight, window.small_square)
-    return small, Measured(sums**2, window.weight, window.weight**2)
+    return Measured(*small), Measured(sums**2, window.weight, window.weight**2)
 
 
 class NoiseScale:
@@ -80,11 +80,12 @@ class NoiseScale:
 
     def update(self, small: Measured, large: Measured) -> None:
         """Take in a window, without waiting. One of a single micro-batch, or with a value that is not finite, changes nothing."""
+        # a = s |G|^2 + w tr(Sigma) of the small batch and b = t |G|^2 + v tr(Sigma) of the large one, solved for both unknowns.
         b = as_tensor(large.sq_norm)
         a, w, s, v, t = (
             on(x, b.device) for x in (small.sq_norm, small.weight, small.square, large.weight, large.square)
         )
-        apart = w * t - v * s  # zero if both sums hold the same, and then nothing finite is found
+        apart = w * t - v * s  # the determinant: zero if both sums hold the same, and then nothing finite is found
         found = widened(torch.stack([b * w - a * v, a * t - b * s])) / apart
         if self.averages is None:
             self.averages = torch.zeros_like(found)

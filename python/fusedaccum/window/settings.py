@@ -143,29 +143,34 @@ def check_optimizer(optimizer: Any, settings: Settings, wrapper: type) -> None:
                 "steps on the CPU; build it without capturable"
             )
     if isinstance(optimizer, LBFGS):
-        if not settings.schedule.caller_owned:
-            raise ValueError(
-                "optimizer is LBFGS, which evaluates its closure several times per step, so one step() cannot be one micro-batch; "
-                "leave out accum_steps and window_weight and run the window's micro-batches inside the closure"
-            )
-        if settings.nonfinite == "skip_window":
-            raise ValueError(
-                "nonfinite='skip_window' does not work with LBFGS, which evaluates and applies within one step; "
-                "use 'skip_micro_batch' or 'raise'"
-            )
-        if settings.buffer_device is not None:
-            raise ValueError(
-                "buffer_device='cpu' does not work with LBFGS, which reads p.grad while it evaluates; leave it out"
-            )
-        if settings.master_weights:
-            raise ValueError(
-                "master_weights=True does not work with LBFGS, which keeps its own list of parameters; keep the model in FP32"
-            )
+        _check_lbfgs(settings)
     elif not settings.schedule.caller_owned and (needed := required_by_step(optimizer)):
         raise TypeError(
             f"optimizer is {type(optimizer).__name__}, whose step() cannot do without its {' and '.join(needed)}, but a window is stepped "
             "with what is in p.grad; leave out accum_steps and window_weight, and after opt.normalize_() call the optimizer's own methods "
             "(SAM's first_step() and second_step()); or wrap another optimizer"
+        )
+
+
+def _check_lbfgs(settings: Settings) -> None:
+    """Raises ValueError for settings that LBFGS rules out."""
+    if not settings.schedule.caller_owned:
+        raise ValueError(
+            "optimizer is LBFGS, which evaluates its closure several times per step, so one step() cannot be one micro-batch; "
+            "leave out accum_steps and window_weight and run the window's micro-batches inside the closure"
+        )
+    if settings.nonfinite == "skip_window":
+        raise ValueError(
+            "nonfinite='skip_window' does not work with LBFGS, which evaluates and applies within one step; "
+            "use 'skip_micro_batch' or 'raise'"
+        )
+    if settings.buffer_device is not None:
+        raise ValueError(
+            "buffer_device='cpu' does not work with LBFGS, which reads p.grad while it evaluates; leave it out"
+        )
+    if settings.master_weights:
+        raise ValueError(
+            "master_weights=True does not work with LBFGS, which keeps its own list of parameters; keep the model in FP32"
         )
 
 

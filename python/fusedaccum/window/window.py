@@ -7,7 +7,7 @@ weights closes the window (that sum has to be read).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -185,6 +185,13 @@ class Window:
         return self.micro_batches + (self.dropped if ranks > 1 else 0) + (self.carried or 0)
 
     @property
+    def small(self) -> tuple[Scalar, Scalar, Scalar] | None:
+        """The squared norm of the one micro-batch that was measured by itself, its weight and the weight's square; None if not known."""
+        if self.small_sq_norm is None or self.small_weight is None or self.small_square is None:
+            return None
+        return self.small_sq_norm, self.small_weight, self.small_square
+
+    @property
     def counted(self) -> dict[str, Any]:
         """What :meth:`commit` changes."""
         return {name: getattr(self, name) for name in COUNTED}
@@ -198,15 +205,14 @@ class Window:
 
     def commit(self, micro: MicroBatch) -> None:
         """Count a finished micro-batch. One without a weight gets it later. If an addition raises, nothing has been counted."""
-        bad = micro.nonfinite > 0
-        after = replace(self, micro_batches=self.micro_batches + 1, nonfinite=plus(self.nonfinite, bad))
-        if micro.weight is None:
-            after.unweighed += 1
-        else:
-            after.weight = plus(self.weight, micro.weight)
-        if micro.loss is not None:
-            after.record(micro.loss)
-        vars(self).update(after.counted)
+        vars(self).update(  # at once, so that neither an error nor Ctrl-C leaves a part of it
+            micro_batches=self.micro_batches + 1,
+            nonfinite=plus(self.nonfinite, micro.nonfinite > 0),
+            weight=self.weight if micro.weight is None else plus(self.weight, micro.weight),
+            unweighed=self.unweighed + (micro.weight is None),
+            loss=self.loss if micro.loss is None else self.loss + micro.loss,
+            losses=self.losses + (micro.loss is not None),
+        )
 
     def weigh_small(self, weight: Scalar) -> None:
         """Set the weight of the one micro-batch that :attr:`small_sq_norm` is of."""
