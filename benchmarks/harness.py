@@ -181,7 +181,10 @@ def rows_of(case: Row, contestants: list[Contestant], timings: dict[str, Timing]
 
 
 class Sink:
-    """Rows of one benchmark, written to ``<out>/<name>.jsonl`` as they come, each with the environment."""
+    """Rows of one benchmark, written to ``<out>/<name>.jsonl`` as they come, each with the environment.
+
+    A run of some sets keeps the rows there of others, if they are of the same code on the same machine: together they are one run.
+    """
 
     def __init__(self, name: str, options: Options, cases: int):
         options.out.mkdir(parents=True, exist_ok=True)
@@ -189,15 +192,18 @@ class Sink:
         self.environment = {"backend": options.backend, **environment.describe()}
         self.rows: list[Row] = []
         self.bar = tqdm(total=cases, desc=name, unit="case", dynamic_ncols=True)
-        self._file = self.path.open("w", encoding="utf-8")
         self._name = name
+        self._kept = list(filter(self._can_stand, rows_in(self.path))) if options.sets else []
 
     def __enter__(self) -> Sink:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.bar.close()
-        self._file.close()
+
+    def _can_stand(self, row: Row) -> bool:
+        """May this row of an earlier run stand beside what is measured now?"""
+        return "set" in row and all(row.get(k) == v for k, v in self.environment.items() if k != "measured")
 
     def case(self, label: str) -> None:
         self.bar.set_postfix_str(label)
@@ -206,11 +212,19 @@ class Sink:
         """Write the rows of one finished case."""
         for row in rows:
             rounded = {k: _rounded(v) for k, v in row.items()}
-            full = {"benchmark": self._name, **rounded, **self.environment}
-            self.rows.append(full)
-            self._file.write(json.dumps(full) + "\n")
-        self._file.flush()
+            self.rows.append({"benchmark": self._name, **rounded, **self.environment})
+        measured = {row.get("set") for row in self.rows}
+        self._kept = [row for row in self._kept if row["set"] not in measured]
+        text = "".join(json.dumps(row) + "\n" for row in (*self._kept, *self.rows))
+        unfinished = self.path.with_suffix(".unfinished")
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(self.path)  # at once: a run may be stopped at any time
         self.bar.update()
+
+
+def rows_in(path: Path) -> list[Row]:
+    """The rows of a file of results; none if there is no such file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
 def _rounded(value: object) -> object:

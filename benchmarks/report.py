@@ -5,7 +5,6 @@ Replaces the text between ``<!-- benchmarks:NAME -->`` and ``<!-- /benchmarks:NA
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from . import plots, tables
 from .environment import ROOT
-from .harness import RESULTS, Row
+from .harness import RESULTS, Row, rows_in
 from .questions import QUESTIONS
 
 PAGES = (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")))
@@ -33,9 +32,8 @@ TABLES: dict[str, Callable[[Sequence[Row]], tables.Table]] = {
 
 
 def load(name: str, folder: Path = RESULTS) -> list[Row]:
-    """The rows of a benchmark's last run; none if it has not been run."""
-    path = folder / f"{name}.jsonl"
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    """The rows that a benchmark has left in a folder; none if it has not been run."""
+    return rows_in(folder / f"{name}.jsonl")
 
 
 def printed(name: str, rows: Sequence[Row]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -173,6 +174,38 @@ def test_quick_run_writes_rows_tables_and_plots(tmp_path: Path) -> None:
     assert "gpt2-124m bf16→fp32 add" in report.printed("accumulate", rows)
     assert tables.markdown(tables.accumulate(rows)).startswith("| case |")
     assert all(path.stat().st_size > 1000 for path in report.draw_all(tmp_path))
+
+
+def test_sets_are_measured_one_after_another_into_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(*sets: str) -> None:
+        with harness.Sink("window", harness.Options(out=tmp_path, sets=sets), 1) as sink:
+            for name in sets or ("resnet-101",):
+                sink.add([{"set": name, "contestant": c, "median_ms": random.random()} for c in "ab"])
+
+    def sets() -> list[object]:
+        return [row["set"] for row in report.load("window", tmp_path)]
+
+    measure("resnet-101", "gpt2-124m")
+    first = report.load("window", tmp_path)
+    measure("llama3-8b")
+    assert report.load("window", tmp_path)[:4] == first
+    assert sets() == ["resnet-101"] * 2 + ["gpt2-124m"] * 2 + ["llama3-8b"] * 2
+    measure("resnet-101")
+    assert sets() == ["gpt2-124m"] * 2 + ["llama3-8b"] * 2 + ["resnet-101"] * 2
+    assert report.load("window", tmp_path)[-1]["median_ms"] != first[1]["median_ms"]
+    with (
+        pytest.raises(KeyboardInterrupt),
+        harness.Sink("window", harness.Options(out=tmp_path, sets=("a", "b")), 2) as sink,
+    ):
+        sink.add([{"set": "a"}])
+        raise KeyboardInterrupt
+    assert sets()[-1:] == ["a"] and len(sets()) == 7
+    measure()  # all sets: a run of its own
+    assert sets() == ["resnet-101"] * 2
+    monkeypatch.setattr(environment, "describe", lambda: {"commit": "another"})
+    measure("gpt2-124m")
+    assert sets() == ["gpt2-124m"] * 2
+    assert [path.name for path in tmp_path.iterdir()] == ["window.jsonl"]
 
 
 def test_ways_of_buffers_in_cpu_memory_have_a_colour_too() -> None:
