@@ -6,10 +6,12 @@ import fusedaccum as fa
 import pytest
 import torch
 from fusedaccum import ops
+from fusedaccum.intake import intake
 from fusedaccum.ops import Stats, reference
 from gpu import DEVICE, GPU, KERNELS, batches, every_kernel, made, needs_gpu, there
 from ops_cases import assert_same_bits, assert_same_stats
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from training import mean_loss, model
 
 NO_WAITING = "ignore:Synchronization debug mode is a prototype"
@@ -37,6 +39,21 @@ def test_nothing_waits_for_the_device(backend):
             ops.accumulate_(outs, ins, number, stats=stats, backend=backend)
             ops.scale_(outs, number, backend=backend)
         ops.stats(outs, backend=backend)
+
+
+@needs_gpu
+@pytest.mark.parametrize("backend", [*KERNELS, "reference"])
+def test_calls_return_while_the_device_is_busy(backend):
+    """PyTorch, asked above, does not know of waits within the driver, as for a copy from memory that is not pinned."""
+    outs, ins, scale = there(made(torch.float32, 1)), there(made(torch.bfloat16, 2)), torch.tensor(0.5, device=DEVICE)
+    for seconds in (0, 1):  # not before everything is loaded and compiled
+        busy = torch.cuda.Event()
+        torch.cuda._sleep(seconds * 2_000_000_000)  # clock cycles
+        busy.record()
+        ops.accumulate_(outs, ins, scale, stats=Stats.empty(DEVICE), backend=backend)
+        ops.scale_(outs, 0.5, backend=backend)
+        ops.stats(outs, backend=backend)
+    assert not busy.query()
 
 
 @needs_gpu
@@ -164,6 +181,40 @@ def test_gradients_from_several_streams_arrive_whole(backend):
             torch.full((n,), float("nan"), dtype=torch.bfloat16, device=DEVICE) for _ in range(4)
         ]  # overwrites freed memory
         del junk
+    for k, p in enumerate(params):
+        assert (p == -3.0 * (k + 1)).all()
+
+
+@needs_gpu
+@pytest.mark.usefixtures("each_intake")
+@every_kernel
+def test_memory_of_gradients_from_two_streams_is_used_again_only_after_the_add(backend, monkeypatch):
+    """Within one backward: a bucket holds two gradients, one from each stream, and is added where the second of them arrives."""
+    n, side, main = 2_000_000, torch.cuda.Stream(), torch.cuda.current_stream()
+    monkeypatch.setattr(intake, "bucket_bytes", lambda _: 2 * n * torch.bfloat16.itemsize)
+    params = [nn.Parameter(torch.zeros(n, dtype=torch.bfloat16, device=DEVICE)) for _ in range(8)]
+    streams, nodes = [side if k % 2 else main for k in range(8)], []
+    for p, stream in zip(params, streams):
+        with torch.cuda.stream(stream):
+            nodes.append(get_gradient_edge(p).node)  # whose stream is that of the hook
+
+    def spoil(grad):
+        if torch.cuda.current_stream() == main:
+            torch.cuda._sleep(20_000_000)  # so that the adds, which wait for this, are late
+        torch.full_like(grad, float("nan"))  # overwrites memory that is free again on this stream
+
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(params, lr=1.0), 3, reduction="none", backend=backend)
+    for _ in range(3):
+        losses = []
+        for k, (p, stream) in enumerate(zip(params, streams)):
+            stream.wait_stream(main)
+            with torch.cuda.stream(stream):
+                product = p * (k + 1.0)
+                product.register_hook(spoil)
+                losses.append(product.sum(dtype=torch.float32))
+        main.wait_stream(side)
+        torch.stack(losses).sum().backward()
+        opt.step()
     for k, p in enumerate(params):
         assert (p == -3.0 * (k + 1)).all()
 

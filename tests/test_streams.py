@@ -7,7 +7,7 @@ import pytest
 import torch
 from adding import Adding, marked
 from fusedaccum.intake.arrivals import Arrivals
-from fusedaccum.intake.streams import Turns, join
+from fusedaccum.intake.streams import Turns, join, keep
 from torch import nn
 
 DEVICE, SECOND = torch.device("cuda:0"), torch.device("cuda:1")
@@ -63,6 +63,14 @@ def test_one_stream_costs_nothing(adds):
     join([adds.name], grads)
     assert not adds.waited_for
     assert not any(grad.recorded for grad in grads)
+
+
+def test_the_memory_of_a_gradient_may_be_another_streams(current):
+    here, on_the_second, on_the_cpu = Grad(), Grad(SECOND), Grad(torch.device("cpu"))
+    current[DEVICE] = Stream(7)
+    for grad in (here, on_the_second, on_the_cpu):
+        keep(grad)
+    assert (here.recorded, on_the_second.recorded, on_the_cpu.recorded) == ([(7, 0, 1)], [(3, 1, 1)], [])
 
 
 # -- the adds of a pass ----------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import fusedaccum as fa
 import pytest
 import torch
 import torch.distributed as dist
+from fusedaccum.intake import intake
 from parts import Block, assert_close, big_batch, contents, full, made, mean_loss, sgd, share, wrapped
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -85,6 +86,33 @@ def test_replicated_shards_are_not_counted_twice(worlds):
     for ours, ours_norms in worlds(4).run(fsdp, **arguments):
         assert_close(ours, theirs)
         assert ours_norms == pytest.approx(norms, rel=1e-5)
+
+
+def after_a_hook(rank):
+    """Returns the parameters after a window, and those whose gradients' memory was kept."""
+    model, taken, keep = sharded(), [], intake.keep
+    for module in (model.first, model.second, model):
+        module.set_all_reduce_hook(lambda shards: shards.mul_(3.0))
+    opt = wrapped(model, lambda params: torch.optim.SGD(params, lr=0.1), accum_steps=2)
+    intake.keep = taken.append
+    try:
+        for x, y, weight, _ in share(0, 4, rank, 2):
+            opt.backward(mean_loss(model, x, y, False), weight=weight)
+            opt.step()
+    finally:
+        intake.keep = keep
+    return contents(model, opt), sum(x.numel() for x in taken)
+
+
+def test_memory_of_what_fsdp2_reduces_on_another_stream_is_kept_for_it(worlds):
+    oracle = made()
+    opt = torch.optim.SGD(oracle.parameters(), lr=0.3)
+    big_batch(oracle, opt, 0, 4, sometimes=False)
+    reduced = sum(p.numel() for p in oracle.parameters() if p.grad is not None)
+    results = worlds(2).run(after_a_hook)
+    assert sum(kept for _, kept in results) == 2 * reduced
+    for ours, _ in results:
+        assert_close(ours, contents(oracle, opt))
 
 
 def counted(rank, split):

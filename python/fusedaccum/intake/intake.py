@@ -30,7 +30,7 @@ from ..buffers.shards import ShardHolder
 from ..engine import outside_graphs, when_backward_ends, within_backward
 from . import arrivals
 from .passes import broke_off, outermost_backward, returned, running_backward, under_way
-from .streams import Turns, join
+from .streams import Turns, join, keep
 
 
 class Owner(Protocol):
@@ -134,6 +134,7 @@ class Intake:
                         "(torch.distributed.pipelining), so it would belong to no micro-batch; make the stages DistributedDataParallel"
                     )
                 if grad is not None:
+                    keep(grad)
                     queue.put(slot, grad)
                 elif slot.placed and not slot.block.untouched_by_user:
                     raise RuntimeError(

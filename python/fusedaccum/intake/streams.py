@@ -29,6 +29,16 @@ def join(arrived: Iterable[StreamName], grads: Sequence[Tensor]) -> None:
                 grad.record_stream(here)  # the allocator reuses its memory only after that stream
 
 
+def keep(grad: Tensor) -> None:
+    """Keep the memory of a gradient until the current stream is done with it: its own stream may be another, on which nobody waits for us.
+
+    FSDP2 allocates gradients on its stream for reduce-scatters. After an all-reduce (over replicas, or a hook of the user's) they arrive on
+    another one. That it holds them until the end of backward, through ``p.grad``, is what it relies on, and we take them out of there.
+    """
+    if grad.device.type == "cuda":
+        grad.record_stream(torch.cuda.current_stream(grad.device))  # costs nothing if it is the same
+
+
 class Turns:
     """Adds on a device take turns, on whichever streams they run. Costs nothing where there is no CUDA device.
 
