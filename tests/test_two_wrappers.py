@@ -173,10 +173,26 @@ def test_one_micro_batch_of_losses_with_two_weights_is_an_error():
             task.backward(trunk + head, weight=weight)
     opt.step()
     assert trunk.item() == -2.0  # the gradient of the two losses' sum
-    refused = pytest.raises(ValueError, match=r"weights 2 and 3, given to other wrappers.*with opt.micro_batch")
+    refused = pytest.raises(ValueError, match=r"weights 2 and 3, not both.*with opt.micro_batch")
     with pytest.warns(RuntimeWarning, match="window was dropped"), refused, opt.micro_batch():
         for task, head, weight in zip(tasks, heads, (2, 3), strict=True):
             task.backward(trunk + head, weight=weight)
+
+
+def test_a_loss_of_another_weight_does_not_join_a_micro_batch_unseen():
+    """As a generator's loss joins the discriminator's, whose step() comes after both."""
+    p, q = (nn.Parameter(torch.zeros(())) for _ in range(2))
+    first, second = (fa.AccumulatingOptimizer(torch.optim.SGD([leaf], lr=1.0), 1) for leaf in (p, q))
+    first.backward(p * 1, weight=6)
+    with pytest.raises(ValueError, match=r"weights 6 and 3, not both.*backward\(inputs"):
+        second.backward(p + q, weight=3)
+    second.backward(p + q, weight=3, inputs=[q])
+    Both(first, second).step()
+    assert (p.item(), q.item()) == (-1.0, -1.0)
+    first.backward(p * 1, weight=torch.tensor(6))
+    second.backward(p + q, weight=6.0)
+    Both(first, second).step()
+    assert (p.item(), q.item()) == (-3.0, -2.0)
 
 
 def test_a_backward_in_another_thread_has_no_part_in_it():

@@ -119,7 +119,7 @@ class AccumulatingOptimizer(Wrapper):
         Args:
             weight: number or 0-d tensor (samples, tokens), finite, >= 0; 1 when left out. A micro-batch of weight 0 adds
                 nothing. Under ``reduction="mean"`` it also applies to other wrappers that accumulate gradients of this loss.
-            last: a hint when several ranks share windows: you know that the window ends with this micro-batch, so its sums may travel while
+            last: a hint when several ranks share windows: the window ends with this micro-batch, so that its sums may travel while
                 this backward still computes (with ``accum_steps`` the wrapper knows). It closes nothing. With ``window_weight``, where
                 the weights of all ranks decide, it has no effect.
 
@@ -288,7 +288,7 @@ class AccumulatingOptimizer(Wrapper):
 
         The gradient is in the buffer's dtype, before ``max_grad_norm``, and with a GradScaler still multiplied by the loss scale in force
         (unscale it as in plain PyTorch, before or after). One pass; does not wait for the device, except with ``window_weight`` for weights
-        that are there. With a process group it is the gradient of all ranks: all of them must call it, and it waits.
+        that are on it. With a process group it is the gradient of all ranks: all of them must call it, and it waits.
 
         Raises:
             RuntimeError: the window is not complete; or ``p.grad`` does not show all of it (``buffer_device``, ``shard=True``).
@@ -317,7 +317,7 @@ class AccumulatingOptimizer(Wrapper):
         """Progress of the open window, for a progress bar: ``bar.set_postfix(opt.progress)``. Does not wait for the device.
 
         ``"window"`` is its index; ``"micro_batch"`` how many it holds, as ``"3/8"`` if a count closes it; ``"weight"``, as ``"96/4096"``,
-        is there if weights that the host knows close it. Once a window has closed, this describes the next one.
+        is present if weights that the host knows close it. Once a window has closed, this describes the next one.
         """
         return self._ledger.progress
 
@@ -337,7 +337,7 @@ class AccumulatingOptimizer(Wrapper):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the inner optimizer, and accumulate its parameters too; raises as the constructor does.
 
-        ``opt.param_groups = groups`` accumulates those that are new in them, too, and lets go of those that are no longer there.
+        Assigning ``opt.param_groups = groups`` takes in the parameters that are new, and lets go of those that are gone.
         """
         self.optimizer.add_param_group(param_group)
         try:

@@ -8,7 +8,7 @@ import fusedaccum as fa
 import pytest
 import torch
 import torch.distributed as dist
-from parts import assert_close, big_batch, contents, made, mean_loss, sgd, share, wrapped
+from parts import assert_close, big_batch, contents, made, mean_loss, one_batch, sgd, share, wrapped
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -75,6 +75,44 @@ def weighed_and_flushed(rank):
 def test_a_flush_ends_a_weighed_window_on_all_ranks(worlds):
     for p, weight in worlds(2).run(weighed_and_flushed):
         assert weight == 9 and torch.allclose(p, torch.full((2,), 1 - (3 + 3 + 6) / 9))
+
+
+def parts_of(rank):
+    return share(0, 10, rank, 2)[: 5 - 2 * rank]
+
+
+def weighed_without_data(rank):
+    """The other way to go on: to take part in every step() with nothing."""
+    model = made()
+    opt = wrapped(model, window_weight=20.0, process_group=dist.group.WORLD)
+    parts, weights = parts_of(rank), []
+    for number in range(5):
+        if number < len(parts):
+            x, y, weight, use = parts[number]
+            opt.backward(mean_loss(model, x, y, use), weight=weight)
+        else:
+            with opt.micro_batch(weight=0):
+                pass
+        opt.step()
+        if opt.updated:
+            weights.append(float(opt.last_window.weight))
+    opt.flush()
+    return contents(model, opt), [*weights, float(opt.last_window.weight)]
+
+
+def test_a_rank_without_data_takes_part_in_weighed_windows(worlds):
+    model, window, weights = made(), [], []
+    opt = sgd(model.parameters())
+    for number in range(5):
+        window += [part for rank in range(2) for part in parts_of(rank)[number : number + 1]]
+        if sum(weight for *_, weight, _ in window) >= 20 or number == 4:
+            weights.append(sum(weight for *_, weight, _ in window))
+            one_batch(model, opt, window)
+            window = []
+    assert len(weights) > 1
+    for ours, theirs in worlds(2).run(weighed_without_data):
+        assert_close(ours, contents(model, opt))
+        assert theirs == weights
 
 
 def unequal_with_batch_norm(rank):

@@ -136,7 +136,8 @@ class Slot:
             was, now = (f"{form.dtype} {tuple(form.shape)} on {form.device}" for form in (self.made_for, Form.of(p)))
             raise RuntimeError(
                 f"parameter {self.name} was {was} when it was wrapped and is {now} now; "
-                "move, cast or resize the model first and build the optimizer and its wrapper afterwards"
+                "after a move or a cast, call opt.load_state_dict(opt.state_dict()); after a change of shape, build the optimizer and its "
+                "wrapper anew"
             )
         self.relaid = self.placed and self.buffer.stride() != self.strides
 

@@ -272,13 +272,19 @@ class Gathering(Windows):
         if other.in_loss:
             self.ledger.weigh(weight)
             micro.in_loss = True
-        elif reduction == "mean" and micro.weight is None and micro.passes == 0:
+            return
+        if reduction == "mean" and micro.weight is None and micro.passes == 0:
             self.open(weight)
             micro.assumed = True
-        elif micro.assumed and micro.weight is not weight and float(micro.value()) != float(weight):
+            return
+        # A block's own weight is that of all losses in it.
+        ours = micro.assumed or (reduction == "mean" and micro.weight is not None and not self.inside)
+        if ours and micro.weight is not weight and float(micro.value()) != float(weight):
             raise ValueError(
-                f"the losses of this micro-batch have weights {float(micro.value()):g} and {float(weight):g}, given to other wrappers; "
-                "call this one's step() after each backward, or give it its own weight: `with opt.micro_batch(weight=...): ...` around them"
+                f"the losses of this micro-batch have weights {float(micro.value()):g} and {float(weight):g}, not both given to this "
+                "wrapper; if one is of another model (GAN, actor and critic), keep it out of these parameters: requires_grad_(False) for "
+                "its forward, or backward(inputs=...); if not, call this wrapper's step() after each backward, or give it a weight of its "
+                "own: `with opt.micro_batch(weight=...): ...` around them"
             )
 
     def keep_micro_batch(self) -> None:
@@ -431,8 +437,8 @@ class Gathering(Windows):
             )
         if self.ledger.window.unit_lost:
             raise RuntimeError(
-                "scaler.unscale_(opt) inside a window, before the first plain scaler.step(opt) (since the checkpoint), hid the loss scale "
-                "from the wrapper; unscale only complete windows, or clip with max_grad_norm="
+                "scaler.unscale_(opt) inside a window hid the loss scale, which the wrapper has not seen in a plain scaler.step(opt) yet; "
+                "to clip, pass max_grad_norm= and leave out unscale_(), or unscale only complete windows"
             )
         self.sums.sum_again()
         micro = self.ledger.micro

@@ -51,8 +51,8 @@ class Losses:
             ledger.window.unrecorded = None
         else:
             raise RuntimeError(
-                "record_loss() found no micro-batch that lacks its loss; call it once per micro-batch, between its backward and step() "
-                "(opt.backward(loss) needs no such call)"
+                "record_loss() found no micro-batch that lacks its loss; call it once per micro-batch, after its backward and before "
+                "step() (opt.backward(loss) needs no such call)"
             )
 
     def scale_is(self, loss_scale: Scalar) -> None:
