@@ -70,13 +70,12 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
 
   struct Place {
     py::object slot;
-    at::Tensor parameter;
+    at::Tensor parameter;               // undefined once it was unhooked
     const torch::autograd::Node* node;  // which the slot keeps alive
     std::vector<int64_t> shape;
     bool lent;
     bool shown;  // is p.grad the buffer?
     int64_t bucket_bytes;
-    bool gone = false;      // was it unhooked?
     std::size_t taken = 0;  // how often take() has met it
   };
   struct Arrival {
@@ -84,10 +83,12 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
     at::Tensor grad;
   };
 
-  std::deque<Place>::iterator find(const py::object& slot);
-  void arrived(Place* place, const at::Tensor& grad);
+  Place& find(const py::object& slot);
+  at::Tensor parameter_of(const Place& place);
+  void arrived(Place* place, const at::Tensor& parameter, const at::Tensor& grad);
   void queue_up(Place* place, const at::Tensor& grad, bool ours, bool awaited);
   bool expects(int task);
+  bool expects_locked(int task) const;
   template <class... Arguments>
   bool tell(const char* method, const Arguments&... arguments);
 
@@ -107,9 +108,9 @@ class Hook : public torch::autograd::FunctionPreHook {
 
   variable_list operator()(const variable_list& grads) override {
     const std::shared_ptr<Arrivals> arrivals = grads[0].defined() ? arrivals_.lock() : nullptr;
-    if (!arrivals || place_->gone || !place_->parameter.requires_grad())
-      return grads;  // autograd drops gradients of what was frozen after its forward
-    arrivals->arrived(place_, grads[0]);
+    const at::Tensor parameter = arrivals ? arrivals->parameter_of(*place_) : at::Tensor();
+    if (!parameter.defined() || !parameter.requires_grad()) return grads;  // autograd drops gradients of what was frozen after its forward
+    arrivals->arrived(place_, parameter, grads[0]);
     return {at::Tensor()};  // leaves p.grad alone
   }
 
@@ -128,21 +129,31 @@ void Arrivals::hook(py::object slot, int64_t bucket_bytes) {
 }
 
 void Arrivals::unhook(const py::object& slot) {
-  Place& place = *find(slot);
-  place.gone = true;
+  Place& place = find(slot);
   // The hook, which its node may keep for long, points at the place: that keeps neither of these.
+  at::Tensor parameter;
+  {
+    const std::lock_guard<std::mutex> locked(mutex_);
+    parameter = std::move(place.parameter);
+  }
   place.slot = py::none();
-  place.parameter.reset();
 }
 
-std::deque<Arrivals::Place>::iterator Arrivals::find(const py::object& slot) {
-  return std::find_if(places_.begin(), places_.end(), [&](const Place& known) { return known.slot.is(slot); });
+Arrivals::Place& Arrivals::find(const py::object& slot) {
+  const auto found = std::find_if(places_.begin(), places_.end(), [&](const Place& known) { return known.slot.is(slot); });
+  if (found == places_.end()) throw py::key_error("this slot has no hook");
+  return *found;
+}
+
+at::Tensor Arrivals::parameter_of(const Place& place) {
+  const std::lock_guard<std::mutex> locked(mutex_);
+  return place.parameter;
 }
 
 py::list Arrivals::unhooked() const {
   py::list slots;
   for (const Place& place : places_) {
-    if (place.gone) continue;
+    if (!place.parameter.defined()) continue;
     const bool same = torch::autograd::impl::try_get_grad_accumulator(place.parameter).get() == place.node;
     if (!same && place.parameter.requires_grad()) slots.append(place.slot);
   }
@@ -161,8 +172,10 @@ void Arrivals::forget(int task) {
 
 bool Arrivals::expects(int task) {
   const std::lock_guard<std::mutex> locked(mutex_);
-  return std::find(tasks_.begin(), tasks_.end(), task) != tasks_.end();
+  return expects_locked(task);
 }
+
+bool Arrivals::expects_locked(int task) const { return std::find(tasks_.begin(), tasks_.end(), task) != tasks_.end(); }
 
 // Returns whether the answer is true.
 template <class... Arguments>
@@ -180,18 +193,18 @@ bool Arrivals::tell(const char* method, const Arguments&... arguments) {
   }
 }
 
-void Arrivals::arrived(Place* place, const at::Tensor& grad) {
+void Arrivals::arrived(Place* place, const at::Tensor& parameter, const at::Tensor& grad) {
   const bool fits = !at::GradMode::is_enabled() && grad.layout() == at::kStrided && grad.sizes() == place->shape;
   if (!fits) tell("refuse_unfit", place->slot, grad);
   // Hooks that run next look for the accumulated gradient in p.grad.
-  const bool awaited = place->shown && torch::autograd::impl::post_acc_grad_hooks(place->parameter) != nullptr;
+  const bool awaited = place->shown && torch::autograd::impl::post_acc_grad_hooks(parameter) != nullptr;
   queue_up(place, grad, exclusive(grad), awaited);
 }
 
 void Arrivals::put(const py::object& slot, const at::Tensor& grad) {
-  const auto place = find(slot);
+  Place& place = find(slot);
   const py::gil_scoped_release unlocked;
-  queue_up(&*place, grad, true, false);
+  queue_up(&place, grad, true, false);
 }
 
 void Arrivals::queue_up(Place* place, const at::Tensor& grad, bool ours, bool awaited) {
@@ -203,6 +216,7 @@ void Arrivals::queue_up(Place* place, const at::Tensor& grad, bool ours, bool aw
   bool full = false;
   {
     const std::lock_guard<std::mutex> locked(mutex_);
+    if (!expects_locked(task)) return;  // another thread has found it broken off since, and dropped what it had queued
     queue_.push_back({place, std::move(kept)});
     bytes_ += bytes;
     if (grad.is_cuda()) {
@@ -233,6 +247,7 @@ std::pair<py::list, std::vector<StreamName>> Arrivals::take() {
   }
   py::list batches;
   for (Arrival& arrival : queue) {
+    if (arrival.place->slot.is_none()) continue;  // unhooked since: nobody steps it
     const std::size_t number = arrival.place->taken++;
     if (number == batches.size()) batches.append(py::make_tuple(py::list(), py::list()));
     const py::tuple batch = batches[number];

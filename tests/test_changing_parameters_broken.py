@@ -144,3 +144,21 @@ def test_names_that_no_longer_fit_are_no_names():
     mean_loss(net, x, y).backward()
     opt.step()
     assert opt.updated
+
+
+def test_a_gradient_that_is_held_for_a_parameter_that_leaves_is_left_out():
+    stays, leaves = (Parameter(torch.zeros(1)) for _ in range(2))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([stays, leaves], lr=1.0), nonfinite="skip_micro_batch")
+    with opt.micro_batch():
+        (stays + leaves).sum().backward()
+        opt.param_groups = [{**opt.param_groups[0], "params": [stays]}]
+        stays.sum().backward()
+    opt.step()
+    assert (stays.item(), leaves.item()) == (-2.0, 0.0)
+
+
+def test_what_has_no_hook_cannot_be_unhooked():
+    p = Parameter(torch.zeros(1))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0))
+    with pytest.raises(KeyError):
+        opt._gathering._intake._arrivals.unhook(object())

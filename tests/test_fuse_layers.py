@@ -162,3 +162,28 @@ def test_16_bit_gemms_into_32_bit_buffers(monkeypatch):
         fuse.has_product.cache_clear()
     assert calls[-2:] == [(torch.bfloat16, torch.float32, True)] * 2
     torch.testing.assert_close(layer.weight.grad.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_ctrl_c_after_a_product_was_written_does_not_leave_it_in_the_window(monkeypatch):
+    """It comes when the product is done, whose micro-batch the loop repeats."""
+    layer = fa.fuse_linear(nn.Linear(2, 1, bias=False))
+    nn.init.zeros_(layer.weight)
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(layer.parameters(), lr=1.0), 2)
+    product, x = fuse.add_product, torch.ones(1, 2)
+
+    def interrupted(*arguments):
+        product(*arguments)
+        raise KeyboardInterrupt
+
+    layer(x).sum().backward()
+    opt.step()
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(fuse, "add_product", interrupted)
+        layer(x).sum().backward()
+    with pytest.warns(RuntimeWarning, match="window was dropped"):
+        layer(x).sum().backward()
+    for _ in range(2):
+        opt.step()
+        if not opt.updated:
+            layer(x).sum().backward()
+    assert opt.last_window.micro_batches == 2 and layer.weight.tolist() == [[-1.0, -1.0]]

@@ -219,7 +219,8 @@ def test_a_compiled_model():
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # inside the outer forward none does
-def test_reentrant_passes_deeper_than_a_thread_of_the_engines():
+@pytest.mark.parametrize("settings", [{"accum_steps": 2}, {}, {"nonfinite": "skip_micro_batch"}], ids=str)
+def test_reentrant_passes_deeper_than_a_thread_of_the_engines(settings):
     """From the 60th level on, PyTorch runs nested passes in threads of a pool, which start without Python."""
     weights = nn.ParameterList([nn.Parameter(torch.ones(1)) for _ in range(70)])
 
@@ -227,10 +228,11 @@ def test_reentrant_passes_deeper_than_a_thread_of_the_engines():
         x = x * weights[depth]
         return checkpoint(deep, x, depth + 1, use_reentrant=True) if depth + 1 < len(weights) else x
 
-    opt = fa.AccumulatingOptimizer(torch.optim.SGD(weights.parameters(), lr=1.0), 2)
-    for _ in range(2):
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(weights.parameters(), lr=1.0), **settings)
+    for number in range(2):
         deep(torch.full((1,), 3.0, requires_grad=True), 0).sum().backward()
-        opt.step()
+        if settings.get("accum_steps") or number:
+            opt.step()
     assert opt.updated and opt.last_window.micro_batches == 2
     assert [p.grad.item() for p in weights.parameters()] == [3.0] * 70
 

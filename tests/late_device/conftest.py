@@ -31,6 +31,7 @@ def late_device():
     as_torch_has_it.device_count = lambda: 2
     as_torch_has_it.current_device = module.current_device
     as_torch_has_it._is_in_bad_fork = lambda: False
+    as_torch_has_it.get_amp_supported_dtype = lambda: [torch.bfloat16]
     as_torch_has_it.device = lambda index: contextlib.nullcontext()
     as_torch_has_it.manual_seed_all = as_torch_has_it.set_rng_state = lambda seed: (
         None

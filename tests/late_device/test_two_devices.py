@@ -8,6 +8,7 @@ import pytest
 import torch
 from fusedaccum.gathering.gathering import Gathering
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 @pytest.fixture
@@ -49,6 +50,38 @@ def test_grad_scaler(places, nonfinite, max_grad_norm, of_loss):
             said.append((opt.updated, opt.last_window and opt.last_window.as_dict()))
         ends.append((repr(said), scaler.get_scale(), [p.tolist() for p in params]))
     assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"accum_steps": 2}, {"accum_steps": 2, "nonfinite": "skip_micro_batch"}], ids=str
+)
+@pytest.mark.parametrize("intake", ["native", "python"])
+def test_a_reentrant_checkpoint_may_cross_devices(places, settings, intake, monkeypatch):
+    """Its pass ends in the thread of another device than the one that called it."""
+    monkeypatch.setenv("FUSEDACCUM_INTAKE", intake)
+    ends = []
+    for where in (["cpu", "cpu"], places):
+        layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+        for number, layer in enumerate(layers):
+            layer.load_state_dict({"weight": torch.eye(3) * (number + 1) / 3, "bias": torch.ones(3)})
+            layer.to(where[number // 2])
+        opt = fa.AccumulatingOptimizer(torch.optim.SGD(layers.parameters(), lr=0.1), **settings)
+        for x in (1.0, 2.0):
+            h = torch.full((2, 3), x, requires_grad=True, device=where[0])
+            for layer in layers:
+                h = checkpoint(
+                    lambda h, layer=layer: torch.tanh(layer(h.to(layer.weight.device))),
+                    h,
+                    use_reentrant=True,
+                    preserve_rng_state=False,
+                )
+            h.sum().backward()
+            if settings or x == 2.0:
+                opt.step()
+        assert opt.last_window.micro_batches == opt.last_window.weight == 2
+        ends.append([p.cpu() for p in layers.parameters()])
+    for ours, theirs in zip(*ends, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_losses_of_one_micro_batch_may_be_on_one_device_each(places):

@@ -92,8 +92,12 @@ class Accumulator:
         sums.adopt(slot)
         if slot.shown is not None:
             sums.divide_([slot], 1.0)  # normalize_() may have made it a mean
-        write(slot.buffer, scale, slot.shown is None)
-        self._has_added(slot, measure)
+        try:
+            write(slot.buffer, scale, slot.shown is None)
+            self._has_added(slot, measure)
+        except BaseException:  # Ctrl-C comes when the product has been written
+            self._ledger.micro.adds += sums.half_written
+            raise
         return True
 
     def layer_added(self, slot: Slot, measure: bool) -> None:

@@ -100,6 +100,8 @@ class Arrivals:
         # A gradient that other code holds too may be overwritten before the bucket is full (a static buffer): it cannot wait.
         kept = grad.clone() if self._hold and not ours else grad
         with self._lock:
+            if task not in self._tasks:
+                return  # another thread has found it broken off since, and dropped what it had queued
             self._queue.append((slot, kept))
             self._bytes += grad.nbytes
             if grad.is_cuda:
@@ -129,6 +131,8 @@ class Arrivals:
         batches: list[Batch] = []
         taken: dict[Slot, int] = {}
         for slot, grad in queue:
+            if slot not in self._hooked:
+                continue  # unhooked since: nobody steps it
             number = taken[slot] = taken.get(slot, -1) + 1
             if number == len(batches):
                 batches.append(([], []))

@@ -26,6 +26,9 @@ def outermost_backward() -> Outermost:
     Autograd gives no name to the pass around a re-entrant one (activation checkpointing with ``use_reentrant=True``), so
     this reads it off the Python stack: every pass is a call of ``_engine_run_backward``. For parameters on a GPU the hooks
     run in a thread of the engine's, whose stack begins inside the engine; there the outermost call is on another thread's.
+    So may be the call of a re-entrant pass, which ends where its last node ran: on another device, or in a thread of the engine's pool.
+    Its caller waits for it, so a pass that is seen anywhere within another counts as the one that runs here. (Where it is another
+    model's, this pass is taken to be nested too, and its end is noticed late.)
     The call is None if it was made from C++.
     """
     here = threading.get_ident()
@@ -36,6 +39,7 @@ def outermost_backward() -> Outermost:
     callers = []
     for thread, frame in sys._current_frames().items():
         others, inside = _backward_frames(frame) if thread != here else ([], False)
+        nested = nested or len(others) > 1 or (inside and bool(others))
         if others and not inside:
             callers.append((others[-1], thread))
     if not callers:
