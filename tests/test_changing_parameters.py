@@ -1,6 +1,7 @@
 """Parameters that are added, removed or replaced train as under plain PyTorch, and everything else goes on."""
 
 import copy
+import gc
 import math
 import weakref
 
@@ -442,3 +443,16 @@ def test_a_wrapper_that_is_built_again_keeps_its_seed():
     net.half()
     opt.load_state_dict(sgd(net.parameters()).state_dict())
     assert opt._gathering.accumulator.seed == seed is not None
+
+
+def test_a_wrapper_without_parameters_is_freed_although_a_hook_of_theirs_refers_to_it():
+    p = Parameter(torch.zeros(3))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0))
+    p.register_hook(lambda grad, opt=opt: None)
+    p.sum().backward()
+    opt.step()
+    opt.param_groups = []
+    freed = weakref.ref(opt), weakref.ref(p)
+    del opt, p
+    gc.collect()
+    assert [x() for x in freed] == [None, None]
