@@ -1,6 +1,7 @@
 """A model on two devices, whose losses may be on either: numbers of both meet in one window."""
 
 import math
+import threading
 
 import fusedaccum as fa
 import fusedaccum.intake.intake
@@ -82,6 +83,44 @@ def test_a_reentrant_checkpoint_may_cross_devices(places, settings, intake, monk
         ends.append([p.cpu() for p in layers.parameters()])
     for ours, theirs in zip(*ends, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+class Broken(torch.autograd.Function):
+    """Breaks off a backward pass, once the event that it is given is set."""
+
+    @staticmethod
+    def forward(ctx, x, event):
+        ctx.event = event
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        assert ctx.event.wait(10)
+        raise ValueError("broken off")
+
+
+@pytest.mark.parametrize("intake", ["native", "python"])
+def test_a_late_gradient_of_a_broken_pass_does_not_join_the_next(device, intake, monkeypatch):
+    """The engine tells the caller of an exception while the thread of another device is still at work."""
+    monkeypatch.setenv("FUSEDACCUM_INTAKE", intake)
+    there, here, first = nn.Parameter(torch.zeros(3, device=device)), *(nn.Parameter(torch.zeros(3)) for _ in range(2))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([there, here, first], lr=1.0))
+    arrives, goes_on = threading.Event(), threading.Event()
+
+    def slow(grad):
+        if not arrives.is_set():
+            arrives.set()
+            assert goes_on.wait(10)
+
+    there.register_hook(slow)
+    with pytest.raises(ValueError, match="broken off"):
+        (Broken.apply(here * 1.0, arrives).sum() + (first * 1.0).sum() + (there * 100).sum().cpu()).backward()
+    opt.reset()
+    x = torch.zeros(1, requires_grad=True) * 1.0
+    x.register_hook(lambda grad: goes_on.set())
+    ((there * 1).sum().cpu() + x.sum() + (here * 1.0).sum()).backward()  # from right to left
+    opt.step()
+    assert (there.tolist(), here.tolist(), first.tolist()) == ([-1.0] * 3, [-1.0] * 3, [0.0] * 3)
 
 
 def test_losses_of_one_micro_batch_may_be_on_one_device_each(places):

@@ -80,6 +80,9 @@ class Intake:
         self._turns = Turns()
         self._arrivals = arrivals_class()(weakref.ref(self), hold)
         self._tasks: set[int] = set()  # graph tasks (outermost and re-entrant passes) that have begun and not ended
+        self._last_broken = (
+            -1
+        )  # the newest task that was dropped; the engine numbers them in the order in which they begin
         self._open = False  # has an outermost pass begun, and not ended?
         self._call: FrameType | None = None  # of that pass; None if it cannot be seen
         # Did the last pass have re-entrant parts, each of which brings a parameter a gradient of its own?
@@ -209,6 +212,10 @@ class Intake:
         with self._lock:
             if task in self._tasks:
                 return
+            if -1 < task <= self._last_broken:
+                raise RuntimeError(
+                    "a gradient of a backward pass that an exception has broken off came when that pass had been dropped"
+                )
             call, thread, nested = outermost_backward()
             if self._open and (self._call is not call or (call is None and self._tasks and not nested)):
                 if under_way(self._call):
@@ -287,6 +294,7 @@ class Intake:
                 self._end_pass()
                 return
             untold = returned(self._call)
+            self._last_broken = max(self._tasks, default=self._last_broken)
             self._open, self._call = False, None
             for task in list(self._tasks):
                 self._forget(task)
