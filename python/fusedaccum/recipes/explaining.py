@@ -67,7 +67,7 @@ def explain(
     A window has ``N = ceil(desired_batch / micro_batch)`` micro-batches. For parameters of p bytes per element, buffers of b::
 
         bytes in memory = model + buffers + gradients on their way (a bucket) + masters + optimizer's state
-        bytes moved     = (p + b) + (N - 1) * (p + 2b) + closing      closing: b + p to cast, 2b to scale, 0 where handed on
+        bytes moved     = (p + b) + (N - 1) * (p + 2b) + closing      closing: b + p to cast, 2b to scale, 0 for neither
         seconds         = sum over the passes of bytes / measured bandwidth      (+ hooks, per parameter and micro-batch)
 
     counted over the parameters as they are; docs/memory.md and docs/performance.md explain each term. Gradients are assumed to
