@@ -56,6 +56,7 @@ def test_grad_scaler(places, nonfinite, max_grad_norm, of_loss):
 @pytest.mark.parametrize(
     "settings", [{}, {"accum_steps": 2}, {"accum_steps": 2, "nonfinite": "skip_micro_batch"}], ids=str
 )
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # before PyTorch 2.13
 @pytest.mark.parametrize("intake", ["native", "python"])
 def test_a_reentrant_checkpoint_may_cross_devices(places, settings, intake, monkeypatch):
     """Its pass ends in the thread of another device than the one that called it."""
