@@ -80,9 +80,8 @@ class Intake:
         self._turns = Turns()
         self._arrivals = arrivals_class()(weakref.ref(self), hold)
         self._tasks: set[int] = set()  # graph tasks (outermost and re-entrant passes) that have begun and not ended
-        self._last_broken = (
-            -1
-        )  # the newest task that was dropped; the engine numbers them in the order in which they begin
+        # The newest task that was dropped when its pass broke off. (The engine numbers them in the order in which they begin.)
+        self._last_broken = -1
         self._open = False  # has an outermost pass begun, and not ended?
         self._call: FrameType | None = None  # of that pass; None if it cannot be seen
         # Did the last pass have re-entrant parts, each of which brings a parameter a gradient of its own?
