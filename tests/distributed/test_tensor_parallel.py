@@ -1,14 +1,17 @@
 """Parameters that tensor parallelism splits, alone and under FSDP2, train as in one process."""
 
+from unittest import mock
+
 import fusedaccum as fa
 import pytest
 import torch
 import torch.distributed as dist
+from fusedaccum.intake.streams import join
 from parts import Block, assert_close, contents, full, share, wrapped
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 WINDOWS, COUNT = 3, 8
@@ -54,6 +57,24 @@ def partial(rank):
 def test_gradients_in_parts(worlds):
     for p in worlds(2).run(partial):
         assert torch.equal(p, torch.full((4,), -2.0))
+
+
+def queued_on_another_stream(rank):
+    """Returns the tensors whose memory is kept: their types and shapes. Stands in for the streams, which a CPU does not have."""
+    kept, grad = [], distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)])
+    here, elsewhere = (mock.Mock(device=grad.device) for _ in range(2))
+    with (
+        mock.patch.object(torch.cuda, "current_stream", lambda _: here),
+        mock.patch.object(torch.cuda, "Stream", lambda **_: elsewhere),
+        mock.patch.object(torch.Tensor, "record_stream", lambda self, _: kept.append((type(self), self.shape))),
+    ):
+        join([(1, 0, 1)], [grad])
+    return kept
+
+
+def test_the_memory_of_a_parts_gradient_is_kept_where_it_lies(worlds):
+    """DTensor has no record_stream of its own: PyTorch refuses it."""
+    assert worlds(2).run(queued_on_another_stream) == [[(torch.Tensor, (2,))]] * 2
 
 
 def parts_over_ranks(rank):

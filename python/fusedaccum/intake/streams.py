@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from ..buffers.shards import local_of
+
 StreamName = tuple[int, int, int]  # a CUDA stream's stream_id, device_index and device_type
 
 
@@ -26,7 +28,7 @@ def join(arrived: Iterable[StreamName], grads: Sequence[Tensor]) -> None:
         here.wait_stream(stream)
         for grad in grads:
             if grad.device == stream.device:
-                grad.record_stream(here)  # the allocator reuses its memory only after that stream
+                local_of(grad).record_stream(here)  # the allocator reuses its memory only after that stream
 
 
 def keep(grad: Tensor) -> None:
