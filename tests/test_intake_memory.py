@@ -8,7 +8,9 @@ import fusedaccum.intake.intake
 import pytest
 import torch
 from fusedaccum.gathering.gathering import Gathering
+from fusedaccum.intake.arrivals import _fresh_holders
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from training import assert_same_parameters, data, mean_loss, model, parts, twin, wrapped
 
 pytestmark = pytest.mark.usefixtures("each_intake")
@@ -136,6 +138,13 @@ def test_ordinary_gradients_are_ours_alone(module, monkeypatch):
     module(x).square().sum().backward()
     assert calls == [len(list(module.parameters()))]
     opt.step()
+
+
+def test_who_holds_a_fresh_gradient_is_found_out_with_a_real_one():
+    """Fake tensors are held more often: a gradient that other code holds too would then count as ours."""
+    with FakeTensorMode(), torch.device("meta"):
+        found = _fresh_holders.__wrapped__()
+    assert found == _fresh_holders()
 
 
 def test_dropping_model_and_wrapper_frees_the_memory_at_once():

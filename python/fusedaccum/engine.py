@@ -10,7 +10,10 @@ import torch
 # decorator. (torch.compiler.disable does so too, but loads the compiler when this package is imported.)
 from torch._compile import _disable_dynamo as outside_graphs
 
-__all__ = ["outside_graphs", "when_backward_ends", "within_backward"]
+# A context in which tensors are real again, whatever mode the caller is in (FakeTensorMode).
+from torch.utils._python_dispatch import _disable_current_modes as outside_modes
+
+__all__ = ["outside_graphs", "outside_modes", "when_backward_ends", "within_backward"]
 
 
 def within_backward() -> bool:

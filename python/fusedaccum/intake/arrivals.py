@@ -21,7 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
 from ..buffers.buffers import Slot
-from ..engine import outside_graphs
+from ..engine import outside_graphs, outside_modes
 from .streams import StreamName
 
 Batch = tuple[list[Slot], list[Tensor]]  # slots, none of them twice, and their gradients
@@ -198,10 +198,10 @@ def _holders(grads: tuple[Tensor | None, ...]) -> tuple[int, ...]:
 def _fresh_holders() -> dict[bool, tuple[int, ...]]:
     """The counts of gradients that nothing else holds, views and others, as this version of PyTorch and Python makes them."""
     found: dict[bool, tuple[int, ...]] = {}
-    with torch.inference_mode(False), torch.enable_grad():
-        weight, scale = (torch.ones(2, 2, requires_grad=True) for _ in range(2))
+    with outside_modes(), torch.inference_mode(False), torch.enable_grad():
+        x, weight, scale = (torch.ones(2, 2, device="cpu", requires_grad=True) for _ in range(3))
         nodes = [get_gradient_edge(leaf).node for leaf in (weight, scale)]
         for node in nodes:
             node.register_prehook(lambda grads: found.update({_is_view(grads): _holders(grads)}))
-        (torch.nn.functional.linear(torch.ones(2, 2), weight).square() * scale).sum().backward(inputs=[weight, scale])
+        (torch.nn.functional.linear(x, weight).square() * scale).sum().backward(inputs=[weight, scale])
     return found
