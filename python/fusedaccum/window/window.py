@@ -6,6 +6,7 @@ weights closes the window (that sum has to be read).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -65,7 +66,7 @@ class Schedule:
                 raise ValueError("window_weight must be greater than 0, got 0.0")
         return cls(accum_steps, window_weight)
 
-    @property
+    @functools.cached_property  # a check against a protocol takes 20 µs
     def adaptive(self) -> AdaptiveSteps | None:
         return self.accum_steps if isinstance(self.accum_steps, AdaptiveSteps) else None
 
