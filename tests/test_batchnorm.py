@@ -395,3 +395,16 @@ def test_passes_that_only_a_reentrant_checkpoint_brings_gradients_do_not_run_tog
         opt.zero_grad()
     big_batches(oracle, windows)
     assert_same_statistics(net[0], oracle)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_running_statistics_that_are_taken_away(before):
+    """As plain BatchNorm, a layer goes on without them; the others' move."""
+    net = fa.accumulate_batchnorm(nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(6)), nn.Linear(3, 2)))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), accum_steps=2)
+    for micro_batch in range(2):
+        if before or micro_batch == 1:
+            net[2].running_mean = net[2].running_var = None
+        net(torch.randn(4, 3)).square().mean().backward()
+        opt.step()
+    assert opt.updated and [int(layer.num_batches_tracked) for layer in net[:6] if layer is not net[2]] == [1] * 5

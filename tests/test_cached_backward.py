@@ -8,6 +8,7 @@ import torch
 from contrastive import CASES, SAMPLES, WAYS, Clip, SupCon, Tower, assert_close, both, clip, gradients, modules
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations, parametrize
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -267,3 +268,29 @@ def test_running_statistics_of_a_frozen_encoder_move_also_beside_a_function():
         literal(part)
     for ours, theirs in zip(frozen.buffers(), literal.buffers()):
         assert torch.equal(ours, theirs)
+
+
+def test_parametrized_weights_that_are_cached_get_their_gradients():
+    """Those that the first pass has made have no graph, and that of a micro-batch's is gone after its backward."""
+    net, x = nn.Sequential(nn.Linear(5, 4), parametrizations.weight_norm(nn.Linear(4, 3))), torch.randn(12, 5)
+    literal = copy.deepcopy(net)
+    with parametrize.cached():
+        fa.cached_backward(lambda z: (z @ z.T).square().mean(), net, x, micro_batch_size=5)
+    z = literal(x)
+    (z @ z.T).square().mean().backward()
+    assert_close(gradients(net), gradients(literal), 1e-6)
+
+
+@pytest.mark.parametrize("frozen_first", [False, True])
+def test_a_frozen_encoder_that_is_a_part_of_a_trained_one(frozen_first):
+    """The buffers that they share are in both passes as the big batch finds them, and move as often."""
+    net, x, y = nn.Sequential(Counting().requires_grad_(False), nn.Linear(3, 3)), torch.randn(12, 5), torch.randn(12, 5)
+    literal = copy.deepcopy(net)
+    order = slice(None, None, -1 if frozen_first else 1)
+    fa.cached_backward(
+        lambda a, b: (a.sum(1) * b.sum(1)).square().mean(), [net, net[0]][order], [x, y][order], micro_batch_size=12
+    )
+    a, b = (encoder(of) for encoder, of in list(zip([literal, literal[0]], [x, y]))[order])
+    (a.sum(1) * b.sum(1)).square().mean().backward()
+    assert_close(gradients(net[1]), gradients(literal[1]), 1e-6)
+    assert net[0].calls == 2 and torch.equal(net[0].seen, literal[0].seen)

@@ -335,3 +335,12 @@ def test_refuses_what_cannot_be_meant(how, error, message):
     model = arguments.pop("model")
     with pytest.raises(error, match=message):
         fa.explain(model, **arguments)
+
+
+def test_state_that_an_optimizer_makes_for_frozen_parameters_is_counted():
+    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
+    net[0].requires_grad_(False)
+    inner = torch.optim.Adagrad(net.parameters())
+    found = fa.explain(net, desired_batch=8, micro_batch=4, optimizer=inner, show=False)
+    kept = sum(x.nbytes for entry in inner.state.values() for x in entry.values())
+    assert found.recommended.memory["optimizer"] == kept

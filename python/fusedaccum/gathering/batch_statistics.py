@@ -31,8 +31,8 @@ Key = tuple[int, int]  # the slot by which a layer follows its wrapper, and its 
 class Layer(Protocol):
     """A BatchNorm layer that leaves its running statistics to its wrapper."""
 
-    running_mean: Tensor
-    running_var: Tensor
+    running_mean: Tensor | None
+    running_var: Tensor | None
     num_batches_tracked: Tensor
     momentum: float | None
 
@@ -127,8 +127,9 @@ class Statistics:
         micro_batches, self._micro_batches = self._micro_batches, 0
         counted, self._counted = self._counted, {}
         for key, layer in self._layers():
-            for total in counted.get(key, ()):
-                move(layer, total)
+            if layer.running_mean is not None:  # else they have been taken away since
+                for total in counted.get(key, ()):
+                    move(layer, total)
         if micro_batches > 1 and not self._searched:
             self._searched = True
             note_unpooled(self._buffers)
@@ -228,6 +229,7 @@ def over_ranks(group: Group, counted: dict[Key, list[Total]]) -> dict[Key, list[
 
 def move(layer: Layer, total: Total) -> None:
     """Do to the layer's buffers what one forward of the whole window would do, in place; nothing if a value is not finite."""
+    assert layer.running_mean is not None and layer.running_var is not None
     mean, squares = total.moments.to(layer.running_mean.device)
     var = squares / (total.n - 1)
     finite = torch.isfinite(mean).all() & torch.isfinite(var).all()

@@ -128,7 +128,7 @@ class Pooled(_BatchNorm):
     _place: Place
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.training and self.track_running_stats:
+        if self.training and self.track_running_stats and self.running_mean is not None:
             return self._observed(input)
         return super().forward(input)
 

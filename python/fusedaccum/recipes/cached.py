@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module, ModuleList
+from torch.nn.utils import parametrize
 
 from ..gathering.gathering import Gathering
 from ..optimizer import AccumulatingOptimizer
@@ -72,8 +73,10 @@ def cached_backward(
         frozen = [module for encoding in encodings if encoding.frozen for module in encoding.modules]
         with unmoved([encoding.encoder for encoding in encodings if not encoding.frozen], but=frozen) as modules:
             embeddings = [encoding.embed() for encoding in encodings]
-        # Autocast has cached weights cast without a graph, which must not be reused where there is one: PyTorch issue 112583.
+        # What was made of weights without a graph must not be reused where there is one: autocast has kept casts of them (PyTorch issue
+        # 112583), and parametrize.cached() those that are parametrized.
         torch.clear_autocast_cache()
+        parametrize._cache.clear()
         loss = loss_fn(*embeddings)
         _check_loss(loss)
         _backward([(loss, None)])
@@ -157,6 +160,7 @@ class _Encoding:
         for (start, stop), random in zip(self._bounds, self._random, strict=True):
             random.restore()
             new_part()
+            parametrize._cache.clear()  # the graph of what is in it is gone with the backward before
             outputs = _tensors(self._encode(start, stop))
             sent = [
                 (output, gradient[start:stop])
@@ -216,10 +220,22 @@ def _encodings(encoders: Any, inputs: Any, size: int) -> list[_Encoding]:
     for i, encoder in enumerate(encoders):
         if not callable(encoder):
             raise TypeError(f"encoders[{i}] must be a module or a function, got {encoder!r}")
-    return [
+    encodings = [
         _Encoding(f"encoders[{i}]", encoder, batch, size)
         for i, (encoder, batch) in enumerate(zip(encoders, inputs, strict=True))
     ]
+    _run_twice_with_others(encodings)
+    return encodings
+
+
+def _run_twice_with_others(encodings: Sequence[_Encoding]) -> None:
+    """Let frozen encoders run twice if they share buffers with one that does: else its passes would find different ones."""
+    twice = [encoding for encoding in encodings if not encoding.frozen]
+    while twice:
+        moved = {module for encoding in twice for module in encoding.modules if module._buffers}
+        twice = [encoding for encoding in encodings if encoding.frozen and moved.intersection(encoding.modules)]
+        for encoding in twice:
+            encoding.frozen = False
 
 
 def _one_micro_batch(opt: Any, weight: Scalar | None) -> AbstractContextManager[None]:

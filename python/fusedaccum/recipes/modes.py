@@ -328,15 +328,14 @@ def state_bytes(optimizer: Any, trained: Sequence[Tensor], stepped: Callable[[to
         for choice in ("fused", "foreach", "capturable"):  # ways to compute, which are refused for such tensors
             group.pop(choice, None)
         group["params"] = [
-            nn.Parameter(torch.empty(local_of(p).shape, dtype=stepped(p.dtype), device="meta"))
-            for p in group["params"]
-            if p.requires_grad
+            nn.Parameter(torch.empty(local_of(p).shape, dtype=stepped(p.dtype), device="meta"), p.requires_grad)
+            for p in group["params"]  # frozen ones too: Adagrad's constructor makes state for all
         ]
     try:
         trial = kind(groups)
         for group in trial.param_groups:
             for p in group["params"]:
-                p.grad = torch.empty_like(p)
+                p.grad = torch.empty_like(p) if p.requires_grad else None
         trial.step()
     except Exception:  # other people's code, which may need anything
         return None
