@@ -78,9 +78,9 @@ class Wrapper(Optimizer):
         for name, p in new:
             if self._taken_by_another(p):
                 raise ValueError(
-                    f"parameter {name} belongs to another AccumulatingOptimizer already, which would take its gradients; delete that "
-                    "wrapper first (del opt; its scheduler holds it too). Of two optimizers for one parameter, wrap only one, and that "
-                    "without accum_steps and window_weight"
+                    f"parameter {name} belongs to another AccumulatingOptimizer already, which would take its gradients; let that one go "
+                    "first (opt.param_groups = [], or delete it and the scheduler that holds it too). Of two optimizers for one parameter, "
+                    "wrap only one, and that without accum_steps and window_weight"
                 )
             check_parameter(name, p, self.settings)
             if main_grad.asks(p):

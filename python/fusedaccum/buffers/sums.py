@@ -171,14 +171,15 @@ class Sums:
             warn(message)
 
     def warn_written(self, so: str) -> None:
-        """Warn, once, if other code has written to the sums that ``p.grad`` shows, as if they were a mean: by clipping them."""
+        """Warn, once, if other code has written to the sums that ``p.grad`` shows as if they were this micro-batch's, or a mean."""
         layers_write = bool(self.buffers.lent)
         written = self._written_by_user or not all(block.untouched_by_user for block in self.buffers.blocks)
         if written and not layers_write and self.normalized_by is None and not self._warned_written:
             self._warned_written = True
             warn(
                 "p.grad was written to (clip_grad_norm_? model.zero_grad(set_to_none=False)? p.grad = ...?), but it is the window's sum, "
-                f"{so}. Clip with max_grad_norm=, or at the window's end after opt.normalize_(). (Further cases are not reported.)"
+                f"{so}. Clip with max_grad_norm=, or at the window's end after opt.normalize_(). Gradients of your own join the window by "
+                "torch.autograd.backward(parameters, gradients). (Further cases are not reported.)"
             )
 
     # -- the window's ends -------------------------------------------------------------------------------------

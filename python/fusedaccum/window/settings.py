@@ -113,7 +113,8 @@ def check_optimizer(optimizer: Any, settings: Settings, wrapper: type) -> None:
         )
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
-            f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__module__}.{type(optimizer).__name__}"
+            f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__module__}.{type(optimizer).__name__}; if that has an "
+            f"optimizer's attributes and methods, make it one: class Inner({type(optimizer).__name__}, torch.optim.Optimizer): pass"
         )
     if isinstance(optimizer, SparseAdam):
         raise TypeError(
@@ -210,7 +211,7 @@ def check_parameter(name: str, parameter: Tensor, settings: Settings) -> None:
         raise ValueError(f"parameter {name} is {parameter.layout}; only dense parameters can be accumulated")
     if parameter.grad is not None:
         raise ValueError(
-            f"parameter {name} has a gradient already, which would be in no window; set its .grad to None first (model.zero_grad())"
+            f"parameter {name} has a gradient already, which would be in no window; set .grad of all that you pass to None first"
         )
 
 

@@ -1,0 +1,98 @@
+"""Gradients that the user's code computes itself (torch.autograd.grad, torch.func, evolution strategies)."""
+
+import contextlib
+
+import fusedaccum as fa
+import pytest
+import torch
+from training import assert_grads, data, gradient, mean_loss, model, parts, wrapped
+
+SIZES = (4, 8, 12)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"accum_steps": 3},
+        {"window_weight": 24},
+        {"accum_steps": 3, "nonfinite": "skip_micro_batch"},
+        {"accum_steps": 3, "master_weights": True},
+        {},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("beside_a_backward", [False, True])
+def test_a_backward_of_their_own_brings_them_into_the_window(settings, beside_a_backward):
+    """The rows of each micro-batch, weighted: half of them by autograd, if there is a backward, and the others by hand."""
+    (net, (x, y)), counted = (model(), data()), len(settings) > 0
+    parameters, opt = list(net.parameters()), wrapped(net, make=lambda ps: torch.optim.SGD(ps, lr=0.0), **settings)
+    expected = gradient(net, x, y)
+    for xs, ys in parts(x, y, SIZES):
+        if counted:
+            opt.zero_grad()
+        with opt.micro_batch(weight=len(xs)):
+            half = len(xs) // 2 if beside_a_backward else 0
+            if half:
+                (mean_loss(net, xs[:half], ys[:half]) / 2).backward()
+            share = (mean_loss(net, xs[half:], ys[half:]) / (2 if half else 1),)
+            torch.autograd.backward(parameters, torch.autograd.grad(*share, parameters))
+        if counted:
+            opt.step()
+    if not counted:
+        opt.step()
+    assert opt.updated and opt.last_window.micro_batches == 3
+    assert_grads(net, expected)
+
+
+def test_a_backward_of_their_own_in_16_bit_buffers():
+    net, (x, y) = model(torch.bfloat16), data(dtype=torch.bfloat16)
+    parameters, opt = list(net.parameters()), wrapped(net, 3, buffer_dtype=None)
+    for xs, ys in parts(x, y, (8, 8, 8)):
+        mean_loss(net, xs, ys).backward()
+        torch.autograd.backward(parameters, gradient(net, xs, ys))
+        opt.step()
+    assert_grads(net, [2 * g for g in gradient(model(), *data())], rtol=0.05)
+
+
+def assign(p, g):
+    p.grad = g
+
+
+def alias(p, g):
+    p._grad = g
+
+
+def write(p, g):
+    p.grad = torch.empty_like(p) if p.grad is None else p.grad
+    p.grad.copy_(g)
+
+
+@pytest.mark.parametrize("put", [assign, alias, write])
+def test_one_that_takes_the_place_of_the_windows_is_warned_of(put):
+    """As a plain loop has it: zero_grad(), a gradient by hand, step(). The last would be all that the window holds."""
+    net, (x, y) = model(), data()
+    opt = wrapped(net, 3)
+    for number, batch in enumerate(parts(x, y, (8, 8, 8))):
+        opt.zero_grad()
+        for p, g in zip(net.parameters(), gradient(net, *batch), strict=True):
+            put(p, g)
+        told = pytest.warns(RuntimeWarning, match=r"the window's sum, to which more.*torch\.autograd\.backward\(parameters, grad")
+        with told if number == 1 else contextlib.nullcontext():
+            opt.step()
+    assert opt.updated
+
+
+def test_one_per_window_is_that_windows():
+    net, (x, y) = model(), data()
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=0.0), accum_steps=2)
+    for _ in range(3):
+        expected = gradient(net, x, y)
+        for p, g in zip(net.parameters(), expected, strict=True):
+            p.grad = g.clone()
+        opt.step()
+        assert_grads(net, expected)
+        mean_loss(net, x, y).backward()
+        opt.step()
+        assert opt.updated
+        assert_grads(net, expected)
+        opt.zero_grad()
