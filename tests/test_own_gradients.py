@@ -76,7 +76,9 @@ def test_one_that_takes_the_place_of_the_windows_is_warned_of(put):
         opt.zero_grad()
         for p, g in zip(net.parameters(), gradient(net, *batch), strict=True):
             put(p, g)
-        told = pytest.warns(RuntimeWarning, match=r"the window's sum, to which more.*torch\.autograd\.backward\(parameters, grad")
+        told = pytest.warns(
+            RuntimeWarning, match=r"the window's sum, to which more.*torch\.autograd\.backward\(parameters, grad"
+        )
         with told if number == 1 else contextlib.nullcontext():
             opt.step()
     assert opt.updated
