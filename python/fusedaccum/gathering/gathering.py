@@ -482,9 +482,8 @@ class Gathering(Windows):
             self.accumulator.count()
         window, micro = self.ledger.window, self.ledger.micro
         if not micro.passes and self.sums.normalized_by is None:
-            self.sums.adopt_all(
-                self.sums.buffers.slots
-            )  # notices if what was put into p.grad took the place of the window's sum
+            # What was put into p.grad by hand may have taken the place of the window's sum; step() warns of that.
+            self.sums.adopt_all(self.sums.buffers.slots)
         first, sent, held = window.empty, self.ranks.sent, self.ranks.fully_sharded.holds_back
         if first and window.index == 0 and window.length == micro.parts > 2:  # two are often of two losses
             warn(
