@@ -127,9 +127,10 @@ class FullySharded:
     def drop(self) -> None:
         """Drop gradients that FSDP2 has not reduced."""
         for param in filter(_unreduced, self._params):
-            param.unsharded_accumulated_grad = None
             if getattr(param, "_unsharded_param", None) is not None:
                 param._unsharded_param.grad = None
+            if param.unsharded_accumulated_grad is not None:  # before PyTorch 2.15, from which on it only reads what was just dropped
+                param.unsharded_accumulated_grad = None
         for group in filter(_partly_reduced, self._groups):
             group._partial_reduce_output = None
 
