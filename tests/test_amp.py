@@ -362,26 +362,39 @@ def test_a_micro_batch_without_gradients_after_the_scalers_last_was_dropped():
     assert (p == -1.5).all()
 
 
+@pytest.mark.parametrize("accum_steps", [None, 2])
+def test_a_scalers_step_without_a_window_steps_nothing(accum_steps):
+    p = nn.Parameter(torch.zeros(4))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), accum_steps)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for backward in (*[True] * (accum_steps or 1), False):
+        if backward:
+            opt.backward(scaler.scale(p.sum()))
+        scaler.step(opt)
+        scaler.update()
+    assert (p == -1).all() and not opt.updated
+
+
 @pytest.mark.parametrize("resumed", [False, True])
 @pytest.mark.parametrize("accum_steps", [None, 1, 3])
 def test_another_scaler_takes_over_between_windows(accum_steps, resumed):
     p = nn.Parameter(torch.zeros(4))
     opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), accum_steps)
-    for window, init_scale in enumerate((1024.0, 65536.0)):
-        if window and resumed:  # by a script that does not save its scaler
+    one, other = (torch.amp.GradScaler("cpu", init_scale=scale) for scale in (1024.0, 65536.0))
+    for window, scaler in enumerate((one, other, other)):
+        if window == 1 and resumed:  # by a script that does not save its scaler
             state = opt.state_dict()
             del opt
             p.grad = None
             opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), accum_steps)
             opt.load_state_dict(state)
-        scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
         for _ in range(accum_steps or 1):
             opt.backward(scaler.scale(p.sum()))
             scaler.step(opt)
             scaler.update()
             opt.zero_grad()
         assert torch.equal(p, torch.full_like(p, -1.0 - window))
-    assert opt.last_window.loss is None  # which was divided by the other scale
+        assert (opt.last_window.loss is None) == (window == 1)  # which was divided by the other scale
 
 
 def test_another_scaler_within_a_window_is_refused():

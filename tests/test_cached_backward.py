@@ -117,6 +117,16 @@ def test_running_statistics_move_once():
         assert torch.equal(ours, theirs)
 
 
+def test_a_buffer_may_be_none():
+    net = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4, track_running_stats=False))
+    literal, x = copy.deepcopy(net), torch.randn(12, 5)
+    fa.cached_backward(lambda z: (z.T @ z).std(), net, x, micro_batch_size=4)
+    z = torch.cat([literal(part) for part in x.split(4)])
+    (z.T @ z).std().backward()
+    assert net[1].running_mean is None
+    assert_close(gradients(net), gradients(literal), 1e-5)
+
+
 @pytest.mark.parametrize("place", ["first pass", "loss"])
 def test_buffers_are_as_before_when_the_first_pass_or_the_loss_fails(place):
     net = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))

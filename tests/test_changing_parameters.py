@@ -91,9 +91,9 @@ def test_a_removed_parameter_counts_for_nothing_and_belongs_to_nobody(place):
     opt = fa.AccumulatingOptimizer(sgd(groups), 1, max_grad_norm=math.inf)
     mean_loss(net, x, y).backward()
     opt.step()
-    buffer = weakref.ref(first[0].grad)
+    buffer, memory = weakref.ref(first[0].grad), weakref.ref(first[0].grad._base)
     opt.param_groups = [opt.param_groups[1 - place]]
-    assert first[0].grad is None and buffer() is None
+    assert first[0].grad is None and buffer() is None and memory() is None
     mean_loss(net, x, y).backward()
     expected = torch.autograd.grad(mean_loss(net, x, y), first)
     for p, gradient in zip(first, expected, strict=True):  # as plain PyTorch leaves it there

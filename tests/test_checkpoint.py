@@ -186,6 +186,15 @@ def test_plain_state_loads_into_the_wrapper_and_the_wrappers_into_a_plain_optimi
     assert {int(s["step"]) for s in plain.state.values()} == {2}
 
 
+def test_the_inner_optimizer_is_given_its_own_state_alone():
+    net, (x, y) = model(), data()
+    opt, seen = wrapped(net, 2, make=adamw), []
+    train(net, opt, parts(x, y, (12, 8, 4)))
+    opt.optimizer.register_load_state_dict_pre_hook(lambda _, state: seen.append(set(state)))
+    opt.load_state_dict(opt.state_dict())
+    assert seen == [{"state", "param_groups"}]
+
+
 def test_saved_state_is_a_copy_of_the_window():
     net, (x, y) = model(), data()
     opt = wrapped(net, 3)
@@ -272,12 +281,26 @@ def test_open_window_of_other_settings_is_refused_and_nothing_is_loaded(saved, l
         assert torch.equal(p.grad, g)
 
 
-def test_accum_steps_may_differ_when_the_window_is_empty():
+@pytest.mark.parametrize("adapts", [False, True])
+def test_accum_steps_may_differ_when_the_window_is_empty(adapts):
     net, net2, (x, y) = model(), model(), data()
-    opt, other = wrapped(net, 2, make=adamw), wrapped(net2, 3, make=adamw)
+    settings = adapting(2) if adapts else {"accum_steps": 2}
+    opt, other = wrapped(net, make=adamw, **settings), wrapped(net2, 3, make=adamw)
     train(net, opt, parts(x, y, (12, 12)))
     other.load_state_dict(opt.state_dict())
     assert {int(s["step"]) for s in other.state.values()} == {1}
+
+
+def adapting(start):
+    return {"accum_steps": fa.schedules.noise_scale(start=start, at_most=8), "noise_scale": 0.9}
+
+
+def test_an_open_window_keeps_the_length_that_its_schedule_has_found():
+    net, net2, (x, y) = model(), model(), data()
+    opt, other = wrapped(net, **adapting(3)), wrapped(net2, **adapting(2))
+    train(net, opt, [(x, y)])
+    other.load_state_dict(opt.state_dict())
+    assert other.progress["micro_batch"] == opt.progress["micro_batch"] == "1/3"
 
 
 @pytest.mark.parametrize("settings", [{"accum_steps": 3}, {"window_weight": 3 * 24}], ids=str)

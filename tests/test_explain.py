@@ -3,6 +3,7 @@
 import fusedaccum as fa
 import pytest
 import torch
+from fusedaccum.recipes import calibration
 from torch import nn
 
 pytest.importorskip("tqdm")
@@ -344,3 +345,9 @@ def test_state_that_an_optimizer_makes_for_frozen_parameters_is_counted():
     found = fa.explain(net, desired_batch=8, micro_batch=4, optimizer=inner, show=False)
     kept = sum(x.nbytes for entry in inner.state.values() for x in entry.values())
     assert found.recommended.memory["optimizer"] == kept
+
+
+def test_the_hooks_cost_what_a_backward_takes_longer_with_them(monkeypatch):
+    seconds = {"wrapped": 5.0, "alone": 3.0}
+    monkeypatch.setattr(calibration, "median_seconds", lambda call, _: call() or seconds[call.__name__])
+    assert calibration.hook_seconds(torch.float32, torch.device("cpu")) == 2.0 / calibration.HOOKED

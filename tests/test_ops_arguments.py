@@ -138,6 +138,7 @@ GOOD_LISTS = {
     "interleaved": ([SHARED[::2], SHARED[1::2]], [z(5), z(5)], Layout.STRIDED),
     "subclass": ([Subclass(z()), torch.nn.Parameter(z())], [torch.nn.Parameter(z()), z()], Layout.FLAT),
     "empty-inside-another": ([SHARED, SHARED[3:3]], [z(10), z(0)], Layout.FLAT),
+    "empty-part-of-empty": ([z(0, 2)], [z(0, 3)[:, 1:]], Layout.FLAT),
 }
 
 

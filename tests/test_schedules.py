@@ -22,6 +22,9 @@ def test_schedule_rounds_to_the_nearest_and_may_always_shrink_by_one():
     for steps in (3, 2, 2):
         slow.window_closed(closed(0.0), 1)
         assert slow.steps == steps
+    default = schedules.noise_scale(start=4, at_most=100, every=1)
+    default.window_closed(closed(1000.0), 1)
+    assert default.steps == 8  # at most twice as long
 
 
 def test_a_loaded_schedule_keeps_its_own_bounds():

@@ -129,6 +129,23 @@ def test_a_tiny_norm_is_clipped_as_pytorch_clips_it():
     torch.testing.assert_close(net, big, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("patched", [False, True])
+def test_an_lr_scheduler_is_no_reason_to_bring_all_offloaded_gradients_at_once(patched):
+    inner = torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=1.0)
+    if patched:
+        inner.step = types.MethodType(lambda self, closure=None: None, inner)
+    torch.optim.lr_scheduler.StepLR(inner, 1)
+    assert fusedaccum.closing.applying.steps_each_alone(inner) is not patched
+
+
+def test_no_limit_leaves_a_window_alone_whose_norm_overflows():
+    p = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), max_grad_norm=math.inf)
+    (p * 1e200).sum().backward()
+    opt.step()
+    assert (p == -1e200).all() and opt.last_window.grad_norm == math.inf
+
+
 def test_grad_norm_covers_parameters_the_last_micro_batch_did_not_touch():
     net = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)]).double()
     x, y = data()

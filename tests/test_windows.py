@@ -90,6 +90,36 @@ def test_window_equals_big_batch_lbfgs():
     assert_same_parameters(net, big, 1e-9)  # a line search amplifies rounding
 
 
+@pytest.mark.parametrize("bad_at", [0, 1, 2])
+def test_lbfgs_steps_what_is_left_of_a_window_with_a_bad_micro_batch(bad_at):
+    net, (x, y) = model(), data()
+    big = twin(net)
+
+    def make(ps):
+        return torch.optim.LBFGS(ps, lr=0.5, max_iter=5)
+
+    opt, plain = wrapped(net, make=make, nonfinite="skip_micro_batch"), make(big.parameters())
+    batches = parts(x, y, (12, 12))
+    batches.insert(bad_at, (x * torch.nan, y))
+
+    def window():
+        for batch in batches:
+            opt.backward(mean_loss(net, *batch), weight=12)
+        return mean_loss(net, x, y).detach()
+
+    def whole():
+        plain.zero_grad()
+        loss = mean_loss(big, x, y)
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        opt.step(window)
+        plain.step(whole)
+        assert opt.updated and opt.last_window.micro_batches == 2
+    assert_same_parameters(net, big, 1e-9)
+
+
 def test_lbfgs_without_closure_says_what_to_do():
     opt = wrapped(model(), make=torch.optim.LBFGS)
     with pytest.raises(TypeError, match="closure"):

@@ -306,6 +306,8 @@ def refused(rank):
     model = sharded()
     with pytest.raises(ValueError, match=r"buffer_device='cpu'.*DTensor"):
         wrapped(model, buffer_device="cpu")
+    with pytest.raises(ValueError, match=r"shard=True.*are shards already"):
+        wrapped(model, accum_steps=2, shard=True)
     opt = wrapped(model, accum_steps=2)
     x, y, _weight, _ = share(0, 1, 0, 1)[0]
     with (

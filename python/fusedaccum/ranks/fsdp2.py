@@ -129,7 +129,7 @@ class FullySharded:
         for param in filter(_unreduced, self._params):
             if getattr(param, "_unsharded_param", None) is not None:
                 param._unsharded_param.grad = None
-            if param.unsharded_accumulated_grad is not None:  # before PyTorch 2.15, from which on it only reads what was just dropped
+            if param.unsharded_accumulated_grad is not None:  # since PyTorch 2.15 that is another name of the one above
                 param.unsharded_accumulated_grad = None
         for group in filter(_partly_reduced, self._groups):
             group._partial_reduce_output = None
