@@ -37,7 +37,10 @@ bool held_once(const at::TensorBase& x) {
 // As fusedaccum.intake.arrivals.exclusive(): one reference to the gradient, one to what it is a view of, and only theirs to the storage.
 bool exclusive(const at::Tensor& grad) {
   if (!held_once(grad) || !grad.has_storage()) return false;
-  const auto holders = grad.storage().use_count();
+  const at::Storage& storage = grad.storage();
+  // Memory that is not PyTorch's own (NumPy's). On a GPU it may be a CUDA graph's, which is not written again before backward is over.
+  if (grad.is_cpu() && !storage.resizable()) return false;
+  const auto holders = storage.use_count();
   if (!grad.is_view()) return holders == 1;
   return holders == 2 && held_once(grad._base());
 }

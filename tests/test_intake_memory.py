@@ -110,8 +110,14 @@ class Scratch(torch.autograd.Function):
 @pytest.mark.parametrize("policy", ["propagate", "skip_micro_batch"])
 @pytest.mark.parametrize(
     "hand_over",
-    [lambda buffer: buffer, torch.Tensor.detach, lambda buffer: buffer[:], lambda buffer: buffer.detach()[:]],
-    ids=["itself", "alias", "view", "view of an alias"],
+    [
+        lambda buffer: buffer,
+        torch.Tensor.detach,
+        lambda buffer: buffer[:],
+        lambda buffer: buffer.detach()[:],
+        lambda buffer: torch.from_numpy(buffer.numpy()),
+    ],
+    ids=["itself", "alias", "view", "view of an alias", "NumPy's"],
 )
 def test_static_gradient_overwritten_within_the_same_backward(hand_over, policy, monkeypatch):
     """A gradient that other code holds too is not queued: it might be overwritten before the bucket is full."""

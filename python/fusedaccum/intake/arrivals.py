@@ -178,8 +178,16 @@ def _nodes(parameters: Sequence[Parameter]) -> list[Any]:
 
 def exclusive(grads: tuple[Tensor | None, ...]) -> bool:
     """Is a hook's fresh gradient held by autograd alone, so that nothing else can write to it while it is queued?"""
+    if _is_foreign(grads):
+        return False
     counts, fresh = _holders(grads), _fresh_holders()[_is_view(grads)]
     return counts == fresh or all(count <= most for count, most in zip(counts, fresh, strict=True))
+
+
+def _is_foreign(grads: tuple[Tensor | None, ...]) -> bool:
+    """Is its memory not PyTorch's own (NumPy's)? On a GPU it may be a CUDA graph's, which is not written again before backward is over."""
+    grad = grads[0]
+    return grad is not None and grad.device.type == "cpu" and not grad.untyped_storage().resizable()
 
 
 def _is_view(grads: tuple[Tensor | None, ...]) -> bool:
