@@ -119,7 +119,7 @@ def _contestants(case: Case, shapes: ShapeSet, inputs: Inputs, moved: int, optio
     if case.stats:
         entries.append(Contestant("fusedaccum without stats", lambda i: ours(i, None), kind="variant"))
     if inputs[0][0][0].is_cuda:
-        entries += _on_gpu(inputs, scale, overwrite)
+        entries += _on_gpu(inputs, scale, overwrite, measured)
     if overwrite:
         entries.append(Contestant("copy_ per tensor", peer(peers.copy_each)))
         entries.append(Contestant("torch._foreach_copy_", peer(peers.copy_foreach)))
@@ -134,12 +134,12 @@ def _contestants(case: Case, shapes: ShapeSet, inputs: Inputs, moved: int, optio
     return entries + bandwidth
 
 
-def _on_gpu(inputs: Inputs, scale: float, overwrite: bool) -> list[Contestant]:
+def _on_gpu(inputs: Inputs, scale: float, overwrite: bool, stats: fa.ops.Stats | None) -> list[Contestant]:
     """What only a GPU has: the same calls with the Triton kernels, and replayed from CUDA graphs, without the host's time."""
 
     def add(i: int, backend: str) -> None:
         buffers, grads = inputs[i]
-        fa.ops.accumulate_(buffers, grads, scale, overwrite=overwrite, backend=backend)
+        fa.ops.accumulate_(buffers, grads, scale, overwrite=overwrite, stats=stats, backend=backend)
 
     names = {"triton": "fusedaccum, triton", "cuda": "fusedaccum, from a graph"}
     missing = {backend: _why_missing(backend) for backend in names}

@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import fusedaccum as fa
 import torch
@@ -41,7 +42,7 @@ def run(options: Options) -> list[Row]:
     """Predict and measure in turn; returns the rows, one per mode."""
     dtypes = ("bf16",) if options.quick else ("bf16", "fp32")
     todo = [(s, d) for s in options.chosen(SET_NAMES) for d in dtypes]
-    with Sink(NAME, options, len(todo)) as sink:
+    with Sink(NAME, replace(options, backend="auto"), len(todo)) as sink:  # as explain and its modes have it
         for name, dtype in todo:
             sink.case(f"{name} {dtype}")
             shapes = options.shapes_of(name)

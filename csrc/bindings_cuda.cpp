@@ -28,17 +28,18 @@ using fusedaccum::cuda::Pair;
 using fusedaccum::cuda::Scalar;
 
 // A float, or a 0-d tensor on the device; `kept` keeps what the kernel reads alive until it is launched (after that, the stream does).
-Scalar scalar_of(py::handle value, at::Tensor& kept) {
+// It is a copy if the tensor is an element of an output: some blocks would read what others had written.
+Scalar scalar_of(py::handle value, const Lists& lists, at::Tensor& kept) {
   Scalar scalar;
   if (!THPVariable_Check(value.ptr())) {
     scalar.host = value.cast<double>();
     return scalar;
   }
   kept = THPVariable_Unpack(value.ptr());
-  if (kept.scalar_type() == at::kFloat) {
+  if (kept.scalar_type() == at::kFloat && !lists.writes(kept.const_data_ptr())) {
     scalar.device_f32 = kept.const_data_ptr<float>();
   } else {
-    kept = kept.to(at::kDouble);
+    kept = kept.to(at::kDouble, /*non_blocking=*/false, /*copy=*/lists.writes(kept.const_data_ptr()));
     scalar.device_f64 = kept.const_data_ptr<double>();
   }
   return scalar;
@@ -102,22 +103,23 @@ int accumulate(py::handle buffers, py::handle grads, py::handle scale, bool over
   at::Tensor kept_scale, kept_decay;
   Call call;
   call.overwrite = overwrite;
-  call.scale = scalar_of(scale, kept_scale);
-  call.decay = scalar_of(decay, kept_decay);
   std::vector<uint64_t> counters;
   if (!rounding.is_none()) {
     call.stochastic = true;
     call.seed = rounding.attr("seed").cast<uint64_t>();
     counters = rounding.attr("counters").cast<std::vector<uint64_t>>();
   }
-  return run(Lists(buffers, grads, true), call, counters, stats);
+  const Lists lists(buffers, grads, true);
+  call.scale = scalar_of(scale, lists, kept_scale);
+  call.decay = scalar_of(decay, lists, kept_decay);
+  return run(lists, call, counters, stats);
 }
 
 int cast_lists(const Lists& lists, py::handle scale, py::handle stats) {
   at::Tensor kept;
   Call call;
   call.op = Op::kCast;
-  call.scale = scalar_of(scale, kept);
+  call.scale = scalar_of(scale, lists, kept);
   return run(lists, call, {}, stats);
 }
 

@@ -72,6 +72,17 @@ def test_peers_overwrite_with_what_we_overwrite_with(way: peers.Way) -> None:
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
+def test_what_only_a_gpu_has_measures_a_norm_where_we_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(fa.ops, "accumulate_", lambda *_, **options: asked.append(options))
+    monkeypatch.setattr(bench_accumulate, "_why_missing", {"triton": "", "cuda": "no CUDA here"}.get)
+    stats = fa.ops.Stats.empty()
+    triton, graph = bench_accumulate._on_gpu([([], [])], 0.5, overwrite=False, stats=stats)
+    triton.run(0)
+    assert asked == [{"overwrite": False, "stats": stats, "backend": "triton"}]
+    assert (graph.run, graph.skipped) == (None, "no CUDA here")
+
+
 def test_window_contestants_finish_with_the_same_gradient() -> None:
     micro_batches = [harness.filled([(40, 9), (130,)], torch.bfloat16, seed) for seed in range(8)]
     sums = [harness.filled([(40, 9), (130,)], torch.float32, seed=9) for _ in range(3)]

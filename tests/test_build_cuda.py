@@ -49,7 +49,7 @@ def test_cuda_extension_imports_without_a_gpu():
     extension = importlib.import_module("fusedaccum._cuda")
     assert callable(extension.accumulate_)
     assert extension.NEEDS_DRIVER == 12010
-    assert (extension.driver() >= 12010) == torch.cuda.is_available()
+    assert extension.driver() >= 12010 or not torch.cuda.is_available()  # a GPU may be hidden, its driver is there
 
 
 def test_cuda_backend_without_a_gpu_says_so():

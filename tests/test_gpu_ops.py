@@ -106,6 +106,21 @@ def test_scale_and_stats(backend, dtype):
             assert found[0].sq_norm == found[1].sq_norm
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("backend", ["reference", *KERNELS])
+def test_a_scale_that_is_written_too_is_read_before(backend, dtype):
+    """Called without the checks of ops, which make a number of a scale on the CPU, where Triton's interpreter runs."""
+    module = backends.select(backend, DEVICE, "scale_")
+    factor = torch.randn(1, dtype=dtype).abs() + 1.5
+    whole = torch.cat([factor, torch.randn(100_000, dtype=dtype)])
+    scaled, added = whole.to(DEVICE, copy=True), whole.to(DEVICE, copy=True)
+    module.scale_(scaled.split([1, 100_000]), scaled[0], None)
+    torch.testing.assert_close(scaled.cpu(), whole * factor)
+    grads, decay = added.clone().split([1, 100_000]), added[0] - 1
+    module.accumulate_(added.split([1, 100_000]), grads, added[0], False, decay, None, None)
+    torch.testing.assert_close(added.cpu(), whole * (factor - 1) + whole * factor)
+
+
 @pytest.mark.parametrize("counter", [0, 3, 2**64 - 5])
 @pytest.mark.parametrize(
     ("out", "x"), [(torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16), (torch.bfloat16, torch.float64)]

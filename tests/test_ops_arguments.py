@@ -313,6 +313,7 @@ def test_accumulate_refuses_scalars(backend, argument, value, error, message):
         torch.tensor(2.0),
         torch.tensor([2.0]),
         torch.tensor(2.0, requires_grad=True),
+        torch.tensor(-2j).conj().imag,
     ],
 )
 def test_accumulate_takes_every_kind_of_scalar(backend, value):

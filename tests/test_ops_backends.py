@@ -1,5 +1,7 @@
 """The table of backends: which one gets a call, what the environment variable says, and why one is missing."""
 
+import importlib.util
+import re
 import subprocess
 import sys
 import types
@@ -91,6 +93,43 @@ def test_a_backend_without_an_op_or_a_device(monkeypatch):
             ops.scale_([x], 2.0, backend="far")
     finally:
         backends._automatic.cache_clear()
+
+
+class _Driver:
+    """Triton's, on a machine without a C compiler, or on one where it works."""
+
+    def __init__(self, works):
+        self._works = works
+
+    @property
+    def active(self):
+        if not self._works:
+            raise RuntimeError("Failed to find C compiler")
+        return types.SimpleNamespace(get_current_target=lambda: "a GPU")
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or backends.INTERPRETED, reason="needs Triton, and not its interpreter"
+)
+@pytest.mark.parametrize(
+    ("capability", "hip", "works", "says"),
+    [
+        ((9, 0), None, True, None),
+        ((9, 0), None, False, r"cannot reach the GPU \(Failed to find C compiler\); it needs a C compiler"),
+        ((6, 1), None, True, "compute capability 7.0 and newer, and one here is of 6.1"),
+        ((6, 1), "7.2", True, None),
+    ],
+    ids=["fine", "no compiler", "an old GPU", "AMD"],
+)
+def test_triton_is_missing_where_it_would_fail(monkeypatch, capability, hip, works, says):
+    """So that "auto" takes the next backend there, instead of failing in the first backward."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: ((9, 0), capability)[i])
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr("triton.runtime.driver", _Driver(works))
+    reason = backends._triton_missing()
+    assert (reason is None) if says is None else re.search(says, reason)
 
 
 @pytest.mark.skipif(not NATIVE, reason="the extension fusedaccum._cpu was not built")

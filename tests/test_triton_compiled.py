@@ -29,7 +29,7 @@ MODES = {
 def machine_code(capability, kernel, constants, fuse=False):
     """(PTX, SASS) of a kernel."""
     import triton
-    from fusedaccum.triton_kernels import kernels
+    from fusedaccum.triton_kernels import backend, kernels
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -48,7 +48,7 @@ def machine_code(capability, kernel, constants, fuse=False):
     source = ASTSource(
         function, signature=signature, constexprs={(function.arg_names.index(k),): v for k, v in chosen.items()}
     )
-    options = {"num_warps": 8, "enable_fp_fusion": fuse}
+    options = backend.OPTIONS | ({"enable_fp_fusion": True} if fuse else {})
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     return compiled.asm["ptx"], disassembled(compiled.asm["cubin"])
 
@@ -110,9 +110,10 @@ def test_stochastic_rounding_compiles(out):
 
 
 @pytest.mark.parametrize("x", DTYPES)
-def test_measuring_compiles_to_16_byte_loads(x):
+def test_measuring_compiles_to_16_byte_loads_without_contraction(x):
     _, sass = machine_code(90, "measure", (("IN_DTYPE", x), ("ALIGNED", True), ("BLOCK", 4096)))
     assert wide_accesses(sass)[0] > 0
+    assert not re.search(r"\b[FD]FMA\b", sass)
 
 
 def test_these_checks_can_fail():

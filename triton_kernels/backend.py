@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fusedaccum.ops import Scalar, Stats, StochasticRounding
 
 BLOCK = 4096  # elements per program: 16 per thread, two to eight accesses of 16 bytes each way
-WARPS = 8
+OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}  # of every launch: a product is rounded before it is added
 AT_ONCE = (64 << 10) // 8  # numbers of a table
 DTYPES = {torch.float64: tl.float64, torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -58,7 +58,7 @@ def stats(tensors: Sequence[Tensor], into: Stats) -> None:
         for (_, dtype, aligned), rows in _rows(tensors, tensors, None).items():
             table = _Table(rows, (1.0, 1.0), 0, tensors[0].device)
             kernels.measure[(table.blocks,)](
-                table.on_device, len(rows), *tally.take(table.blocks), DTYPES[dtype], aligned, BLOCK, num_warps=WARPS
+                table.on_device, len(rows), *tally.take(table.blocks), DTYPES[dtype], aligned, BLOCK, **OPTIONS
             )  # fmt: skip
     tally.finish(into)
 
@@ -79,7 +79,10 @@ def _run(
     # Before the launches, so that if one fails, nobody takes the outputs to be unchanged.
     torch.autograd.graph.increment_version([x for x in outs if not x.is_inference()])
     with _device_of(outs[0]):
-        device_scale, device_decay = (x.double() if isinstance(x, Tensor) else None for x in (scale, decay))
+        doubles = any(x.dtype == torch.float64 for x in outs)  # of which a number may be an element: read from a copy
+        device_scale, device_decay = (
+            x.to(torch.float64, copy=doubles) if isinstance(x, Tensor) else None for x in (scale, decay)
+        )
         for (out, dtype, aligned), rows in _rows(outs, ins, rounding).items():
             table = _Table(rows, numbers, 0 if rounding is None else rounding.seed, outs[0].device)
             # Without statistics nothing is written there, but a kernel's argument must point to something.
@@ -99,8 +102,7 @@ def _run(
                 rounding is not None and out.itemsize == 2,
                 tally is not None,
                 BLOCK,
-                num_warps=WARPS,
-                enable_fp_fusion=False,
+                **OPTIONS,
             )
     if tally is not None and stats is not None:
         tally.finish(stats)

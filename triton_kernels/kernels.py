@@ -1,8 +1,7 @@
 """The kernels: one that writes (accumulate and cast are its modes) and one that only measures.
 
 A program takes BLOCK elements of one tensor, which it finds in a table on the device: so one launch serves any number of tensors.
-BF16 travels as 16-bit integers and is rounded here, which makes its bits the same on every GPU and in Triton's interpreter. Launch
-with ``enable_fp_fusion=False``, so that a product is rounded before it is added.
+BF16 travels as 16-bit integers and is rounded here, which makes its bits the same on every GPU and in Triton's interpreter.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False, disallow-untyped-decorators=False

@@ -23,11 +23,17 @@ struct Tally {
   static constexpr int kRegisters = kSums / F64::kWidth;
   F64::Vector sums[kRegisters] = {};
 
+  // The sum to which register i of a step goes. Split, four in a row are two of even elements, and two of the odd ones between these.
+  template <bool kSplit>
+  static constexpr int sum_of(int i) {
+    return kSplit ? i / 4 * 2 + i % 2 : i % kRegisters;
+  }
+
   template <bool kSplit>
   FUSEDACCUM_INLINE void add(const F64& x) {
     FUSEDACCUM_UNROLL
     for (int i = 0; i < F64::kCount; ++i) {
-      F64::Vector& sum = sums[kSplit ? i / 4 * 2 + i % 2 : i % kRegisters];
+      F64::Vector& sum = sums[sum_of<kSplit>(i)];
       sum += x.v[i] * x.v[i];
     }
   }
@@ -38,7 +44,7 @@ struct Tally {
 #if defined(__AVX512F__)
     FUSEDACCUM_UNROLL
     for (int i = 0; i < F64::kCount; ++i) {
-      F64::Vector& sum = sums[kSplit ? i / 4 * 2 + i % 2 : i % kRegisters];
+      F64::Vector& sum = sums[sum_of<kSplit>(i)];
       sum = (F64::Vector)_mm512_fmadd_pd((__m512d)wide.v[i], (__m512d)wide.v[i], (__m512d)sum);
     }
 #else

@@ -17,7 +17,7 @@ constexpr int kZeros = 1 << 12;
 // Read instead of a gradient when the scale is 0, so that its NaNs add nothing.
 alignas(64) const double zeros[kZeros] = {};
 
-bool wide16(DType type) { return type == kBF16 || type == kFP16; }
+bool is_16_bit(DType type) { return type == kBF16 || type == kFP16; }
 
 char* at(void* p, int64_t element, DType type) { return static_cast<char*>(p) + element * kItemSize[type]; }
 const char* at(const void* p, int64_t element, DType type) { return static_cast<const char*>(p) + element * kItemSize[type]; }
@@ -38,7 +38,7 @@ class Launch {
       return;
     }
     Parameters parameters{call_.scale, call_.decay, call_.seed, 0, prefetch_pays()};
-    const bool stochastic = call_.stochastic && wide16(pair.out_type);
+    const bool stochastic = call_.stochastic && is_16_bit(pair.out_type);
     if (stochastic) parameters.counter = call_.counters[chunk.tensor] + static_cast<uint64_t>(chunk.begin);
     char* out = at(pair.out, chunk.begin, pair.out_type);
     const Kernel kernel = kernels_.kernel[mode(pair, stochastic, out)][pair.out_type][pair.in_type];

@@ -105,13 +105,14 @@ FUSEDACCUM_DEVICE bool is_aligned(const T* p) {
   return reinterpret_cast<uintptr_t>(p) % sizeof(Pack<T, kCount>) == 0;
 }
 
-// The random numbers n to n + kCount - 1, n being a multiple of kCount: they lie in one block of 8.
+// The random numbers n to n + kCount - 1, n being a multiple of kCount: they lie in one block of 8, as one half or quarter of it, or all.
+// That part is taken by halving the block, because words[n / 2 % 4] would put the words into local memory.
 template <int kCount>
 FUSEDACCUM_DEVICE void draw(uint64_t n, uint64_t seed, uint32_t (&numbers)[kCount]) {
   uint32_t words[4];
   random_block(n >> 3, seed, words);
 #pragma unroll
-  for (int half = 4; half >= kCount; half /= 2) {  // of what is left of the block: which one is it?
+  for (int half = 4; half >= kCount; half /= 2) {  // numbers in a half of what is left: is it the upper one?
 #pragma unroll
     for (int i = 0; i < half / 2; ++i) words[i] = (n & half) != 0 ? words[i + half / 2] : words[i];
   }

@@ -262,7 +262,7 @@ cudaError_t run(const Pair* pairs, std::size_t count, DType out, DType in, const
   Batch batch;
   batch.call = call;
   batch.tensors = 0;
-  uint32_t blocks = 0;  // a grid may have 2^31 - 1 blocks, 2^45 elements: more than any device holds
+  uint32_t blocks = 0;  // a grid may have 2^31 - 1 blocks, 2^44 elements: more than any device holds
   for (std::size_t k = 0; k < count; ++k) {
     if (pairs[k].elements > 0) {
       batch.pairs[batch.tensors] = pairs[k];

@@ -27,6 +27,7 @@ def _serve(rank, size, store, timeout, backend, pipe, together):
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # distributed checkpoints of PyTorch 2.10
     warnings.filterwarnings("ignore", "Attempting to run cuBLAS")  # PyTorch of its own thread
+    warnings.filterwarnings("ignore", "'_UnionGenericAlias' is deprecated")  # PyTorch's compiler, in Python 3.14
     torch.set_num_threads(1)
     case, arguments = pipe.recv()  # imports the test's module, which on a busy machine can outlast a short timeout
     together.wait()

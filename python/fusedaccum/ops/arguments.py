@@ -217,7 +217,7 @@ def check_scalar(name: str, value: Any, device: torch.device | None) -> float | 
     if not isinstance(value, Tensor):
         return check_number(name, value)
     check_scalar_tensor(name, value, device)
-    value = value.detach().reshape(())
+    value = value.detach().reshape(()).resolve_neg()
     return value.item() if value.device.type == "cpu" else value
 
 

@@ -40,14 +40,31 @@ def _cuda_missing() -> str | None:
     missing = native.why_missing("_cuda")
     if missing or not torch.cuda.is_available():
         return missing or "torch finds no CUDA device on this machine"
-    capabilities = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
-    return native.why_not_on(capabilities) or native.why_not_with_driver()
+    return native.why_not_on(_capabilities()) or native.why_not_with_driver()
 
 
 def _triton_missing() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed; pip install triton"
-    return None if INTERPRETED or torch.cuda.is_available() else "torch finds no GPU on this machine"
+    if INTERPRETED:
+        return None
+    if not torch.cuda.is_available():
+        return "torch finds no GPU on this machine"
+    oldest = min(_capabilities())
+    if torch.version.hip is None and oldest < (7, 0):  # as torch.compile has it
+        name = ".".join(map(str, oldest))
+        return f"triton compiles for GPUs of compute capability 7.0 and newer, and one here is of {name}"
+    try:  # Triton compiles C at run time, to reach the GPU's driver: images that only run programs often have no compiler.
+        from triton.runtime import driver
+
+        driver.active.get_current_target()
+    except Exception as error:  # of many types: no compiler, no header of Python's, no library of the driver's
+        return f"triton cannot reach the GPU ({error}); it needs a C compiler (such as gcc) and Python's headers at run time"
+    return None
+
+
+def _capabilities() -> list[tuple[int, int]]:
+    return [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
 
 
 # In the order in which "auto" prefers them.

@@ -32,6 +32,7 @@ def accumulate_(
     stats: Stats | None,
 ) -> None:
     """``t = 0 if scale == 0 else grad * scale; buffer = round(t if overwrite else buffer * decay + t)``."""
+    scale, decay = _apart(scale), _apart(decay)
     bad = []
     for k, (buffer, grad) in enumerate(zip(buffers, grads, strict=True)):
         compute = compute_dtype(buffer, grad)
@@ -55,6 +56,7 @@ def scale_(tensors: list[Tensor], scale: float | Tensor, stats: Stats | None) ->
 @torch.no_grad()
 def cast_(outs: list[Tensor], ins: list[Tensor], scale: float | Tensor, stats: Stats | None) -> None:
     """``out = cast(in * scale)``, rounded to nearest even."""
+    scale = _apart(scale)
     for out, x in zip(outs, ins, strict=True):
         wide = x.detach().to(compute_dtype(out, x))
         out.copy_(_narrowed(wide * _scalar(scale, wide), out.dtype))
@@ -71,6 +73,11 @@ def stats(tensors: list[Tensor], into: Stats) -> None:
 def compute_dtype(out: Tensor, x: Tensor) -> torch.dtype:
     """FP64 if either side is, else FP32."""
     return torch.float64 if torch.float64 in (out.dtype, x.dtype) else torch.float32
+
+
+def _apart(value: float | Tensor) -> float | Tensor:
+    """A copy of a tensor, which may be an element of what will be written."""
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _scalar(value: float | Tensor, like: Tensor) -> float | Tensor:
