@@ -52,6 +52,8 @@ def why_no_cuda(root: Path | None) -> str | None:
     """None if the CUDA extension can be built. Whether there is a GPU does not matter: build machines have none."""
     if torch is None:
         return NO_TORCH
+    if torch.version.hip is not None:
+        return f"torch {torch.__version__} is for AMD's GPUs, for which there are Triton's kernels instead"
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA: install a CUDA build of torch"
     if root is None:

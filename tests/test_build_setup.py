@@ -43,8 +43,8 @@ esac
     return nvcc.parents[1]
 
 
-def torch_with(cuda):
-    return SimpleNamespace(__version__="2.14.1", version=SimpleNamespace(cuda=cuda))
+def torch_with(cuda, hip=None):
+    return SimpleNamespace(__version__="2.14.1", version=SimpleNamespace(cuda=cuda, hip=hip))
 
 
 def test_cuda_root_is_found_behind_a_wrapper_script(setup_py, toolkit):
@@ -61,6 +61,7 @@ def test_cuda_home_decides_where_it_is_set(setup_py, toolkit, monkeypatch, tmp_p
     [
         pytest.param(None, True, "no torch to build against", id="no-torch"),
         pytest.param(torch_with(None), True, "built without CUDA", id="cpu-torch"),
+        pytest.param(torch_with(None, "7.2"), False, "for AMD's GPUs, for which there are Triton's", id="amd"),
         pytest.param(torch_with("13.0"), False, "no nvcc found", id="no-nvcc"),
         pytest.param(torch_with("12.8"), True, "major versions must match", id="other-major"),
         pytest.param(torch_with("13.2"), True, None, id="other-minor"),

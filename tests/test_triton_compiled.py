@@ -25,9 +25,12 @@ MODES = {
 }
 
 
+AMD = {"gfx90a": 64, "gfx942": 64, "gfx1100": 32}  # MI200, MI300, RX 7900: the threads of a warp
+
+
 @functools.cache
-def machine_code(capability, kernel, constants, fuse=False):
-    """(PTX, SASS) of a kernel."""
+def compiled(target, kernel, constants, fuse=False):
+    """What Triton compiles a kernel to, by kind; ``target`` is as GPUTarget has it."""
     import triton
     from fusedaccum.triton_kernels import backend, kernels
     from triton.backends.compiler import GPUTarget
@@ -49,11 +52,12 @@ def machine_code(capability, kernel, constants, fuse=False):
         function, signature=signature, constexprs={(function.arg_names.index(k),): v for k, v in chosen.items()}
     )
     options = backend.OPTIONS | ({"enable_fp_fusion": True} if fuse else {})
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return compiled.asm["ptx"], disassembled(compiled.asm["cubin"])
+    return triton.compile(source, target=GPUTarget(*target), options=options).asm
 
 
+@functools.cache
 def disassembled(cubin):
+    """NVIDIA's machine code, readable."""
     import tempfile
 
     import triton
@@ -67,9 +71,22 @@ def disassembled(cubin):
         return subprocess.run([tool, "-sass", file.name], check=True, capture_output=True, text=True).stdout
 
 
-def write(capability, out, x, mode, aligned=True, fuse=False):
+def writing(target, out, x, mode, aligned=True, fuse=False):
     constants = {"OUT_DTYPE": out, "IN_DTYPE": x, "ALIGNED": aligned, "BLOCK": 4096, **mode}
-    return machine_code(capability, "write", tuple(constants.items()), fuse)
+    return compiled(target, "write", tuple(constants.items()), fuse)
+
+
+def measuring(target, x):
+    return compiled(target, "measure", (("IN_DTYPE", x), ("ALIGNED", True), ("BLOCK", 4096)))
+
+
+def nvidia(capability, *case, **options):
+    """The machine code of a kernel that writes."""
+    return disassembled(writing(("cuda", capability, 32), *case, **options)["cubin"])
+
+
+def amd(architecture, *case, **options):
+    return writing(("hip", architecture, AMD[architecture]), *case, **options)["amdgcn"]
 
 
 def count(sass, access, width):
@@ -85,17 +102,71 @@ def wide_accesses(sass):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_triton_kernel_compiles_to_16_byte_accesses(capability, mode):
-    _, sass = write(capability, "fp32", "bf16", MODES[mode])
+    sass = nvidia(capability, "fp32", "bf16", MODES[mode])
     assert count(sass, "STG", 16) > 0
     assert count(sass, "LDG", 16) > 0 or MODES[mode]["OVERWRITE"]  # of what is overwritten
     assert count(sass, "LDG", 8) > 0  # of BF16: as many elements
     assert not re.search(r"\b(LDL|STL)\b", sass), "local memory"
 
 
+def amd_accesses(code):
+    """The bytes a thread moves at once, of all global (loads, stores)."""
+    width = {"dwordx4": 16, "b128": 16, "dwordx2": 8, "b64": 8, "dword": 4, "b32": 4}  # others are of one 16-bit number
+    found = [re.findall(rf"\bglobal_{way}_(\w+)", code) for way in ("load", "store")]
+    return [{width.get(name, 2) for name in names} for names in found]
+
+
+def amd_contractions(code):
+    """Products that are not rounded before something is added, but for those of -1, and those to which -0 is added (so is FP16 multiplied)."""
+    return re.findall(r"\bv_(?:pk_)?(?:fma|mac|fmac|mad)\w*(?!.* (?:neg\(0\)|-1\.0)).*", code)
+
+
+def in_registers(code):
+    return ".private_segment_fixed_size: 0" in code and not re.search(r"_spill_count: +[1-9]", code)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("architecture", AMD)
+def test_for_amd_too_accesses_are_of_16_bytes(architecture, mode):
+    code = amd(architecture, "fp32", "bf16", MODES[mode])
+    loads, stores = amd_accesses(code)
+    assert 16 in stores
+    assert 8 in loads
+    assert 16 in loads or MODES[mode]["OVERWRITE"]
+    assert in_registers(code)
+
+
+@pytest.mark.parametrize(("out", "x"), PAIRS)
+def test_for_amd_too_every_dtype_pair_moves_packs_without_contraction(out, x):
+    code = amd("gfx942", out, x, ADD)
+    sizes = [{"fp64": 8, "fp32": 4}.get(name, 2) for name in (out, x)]
+    write_width, read_width = (16 * size // max(sizes) for size in sizes)
+    loads, stores = amd_accesses(code)
+    assert write_width in stores
+    assert {write_width, read_width} <= loads
+    assert not amd_contractions(code)
+    assert not re.search(r"\bs_barrier\b|\bds_", code), "threads exchange elements"
+    assert in_registers(code)
+
+
+@pytest.mark.parametrize("architecture", AMD)
+def test_for_amd_too_stochastic_rounding_and_measuring_compile(architecture):
+    for out in ("bf16", "fp16"):
+        code = amd(architecture, out, "bf16", ADD | {"STOCHASTIC": True})
+        assert 16 in set.intersection(*amd_accesses(code))
+        assert not amd_contractions(code)
+        assert in_registers(code)
+    for x in DTYPES:
+        code = measuring(("hip", architecture, AMD[architecture]), x)["amdgcn"]
+        assert 16 in amd_accesses(code)[0]
+        assert not amd_contractions(code)
+        assert in_registers(code)
+
+
 @pytest.mark.parametrize(("out", "x"), PAIRS)
 def test_every_dtype_pair_moves_packs_without_contraction(out, x):
     """As many elements at a time on both sides as there are in 16 bytes of the wider one, so that threads exchange nothing."""
-    _, sass = write(90, out, x, ADD)
+    sass = nvidia(90, out, x, ADD)
     sizes = [{"fp64": 8, "fp32": 4}.get(name, 2) for name in (out, x)]
     write_width, read_width = (16 * size // max(sizes) for size in sizes)
     assert min(count(sass, "LDG", write_width), count(sass, "LDG", read_width), count(sass, "STG", write_width)) > 0
@@ -105,20 +176,23 @@ def test_every_dtype_pair_moves_packs_without_contraction(out, x):
 
 @pytest.mark.parametrize("out", ["bf16", "fp16"])
 def test_stochastic_rounding_compiles(out):
-    _, sass = write(90, out, "bf16", ADD | {"STOCHASTIC": True})
+    sass = nvidia(90, out, "bf16", ADD | {"STOCHASTIC": True})
     assert min(wide_accesses(sass)) > 0
 
 
 @pytest.mark.parametrize("x", DTYPES)
 def test_measuring_compiles_to_16_byte_loads_without_contraction(x):
-    _, sass = machine_code(90, "measure", (("IN_DTYPE", x), ("ALIGNED", True), ("BLOCK", 4096)))
+    sass = disassembled(measuring(("cuda", 90, 32), x)["cubin"])
     assert wide_accesses(sass)[0] > 0
     assert not re.search(r"\b[FD]FMA\b", sass)
 
 
 def test_these_checks_can_fail():
     """With planted faults: misaligned pointers, and contraction allowed."""
-    _, misaligned = write(90, "fp32", "bf16", ADD, aligned=False)
+    misaligned = nvidia(90, "fp32", "bf16", ADD, aligned=False)
     assert wide_accesses(misaligned) == (0, 0)
-    _, fused = write(90, "fp32", "bf16", ADD, fuse=True)
+    fused = nvidia(90, "fp32", "bf16", ADD, fuse=True)
     assert re.search(r"\bFFMA\b", fused)
+    assert 16 not in set.union(*amd_accesses(amd("gfx942", "fp32", "bf16", ADD, aligned=False)))
+    for x in ("bf16", "fp16"):
+        assert amd_contractions(amd("gfx942", "fp32", x, ADD, fuse=True))
