@@ -117,7 +117,7 @@ def amd_accesses(code):
 
 
 def amd_contractions(code):
-    """Products that are not rounded before something is added, but for those of -1, and those to which -0 is added (so is FP16 multiplied)."""
+    """Products not rounded before something is added; but those of -1, and those to which -0 is added (so is FP16 multiplied), are fine."""
     return re.findall(r"\bv_(?:pk_)?(?:fma|mac|fmac|mad)\w*(?!.* (?:neg\(0\)|-1\.0)).*", code)
 
 
