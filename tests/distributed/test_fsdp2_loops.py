@@ -7,7 +7,7 @@ import fusedaccum as fa
 import pytest
 import torch
 import torch.distributed as dist
-from parts import assert_close, big_batch, full, made, mean_loss, one_batch, sgd, share, wrapped
+from parts import assert_close, big_batch, full, made, mean_loss, micro_batches, one_batch, sgd, share, wrapped
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -92,6 +92,42 @@ def in_a_dataclass(rank):
         opt.backward((module(x, False)["all"][0].logits - y).square().mean(), weight=weight)
         opt.step()
     return [p.full_tensor().detach() for p in module.parameters()]
+
+
+def evaluated_before_the_step(rank, closes):
+    model = made()
+    fully_shard([model.first, model.second])
+    fully_shard(model)
+    opt = wrapped(model, accum_steps=None if closes == "step" else 4)
+    losses = []
+    for window in range(2):
+        parts = share(window, 4, rank, 2)
+        for x, y, weight, _ in parts:
+            opt.backward(mean_loss(model, x, y, False), weight=weight)
+            if closes == "flush":
+                opt.step()
+        with torch.no_grad():
+            model(parts[0][0])  # leaves the root's parameters gathered
+        opt.step() if closes == "step" else opt.flush()
+        with torch.no_grad():
+            losses.append([float(mean_loss(model, x, y, False)) for x, y, *_ in micro_batches(window, 4)])
+        model.reshard()
+    return [full(p) for p in model.parameters()], losses
+
+
+@pytest.mark.parametrize("closes", ["step", "flush"])
+def test_an_evaluation_just_before_the_step_keeps_no_old_weights(worlds, closes):
+    """In plain PyTorch the next forward uses the root's parameters of before the step."""
+    model = made()
+    opt = sgd(model.parameters())
+    theirs = []
+    for window in range(2):
+        big_batch(model, opt, window, 4, sometimes=False)
+        with torch.no_grad():
+            theirs.append([float(mean_loss(model, x, y, False)) for x, y, *_ in micro_batches(window, 4)])
+    for params, losses in worlds(2).run(evaluated_before_the_step, closes=closes):
+        assert_close(params, [p.detach() for p in model.parameters()])
+        assert losses == [pytest.approx(window, rel=1e-4) for window in theirs]
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="before torch 2.13 FSDP2 does not look into dataclasses")

@@ -124,6 +124,13 @@ class FullySharded:
             if event is not None:
                 event.synchronize()
 
+    def reshard(self) -> None:
+        """Free parameters that a forward without a backward (an evaluation) has left gathered, as FSDP2 leaves those of the root: the next
+        forward would use them, and they do not know of a step.
+        """
+        for group in self._groups:
+            group.reshard()
+
     def drop(self) -> None:
         """Drop gradients that FSDP2 has not reduced."""
         for param in filter(_unreduced, self._params):

@@ -240,6 +240,7 @@ class Ranks(Alone):
     def agree(self, overflow: bool | Tensor) -> bool | Tensor:
         if not self.agreed:
             self.fully_sharded.check_reduced("the window ends")
+            self.fully_sharded.reshard()
             with self._or_dropped():
                 self._agree(overflow)
             self.replicas.window_ended()
