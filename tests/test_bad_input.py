@@ -159,7 +159,7 @@ def test_what_can_be_wrapped():
         fa.AccumulatingOptimizer(sgd([nn.Parameter(torch.zeros(2, dtype=torch.complex64))]))
     p = nn.Parameter(torch.zeros(2))
     p.grad = torch.ones(2)
-    with pytest.raises(ValueError, match=r"has a gradient already.*set \.grad of all"):
+    with pytest.raises(ValueError, match=r"has a gradient already.*call optimizer\.zero_grad\(\) first"):
         fa.AccumulatingOptimizer(sgd([p]))
 
 
@@ -287,8 +287,18 @@ def test_weights_that_differ_within_one_micro_batch():
     mean_loss(net, x, y).backward()
     with pytest.raises(ValueError, match="weight 5 comes too late"):
         opt.backward(mean_loss(net, x, y), weight=5)
-    opt.step()
+    with pytest.warns(
+        RuntimeWarning, match="some micro-batches of this window were given a weight and others were not"
+    ):
+        opt.step()
     assert opt.last_window.weight == 5
+
+
+def test_an_optimizer_that_has_lost_its_parameters():
+    inner = sgd(model().parameters())
+    inner.param_groups = []
+    with pytest.raises(ValueError, match=r"optimizer has no parameters.*from model\.parameters\(\)"):
+        fa.AccumulatingOptimizer(inner, 2)
 
 
 @pytest.mark.parametrize("call", ["step", "flush", "state_dict", "backward", "micro_batch"])

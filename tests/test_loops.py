@@ -87,6 +87,103 @@ def test_a_step_that_is_left_under_the_old_condition_is_warned_of(steps, how):
     assert len(told) == (steps == 4 and how != "block")
 
 
+def test_a_gan_in_windows_that_the_caller_ends_clears_gradients_by_its_models():
+    """Each model's zero_grad() drops what the other's loss has left in it, as in plain PyTorch, and nothing is warned of."""
+    net = gan()
+    big, generator = twin(net), torch.Generator().manual_seed(1)
+    batches = [[torch.randn(4, n, generator=generator).double() for n in (6, 2)] for _ in range(4)]
+    for n in (net, big):
+        opts = {half: adam(n, half) for half in n}
+        if n is net:
+            opts = {half: fa.AccumulatingOptimizer(opt, reduction="none") for half, opt in opts.items()}
+        for batch in batches:
+            judged, made_by = losses(n, *batch)
+            n["judges"].zero_grad()
+            judged.backward()
+            opts["judges"].step()
+            n["makes"].zero_grad()
+            made_by().backward()
+            opts["makes"].step()
+    assert_same_parameters(net, big, 1e-12)
+
+
+@pytest.mark.parametrize("steps", [None, 4])
+@pytest.mark.parametrize("zeroes", ["opt", "to zeros", "model", "never"])
+def test_what_is_done_once_a_window_is_done_once(steps, zeroes):
+    """`if opt.updated:` after every micro-batch, in a loop that calls step() after each, or after every fourth."""
+    net, (x, y) = model(), data()
+    opt = wrapped(net, steps)
+    at = []
+    for number in range(12):
+        mean_loss(net, x, y).backward()
+        if steps or number % 4 == 3:
+            opt.step()
+            if zeroes == "model" and opt.updated:
+                net.zero_grad()
+            elif zeroes in ("opt", "to zeros"):
+                opt.zero_grad(set_to_none=zeroes == "opt")
+        if opt.updated:
+            at.append(number)
+    assert at == [3, 7, 11]
+
+
+def test_a_window_that_is_dropped_has_not_updated():
+    net, (x, y) = model(), data()
+    opt = wrapped(net)
+    for drop in (opt.reset, opt.zero_grad):
+        mean_loss(net, x, y).backward()
+        opt.step()
+        assert opt.updated
+        mean_loss(net, x, y).backward()
+        drop()
+        assert not opt.updated
+
+
+@pytest.mark.parametrize("when", ["micro-batch", "window", "epoch", "partial window"])
+def test_a_scheduler_that_moves_inside_the_first_window_is_warned_of(when):
+    net, (x, y) = model(), data()
+    opt = wrapped(net, 4)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 100)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for number in range(10):
+            mean_loss(net, x, y).backward()
+            opt.step()
+            if when == "micro-batch" or (when == "window" and opt.updated) or (when == "epoch" and number % 5 == 4):
+                scheduler.step()
+            if when == "partial window" and number == 1:
+                opt.flush()
+                scheduler.step()
+    expected = ["a scheduler steps inside window 0, of which 1/4 micro-batches are in"] if when == "micro-batch" else []
+    assert [str(w.message).partition(":")[0] for w in told] == expected
+    assert all(w.filename == __file__ for w in told)
+
+
+@pytest.mark.parametrize("how", ["block", "apart", "one of two", "all", "none", "window_weight"])
+def test_a_weight_that_is_missing_beside_others_is_warned_of_once(how):
+    """A second loss of each micro-batch, in windows that the caller ends; then one micro-batch of two; then window_weight without any."""
+    net, (x, y) = model(), data()
+    opt = wrapped(net, window_weight=3.0) if how == "window_weight" else wrapped(net)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for number in range(6):
+            with opt.micro_batch(weight=400) if how == "block" else nullcontext():
+                loss = mean_loss(net, x, y)
+                if how in ("apart", "all") or (how == "one of two" and number % 2):
+                    opt.backward(loss, weight=400)
+                else:
+                    loss.backward()
+                if how in ("block", "apart"):
+                    net[0].weight.square().sum().backward()
+            if number % 2 or how == "window_weight":
+                opt.step()
+    assert [str(w.message).partition(":")[0] for w in told] == {
+        "apart": ["some micro-batches of this window were given a weight and others were not"],
+        "one of two": ["some micro-batches of this window were given a weight and others were not"],
+        "window_weight": ["window_weight=3, but this micro-batch was given no weight"],
+    }.get(how, [])
+
+
 class SAM(torch.optim.SGD):
     """Foret et al., 2020, as packaged: climbs along one gradient, and descends from there along another."""
 

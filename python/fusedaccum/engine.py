@@ -21,6 +21,7 @@ def within_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+@outside_graphs
 def when_backward_ends(call: Callable[[], None]) -> None:
     """Have the engine call this at the end of the backward pass that runs the caller; of a re-entrant one, if it is that."""
     torch.autograd.Variable._execution_engine.queue_callback(call)

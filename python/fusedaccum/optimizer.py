@@ -194,7 +194,7 @@ class AccumulatingOptimizer(Wrapper):
             RuntimeError: a parameter has changed its dtype, device or shape since it was wrapped; or an exception broke off a step()
                 while it divided the window's sums, and the window must be repeated after ``reset()``.
         """
-        self._closing.updated = False  # also where this raises
+        self._gathering.updated = False  # also where this raises
         try:
             self._not_inside("step()")
             given = self._ledger.late_weight(weight)
@@ -236,7 +236,7 @@ class AccumulatingOptimizer(Wrapper):
         if "settings" not in self.__dict__:  # an object of another class, made by Lightning, in front of the wrapper
             assert isinstance(self.optimizer, AccumulatingOptimizer)
             return self.optimizer.flush()
-        self._closing.updated = False
+        self._gathering.updated = False
         self._not_inside("flush()")
         self._begin_step()
         if isinstance(self.optimizer, LBFGS) and self._ledger.is_open:
@@ -258,6 +258,7 @@ class AccumulatingOptimizer(Wrapper):
         The loss scale last seen from a GradScaler is forgotten too, until the scaler steps again.
         """
         self._not_inside("reset()")
+        self._gathering.updated = False
         self._gathering.settle()
         self._gathering.reset()
         self._ledger.drop_forwards()  # which zero_grad(), often called between forward and backward, leaves alone
@@ -328,11 +329,12 @@ class AccumulatingOptimizer(Wrapper):
 
     @property
     def updated(self) -> bool:
-        """Did the last ``step()`` or ``flush()`` change the parameters? (``if opt.updated: scheduler.step()``.)
+        """Did the last ``step()`` or ``flush()`` change the parameters? (``if opt.updated: scheduler.step()``.) False again from the next
+        backward on, so that code which runs after every micro-batch, also after those without a ``step()``, sees a window once.
 
         Waits for the device only if the decision was left to a fused optimizer there.
         """
-        return bool(self._closing.updated)
+        return bool(self._gathering.updated)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the inner optimizer, and accumulate its parameters too; raises as the constructor does.

@@ -18,6 +18,7 @@ from .checkpoint import checkpoint
 from .closing.closing import Closing
 from .gathering.gathering import Gathering
 from .modules import collect_garbage
+from .warn import warn
 from .window.amp import LossScale
 from .window.settings import Settings, check_lent, check_parameter
 from .window.window import Schedule
@@ -78,9 +79,10 @@ class Wrapper(Optimizer):
         for name, p in new:
             if self._taken_by_another(p):
                 raise ValueError(
-                    f"parameter {name} belongs to another AccumulatingOptimizer already, which would take its gradients; let that one go "
-                    "first (opt.param_groups = [], or delete it and the scheduler that holds it too). Of two optimizers for one parameter, "
-                    "wrap only one, and that without accum_steps and window_weight"
+                    f"parameter {name} belongs to another AccumulatingOptimizer already, which would take its gradients. If that one is "
+                    "left over (from an earlier run of a notebook's cell), delete it and what else holds it, such as its scheduler (`del "
+                    "scheduler`), and build the optimizer anew. Of two optimizers for one parameter, wrap only one, and that without "
+                    "accum_steps and window_weight"
                 )
             check_parameter(name, p, self.settings)
             if main_grad.asks(p):
@@ -197,7 +199,7 @@ class Wrapper(Optimizer):
             "scales": vars(self.optimizer).get("_step_supports_amp_scaling", False),
             "settings": self.settings,
             "own": checkpoint.save(self),
-            "last": (self._closing.last_window, self._closing.updated),
+            "last": (self._closing.last_window, self._gathering.updated),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -206,7 +208,7 @@ class Wrapper(Optimizer):
             self.optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
         self._build_anew(state["own"]["seed"])
         checkpoint.load(self, state["own"])
-        self._closing.last_window, self._closing.updated = state["last"]
+        self._closing.last_window, self._gathering.updated = state["last"]
 
     def _build_anew(self, seed: int | None) -> None:
         """Build the wrapper again, for parameters that were replaced, or have changed, since the optimizer was wrapped."""
@@ -225,6 +227,22 @@ class Wrapper(Optimizer):
             raise RuntimeError(
                 f"{call} was called inside micro_batch(), which holds one whole micro-batch; call it after the block"
             )
+
+    # -- a learning-rate scheduler notes here that step() was called, and asks when it steps for the first time ----
+
+    @property
+    def _opt_called(self) -> bool:
+        called: bool = self.__dict__.get("_opt_called", False)
+        if called and self._ledger.index == 0 and self._ledger.is_open:
+            warn(
+                f"a scheduler steps inside window 0, of which {self._ledger.progress['micro_batch']} micro-batches are in: a schedule that "
+                "moves with every micro-batch ends too early; step it once per window: if opt.updated: scheduler.step()"
+            )
+        return called
+
+    @_opt_called.setter
+    def _opt_called(self, value: bool) -> None:
+        self.__dict__["_opt_called"] = value
 
     # -- GradScaler.step() sets and deletes grad_scale and found_inf around our step() ---------------------------
 

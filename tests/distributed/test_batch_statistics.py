@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import batch_norm
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -87,6 +88,64 @@ def test_the_population_is_that_of_all_ranks(world, kind):
     states = world.run(all_train, kind=kind)
     assert_alike(states)
     assert_statistics(states[0], oracle([(range(COUNT), window) for window in range(WINDOWS)]), WINDOWS)
+
+
+def inner_norm(rank, wraps):
+    """A BatchNorm whose input is that of the model, after a layer with parameters."""
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.eye(3))
+        model[0].bias.zero_()
+    if wraps == "each":
+        fully_shard(model[1])
+    fully_shard(model)
+    return fa.accumulate_batchnorm(model)
+
+
+def sharded(rank, wraps):
+    model = inner_norm(rank, wraps)
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), accum_steps=2)
+    gather(model, opt, 0, [rank])
+    saved = opt.state_dict()
+    gather(model, opt, 0, [2 + rank])
+    opt.load_state_dict(saved)
+    model[1].reset_running_stats()
+    gather(model, opt, 0, [2 + rank])
+    gather(model, opt, 1, [rank, 2 + rank])
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("wraps", ["root", "each"])
+def test_fsdp2_takes_the_parameters_out_of_a_layer_while_it_runs(worlds, wraps):
+    expected = oracle([(range(COUNT), window) for window in range(WINDOWS)])
+    for state in worlds(2).run(sharded, wraps=wraps):
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            torch.testing.assert_close(state[f"1.{name}"], expected[name], rtol=1e-6, atol=1e-6)
+
+
+def held_back_and_bad(rank, bad):
+    """FSDP2 reduces the gradients of micro-batches 0 and 1 together, and those of 2 and 3."""
+    model = inner_norm(rank, "root")
+    opt = fa.AccumulatingOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.0), accum_steps=4, nonfinite="skip_micro_batch"
+    )
+    for number in range(4):
+        model.set_requires_gradient_sync(number % 2 == 1)
+        loss = model(micro_batch(0, 2 * number + rank)).square().mean()
+        (loss * float("nan") if number == bad and rank == 0 else loss).backward()
+        opt.step()
+    return model.state_dict(), opt.last_window.micro_batches
+
+
+@pytest.mark.parametrize("bad", [1, 2])
+def test_what_fsdp2_holds_back_is_left_out_with_a_bad_micro_batch(worlds, bad):
+    kept = [number for number in range(4) if number // 2 != bad // 2]
+    expected = oracle([([2 * number + rank for number in kept for rank in range(2)], 0)])
+    for state, micro_batches in worlds(2).run(held_back_and_bad, bad=bad):
+        assert micro_batches == 4
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            torch.testing.assert_close(state[f"1.{name}"], expected[name], rtol=1e-6, atol=1e-6)
 
 
 def without_data(rank, kind):

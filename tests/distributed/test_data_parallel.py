@@ -281,6 +281,27 @@ def test_normalised_and_clipped_by_hand(world):
         assert_close(ours, theirs)
 
 
+def weighed_late(rank):
+    model = made()
+    opt = wrapped(model, accum_steps=1, reduction="none", process_group=dist.group.WORLD)
+    x, y, *_ = share(0, 2, rank, 2)[0]
+    opt.backward(mean_loss(model, x, y, False))
+    opt.normalize_()
+    with pytest.raises(
+        ValueError, match=r"step\(weight=5\) comes too late: opt.normalize_\(\) has added up the weights"
+    ):
+        opt.step(weight=5)
+    opt.step()
+    opt.backward(mean_loss(model, x, y, False), weight=5)
+    opt.normalize_()
+    opt.step()
+    return float(opt.last_window.weight)
+
+
+def test_a_weight_that_comes_after_the_ranks_weights_were_added_up_is_refused(worlds):
+    assert worlds(2).run(weighed_late) == [10.0, 10.0]
+
+
 def weightless(rank):
     torch.manual_seed(1)
     model = nn.Linear(4, 4).bfloat16()

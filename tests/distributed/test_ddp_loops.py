@@ -115,6 +115,37 @@ def test_where_no_rank_has_anything_to_normalise_all_can_go_on(worlds):
     assert worlds(2).run(normalised_nothing) == [2, 2]
 
 
+def interrupted(rank, at, sync):
+    """On the ranks ``at``, the second micro-batch fails before its backward."""
+    model = made()
+    module = DDP(model, find_unused_parameters=True)
+    opt = wrapped(module)
+    for window in range(2):
+        for number, (x, y, weight, _) in enumerate(share(window, 6, rank, 2)):
+            unsynced = contextlib.nullcontext() if sync else module.no_sync()
+            with unsynced, contextlib.suppress(ArithmeticError), opt.micro_batch(weight=weight):
+                loss = mean_loss(module, x, y, False)
+                if number == 1 and rank in at:
+                    raise ArithmeticError
+                loss.backward()
+        opt.step()
+        opt.zero_grad()
+    return list(model.parameters()), opt.last_window.micro_batches
+
+
+@pytest.mark.parametrize("sync", [True, False], ids=["synced", "no_sync"])
+def test_an_exception_before_a_backward_costs_its_micro_batch_only(worlds, sync):
+    at = (0, 1) if sync else (1,)  # a synchronised backward is one of all ranks
+    model = made()
+    opt = sgd(model.parameters())
+    for window in range(2):
+        parts = [(i, part) for i, part in enumerate(share(window, 6, 0, 1)) if i not in [2 + rank for rank in at]]
+        one_batch(model, opt, [(x, y, weight, False) for _, (x, y, weight, _) in parts])
+    for ours, micro_batches in worlds(2).run(interrupted, at=at, sync=sync):
+        assert_close(ours, list(model.parameters()))
+        assert micro_batches == 6 - len(at)
+
+
 def clipped(rank, how):
     """A 16-bit model with gradients 4 and 0 on the two ranks, so 2 in the mean."""
     module = DDP(nn.Linear(4, 1, bias=False).bfloat16())

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from parts import assert_close, big_batch, full, made, mean_loss, micro_batches, one_batch, sgd, share, wrapped
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 
 def in_other_orders(rank, how):
@@ -92,6 +92,43 @@ def in_a_dataclass(rank):
         opt.backward((module(x, False)["all"][0].logits - y).square().mean(), weight=weight)
         opt.step()
     return [p.full_tensor().detach() for p in module.parameters()]
+
+
+def with_an_output_dtype(rank, call, settings):
+    model = made()
+    fully_shard([model.first, model.second])
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(output_dtype=torch.float64))
+    opt = wrapped(model, **settings)
+    for window in range(2):
+        for x, y, *_ in share(window, 4, rank, 2, equal=True):
+            loss = mean_loss(model, x, y, False)
+            assert loss.dtype == torch.float64
+            opt.backward(loss) if call == "opt.backward" else loss.backward()
+            if settings:
+                opt.step()
+        if not settings:
+            opt.step()
+        opt.zero_grad()
+    return [full(p) for p in model.parameters()], opt.last_window
+
+
+@pytest.mark.parametrize("call", ["opt.backward", "loss.backward"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"accum_steps": 2}, {"accum_steps": 2, "nonfinite": "skip_micro_batch"}], ids=str
+)
+def test_the_roots_output_in_another_dtype(worlds, call, settings):
+    """FSDP2 hooks the output before it casts it. So it queues the reduction of what is left at the end of backward after our hook."""
+    model = made()
+    opt = sgd(model.parameters())
+    for window in range(2):
+        with torch.no_grad():
+            loss = sum(float(mean_loss(model, x, y, False)) for x, y, *_ in micro_batches(window, 4, True)) / 4
+        big_batch(model, opt, window, 4, equal=True, sometimes=False)
+    for params, last in worlds(2).run(with_an_output_dtype, call=call, settings=settings):
+        assert_close(params, [p.detach() for p in model.parameters()])
+        assert last.micro_batches == 4
+        if call == "opt.backward":
+            assert float(last.loss) == pytest.approx(loss)
 
 
 def evaluated_before_the_step(rank, closes):
@@ -192,9 +229,9 @@ def test_gradients_that_fsdp2_holds_back_in_windows_of_the_caller(worlds):
     opt = sgd(model.parameters())
     for window in range(2):
         big_batch(model, opt, window, 6, True, sometimes=False)
-    for ours, micro_batches in worlds(2).run(owned_and_held_back):
+    for ours, count in worlds(2).run(owned_and_held_back):
         assert_close(ours, list(model.parameters()))
-        assert micro_batches == 6
+        assert count == 6
 
 
 def held_back_and_bad(rank, bad, synced):

@@ -135,6 +135,35 @@ def test_scales_of_many_ranks_are_told_apart_whatever_their_sums_are_rounded_to(
             assert live.of_equal_scales() == (other == scale)
 
 
+def normalised_first(rank):
+    torch.manual_seed(1)
+    model = nn.Linear(4, 4)
+    opt = wrapped(model, accum_steps=1, process_group=dist.group.WORLD)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+    for window in range(3):
+        torch.manual_seed(20 * window + rank)
+        scaler.scale(model(torch.randn(3, 4)).square().mean()).backward()
+        opt.normalize_()
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+    return contents(model, opt)
+
+
+def test_a_window_that_normalize_has_ended_before_the_scaler_was_seen(worlds):
+    torch.manual_seed(1)
+    model = nn.Linear(4, 4)
+    opt = sgd(model.parameters())
+    for window in range(3):
+        opt.zero_grad()
+        for rank in range(2):
+            torch.manual_seed(20 * window + rank)
+            (model(torch.randn(3, 4)).square().mean() / 2).backward()
+        opt.step()
+    for ours in worlds(2).run(normalised_first):
+        assert_close(ours, contents(model, opt))
+
+
 def without_data(rank):
     """Rank 1 has no data, and its scaler is never used."""
     torch.manual_seed(1)

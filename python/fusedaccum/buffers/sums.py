@@ -167,8 +167,10 @@ class Sums:
     def warn_dropped(self, which: str, so: str) -> None:
         if not self._warned_dropped:
             self._warned_dropped = True
-            message = f"{which} was set to None inside an open window (by model.zero_grad()?): {so}. (Further cases are not reported.)"
-            warn(message)
+            warn(
+                f"{which} was set to None inside an open window (by zero_grad() of the model, or of the inner optimizer?): {so}. (Further "
+                "cases are not reported.)"
+            )
 
     def warn_written(self, so: str) -> None:
         """Warn, once, if other code has written to the sums that ``p.grad`` shows as if they were this micro-batch's, or a mean."""
@@ -178,7 +180,8 @@ class Sums:
             self._warned_written = True
             warn(
                 "p.grad was written to (clip_grad_norm_? model.zero_grad(set_to_none=False)? p.grad = ...?), but it is the window's sum, "
-                f"{so}. Clip with max_grad_norm=, or at the window's end after opt.normalize_(). Gradients of your own join the window by "
+                f"{so}. Clip with max_grad_norm= (math.inf only measures the norm), or at the window's end after opt.normalize_(); if the "
+                "losses are divided already, reduction='none' takes sums as they are. Gradients of your own join the window by "
                 "torch.autograd.backward(parameters, gradients). (Further cases are not reported.)"
             )
 

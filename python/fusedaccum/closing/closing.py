@@ -40,7 +40,6 @@ class Closing:
         self._gathering, self._masters, self._settings = gathering, masters, settings
         self._sums, self._ledger = gathering.sums, gathering.ledger
         self.last_window: LastWindow | None = None
-        self.updated: bool | Tensor = False
         self.noise = None if settings.noise_scale is None else NoiseScale(settings.noise_scale)
         self._unapplied: Conclusion | None = None  # a closed window, until it is applied and reported
         self.at_work = False
@@ -74,7 +73,9 @@ class Closing:
             return False
         if scale.unscaled:
             self._sums.norms.forget_all()  # GradScaler writes without raising the tensors' versions
-        scale.step_by_scaler(window, self._gathering.losses, window.empty or self._settings.schedule.caller_owned)
+        # normalize_() may have counted the micro-batch already.
+        one_step = window.empty or window.length == 1 or self._settings.schedule.caller_owned
+        scale.step_by_scaler(window, self._gathering.losses, one_step)
         return not self._gathering.rejected.names and as_tensor(found_inf) != 0
 
     def add_no_more(self) -> None:
@@ -122,7 +123,7 @@ class Closing:
     def _report(self, end: Conclusion, applied: bool | Tensor) -> None:
         if not self._gathering.ranks.anything(end.slots):
             applied = False
-        self.updated = applied
+        self._gathering.updated = applied
         noise = self.noise
         if noise is not None and not end.measured:
             both = measured(end.window, end.norm, self._ledger)

@@ -118,6 +118,13 @@ class Statistics:
         self._pending.clear()
         self._in_part.clear()
 
+    def counted(self) -> tuple[int, dict[Key, list[Total]]]:
+        copies = {key: [Total(t.n, t.moments.clone()) for t in of] for key, of in self._counted.items()}
+        return self._micro_batches, copies
+
+    def recount(self, counted: tuple[int, dict[Key, list[Total]]]) -> None:
+        self._micro_batches, self._counted = counted
+
     def window_dropped(self) -> None:
         self._counted.clear()
         self._micro_batches = 0

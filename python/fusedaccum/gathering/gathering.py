@@ -51,6 +51,7 @@ class Gathering(Windows):
         self._idle: MicroBatch | None = None  # one whose block was left without a backward
         self._block: tuple[Scalar | None, bool, bool] = (None, False, False)  # what the latest grouped() gave to open()
         self._replicas_checked = False  # are all parameters of DistributedDataParallel modules known to be gathered?
+        self._warned_unweighed = False
 
     def share(self) -> None:
         super().share()
@@ -194,6 +195,7 @@ class Gathering(Windows):
             check_weight_of_lent(weight, self.sums.buffers.lent[0].name)
         begins = not ledger.has_micro
         if begins:
+            self.updated = False
             self.rejected.withdraw()
             self.rejected.put_away = False
             self.drop_taken_away()
@@ -209,13 +211,12 @@ class Gathering(Windows):
         return begins
 
     def drop_taken_away(self) -> None:
-        """Drop a window that its caller ends if all that it had accumulated has been taken out of ``p.grad``, as by ``opt.zero_grad()``.
-
-        Not a surprise after ``normalize_()``: the window was used by hand (SAM's ``first_step(zero_grad=True)``).
+        """Drop a window that its caller ends if all that it had accumulated has been taken out of ``p.grad``, as in plain PyTorch (by the
+        model's ``zero_grad()``, or SAM's ``first_step(zero_grad=True)``). Warn if a checkpoint has brought it.
         """
         if self._settings.schedule.caller_owned and self.ledger.is_open and self.sums.taken_away:
-            if self.sums.normalized_by is None:
-                self.sums.warn_dropped("every p.grad", "the window is dropped, as opt.zero_grad() drops it")
+            if self.ledger.restored:
+                self.sums.warn_dropped("every p.grad", "the window, which a checkpoint has brought, is dropped")
             self.reset()
 
     @contextmanager
@@ -304,8 +305,13 @@ class Gathering(Windows):
     def end_micro_batch(self, weight: Scalar | None) -> None:
         """What ``step()`` and ``flush()`` do before they check whether the window is complete: count the micro-batch, or refuse."""
         ledger, caller_owned = self.ledger, self._settings.schedule.caller_owned
-        if self.ranks.agreed:
-            return  # normalize_() has done this already
+        if self.ranks.agreed:  # normalize_() has done this already
+            if weight is not None:
+                raise ValueError(
+                    f"step(weight={float(weight):.12g}) comes too late: opt.normalize_() has added up the weights of all ranks; give it "
+                    "with the backward: opt.backward(loss, weight=n)"
+                )
+            return
         between = self.ranks.alone and ledger.has_window and not ledger.has_micro
         if between and not caller_owned and (self.step_under_way or ledger.complete()):
             return  # a step() has done this, and broke off later
@@ -489,12 +495,32 @@ class Gathering(Windows):
             warn(
                 f"the first micro-batch had {micro.parts} backward passes, and accum_steps={micro.parts} such micro-batches make a window: "
                 f"is step() called only after every {micro.parts} (`if (i + 1) % {micro.parts} == 0:`)? Call it after each; it counts. "
-                "If they do belong to one micro-batch, put them into one `with opt.micro_batch():`"
+                "If a framework decides when, and divides the loss, leave out accum_steps and pass reduction='none'. If the passes do belong "
+                "to one micro-batch, put them into one `with opt.micro_batch():`"
             )
+        if micro.passes and self._settings.reduction == "mean":
+            self._note_unweighed(micro.weight is not None)
         self.ledger.commit(weight, held)
         mixed = micro.attempt is not None and micro.attempt.done  # the buffers hold more than this micro-batch
         if self._settings.noise_scale is not None and first and not (micro.bad or sent or held or mixed):
             measure_small(window, micro, self.sums)
+
+    def _note_unweighed(self, weighed: bool) -> None:
+        """Warn, once, if a micro-batch that was given no weight, and counts as 1, meets weights of others or of a window's end."""
+        before, self._weighed = self._weighed, weighed
+        if self._warned_unweighed:
+            return
+        if before is not None and before != weighed:
+            how = "some micro-batches of this window were given a weight and others were not"
+        elif not weighed and self._settings.schedule.window_weight is not None:
+            how = f"window_weight={self._settings.schedule.window_weight:g}, but this micro-batch was given no weight"
+        else:
+            return
+        self._warned_unweighed = True
+        warn(
+            f"{how}: without one it counts as 1. Give every micro-batch its weight, opt.backward(loss, weight=n); two losses of one "
+            "micro-batch belong into one `with opt.micro_batch(weight=n):`"
+        )
 
     def pass_failed(self) -> None:
         self.ranks.broke_off()

@@ -25,6 +25,7 @@ class Windows:
     Attributes:
         counts_left: counts of what was not finite, from attempts at the open window that broke off.
         step_under_way: has a step() ended the micro-batch counted last, and not returned?
+        updated: did the last step() or flush() change the parameters, and has no micro-batch begun since?
     """
 
     def __init__(self, settings: Settings, seed: int | None):
@@ -38,6 +39,8 @@ class Windows:
         self.ranks = Alone()  # which share the windows
         self.counts_left: list[Tensor] = []
         self.step_under_way = False
+        self.updated: bool | Tensor = False
+        self._weighed: bool | None = None  # was the micro-batch counted last, in the open window, given a weight?
 
     def share(self) -> None:
         """Share the windows with the ranks of the process group; if none was given, with those of the DistributedDataParallel or FSDP2
@@ -67,7 +70,7 @@ class Windows:
     def begin_window(self) -> None:
         unit = self.loss_scale.now()
         self.sums.begin()
-        self.counts_left, self.step_under_way = [], False
+        self.counts_left, self.step_under_way, self._weighed = [], False, None
         self.ranks.forget()
         self.ledger.begin_window(unit)  # last: if anything above raises, the next call begins it
 

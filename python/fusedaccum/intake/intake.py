@@ -232,7 +232,8 @@ class Intake:
             self._arrivals.expect(task)
             end = functools.partial(_task_ended, weakref.ref(self), task)
             weakref.finalize(end, _task_gone, weakref.ref(self), task).atexit = False
-            when_backward_ends(end)
+            # Queued by a callback, it comes after those that are queued during the pass: in one of them FSDP2 reduces what is left.
+            when_backward_ends(functools.partial(when_backward_ends, end))
 
     @outside_graphs
     def release(self) -> None:

@@ -220,7 +220,7 @@ class Ranks(Alone):
         return totals[:first], [slot for slot, ranks in has if ranks], totals[end:]
 
     def broke_off(self) -> None:
-        if self.segments.any_gone:
+        if self.segments.phase is Phase.GOING and self.segments.any_gone:
             self.group.out_of_step()
 
     def of_all_parts(self, found: int) -> int:

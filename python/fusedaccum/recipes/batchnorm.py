@@ -70,7 +70,8 @@ def accumulate_batchnorm(model: Model) -> Model:
     for number, name in found:
         if not isinstance(modules[name], Pooled):
             parents = [modules[name[:end]] for end, letter in enumerate(name) if letter == "."][::-1]
-            near = {id(p): p for module in (*parents, model) for p in module.parameters()}
+            # Its own come first: FSDP2 takes them out of the layer for the length of a forward.
+            near = {id(p): p for module in (modules[name], *parents, model) for p in module.parameters()}
             places[name] = number, tuple(near.values())
     first = _first_free(places.values(), len(modules))
     for name, (number, around) in places.items():

@@ -29,6 +29,12 @@ class Follower(Protocol):
     def micro_batch_dropped(self) -> None:
         """The micro-batch counts for nothing."""
 
+    def counted(self) -> Any:
+        """A copy of what it keeps of the micro-batches that the open window has counted."""
+
+    def recount(self, counted: Any) -> None:
+        """Those that the window has counted since ``counted`` was copied no longer count."""
+
     def window_closed(self) -> None:
         """The open window is complete. With several ranks, all are notified at the same place between their collectives."""
 
@@ -43,6 +49,7 @@ class Ledger:
         index: of the open window, or else of the next one.
         has_window: False when the last window is closed (its gradient still readable) and no micro-batch has come since.
         has_micro: is a micro-batch open? False between two.
+        restored: has a checkpoint brought the open window?
         ranks: how many share a window.
         over_ranks: sums a weight over them.
         mixes_ranks: do gradients arrive already summed over the ranks, by FSDP2? A weight of 0 on this rank must not drop the others' part.
@@ -55,11 +62,12 @@ class Ledger:
         self.ranks = 1
         self.over_ranks: Callable[[Scalar], Scalar] = lambda weight: weight
         self.mixes_ranks = False
+        self.restored = False
         self.index = 0
         self._window: Window | None = None
         self._micro: MicroBatch | None = None
-        # The window's counts before the first micro-batch whose gradients FSDP2 still holds back.
-        self._before_held: dict[str, Any] | None = None
+        # What the window, and the follower, had counted before the first micro-batch whose gradients FSDP2 still holds back.
+        self._before_held: tuple[dict[str, Any], Any] | None = None
 
     @property
     def has_window(self) -> bool:
@@ -93,7 +101,7 @@ class Ledger:
 
     def begin_window(self, unit: Scalar | None) -> None:
         self._window = Window(self.index, self.schedule.length(self.index), unit=unit)
-        self._before_held = None
+        self.restored, self._before_held = False, None
 
     def begin_micro_batch(self) -> None:
         self._micro = MicroBatch()
@@ -123,6 +131,7 @@ class Ledger:
     def restore(self, index: int, window: Window | None, micro: MicroBatch | None) -> None:
         """Continue from a checkpoint."""
         self.index, self._window, self._micro, self._before_held = index, window, micro, None
+        self.restored = window is not None
 
     def weigh(self, weight: Scalar) -> None:
         """Give the open micro-batch a weight.
@@ -164,14 +173,17 @@ class Ledger:
         """
         window, micro = self.window, self.micro
         if micro.bad:
-            window.drop(self._before_held)
+            ours, theirs = self._before_held or (None, None)
+            window.drop(ours)
+            if ours is not None:
+                self.follower.recount(theirs)
             self._before_held = None
             self.drop_micro_batch()
             return
         if 0 < micro.told < micro.passes:  # other code has run some of its passes
             micro.loss = None
         micro.weight = self._weight_of(micro, late)
-        self._before_held = (self._before_held or window.counted) if held else None
+        self._before_held = (self._before_held or (window.counted, self.follower.counted())) if held else None
         window.commit(micro)
         window.unrecorded = micro.factor if self.schedule.caller_owned and micro.loss is None else None
         self._micro = None
@@ -294,6 +306,7 @@ class Ledger:
         if not self._complete(count, weight):
             raise RuntimeError(
                 f"normalize_() is for a window's end, and this one is not complete: it holds {count} micro-batches of weight "
-                f"{float(weight):.12g}, and closes at {window.length or self.schedule.window_weight}"
+                f"{float(weight):.12g}, and closes at {window.length or self.schedule.window_weight}. To change the gradient of a partial "
+                "window, do it in a hook (opt.register_step_pre_hook), and call opt.flush()"
             )
         return self.divisor(weight)

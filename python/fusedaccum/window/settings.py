@@ -116,6 +116,8 @@ def check_optimizer(optimizer: Any, settings: Settings, wrapper: type) -> None:
             f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__module__}.{type(optimizer).__name__}; if that has an "
             f"optimizer's attributes and methods, make it one: class Inner({type(optimizer).__name__}, torch.optim.Optimizer): pass"
         )
+    if not any(group["params"] for group in optimizer.param_groups):
+        raise ValueError("optimizer has no parameters (any more): build it anew, from model.parameters()")
     if isinstance(optimizer, SparseAdam):
         raise TypeError(
             "optimizer is SparseAdam, which needs sparse gradients, and accumulation buffers are dense; "
@@ -211,7 +213,7 @@ def check_parameter(name: str, parameter: Tensor, settings: Settings) -> None:
         raise ValueError(f"parameter {name} is {parameter.layout}; only dense parameters can be accumulated")
     if parameter.grad is not None:
         raise ValueError(
-            f"parameter {name} has a gradient already, which would be in no window; set .grad of all that you pass to None first"
+            f"parameter {name} has a gradient already, which would be in no window; call optimizer.zero_grad() first"
         )
 
 
