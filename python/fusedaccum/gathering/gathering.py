@@ -495,8 +495,8 @@ class Gathering(Windows):
             warn(
                 f"the first micro-batch had {micro.parts} backward passes, and accum_steps={micro.parts} such micro-batches make a window: "
                 f"is step() called only after every {micro.parts} (`if (i + 1) % {micro.parts} == 0:`)? Call it after each; it counts. "
-                "If a framework decides when, and divides the loss, leave out accum_steps and pass reduction='none'. If the passes do belong "
-                "to one micro-batch, put them into one `with opt.micro_batch():`"
+                "If a framework decides when, and divides the loss, leave out accum_steps and pass reduction='none'. If the passes do "
+                "belong to one micro-batch, put them into one `with opt.micro_batch():`"
             )
         if micro.passes and self._settings.reduction == "mean":
             self._note_unweighed(micro.weight is not None)
