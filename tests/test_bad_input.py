@@ -159,7 +159,7 @@ def test_what_can_be_wrapped():
         fa.AccumulatingOptimizer(sgd([nn.Parameter(torch.zeros(2, dtype=torch.complex64))]))
     p = nn.Parameter(torch.zeros(2))
     p.grad = torch.ones(2)
-    with pytest.raises(ValueError, match=r"has a gradient already.*call optimizer\.zero_grad\(\) first"):
+    with pytest.raises(ValueError, match=r"has a gradient already.*call optimizer\.zero_grad\(\) before you wrap it"):
         fa.AccumulatingOptimizer(sgd([p]))
 
 

@@ -163,7 +163,7 @@ def test_parameters_touched_after_normalize_and_not_touched_are_divided_alike():
     a, b = (nn.Parameter(torch.zeros(8, dtype=torch.bfloat16)) for _ in range(2))
     opt = fa.AccumulatingOptimizer(torch.optim.SGD([a, b], lr=1.0), accum_steps=None)
     for _ in range(2):
-        opt.backward((a * 2.0 + b * 4.0).sum())
+        opt.backward((a * 2.0 + b * 4.0).sum(), weight=1.0)
     opt.normalize_()
     opt.backward((a * 8.0).sum(), weight=2.0)
     opt.step()

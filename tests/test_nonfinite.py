@@ -154,7 +154,7 @@ def test_bad_gradient_is_shown_until_step():
     opt = wrapped(net, 3, nonfinite="skip_micro_batch")
     run(opt, net, [(x, y)])
     held = grads(net)
-    opt.backward(mean_loss(net, x * float("nan"), y))
+    opt.backward(mean_loss(net, x * float("nan"), y), weight=len(x))
     shown = [p.grad for p in net.parameters() if p.grad is not None]
     assert len(shown) == 1 and not shown[0].isfinite().all()
     opt.step()

@@ -191,7 +191,7 @@ def test_normalize_before_the_end_is_refused():
 
 
 @pytest.mark.parametrize("whose", ["opt", "model"])
-def test_zero_grad_in_a_caller_owned_window_drops_as_plain_pytorch_does(whose, recwarn):
+def test_zero_grad_in_a_caller_owned_window_drops_as_plain_pytorch_does(whose):
     net, (x, y) = model(), data()
     big = twin(net)
     opt, plain = wrapped(net), sgd(big.parameters())
@@ -201,7 +201,6 @@ def test_zero_grad_in_a_caller_owned_window_drops_as_plain_pytorch_does(whose, r
     mean_loss(net, x, y).backward()
     opt.step()
     assert opt.last_window.micro_batches == 1
-    assert ["window is dropped" in str(w.message) for w in recwarn] == [True] * (whose == "model")
     big_batch_step(big, plain, x, y)
     assert_same_parameters(net, big, 1e-12)
 

@@ -26,7 +26,7 @@ ROOMS = {
     "closing": {"buffers", "gathering", "scalars", "warn", "window"},
     "checkpoint": {"buffers", "gathering", "warn", "window"},
     "schedules": {"scalars", "window"},
-    "wrapper": {"buffers", "checkpoint", "closing", "gathering", "modules", "window"},
+    "wrapper": {"buffers", "checkpoint", "closing", "gathering", "modules", "warn", "window"},
     "optimizer": {"checkpoint", "engine", "gathering", "scalars", "window", "wrapper"},
     "recipes": {"buffers", "engine", "gathering", "intake", "modules", "ops", "optimizer", "scalars", "window"},
     "integrations": {"__init__"},

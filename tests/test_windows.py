@@ -394,7 +394,7 @@ def test_three_ways_to_say_the_same_window_agree_bitwise():
         net = model()
         opt = wrapped(net, **kwargs)
         for xs, ys in parts(x, y, (8, 8, 8)):
-            mean_loss(net, xs, ys).backward()
+            opt.backward(mean_loss(net, xs, ys), weight=1)
             if kwargs:
                 opt.step()
         if not kwargs:

@@ -182,9 +182,10 @@ class Ledger:
             return
         if 0 < micro.told < micro.passes:  # other code has run some of its passes
             micro.loss = None
-        micro.weight = self._weight_of(micro, late)
+        weight = self._weight_of(micro, late)
         self._before_held = (self._before_held or (window.counted, self.follower.counted())) if held else None
-        window.commit(micro)
+        window.commit(micro, weight)
+        micro.weight = weight
         window.unrecorded = micro.factor if self.schedule.caller_owned and micro.loss is None else None
         self._micro = None
         self.follower.micro_batch_counted()

@@ -213,7 +213,7 @@ def check_parameter(name: str, parameter: Tensor, settings: Settings) -> None:
         raise ValueError(f"parameter {name} is {parameter.layout}; only dense parameters can be accumulated")
     if parameter.grad is not None:
         raise ValueError(
-            f"parameter {name} has a gradient already, which would be in no window; call optimizer.zero_grad() first"
+            f"parameter {name} has a gradient already, which would be in no window; call optimizer.zero_grad() before you wrap it"
         )
 
 

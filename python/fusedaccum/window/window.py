@@ -204,13 +204,13 @@ class Window:
             self.dropped += self.micro_batches - before["micro_batches"]
             vars(self).update(before)
 
-    def commit(self, micro: MicroBatch) -> None:
-        """Count a finished micro-batch. One without a weight gets it later. If an addition raises, nothing has been counted."""
+    def commit(self, micro: MicroBatch, weight: Scalar | None) -> None:
+        """Count a finished micro-batch of this weight (None: it comes later). If an addition raises, nothing has been counted."""
         vars(self).update(  # at once, so that neither an error nor Ctrl-C leaves a part of it
             micro_batches=self.micro_batches + 1,
             nonfinite=plus(self.nonfinite, micro.nonfinite > 0),
-            weight=self.weight if micro.weight is None else plus(self.weight, micro.weight),
-            unweighed=self.unweighed + (micro.weight is None),
+            weight=self.weight if weight is None else plus(self.weight, weight),
+            unweighed=self.unweighed + (weight is None),
             loss=self.loss if micro.loss is None else self.loss + micro.loss,
             losses=self.losses + (micro.loss is not None),
         )
