@@ -46,7 +46,7 @@ def compiled(target, kernel, constants, fuse=False):
     }
     function = getattr(kernels, kernel)
     chosen = {name: getattr(triton.language, {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[v])
-              if name.endswith("DTYPE") else v for name, v in constants}  # fmt: skip
+              if name.endswith("DTYPE") else v for name, v in constants} | {"BLOCK": backend.BLOCK}  # fmt: skip
     signature = {name: "constexpr" if name in chosen else arguments[name] for name in function.arg_names}
     source = ASTSource(
         function, signature=signature, constexprs={(function.arg_names.index(k),): v for k, v in chosen.items()}
@@ -72,12 +72,12 @@ def disassembled(cubin):
 
 
 def writing(target, out, x, mode, aligned=True, fuse=False):
-    constants = {"OUT_DTYPE": out, "IN_DTYPE": x, "ALIGNED": aligned, "BLOCK": 4096, **mode}
+    constants = {"OUT_DTYPE": out, "IN_DTYPE": x, "ALIGNED": aligned, **mode}
     return compiled(target, "write", tuple(constants.items()), fuse)
 
 
 def measuring(target, x):
-    return compiled(target, "measure", (("IN_DTYPE", x), ("ALIGNED", True), ("BLOCK", 4096)))
+    return compiled(target, "measure", (("IN_DTYPE", x), ("ALIGNED", True)))
 
 
 def nvidia(capability, *case, **options):

@@ -16,8 +16,10 @@ namespace fusedaccum {
 namespace cuda {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kBlocks = 3;      // a multiprocessor has room for, at least: docs/decisions.md
+// Threads of a block, of which a multiprocessor has room for so many at least: docs/decisions.md. Two tiles are a chunk then; stochastic
+// rounding, which computes for as long as it moves, is faster with four.
+constexpr int threads_of(bool stochastic) { return stochastic ? 256 : 512; }
+constexpr int blocks_at_least(bool stochastic) { return stochastic ? 3 : 2; }
 constexpr int kPacks = 2;       // packs per thread, tile and side: four loads where the output is read
 constexpr int kStatsPacks = 4;  // where there is one side only
 
@@ -53,7 +55,7 @@ FUSEDACCUM_DEVICE int tensor_of(const Batch& batch, uint32_t block) {
 }
 
 // The chunk of its tensor that a block works on, a tile of kTile packs at a time. Elements are counted from the chunk's first.
-template <int kCount, int kTilePacks>
+template <int kThreads, int kCount, int kTilePacks>
 struct Chunk {
   static constexpr int kTile = kThreads * kTilePacks * kCount;
   const Pair& pair;
@@ -91,11 +93,12 @@ struct Chunk {
 };
 
 template <class Out, class In, bool kOverwrite, bool kStochastic, bool kStats>
-__global__ void __launch_bounds__(kThreads, kBlocks) write_kernel(const __grid_constant__ Batch batch) {
+__global__ void __launch_bounds__(threads_of(kStochastic), blocks_at_least(kStochastic)) write_kernel(const __grid_constant__ Batch batch) {
   using C = Compute<Out, In>;
   constexpr int kCount = kPack<Out, In>;
+  constexpr int kThreads = threads_of(kStochastic);
 
-  const Chunk<kCount, kPacks> chunk(batch, tensor_of(batch, blockIdx.x));
+  const Chunk<kThreads, kCount, kPacks> chunk(batch, tensor_of(batch, blockIdx.x));
   Out* const output = static_cast<Out*>(chunk.pair.out) + chunk.first;
   const In* const input = static_cast<const In*>(chunk.pair.in) + chunk.first;
 
@@ -163,9 +166,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks) write_kernel(const __grid_c
 }
 
 template <class In>
-__global__ void __launch_bounds__(kThreads, kBlocks) stats_kernel(const __grid_constant__ Batch batch) {
+__global__ void __launch_bounds__(threads_of(false), blocks_at_least(false)) stats_kernel(const __grid_constant__ Batch batch) {
+  constexpr int kThreads = threads_of(false);
   constexpr int kCount = kPack<In, In>;
-  const Chunk<kCount, kStatsPacks> chunk(batch, tensor_of(batch, blockIdx.x));
+  const Chunk<kThreads, kCount, kStatsPacks> chunk(batch, tensor_of(batch, blockIdx.x));
   const In* const input = static_cast<const In*>(chunk.pair.in) + chunk.first;
   Tally<int> tally;
   chunk.each_tile(is_aligned<kCount>(input), [&](int tile, auto whole) {
@@ -259,6 +263,7 @@ Kernel kernel_for(DType out, DType in, const Call& call) {
 
 cudaError_t run(const Pair* pairs, std::size_t count, DType out, DType in, const Call& call, cudaStream_t stream) {
   const Kernel kernel = kernel_for(out, in, call);
+  const int threads = threads_of(call.stochastic && (out == kBF16 || out == kFP16));
   Batch batch;
   batch.call = call;
   batch.tensors = 0;
@@ -271,7 +276,7 @@ cudaError_t run(const Pair* pairs, std::size_t count, DType out, DType in, const
     }
     if (batch.tensors == kTensors || (k + 1 == count && batch.tensors > 0)) {
       void* arguments[] = {&batch};
-      const cudaError_t error = cudaLaunchKernel(kernel, dim3(blocks), dim3(kThreads), arguments, 0, stream);
+      const cudaError_t error = cudaLaunchKernel(kernel, dim3(blocks), dim3(threads), arguments, 0, stream);
       if (error != cudaSuccess) return error;
       if (batch.call.partials != nullptr) batch.call.partials += blocks;
       batch.tensors = 0;

@@ -67,20 +67,21 @@ def test_clipping_and_the_norm(device, monkeypatch, settings, kind):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_master_weights_are_stepped_on_the_cpu(device, fused):
-    """The oracle is a model wholly on the CPU; the device of late_device.cpp computes the CPU's bits, a GPU does not."""
+    """The oracle is a model wholly on the CPU, whose bits the device of late_device.cpp computes; on a GPU, one wholly there."""
 
     def make(params):
         return torch.optim.AdamW(params, lr=0.01, fused=fused, foreach=False)
 
     model, opt = made(device, make, accum_steps=3, master_weights=True, buffer_device="cpu")
     train(model, opt, device)
+    place = device if device.type == "cuda" else torch.device("cpu")
     torch.manual_seed(1)
-    plain = Net()
+    plain = Net().to(place)
     plain.gappy = nn.Parameter(
         plain.gappy.detach().contiguous()
     )  # PyTorch's fused step on the CPU takes no account of gaps
     other = fa.AccumulatingOptimizer(make(plain.parameters()), accum_steps=3, master_weights=True)
-    train(plain, other, torch.device("cpu"))
+    train(plain, other, place)
     assert_same(
         *([p.detach().cpu() for p in net.parameters()] for net in (model, plain)),
         1e-2 if device.type == "cuda" else 0.0,
