@@ -22,8 +22,8 @@ from . import kernels
 if TYPE_CHECKING:
     from fusedaccum.ops import Scalar, Stats, StochasticRounding
 
-BLOCK = 2048  # elements per program: 8 per thread, one to four accesses of 16 bytes each way; docs/performance.md
-OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}  # of every launch: a product is rounded before it is added
+BLOCK = 2048  # elements per program: 16 per thread, two to eight accesses of 16 bytes each way; docs/performance.md
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}  # of every launch: a product is rounded before it is added
 AT_ONCE = (64 << 10) // 8  # numbers of a table
 DTYPES = {torch.float64: tl.float64, torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
