@@ -74,14 +74,14 @@ test-gpu: $(BUILT)  ## the tests where there is a CUDA device, and `make sanitiz
 	$(NEEDS_GPU)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(QUICK) --ignore tests/distributed
 	$(BIN)/python -m pytest -q tests/distributed/test_devices.py
-	$(BIN)/python -m pytest -q tests/late_device
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal tests/late_device
 	@$(MAKE) --no-print-directory sanitize
 
 sanitize: $(BUILT)  ## the kernels on a CUDA device, under compute-sanitizer
 	$(SAY) "Kernels under compute-sanitizer"
 	$(NEEDS_GPU)
 	@command -v compute-sanitizer > /dev/null || { echo "compute-sanitizer is not on PATH: install it with the CUDA toolkit"; exit 1; }
-	$(SANITIZED) --tool memcheck $(BIN)/python -m pytest -q tests/test_gpu_ops.py -k "test_accumulate or test_cast or test_scale or test_stochastic"
+	$(SANITIZED) --tool memcheck $(BIN)/python -m pytest -q tests/test_gpu_ops.py -k "test_scale or test_stochastic or ((test_accumulate or test_cast) and f32 and bf16)"
 	$(foreach tool,racecheck initcheck,$(SANITIZED) --tool $(tool) $(BIN)/python -m pytest -q tests/test_gpu_ops.py -k "test_scale or (test_accumulate and f32 and bf16)" &&) true
 
 bench-gpu: $(BUILT)  ## measure on a CUDA device; writes benchmarks/results/gpu

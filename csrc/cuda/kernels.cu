@@ -18,8 +18,10 @@ namespace {
 
 // Threads of a block, of which a multiprocessor has room for so many at least: docs/decisions.md. Two tiles are a chunk then; stochastic
 // rounding, which computes for as long as it moves, is faster with four.
-constexpr int threads_of(bool stochastic) { return stochastic ? 256 : 512; }
-constexpr int blocks_at_least(bool stochastic) { return stochastic ? 3 : 2; }
+template <bool kStochastic>
+constexpr int kThreads = kStochastic ? 256 : 512;
+template <bool kStochastic>
+constexpr int kBlocks = kStochastic ? 3 : 2;
 constexpr int kPacks = 2;       // packs per thread, tile and side: four loads where the output is read
 constexpr int kStatsPacks = 4;  // where there is one side only
 
@@ -55,9 +57,9 @@ FUSEDACCUM_DEVICE int tensor_of(const Batch& batch, uint32_t block) {
 }
 
 // The chunk of its tensor that a block works on, a tile of kTile packs at a time. Elements are counted from the chunk's first.
-template <int kThreads, int kCount, int kTilePacks>
+template <int kBlockThreads, int kCount, int kTilePacks>
 struct Chunk {
-  static constexpr int kTile = kThreads * kTilePacks * kCount;
+  static constexpr int kTile = kBlockThreads * kTilePacks * kCount;
   const Pair& pair;
   int64_t first;  // in the tensor
   int elements;
@@ -68,7 +70,7 @@ struct Chunk {
   }
 
   // Where this thread's pack k of a tile begins. A warp's packs lie side by side.
-  FUSEDACCUM_DEVICE static int at(int tile, int k) { return tile + (k * kThreads + static_cast<int>(threadIdx.x)) * kCount; }
+  FUSEDACCUM_DEVICE static int at(int tile, int k) { return tile + (k * kBlockThreads + static_cast<int>(threadIdx.x)) * kCount; }
 
   // How many of its elements there are; 0 or less for none.
   FUSEDACCUM_DEVICE int valid(int at) const { return elements - at < kCount ? elements - at : kCount; }
@@ -86,19 +88,18 @@ struct Chunk {
   // work(at) for every element that this thread had in the tiles.
   template <class Work>
   FUSEDACCUM_DEVICE void each(Work work) const {
-    for (int pack = static_cast<int>(threadIdx.x) * kCount; pack < elements; pack += kThreads * kCount) {
+    for (int pack = static_cast<int>(threadIdx.x) * kCount; pack < elements; pack += kBlockThreads * kCount) {
       for (int i = 0; i < valid(pack); ++i) work(pack + i);
     }
   }
 };
 
 template <class Out, class In, bool kOverwrite, bool kStochastic, bool kStats>
-__global__ void __launch_bounds__(threads_of(kStochastic), blocks_at_least(kStochastic)) write_kernel(const __grid_constant__ Batch batch) {
+__global__ void __launch_bounds__(kThreads<kStochastic>, kBlocks<kStochastic>) write_kernel(const __grid_constant__ Batch batch) {
   using C = Compute<Out, In>;
   constexpr int kCount = kPack<Out, In>;
-  constexpr int kThreads = threads_of(kStochastic);
 
-  const Chunk<kThreads, kCount, kPacks> chunk(batch, tensor_of(batch, blockIdx.x));
+  const Chunk<kThreads<kStochastic>, kCount, kPacks> chunk(batch, tensor_of(batch, blockIdx.x));
   Out* const output = static_cast<Out*>(chunk.pair.out) + chunk.first;
   const In* const input = static_cast<const In*>(chunk.pair.in) + chunk.first;
 
@@ -160,16 +161,15 @@ __global__ void __launch_bounds__(threads_of(kStochastic), blocks_at_least(kStoc
         tally.judge(cast ? static_cast<C>(widened(output[at])) : contribution(static_cast<C>(widened(in)), scale));
       });
     }
-    const Partial sum = tally.template add_block<kThreads>();
+    const Partial sum = tally.template add_block<kThreads<kStochastic>>();
     if (threadIdx.x == 0) batch.call.partials[blockIdx.x] = sum;
   }
 }
 
 template <class In>
-__global__ void __launch_bounds__(threads_of(false), blocks_at_least(false)) stats_kernel(const __grid_constant__ Batch batch) {
-  constexpr int kThreads = threads_of(false);
+__global__ void __launch_bounds__(kThreads<false>, kBlocks<false>) stats_kernel(const __grid_constant__ Batch batch) {
   constexpr int kCount = kPack<In, In>;
-  const Chunk<kThreads, kCount, kStatsPacks> chunk(batch, tensor_of(batch, blockIdx.x));
+  const Chunk<kThreads<false>, kCount, kStatsPacks> chunk(batch, tensor_of(batch, blockIdx.x));
   const In* const input = static_cast<const In*>(chunk.pair.in) + chunk.first;
   Tally<int> tally;
   chunk.each_tile(is_aligned<kCount>(input), [&](int tile, auto whole) {
@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(threads_of(false), blocks_at_least(false)) sta
     }
   });
   if (tally.poisoned()) chunk.each([&](int at) { tally.judge(widened(input[at])); });
-  const Partial sum = tally.template add_block<kThreads>();
+  const Partial sum = tally.template add_block<kThreads<false>>();
   if (threadIdx.x == 0) batch.call.partials[blockIdx.x] = sum;
 }
 
@@ -263,7 +263,7 @@ Kernel kernel_for(DType out, DType in, const Call& call) {
 
 cudaError_t run(const Pair* pairs, std::size_t count, DType out, DType in, const Call& call, cudaStream_t stream) {
   const Kernel kernel = kernel_for(out, in, call);
-  const int threads = threads_of(call.stochastic && (out == kBF16 || out == kFP16));
+  const int threads = call.stochastic && (out == kBF16 || out == kFP16) ? kThreads<true> : kThreads<false>;
   Batch batch;
   batch.call = call;
   batch.tensors = 0;
