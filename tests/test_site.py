@@ -36,7 +36,7 @@ def test_figures_are_drawn_from_results(tmp_path):
     drawn = {}
     for folder in {path.parent for page in PAGES for path in images(page)}:
         out = tmp_path / folder.relative_to(ROOT)
-        out.mkdir(parents=True)
+        out.mkdir(parents=True, exist_ok=True)
         for rows in folder.glob("*.jsonl"):
             (out / rows.name).symlink_to(rows)
         drawn |= {folder / path.name: path for path in report.draw_all(out)}
