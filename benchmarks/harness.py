@@ -128,7 +128,7 @@ def race(contestants: list[Contestant], rounds: int, at_least: float = 3e-3) -> 
 
     for c in running:
         measure(c, 1)  # page faults, compilation, thread pools
-        repeats[c.name] = max(1, round(at_least / measure(c, 1)))
+        repeats[c.name] = max(1, round(at_least * c.scale / measure(c, 1)))  # of its own time, not of the scaled one
     timings = {c.name: Timing() for c in running}
     shuffled = random.Random(0)
     for _ in range(rounds):
