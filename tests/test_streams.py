@@ -39,6 +39,7 @@ def current(monkeypatch):
     streams = {DEVICE: Stream(3), SECOND: Stream(3, 1)}
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", streams.__getitem__)
+    monkeypatch.setattr("fusedaccum.intake.streams.current_name", lambda device: streams[device].name)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     return streams
@@ -108,7 +109,7 @@ def test_devices_have_turns_of_their_own(current):
 
 
 def test_tensors_on_the_cpu_ask_cuda_for_nothing(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_stream", None)
+    monkeypatch.setattr("fusedaccum.intake.streams.current_name", None)
     turns = Turns()
     turns.take([torch.device("cpu")])
     turns.end()

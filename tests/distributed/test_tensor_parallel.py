@@ -65,6 +65,7 @@ def queued_on_another_stream(rank):
     here, elsewhere = (mock.Mock(device=grad.device) for _ in range(2))
     with (
         mock.patch.object(torch.cuda, "current_stream", lambda _: here),
+        mock.patch("fusedaccum.intake.streams.current_name", lambda _: (0, 0, 1)),
         mock.patch.object(torch.cuda, "Stream", lambda **_: elsewhere),
         mock.patch.object(torch.Tensor, "record_stream", lambda self, _: kept.append((type(self), self.shape))),
     ):

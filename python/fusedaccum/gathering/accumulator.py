@@ -14,7 +14,7 @@ from ..buffers.buffers import Slot
 from ..buffers.shards import alike, local_gradient
 from ..buffers.sums import Sums
 from ..intake.streams import capturing
-from ..scalars import Scalar, beside, identity, on, over, widest
+from ..scalars import Scalar, beside, identity, on, over, plus, widest
 from ..window.amp import LossScale
 from ..window.ledger import Ledger
 
@@ -150,9 +150,12 @@ class Accumulator:
         """Add up what the micro-batch's adds have counted as not finite. Waits if gradients are offloaded."""
         self._sums.offload.wait()
         micro = self._ledger.micro
-        for found in micro.counts:
-            there = micro.nonfinite.device if isinstance(micro.nonfinite, Tensor) else found.device
-            micro.nonfinite = micro.nonfinite + on(found, there)
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for count in micro.counts:
+            by_device.setdefault(count.device, []).append(count)
+        for counts in by_device.values():
+            found = counts[0] if len(counts) == 1 else torch.stack(counts).sum()
+            micro.nonfinite = plus(micro.nonfinite, found)
         micro.counts = []
 
     def _contribution(self, scale: Scalar) -> Scalar:

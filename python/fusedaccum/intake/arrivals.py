@@ -22,7 +22,7 @@ from torch.nn import Parameter
 
 from ..buffers.buffers import Slot
 from ..engine import outside_graphs, outside_modes
-from .streams import StreamName
+from .streams import StreamName, current_name
 
 Batch = tuple[list[Slot], list[Tensor]]  # slots, none of them twice, and their gradients
 
@@ -105,8 +105,7 @@ class Arrivals:
             self._queue.append((slot, kept))
             self._bytes += grad.nbytes
             if grad.is_cuda:
-                stream = torch.cuda.current_stream(grad.device)
-                self._streams.add((stream.stream_id, stream.device_index, stream.device_type))
+                self._streams.add(current_name(grad.device))
             full = not self._hold and (self._bytes >= self._hooked[slot] or awaited or not ours)
         if full:
             listener.release()

@@ -15,16 +15,26 @@ from ..buffers.shards import local_of
 StreamName = tuple[int, int, int]  # a CUDA stream's stream_id, device_index and device_type
 
 
+def current_name(device: torch.device) -> StreamName:
+    """The current stream of a CUDA device. (``torch.cuda.current_stream()`` makes an object of it, which takes as long as a launch.)"""
+    return torch._C._cuda_getCurrentStream(device.index)
+
+
+def _named(name: StreamName) -> torch.cuda.Stream:
+    stream_id, device_index, device_type = name
+    return torch.cuda.Stream(stream_id=stream_id, device_index=device_index, device_type=device_type)
+
+
 def join(arrived: Iterable[StreamName], grads: Sequence[Tensor]) -> None:
     """Make the current streams wait for those that have ``arrived``, before they read ``grads``.
 
     The engine runs a hook on its node's stream, and the end of a pass on its caller's.
     """
-    for stream_id, device_index, device_type in arrived:
-        stream = torch.cuda.Stream(stream_id=stream_id, device_index=device_index, device_type=device_type)
-        here = torch.cuda.current_stream(stream.device)
-        if stream == here:
+    for name in arrived:
+        if name == current_name(torch.device("cuda", name[1])):
             continue
+        stream = _named(name)
+        here = torch.cuda.current_stream(stream.device)
         here.wait_stream(stream)
         for grad in grads:
             if grad.device == stream.device:
@@ -49,7 +59,7 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self._last: dict[torch.device, torch.cuda.Stream] = {}  # where the last add was launched
+        self._last: dict[torch.device, StreamName] = {}  # where the last add was launched
 
     def take(self, devices: Iterable[torch.device] | None = None) -> None:
         """Order what the current streams of ``devices`` get from here on after the last add there; it then counts as the last.
@@ -58,10 +68,10 @@ class Turns:
         """
         for device in list(self._last) if devices is None else devices:
             if device.type == "cuda":
-                here = torch.cuda.current_stream(device)
+                here = current_name(device)
                 last = self._last.get(device, here)
-                if last != here and not _left_behind(last, device):
-                    here.wait_stream(last)
+                if last != here and not _left_behind(_named(last), device):
+                    torch.cuda.current_stream(device).wait_stream(_named(last))
                 self._last[device] = here
 
     def end(self) -> None:
