@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import fusedaccum as fa
 import fusedaccum.intake.intake
@@ -14,6 +15,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from training import assert_same_parameters, data, mean_loss, model, parts, twin, wrapped
 
 pytestmark = pytest.mark.usefixtures("each_intake")
+
+
+@pytest.mark.parametrize(
+    ("device", "memory", "bucket"),
+    [("cpu", None, 8 << 20), ("cuda:1", 4 << 30, 32 << 20), ("cuda:1", 80 << 30, 320 << 20), ("mps", None, 32 << 20)],
+)
+def test_a_bucket_is_a_small_part_of_a_gpus_memory(device, memory, bucket, monkeypatch):
+    device = torch.device(device)
+    memories = {device: SimpleNamespace(total_memory=memory)} if memory else {}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", memories.__getitem__)
+    assert fusedaccum.intake.intake.bucket_bytes(device) == bucket
 
 
 @pytest.mark.parametrize("bucket", [1, 200, 1 << 30])

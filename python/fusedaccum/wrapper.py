@@ -54,8 +54,7 @@ class Wrapper(Optimizer):
             self._sums.states = functools.partial(states_of, optimizer)
         self._masters = MasterWeights(settings.buffer_device)
         self._closing = Closing(optimizer, self._gathering, self._masters, settings)
-        self._gathering.take(self._new())
-        self._gathering.share()
+        self._gathering.start(self._new())
         if isinstance(optimizer, LBFGS) and not self._gathering.ranks.alone:
             raise ValueError("process_group does not work with LBFGS, which decides by itself how often it evaluates")
         self._make_masters()

@@ -87,7 +87,8 @@ class Watch(torch.autograd.Function):
 def overlapped(rank, told):
     with (
         mock.patch.object(fusedaccum.ranks.segments, "SEGMENT_BYTES", 1),
-        mock.patch.object(fusedaccum.intake.intake, "bucket_bytes", lambda _: 1),
+        mock.patch.object(fusedaccum.intake.intake, "bucket_bytes", lambda _: 1 << 40),  # as on a large GPU
+        mock.patch.object(fusedaccum.intake.intake, "SENT_BYTES", 1),
     ):
         torch.manual_seed(0)
         layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))

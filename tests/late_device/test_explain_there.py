@@ -16,7 +16,8 @@ SETTINGS = {
 def small(monkeypatch):
     for module in ("modes", "calibration"):
         monkeypatch.setattr(f"fusedaccum.recipes.{module}.STAGE_BYTES", 1024)
-    monkeypatch.setattr("fusedaccum.recipes.modes.bucket_bytes", lambda _: 3000)
+    monkeypatch.setattr("fusedaccum.recipes.modes.bucket_bytes", lambda _: 1 << 40)  # as on a large GPU
+    monkeypatch.setattr("fusedaccum.recipes.modes.SENT_BYTES", 3000)
     monkeypatch.setattr("fusedaccum.recipes.calibration.HOOKED", 4)
 
 
@@ -40,6 +41,7 @@ def test_cpu_side_of_buffers_in_cpu_memory(device, small, monkeypatch, name, dty
     ring = sum(stage.there.nbytes for ring in opt._sums.offload._rings.values() for stage in ring)
     assert mode.cpu == {"buffers": buffers, "ring": ring, **({"masters": masters} if masters else {})}
     assert mode.memory["ring"] == ring
+    assert mode.memory["gradients"] == net[0].weight.nbytes  # each fills a bucket by itself
     assert sum(p.bytes for p in mode.passes if p.kernel.lane == "cpu") == sum(moved)
 
 

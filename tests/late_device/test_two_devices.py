@@ -32,6 +32,16 @@ def test_micro_batches_may_reach_one_device_each(places):
     assert int(opt.last_window.nonfinite) == 1 and not opt.updated
 
 
+@pytest.mark.parametrize("bad", [0, 1])
+def test_every_device_of_a_micro_batch_is_looked_at(places, bad):
+    params = parameters(places)
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(params, lr=1.0), 2, nonfinite="skip_window")
+    for factors in ([1.0] * len(params), [float("inf") if k % 2 == bad else 1.0 for k in range(len(params))]):
+        sum((p * factor).sum().cpu() for p, factor in zip(params, factors, strict=True)).backward()
+        opt.step()
+    assert int(opt.last_window.nonfinite) == 1 and not opt.updated
+
+
 @pytest.mark.parametrize("nonfinite", ["propagate", "skip_window", "skip_micro_batch"])
 @pytest.mark.parametrize("max_grad_norm", [None, 2.0])
 @pytest.mark.parametrize("of_loss", [0, 1])

@@ -53,16 +53,18 @@ class Gathering(Windows):
         self._replicas_checked = False  # are all parameters of DistributedDataParallel modules known to be gathered?
         self._warned_unweighed = False
 
-    def share(self) -> None:
-        super().share()
-        self._shards_found()
+    def start(self, parameters: Iterable[tuple[str, Parameter]]) -> None:
+        """Accumulate the gradients of these parameters, the first, with the ranks that share their windows. Raises as Ranks does."""
+        slots = self.sums.buffers.add(parameters)
+        self.share()
         if self.accumulator.seed is not None:
             seed = int(self.ranks.least(self.accumulator.seed))  # replicas of a shard round alike
-            self.accumulator.seed = over_meshes("MIN", seed, self.sums.buffers.slots)
+            self.accumulator.seed = over_meshes("MIN", seed, slots)
             self.accumulator.rank = self.ranks.rank
+        self._begin_with(slots)
 
     def take(self, parameters: Iterable[tuple[str, Parameter]]) -> None:
-        """Accumulate the gradients of these parameters from now on."""
+        """Accumulate the gradients of these parameters, too, from now on."""
         before = list(self.sums.buffers.slots)
         slots = self.sums.buffers.add(parameters)
         try:
@@ -70,6 +72,9 @@ class Gathering(Windows):
         except Exception:
             self.sums.buffers.replace(before)
             raise
+        self._begin_with(slots)
+
+    def _begin_with(self, slots: Sequence[Slot]) -> None:
         self._hook(slots)
         self.accumulator.lend([slot for slot in slots if slot.lent])
 
@@ -109,21 +114,18 @@ class Gathering(Windows):
         self._unhook(self.sums.buffers.slots)
 
     def _hook(self, slots: Iterable[Slot]) -> None:
-        self._shards_found()
+        self.ledger.mixes_ranks = bool(self.ranks.fully_sharded.slots)
+        self.ranks.fully_sharded.before_backward(self._hide_shards)
         self._replicas_checked = False
         with torch.inference_mode(False), torch.enable_grad():
             for slot in slots:
-                self._intake.hook(slot)
+                self._intake.hook(slot, sent=slot.offloaded or not self.ranks.alone)
                 _GATHERING_OF[slot.param] = weakref.ref(self)
 
     def _unhook(self, slots: Iterable[Slot]) -> None:
         for slot in slots:
             self._intake.unhook(slot)
             del _GATHERING_OF[slot.param]
-
-    def _shards_found(self) -> None:
-        self.ledger.mixes_ranks = bool(self.ranks.fully_sharded.slots)
-        self.ranks.fully_sharded.before_backward(self._hide_shards)
 
     def settle(self) -> None:
         """Every public call begins here: a pass that still seems open is over, or was broken off; ``p.grad`` is ours again."""

@@ -52,6 +52,11 @@ class Owner(Protocol):
         """A pass broke off, and what it had queued is dropped; part of it may have been added before that."""
 
 
+SENT_BYTES = (
+    32 << 20
+)  # most in a bucket whose sums go on from its device, which should begin while the pass still computes
+
+
 def bucket_bytes(device: torch.device) -> int:
     """Bytes of fresh gradients on this device that make a bucket, unless one alone has more.
 
@@ -61,7 +66,7 @@ def bucket_bytes(device: torch.device) -> int:
     if device.type == "cpu":
         return 8 << 20
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
-    return max(32 << 20, memory // 256)
+    return max(SENT_BYTES, memory // 256)
 
 
 def arrivals_class() -> Any:
@@ -91,14 +96,15 @@ class Intake:
         # Did the last pass have re-entrant parts, each of which brings a parameter a gradient of its own?
         self.nested = False
 
-    def hook(self, slot: Slot) -> None:
-        """Take this parameter's gradients from now on."""
+    def hook(self, slot: Slot, sent: bool) -> None:
+        """Take this parameter's gradients from now on. ``sent``: do their sums go on to other ranks, or to CPU memory?"""
         p = slot.param
         frozen = not p.requires_grad
         p.requires_grad_(True)  # a frozen one may be thawed later
         # The node is kept alive by us: autograd itself holds it only as long as some graph does.
         slot.node = get_gradient_edge(p).node
-        self._arrivals.hook(slot, bucket_bytes(p.device))
+        full = bucket_bytes(p.device)
+        self._arrivals.hook(slot, min(full, SENT_BYTES) if sent else full)
         if slot.sharded:
             p.register_post_accumulate_grad_hook(self._taker(slot))
         p.requires_grad_(not frozen)

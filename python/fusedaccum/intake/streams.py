@@ -70,8 +70,10 @@ class Turns:
             if device.type == "cuda":
                 here = current_name(device)
                 last = self._last.get(device, here)
-                if last != here and not _left_behind(_named(last), device):
-                    torch.cuda.current_stream(device).wait_stream(_named(last))
+                if last != here:
+                    stream = _named(last)
+                    if not _left_behind(stream, device):
+                        torch.cuda.current_stream(device).wait_stream(stream)
                 self._last[device] = here
 
     def end(self) -> None:

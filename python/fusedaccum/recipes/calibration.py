@@ -68,7 +68,8 @@ def _one_pass(kernel: Kernel, sizes: list[int], device: torch.device) -> Callabl
     if op in ("overwrite", "add", "add_", "pack"):
         # Each bucket's gradients have memory of their own: data left in the cache by the previous pass would look too fast.
         grads = _flat(sizes, source, where)[1]
-        calls = [(views[i:j], grads[i:j]) for i, j in buckets([size * source.itemsize for size in sizes], device)]
+        sent = kernel.lane == "cpu" or op == "pack"
+        calls = [(views[i:j], grads[i:j]) for i, j in buckets([size * source.itemsize for size in sizes], device, sent)]
         return {"add_": _adds, "pack": _packs}.get(op, _accumulations)(kernel, calls)
     if op == "scale":
         return lambda: ops.scale_(views, 0.999)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ..buffers.buffers import buffer_dtype, padded
 from ..buffers.offload import STAGE_BYTES, STAGES
 from ..buffers.shards import local_of
-from ..intake.intake import bucket_bytes
+from ..intake.intake import SENT_BYTES, bucket_bytes
 from .fuse import Embedding, Linear, has_product, has_unfused_option
 
 
@@ -209,7 +209,7 @@ def priced(way: Way, of: Parameters, micro_batches: int, optimizer: Any) -> Mode
         there["buffers"] = sum(
             padded(local_of(p).numel()) * buffer_dtype(p.dtype, way.buffers).itemsize for p in of.trained
         )
-        memory["gradients"] = nbytes(on_the_way) if way.held else largest_bucket(on_the_way, of.device)
+        memory["gradients"] = nbytes(on_the_way) if way.held else largest_bucket(on_the_way, of.device, way.offloaded)
     # Those that autograd adds up from the parts of several layers before they arrive.
     memory["gradients"] += 2 * nbytes(of.tied.intersection(on_the_way))
     if way.masters:
@@ -235,15 +235,17 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
     return sum(local_of(x).nbytes for x in tensors)
 
 
-def largest_bucket(gradients: Sequence[Tensor], device: torch.device) -> int:
-    """The most bytes that a bucket holds, if gradients arrive from the last parameter to the first."""
+def largest_bucket(gradients: Sequence[Tensor], device: torch.device, sent: bool) -> int:
+    """The most bytes that a bucket holds, if gradients arrive from the last parameter to the first. ``sent``: do their sums leave it?"""
     sizes = [local_of(p).nbytes for p in reversed(gradients)]
-    return max((sum(sizes[i:j]) for i, j in buckets(sizes, device)), default=0)
+    return max((sum(sizes[i:j]) for i, j in buckets(sizes, device, sent)), default=0)
 
 
-def buckets(sizes: Sequence[int], device: torch.device) -> list[tuple[int, int]]:
+def buckets(sizes: Sequence[int], device: torch.device, sent: bool) -> list[tuple[int, int]]:
     """Where each bucket begins and ends among gradients of these sizes, in bytes, of parameters on this device."""
     found, begin, held, full = [], 0, 0, bucket_bytes(device)
+    if sent:
+        full = min(full, SENT_BYTES)
     for i, taken in enumerate(sizes):
         held += taken
         if held >= full or i == len(sizes) - 1:
