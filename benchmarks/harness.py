@@ -6,7 +6,8 @@ Rules that every benchmark here keeps:
   change of clock speed affects all of them. The order differs from round to round, so that none profits from the one before it.
   A ratio is the median over the rounds of the ratio within a round.
 - Inputs rotate over the calls of all contestants, so that none finds in the cache what the one before it left there.
-- On a GPU a measurement ends when the device is idle again: it is the longer of the host's time and the device's.
+- On a GPU a measurement ends when the device is idle again: it is the longer of the host's time and the device's, as long as the host's
+  before the first launch, and the wait, are small beside it. So it lasts longer than on a CPU.
 - GB/s counts the bytes the *operation* has to move, for every contestant alike; a way that moves more shows as slower.
 """
 
@@ -37,6 +38,7 @@ WITHOUT_EXTENSIONS = "fusedaccum, where no compiler was"
 BARE = "gradients alone"  # a backward that accumulates nothing
 # Dtypes of gradients and buffers that most people run: measured on every set, also with statistics and against torch.compile.
 HEADLINES = (("bf16", "fp32"), ("fp16", "fp32"), ("bf16", "bf16"), ("fp32", "fp32"))
+SHORTEST = {"cpu": 3e-3, "cuda": 10e-3}  # seconds of a measurement, at least
 Row = dict[str, object]
 
 
@@ -111,8 +113,10 @@ def percentile(values: Iterable[float], percent: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
-def race(contestants: list[Contestant], rounds: int, at_least: float = 3e-3) -> dict[str, Timing]:
-    """Time all contestants in interleaved rounds; a measurement repeats a short call until it lasts ``at_least`` seconds."""
+def race(contestants: list[Contestant], rounds: int, at_least: float | None = None) -> dict[str, Timing]:
+    """Time all contestants in interleaved rounds; a measurement repeats a short call until it lasts ``at_least`` seconds (SHORTEST)."""
+    if at_least is None:
+        at_least = SHORTEST[environment.device.type]
     running = [c for c in contestants if c.run is not None]
     calls = itertools.count()
     repeats = {}

@@ -46,14 +46,19 @@ def test_nothing_waits_for_the_device(backend):
 def test_calls_return_while_the_device_is_busy(backend):
     """PyTorch, asked above, does not know of waits within the driver, as for a copy from memory that is not pinned."""
     outs, ins, scale = there(made(torch.float32, 1)), there(made(torch.bfloat16, 2)), torch.tensor(0.5, device=DEVICE)
-    for seconds in (0, 1):  # not before everything is loaded and compiled
+
+    def return_within(seconds):
         busy = torch.cuda.Event()
         torch.cuda._sleep(seconds * 2_000_000_000)  # clock cycles
         busy.record()
         ops.accumulate_(outs, ins, scale, stats=Stats.empty(DEVICE), backend=backend)
         ops.scale_(outs, 0.5, backend=backend)
         ops.stats(outs, backend=backend)
-    assert not busy.query()
+        return not busy.query()
+
+    return_within(0)  # loads and compiles
+    # A busy host may take longer than a second; a call that waits, however long that is.
+    assert return_within(1) or return_within(10)
 
 
 @needs_gpu
