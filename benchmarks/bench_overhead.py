@@ -16,7 +16,7 @@ from unittest import mock
 
 import fusedaccum as fa
 import torch
-from fusedaccum.ops import backends
+from fusedaccum.ops import memory
 from torch import Tensor
 
 from . import environment, peers
@@ -109,7 +109,7 @@ def _portable() -> str:
 
 def _without_extensions(run: Callable[[int], object]) -> Callable[[int], object]:
     """The same, with the lists of tensors checked in Python, as where the package was installed without a compiler."""
-    return _with_nothing_for(backends, "native_predicate", run)
+    return _with_nothing_for(memory, "native_lists", run)
 
 
 def _hooks_alone(micro_batch: Callable[[int], object]) -> Callable[[int], object]:

@@ -77,6 +77,16 @@ int cast(py::handle outs, py::handle ins, double scale, py::handle stats) { retu
 
 int scale(py::handle tensors, double factor, py::handle stats) { return cast_lists(Lists(tensors, true), factor, stats); }
 
+// Where each tensor's memory begins (0 if it has none), its size and its dtype.
+py::bytes traits(const std::vector<at::Tensor>& tensors) {
+  std::vector<int64_t> numbers;
+  for (const at::Tensor& x : tensors) {
+    const int64_t from = x.has_storage() ? reinterpret_cast<int64_t>(x.storage().data()) + x.storage_offset() * x.element_size() : 0;
+    numbers.insert(numbers.end(), {from, x.numel(), static_cast<int64_t>(x.scalar_type())});
+  }
+  return {reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(int64_t)};
+}
+
 int measure(py::handle tensors, py::handle into) {
   Call call;
   call.op = Op::kStats;
@@ -99,6 +109,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(
       "predicate", [](py::handle outs, py::handle ins, bool written) -> int { return Lists(outs, ins, written).verdict(); },
       py::arg("outs"), py::arg("ins"), py::arg("written"), verdicts);
+  m.def("traits", &traits, py::arg("tensors"), "as fusedaccum.ops.memory.traits()");
   m.def("capability", [] { return std::string(fusedaccum::cpu::kernels().name); }, "The instruction set whose kernels are in use");
   m.def("capabilities", &fusedaccum::cpu::capabilities, "What this CPU can run, the best last");
   m.def("set_capability", &fusedaccum::cpu::set_capability, py::arg("name"), "Use other kernels from now on; for tests");

@@ -9,7 +9,7 @@ import types
 import pytest
 import torch
 from fusedaccum import ops
-from fusedaccum.ops import backends
+from fusedaccum.ops import backends, memory
 from ops_cases import NATIVE, OPS, child_environment
 
 
@@ -21,10 +21,11 @@ def one_missing(monkeypatch):
         for row in backends.TABLE
     ]
     monkeypatch.setattr(backends, "TABLE", tuple(table))
-    for cached in (backends.why_missing, backends.native_predicate, backends._automatic):
+    monkeypatch.setattr(memory, "native_lists", lambda: None)
+    for cached in (backends.why_missing, backends._automatic):
         cached.cache_clear()
     yield
-    for cached in (backends.why_missing, backends.native_predicate, backends._automatic):
+    for cached in (backends.why_missing, backends._automatic):
         cached.cache_clear()
 
 

@@ -6,8 +6,9 @@ import weakref
 import pytest
 import torch
 from fusedaccum import ops
-from fusedaccum.ops import backends
+from fusedaccum.ops.memory import traits
 from ops_cases import BACKENDS, DTYPES, PAIR_IDS, PAIRS, assert_same_bits, running, values
+from torch import nn
 
 every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=[f"backend={name}" for name in BACKENDS])
 SENTINEL = 7.0
@@ -213,10 +214,33 @@ def test_empty_lists_and_empty_tensors(backend):
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+def test_traits_tell_what_has_changed(native, monkeypatch):
+    if not native:
+        monkeypatch.setattr("fusedaccum.ops.memory.native_lists", lambda: None)
+    memory = torch.zeros(9)
+    tensors = [memory[:4], memory[4:8].view(2, 2), torch.zeros(0), nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))]
+    before = traits(tensors)
+    assert traits(list(tensors)) == before
+    tensors[0].fill_(1.0)
+    assert traits(tensors) == before
+    for other in (
+        memory[1:5],
+        memory[:5],
+        memory[:4].view(torch.int32),
+        memory[:4].clone(),
+        torch.zeros(4, device="meta"),
+    ):
+        assert traits([other, *tensors[1:]]) != before
+    assert traits(tensors[:3]) != before
+    tensors[3].data = torch.zeros(3, dtype=torch.bfloat16)
+    assert traits(tensors) != before
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
 def test_numbers_do_not_depend_on_which_predicate_looks(native, monkeypatch):
     """Where the extension is missing, Python alone tells what a kernel may take as it is."""
     if not native:
-        monkeypatch.setattr(backends, "native_predicate", lambda: None)
+        monkeypatch.setattr("fusedaccum.ops.memory.native_lists", lambda: None)
     memory = torch.randn(8, dtype=torch.float64)
     grads = [
         torch._neg_view(torch.randn(4, 2, dtype=torch.float64)),

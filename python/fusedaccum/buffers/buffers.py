@@ -6,7 +6,7 @@ import itertools
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .. import ops
-from ..ops.memory import is_dense
+from ..ops.memory import is_dense, traits
 from ..scalars import Scalar
 from . import main_grad
 from .shards import ShardHolder, fsdp1, is_flattened, is_shard, local_of
@@ -201,7 +201,7 @@ class Buffers:
         self.lent: list[Slot] = []  # those whose layers add gradients themselves
         weakref.finalize(self, _take_back, self.lent).atexit = False
         self.sharded = False  # is any slot?
-        self._checked: tuple | None = None  # what _seen() was at the last check
+        self._checked: object = None  # the parameters' traits at the last check
         self._in_groups: list[Parameter] = []  # what was in the optimizer's groups then
 
     def add(self, parameters: Iterable[tuple[str, Parameter]]) -> list[Slot]:
@@ -277,17 +277,13 @@ class Buffers:
         pairs = ((slot.made_for, slot.param) for slot in self.slots)
         return any((was.dtype, was.device) != (p.dtype, p.device) for was, p in pairs)
 
-    def _seen(self) -> tuple:
-        look = Tensor.data_ptr, Tensor.numel, attrgetter("dtype")
-        return tuple(list(map(of, self.of)) for of in look)
-
     def check_unchanged(self) -> None:
         """Raises as :meth:`Slot.check_unchanged` does, and RuntimeError for a ``p.grad`` set by hand whose buffer is on another device."""
         # Every step() calls this, so it compares what is cheap and nearly always shows a change. The rest shows when a gradient arrives.
-        if self._seen() != self._checked:
+        if traits([*self.of]) != self._checked:
             for slot in self.slots:
                 slot.check_unchanged()
-            self._checked = self._seen()
+            self._checked = traits([*self.of])
         for slot in () if self._device is None else self.slots:
             if slot.offloaded and slot.param.grad is not None:
                 raise RuntimeError(

@@ -70,9 +70,9 @@ class Sums:
         """Raises RuntimeError if a parameter has changed, or sums are lost, because gradients could not be added, or not be divided."""
         self.buffers.check_unchanged()
         self.offload.check()
-        self._check_whole()
+        self.check_whole()
 
-    def _check_whole(self) -> None:
+    def check_whole(self) -> None:
         if self.half_divided:
             raise RuntimeError(
                 "an exception broke off a call that divides the window's sums, so that some are divided and others are not; call "
@@ -95,9 +95,9 @@ class Sums:
 
     def adopt_all(self, slots: Sequence[Slot]) -> None:
         """:meth:`adopt` every slot; returns immediately if, as nearly always, no other code has touched any."""
-        untouched = all(block.untouched_by_user for block in self.buffers.blocks)
-        if not (untouched and all(slot.holder.grad is slot.shown for slot in slots)):
-            for slot in slots:
+        touched = not all(block.untouched_by_user for block in self.buffers.blocks)
+        for slot in slots:
+            if touched or slot.holder.grad is not slot.shown:
                 self.adopt(slot)
 
     def adopt(self, slot: Slot) -> None:
@@ -241,7 +241,7 @@ class Sums:
 
     def gathered(self) -> list[Slot]:
         """The slots that hold a gradient now, each in its buffer. Raises RuntimeError if some sums are divided and others are not."""
-        self._check_whole()
+        self.check_whole()
         self.offload.wait()
         self.bring_back()
         self.adopt_all(self.buffers.slots)
@@ -301,7 +301,7 @@ class Sums:
         """The sums count as half divided within the block, and from then on if it raises: some results may have been written, so it must
         not be repeated.
         """
-        self._check_whole()
+        self.check_whole()
         self.half_divided = True
         yield
         self.half_divided = False

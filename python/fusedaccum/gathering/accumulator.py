@@ -90,8 +90,9 @@ class Accumulator:
         sums.place([slot])
         self._count_layers_first([slot], measure)
         sums.adopt(slot)
-        if slot.shown is not None:
-            sums.divide_([slot], 1.0)  # normalize_() may have made it a mean
+        sums.check_whole()
+        if slot.shown is not None and identity(slot.divisor) != 1.0:
+            sums.divide_([slot], 1.0)  # normalize_() has made it a mean
         try:
             write(slot.buffer, scale, slot.shown is None)
             self._has_added(slot, measure)
@@ -205,12 +206,9 @@ def one_call_each(
     ``measure``: are norms taken? They can be added up over the ranks only for shards that are laid out alike.
     """
     calls: dict[tuple, list[int]] = {}
-    firsts = [slot.shown is None for slot in slots]
-    # After normalize_(), parameters that no pass has reached since still hold a mean.
-    divisors = {identity(slot.divisor) for slot in slots}
-    one = len({slot.block for slot in slots}) == len(set(firsts)) == len(divisors) == 1 and not slots[0].sharded
-    for i in range(1 if one else len(slots)):  # where they agree in all of this, the first stands for all
-        slot, first = slots[i], firsts[i]
+    for i in range(1 if _agree(slots) else len(slots)):  # where they agree, the first stands for all
+        slot, first = slots[i], slots[i].shown is None
+        # After normalize_(), parameters that no pass has reached since still hold a mean.
         divisor, layout = None if first else identity(slot.divisor), alike(slot) if measure else None
         key = (slot.made_for.device, first, slot.narrow, divisor, slot.averaged_by, layout, slot.sharded)
         calls.setdefault(key, []).append(i)
@@ -219,3 +217,12 @@ def one_call_each(
         return
     for key, members in calls.items():
         yield key, [slots[i] for i in members], [grads[i] for i in members]
+
+
+def _agree(slots: Sequence[Slot]) -> bool:
+    """Do they agree in all that the calls differ in, as nearly always?"""
+    one, first = slots[0], slots[0].shown is None
+    for slot in slots:
+        if slot.block is not one.block or slot.divisor is not one.divisor or (slot.shown is None) is not first:
+            return False
+    return not one.sharded

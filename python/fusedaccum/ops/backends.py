@@ -111,12 +111,6 @@ def check(name: Any) -> str:
     return name
 
 
-@functools.cache
-def native_predicate() -> Callable[..., int] | None:
-    """The check of tensor lists in C++, if it was built; it reads no tensor's memory, so it serves every device."""
-    return importlib.import_module("fusedaccum._cpu").predicate if why_missing("cpu") is None else None
-
-
 def select(name: str | None, device: torch.device | None, op: str) -> ModuleType:
     """The backend of a call: the one asked for, or the first that has the op and works on the device (None: there are no tensors).
 

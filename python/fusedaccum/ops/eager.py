@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from ..scalars import Scalar
-from . import arguments, backends
+from . import arguments, backends, memory
 from .arguments import Layout, Stats, StochasticRounding
-from .memory import is_flat, is_flat_pair
 
 
 def accumulate_(
@@ -90,8 +89,8 @@ def _run(module: ModuleType, op: str, lists: dict[str, Any], *others: Any, writt
 
 
 def _layout(lists: dict[str, Any], written: bool) -> int:
-    native = backends.native_predicate()
-    return arguments.check_lists(lists, written) if native is None else native(*lists.values(), written)
+    native = memory.native_lists()
+    return arguments.check_lists(lists, written) if native is None else native.predicate(*lists.values(), written)
 
 
 def _flat_copy(x: Tensor, like: Tensor) -> Tensor:
@@ -101,11 +100,11 @@ def _flat_copy(x: Tensor, like: Tensor) -> Tensor:
 
 def _flattened(outs: Sequence[Tensor], ins: Sequence[Tensor] | None = None) -> list[list[Tensor]]:
     """The lists with copies in place of what a kernel cannot take as it is."""
-    flat_outs = [x if is_flat(x) else _flat_copy(x, x) for x in outs]
+    flat_outs = [x if memory.is_flat(x) else _flat_copy(x, x) for x in outs]
     if ins is None:
         return [flat_outs]
     pairs = zip(flat_outs, ins, strict=True)
-    return [flat_outs, [x if is_flat_pair(out, x) else _flat_copy(x, out) for out, x in pairs]]
+    return [flat_outs, [x if memory.is_flat_pair(out, x) else _flat_copy(x, out) for out, x in pairs]]
 
 
 @torch.no_grad()

@@ -5,13 +5,26 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import math
+from collections.abc import Sequence
+from operator import attrgetter
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from .. import native
+
 # Types of devices where data_ptr() counts from the address of an object that stands for the storage, not from that of its memory.
 WITHOUT_ADDRESSES = ("mps",)
+
+
+@functools.cache
+def native_lists() -> ModuleType | None:
+    """What looks at lists of tensors in C++, if it was built; it reads no tensor's memory, so it serves every device."""
+    return importlib.import_module("fusedaccum._cpu") if native.why_missing("_cpu") is None else None
 
 
 def is_plain(x: Tensor) -> bool:
@@ -32,6 +45,14 @@ def address(x: Tensor) -> int:
         offset = int(x.storage_offset()) * x.element_size()
         return (x.data_ptr() - offset << 64) + offset
     return x.data_ptr()
+
+
+def traits(tensors: Sequence[Tensor]) -> object:
+    """Where each tensor's memory begins, its size and its dtype, as one value to compare with that of another time."""
+    compiled = native_lists()
+    if compiled is not None:
+        return compiled.traits(tensors)
+    return tuple(list(map(of, tensors)) for of in (Tensor.data_ptr, Tensor.numel, attrgetter("dtype")))
 
 
 def span(x: Tensor) -> int:
