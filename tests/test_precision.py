@@ -114,6 +114,23 @@ def test_running_sum_in_16_bit_buffers_does_not_overflow_where_the_mean_fits(dty
     torch.testing.assert_close(p.grad, torch.full_like(p, big), rtol=2e-2, atol=0)
 
 
+@pytest.mark.parametrize("wide_first", [True, False])
+def test_wide_and_16_bit_buffers_of_one_bucket(wide_first):
+    """Sums of FP32 and running means of FP16, of which the sum would overflow, in calls of their own."""
+    params = [one(0.0, torch.float32, 4), one(0.0, torch.float16, 4)]
+    wide, narrow = params
+    opt = fa.AccumulatingOptimizer(
+        torch.optim.SGD(params if wide_first else params[::-1], lr=0.0), 4, buffer_dtype=None
+    )
+    for i in range(3):
+        opt.backward((wide * 60000.0).sum() + (narrow * 60000.0).sum())
+        opt.step()
+        assert wide.grad.tolist() == [(i + 1) * 60000.0] * 4
+        assert narrow.grad.tolist() == [60000.0] * 4
+    opt.flush()
+    assert wide.grad.tolist() == narrow.grad.tolist() == [60000.0] * 4
+
+
 def test_running_mean_counts_micro_batches_that_did_not_touch_a_parameter():
     p, q = one(0.0, torch.bfloat16), one(0.0, torch.bfloat16)
     opt = fa.AccumulatingOptimizer(torch.optim.SGD([p, q], lr=0.0), 4, buffer_dtype=None, max_grad_norm=1e9)
