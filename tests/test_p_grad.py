@@ -206,6 +206,26 @@ def test_zero_grad_in_a_caller_owned_window_drops_as_plain_pytorch_does(whose):
 
 
 @pytest.mark.parametrize("owned", [False, True], ids=["counted", "caller-owned"])
+def test_zero_grad_is_the_inner_optimizers_too(owned):
+    """Which may have more to do in it than the gradients."""
+
+    class Counting(torch.optim.SGD):
+        zeroed = 0
+
+        def zero_grad(self, set_to_none=True):
+            self.zeroed += 1
+            super().zero_grad(set_to_none)
+
+    net, (x, y) = model(), data()
+    opt = wrapped(net, None if owned else 1, make=lambda ps: Counting(ps, lr=0.1))
+    for i in range(2):
+        mean_loss(net, x, y).backward()
+        opt.step()
+        opt.zero_grad()
+        assert opt.optimizer.zeroed == i + 1
+
+
+@pytest.mark.parametrize("owned", [False, True], ids=["counted", "caller-owned"])
 def test_zero_grad_to_zeros_leaves_a_gradient_of_zeros(owned):
     """With set_to_none=False, unused parameters keep decaying, as in the plain loop."""
     net, (x, y) = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)]).double(), data()

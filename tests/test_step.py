@@ -15,6 +15,7 @@ import fusedaccum.closing.conclusion
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from training import (
     assert_grads,
     assert_same_parameters,
@@ -250,18 +251,23 @@ def test_a_step_that_raises_has_not_updated(make):
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
-@pytest.mark.parametrize("through", ["inner", "wrapper"])
+@pytest.mark.parametrize("through", ["inner", "wrapper", "every optimizer"])
 def test_step_hooks_run_once_a_window_and_see_the_finished_gradient(fused, through):
     net, (x, y) = model(torch.float32), data(dtype=torch.float32)
     seen, after = [], []
     opt = wrapped(net, 2, make=lambda ps: torch.optim.SGD(ps, lr=0.1, fused=fused))
-    target = opt.optimizer if through == "inner" else opt
-    target.register_step_pre_hook(lambda *_: seen.append(grads(net)))
-    target.register_step_post_hook(lambda *_: after.append(True))
+    before, behind = {
+        "inner": (opt.optimizer.register_step_pre_hook, opt.optimizer.register_step_post_hook),
+        "wrapper": (opt.register_step_pre_hook, opt.register_step_post_hook),
+        "every optimizer": (register_optimizer_step_pre_hook, register_optimizer_step_post_hook),
+    }[through]
+    hooks = before(lambda *_: seen.append(grads(net))), behind(lambda *_: after.append(True))
     expected = gradient(net, x, y)
     for xs, ys in parts(x, y, (4, 20)):
         opt.backward(mean_loss(net, xs, ys), weight=len(xs))
         opt.step()
+    for hook in hooks:
+        hook.remove()
     assert len(seen) == len(after) == 1
     for got, want in zip(seen[0], expected, strict=True):
         torch.testing.assert_close(got, want)
