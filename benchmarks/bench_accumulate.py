@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import environment, peers
 from .bandwidth import streams
-from .harness import HEADLINES, OURS, Contestant, Options, Row, Sink, filled, race, rotations, rows_of
+from .harness import GRAPH, HEADLINES, OURS, TRITON, Contestant, Options, Row, Sink, filled, race, rotations, rows_of
 from .shapes import SETS, ShapeSet
 
 NAME = "accumulate"
@@ -141,7 +141,7 @@ def _on_gpu(inputs: Inputs, scale: float, overwrite: bool, stats: fa.ops.Stats |
         buffers, grads = inputs[i]
         fa.ops.accumulate_(buffers, grads, scale, overwrite=overwrite, stats=stats, backend=backend)
 
-    names = {"triton": "fusedaccum, triton", "cuda": "fusedaccum, from a graph"}
+    names = {"triton": TRITON, "cuda": GRAPH}
     missing = {backend: _why_missing(backend) for backend in names}
     graphs: list[torch.cuda.CUDAGraph] = []
     for i in () if missing["cuda"] else range(len(inputs)):

@@ -31,6 +31,8 @@ from .shapes import SETS, ShapeSet
 
 RESULTS = Path(__file__).resolve().parent / "results"
 OURS = "fusedaccum"
+TRITON = "fusedaccum, triton"
+GRAPH = "fusedaccum, from a graph"
 PYTHON_HOOKS = "fusedaccum, hooks in Python"
 HOOKS_ALONE = "fusedaccum, adds left out"
 PYTHON_HOOKS_ALONE = "fusedaccum, hooks in Python, adds left out"

@@ -56,8 +56,9 @@ def blocks() -> dict[str, str]:
     texts = _blocks_of(RESULTS)
     if load("accumulate"):
         texts["summary"] = f"![bandwidth of every way](benchmarks/results/accumulate.svg)\n\n{_summary(RESULTS)}"
-    if load("accumulate", RESULTS / "gpu"):
+    if on_gpu := load("accumulate", RESULTS / "gpu"):
         texts["summary_gpu"] = _summary(RESULTS / "gpu")
+        texts["goals_gpu"] = tables.markdown(tables.goals(on_gpu, load("window", RESULTS / "gpu")))
     texts |= _questions(load("questions"))
     texts["machines"] = "\n\n".join(_summary(folder) for folder in sorted((RESULTS / "machines").iterdir()))
     return texts | {f"gpu_{name}": text for name, text in _blocks_of(RESULTS / "gpu").items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .harness import BARE, HOOKS_ALONE, OURS, PYTHON_HOOKS, PYTHON_HOOKS_ALONE, WITHOUT_EXTENSIONS
+from .harness import BARE, GRAPH, HOOKS_ALONE, OURS, PYTHON_HOOKS, PYTHON_HOOKS_ALONE, TRITON, WITHOUT_EXTENSIONS
 
 # Okabe and Ito's palette: ours in the strong colour, the peers in the others.
 BLUE, ORANGE, GREEN, YELLOW, SKY, PURPLE, GREY = (
@@ -28,8 +28,8 @@ COLOURS = {
     WITHOUT_EXTENSIONS: YELLOW,
     BARE: "#999999",
     "fusedaccum, coefficient handed on": SKY,
-    "fusedaccum, from a graph": SKY,
-    "fusedaccum, triton": "#003F63",
+    GRAPH: SKY,
+    TRITON: "#003F63",
     "p.grad in bf16": ORANGE,
     "p.grad in FP32": ORANGE,
     "fusedaccum, bf16 sums": SKY,

@@ -245,6 +245,44 @@ def test_report_rewrites_marked_blocks_only(tmp_path: Path) -> None:
     assert report.rewrite(page, {}) == ["window"]
 
 
+def test_goals_are_held_against_what_was_measured() -> None:
+    """Of a device of 1 GB/s and 1,000 elements: a byte takes a nanosecond."""
+
+    def row(contestant: str, nanoseconds: float, against: float, kind: str = "variant", **case: object) -> harness.Row:
+        case = {"set": "small", "grads": "bf16", "buffers": "fp32", **case}
+        moved = case.pop("moved")
+        return {
+            **case,
+            "contestant": contestant,
+            "kind": kind,
+            "median_ms": nanoseconds / 1e6,
+            "bytes_per_element": moved,
+            "share_of_bandwidth": 1000 * moved / nanoseconds,
+            "ours_is_faster": nanoseconds / against,
+        }
+
+    adds: list[harness.Row] = []
+    for mode, stats, moved, ours in (
+        ("add", False, 10, 12_500),
+        ("overwrite", False, 6, 8_000),
+        ("add", True, 10, 13_000),
+    ):
+        case = {"mode": mode, "stats": stats, "moved": moved}
+        adds += [
+            row(harness.OURS, ours, ours, "ours", **case),
+            row(harness.GRAPH, 10_000, ours, **case),
+            row(harness.TRITON, 1.25 * ours, ours, **case),
+            row("add_ per tensor", 4 * ours, ours, "peer", **case),
+            row("torch._foreach_add_", 3 * ours, ours, "peer", **case),
+        ]
+    adds.append(row("fusedaccum without stats", 12_500, 13_000, mode="add", stats=True, moved=10))
+    windows = [row("fusedaccum, coefficient handed on", 95_000, 100_000, moved=84)]
+    header, lines = tables.goals(adds, windows)
+    assert header[2:] == ["small"]
+    assert [line[2] for line in lines] == ["80% (100%)", "75% (60%)", "3.00×", "+4.0%", "+25%", "+25%"]
+    assert tables.goals(adds, [])[1][4][2] == "–"
+
+
 @pytest.mark.slow
 def test_ranks_run_every_way(tmp_path: Path) -> None:
     options = harness.Options(
