@@ -3,7 +3,11 @@
 // accumulate_, scale_, cast_ and stats are a backend that sets CHECKS_LISTS (fusedaccum/ops/backends.py). predicate() is that check alone.
 #include <ATen/Parallel.h>
 
+#include <array>
 #include <functional>
+#include <optional>
+#include <string>
+#include <vector>
 
 #include "cpu/dispatch.h"
 #include "cpu/launch.h"
@@ -87,6 +91,42 @@ py::bytes traits(const std::vector<at::Tensor>& tensors) {
   return {reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(int64_t)};
 }
 
+// The launches of a call of the Triton kernels: launches() in triton_kernels/backend.py, which says what they consist of.
+py::list launches(const std::vector<at::Tensor>& outs, const std::vector<at::Tensor>& ins,
+                  const std::optional<std::vector<uint64_t>>& counters, int64_t block) {
+  constexpr int kRows = 5;  // outputs, inputs, elements, first blocks, counters
+  struct Launch {
+    at::ScalarType out, in;
+    bool aligned;
+    int64_t blocks = 0;
+    std::array<std::vector<int64_t>, kRows> rows;
+  };
+  std::vector<Launch> found;
+  const auto launch_of = [&found](at::ScalarType out, at::ScalarType in, bool aligned) -> Launch& {
+    for (Launch& launch : found) {
+      if (launch.out == out && launch.in == in && launch.aligned == aligned) return launch;
+    }
+    return found.emplace_back(Launch{out, in, aligned});
+  };
+  for (std::size_t k = 0; k < outs.size(); ++k) {
+    const int64_t elements = outs[k].numel();
+    if (elements == 0) continue;
+    const auto out = reinterpret_cast<int64_t>(outs[k].mutable_data_ptr()), in = reinterpret_cast<int64_t>(ins[k].const_data_ptr());
+    Launch& launch = launch_of(outs[k].scalar_type(), ins[k].scalar_type(), (out | in) % 16 == 0);
+    const int64_t counter = counters ? static_cast<int64_t>((*counters)[k]) : 0;
+    const std::array<int64_t, kRows> row{out, in, elements, launch.blocks, counter};
+    for (int r = 0; r < kRows; ++r) launch.rows[r].push_back(row[r]);
+    launch.blocks += (elements + block - 1) / block;
+  }
+  py::list plan;
+  for (const Launch& launch : found) {
+    std::string bytes;
+    for (const auto& row : launch.rows) bytes.append(reinterpret_cast<const char*>(row.data()), row.size() * sizeof(int64_t));
+    plan.append(py::make_tuple(launch.out, launch.in, launch.aligned, launch.rows[0].size(), launch.blocks, py::bytes(bytes)));
+  }
+  return plan;
+}
+
 int measure(py::handle tensors, py::handle into) {
   Call call;
   call.op = Op::kStats;
@@ -109,7 +149,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(
       "predicate", [](py::handle outs, py::handle ins, bool written) -> int { return Lists(outs, ins, written).verdict(); },
       py::arg("outs"), py::arg("ins"), py::arg("written"), verdicts);
+  m.def(
+      "increment_version",
+      [](const std::vector<at::Tensor>& tensors) {
+        for (const at::Tensor& x : tensors) fusedaccum::bump_version(x);
+      },
+      py::arg("tensors"), "as fusedaccum.ops.memory.increment_version()");
   m.def("traits", &traits, py::arg("tensors"), "as fusedaccum.ops.memory.traits()");
+  m.def("launches", &launches, py::arg("outs"), py::arg("ins"), py::arg("counters"), py::arg("block"),
+        "as launches() of the Triton kernels' backend");
   m.def("capability", [] { return std::string(fusedaccum::cpu::kernels().name); }, "The instruction set whose kernels are in use");
   m.def("capabilities", &fusedaccum::cpu::capabilities, "What this CPU can run, the best last");
   m.def("set_capability", &fusedaccum::cpu::set_capability, py::arg("name"), "Use other kernels from now on; for tests");

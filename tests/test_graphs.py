@@ -169,4 +169,4 @@ def test_tables_that_are_new_in_every_call_cannot_be_recorded(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match=r"backend='triton' cannot be captured in a CUDA graph.*use backend='cuda'"):
-        backend._Table([(0, 0, 1, 0)], (1.0, 1.0), 0, torch.device("cuda"))
+        backend._Table(bytes(5 * 8), (1.0, 1.0), 0, torch.device("cuda"))

@@ -10,7 +10,10 @@ import pytest
 import torch
 from fusedaccum import ops
 from fusedaccum.ops import backends, memory
+from fusedaccum.ops.memory import native_lists
 from ops_cases import NATIVE, OPS, child_environment
+
+needs_native = pytest.mark.skipif(not NATIVE, reason="the extension fusedaccum._cpu was not built")
 
 
 @pytest.fixture
@@ -47,7 +50,7 @@ def test_a_missing_backend_is_refused_by_name_and_passed_over_by_auto(one_missin
     assert backends.select(None, x.device, "accumulate_").__name__ == "fusedaccum.ops.reference"
 
 
-@pytest.mark.skipif(not NATIVE, reason="the extension fusedaccum._cpu was not built")
+@needs_native
 def test_auto_prefers_the_native_backend_for_cpu_tensors():
     for op in OPS:
         assert backends.select("auto", torch.device("cpu"), op).__name__ == "fusedaccum._cpu"
@@ -133,7 +136,7 @@ def test_triton_is_missing_where_it_would_fail(monkeypatch, capability, hip, wor
     assert (reason is None) if says is None else re.search(says, reason)
 
 
-@pytest.mark.skipif(not NATIVE, reason="the extension fusedaccum._cpu was not built")
+@needs_native
 def test_environment_in_a_fresh_process():
     code = "import torch; from fusedaccum.ops import backends as b; print(b.select(None, torch.device('cpu'), 'stats').__name__)"
     for value, module in (("reference", "fusedaccum.ops.reference"), ("cpu", "fusedaccum._cpu")):
@@ -145,3 +148,42 @@ def test_environment_in_a_fresh_process():
             check=True,
         )
         assert done.stdout.strip() == module
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.parametrize("counted", [True, False], ids=["counters", "no counters"])
+@pytest.mark.parametrize("native", [pytest.param(True, marks=needs_native), False], ids=["native", "python"])
+def test_a_triton_launch_has_what_is_alike(native, counted):
+    """And rows of its table in int64: outputs, inputs, elements, first blocks, counters."""
+    from fusedaccum.triton_kernels import backend
+
+    f32, bf16 = torch.empty(4 * 4096), torch.empty(4 * 4096, dtype=torch.bfloat16)
+    pairs = [
+        (f32[:2049], bf16[:2049]),
+        (f32[:0], bf16[:0]),
+        (f32[4096:4099], bf16[4097:4100]),  # not aligned
+        (bf16[8192:8193], bf16[8200:8201]),
+        (f32[8192:12288].view(64, 64), bf16[8192:12288].view(64, 64)),
+        (f32[12288:12289], bf16[12288:12289]),
+    ]
+    outs, ins = zip(*pairs)
+    counters = [2**64 - 8, 1, 2**63, 24, 8, 16] if counted else None
+    launches = native_lists().launches if native else backend.launches
+    plan = launches(outs, ins, counters, 2048)
+    expected = [
+        (torch.float32, torch.bfloat16, True, [0, 4, 5], [0, 2, 4]),
+        (torch.float32, torch.bfloat16, False, [2], [0]),
+        (torch.bfloat16, torch.bfloat16, True, [3], [0]),
+    ]
+    assert [launch[:3] for launch in plan] == [launch[:3] for launch in expected]
+    for (*_, count, blocks, rows), (*_, members, first) in zip(plan, expected, strict=True):
+        assert count == len(members)
+        assert blocks == first[-1] + -(-outs[members[-1]].numel() // 2048)
+        columns = [
+            [outs[k].data_ptr() for k in members],
+            [ins[k].data_ptr() for k in members],
+            [outs[k].numel() for k in members],
+            first,
+            [counters[k] if counted else 0 for k in members],
+        ]
+        assert rows == b"".join(n.to_bytes(8, sys.byteorder) for column in columns for n in column)

@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 from fusedaccum import ops
-from fusedaccum.ops.memory import traits
+from fusedaccum.ops.memory import increment_version, traits
 from ops_cases import BACKENDS, DTYPES, PAIR_IDS, PAIRS, assert_same_bits, running, values
 from torch import nn
 
@@ -234,6 +234,20 @@ def test_traits_tell_what_has_changed(native, monkeypatch):
     assert traits(tensors[:3]) != before
     tensors[3].data = torch.zeros(3, dtype=torch.bfloat16)
     assert traits(tensors) != before
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+def test_autograd_sees_what_is_written(native, monkeypatch):
+    if not native:
+        monkeypatch.setattr("fusedaccum.ops.memory.native_lists", lambda: None)
+    with torch.inference_mode():
+        without = torch.zeros(3)  # a version
+    memory = torch.zeros(9)
+    version = memory._version
+    increment_version([memory[:4], without, torch.zeros(0)])
+    assert memory._version == version + 1
+    increment_version((memory[:4], memory[4:]))
+    assert memory._version == version + 3
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["native", "python"])

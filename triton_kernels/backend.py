@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import triton.language as tl
+from fusedaccum.ops import memory
 from torch import Tensor
 
 from . import kernels
@@ -53,12 +54,14 @@ def cast_(outs: Sequence[Tensor], ins: Sequence[Tensor], scale: Scalar, stats: S
 
 def stats(tensors: Sequence[Tensor], into: Stats) -> None:
     """Squared norm and non-finite count."""
-    tally = _Tally(tensors)
+    device = tensors[0].device
+    plan = _plan(tensors, tensors, None)
+    tally = _Tally(plan, device)
     with _device_of(tensors[0]):
-        for (_, dtype, aligned), rows in _rows(tensors, tensors, None).items():
-            table = _Table(rows, (1.0, 1.0), 0, tensors[0].device)
-            kernels.measure[(table.blocks,)](
-                table.on_device, len(rows), *tally.take(table.blocks), DTYPES[dtype], aligned, BLOCK, **OPTIONS
+        for _, dtype, aligned, count, blocks, rows in plan:
+            table = _Table(rows, (1.0, 1.0), 0, device)
+            kernels.measure[(blocks,)](
+                table.on_device, count, *tally.take(blocks), DTYPES[dtype], aligned, BLOCK, **OPTIONS
             )  # fmt: skip
     tally.finish(into)
 
@@ -74,22 +77,24 @@ def _run(
     overwrite: bool,
     cast: bool,
 ) -> None:
-    tally = None if stats is None else _Tally(outs)
+    device = outs[0].device
+    plan = _plan(outs, ins, rounding)
+    tally = None if stats is None else _Tally(plan, device)
     numbers = (1.0 if isinstance(scale, Tensor) else scale, 1.0 if isinstance(decay, Tensor) else decay)
     # Before the launches, so that if one fails, nobody takes the outputs to be unchanged.
-    torch.autograd.graph.increment_version([x for x in outs if not x.is_inference()])
+    memory.increment_version(outs)
     with _device_of(outs[0]):
-        doubles = any(x.dtype == torch.float64 for x in outs)  # of which a number may be an element: read from a copy
+        doubles = any(out == torch.float64 for out, *_ in plan)  # of which a number may be an element: read from a copy
         device_scale, device_decay = (
             x.to(torch.float64, copy=doubles) if isinstance(x, Tensor) else None for x in (scale, decay)
         )
-        for (out, dtype, aligned), rows in _rows(outs, ins, rounding).items():
-            table = _Table(rows, numbers, 0 if rounding is None else rounding.seed, outs[0].device)
+        for out, dtype, aligned, count, blocks, rows in plan:
+            table = _Table(rows, numbers, 0 if rounding is None else rounding.seed, device)
             # Without statistics nothing is written there, but a kernel's argument must point to something.
-            partials, bad = (table.number(0), table.on_device) if tally is None else tally.take(table.blocks)
-            kernels.write[(table.blocks,)](
+            partials, bad = (table.number(0), table.on_device) if tally is None else tally.take(blocks)
+            kernels.write[(blocks,)](
                 table.on_device,
-                len(rows),
+                count,
                 table.number(kernels.SCALE) if device_scale is None else device_scale,
                 table.number(kernels.DECAY) if device_decay is None else device_decay,
                 partials,
@@ -108,40 +113,47 @@ def _run(
         tally.finish(stats)
 
 
-# The dtypes of an output and of what is read, and may all accesses be of 16 bytes?
-Kind = tuple[torch.dtype, torch.dtype, bool]
-# The addresses of the two, their elements, the first element's random number.
-Row = tuple[int, int, int, int]
+# A launch: the dtypes of outputs and inputs, whether all accesses may be of 16 bytes, tensors, blocks, and the rows of the table.
+Launch = tuple[torch.dtype, torch.dtype, bool, int, int, bytes]
 
 
-def _rows(outs: Sequence[Tensor], ins: Sequence[Tensor], rounding: StochasticRounding | None) -> dict[Kind, list[Row]]:
-    """The tensors, by what can share a launch. Each is asked for everything once: that is most of a call's time on the host."""
-    rows: dict[Kind, list[Row]] = defaultdict(list)
-    counters = itertools.repeat(0) if rounding is None else rounding.counters
-    for out, x, counter in zip(outs, ins, counters, strict=False):  # counters may be endless
+def _plan(outs: Sequence[Tensor], ins: Sequence[Tensor], rounding: StochasticRounding | None) -> list[Launch]:
+    """The launches of a call. In C++, if that was built: in Python, this is most of a call's time on the host."""
+    compiled = memory.native_lists()
+    return (launches if compiled is None else compiled.launches)(
+        outs, ins, None if rounding is None else rounding.counters, BLOCK
+    )
+
+
+def launches(outs: Sequence[Tensor], ins: Sequence[Tensor], counters: Sequence[int] | None, block: int) -> list[Launch]:
+    """One launch for every combination of dtypes and alignment, tensors in their order. csrc/bindings_cpu.cpp has the same in C++."""
+    # The addresses of the two, their elements, the first element's random number.
+    tensors: dict[tuple[torch.dtype, torch.dtype, bool], list[tuple[int, int, int, int]]] = defaultdict(list)
+    for out, x, counter in zip(outs, ins, itertools.repeat(0) if counters is None else counters, strict=False):
         if elements := out.numel():
             there, here = out.data_ptr(), x.data_ptr()
-            rows[out.dtype, x.dtype, (there | here) % 16 == 0].append((there, here, elements, counter))
-    return rows
+            tensors[out.dtype, x.dtype, (there | here) % 16 == 0].append((there, here, elements, counter))
+    plan: list[Launch] = []
+    for kind, alike in tensors.items():
+        starts, sources, elements_of, counters_of = zip(*alike, strict=True)
+        ends = list(itertools.accumulate(-(-n // block) for n in elements_of))
+        count = len(alike)
+        rows = struct.pack(f"={4 * count}q{count}Q", *starts, *sources, *elements_of, 0, *ends[:-1], *counters_of)
+        plan.append((*kind, count, ends[-1], rows))
+    return plan
 
 
 class _Table:
     """The kernels' table of some tensors, on their device."""
 
-    def __init__(self, rows: list[Row], numbers: tuple[float, float], seed: int, device: torch.device) -> None:
+    def __init__(self, rows: bytes, numbers: tuple[float, float], seed: int, device: torch.device) -> None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "backend='triton' cannot be captured in a CUDA graph, whose replays would read a table of pointers that is gone; "
                 "use backend='cuda', or capture without these calls"
             )
-        outs, ins, elements, counters = zip(*rows, strict=True)
-        ends = list(itertools.accumulate(map(_blocks_of, elements)))
-        host = struct.pack(
-            f"=2dQ{4 * len(rows)}q{len(rows)}Q", *numbers, seed, *outs, *ins, *elements, 0, *ends[:-1], *counters
-        )
-        self.blocks = ends[-1]
         # From pageable memory, of which the driver immediately takes a copy, without waiting, if it is at most 64 KiB.
-        table = torch.frombuffer(bytearray(host), dtype=torch.int64)
+        table = torch.frombuffer(bytearray(struct.pack("=2dQ", *numbers, seed) + rows), dtype=torch.int64)
         self.on_device = torch.empty_like(table, device=device)
         for there, piece in zip(self.on_device.split(AT_ONCE), table.split(AT_ONCE), strict=True):
             there.copy_(piece, non_blocking=True)
@@ -151,16 +163,11 @@ class _Table:
         return self.on_device.view(torch.float64)[place]
 
 
-def _blocks_of(elements: int) -> int:
-    return -(-elements // BLOCK)
-
-
 class _Tally:
     """The blocks' statistics, which the launches of a call share out among them."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        blocks = sum(_blocks_of(x.numel()) for x in tensors)
-        device = tensors[0].device
+    def __init__(self, plan: Sequence[Launch], device: torch.device) -> None:
+        blocks = sum(blocks for *_, blocks, _ in plan)
         self.squares = torch.empty(blocks, dtype=torch.float64, device=device)
         self.bad = torch.empty(blocks, dtype=torch.int64, device=device)
         self.taken = 0

@@ -55,6 +55,15 @@ def traits(tensors: Sequence[Tensor]) -> object:
     return tuple(list(map(of, tensors)) for of in (Tensor.data_ptr, Tensor.numel, attrgetter("dtype")))
 
 
+def increment_version(tensors: Sequence[Tensor]) -> None:
+    """Tell autograd that these are written by what it does not see. (Inference tensors have no version.)"""
+    compiled = native_lists()
+    if compiled is not None:
+        compiled.increment_version(tensors)
+    else:
+        torch.autograd.graph.increment_version([x for x in tensors if not x.is_inference()])
+
+
 def span(x: Tensor) -> int:
     """Elements from the first to just after the last in memory; 0 for an empty tensor."""
     if x.is_contiguous():
