@@ -1,6 +1,7 @@
 // The extension fusedaccum._cpu: lists of tensors in, raw pointers to the launcher. Holds the GIL only while it reads the lists.
 //
 // accumulate_, scale_, cast_ and stats are a backend that sets CHECKS_LISTS (fusedaccum/ops/backends.py). predicate() is that check alone.
+// It, traits(), increment_version() and launches() read no tensor's memory, so they serve tensors of every device.
 #include <ATen/Parallel.h>
 
 #include <array>
