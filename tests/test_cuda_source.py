@@ -197,6 +197,15 @@ def test_special_values_come_out_as_from_reference(kernels, out, x):
         check(kernels, both, ins, scale, overwrite=True)
 
 
+@pytest.mark.parametrize("op", [ACCUMULATE, CAST])
+def test_lanes_beyond_a_tensors_end_are_not_measured(kernels, op):
+    """They hold 0: times an infinite scale, NaN, which would make NaN of a squared norm that is infinite."""
+    ins = [torch.ones(n, dtype=torch.bfloat16) for n in SIZES]
+    outs, measured = [torch.ones(n) for n in SIZES], Stats.empty()
+    call(kernels, op, outs, ins, float("inf"), stats=measured)
+    assert (measured.sq_norm, measured.nonfinite) == (float("inf"), sum(SIZES))
+
+
 @pytest.mark.parametrize("counter", [0, 2, 4, 7, 2**64 - 5, 2**64 - 4096])
 @pytest.mark.parametrize(("out", "x"), [p for p in PAIRS if p.values[0].itemsize == 2])
 def test_stochastic_rounding_equals_reference(kernels, out, x, counter):

@@ -1,6 +1,7 @@
 """Every op on every backend gives the bits of the reference: dtypes x ragged sizes x scales x overwrite x decay."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -95,6 +96,26 @@ def test_accumulate_zero_scale_adds_nothing_whatever_the_gradient_holds(scale):
             assert stats.nonfinite == 0
             ops.accumulate_([buffer], [poison], scale, overwrite=True, backend=name)
         assert not buffer.any()
+
+
+def test_lanes_beyond_a_tensors_end_are_not_measured():
+    """They hold 0: times an infinite scale, NaN, which would make NaN of a squared norm that is infinite."""
+    for n in RAGGED[1:]:
+        ones = [torch.ones(n)]
+        for backend in ("reference", *NATIVE):
+            with running(backend) as name:
+                for overwrite in (False, True):
+                    ops.accumulate_(
+                        copies(ones),
+                        ones,
+                        math.inf,
+                        overwrite=overwrite,
+                        stats=(stats := ops.Stats.empty()),
+                        backend=name,
+                    )
+                    assert (stats.sq_norm, stats.nonfinite) == (math.inf, n)
+                ops.scale_(copies(ones), math.inf, stats=(stats := ops.Stats.empty()), backend=name)
+                assert (stats.sq_norm, stats.nonfinite) == (math.inf, n)
 
 
 @pytest.mark.parametrize(("out", "in_"), PAIRS, ids=[f"out={out}-in={in_}" for out, in_ in PAIRS])
