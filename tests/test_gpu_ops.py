@@ -23,8 +23,11 @@ def check(call, expected_call, outs, offset=0, measured=False):
     """Check that ``call(outs, stats)`` on the device gives what ``expected_call(outs, stats)`` gives on the CPU."""
     ours, expected = there(outs, offset), copies(outs)
     got, right = (Stats.empty(DEVICE), Stats.empty()) if measured else (None, None)
+    written = [*ours, got.sq_norm, got.nonfinite] if measured else ours
+    versions = [x._version for x in written]
     call(ours, got)
     expected_call(expected, right)
+    assert all(x._version > version for x, version in zip(written, versions)), "autograd would not notice"
     for a, b in zip(ours, expected):
         assert_same_bits(a.cpu(), b)
     assert_neighbours_untouched(ours)
@@ -140,8 +143,9 @@ def test_stochastic_rounding(backend, out, x, counter):
 @every_kernel
 def test_thousands_of_tensors_in_one_call(backend, kinds):
     sizes = [(k * 37) % 211 for k in range(3000)]
-    outs = [values(n, kinds[k % len(kinds)], k) for k, n in enumerate(sizes)]
-    ins = [values(n, kinds[k // 4 % len(kinds)], k + 1) for k, n in enumerate(sizes)]
+    # From one pair of tensors to the next, the one's dtype changes, or the other's, both, or none; all pairs of dtypes occur.
+    outs = [values(n, kinds[k // 2 % len(kinds)], k) for k, n in enumerate(sizes)]
+    ins = [values(n, kinds[k // 3 % len(kinds)], k + 1) for k, n in enumerate(sizes)]
     ins_there = there(ins)
     check(
         lambda o, s: ops.accumulate_(o, ins_there, 0.37, stats=s, backend=backend),
