@@ -372,7 +372,7 @@ class Sums:
                 stepped = masters.get(members[0].param, members[0].param)
                 scale = on(_rescaling(members[0], divisor, coef), members[0].device)
                 block.narrow_(stepped.dtype, scale, members, self.backend)
-                self.notice_writes(members[0])
+                self.written(members, divisor, shown=True)
                 for slot in self.buffers.lent:
                     slot.clean = slot.clean and slot.block is not block
 
