@@ -281,13 +281,16 @@ def test_running_statistics_of_a_frozen_encoder_move_also_beside_a_function():
 
 
 def test_parametrized_weights_that_are_cached_get_their_gradients():
-    """Those that the first pass has made have no graph, and that of a micro-batch's is gone after its backward."""
+    """Those that the first pass has made have no graph, which the loss may need, and that of a micro-batch's is gone after its backward."""
     net, x = nn.Sequential(nn.Linear(5, 4), parametrizations.weight_norm(nn.Linear(4, 3))), torch.randn(12, 5)
     literal = copy.deepcopy(net)
+
+    def loss(z, layer):
+        return (z @ z.T).square().mean() + layer.weight.square().sum()
+
     with parametrize.cached():
-        fa.cached_backward(lambda z: (z @ z.T).square().mean(), net, x, micro_batch_size=5)
-    z = literal(x)
-    (z @ z.T).square().mean().backward()
+        fa.cached_backward(lambda z: loss(z, net[1]), net, x, micro_batch_size=5)
+    loss(literal(x), literal[1]).backward()
     assert_close(gradients(net), gradients(literal), 1e-6)
 
 
