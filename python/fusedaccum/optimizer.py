@@ -266,12 +266,13 @@ class AccumulatingOptimizer(Wrapper):
 
     @outside_graphs
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Inside a counted or weighted window, do nothing: the accumulated gradients stay. Otherwise as in plain PyTorch.
+        """Inside a counted or weighted window of several micro-batches, do nothing: the accumulated gradients stay. Otherwise (in windows
+        of one micro-batch, too) as in plain PyTorch.
 
         Warns if this keeps a backward not yet followed by ``step()``, which plain PyTorch would drop.
         """
         self._gathering.settle()
-        if self._ledger.has_any and not self.settings.schedule.caller_owned:
+        if self._ledger.keeps:
             return self._gathering.keep_micro_batch()
         self._not_inside("zero_grad()")
         zeroed = [] if set_to_none else self._sums.buffers.gathered()

@@ -99,6 +99,16 @@ class Ledger:
         """Is the window open, or has it at least dropped a micro-batch?"""
         return self.has_micro or (self.has_window and self.window.has_any)
 
+    @property
+    def keeps(self) -> bool:
+        """True if ``zero_grad()`` must keep what the window holds: micro-batches that have been counted, and others that will follow.
+
+        A window of one micro-batch holds nothing worth that, except for the count of those that were left out.
+        """
+        if self.schedule.caller_owned or not self.has_any:
+            return False
+        return self.window.length != 1 or not self.is_open
+
     def begin_window(self, unit: Scalar | None) -> None:
         self._window = Window(self.index, self.schedule.length(self.index), unit=unit)
         self.restored, self._before_held = False, None
