@@ -119,13 +119,13 @@ def test_an_optimizer_whose_step_insists_on_an_argument():
     """Refused where windows close by themselves; who closes them may never call step(), but the optimizer's own methods."""
 
     class Insisting(torch.optim.SGD):
-        def step(self, closure):
+        def step(self, batch):
             raise AssertionError
 
     net = model()
     inner = Insisting(net.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(inner, 1)  # patches step()
-    with pytest.raises(TypeError, match=r"Insisting, whose step\(\) cannot do without its closure.*first_step"):
+    with pytest.raises(TypeError, match=r"Insisting, whose step\(\) cannot do without its batch.*first_step"):
         fa.AccumulatingOptimizer(inner, 4)
     assert fa.AccumulatingOptimizer(inner).optimizer is scheduler.optimizer
 

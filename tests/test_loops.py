@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import softplus
-from training import assert_same_parameters, data, mean_loss, model, parts, twin, wrapped
+from training import assert_same_parameters, data, gradient, mean_loss, model, parts, twin, wrapped
 
 
 def gan():
@@ -91,10 +91,12 @@ def test_a_window_of_one_micro_batch_drops_what_another_loss_has_left(settings, 
         generator = torch.Generator().manual_seed(1)
         for _ in range(4):
             judged, made_by = losses(n, *(torch.randn(4, size, generator=generator).to(dtype) for size in (6, 2)))
-            for half, loss in (("judges", lambda: judged), ("makes", made_by)):
-                opts[half].zero_grad(set_to_none=to_none)
-                loss().backward()
-                opts[half].step()
+            opts["judges"].zero_grad(set_to_none=to_none)
+            judged.backward()
+            opts["judges"].step()
+            opts["makes"].zero_grad(set_to_none=to_none)
+            made_by().backward()
+            opts["makes"].step()
     assert_same_parameters(net, big, 0)
 
 
@@ -261,4 +263,165 @@ def test_an_optimizer_of_two_steps_takes_a_window_each(zero_grad):
                 opt.zero_grad()
             mean_loss(big, x, y).backward()
             its(zero_grad=True)
+    assert_same_parameters(net, big, 1e-12)
+
+
+def adamw(ps, fused=False):
+    return torch.optim.AdamW(ps, lr=1e-2, fused=fused)
+
+
+DROP_INS = {
+    "AdamW": (adamw, {}),
+    "SGD": (lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9), {}),
+    "fused": (lambda ps: adamw(ps, True), {}),
+    "measured": (lambda ps: adamw(ps, True), {"max_grad_norm": 1e9}),
+    "skips": (adamw, {"nonfinite": "skip_window"}),
+    "bf16": (adamw, {"buffer_dtype": None}),
+}
+
+
+def changed(net, how):
+    """What loops do between a step() and another that no backward precedes."""
+    first, *others = net.parameters()
+    if how == "zeroed":
+        net.zero_grad()
+    elif how == "zeroed to zeros":
+        net.zero_grad(set_to_none=False)
+    elif how == "written":
+        first.grad.mul_(3)
+    elif how == "replaced":
+        first.grad = first.grad + 1
+    elif how == "removed":
+        first.grad = None
+    elif how == "all replaced":
+        for p in others:
+            p.grad = -p.grad
+
+
+@pytest.mark.parametrize("how", ["left", "zeroed", "zeroed to zeros", "written", "replaced", "removed", "all replaced"])
+@pytest.mark.parametrize("case", DROP_INS)
+def test_a_drop_in_steps_again_on_what_p_grad_holds(case, how):
+    make, settings = DROP_INS[case]
+    dtype = torch.bfloat16 if case == "bf16" else torch.float32
+    net, (x, y) = model(dtype), data(dtype=dtype)
+    big = twin(net)
+    opt, plain = wrapped(net, reduction="none", make=make, **settings), make(big.parameters())
+    for _ in range(2):
+        for n, o in ((net, opt), (big, plain)):
+            o.zero_grad()
+            for part in parts(x, y, (12, 12)):
+                (mean_loss(n, *part) / 2).backward()
+            o.step()
+            for _ in range(2):
+                changed(n, how)
+                o.step()
+                if how in ("zeroed", "removed"):
+                    break
+    assert_same_parameters(net, big, 0)
+    assert [p.grad is None for p in net.parameters()] == [p.grad is None for p in big.parameters()]
+
+
+def test_clipping_by_hand_before_each_of_two_steps():
+    net, (x, y) = model(torch.float32), data(dtype=torch.float32)
+    big = twin(net)
+    for n, o in ((net, wrapped(net, reduction="none")), (big, wrapped(big).optimizer)):
+        mean_loss(n, x, y).backward()
+        for limit in (0.1, 0.05):
+            nn.utils.clip_grad_norm_(n.parameters(), limit)
+            o.step()
+    assert_same_parameters(net, big, 0)
+
+
+def test_masters_are_stepped_again_too():
+    net, (x, y) = model(torch.bfloat16), data(dtype=torch.bfloat16)
+    opt = wrapped(net, reduction="none", make=lambda ps: torch.optim.SGD(ps, lr=1e-3), master_weights=True)
+    before = [p.detach().float() for p in net.parameters()]
+    expected = gradient(net, x, y)
+    mean_loss(net, x, y).backward()
+    for _ in range(3):
+        opt.step()
+        assert opt.updated
+    for p, was, g in zip(net.parameters(), before, expected, strict=True):
+        for _ in range(3):
+            was = was - 1e-3 * g.float()
+        torch.testing.assert_close(opt._masters.of[p], was, rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("settings", [{}, {"reduction": "sum"}, {"accum_steps": 1}], ids=str)
+def test_windows_that_divide_apply_nothing_twice(settings):
+    p = nn.Parameter(torch.ones(()))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=0.1), **settings)
+    opt.backward(2 * p, weight=1)
+    opt.step()
+    opt.step(**({"weight": 1} if settings == {"reduction": "sum"} else {}))
+    assert p.item() == pytest.approx(0.8) and not opt.updated
+
+
+def test_a_step_that_raises_is_stepped_once_and_then_again(monkeypatch):
+    p, fail = nn.Parameter(torch.ones(())), []
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=0.1), reduction="none")
+    opt.register_step_pre_hook(lambda *_: fail.pop()() if fail else None)
+    (2 * p).backward()
+    opt.step()
+    fail.append(lambda: pytest.fail("no memory", pytrace=False))
+    with pytest.raises(pytest.fail.Exception):
+        opt.step()
+    assert p.item() == pytest.approx(0.8)
+    opt.step()
+    assert p.item() == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize("settings", [{"reduction": "none"}, {}, {"accum_steps": 2}], ids=str)
+@pytest.mark.parametrize("zeroes", ["never", "opt", "model", "before backward", "to zeros"])
+def test_a_drop_in_says_once_that_it_does_not_add_to_a_gradient_that_was_stepped(zeroes, settings):
+    net, (x, y) = model(), data()
+    opt = wrapped(net, **settings)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            if zeroes == "before backward":
+                opt.zero_grad()
+            mean_loss(net, x, y).backward()
+            mean_loss(net, x, y).backward()
+            opt.step()
+            if zeroes == "model" and opt.updated:
+                net.zero_grad()
+            elif zeroes in ("opt", "to zeros"):
+                opt.zero_grad(set_to_none=zeroes == "opt")
+    told = [w for w in told if "with no zero_grad() between" in str(w.message)]
+    assert len(told) == (zeroes == "never" and "reduction" in settings)
+    assert all(w.filename == __file__ for w in told)
+
+
+@pytest.mark.parametrize("evaluations", [1, 4])
+@pytest.mark.parametrize("how", ["before", "before, adds", "by hand", "zeroes", "nothing"])
+def test_lbfgs_as_a_drop_in_takes_a_backward_before_its_step(how, evaluations):
+    """The closure of plain LBFGS may leave the backward to whoever has run it before."""
+    net, (x, y) = model(), data()
+    big = twin(net)
+
+    def make(ps):
+        return torch.optim.LBFGS(ps, lr=0.1, max_iter=evaluations)
+
+    for n, o in ((net, wrapped(net, reduction="none", make=make)), (big, make(big.parameters()))):
+        for _ in range(2):
+            if how != "nothing":
+                o.zero_grad()
+                mean_loss(n, x, y).backward()
+            ran = []
+
+            def closure(n=n, o=o, ran=ran):
+                loss = mean_loss(n, x, y)
+                if how == "zeroes":
+                    o.zero_grad()
+                    loss.backward()
+                if how == "by hand":
+                    for p, g in zip(n.parameters(), torch.autograd.grad(loss, list(n.parameters())), strict=True):
+                        p.grad = g
+                if how == "before, adds" and not ran:
+                    loss.backward()
+                ran.append(1)
+                return loss.detach()
+
+            o.step(closure)
     assert_same_parameters(net, big, 1e-12)

@@ -399,4 +399,6 @@ def test_clipping_a_sum_by_hand_is_warned_of_once(case):
                     torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
                 if last or "accum_steps" in settings:
                     opt.step()
+            if "reduction" in settings:
+                opt.zero_grad()
     assert [says in str(warning.message) for warning in told] == [True] * (says is not None)

@@ -15,6 +15,7 @@ from torch.optim.optimizer import Optimizer
 
 from .checkpoint import checkpoint
 from .checkpoint.distributed import refuse_torchs_functions
+from .closures import Evaluated
 from .engine import outside_graphs
 from .gathering import threads
 from .scalars import Scalar, checked_loss, checked_weight, is_number, or_one
@@ -179,7 +180,8 @@ class AccumulatingOptimizer(Wrapper):
         """End the micro-batch. If that completes the window, normalise, clip and step the inner optimizer.
 
         Args:
-            closure: evaluates the micro-batch (forward and backward) and returns its loss; called once, with gradients enabled.
+            closure: evaluates the micro-batch (forward and backward) and returns its loss; called once, with gradients enabled. The inner
+                optimizer's ``step()`` gets a closure that returns that loss, or that of a window of several micro-batches.
                 (LBFGS calls it as often as it likes: run the whole window in it.)
             weight: the micro-batch's weight, where it does not scale the gradient and so may come late
                 (``reduction="sum"`` or ``"none"``). With caller-owned windows: that of all micro-batches that have none yet. The gradient
@@ -201,22 +203,24 @@ class AccumulatingOptimizer(Wrapper):
             if isinstance(self.optimizer, LBFGS):
                 self._begin_step()
                 return self._closing.step_lbfgs(closure, given)
-            loss = None
+            self._closing.check_closure(closure)
+            loss, evaluated = None, None
             if closure is not None:
                 whole = not (self._ledger.has_micro and self._ledger.micro.passes)
                 with torch.enable_grad():
                     loss = closure()
+                evaluated = Evaluated(loss)
                 if whole:  # else it is the loss of a part of the micro-batch
                     self._record_result(loss)
             self._begin_step()
             if not self._ledger.has_window:
                 refuse_torchs_functions("step()")
-            if self._closing.apply_again():
+            if self._closing.apply_again() or self._closing.step_again(evaluated):
                 return loss
             overflow = self._closing.meet_scaler(self.__dict__.get("found_inf"))
             self._gathering.end_micro_batch(given)
             if self._gathering.complete():
-                self._closing.close(overflow)
+                self._closing.close(overflow, evaluated)
             else:
                 self._sums.warn_written("to which more micro-batches are added")
                 if bool(overflow):

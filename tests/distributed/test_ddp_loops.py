@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from parts import assert_close, made, mean_loss, one_batch, sgd, share, wrapped
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 DDP = nn.parallel.DistributedDataParallel
 
@@ -218,3 +219,79 @@ def sent_every_time(rank):
 def test_sums_that_travel_again_are_not_rounded_again(worlds):
     for weight in worlds(2).run(sent_every_time):
         assert torch.equal(weight, torch.full((1, 4), -(256 + 63 * 0.5) / 64))  # 256 + 0.5 is 256 in bf16
+
+
+class Plain(nn.Module):
+    """Every parameter is used, as DDP wants it by default."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = nn.Sequential(nn.Linear(12, 7), nn.Tanh(), nn.Linear(7, 3))
+
+    def forward(self, x):
+        return self.net(x)
+
+
+def stepped_again(rank, size, how, quiet):
+    """Two windows, each stepped twice, by the wrapper and by plain DDP; rank ``quiet`` has no backward in the second window."""
+    plain, model = DDP(Plain()), Plain()
+    if how == "fsdp2":
+        fully_shard(model)
+    module = DDP(model) if how in ("ddp", "shard") else model
+    group = dist.group.WORLD if how == "group" else None
+    makes = torch.optim.AdamW  # which steps a gradient again by another amount
+    opt = wrapped(module, makes, reduction="none", shard=how == "shard", process_group=group)
+    its = makes(plain.parameters())
+    for window in range(2):
+        for number, (m, o) in enumerate(((module, opt), (plain, its))):
+            o.zero_grad()
+            x, y, _, _ = share(window, size, rank, size, True)[0]
+            silent = window == 1 and rank == quiet
+            if not (silent and number == 0):
+                ((m(x) - y).square().mean() * (0.0 if silent else 1.0)).backward()
+            o.step()
+            o.step()
+        assert opt.updated
+    ours = [p.full_tensor() if how == "fsdp2" else p for p in model.parameters()]
+    return [p.detach() for p in ours], [p.detach() for p in plain.parameters()]
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["ddp", "group", "shard", "fsdp2"])
+def test_a_drop_in_of_several_ranks_steps_again_on_the_same_gradient(worlds, how, size):
+    for ours, theirs in worlds(size).run(stepped_again, size=size, how=how, quiet=None):
+        assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("how", ["ddp", "shard"])
+def test_a_rank_without_a_backward_takes_part_in_the_others_window_before_it_steps_again(worlds, how):
+    for ours, theirs in worlds(2).run(stepped_again, size=2, how=how, quiet=1):
+        assert_close(ours, theirs)
+
+
+def not_zeroed(rank):
+    """Rank 1 has no backward in the second window, and p.grad still holds the first window's gradient: it must not count again."""
+    model = made()
+    opt = wrapped(model, torch.optim.SGD, reduction="none", process_group=dist.group.WORLD)
+    for window in range(2):
+        x, y, _, _ = share(window, 2, rank, 2)[0]
+        if not rank == window == 1:
+            with pytest.warns(RuntimeWarning, match="no zero_grad") if window else contextlib.nullcontext():
+                mean_loss(model, x, y, False).backward()
+                opt.step()
+        else:
+            opt.step()
+    return list(model.parameters())
+
+
+def test_a_gradient_that_is_left_does_not_count_in_a_window_that_another_rank_has_begun(worlds):
+    model = made()
+    opt = torch.optim.SGD(model.parameters())
+    for window in range(2):
+        opt.zero_grad()
+        for x, y, _, _ in share(window, 2, 0, 1)[: 2 - window]:
+            (mean_loss(model, x, y, False) / 2).backward()
+        opt.step()
+    for ours in worlds(2).run(not_zeroed):
+        assert_close(ours, list(model.parameters()))

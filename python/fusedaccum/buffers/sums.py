@@ -35,6 +35,7 @@ class Sums:
         over_owners: sums over the ranks, if each of them steps only a part of the parameters.
         normalized_by: what normalize_() has divided the window's sums by, until the next backward; None if they are sums.
         half_divided: has a call broken off that divides the sums, so that some are divided and others are not?
+        closed: what ``begun`` was when the last window closed.
     """
 
     def __init__(self, buffer_dtype: torch.dtype | None, buffer_device: torch.device | None, backend: str):
@@ -49,6 +50,7 @@ class Sums:
         self.over_owners: Callable[[Tensor], Tensor] | None = None
         self.normalized_by: Scalar | None = None
         self.half_divided = False
+        self.closed = -1
 
     def place(self, slots: Sequence[Slot]) -> None:
         """Give ``slots`` storage: together with all trainable parameters, so that these share it."""
@@ -160,6 +162,22 @@ class Sums:
         shown = [slot for slot in self.buffers.slots if slot.shown is not None]
         return bool(shown) and all(slot.holder.grad is None for slot in shown)
 
+    @property
+    def as_shown(self) -> bool:
+        """True if no other code has written to, replaced or removed what ``p.grad`` shows."""
+        buffers = self.buffers
+        return all(block.untouched_by_user for block in buffers.blocks) and all(
+            slot.holder.grad is slot.shown for slot in buffers.slots
+        )
+
+    @property
+    def left_in_place(self) -> bool:
+        """True if ``p.grad`` shows some of the gradient of the window that has closed: nobody has called ``zero_grad()`` since."""
+        return self.closed == self.begun and any(
+            slot.shown is not None and slot.holder.grad is slot.shown and not slot.offloaded
+            for slot in self.buffers.slots
+        )
+
     def _is_ours(self, grad: Tensor) -> bool:
         memory = grad.untyped_storage().data_ptr()  # 0 if there are no elements
         return memory != 0 and any(memory == block.flat.untyped_storage().data_ptr() for block in self.buffers.blocks)
@@ -187,13 +205,15 @@ class Sums:
 
     # -- the window's ends -------------------------------------------------------------------------------------
 
-    def part_with_written(self) -> None:
+    def part_with_written(self, all_of_them: bool) -> None:
         """Take every ``p.grad`` that other code has written to since its window closed to be a gradient set by hand: give it memory of its
-        own, so that :meth:`begin` leaves it and :meth:`adopt` takes it over.
+        own, so that :meth:`begin` leaves it and :meth:`adopt` takes it over. ``all_of_them``: and those that it has not written to.
         """
         for slot in self.buffers.slots:
             grad = slot.holder.grad
-            if grad is not None and grad is slot.shown and slot.placed and not slot.block.untouched_by_user:
+            if grad is None or grad is not slot.shown or not slot.placed:
+                continue
+            if all_of_them or not slot.block.untouched_by_user:
                 slot.holder.grad = grad.clone()
 
     def part_with_kept(self) -> None:
@@ -231,6 +251,7 @@ class Sums:
             slot.shown = slot.holder.grad
         for block in self.buffers.blocks:
             block.written()
+        self.closed = self.begun
 
     def drop(self, slots: Sequence[Slot]) -> None:
         """Drop what was accumulated for these slots, which are gone."""

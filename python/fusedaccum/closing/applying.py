@@ -14,6 +14,7 @@ from ..buffers.buffers import Slot
 from ..buffers.masters import MasterWeights
 from ..buffers.offload import STAGE_BYTES
 from ..buffers.sums import Sums
+from ..closures import Evaluated
 from ..scalars import Scalar, beside, identity, over
 from ..window.settings import Settings
 from .conclusion import Conclusion
@@ -69,6 +70,8 @@ def step_all(end: Conclusion, inner: Any, masters: MasterWeights, sums: Sums, se
     def pre_hooks_have_run() -> None:  # which may have written to the model, or replaced p.grad
         masters.follow_model()
         masters.take_gradients(end.slots)
+        if end.closure is not None:
+            end.closure.begin(inner)
 
     def post_hooks_follow() -> None:  # which look at the model, and may raise
         end.applied = applied
@@ -114,15 +117,23 @@ def step(inner: Optimizer, end: Conclusion, masters: MasterWeights, sums: Sums) 
     """One step of the inner optimizer; in several calls, each with a part of the gradients, if these have to be brought to the device."""
     away = [slot for slot in end.slots if slot.offloaded and slot.param not in masters.of]
     if not away:
-        inner.step()
+        step_once(inner, end.closure)
         return
     left = [slot for slot in away if slot not in end.stepped]
     brought = set(away)
     here = [slot for slot in end.slots if slot not in brought]  # stepped with the first part
     for part in parts(left) if steps_each_alone(inner) else filter(None, [left]):
         with without_gradients([slot for slot in here if slot in end.stepped]), sums.brought(part):
-            inner.step()
+            step_once(inner, end.closure)
             end.stepped |= {*part, *here}  # before anything else, which may be interrupted
+
+
+def step_once(inner: Optimizer, closure: Evaluated | None) -> None:
+    if closure is None:
+        inner.step()
+    else:
+        closure.begin(inner)
+        inner.step(closure)
 
 
 def steps_each_alone(inner: Optimizer) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..buffers.masters import MasterWeights
+from ..closures import Evaluated, evaluates_itself, refused, required_by_step, takes_closure
 from ..gathering.gathering import Gathering
 from ..scalars import Scalar, as_tensor
 from ..window.noise import NoiseScale, measured
@@ -42,14 +44,49 @@ class Closing:
         self.last_window: LastWindow | None = None
         self.noise = None if settings.noise_scale is None else NoiseScale(settings.noise_scale)
         self._unapplied: Conclusion | None = None  # a closed window, until it is applied and reported
+        self._reported: Conclusion | None = None  # the last one, where step() may apply it again
+        self._needs_loss = "closure" in required_by_step(inner)
         self.at_work = False
 
-    def close(self, overflow: bool | Tensor) -> None:
-        """The window is over: the next gradient begins a new one, and this one is applied, unless something forbids it."""
+    def close(self, overflow: bool | Tensor, evaluated: Evaluated | None = None) -> None:
+        """The window is over: the next gradient begins a new one, and this one is applied, unless something forbids it.
+
+        Args:
+            evaluated: the closure that ``step()`` was given and has called; None if it was given none.
+        """
         overflow = self._gathering.ranks.agree(overflow)
-        self._unapplied = conclude(self._ledger, self._sums, self._settings, overflow)
+        end = conclude(self._ledger, self._sums, self._settings, overflow)
+        end.closure = self._handed_on(evaluated, end)
+        self._unapplied = end
         self._ledger.close_window()
-        self._apply(self._unapplied)
+        self._gathering.warn_not_zeroed()
+        self._apply(end)
+
+    def check_closure(self, closure: Callable[[], Any] | None) -> None:
+        """Raises TypeError if the inner optimizer could not step with what ``step()`` has been given."""
+        if closure is not None and evaluates_itself(self._inner):
+            raise refused(self._inner, ["closure"])
+        if closure is None and self._needs_loss and self._gathering.losses.lacking:
+            raise self._lacks_loss()
+
+    def _lacks_loss(self) -> TypeError:
+        return TypeError(
+            f"the step() of {type(self._inner).__name__} needs the loss: call opt.step(closure), or opt.backward(loss) in place of "
+            "loss.backward(), for every micro-batch"
+        )
+
+    def _handed_on(self, evaluated: Evaluated | None, end: Conclusion) -> Evaluated | None:
+        """What the inner optimizer's ``step()`` gets for a closure: one that returns the loss of what it steps with."""
+        if evaluated is None and not self._needs_loss:
+            return None
+        if evaluated is not None and not takes_closure(self._inner):
+            return None
+        several = not self._settings.schedule.caller_owned and end.window.micro_batches > 1
+        if end.loss is not None and (several or evaluated is None):
+            return Evaluated(end.loss) if evaluated is None else evaluated.of_all(end.loss)
+        if evaluated is None and end.skip is not True:
+            raise self._lacks_loss()
+        return evaluated
 
     def meet_scaler(self, found_inf: Any) -> bool | Tensor:
         """Bring the window's loss scale up to date. Returns whether a scaler found an overflow that no policy has dealt with yet.
@@ -85,6 +122,44 @@ class Closing:
         if self._settings.nonfinite != "skip_window":
             window.nonfinite = window.nonfinite + (window.nonfinite == 0)  # else a norm has met it
         self._sums.zero_(self._sums.gathered())
+
+    def step_again(self, evaluated: Evaluated | None) -> bool:
+        """A ``step()`` with no backward since the last: in a drop-in, step with the same gradient again, as plain PyTorch does.
+
+        Returns False if that is not what it is: there are gradients to come to a window's end with, if only such as were set by hand.
+        """
+        end = self._reported
+        if end is None or not self._still(end):
+            return False
+        again = dataclasses.replace(end, stepped=set(), applied=False, handed_out=False)
+        again.closure = self._handed_on(evaluated, end)
+        # PyTorch's fused optimizers have written the scaled gradient back.
+        again.finished = end.finished or type(self._inner).step.__module__.startswith("torch.optim.")
+        if not self._gathering.ranks.alone:
+            if self._others_close():
+                return True
+            again.begun = self._sums.begun
+        self._unapplied = again
+        self._apply(again)
+        return True
+
+    def _others_close(self) -> bool:
+        """If a rank has had a backward since the last step(), close the window that it has begun. Else return False: ``p.grad`` then shows
+        again what it has shown, from memory of its own, because the buffers are what the ranks find it out with.
+        """
+        ranks, slots = self._gathering.ranks, self._sums.buffers.slots
+        shown = [(slot, slot.shown.clone()) for slot in slots if slot.shown is not None]
+        stepped = ranks.gathered
+        self._gathering.begin_window()
+        overflow = ranks.agree(False)
+        if self._ledger.has_any:
+            self.close(overflow)
+            return True
+        self._gathering.reset()
+        for slot, grad in shown:
+            slot.show(grad)
+        ranks.gathered = stepped
+        return False
 
     def apply_again(self) -> bool:
         """Go on with the window that a call closed before it raised. Returns False if there is none, or its gradient was dropped since."""
@@ -136,7 +211,8 @@ class Closing:
             adaptive.window_closed(self.last_window, self._ledger.ranks)
         self._sums.shown_as_is()
         self._gathering.accumulator.lend(self._sums.buffers.lent)
-        self._unapplied = None
+        end.closure = None  # which may hold a loss with its graph
+        self._unapplied, self._reported = None, end if self._settings.drop_in else None
 
     def call(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call another method of the inner optimizer (``eval()``, ``second_step()``) on what it steps: the masters."""
@@ -160,20 +236,31 @@ class Closing:
             raise TypeError(
                 "step() with LBFGS needs a closure that runs the window's micro-batches and returns the loss"
             )
-        ends: list[Conclusion] = []
+        end = self._reported
 
         def evaluate() -> Any:
-            self._gathering.reset()
+            nonlocal end
+            if not self._settings.drop_in:
+                self._gathering.reset()
+            elif end is not None and end.begun == self._sums.begun:
+                self._ledger.drop_window()  # its gradient stays until a backward comes, as in plain PyTorch
             loss = closure()
             self._gathering.settle()
-            with torch.no_grad():
-                self._gathering.end_micro_batch(weight)
-                end = conclude(self._ledger, self._sums, self._settings, False)
-                self._sums.finish_(end.slots, end.divisor, end.coef, {})
-            ends.append(end)
+            if not self._still(end):
+                with torch.no_grad():
+                    self._gathering.end_micro_batch(weight)
+                    end = conclude(self._ledger, self._sums, self._settings, False)
+                    self._sums.finish_(end.slots, end.divisor, end.coef, {})
+                    self._sums.shown_as_is()
             return loss
 
         loss = self._inner.step(evaluate)
+        assert end is not None  # LBFGS has evaluated it
+        self._gathering.warn_not_zeroed()
         self._ledger.close_window()
-        self._report(ends[-1], not ends[-1].skip)
+        self._report(end, not end.skip)
         return loss
+
+    def _still(self, end: Conclusion | None) -> bool:
+        """True if ``p.grad`` still is the gradient of this window, which has closed: neither a backward nor other code has changed it."""
+        return end is not None and not self._ledger.has_window and end.begun == self._sums.begun and self._sums.as_shown

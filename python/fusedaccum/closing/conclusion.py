@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..buffers.buffers import Slot
 from ..buffers.sums import Sums
+from ..closures import Evaluated
 from ..scalars import Scalar, as_tensor, beside, on, widened
 from ..warn import warn
 from ..window.ledger import Ledger
@@ -30,6 +31,7 @@ class Conclusion:
     skip: bool | Tensor
     loss: Tensor | None
     begun: int  # Sums.begun, which tells whether the buffers still hold it
+    closure: Evaluated | None = None  # what the inner optimizer's step() gets
     finished: bool = False  # has the gradient been made, so that applying it again only steps?
     stepped: set[Slot] = field(default_factory=set)  # slots stepped already, if the optimizer steps in parts
     applied: bool | Tensor = False  # has it stepped all, so that applying it again only writes masters back?

@@ -202,7 +202,7 @@ class Gathering(Windows):
             self.rejected.put_away = False
             self.drop_taken_away()
             if not ledger.has_window:
-                self.begin_window()
+                self.begin_window(backward=True)
             if not self.ranks.alone:
                 self.sums.bring_back()  # before anything is sent
             ledger.begin_micro_batch()
@@ -318,7 +318,8 @@ class Gathering(Windows):
         if between and not caller_owned and (self.step_under_way or ledger.complete()):
             return  # a step() has done this, and broke off later
         if not ledger.has_window:
-            self.sums.part_with_written()  # no backward has followed, so this step() is meant for it
+            # No backward has followed, so this step() is meant for it.
+            self.sums.part_with_written(self._settings.drop_in)
             self.begin_window()
         nothing = not ledger.window.has_any
         if not ledger.has_micro and (not caller_owned or (nothing and set(self.sums.gathered()) - self.ranks.unseen)):

@@ -7,6 +7,7 @@ from torch import Tensor
 from ..buffers.sums import Sums
 from ..ranks.alone import Alone
 from ..ranks.ranks import Ranks, modules_of
+from ..warn import warn
 from ..window.amp import LossScale
 from ..window.ledger import Ledger
 from ..window.losses import Losses
@@ -41,6 +42,7 @@ class Windows:
         self.step_under_way = False
         self.updated: bool | Tensor = False
         self._weighed: bool | None = None  # was the micro-batch counted last, in the open window, given a weight?
+        self._not_zeroed = self._warned_not_zeroed = False
 
     def share(self) -> None:
         """Share the windows with the ranks of the process group; if none was given, with those of the DistributedDataParallel or FSDP2
@@ -67,12 +69,23 @@ class Windows:
         if self._settings.shard:
             self.sums.over_owners = ranks.group.sum
 
-    def begin_window(self) -> None:
+    def begin_window(self, backward: bool = False) -> None:
+        """``backward``: because a backward begins, for which plain PyTorch would leave what is in ``p.grad``."""
         unit = self.loss_scale.now()
+        self._not_zeroed = backward and self._settings.drop_in and self.sums.left_in_place
         self.sums.begin()
         self.counts_left, self.step_under_way, self._weighed = [], False, None
         self.ranks.forget()
         self.ledger.begin_window(unit)  # last: if anything above raises, the next call begins it
+
+    def warn_not_zeroed(self) -> None:
+        """A window of a drop-in closes: warn, once, if plain PyTorch would have stepped with the gradient of the step before, too."""
+        if self._not_zeroed and not self._warned_not_zeroed:
+            self._warned_not_zeroed = True
+            warn(
+                "a backward came after step() with no zero_grad() between: it has begun a new window, where plain PyTorch would have added "
+                "to the gradient that the step had left. Call opt.zero_grad() between the two. (Further cases are not reported.)"
+            )
 
     def reset(self) -> None:
         """Drop what the open window has accumulated, and what was put into ``p.grad`` meanwhile."""

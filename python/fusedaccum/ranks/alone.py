@@ -21,6 +21,7 @@ class Alone:
         size, rank, name: how many ranks there are, which one this is, and its name in checkpoints.
         replicas, fully_sharded: the DistributedDataParallel and FSDP2 modules.
         unseen: slots that show a sum only because some other rank may have a gradient.
+        gathered: slots that hold a gradient on any rank, once the ranks have agreed on a window; else empty.
     """
 
     alone = True
@@ -31,6 +32,7 @@ class Alone:
     def __init__(self) -> None:
         self.replicas, self.fully_sharded = Replicas([]), FullySharded([])
         self.unseen: set[Slot] = set()
+        self.gathered: set[Slot] = set()
         self.looked = False  # have other ranks been looked for, and none found?
 
     def take(self, slots: Sequence[Slot]) -> None:

@@ -125,7 +125,7 @@ class Ranks(Alone):
 
     def forget(self) -> None:
         self._overflow = False  # has a GradScaler found an overflow on any rank?
-        self._gathered: set[Slot] = set()  # slots that hold a gradient on any rank, once agreed
+        self.gathered = set()
         self._shown = False  # have all ranks told each other, after a backward, which gradients they have?
         self._going: MicroBatch | None = None  # whose backward has sent sums, for DistributedDataParallel's sake
         self.segments.forget()
@@ -261,8 +261,8 @@ class Ranks(Alone):
         numbers = self._of_one_scale(mine, Numbers(*totals))
         numbers.put_into(window, self._ledger)
         self._overflow = bool(numbers.overflow)
-        self._gathered = set(gathered)
-        self.segments.finish(self._gathered, again)
+        self.gathered = set(gathered)
+        self.segments.finish(self.gathered, again)
         if numbers.pools:
             self._statistics.add_up(self.group)
 
@@ -289,11 +289,11 @@ class Ranks(Alone):
         return numbers._replace(overflowed=1.0)
 
     def anything(self, slots: Collection[Slot]) -> bool:
-        return bool(slots or self._gathered)
+        return bool(slots or self.gathered)
 
     def hand_out(self, applied: bool | Tensor) -> None:
         if applied is not False:
-            self.segments.hand_out(self._gathered)
+            self.segments.hand_out(self.gathered)
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 

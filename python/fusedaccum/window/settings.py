@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 from ..buffers.buffers import buffer_dtype
 from ..buffers.masters import inside
 from ..buffers.shards import fsdp1, is_flattened, is_shard
+from ..closures import check_steps_alone
 from ..ops import backends
 from ..scalars import Scalar, is_number
 from .window import Schedule
@@ -84,6 +84,11 @@ class Settings:
         return self.nonfinite in ("skip_micro_batch", "raise")
 
     @property
+    def drop_in(self) -> bool:
+        """True where a loop that was written for plain PyTorch stays as it is: no window divides anything, and each ends with step()."""
+        return self.reduction == "none" and self.schedule.caller_owned
+
+    @property
     def wants_norm(self) -> bool:
         return self.max_grad_norm is not None or self.nonfinite == "skip_window" or self.noise_scale is not None
 
@@ -147,12 +152,8 @@ def check_optimizer(optimizer: Any, settings: Settings, wrapper: type) -> None:
             )
     if isinstance(optimizer, LBFGS):
         _check_lbfgs(settings)
-    elif not settings.schedule.caller_owned and (needed := required_by_step(optimizer)):
-        raise TypeError(
-            f"optimizer is {type(optimizer).__name__}, whose step() cannot do without its {' and '.join(needed)}, but a window is stepped "
-            "with what is in p.grad; leave out accum_steps and window_weight, and after opt.normalize_() call the optimizer's own methods "
-            "(SAM's first_step() and second_step()); or wrap another optimizer"
-        )
+    elif not settings.schedule.caller_owned:
+        check_steps_alone(optimizer)
 
 
 def _check_lbfgs(settings: Settings) -> None:
@@ -175,16 +176,6 @@ def _check_lbfgs(settings: Settings) -> None:
         raise ValueError(
             "master_weights=True does not work with LBFGS, which keeps its own list of parameters; keep the model in FP32"
         )
-
-
-def required_by_step(optimizer: Optimizer) -> list[str]:
-    """The arguments without which the optimizer's ``step()`` does nothing but raise."""
-    if hasattr(optimizer, "first_step"):  # SAM, by whoever wrote it: its step() does both of its steps, with a closure
-        return ["closure"]
-    step = inspect.signature(type(optimizer).step)  # of the class: an LR scheduler patches the instance's
-    _, *parameters = step.parameters.values()
-    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [p.name for p in parameters if p.default is p.empty and p.kind not in optional]
 
 
 def check_parameter(name: str, parameter: Tensor, settings: Settings) -> None:
