@@ -321,6 +321,25 @@ def test_a_drop_in_steps_again_on_what_p_grad_holds(case, how):
     assert [p.grad is None for p in net.parameters()] == [p.grad is None for p in big.parameters()]
 
 
+@pytest.mark.parametrize("how", ["zeroed", "zeroed to zeros", "written", "all replaced and one written"])
+@pytest.mark.parametrize("case", DROP_INS)
+def test_a_drop_in_adds_to_what_other_code_has_made_of_p_grad(case, how):
+    """A parameter that the next backward does not reach decays if p.grad was zeroed, and is left alone if it was removed."""
+    make, settings = DROP_INS[case]
+    dtype = torch.bfloat16 if case == "bf16" else torch.float32
+    net, (x, y) = model(dtype), data(dtype=dtype)
+    net.append(nn.Linear(3, 3, dtype=dtype))
+    big = twin(net)
+    opt, plain = wrapped(net, reduction="none", make=make, **settings), make(big.parameters())
+    for number in range(4):
+        for n, o in ((net, opt), (big, plain)):
+            mean_loss(n if number % 2 == 0 else n[:-1], x, y).backward()
+            o.step()
+            for part in how.split(" and one "):
+                changed(n, part)
+    assert_same_parameters(net, big, 0)
+
+
 def test_clipping_by_hand_before_each_of_two_steps():
     net, (x, y) = model(torch.float32), data(dtype=torch.float32)
     big = twin(net)

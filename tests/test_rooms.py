@@ -27,7 +27,7 @@ ROOMS = {
     "closing": {"buffers", "closures", "gathering", "scalars", "warn", "window"},
     "checkpoint": {"buffers", "gathering", "warn", "window"},
     "schedules": {"scalars", "window"},
-    "wrapper": {"buffers", "checkpoint", "closing", "gathering", "modules", "warn", "window"},
+    "wrapper": {"buffers", "checkpoint", "closing", "gathering", "warn", "window"},
     "optimizer": {"checkpoint", "closures", "engine", "gathering", "scalars", "window", "wrapper"},
     "recipes": {"buffers", "engine", "gathering", "intake", "modules", "ops", "optimizer", "scalars", "window"},
     "integrations": {"__init__"},

@@ -16,9 +16,9 @@ from .buffers import main_grad
 from .buffers.masters import MasterWeights, states_of
 from .checkpoint import checkpoint
 from .closing.closing import Closing
+from .closing.guard import guard
 from .gathering.gathering import Gathering
-from .modules import collect_garbage
-from .warn import warn
+from .warn import callers_line, warn
 from .window.amp import LossScale
 from .window.settings import Settings, check_lent, check_parameter
 from .window.window import Schedule
@@ -48,13 +48,14 @@ class Wrapper(Optimizer):
         # Optimizer.__init__ is not run: groups, state, defaults and hooks are the inner optimizer's (see __getattr__).
         self.optimizer = optimizer
         self.settings = settings
-        self._gathering = Gathering(settings, seed)
+        self._gathering = Gathering(settings, seed, f"around {type(optimizer).__name__}, built at {callers_line()}")
         self._ledger, self._sums = self._gathering.ledger, self._gathering.sums
         if not type(optimizer).__module__.startswith("torch.optim."):  # PyTorch's own keep copies of gradients
             self._sums.states = functools.partial(states_of, optimizer)
         self._masters = MasterWeights(settings.buffer_device)
         self._closing = Closing(optimizer, self._gathering, self._masters, settings)
         self._gathering.start(self._new())
+        guard(optimizer, self._gathering)
         if isinstance(optimizer, LBFGS) and not self._gathering.ranks.alone:
             raise ValueError("process_group does not work with LBFGS, which decides by itself how often it evaluates")
         self._make_masters()
@@ -76,26 +77,23 @@ class Wrapper(Optimizer):
         """The parameters in the groups that are not known yet, with names. Raises ValueError for one whose gradients cannot be taken."""
         new = [(name, p) for p, name in self._named().items() if p not in self._sums.buffers.of]
         for name, p in new:
-            if self._taken_by_another(p):
-                raise ValueError(
-                    f"parameter {name} belongs to another AccumulatingOptimizer already, which would take its gradients. If that one is "
-                    "left over (from an earlier run of a notebook's cell), delete it and what else holds it, such as its scheduler (`del "
-                    "scheduler`), and build the optimizer anew. Of two optimizers for one parameter, wrap only one, and that without "
-                    "accum_steps and window_weight"
-                )
-            check_parameter(name, p, self.settings)
+            other = Gathering.of(p)
+            if other is not None:  # another wrapper's, which this one takes the parameter from
+                other.check_can_leave(name)
+            check_parameter(name, p, self.settings, other is not None and other.shows(p))
             if main_grad.asks(p):
-                check_lent(name, p, self.settings)
+                check_lent(name, p, self.settings, other is not None)
         return new
 
     def _follow_groups(self) -> None:
         """The groups have changed."""
+        self._gathering.check_in_charge()
         named, slots = self._named(), self._sums.buffers.slots
         if len(named) >= len(slots) and all(slot.param is p for slot, p in zip(slots, named, strict=False)):
             self._gathering.take(self._new())
             self._masters.take_state(self.optimizer, self._make_masters())
             return
-        if self._closing.broke_off or self._closing.at_work:
+        if self._closing.broke_off or self._gathering.at_work:
             raise RuntimeError(
                 "within a step(), or after one that an exception broke off, an assignment to opt.param_groups can only add parameters "
                 "after the others; this one removes, replaces or reorders some: assign when step() has returned"
@@ -105,11 +103,6 @@ class Wrapper(Optimizer):
         self._masters.drop(self._gathering.replace([(name, p) for p, name in named.items()]))
         self._make_masters()
         self._masters.take_state(self.optimizer, self._masters.of)
-
-    def _taken_by_another(self, p: Parameter) -> bool:
-        if Gathering.of(p) not in (None, self._gathering):
-            collect_garbage()  # it may have been dropped in a reference cycle, and then lives until the garbage collector runs
-        return Gathering.of(p) not in (None, self._gathering)
 
     def _make_masters(self) -> list[Parameter]:
         """Returns the parameters that have them since this call."""
@@ -218,10 +211,11 @@ class Wrapper(Optimizer):
         self._build(self.optimizer, self.settings, seed)
 
     def _check_groups(self) -> None:
-        if not self._closing.at_work:  # when they may hold masters
+        if not self._gathering.at_work:  # when they may hold masters
             self._sums.buffers.check_gathers(self.param_groups)
 
     def _not_inside(self, call: str) -> None:
+        self._gathering.check_in_charge()
         if self._gathering.inside:
             raise RuntimeError(
                 f"{call} was called inside micro_batch(), which holds one whole micro-batch; call it after the block"

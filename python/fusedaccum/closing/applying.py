@@ -18,6 +18,7 @@ from ..closures import Evaluated
 from ..scalars import Scalar, beside, identity, over
 from ..window.settings import Settings
 from .conclusion import Conclusion
+from .guard import is_patched
 
 
 def fp32_on(value: Scalar, device: torch.device) -> Tensor:
@@ -141,14 +142,6 @@ def steps_each_alone(inner: Optimizer) -> bool:
     hooks = (inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks)
     everybody = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
     return type(inner).__module__.startswith("torch.optim.") and not is_patched(inner) and not any((*hooks, *everybody))
-
-
-def is_patched(inner: Optimizer) -> bool:
-    """Has other code put a ``step()`` of its own into this optimizer? (An LR scheduler only notes that it was called at all.)"""
-    patch = vars(inner).get("step")
-    if patch is not None and hasattr(patch, "_wrapped_by_lr_sched"):
-        patch = patch.__wrapped__
-    return patch is not None and patch is not type(inner).step
 
 
 def parts(slots: list[Slot]) -> Iterator[list[Slot]]:

@@ -34,7 +34,6 @@ class Closing:
         last_window: what is known about the last one.
         updated: did the last ``step()`` or ``flush()`` change the parameters?
         noise: the noise scale, if it was asked for.
-        at_work: does the inner optimizer step?
     """
 
     def __init__(self, inner: Optimizer, gathering: Gathering, masters: MasterWeights, settings: Settings):
@@ -46,7 +45,6 @@ class Closing:
         self._unapplied: Conclusion | None = None  # a closed window, until it is applied and reported
         self._reported: Conclusion | None = None  # the last one, where step() may apply it again
         self._needs_loss = "closure" in required_by_step(inner)
-        self.at_work = False
 
     def close(self, overflow: bool | Tensor, evaluated: Evaluated | None = None) -> None:
         """The window is over: the next gradient begins a new one, and this one is applied, unless something forbids it.
@@ -172,7 +170,7 @@ class Closing:
     @property
     def broke_off(self) -> bool:
         """Would the next call of :meth:`apply_again` apply a window?"""
-        return not self.at_work and self._unapplied is not None and self._unapplied.begun == self._sums.begun
+        return not self._gathering.at_work and self._unapplied is not None and self._unapplied.begun == self._sums.begun
 
     def _apply(self, end: Conclusion) -> None:
         # When the inner optimizer raises, or anything after it, the next step() or flush() goes on from there.
@@ -185,15 +183,16 @@ class Closing:
 
     @contextmanager
     def _inner_at_work(self) -> Iterator[None]:
-        before = self._gathering.refuses_backward, self.at_work
+        gathering = self._gathering
+        before = gathering.refuses_backward, gathering.at_work
         # The backward of an inner optimizer that steps the parameters themselves (SAM) is an ordinary one in a caller-owned window.
         apart = self._masters.of or self._sums.buffers.offloaded
-        self._gathering.refuses_backward = bool(apart) or not self._settings.schedule.caller_owned
-        self.at_work = True
+        gathering.refuses_backward = bool(apart) or not self._settings.schedule.caller_owned
+        gathering.at_work = True
         try:
             yield
         finally:
-            self._gathering.refuses_backward, self.at_work = before
+            gathering.refuses_backward, gathering.at_work = before
 
     def _report(self, end: Conclusion, applied: bool | Tensor) -> None:
         if not self._gathering.ranks.anything(end.slots):

@@ -36,14 +36,19 @@ _GATHERING_OF: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak 
 class Gathering(Windows):
     """Windows that accumulate what the intake brings, micro-batch by micro-batch. The intake's Owner.
 
+    Args:
+        name: what to call the wrapper where another one's parameters have come to it.
+
     Attributes:
         inside: is the caller within ``micro_batch()``?
         refuses_backward: is the inner optimizer at work on a window that has closed, so that a backward would belong to the next one?
         rejected: the micro-batches that were rejected since the last ``step()``.
     """
 
-    def __init__(self, settings: Settings, seed: int | None):
+    def __init__(self, settings: Settings, seed: int | None, name: str):
         super().__init__(settings, seed)
+        self._name = name
+        self._successor: str | None = None  # the name of the wrapper that has this one's parameters since
         self.inside = self.refuses_backward = False
         self._adds_before = 0  # of the open micro-batch, when the pass (or group of passes) under way began
         self._intake = Intake(self, hold=settings.drops_micro_batches)
@@ -109,18 +114,66 @@ class Gathering(Windows):
         self.accumulator.lend([slot for slot in buffers.lent if not slot.placed])
         return [slot.param for slot in gone]
 
+    # -- another wrapper of the same parameters ----------------------------------------------------------------
+
+    def shows(self, parameter: Parameter) -> bool:
+        """True if what is in ``p.grad`` is what this wrapper has accumulated, and not other code's."""
+        slot = self.sums.buffers.of[parameter]
+        return slot.holder.grad is slot.shown
+
+    def check_can_leave(self, name: str) -> None:
+        """Raises RuntimeError if the parameter of that name cannot be taken by another wrapper now."""
+        self.settle()
+        if self.inside:
+            raise RuntimeError(
+                f"parameter {name} belongs to an AccumulatingOptimizer {self._name}, which is inside micro_batch(); build another after "
+                "the block"
+            )
+
+    def check_in_charge(self) -> None:
+        """Raises RuntimeError if another wrapper has been built for the parameters since."""
+        if self._successor is not None:
+            raise RuntimeError(
+                f"this AccumulatingOptimizer, {self._name}, has lost its parameters to another one, {self._successor}, because the last "
+                "that is built for a parameter has its gradients: call that one. Of two optimizers for one parameter, wrap only one, and "
+                "that without accum_steps and window_weight"
+            )
+
+    def _leave(self, successor: str) -> None:
+        """Leave all parameters alone: another wrapper has been built for some of them."""
+        if self.ledger.is_open:
+            warn(
+                f"the open window of an AccumulatingOptimizer {self._name}, is dropped, because another one, {successor}, has taken its "
+                "parameters. To apply such a window, call flush() before building another; to drop it, reset()"
+            )
+        self._successor = successor
+        slots = list(self.sums.buffers.slots)
+        self._intake.drop()
+        self.rejected.withdraw()
+        self.ledger.drop_window()
+        self.sums.begin()  # the gradient that a closed window has left in p.grad is gone
+        for slot in slots:
+            self._intake.unhook(slot)
+            if self.of(slot.param) is self:
+                del _GATHERING_OF[slot.param]
+        self.sums.buffers.replace([])
+        self.sums.buffers.free()
+
     def unhook_all(self) -> None:
         """Leave the gradients of all parameters to whoever takes them next."""
         self._unhook(self.sums.buffers.slots)
 
-    def _hook(self, slots: Iterable[Slot]) -> None:
+    def _hook(self, slots: Sequence[Slot]) -> None:
         self.ledger.mixes_ranks = bool(self.ranks.fully_sharded.slots)
         self.ranks.fully_sharded.before_backward(self._hide_shards)
         self._replicas_checked = False
+        others = {other for slot in slots if (other := self.of(slot.param)) not in (None, self)}
         with torch.inference_mode(False), torch.enable_grad():
             for slot in slots:
                 self._intake.hook(slot, sent=slot.offloaded or not self.ranks.alone)
                 _GATHERING_OF[slot.param] = weakref.ref(self)
+        for other in others:
+            other._leave(self._name)
 
     def _unhook(self, slots: Iterable[Slot]) -> None:
         for slot in slots:
@@ -129,6 +182,7 @@ class Gathering(Windows):
 
     def settle(self) -> None:
         """Every public call begins here: a pass that still seems open is over, or was broken off; ``p.grad`` is ours again."""
+        self.check_in_charge()
         if within_backward():
             raise RuntimeError(
                 "the wrapper was called from inside a backward pass (by a hook?); call it when backward has returned"
@@ -161,6 +215,8 @@ class Gathering(Windows):
 
     def _hide_shards(self) -> None:
         """FSDP2 begins a backward: hide ``p.grad`` from it. Raises RuntimeError if its loss lacks the micro-batch's weight."""
+        if self._successor is not None:
+            return
         thread = outermost_backward().thread
         other = threads.weighed_by_another(thread, self.ledger)
         if self.weighs_loss and other is not None and not other.in_loss:
@@ -341,6 +397,7 @@ class Gathering(Windows):
 
     def record_loss(self, loss: Scalar, by_backward: bool = False) -> None:
         """Record the loss of the open micro-batch, or of the one counted last; see :meth:`Losses.record`."""
+        self.check_in_charge()
         if self.ledger.has_micro or self.losses.lacking or not self.rejected.names:  # else it is of a rejected one
             self.losses.record(loss, by_backward)
 

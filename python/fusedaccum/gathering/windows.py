@@ -26,6 +26,7 @@ class Windows:
     Attributes:
         counts_left: counts of what was not finite, from attempts at the open window that broke off.
         step_under_way: has a step() ended the micro-batch counted last, and not returned?
+        at_work: True while the inner optimizer steps, or another of its methods runs.
         updated: did the last step() or flush() change the parameters, and has no micro-batch begun since?
     """
 
@@ -39,7 +40,7 @@ class Windows:
         self.losses = Losses(self.ledger, self.loss_scale)
         self.ranks = Alone()  # which share the windows
         self.counts_left: list[Tensor] = []
-        self.step_under_way = False
+        self.step_under_way = self.at_work = False
         self.updated: bool | Tensor = False
         self._weighed: bool | None = None  # was the micro-batch counted last, in the open window, given a weight?
         self._not_zeroed = self._warned_not_zeroed = False
@@ -72,7 +73,10 @@ class Windows:
     def begin_window(self, backward: bool = False) -> None:
         """``backward``: because a backward begins, for which plain PyTorch would leave what is in ``p.grad``."""
         unit = self.loss_scale.now()
-        self._not_zeroed = backward and self._settings.drop_in and self.sums.left_in_place
+        self._not_zeroed = False
+        if backward and self._settings.drop_in:
+            self.sums.part_with_written(False)  # zeroed, perhaps
+            self._not_zeroed = self.sums.left_in_place
         self.sums.begin()
         self.counts_left, self.step_under_way, self._weighed = [], False, None
         self.ranks.forget()

@@ -178,8 +178,11 @@ def _check_lbfgs(settings: Settings) -> None:
         )
 
 
-def check_parameter(name: str, parameter: Tensor, settings: Settings) -> None:
-    """Raises ValueError for a parameter whose gradients cannot be accumulated, or not with these settings."""
+def check_parameter(name: str, parameter: Tensor, settings: Settings, left: bool) -> None:
+    """Raises ValueError for a parameter whose gradients cannot be accumulated, or not with these settings.
+
+    ``left``: True if another wrapper, which is left behind, has put there what is in ``p.grad``.
+    """
     if is_lazy(parameter):
         raise ValueError(
             f"parameter {name} has no shape yet, because its lazy module has seen no input; run one forward of the model before wrapping"
@@ -202,7 +205,7 @@ def check_parameter(name: str, parameter: Tensor, settings: Settings) -> None:
         )
     if parameter.layout is not torch.strided:
         raise ValueError(f"parameter {name} is {parameter.layout}; only dense parameters can be accumulated")
-    if parameter.grad is not None:
+    if parameter.grad is not None and not left:
         raise ValueError(
             f"parameter {name} has a gradient already, which would be in no window; call optimizer.zero_grad() before you wrap it"
         )
@@ -226,8 +229,11 @@ def check_noise_scale(decay: Any, schedule: Schedule) -> None:
         )
 
 
-def check_lent(name: str, parameter: Tensor, settings: Settings) -> None:
-    """Raises ValueError for a parameter whose layer adds its gradients itself, if the settings rule that out."""
+def check_lent(name: str, parameter: Tensor, settings: Settings, left: bool) -> None:
+    """Raises ValueError for a parameter whose layer adds its gradients itself, if the settings rule that out.
+
+    ``left``: True if its ``main_grad`` is that of another wrapper, which is left behind.
+    """
     how = f"parameter {name} has the attribute grad_added_to_main_grad, so its layer adds gradients to a buffer itself"
     if settings.drops_micro_batches:
         raise ValueError(
@@ -243,10 +249,9 @@ def check_lent(name: str, parameter: Tensor, settings: Settings) -> None:
             f"{how}, but with buffer_device='cpu' the buffers are out of its reach; leave buffer_device out, or delete the attribute "
             "and switch off the layer's gradient accumulation fusion"
         )
-    if getattr(parameter, "main_grad", None) is not None:
+    if getattr(parameter, "main_grad", None) is not None and not left:
         raise ValueError(
-            f"{how}, but it already has a main_grad from elsewhere (Megatron-LM's DistributedDataParallel, or a wrapper that is still "
-            "alive?); leave that out"
+            f"{how}, but it already has a main_grad from elsewhere (Megatron-LM's DistributedDataParallel?); leave that out"
         )
 
 

@@ -1,0 +1,110 @@
+"""What keeps other code from stepping or zeroing the inner optimizer behind the wrapper, in the middle of a window."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from ..gathering.gathering import Gathering
+
+NAME = "_fusedaccum_guard"  # the inner optimizer's attribute
+
+
+class Guard:
+    """Patches ``step()`` and ``zero_grad()`` of an optimizer, as learning-rate schedulers patch ``step()``: what is in ``p.grad`` inside a
+    window is neither a gradient to step with nor one to drop.
+
+    Attributes:
+        patches: the functions that it has put there.
+    """
+
+    def __init__(self, inner: Optimizer):
+        self._gathering: weakref.ref[Gathering] | None = None
+        self.patches: list[Callable[..., Any]] = []
+        self._patch(inner, "step", self._check_step)
+        self._patch(inner, "zero_grad", self._check_zero_grad)
+
+    def _patch(self, inner: Optimizer, name: str, check: Callable[[], None]) -> None:
+        before, alive = vars(inner).get(name), weakref.ref(inner)  # the optimizer must not hold itself
+
+        @functools.wraps(before or getattr(type(inner), name))
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            check()
+            return (before or functools.partial(getattr(type(inner_now()), name), inner_now()))(*args, **kwargs)
+
+        def inner_now() -> Optimizer:
+            optimizer = alive()
+            assert optimizer is not None  # its attribute has been called
+            return optimizer
+
+        @functools.wraps(guarded)
+        def as_function(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            return guarded(*args, **kwargs)
+
+        guarded.__signature__ = inspect.signature(getattr(inner, name))  # type: ignore[attr-defined]
+        guarded.__func__ = as_function  # type: ignore[attr-defined]  # schedulers patch bound methods
+        self.patches += [guarded, as_function]
+        setattr(inner, name, guarded)
+
+    def watch(self, gathering: Gathering) -> None:
+        """Guard these windows, of the last wrapper that was built for the optimizer, for as long as they live."""
+        self._gathering = weakref.ref(gathering)
+
+    def _interrupted(self) -> Gathering | None:
+        """The windows, if other code has called, and one of them is open."""
+        gathering = None if self._gathering is None else self._gathering()
+        return None if gathering is None or gathering.at_work or not gathering.ledger.is_open else gathering
+
+    def _check_step(self) -> None:
+        gathering = self._interrupted()
+        if gathering is not None and not gathering.ledger.schedule.caller_owned:
+            raise RuntimeError(
+                f"step() of the optimizer inside an AccumulatingOptimizer was called in {_where(gathering)}, when p.grad holds a sum; call "
+                "step() of the wrapper, which steps the other at the window's end. Where a library calls it, leave out accum_steps and "
+                "window_weight, and pass reduction='none'"
+            )
+
+    def _check_zero_grad(self) -> None:
+        gathering = self._interrupted()
+        if gathering is None:
+            return
+        if gathering.ledger.keeps:
+            raise RuntimeError(
+                f"zero_grad() of the optimizer inside an AccumulatingOptimizer was called in {_where(gathering)}, which would lose them; "
+                "call zero_grad() of the wrapper, which keeps them, or reset(). Where a library calls it between two backward passes of a "
+                "micro-batch (Opacus' ghost clipping), leave out accum_steps and window_weight, pass reduction='none', and let the library "
+                "add up the micro-batches: optimizer.signal_skip_step(True) before each but the last"
+            )
+        gathering.settle()
+        if gathering.ledger.reduction != "none":  # there p.grad is all that counts, whether it is removed or zeroed
+            gathering.reset()
+
+
+def _where(gathering: Gathering) -> str:
+    ledger = gathering.ledger
+    return f"window {ledger.index}, of which {ledger.progress['micro_batch']} micro-batches are in"
+
+
+def guard(inner: Optimizer, gathering: Gathering) -> None:
+    """Guard the inner optimizer of these windows. One that was wrapped before has a guard already."""
+    found = vars(inner).get(NAME)
+    if found is None:
+        found = Guard(inner)
+        setattr(inner, NAME, found)
+    found.watch(gathering)
+
+
+def is_patched(inner: Optimizer) -> bool:
+    """True if other code has put a ``step()`` of its own into this optimizer. (A scheduler only notes that it was called at all.)"""
+    patch, found = vars(inner).get("step"), vars(inner).get(NAME)
+    while patch is not None and (
+        hasattr(patch, "_wrapped_by_lr_sched") or (found is not None and patch in found.patches)
+    ):
+        patch = patch.__wrapped__
+    return patch is not None and patch is not type(inner).step
