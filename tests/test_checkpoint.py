@@ -425,3 +425,59 @@ def test_loading_lends_main_grad_anew_to_a_model_that_was_moved():
     opt.load_state_dict(opt.state_dict())
     gc.collect()  # or what was built before the move might still take main_grad back
     assert net[0].weight.main_grad.dtype == torch.float64
+
+
+@pytest.mark.parametrize("settings", [{"accum_steps": 2}, {"reduction": "none"}], ids=str)
+@pytest.mark.parametrize("loads", ["its own", "a plain one's"])
+def test_loading_between_windows_leaves_p_grad_as_it_is(loads, settings):
+    """As plain PyTorch does: after it, a drop-in steps again on the same gradient."""
+    net, (x, y) = model(), data()
+    opt = wrapped(net, make=torch.optim.AdamW, **settings)
+    for batch in parts(x, y, (12, 12)):
+        mean_loss(net, *batch).backward()
+        if settings == {"accum_steps": 2}:
+            opt.step()
+    if settings != {"accum_steps": 2}:
+        opt.step()
+    big = twin(net)
+    held = [p.grad for p in net.parameters()]
+    opt.load_state_dict(opt.state_dict() if loads == "its own" else copy.deepcopy(opt.optimizer.state_dict()))
+    assert all(p.grad is g for p, g in zip(net.parameters(), held, strict=True))
+    if settings == {"reduction": "none"}:
+        plain = torch.optim.AdamW(big.parameters())
+        plain.load_state_dict(copy.deepcopy(opt.optimizer.state_dict()))
+        for p, g in zip(big.parameters(), held, strict=True):
+            p.grad = g.clone()
+        plain.step()
+        opt.step()
+        assert_same_parameters(net, big, 0)
+
+
+@pytest.mark.parametrize("loads", ["a window", "no window"])
+def test_loading_into_an_open_window_drops_it(loads):
+    net, (x, y) = model(), data()
+    opt = wrapped(net, 3)
+    if loads == "a window":
+        mean_loss(net, x, y).backward()
+        opt.step()
+    saved = copy.deepcopy(opt.state_dict())
+    held = [None if p.grad is None else p.grad.clone() for p in net.parameters()]
+    mean_loss(net, 5 * x, y).backward()
+    opt.load_state_dict(saved)
+    assert opt.progress["micro_batch"] == ("1/3" if loads == "a window" else "0/3")
+    for p, g in zip(net.parameters(), held, strict=True):
+        assert (p.grad is None) == (g is None) and (g is None or torch.equal(p.grad, g))
+
+
+def test_loading_drops_a_window_whose_step_was_broken_off():
+    p, fail = torch.nn.Parameter(torch.zeros(1)), [True]
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 1)
+    opt.register_step_pre_hook(lambda *_: 1 / 0 if fail.pop() else None)
+    saved = copy.deepcopy(opt.state_dict())
+    p.sum().backward()
+    with pytest.raises(ZeroDivisionError):
+        opt.step()
+    opt.load_state_dict(saved)
+    fail.append(False)
+    opt.step()
+    assert p.item() == 0

@@ -79,6 +79,31 @@ def test_exception_after_part_was_added_drops_the_window_and_says_so(through, mo
     assert_same_parameters(net, big, 1e-12)
 
 
+@pytest.mark.parametrize("through", ["opt.backward", "loss.backward"])
+@pytest.mark.parametrize("repeated", [True, False])
+@pytest.mark.parametrize("settings", [{"accum_steps": 2}, {"window_weight": 24}], ids=str)
+def test_a_part_that_raises_before_it_adds_anything_leaves_the_parts_before_it(settings, repeated, through):
+    """The micro-batch keeps its weight and the gradients that it has; the part may be repeated, or left out."""
+    net, (x, y) = model(), data()
+    big = twin(net)
+    opt, plain = wrapped(net, **settings), sgd(big.parameters())
+    for batch in parts(x, y, (4, 20)):
+        weight = len(batch[0])
+        opt.backward(mean_loss(net, *batch) / (2 if repeated else 1), weight=weight)
+        with pytest.raises(MemoryError):
+            loss = broken_loss(net, *batch)
+            opt.backward(loss, weight=weight) if through == "opt.backward" else loss.backward()
+        del loss
+        with pytest.raises(ZeroDivisionError), opt.micro_batch(weight=weight):
+            raise ZeroDivisionError
+        if repeated:
+            opt.backward(mean_loss(net, *batch) / 2, weight=weight)
+        opt.step()
+    assert (opt.last_window.micro_batches, opt.last_window.weight) == (2, 24)
+    big_batch_step(big, plain, x, y)
+    assert_same_parameters(net, big, 1e-12)
+
+
 @pytest.mark.parametrize("call", ["opt.backward", "opt.micro_batch"])
 @pytest.mark.parametrize("added", [False, True], ids=["queued", "partly added"])
 def test_a_plain_backward_that_broke_off_is_no_part_of_the_next_micro_batch(added, call, monkeypatch):

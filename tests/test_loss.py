@@ -385,18 +385,24 @@ def test_progress():
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["after", "inside"])
-def test_a_recorded_loss_has_the_weight_of_its_micro_batch(inside):
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_recorded_loss_counts_as_its_gradient_does(reduction, inside):
+    """Times its weight only under "mean": a sum, or what the caller has normalised, is added as it is."""
     net, (x, y) = model(), data(sum(SIZES))
     expected = mean_loss(net, x, y).item()
-    opt = wrapped(net)
+    opt = wrapped(net, reduction=reduction)
     for a, b in parts(x, y, SIZES):
-        loss = mean_loss(net, a, b)
+        share = {"mean": 1.0, "sum": len(a), "none": len(a) / len(x)}[reduction]
+        loss = mean_loss(net, a, b) * share
         with opt.micro_batch(weight=len(a)):
             loss.backward()
             if inside:
                 opt.record_loss(loss)
         if not inside:
             opt.record_loss(loss)
+    with opt.micro_batch(weight=0):
+        (mean_loss(net, x, y) * 5).backward()
+    opt.record_loss(torch.tensor(torch.nan))  # of weight 0: it adds nothing
     opt.step()
     assert opt.last_window.loss.item() == pytest.approx(expected, rel=1e-12)
 

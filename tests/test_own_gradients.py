@@ -1,6 +1,9 @@
 """Gradients that the user's code computes itself (torch.autograd.grad, torch.func, evolution strategies)."""
 
 import contextlib
+import copy
+import functools
+import weakref
 
 import fusedaccum as fa
 import pytest
@@ -98,3 +101,63 @@ def test_one_per_window_is_that_windows():
         assert opt.updated
         assert_grads(net, expected)
         opt.zero_grad()
+
+
+def a3c(shared, worker, opt, batches):
+    """The worker's gradients become the shared model's, once: from then on, both models have the same tensors."""
+    for batch in batches:
+        worker.load_state_dict(shared.state_dict())
+        for p in worker.parameters():
+            if p.grad is not None:
+                p.grad.zero_()
+        mean_loss(worker, *batch).backward()
+        for mine, its in zip(shared.parameters(), worker.parameters(), strict=True):
+            if mine.grad is None:
+                mine._grad = its.grad
+        opt.step()
+
+
+@pytest.mark.parametrize("settings", [{"reduction": "none"}, {}, {"accum_steps": 1}, {"buffer_dtype": None}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tensor_assigned_once_and_written_to_ever_after_is_followed(dtype, settings):
+    shared, (x, y) = model(dtype), data(dtype=dtype)
+    plain, batches = copy.deepcopy(shared), parts(x, y, (8, 8, 8))
+    make = functools.partial(torch.optim.SGD, lr=0.1)
+    a3c(shared, model(dtype), wrapped(shared, make=make, **settings), batches)
+    a3c(plain, model(dtype), make(plain.parameters()), batches)
+    for p, q in zip(shared.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("then", ["a step", "replaced", "removed", "zeroed"])
+def test_a_tensor_that_was_assigned_is_followed_as_long_as_it_is_p_grad(then):
+    pairs = []
+    for wrap in (False, True):
+        p, t = torch.nn.Parameter(torch.ones(3)), torch.full((3,), 2.0)
+        opt = torch.optim.SGD([p], lr=1.0)
+        opt = fa.AccumulatingOptimizer(opt, reduction="none") if wrap else opt
+        p.grad = t
+        opt.step()
+        if then == "replaced":
+            p.grad = torch.full((3,), 5.0)
+        elif then == "removed":
+            p.grad = None
+        elif then == "zeroed":
+            opt.zero_grad()
+        t.mul_(3)
+        opt.step()
+        t.mul_(2)
+        if then in ("removed", "zeroed"):
+            p.sum().backward()
+        opt.step()
+        pairs.append(p.detach())
+    assert torch.equal(*pairs)
+
+
+def test_a_tensor_that_was_assigned_is_not_kept_alive():
+    p = torch.nn.Parameter(torch.ones(3))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), reduction="none")
+    p.grad = torch.ones(3)
+    alive = weakref.ref(p.grad)
+    opt.step()
+    assert alive() is None

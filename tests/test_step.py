@@ -174,6 +174,37 @@ def test_grad_norm_sees_gradients_changed_by_hand():
     torch.testing.assert_close(opt.last_window.grad_norm, norm)
 
 
+@pytest.mark.filterwarnings("ignore:p.grad was written to")
+@pytest.mark.parametrize("put", ["written", "replaced", "one of two blocks"])
+@pytest.mark.parametrize("steps", [None, 2])
+def test_a_gradient_changed_after_the_last_backward_is_clipped_by_its_own_norm(steps, put):
+    """Nothing writes to the buffers after that, which would tell that the norm taken with the last add is stale."""
+    net, (x, y) = model(), data()
+    net[2].float()
+    net.insert(2, nn.Identity())
+
+    def loss():
+        return nn.functional.mse_loss(net[4:](net[3](net[:3](x).float()).double()), y)
+
+    opt = wrapped(net, steps, max_grad_norm=0.05, make=lambda ps: torch.optim.SGD(ps, lr=1.0))
+    for number in range(2):
+        loss().backward()
+        if steps and number == 0:
+            opt.step()
+    for p in net.parameters() if put != "one of two blocks" else [net[0].weight]:
+        if put == "replaced":
+            p.grad = p.grad * 7
+        else:
+            p.grad.mul_(7)
+    expected = [p.grad.double() / 2 for p in net.parameters()]
+    norm = torch.cat([g.flatten() for g in expected]).norm()
+    before = [p.detach().clone() for p in net.parameters()]
+    opt.step()
+    torch.testing.assert_close(opt.last_window.grad_norm, norm, rtol=1e-6, atol=0)
+    for p, was, g in zip(net.parameters(), before, expected, strict=True):
+        torch.testing.assert_close((was - p.detach()).double(), g * 0.05 / norm, rtol=1e-4, atol=1e-7)
+
+
 def test_reset_drops_a_partial_window():
     net, (x, y) = model(), data()
     big = twin(net)

@@ -265,8 +265,7 @@ class AccumulatingOptimizer(Wrapper):
         self._gathering.updated = False
         self._gathering.settle()
         self._gathering.reset()
-        self._ledger.drop_forwards()  # which zero_grad(), often called between forward and backward, leaves alone
-        self._gathering.loss_scale.live = None
+        self._forget_outside()
 
     @outside_graphs
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -379,7 +378,8 @@ class AccumulatingOptimizer(Wrapper):
         """Load what :meth:`state_dict` returned, an open window included, or a plain optimizer's state (an empty window).
 
         If the model has moved to another device or dtype since it was wrapped, or into a DistributedDataParallel module, its
-        gradients accumulate there from now on. (Accelerate moves a model, and then loads the optimizer's own state.)
+        gradients accumulate there from now on. (Accelerate moves a model, and then loads the optimizer's own state.) Between windows, and
+        if no window is loaded, ``p.grad`` stays as it is.
 
         Raises:
             ValueError: saved from other parameters, or with an open window and other window settings; nothing is loaded then.
@@ -396,9 +396,18 @@ class AccumulatingOptimizer(Wrapper):
         with self._masters.at_work(self.optimizer):
             self.optimizer.load_state_dict({k: v for k, v in state_dict.items() if k != checkpoint.KEY})
         self._gathering.ranks.forget_others(self.state)
-        self.reset()
+        brings_window = own is not None and own["window"] is not None
+        if self._ledger.has_window or self._closing.broke_off or brings_window:
+            self.reset()
+        else:  # the last window's gradient stays in p.grad
+            self._forget_outside()
         if own is not None:
             checkpoint.load(self, own)
+
+    def _forget_outside(self) -> None:
+        """Forget forwards that no backward has followed, and the loss scale."""
+        self._ledger.drop_forwards()  # which zero_grad(), often called between forward and backward, leaves alone
+        self._gathering.loss_scale.live = None
 
     def _begin_step(self) -> None:
         self._gathering.settle()

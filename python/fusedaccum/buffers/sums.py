@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -44,6 +45,8 @@ class Sums:
         self.norms = SquaredNorms(backend)
         self.backend = backend
         self._warned_dropped = self._warned_written = False
+        # By slot: a tensor that was assigned to p.grad and copied, held weakly, and its version then.
+        self._copied: dict[Slot, tuple[weakref.ref[Tensor], int]] = {}
         self.begun = 0
         self.changed_by_user = self._written_by_user = False
         self.states: Callable[[], Iterable[dict]] = tuple
@@ -130,9 +133,22 @@ class Sums:
                 if theirs is not None and theirs is not other.shown and self._is_ours(theirs):
                     other.holder.grad = theirs.clone()
             return self.adopt(slot)
+        if slot.param.grad is not None:
+            self._copied[slot] = weakref.ref(slot.param.grad), grad._version
         ops.cast_([slot.buffer], [grad.detach()], backend=self.backend)
         by_hand = 1.0 if self.normalized_by is None else self.normalized_by
         self.written([slot], by_hand if shown is None else slot.divisor)
+
+    def follow_copied(self) -> None:
+        """Make ``p.grad`` what was assigned to it and copied, if that has been written to since: in plain PyTorch it still is ``p.grad``.
+        (A3C assigns the gradients of a worker's model once, to a model that all workers share.)
+        """
+        for slot, (source, version) in list(self._copied.items()):
+            grad = source()
+            if grad is None or slot.shown is None or slot.holder.grad is not slot.shown:
+                del self._copied[slot]  # p.grad has been replaced or removed since
+            elif local_of(grad)._version != version:
+                slot.param.grad = grad
 
     def notice_writes(self, slot: Slot) -> None:
         if not slot.block.untouched_by_user:

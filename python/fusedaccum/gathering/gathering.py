@@ -197,6 +197,7 @@ class Gathering(Windows):
         """Raises RuntimeError if a parameter has changed, gradients have gone past the hooks, or sums are lost."""
         self.sums.check()
         self._intake.check_hooked()
+        self.sums.follow_copied()
 
     @property
     def outdated(self) -> bool:
@@ -256,6 +257,7 @@ class Gathering(Windows):
             self.updated = False
             self.rejected.withdraw()
             self.rejected.put_away = False
+            self.sums.follow_copied()
             self.drop_taken_away()
             if not ledger.has_window:
                 self.begin_window(backward=True)
