@@ -227,6 +227,22 @@ def test_a_step_that_fails_half_way_is_finished_by_the_next(device, monkeypatch)
     assert_same(contents(model, opt), contents(straight, its))
 
 
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize("make", [sgd, adamw, CountsSteps])
+def test_a_drop_in_steps_again_on_the_same_gradient(device, make, masters):
+    ends = []
+    for where in ({}, {"buffer_device": "cpu"}):
+        model, opt = made(device, make, reduction="none", master_weights=masters, **where)
+        for x, y in micro_batches(device, 2):
+            (model(x) - y).square().mean().backward()
+            for _ in range(3):
+                opt.step()
+                assert opt.updated
+            opt.zero_grad()
+        ends.append(contents(model, opt))
+    assert_same(*ends)
+
+
 def test_masters_reach_a_parameter_that_was_laid_out_anew(device):
     start, x = torch.randn(2, 3, 4, 5), torch.randn(2, 3, 4, 5)
     p = nn.Parameter(start.to(device))

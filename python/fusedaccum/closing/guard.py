@@ -22,9 +22,11 @@ class Guard:
 
     Attributes:
         patches: the functions that it has put there.
+        step: what other code had put in the place of ``step()`` before; None for the class's own.
     """
 
     def __init__(self, inner: Optimizer):
+        self.step: Any = vars(inner).get("step")
         self._gathering: weakref.ref[Gathering] | None = None
         self.patches: list[Callable[..., Any]] = []
         self._patch(inner, "step", self._check_step)
@@ -103,8 +105,11 @@ def guard(inner: Optimizer, gathering: Gathering) -> None:
 def is_patched(inner: Optimizer) -> bool:
     """True if other code has put a ``step()`` of its own into this optimizer. (A scheduler only notes that it was called at all.)"""
     patch, found = vars(inner).get("step"), vars(inner).get(NAME)
-    while patch is not None and (
-        hasattr(patch, "_wrapped_by_lr_sched") or (found is not None and patch in found.patches)
-    ):
-        patch = patch.__wrapped__
-    return patch is not None and patch is not type(inner).step
+    while patch is not None:
+        if found is not None and patch in found.patches:
+            patch = found.step
+        elif hasattr(patch, "_wrapped_by_lr_sched"):
+            patch = patch.__wrapped__
+        else:
+            return patch is not type(inner).step
+    return False
