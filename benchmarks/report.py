@@ -65,9 +65,13 @@ def blocks() -> dict[str, str]:
 
 
 def _questions(rows: Sequence[Row]) -> dict[str, str]:
-    """For every question that was measured: the finding, the plot, and where it was measured."""
-    texts = {}
-    for name, of_question in tables.by_question(rows).items():
+    """For every question that was measured: the finding, the plot, and where it was measured. And a table of all, which is from as many
+    places as the questions.
+    """
+    found = tables.by_question(rows)
+    places = dict.fromkeys(map(_where, found.values()))
+    texts = {"questions": "\n\n".join([*places, tables.markdown(tables.questions(rows))])}
+    for name, of_question in found.items():
         picture = f"![{name.replace('_', ' ')}](benchmarks/results/questions-{name}.svg)"
         texts[f"questions-{name}"] = f"{QUESTIONS[name].finding(of_question)}\n\n{picture}\n\n{_where(of_question)}"
     return texts

@@ -1,6 +1,7 @@
 """Wrong arguments raise an error that names the argument, the value and the fix, and change nothing."""
 
 import math
+from pathlib import Path
 
 import fusedaccum as fa
 import numpy as np
@@ -279,11 +280,15 @@ def test_weights_that_differ_within_one_micro_batch():
     opt = wrapped(net, 2)
     opt.backward(mean_loss(net, x, y), weight=4)
     opt.backward(mean_loss(net, x, y), weight=4)
-    with pytest.raises(ValueError, match="weight 5 differs from 4"):
+    page = Path(__file__).parents[1] / "docs/questions/different-denominators.md"
+    for_terms = (
+        rf"reduction='none', each divided by the window's count .*'{page.read_text().partition(chr(10))[0][2:]}'"
+    )
+    with pytest.raises(ValueError, match="weight 5 differs from 4.*" + for_terms):
         opt.backward(mean_loss(net, x, y), weight=5)
     opt.step()
     mean_loss(net, x, y).backward()
-    with pytest.raises(ValueError, match="weight 5 comes too late"):
+    with pytest.raises(ValueError, match="weight 5 comes too late.*" + for_terms):
         opt.backward(mean_loss(net, x, y), weight=5)
     with pytest.warns(
         RuntimeWarning, match="some micro-batches of this window were given a weight and others were not"

@@ -143,7 +143,7 @@ def draw(rows: Sequence[Row], axes: Axes) -> None:
     axes.set_xticks(MICRO_BATCHES, MICRO_BATCHES)
     axes.set_yticks([0, 1e-8, 1e-6, 1e-4, 1e-2, 1])
     axes.minorticks_off()
-    axes.set(xlabel="micro-batches of a rank", ylabel="relative error of the gradient", ylim=(-2e-9, 100))
+    axes.set(xlabel="micro-batches of a rank", ylabel="relative error of the gradient", ylim=(-2e-9, 1e4))
     axes.legend(frameon=False, ncols=2, fontsize=8.5, loc="upper left")
 
 

@@ -17,6 +17,10 @@ MISSING_WEIGHT = (
     "reduction='sum' divides by the sum of the weights, and this micro-batch was given none; "
     "pass the number of items: opt.backward(loss, weight=n) or opt.step(weight=n)"
 )
+TERMS = (
+    "; terms of a loss that are means over different things need reduction='none', each divided by the window's count (the documentation's "
+    "question, 'Loss terms with different denominators')"
+)
 NO_GRADIENT = "normalize_() found no gradient; call it after the window's last backward and before step()"
 
 
@@ -159,12 +163,12 @@ class Ledger:
         elif micro.weight is None:
             raise ValueError(
                 f"weight {float(weight):.12g} comes too late: part of this micro-batch was added with weight 1 already; "
-                "give it with the first backward of the micro-batch"
+                f"give it with the first backward of the micro-batch{TERMS}"
             )
         elif float(micro.weight) != float(weight):
             raise ValueError(
                 f"weight {float(weight):.12g} differs from {float(micro.weight):.12g}, which this micro-batch was given before; "
-                "several backward() before one step() are parts of one micro-batch and share its weight"
+                f"several backward() before one step() are parts of one micro-batch and share its weight{TERMS}"
             )
 
     def late_weight(self, weight: Scalar | None) -> Scalar | None:
