@@ -41,8 +41,8 @@ class AccumulatingOptimizer(Wrapper):
         accum_steps: micro-batches per window, an int or a callable(window_index) -> int.
         window_weight: instead of ``accum_steps``: a window closes once its weights add up to this (samples, tokens). With
             neither, the caller owns the boundary: every ``step()`` closes the window, every backward pass is a micro-batch.
-        reduction: what a micro-batch's loss is: a ``"mean"`` over its items, a ``"sum"`` over them, or, with ``"none"``,
-            normalised by the caller.
+        reduction: what a micro-batch's loss is: a ``"mean"`` over its items, a ``"sum"`` over them (which the weights divide), or, with
+            ``"none"``, normalised by the caller, or a sum that stays a sum.
         buffer_dtype: dtype of the buffers, or None for the parameter's own; never narrower than the gradient.
         rounding: ``"nearest"``, or ``"stochastic"`` for 16-bit buffers; seeded from PyTorch's default generator (of one of the ranks).
         master_weights: keep FP32 copies of 16-bit parameters and step those.
