@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parameter import is_lazy
-from torch.optim import LBFGS, Optimizer, SparseAdam
+from torch.optim import LBFGS, SparseAdam
 
 from ..buffers.buffers import buffer_dtype
 from ..buffers.masters import inside
