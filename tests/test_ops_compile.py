@@ -243,12 +243,12 @@ def registered_calls(dtype=torch.bfloat16):
         for sizes in ((), (7,), (0, 1, 33)):
             outs, ins = ([values(n, d, n) for n in sizes] for d in (dtype, torch.float32))
             scale, decay = torch.tensor(0.37, dtype=torch.float64), torch.tensor(0.5)
-            for stats in ((None, None), (torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.int64))):
+            for stats in ([], [torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.int64)]):
                 for seed, counters in ((None, []), (-5, [-1] * len(sizes))):
                     for overwrite in (False, True):
-                        yield "accumulate_", (outs, ins, scale, decay, overwrite, seed, counters, *stats, backend)
-                yield "scale_", (outs, scale, *stats, backend)
-                yield "cast_", (outs, ins, scale, *stats, backend)
+                        yield "accumulate_", (outs, ins, scale, decay, overwrite, seed, counters, stats, backend)
+                yield "scale_", (outs, scale, stats, backend)
+                yield "cast_", (outs, ins, scale, stats, backend)
             yield "stats", (outs, backend)
 
 
@@ -262,8 +262,8 @@ def test_registered_ops_pass_opcheck_on_strided_tensors_that_require_gradients()
     x = torch.randn(4, 6, requires_grad=True)
     scale = torch.tensor(2.0, requires_grad=True)
     for name, arguments in (
-        ("accumulate_", ([z(6, 8).t()[::2]], [x], scale, torch.tensor(1.0), False, None, [], None, None, None)),
-        ("cast_", ([z(4, 12)[:, ::2]], [x], scale, None, None, None)),
+        ("accumulate_", ([z(6, 8).t()[::2]], [x], scale, torch.tensor(1.0), False, None, [], [], None)),
+        ("cast_", ([z(4, 12)[:, ::2]], [x], scale, [], None)),
         ("stats", ([x], None)),
     ):
         torch.library.opcheck(getattr(torch.ops.fusedaccum, name).default, arguments)

@@ -44,13 +44,13 @@ def accumulate_(
         seed, counters = _signed(rounding.seed), [_signed(counter) for counter in rounding.counters]
     factors = _recorded("scale", scale, buffers), _recorded("decay", decay, buffers)
     torch.ops.fusedaccum.accumulate_(
-        buffers, grads, *factors, overwrite, seed, counters, *_parts(stats, buffers), backend
+        buffers, grads, *factors, overwrite, seed, counters, _parts(stats, buffers), backend
     )
 
 
 def scale_(tensors: Sequence[Tensor], scale: Scalar, stats: Stats | None, backend: str | None) -> None:
     _check_tensors("tensors", tensors)
-    torch.ops.fusedaccum.scale_(tensors, _recorded("scale", scale, tensors), *_parts(stats, tensors), backend)
+    torch.ops.fusedaccum.scale_(tensors, _recorded("scale", scale, tensors), _parts(stats, tensors), backend)
 
 
 def cast_(
@@ -58,7 +58,7 @@ def cast_(
 ) -> None:
     _check_tensors("outs", outs)
     _check_tensors("ins", ins)
-    torch.ops.fusedaccum.cast_(outs, ins, _recorded("scale", scale, outs), *_parts(stats, outs), backend)
+    torch.ops.fusedaccum.cast_(outs, ins, _recorded("scale", scale, outs), _parts(stats, outs), backend)
 
 
 def stats(tensors: Sequence[Tensor], backend: str | None) -> Stats:
@@ -89,11 +89,14 @@ def _recorded(name: str, value: Scalar, tensors: Sequence[Tensor]) -> Tensor:
     return torch.ones((), dtype=dtype, device=device) * arguments.check_number(name, value)
 
 
-def _parts(stats: Stats | None, tensors: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
+def _parts(stats: Stats | None, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """``stats`` as the schemas have it: a list of its two tensors, or of none. Modes that look at what is written (PyTorch's own
+    allow_mutation_on_saved_tensors) expect a tensor or a list there, and no None.
+    """
     if stats is None:
-        return None, None
+        return []
     arguments.check_stats(stats, _device(tensors))
-    return stats.sq_norm, stats.nonfinite
+    return [stats.sq_norm, stats.nonfinite]
 
 
 def _signed(number: int) -> int:
@@ -134,8 +137,8 @@ def _refuse_offsets(name: str, tensors: Sequence[Tensor]) -> None:
             )
 
 
-def _joined(sq_norm: Tensor | None, nonfinite: Tensor | None) -> Stats | None:
-    return None if sq_norm is None or nonfinite is None else Stats(sq_norm, nonfinite)
+def _joined(stats: list[Tensor]) -> Stats | None:
+    return Stats(*stats) if stats else None
 
 
 def _run_accumulate_(
@@ -146,12 +149,11 @@ def _run_accumulate_(
     overwrite: bool,
     seed: int | None,
     counters: list[int],
-    sq_norm: Tensor | None,
-    nonfinite: Tensor | None,
+    stats: list[Tensor],
     backend: str | None,
 ) -> None:
     rounding = None if seed is None else StochasticRounding(seed % _WRAP, [counter % _WRAP for counter in counters])
-    eager.accumulate_(buffers, grads, scale, overwrite, decay, rounding, _joined(sq_norm, nonfinite), backend)
+    eager.accumulate_(buffers, grads, scale, overwrite, decay, rounding, _joined(stats), backend)
 
 
 def _trace_accumulate_(buffers: list[Tensor], grads: list[Tensor], scale: Tensor, decay: Tensor, *others: Any) -> None:
@@ -161,16 +163,14 @@ def _trace_accumulate_(buffers: list[Tensor], grads: list[Tensor], scale: Tensor
 
 _define(
     "accumulate_(Tensor(a!)[] buffers, Tensor[] grads, Tensor scale, Tensor decay, bool overwrite, SymInt? seed, SymInt[] counters, "
-    "Tensor(b!)? sq_norm, Tensor(c!)? nonfinite, str? backend) -> ()",
+    "Tensor(b!)[] stats, str? backend) -> ()",
     _run_accumulate_,
     _trace_accumulate_,
 )
 
 
-def _run_scale_(
-    tensors: list[Tensor], scale: Tensor, sq_norm: Tensor | None, nonfinite: Tensor | None, backend: str | None
-) -> None:
-    eager.scale_(tensors, scale, _joined(sq_norm, nonfinite), backend)
+def _run_scale_(tensors: list[Tensor], scale: Tensor, stats: list[Tensor], backend: str | None) -> None:
+    eager.scale_(tensors, scale, _joined(stats), backend)
 
 
 def _trace_scale_(tensors: list[Tensor], scale: Tensor, *others: Any) -> None:
@@ -178,7 +178,7 @@ def _trace_scale_(tensors: list[Tensor], scale: Tensor, *others: Any) -> None:
 
 
 _define(
-    "scale_(Tensor(a!)[] tensors, Tensor scale, Tensor(b!)? sq_norm, Tensor(c!)? nonfinite, str? backend) -> ()",
+    "scale_(Tensor(a!)[] tensors, Tensor scale, Tensor(b!)[] stats, str? backend) -> ()",
     _run_scale_,
     _trace_scale_,
 )
@@ -188,11 +188,10 @@ def _run_cast_(
     outs: list[Tensor],
     ins: list[Tensor],
     scale: Tensor,
-    sq_norm: Tensor | None,
-    nonfinite: Tensor | None,
+    stats: list[Tensor],
     backend: str | None,
 ) -> None:
-    eager.cast_(outs, ins, scale, _joined(sq_norm, nonfinite), backend)
+    eager.cast_(outs, ins, scale, _joined(stats), backend)
 
 
 def _trace_cast_(outs: list[Tensor], ins: list[Tensor], scale: Tensor, *others: Any) -> None:
@@ -200,7 +199,7 @@ def _trace_cast_(outs: list[Tensor], ins: list[Tensor], scale: Tensor, *others: 
 
 
 _define(
-    "cast_(Tensor(a!)[] outs, Tensor[] ins, Tensor scale, Tensor(b!)? sq_norm, Tensor(c!)? nonfinite, str? backend) -> ()",
+    "cast_(Tensor(a!)[] outs, Tensor[] ins, Tensor scale, Tensor(b!)[] stats, str? backend) -> ()",
     _run_cast_,
     _trace_cast_,
 )
