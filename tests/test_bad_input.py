@@ -162,6 +162,63 @@ def test_what_can_be_wrapped():
         fa.AccumulatingOptimizer(sgd([p]))
 
 
+def in_inference_mode():
+    with torch.inference_mode():
+        return nn.Parameter(torch.ones(4), requires_grad=False)
+
+
+LEAF = nn.Parameter(torch.ones(4))
+UNFIT = {
+    "computed": (
+        lambda: LEAF * 2,
+        r"is not a leaf.*\(MulBackward0; .*torch\.nn\.Parameter\(parameter\.detach",
+    ),
+    "a view of a flat leaf": (lambda: LEAF[:2].view(1, 2), r"is not a leaf.*ViewBackward0; a view of one counts"),
+    "an inference tensor": (in_inference_mode, r"was made in torch\.inference_mode\(\).*outside of it"),
+    "nested": (
+        lambda: nn.Parameter(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
+        "is a nested tensor; only dense",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("make, message", UNFIT.values(), ids=UNFIT)
+def test_parameters_in_which_no_gradient_accumulates_are_named(make, message):
+    """At the constructor, in add_param_group() and in an assignment. (``differentiable=True`` lets an optimizer hold them.)"""
+    whole = r"parameter param_groups\[{}\]\['params'\]\[{}\] " + message
+    inner = torch.optim.SGD([nn.Parameter(torch.ones(2)), make()], lr=0.1, differentiable=True)
+    with pytest.raises(ValueError, match=whole.format(0, 1)):
+        fa.AccumulatingOptimizer(inner)
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([LEAF], lr=0.1, differentiable=True))
+    with pytest.raises(ValueError, match=whole.format(1, 0)):
+        opt.add_param_group({"params": [make()]})
+    with pytest.raises(ValueError, match=whole.format(0, 1)):
+        opt.param_groups = [{**opt.param_groups[0], "params": [LEAF, make()]}]
+    assert [group["params"] for group in opt.param_groups] == [[LEAF]]
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap], ids=lambda f: f.__name__)
+def test_a_tensor_that_a_transform_has_wrapped_is_named(transform):
+    def wrap(p):
+        fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=0.1))
+        return p.sum()
+
+    with pytest.raises(ValueError, match=r"\['params'\]\[0\] belongs to a function that torch\.func transforms"):
+        transform(wrap)(torch.ones(2, 3))
+
+
+def test_a_parameter_without_memory_is_named_before_anything_is_added():
+    net, (x, y) = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3, device="meta")]), data(dtype=torch.float32)
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(net.named_parameters(), lr=0.1), accum_steps=2)
+    with pytest.raises(
+        RuntimeError, match=r"parameter 1\.weight is on the meta device.*model\.to_empty\(device=\.\.\.\)"
+    ):
+        mean_loss(net[0], x, y).backward()
+    assert grads(net) == [None] * 4
+    opt.reset()
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn], ids=str)
 def test_quantized_weights_stay_out_of_the_optimizer(dtype):
     """As in QLoRA, where they are frozen beside adapters: plain PyTorch takes model.parameters() there, and so must we."""

@@ -254,6 +254,12 @@ class Buffers:
                 kind = (slot.param.device, slot.device, slot.dtype, slot.param.dtype, slot.sharded)
                 groups.setdefault(kind, []).append(slot)
         for (home, device, dtype, _, _), members in groups.items():
+            if home.type == "meta":
+                raise RuntimeError(
+                    f"parameter {members[0].name} is on the meta device, where it has no memory; give the model memory first "
+                    "(model.to_empty(device=...), then its weights), make the optimizer from its parameters then, and wrap that. To run a "
+                    "loop on shapes alone, use torch's FakeTensorMode"
+                )
             sizes = [local_of(slot.param).numel() for slot in members]
             *offsets, end = itertools.accumulate(map(padded, sizes), initial=0)
             block = Block(torch.empty(end, dtype=dtype, device=device), home != device)

@@ -182,6 +182,21 @@ def check_parameter(name: str, parameter: Tensor, settings: Settings, left: bool
         raise ValueError(
             f"parameter {name} has no shape yet, because its lazy module has seen no input; run one forward of the model before wrapping"
         )
+    if torch._C._functorch.is_functorch_wrapped_tensor(parameter):
+        raise ValueError(
+            f"parameter {name} belongs to a function that torch.func transforms, where no backward() runs; wrap an optimizer of the model "
+            "outside of it, and bring the gradients with torch.autograd.backward(parameters, gradients)"
+        )
+    if parameter.is_inference():
+        raise ValueError(
+            f"parameter {name} was made in torch.inference_mode(), where it can get no gradient; make the model outside of it"
+        )
+    if not parameter.is_leaf:
+        raise ValueError(
+            f"parameter {name} is not a leaf of the graph: it was computed from another tensor ({parameter.grad_fn.name()}; a view of one "  # type: ignore[union-attr]
+            "counts as computed), and gradients accumulate in leaves only. Give the optimizer that tensor, or a leaf of its own, "
+            "torch.nn.Parameter(parameter.detach()); an optimizer that is differentiated through steps without a wrapper"
+        )
     if is_flattened(parameter):
         raise ValueError(fsdp1(name))
     if settings.buffer_device is not None and is_shard(parameter):
@@ -198,8 +213,9 @@ def check_parameter(name: str, parameter: Tensor, settings: Settings, left: bool
             f"parameter {name} is {parameter.dtype}; FP64, FP32, bf16 and fp16 parameters can be accumulated. Leave quantized parameters "
             "that are not trained out of the optimizer: [p for p in model.parameters() if p.requires_grad]"
         )
-    if parameter.layout is not torch.strided:
-        raise ValueError(f"parameter {name} is {parameter.layout}; only dense parameters can be accumulated")
+    if parameter.layout is not torch.strided or parameter.is_nested:
+        form = "a nested tensor" if parameter.is_nested else parameter.layout
+        raise ValueError(f"parameter {name} is {form}; only dense parameters can be accumulated")
     if parameter.grad is not None and not left:
         raise ValueError(
             f"parameter {name} has a gradient already, which would be in no window; call optimizer.zero_grad() before you wrap it"
