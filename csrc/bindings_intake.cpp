@@ -76,6 +76,7 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
     at::Tensor parameter;               // undefined once it was unhooked
     const torch::autograd::Node* node;  // which the slot keeps alive
     std::vector<int64_t> shape;
+    at::ScalarType dtype;  // of the buffer
     bool lent;
     bool shown;  // is p.grad the buffer?
     int64_t bucket_bytes;
@@ -124,10 +125,11 @@ class Hook : public torch::autograd::FunctionPreHook {
 
 void Arrivals::hook(py::object slot, int64_t bucket_bytes) {
   const auto parameter = slot.attr("param").cast<at::Tensor>();
+  const auto dtype = slot.attr("dtype").cast<at::ScalarType>();
   const bool lent = py::cast<bool>(slot.attr("lent"));
   const bool shown = slot.attr("holder").is(slot.attr("param"));
   const auto node = torch::autograd::impl::grad_accumulator(parameter);
-  places_.push_back({std::move(slot), parameter, node.get(), parameter.sizes().vec(), lent, shown, bucket_bytes});
+  places_.push_back({std::move(slot), parameter, node.get(), parameter.sizes().vec(), dtype, lent, shown, bucket_bytes});
   node->add_pre_hook(std::make_unique<Hook>(shared_from_this(), &places_.back()));
 }
 
@@ -197,7 +199,9 @@ bool Arrivals::tell(const char* method, const Arguments&... arguments) {
 }
 
 void Arrivals::arrived(Place* place, const at::Tensor& parameter, const at::Tensor& grad) {
-  const bool fits = !at::GradMode::is_enabled() && grad.layout() == at::kStrided && grad.sizes() == place->shape;
+  const at::ScalarType dtype = grad.scalar_type();
+  const bool fits = !at::GradMode::is_enabled() && grad.layout() == at::kStrided && grad.sizes() == place->shape &&
+                    (dtype == parameter.scalar_type() || dtype == place->dtype);
   if (!fits) tell("refuse_unfit", place->slot, grad);
   // Hooks that run next look for the accumulated gradient in p.grad.
   const bool awaited = place->shown && torch::autograd::impl::post_acc_grad_hooks(parameter) != nullptr;

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import gc
 import itertools
 
 import fusedaccum as fa
@@ -66,12 +67,113 @@ def test_a_buffer_is_never_narrower_than_the_gradient(dtype, asked):
 
 @pytest.mark.parametrize("dtype, asked", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
 def test_a_parameters_own_grad_dtype_does_not_stop_backward(dtype, asked):
-    """Code that accumulates bf16 gradients in FP32 by hand sets it. The buffer's dtype is still that of ``buffer_dtype``."""
+    """Code that accumulates bf16 gradients in FP32 by hand sets it."""
     p = one(0.0, dtype)
     p.grad_dtype = asked
     opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 2, buffer_dtype=None)
     gather(p, opt, [256.0, 2.0])
     assert p.item() == -129 and p.grad.dtype is dtype
+
+
+class Gradient(torch.autograd.Function):
+    """Its input's gradient is a tensor that was given, in the dtype that this has."""
+
+    @staticmethod
+    def forward(ctx, p, grad):
+        ctx.grad = grad
+        return p.float().sum()
+
+    @staticmethod
+    def backward(ctx, _):
+        return ctx.grad, None
+
+
+def bring(p, grads):
+    """Backward passes that bring these gradients, one after another."""
+    for grad in grads:
+        Gradient.apply(p, grad).backward()
+        yield
+
+
+B, H, F = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"buffer_dtype": B}, {"buffer_dtype": None}, {"master_weights": True}], ids=str
+)
+@pytest.mark.parametrize("when", ["before it is wrapped", "after it was wrapped"])
+@pytest.mark.parametrize("comes", [B, H, F])
+@pytest.mark.parametrize("allowed", [None, B, H, F])
+@pytest.mark.parametrize("dtype", [B, H, F])
+def test_what_a_parameters_grad_dtype_lets_through_is_not_rounded(dtype, allowed, comes, when, settings, each_intake):
+    """Plain PyTorch sums in ``grad_dtype`` (None: that of the first gradient); so we, or in a wider one. Where the buffer's is not known to
+    be too narrow before a gradient arrives, that is an error which names both.
+    """
+    values = (256.0, 1.0, float(torch.randint(1, 100, ())))
+    p, plain = one(0.0, dtype), one(0.0, dtype)
+    plain.grad_dtype = allowed
+    if "before" in when:
+        p.grad_dtype = allowed
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 3, reduction="none", **settings)
+    if "after" in when:
+        p.grad_dtype = allowed
+    for _ in bring(plain, [torch.tensor([v], dtype=comes) for v in values]):
+        pass
+    try:
+        for _ in bring(p, [torch.tensor([v], dtype=comes) for v in values]):
+            summed = p.grad.clone()
+            opt.step()
+    except RuntimeError as error:
+        arrived = comes if allowed is None else allowed
+        buffer = torch.promote_types(dtype, settings.get("buffer_dtype", F) or dtype)
+        needed = torch.promote_types(arrived, buffer)
+        assert needed != buffer and not (allowed is not None and "before" in when)
+        assert f"parameter param_groups[0]['params'][0] got a {arrived} gradient" in str(error)
+        assert f"buffer is {buffer}" in str(error) and f"pass buffer_dtype={needed}" in str(error)
+        assert p.grad is None and p == 0
+        return
+    assert summed.double() in (plain.grad.double(), torch.tensor(sum(values)).double())
+    assert opt.updated and p.grad.dtype == (F if settings.get("master_weights") else dtype)
+
+
+def test_a_gradient_wider_than_its_buffer_that_is_put_in_by_hand_is_named():
+    p = one(0.0, B)
+    p.grad_dtype = None
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 2, buffer_dtype=None)
+    p.grad = torch.tensor([257.0])
+    with pytest.raises(RuntimeError, match=r"got a torch.float32 gradient.*pass buffer_dtype=torch\.float32"):
+        opt.step()
+
+
+@pytest.mark.parametrize("lets_go", ["groups", "dropped"])
+@pytest.mark.parametrize("theirs", [None, H, F, B])
+def test_a_parameter_that_a_wrapper_lets_go_of_has_its_grad_dtype_back(theirs, lets_go):
+    p = one(0.0, B)
+    p.grad_dtype = theirs
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 2)
+    (p * 256).sum().backward()
+    assert p.grad.dtype is F
+    if lets_go == "groups":
+        opt.param_groups = []
+    else:
+        p.grad = None
+        del opt
+        gc.collect()
+    assert p.grad_dtype == theirs and p.grad is None
+    after = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 2, buffer_dtype=None)
+    (p * 2).sum().backward()
+    assert p.grad.dtype == (F if theirs in (F, H) else B)
+    del after
+
+
+def test_a_grad_dtype_that_was_the_parameters_own_follows_it_to_another_dtype():
+    p = one(0.0, F)
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 2, buffer_dtype=torch.float64)
+    p.data = p.data.bfloat16()
+    opt.param_groups = []
+    assert p.grad_dtype is B
+    (p * 2).sum().backward()
+    assert p.grad.dtype is B
 
 
 def test_finished_gradient_of_bf16_parameters_is_the_fp32_sum_rounded_once():

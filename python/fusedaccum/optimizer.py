@@ -43,7 +43,7 @@ class AccumulatingOptimizer(Wrapper):
             neither, the caller owns the boundary: every ``step()`` closes the window, every backward pass is a micro-batch.
         reduction: what a micro-batch's loss is: a ``"mean"`` over its items, a ``"sum"`` over them (which the weights divide), or, with
             ``"none"``, normalised by the caller, or a sum that stays a sum.
-        buffer_dtype: dtype of the buffers, or None for the parameter's own; never narrower than the gradient.
+        buffer_dtype: dtype of the buffers, or None for the parameter's own; never narrower than the gradient (``p.grad_dtype``).
         rounding: ``"nearest"``, or ``"stochastic"`` for 16-bit buffers; seeded from PyTorch's default generator (of one of the ranks).
         master_weights: keep FP32 copies of 16-bit parameters and step those.
         max_grad_norm: clip the window's gradient to this 2-norm (``math.inf`` only measures it).

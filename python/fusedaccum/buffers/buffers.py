@@ -33,6 +33,11 @@ def buffer_dtype(parameter: torch.dtype, asked: torch.dtype | None) -> torch.dty
     return parameter if asked is None else torch.promote_types(parameter, asked)
 
 
+def gradient_dtype(p: Tensor) -> torch.dtype:
+    """The dtype that the gradients of ``p`` fit into, as far as it says: with ``p.grad_dtype = None`` they may be of any."""
+    return p.dtype if p.grad_dtype is None else torch.promote_types(p.dtype, p.grad_dtype)
+
+
 class StandIn:
     """Stands for a parameter that is on another device than its buffer."""
 
@@ -71,6 +76,8 @@ class Slot:
     divisor: Scalar = 1.0  # 16-bit buffers hold the sum divided by this (a running mean); wider ones the sum
     clean: bool = False  # for a lent slot: does the buffer hold zeros?
     draws: int = 0  # adds so far, each of which draws its own random numbers when rounding stochastically
+    their_grad_dtype: torch.dtype | None = None  # what the parameter's grad_dtype was before it became ours
+    frees_grad: bool = False  # has it been made None, which allows any?
 
     def __post_init__(self) -> None:
         # The parameter as it was when wrapped, for check_unchanged() to compare with.
@@ -89,7 +96,44 @@ class Slot:
 
     def show(self, grad: Tensor | None) -> None:
         """Make ``p.grad`` this tensor of ours."""
-        self.holder.grad = self.shown = grad
+        self.assign(self.holder, grad)
+        self.shown = grad
+
+    def assign(self, holder: Any, grad: Tensor | None) -> None:
+        """Make ``holder.grad`` this tensor, of whatever dtype, even if other code has set the parameter's grad_dtype meanwhile."""
+        try:
+            holder.grad = grad
+        except RuntimeError:
+            if self.param.grad_dtype is None:
+                raise
+            self.free_grad_dtype()
+            holder.grad = grad
+
+    def free_grad_dtype(self) -> None:
+        """Allow ``p.grad`` to be of any dtype: the buffer's, and that of what is stepped."""
+        self.their_grad_dtype, self.frees_grad = self.param.grad_dtype, True
+        self.param.grad_dtype = None
+
+    def give_back_grad_dtype(self) -> None:
+        """Make the parameter's grad_dtype what it was before, and its gradient fit that, unless other code has set it since."""
+        p, theirs = self.param, self.their_grad_dtype
+        if self.frees_grad and p.grad_dtype is None and theirs is not None:
+            theirs = p.dtype if theirs == self.made_for.dtype else theirs  # its own, also of one that was cast since
+            grad, p.grad = p.grad, None
+            p.grad_dtype = theirs
+            p.grad = None if grad is None else grad.to(theirs)
+        self.frees_grad = False
+
+    def check_width(self, grad: Tensor) -> None:
+        """Raises RuntimeError for a gradient that the buffer would round."""
+        needed = torch.promote_types(grad.dtype, self.dtype)
+        if needed != self.dtype:
+            self.check_unchanged()
+            raise RuntimeError(
+                f"parameter {self.name} got a {grad.dtype} gradient (its grad_dtype is {self.param.grad_dtype}), but its buffer is "
+                f"{self.dtype}, and a buffer is never narrower than the gradient; pass buffer_dtype={needed}, or set "
+                f"parameter.grad_dtype = {needed} before the optimizer is wrapped"
+            )
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -183,6 +227,13 @@ class Block:
             slot.show(narrow.as_strided(wide.shape, wide.stride(), wide.storage_offset()))
 
 
+def _let_go(slots: list[Slot], lent: list[Slot]) -> None:
+    """The wrapper is gone: its parameters are as they were, as far as nobody has written to them since."""
+    _take_back(lent)
+    for slot in slots:
+        slot.give_back_grad_dtype()
+
+
 def _take_back(lent: list[Slot]) -> None:
     """Take back the buffers of ``lent``, except where a wrapper (another, or this one again) has lent something else since."""
     ours = (slot for slot in lent if slot.placed and main_grad.is_lent(slot.param, slot.buffer))
@@ -199,7 +250,7 @@ class Buffers:
         self.of: dict[Parameter, Slot] = {}
         self.blocks: list[Block] = []
         self.lent: list[Slot] = []  # those whose layers add gradients themselves
-        weakref.finalize(self, _take_back, self.lent).atexit = False
+        weakref.finalize(self, _let_go, self.slots, self.lent).atexit = False
         self.sharded = False  # is any slot?
         self._checked: object = None  # the parameters' traits at the last check
         self._in_groups: list[Parameter] = []  # what was in the optimizer's groups then
@@ -232,7 +283,7 @@ class Buffers:
         self.blocks.clear()
 
     def _made(self, name: str, p: Parameter) -> Slot:
-        return Slot(p, name, buffer_dtype(p.dtype, self._asked), self._device or p.device)
+        return Slot(p, name, buffer_dtype(gradient_dtype(p), self._asked), self._device or p.device)
 
     def _set(self, slots: Sequence[Slot]) -> None:
         self.slots[:] = slots

@@ -129,7 +129,7 @@ class MasterWeights:
             left = self.of[slot.param].grad if slot.param in self.of else None
             if left is not self._lent.get(slot, (None, None))[1]:
                 holder = slot.holder if slot.offloaded else slot.param
-                holder.grad = left
+                slot.assign(holder, left)
 
     @torch.no_grad()
     def follow_model(self) -> None:

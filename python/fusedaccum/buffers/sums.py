@@ -125,6 +125,7 @@ class Sums:
             return
         if grad.layout is not torch.strided:
             raise RuntimeError(f"{slot.name}.grad is {grad.layout}; only dense gradients can be accumulated")
+        slot.check_width(grad)
         self._written_by_user = self._written_by_user or shown is not None
         self.place([slot])
         if self._is_ours(grad):
@@ -382,7 +383,7 @@ class Sums:
                 grads = [torch.empty_strided(g.shape, g.stride(), dtype=g.dtype, device=device) for g in shown]
                 self.offload.cast_(grads, shown, backend=self.backend)
                 for slot, grad in zip(members, grads, strict=True):
-                    slot.param.grad = grad
+                    slot.assign(slot.param, grad)
             yield
         finally:
             for slot in slots:

@@ -109,12 +109,13 @@ class Intake:
             p.register_post_accumulate_grad_hook(self._taker(slot))
         p.requires_grad_(not frozen)
         if slot.dtype != p.dtype or p.grad_dtype != p.dtype:  # which the caller may have set
-            p.grad_dtype = None  # lets p.grad be of the buffer's dtype, and of the one that is stepped
+            slot.free_grad_dtype()
 
     def unhook(self, slot: Slot) -> None:
         """Leave this parameter's gradients alone from now on."""
         self._arrivals.unhook(slot)
         slot.holder = slot.param
+        slot.give_back_grad_dtype()
 
     @property
     def unhooked(self) -> list[Slot]:
@@ -204,6 +205,7 @@ class Intake:
             raise RuntimeError(
                 f"parameter {slot.name} of shape {tuple(slot.made_for.shape)} got a gradient of shape {tuple(grad.shape)}"
             )
+        slot.check_width(grad)
 
     @outside_graphs
     def added_already(self, slot: Slot) -> bool:

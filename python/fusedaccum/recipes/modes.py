@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..buffers.buffers import buffer_dtype, padded
+from ..buffers.buffers import buffer_dtype, gradient_dtype, padded
 from ..buffers.offload import STAGE_BYTES, STAGES
 from ..buffers.shards import local_of
 from ..intake.intake import SENT_BYTES, bucket_bytes
@@ -207,7 +207,7 @@ def priced(way: Way, of: Parameters, micro_batches: int, optimizer: Any) -> Mode
         memory["gradients"] = max(local_of(p).nbytes for p in of.trained) if micro_batches > 1 else 0
     else:
         there["buffers"] = sum(
-            padded(local_of(p).numel()) * buffer_dtype(p.dtype, way.buffers).itemsize for p in of.trained
+            padded(local_of(p).numel()) * buffer_dtype(gradient_dtype(p), way.buffers).itemsize for p in of.trained
         )
         memory["gradients"] = nbytes(on_the_way) if way.held else largest_bucket(on_the_way, of.device, way.offloaded)
     # Those that autograd adds up from the parts of several layers before they arrive.
@@ -263,7 +263,8 @@ def part_brought(gradients: Sequence[Tensor]) -> int:
 def passes(way: Way, of: Parameters, micro_batches: int, optimizer: Any) -> list[Pass]:
     """The passes of accumulation in a window, dtype by dtype."""
     handed_on = _scales(optimizer) and all(
-        buffer_dtype(p.dtype, way.buffers) == way.stepped(p.dtype) and p.dtype.itemsize <= 4 for p in of.trained
+        buffer_dtype(gradient_dtype(p), way.buffers) == way.stepped(p.dtype) and p.dtype.itemsize <= 4
+        for p in of.trained
     )
     found: list[Pass] = []
     for dtype in dict.fromkeys(p.dtype for p in of.trained):

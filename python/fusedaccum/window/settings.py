@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, SparseAdam
 
-from ..buffers.buffers import buffer_dtype
+from ..buffers.buffers import buffer_dtype, gradient_dtype
 from ..buffers.masters import inside
 from ..buffers.shards import fsdp1, is_flattened, is_shard
 from ..closures import check_steps_alone
@@ -251,7 +251,7 @@ def check_lent(name: str, parameter: Tensor, settings: Settings, left: bool) -> 
             f"{how}, but nonfinite={settings.nonfinite!r} must see them first; use 'skip_window', or delete the attribute and "
             "switch off the layer's gradient accumulation fusion"
         )
-    if buffer_dtype(parameter.dtype, settings.buffer_dtype).itemsize < 4:
+    if buffer_dtype(gradient_dtype(parameter), settings.buffer_dtype).itemsize < 4:
         raise ValueError(
             f"{how}, but cannot keep the running mean that 16-bit buffers hold; use buffer_dtype=torch.float32"
         )
