@@ -1,7 +1,7 @@
 // The extension fusedaccum._intake: hooks and queue of the intake, which fusedaccum/intake/arrivals.py defines, in Python.
 //
 // A hook runs in the thread in which the engine computed its gradient, without the GIL. It takes the GIL only to tell Python about a new
-// pass, a full bucket, a gradient that does not fit, or one of a layer that adds to main_grad. Code that holds the mutex never waits for
+// pass, a full bucket, a gradient that does not fit, or one that its layer may have added itself. Code that holds the mutex never waits for
 // the GIL.
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -111,9 +111,13 @@ class Hook : public torch::autograd::FunctionPreHook {
   Hook(const std::shared_ptr<Arrivals>& arrivals, Arrivals::Place* place) : arrivals_(arrivals), place_(place) {}
 
   variable_list operator()(const variable_list& grads) override {
-    const std::shared_ptr<Arrivals> arrivals = grads[0].defined() ? arrivals_.lock() : nullptr;
+    const std::shared_ptr<Arrivals> arrivals = arrivals_.lock();
     const at::Tensor parameter = arrivals ? arrivals->parameter_of(*place_) : at::Tensor();
     if (!parameter.defined() || !parameter.requires_grad()) return grads;  // autograd drops gradients of what was frozen after its forward
+    if (!grads[0].defined()) {
+      if (place_->shown && parameter.grad().defined()) arrivals->tell("added_already", place_->slot, grads[0]);
+      return grads;
+    }
     arrivals->arrived(place_, parameter, grads[0]);
     return {at::Tensor()};  // leaves p.grad alone
   }
@@ -215,9 +219,9 @@ void Arrivals::put(const py::object& slot, const at::Tensor& grad) {
 }
 
 void Arrivals::queue_up(Place* place, const at::Tensor& grad, bool ours, bool awaited) {
+  if ((place->lent || !ours) && tell("added_already", place->slot, grad)) return;
   const int task = torch::autograd::get_current_graph_task_id();
   if (!expects(task)) tell("enter", task);
-  if (place->lent && tell("added_already", place->slot)) return;
   at::Tensor kept = ours || !hold_ ? grad : grad.clone();
   const auto bytes = static_cast<int64_t>(grad.nbytes());
   bool full = false;

@@ -231,7 +231,8 @@ def _let_go(slots: list[Slot], lent: list[Slot]) -> None:
     """The wrapper is gone: its parameters are as they were, as far as nobody has written to them since."""
     _take_back(lent)
     for slot in slots:
-        slot.give_back_grad_dtype()
+        if slot.param.grad is None:  # one that is still shown stays as it is
+            slot.give_back_grad_dtype()
 
 
 def _take_back(lent: list[Slot]) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..buffers import main_grad
+from ..buffers import in_place, main_grad
 from ..buffers.buffers import Slot
 from ..buffers.shards import alike, local_gradient
 from ..buffers.sums import Sums
@@ -102,9 +102,14 @@ class Accumulator:
         return True
 
     def layer_added(self, slot: Slot, measure: bool) -> None:
-        """The layer of a slot that is lent has added its gradient, times 1. Waits for the device if there is a loss scale on it."""
-        scale = float(self._contribution(1.0))
-        slot.check_added(scale)
+        """The layer of a slot has added its gradient, times 1. Waits for the device if there is a loss scale, or a weight, on it."""
+        micro, overflowed = self._ledger.micro, self._ledger.window.overflowed
+        scale = float(self._contribution(1.0 if slot.lent else micro.factor_left()))
+        try:
+            slot.check_added(scale) if slot.lent else in_place.check_added(slot, scale, overflowed)
+        except RuntimeError:
+            micro.adds += not slot.lent and slot.shown is not None  # the sum is not the window's any more
+            raise
         self._sums.norms.forget_block(slot.block)
         if scale == 0.0:  # the window will not be applied: nothing more is added
             slot.buffer.zero_()

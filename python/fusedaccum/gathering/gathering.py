@@ -51,6 +51,9 @@ class Gathering(Windows):
         self._successor: str | None = None  # the name of the wrapper that has this one's parameters since
         self.inside = self.refuses_backward = False
         self._adds_before = 0  # of the open micro-batch, when the pass (or group of passes) under way began
+        self._in_place: list[
+            Slot
+        ] = []  # to which layers have added in a micro-batch that must be seen whole before it is added
         self._intake = Intake(self, hold=settings.drops_micro_batches)
         self.rejected = Rejected()
         self._idle: MicroBatch | None = None  # one whose block was left without a backward
@@ -208,6 +211,7 @@ class Gathering(Windows):
 
     def reset(self) -> None:
         self._intake.drop()
+        self._in_place = []
         self.rejected.withdraw()
         self.rejected = Rejected()
         super().reset()
@@ -535,7 +539,15 @@ class Gathering(Windows):
 
     @torch.no_grad()
     def layer_added(self, slot: Slot) -> None:
+        if not slot.lent:
+            if self.ledger.micro.attempt is not None:
+                self.ledger.micro.attempt.mixed = True  # its layer would add these samples again
+            self.ranks.check_unsent(slot)
+            if self._settings.drops_micro_batches:
+                self._in_place.append(slot)
         self.accumulator.layer_added(slot, self.measures)
+        if not slot.lent:
+            self.ranks.added([slot])
 
     def pass_ends(self) -> None:
         if self.inside or not self.ledger.has_micro:
@@ -618,15 +630,23 @@ class Gathering(Windows):
     def _judge(self) -> dict[Slot, Tensor] | None:
         """Add the held gradients, or drop the micro-batch and return those that are not finite (waits for the device)."""
         micro, held = self.ledger.micro, self._intake.held
-        micro.judged = bool(held)
+        added, self._in_place = self._in_place, []
+        micro.judged = bool(held or added)
         self.ranks.fully_sharded.check_droppable(self.sums.buffers.slots)
         self.ranks.fully_sharded.wait()
-        found = self.ranks.of_all_parts(self.sums.count_nonfinite(map(summed_gradient, held)))
+        looked_at = [*map(summed_gradient, held), *(slot.buffer for slot in added)]
+        found = self.ranks.of_all_parts(self.sums.count_nonfinite(looked_at))
         found = over_meshes("SUM", found, self.sums.buffers.slots, self.ranks.size)
         weightless = float(micro.factor) == 0 and not self.weighs_loss
         if not found or weightless:
             self._intake.release()
             return None
+        if added:
+            raise RuntimeError(
+                f"nonfinite={self._settings.nonfinite!r} met NaN or infinity in a micro-batch that it cannot leave out, because the layer "
+                f"of parameter {added[0].name} has added its gradient to {added[0].name}.grad itself; use 'skip_window', or have the layer "
+                "return its gradient"
+            )
         micro.bad = True
         return {
             slot: part

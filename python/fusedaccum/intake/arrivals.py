@@ -36,8 +36,11 @@ class Listener(Protocol):
     def refuse_unfit(self, slot: Slot, grad: Tensor) -> None:
         """Raises for a gradient that cannot be accumulated, before it is queued."""
 
-    def added_already(self, slot: Slot) -> bool:
-        """Has the layer of a slot that is lent added the gradient itself, so that what has arrived is not one?"""
+    def added_already(self, slot: Slot, grad: Tensor | None) -> bool:
+        """Has the layer of this slot added its gradient itself, so that what has arrived (None: nothing) is not one to be added?
+
+        Asked if the slot is lent, if other code holds what has arrived, or if nothing has. May begin a pass, as :meth:`enter` does.
+        """
 
     def release(self) -> None:
         """The queue should be taken now: it is full, or holds what cannot wait."""
@@ -92,11 +95,11 @@ class Arrivals:
             self._queue_up(listener, slot, grad, True, False)
 
     def _queue_up(self, listener: Listener, slot: Slot, grad: Any, ours: bool, awaited: bool) -> None:
+        if (slot.lent or not ours) and listener.added_already(slot, grad):
+            return
         task = torch._C._current_graph_task_id()
         if task not in self._tasks:
             listener.enter(task)
-        if slot.lent and listener.added_already(slot):
-            return
         # A gradient that other code holds too may be overwritten before the bucket is full (a static buffer): it cannot wait.
         kept = grad.clone() if self._hold and not ours else grad
         with self._lock:
@@ -147,14 +150,12 @@ def _arrived(
     """The hook: a node calls it with its gradient."""
     alive, slot = arrivals(), place()
     listener = None if alive is None else alive._listener()
-    if (
-        alive is None
-        or listener is None
-        or slot not in alive._hooked
-        or grads[0] is None
-        or not slot.param.requires_grad
-    ):
+    if alive is None or listener is None or slot not in alive._hooked or not slot.param.requires_grad:
         return None  # to autograd, which drops the gradient of what was frozen since its forward
+    if grads[0] is None:
+        if slot.holder.grad is not None:
+            listener.added_already(slot, None)
+        return None
     alive._arrived(listener, slot, grads)
     return (None,)
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from .. import native
-from ..buffers import main_grad
+from ..buffers import in_place, main_grad
 from ..buffers.buffers import Slot
 from ..buffers.shards import ShardHolder
 from ..engine import outside_graphs, when_backward_ends, within_backward
@@ -43,7 +43,7 @@ class Owner(Protocol):
         """Add these gradients to the buffers of these slots, of which none occurs twice."""
 
     def layer_added(self, slot: Slot) -> None:
-        """The layer of a slot that is lent has added a gradient to its buffer."""
+        """The layer of a slot has added a gradient to its buffer."""
 
     def pass_ends(self) -> None:
         """The outermost pass is over and its gradients have been handed over (or are held)."""
@@ -208,14 +208,36 @@ class Intake:
         slot.check_width(grad)
 
     @outside_graphs
-    def added_already(self, slot: Slot) -> bool:
+    def added_already(self, slot: Slot, grad: Tensor | None) -> bool:
         """Has the slot's layer added its gradient itself, and sent nothing that counts?"""
+        task = torch._C._current_graph_task_id()
         with self._lock:
-            if not main_grad.is_marked(slot.param):
+            if slot.lent:
+                if grad is None:
+                    return False
+                self.enter(task)
+                if not main_grad.is_marked(slot.param):
+                    return False
+                self._turns.take([slot.param.device])
+                self._owner_now().layer_added(slot)
+                return not main_grad.unmark(slot.param)
+            way = in_place.way_of(
+                slot, grad
+            )  # before the pass begins, and perhaps a window, which forgets what was written
+            if way is None:
                 return False
-            self._turns.take([slot.param.device])
-            self._owner_now().layer_added(slot)
-            return not main_grad.unmark(slot.param)
+            copy = None
+            if grad is not None and way is in_place.Way.LEFT:
+                copy = grad.clone()  # autograd adds it to itself
+            if way is not in_place.Way.LEFT or not slot.block.untouched_by_user:
+                slot.block.written()  # not by other code, of which the pass would warn
+                self.enter(task)
+                self._turns.take([slot.param.device])
+                if slot.shown is not None or way is in_place.Way.TAKEN_AWAY:
+                    self._owner_now().layer_added(slot)
+            if copy is not None:
+                self._arrivals.put(slot, copy)
+            return True
 
     @outside_graphs
     def enter(self, task: int) -> None:

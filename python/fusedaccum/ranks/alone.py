@@ -82,6 +82,9 @@ class Alone:
     def added(self, slots: Sequence[Slot]) -> None:
         """Gradients were added to these slots."""
 
+    def check_unsent(self, slot: Slot) -> None:
+        """Raises RuntimeError if the sum to which a layer has added its gradient by itself is not this rank's own any more."""
+
     @property
     def sent(self) -> bool:
         """Have sums of the open window gone to other ranks?"""

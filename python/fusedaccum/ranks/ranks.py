@@ -178,6 +178,13 @@ class Ranks(Alone):
     def added(self, slots: Sequence[Slot]) -> None:
         self.segments.added(slots)
 
+    def check_unsent(self, slot: Slot) -> None:
+        if self.segments.was_sent(slot):
+            raise RuntimeError(
+                f"the layer of parameter {slot.name} has added its gradient to {slot.name}.grad itself, which held the sum of all ranks; "
+                "run the window's other backward passes inside no_sync(), or have the layer return its gradient"
+            )
+
     @property
     def sent(self) -> bool:
         return self.segments.phase is not Phase.APART

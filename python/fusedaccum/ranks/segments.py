@@ -297,6 +297,10 @@ class Segments:
         self.show(segment.slots)
         segment.again = True
 
+    def was_sent(self, slot: Slot) -> bool:
+        """Has its sum gone to other ranks in this window?"""
+        return self._segment_of.get(slot) in self._sent
+
     def has(self, slot: Slot) -> bool:
         """Does this rank have a gradient for it?"""
         return slot.shown is not None and slot not in self.unseen

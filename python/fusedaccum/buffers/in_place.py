@@ -1,0 +1,69 @@
+"""Layers that add their weights' gradients into ``p.grad`` itself, as kernels do that fold the addition into a GEMM.
+
+Where ``p.grad`` is None, such a layer returns its gradient; later it adds to what is there, and then there are three ways to go on. It
+takes ``p.grad`` away and returns that tensor, which autograd puts back (torchtitan); or it returns nothing (DeepSeek's TileKernels); or it
+returns ``p.grad`` and leaves it where it is, and then autograd adds that to itself.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .buffers import Slot
+
+
+class Way(Enum):
+    """How a layer tells that it has added."""
+
+    TAKEN_AWAY = auto()  # p.grad is None, and what has arrived is the tensor that it was
+    NOTHING = auto()  # nothing has arrived, but p.grad was written to
+    LEFT = auto()  # what has arrived is p.grad, or a part of its memory: another gradient, too
+
+
+def way_of(slot: Slot, grad: Tensor | None) -> Way | None:
+    """The way in which the layer of this slot has added its gradient, if what arrives (None: nothing) says that it has."""
+    if not slot.placed or slot.offloaded or slot.sharded:
+        return None
+    if grad is None:
+        written = slot.shown is not None and slot.holder.grad is slot.shown and not slot.block.untouched_by_user
+        return Way.NOTHING if written else None
+    if not _share_storage(grad, slot.buffer):
+        return None
+    taken_away = slot.holder.grad is None and slot.shown is not None and _is_same(grad, slot.shown)
+    return Way.TAKEN_AWAY if taken_away else Way.LEFT if slot.holder.grad is slot.shown else None
+
+
+def check_added(slot: Slot, scale: float, overflowed: bool) -> None:
+    """Raises RuntimeError if the window's sum does not now include ``scale`` times what the layer has added to ``p.grad``.
+
+    ``overflowed``: the window will not be applied.
+    """
+    how = f"the layer of parameter {slot.name} has added its gradient to {slot.name}.grad itself"
+    if slot.shown is None:
+        raise RuntimeError(
+            f"{how}, which still held that of a window that had closed; call opt.zero_grad() after opt.step()"
+        )
+    if scale != 1.0 and not overflowed:
+        raise RuntimeError(
+            f"{how}, unscaled, but the window needs {scale:g} times it: the micro-batch has a weight, or a GradScaler has changed its "
+            "scale within the window; use weight 1 (or losses that are sums, and reduction='sum') and one scale per window, or have the "
+            "layer return its gradient"
+        )
+    if isinstance(slot.divisor, Tensor) or slot.divisor != 1.0:
+        raise RuntimeError(
+            f"{how}, which holds a mean: after opt.normalize_(), or in a 16-bit buffer to which others have added; normalise a window "
+            "after its last backward, and use buffer_dtype=torch.float32 or reduction='none'"
+        )
+
+
+def _share_storage(x: Tensor, y: Tensor) -> bool:
+    return x.untyped_storage()._cdata == y.untyped_storage()._cdata
+
+
+def _is_same(x: Tensor, y: Tensor) -> bool:
+    """Are two tensors of one storage the same elements, in the same order?"""
+    return (x.storage_offset(), x.shape, x.stride(), x.dtype) == (y.storage_offset(), y.shape, y.stride(), y.dtype)
