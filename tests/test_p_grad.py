@@ -353,6 +353,38 @@ def test_post_accumulate_grad_hooks_and_tensor_hooks_still_run():
     opt.step()
 
 
+@pytest.mark.filterwarnings(
+    "ignore:Full backward hook is firing when gradients are computed with respect to module outputs"
+)
+@pytest.mark.parametrize("looks", [False, True], ids=["with no other hook", "with a hook of the weight"])
+def test_a_modules_backward_hook_finds_the_sum_of_the_passes_before(looks, each_intake):
+    """Plain PyTorch's finds this pass's gradient, too, except in the first layer. So does ours what is added for a hook of the weight."""
+    net = model()
+    plain, batches = twin(net), parts(*data(), (8, 8, 8))
+    opt, found = wrapped(net, 3, reduction="none"), {}
+    for which in (net, plain):
+        for layer in (0, 4):
+
+            def hook(module, into, out, key=(which, layer)):
+                found.setdefault(key, []).append(None if module.weight.grad is None else module.weight.grad.clone())
+
+            which[layer].register_full_backward_hook(hook)
+    if looks:
+        net[4].weight.register_post_accumulate_grad_hook(lambda p: found.setdefault("post", []).append(p.grad.clone()))
+    sums = [None]
+    for batch in batches:
+        mean_loss(net, *batch).backward()
+        mean_loss(plain, *batch).backward()
+        sums.append((plain[0].weight.grad.clone(), plain[4].weight.grad.clone()))
+        opt.step()
+    for place, layer in enumerate((0, 4)):
+        before, after = ([None if s is None else s[place] for s in part] for part in (sums[:-1], sums[1:]))
+        torch.testing.assert_close(found[net, layer], after if looks and layer else before)
+        torch.testing.assert_close(found[plain, layer], after if layer else before)
+        if looks and layer:
+            torch.testing.assert_close(found["post"], after)
+
+
 def test_a_prehook_of_the_node_that_was_there_before_the_wrapper_changes_what_is_added(each_intake):
     net, (x, y) = model(), data()
     weight = net[0].weight
