@@ -273,6 +273,20 @@ def test_gradients_that_somebody_asks_for_are_given_to_him():
     loss_of(net, *batch).backward(inputs=[net.head.weight])
     assert [p.grad is not None for p in net.parameters()] == [p is net.head.weight for p in net.parameters()]
     opt.reset()
+    for others in (
+        [net.head.bias],
+        [net.twice.bias],
+        [net.narrow.weight, net.head.bias],
+    ):  # of layers that backward passes on its way
+        loss_of(net, *batch).backward(inputs=others)
+        same = {id(p) for p in others}
+        assert [p.grad is not None for p in net.parameters()] == [id(p) in same for p in net.parameters()]
+        of_plain = [dict(plain.named_parameters())[n] for n, p in net.named_parameters() if id(p) in same]
+        expected = torch.autograd.grad(loss_of(plain, *batch), of_plain)
+        theirs = [p.grad for p in net.parameters() if p.grad is not None]
+        for g, e in zip(theirs, expected, strict=True):
+            torch.testing.assert_close(g, e)
+        opt.reset()
     first = torch.autograd.grad(loss_of(net, *batch), net.head.weight, create_graph=True)[0]
     second = torch.autograd.grad(first.square().sum(), net.twice.weight)[0]
     first = torch.autograd.grad(loss_of(plain, *batch), plain.head.weight, create_graph=True)[0]

@@ -424,6 +424,23 @@ def test_a_view_of_which_the_storage_was_cut_off_is_refused(cpu):
     assert cpu.predicate([view], True) == Layout.REFUSED
 
 
+@pytest.mark.parametrize("cut", [0, 1, 2, 3])
+@pytest.mark.parametrize("as_input", [False, True], ids=["written", "read"])
+def test_a_view_beyond_a_cut_storage_is_refused_among_others_of_its_kind(cpu, as_input, cut):
+    """The first tensor sets what the next ones are compared with; each is shorter than what is left of the storage."""
+    x, fine = torch.zeros(12), [torch.zeros(3) for _ in range(4)]
+    views = [x[3 * k : 3 * k + 3] for k in range(4)]
+    x.untyped_storage().resize_(4 * (3 * cut + 2))  # one element of view number ``cut`` is gone, and all after it
+    for end in range(1, 5):
+        lists = {"outs": fine[:end], "ins": views[:end]} if as_input else {"outs": views[:end]}
+        within = end <= cut
+        assert cpu.predicate(*lists.values(), True) == (Layout.FLAT if within else Layout.REFUSED)
+        if not within:
+            where = rf"{'ins' if as_input else 'outs'}\[{cut}\] has no memory behind it"
+            with pytest.raises(ValueError, match=where):
+                arguments.check_lists(lists)
+
+
 def test_a_list_of_one_meta_tensor_is_refused():
     with pytest.raises(ValueError, match=r"tensors\[0\] has no memory behind it"):
         arguments.check_lists({"tensors": [z(device="meta")]})

@@ -98,6 +98,25 @@ def test_accumulate_zero_scale_adds_nothing_whatever_the_gradient_holds(scale):
         assert not buffer.any()
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # by NumPy, in Triton's interpreter
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("scale", [1e-50, -1e-300, 5e-324], ids=str)
+def test_a_scale_that_only_fp32_takes_for_zero_is_none(scale, overwrite):
+    """Arithmetic of FP32 tensors is FP32, where it is 0, and NaN times that is NaN. So is an infinity. A scale of 0 would hide them."""
+    made = torch.tensor([math.nan, math.inf, -math.inf, 1.0, -1.0, 3e38])
+    for given, (buffer, grad) in itertools.product(
+        (scale, torch.tensor(scale, dtype=torch.float64)), itertools.product(("f32", "bf16", "f16"), repeat=2)
+    ):
+        for backend in ("reference", *NATIVE):
+            out, stats = torch.ones(6, dtype=DTYPES[buffer]), ops.Stats.empty()
+            with running(backend) as name:
+                ops.accumulate_([out], [made.to(DTYPES[grad])], given, overwrite=overwrite, stats=stats, backend=name)
+            expected = made.to(DTYPES[grad]).float() * torch.tensor(scale).float() + (0.0 if overwrite else 1.0)
+            assert torch.equal(out.isnan(), expected.isnan()) and out.isnan().any(), (backend, buffer, grad)
+            assert torch.equal(out[~out.isnan()].float(), expected[~expected.isnan()])
+            assert stats.nonfinite == expected.isnan().sum()
+
+
 def test_lanes_beyond_a_tensors_end_are_not_measured():
     """They hold 0: times an infinite scale, NaN, which would make NaN of a squared norm that is infinite."""
     for n in RAGGED[1:]:

@@ -77,6 +77,54 @@ def test_only_the_two_neighbours_are_chosen(backend, dtype):
     assert 0.1 < chosen < 0.5
 
 
+def counters_of(*wanted):
+    """For each of these 16-bit numbers, a counter at which the seed 11 draws it."""
+    numbers = reference.random16(11, 0, 1 << 19)
+    return [int((numbers == number).nonzero()[0]) for number in wanted]
+
+
+@every_backend
+@every_format
+def test_what_is_exact_stays_whatever_is_drawn(backend, dtype):
+    """Every bit of the format once, and its neighbours: subnormals, where numbers lie on an even grid, and normal numbers. The draws 0 and
+    65535 are those that would move it if the test for "greater" were one for "greater or equal", or the reverse."""
+    exact = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(DTYPES[dtype])
+    sizes = [2**k + d for k in range(15) for d in (-1, 0, 1)]
+    exact = exact[[n for n in sizes if n >= 0] + [n + (1 << 15) for n in sizes if n >= 0]]
+    exact = exact[exact.isfinite()]
+    for counter in counters_of(0, 1, 0x7FFF, 0xFFFF):
+        outs = [torch.full((1,), 9.0, dtype=DTYPES[dtype]) for _ in exact]
+        rounding = ops.StochasticRounding(11, [counter] * len(outs))
+        with running(backend) as name:
+            ops.accumulate_(outs, list(exact.float().split(1)), 1.0, overwrite=True, rounding=rounding, backend=name)
+        assert_same_bits(torch.cat(outs), exact)
+
+
+@every_backend
+@every_format
+def test_what_lies_between_two_numbers_goes_up_at_the_draws_that_it_should(backend, dtype):
+    """A quarter of the way from one number to the next: up at a quarter of the draws, which end, or begin, at a quarter of 65536."""
+    exact = [2.0**-24, 5 * 2.0**-24, 1023 * 2.0**-24, -3 * 2.0**-24] if dtype == "f16" else [1.0, -3.0, 2.0**-100, 7.5]
+    steps = [2.0**-24] * 4 if dtype == "f16" else [2.0**-7, 2.0**-6, 2.0**-107, 2.0**-5]
+    low = torch.tensor(exact)
+    high = low + torch.tensor(steps) * low.sign()
+    at = [0, 0x3FFF, 0x4000, 0xBFFF, 0xC000, 0xFFFF]
+    went_up = []
+    for counter in counters_of(*at):
+        outs = [torch.zeros(1, dtype=DTYPES[dtype]) for _ in exact]
+        rounding = ops.StochasticRounding(11, [counter] * len(outs))
+        with running(backend) as name:
+            ops.accumulate_(
+                outs, list((low + (high - low) / 4).split(1)), 1.0, overwrite=True, rounding=rounding, backend=name
+            )
+        got = torch.cat(outs).float()
+        assert torch.equal(torch.where(got == high, high, low), got)
+        went_up.append((got == high).tolist())
+    # FP16's subnormals go up at draws below the distance, bf16 at draws that carry over.
+    expected = [draw < 0x4000 for draw in at] if dtype == "f16" else [draw >= 0xC000 for draw in at]
+    assert went_up == [[up] * 4 for up in expected]
+
+
 @every_backend
 @every_format
 def test_rounding_is_unbiased(backend, dtype):
