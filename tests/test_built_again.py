@@ -252,3 +252,30 @@ def test_layers_that_add_to_main_grad_add_to_the_new_ones():
     assert layer.weight.main_grad is not before and new._sums.buffers.lent and not old._sums.buffers.lent
     del old
     assert layer.weight.main_grad is new._sums.buffers.lent[0].buffer
+
+
+@pytest.mark.parametrize("asked", [None, torch.bfloat16, torch.float32, "any"])
+@pytest.mark.parametrize("buffer_dtype", [torch.float32, None])
+@pytest.mark.parametrize("leaves", ["nothing", "a gradient"])
+def test_the_new_one_finds_the_grad_dtype_that_the_user_had_set(buffer_dtype, asked, leaves):
+    """Not None, which the old one has made of it; and the buffer follows it."""
+    seen = []
+    for times in (1, 3):
+        p = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+        if asked is not None:
+            p.grad_dtype = None if asked == "any" else asked
+        for number in range(times):
+            opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 2, buffer_dtype=buffer_dtype)
+            if leaves == "a gradient" and number < times - 1:
+                for _ in range(2):
+                    p.sum().backward()
+                    opt.step()
+        p.data.zero_()
+        for value in (256.0, 1.0):
+            (p * value).sum().backward()
+            opt.step()
+        seen.append((opt._sums.buffers.slots[0].dtype, p.tolist()))
+        del opt
+        p.grad = None
+        seen[-1] += (p.grad_dtype,)
+    assert seen[0] == seen[1]

@@ -82,7 +82,7 @@ class Slot:
     def __post_init__(self) -> None:
         # The parameter as it was when wrapped, for check_unchanged() to compare with.
         self.made_for = Form.of(self.param)
-        self.narrow = self.dtype.itemsize < 4
+        self.set_dtype(self.dtype)
         # The object whose .grad shows the buffer: the parameter, unless the buffer is on another device, because p.grad cannot be.
         self.offloaded = self.param.device != self.device
         self.holder: Parameter | StandIn | ShardHolder = StandIn() if self.offloaded else self.param
@@ -93,6 +93,10 @@ class Slot:
         if self.sharded:
             self.holder = ShardHolder(self.param)
         self.node: Any = None  # its AccumulateGrad node, when that is hooked
+
+    def set_dtype(self, dtype: torch.dtype) -> None:
+        """Set the dtype of the buffer, which has not been allocated yet."""
+        self.dtype, self.narrow = dtype, dtype.itemsize < 4
 
     def show(self, grad: Tensor | None) -> None:
         """Make ``p.grad`` this tensor of ours."""
@@ -285,6 +289,11 @@ class Buffers:
 
     def _made(self, name: str, p: Parameter) -> Slot:
         return Slot(p, name, buffer_dtype(gradient_dtype(p), self._asked), self._device or p.device)
+
+    def look_again(self, slots: Sequence[Slot]) -> None:
+        """Another wrapper, which had these parameters until now, has given their grad_dtype back."""
+        for slot in slots:
+            slot.set_dtype(buffer_dtype(gradient_dtype(slot.param), self._asked))
 
     def _set(self, slots: Sequence[Slot]) -> None:
         self.slots[:] = slots

@@ -51,9 +51,8 @@ class Gathering(Windows):
         self._successor: str | None = None  # the name of the wrapper that has this one's parameters since
         self.inside = self.refuses_backward = False
         self._adds_before = 0  # of the open micro-batch, when the pass (or group of passes) under way began
-        self._in_place: list[
-            Slot
-        ] = []  # to which layers have added in a micro-batch that must be seen whole before it is added
+        # Slots to which layers have added in a micro-batch that must be seen whole before it is added.
+        self._in_place: list[Slot] = []
         self._intake = Intake(self, hold=settings.drops_micro_batches)
         self.rejected = Rejected()
         self._idle: MicroBatch | None = None  # one whose block was left without a backward
@@ -157,8 +156,7 @@ class Gathering(Windows):
         self.sums.begin()  # the gradient that a closed window has left in p.grad is gone
         for slot in slots:
             self._intake.unhook(slot)
-            if self.of(slot.param) is self:
-                del _GATHERING_OF[slot.param]
+            del _GATHERING_OF[slot.param]
         self.sums.buffers.replace([])
         self.sums.buffers.free()
 
@@ -170,13 +168,13 @@ class Gathering(Windows):
         self.ledger.mixes_ranks = bool(self.ranks.fully_sharded.slots)
         self.ranks.fully_sharded.before_backward(self._hide_shards)
         self._replicas_checked = False
-        others = {other for slot in slots if (other := self.of(slot.param)) not in (None, self)}
+        for other in {other for slot in slots if (other := self.of(slot.param)) not in (None, self)}:
+            other._leave(self._name)
+            self.sums.buffers.look_again(slots)
         with torch.inference_mode(False), torch.enable_grad():
             for slot in slots:
                 self._intake.hook(slot, sent=slot.offloaded or not self.ranks.alone)
                 _GATHERING_OF[slot.param] = weakref.ref(self)
-        for other in others:
-            other._leave(self._name)
 
     def _unhook(self, slots: Iterable[Slot]) -> None:
         for slot in slots:

@@ -221,9 +221,8 @@ class Intake:
                 self._turns.take([slot.param.device])
                 self._owner_now().layer_added(slot)
                 return not main_grad.unmark(slot.param)
-            way = in_place.way_of(
-                slot, grad
-            )  # before the pass begins, and perhaps a window, which forgets what was written
+            # Before the pass begins, and perhaps a window, which forgets what was written.
+            way = in_place.way_of(slot, grad)
             if way is None:
                 return False
             copy = None
