@@ -58,7 +58,8 @@ class AccumulatingOptimizer(Wrapper):
             gradient is their mean), by one all-reduce per window for each segment of the buffers. None: the group of the
             DistributedDataParallel or FSDP2 modules that hold the parameters, if any; DDP's own reduction is switched off. All ranks must
             close the same number of windows; micro-batches and weights may differ.
-        comm_dtype: dtype in which sums travel, ``torch.bfloat16`` or ``torch.float32``; None for the buffers' dtype.
+        comm_dtype: dtype in which sums travel between ranks, ``torch.bfloat16`` or ``torch.float32``, to be added in FP32 at least; None
+            for the buffers' dtype.
         shard: each rank steps only a part of the parameters, and keeps the optimizer's state and the master weights of these (ZeRO-1).
             Sums are reduced to the rank that steps them, which distributes the stepped parameters. ``state_dict()`` is a rank's own.
         noise_scale: measure the gradient noise scale ``tr(Sigma) / |G|^2``, as ``last_window.noise_scale``. The number is the decay of its

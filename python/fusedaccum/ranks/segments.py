@@ -20,6 +20,7 @@ from ..buffers.sums import Sums
 from ..scalars import Scalar, or_one
 from ..window.ledger import Ledger
 from .group import Group
+from .narrowed import Narrowed, put_in_place
 
 SEGMENT_BYTES = 32 << 20  # of buffers that go in one collective
 UNDER_WAY = 2  # at most so many collectives at once through memory of their own
@@ -31,7 +32,7 @@ class Phase(Enum):
     APART = auto()  # what this rank has accumulated
     GOING = auto()  # the last pass runs: segments sent hold (or will hold) all ranks' sums, the others this rank's
     SENT = auto()  # what all ranks have accumulated, except what has come since (Segment.again)
-    AGREED = auto()  # what all ranks have accumulated, and nothing can join it any more
+    AGREED = auto()  # what all ranks have accumulated (or this one, if it keeps that), and nothing can join it any more
 
 
 @dataclass(eq=False)
@@ -58,19 +59,18 @@ class Going:
     """A segment on its way, in memory of its own if it travels in another dtype."""
 
     segment: Segment
-    sent: Tensor
     work: dist.Work | None
+    sum: Tensor | None  # where it arrives, if not where it belongs; has elements to spare
 
     def arrive(self, group: Group, backend: str) -> None:
         """Wait for it (on a GPU: let the current stream wait), and put it where it belongs."""
         if self.work is not None:
             with group.talking():
                 self.work.wait()
-            memory = self.segment.memory
-            if self.sent.dtype != memory.dtype:
-                ops.cast_([memory], [self.sent], backend=backend)
+            if self.sum is not None:
+                put_in_place(self.sum, self.segment.memory, backend)
             self.segment.block.written()
-        self.work, self.sent = None, torch.empty(0)
+        self.work = self.sum = None
 
 
 class Segments:
@@ -94,6 +94,7 @@ class Segments:
         owners: dict[Slot, int],
     ):
         self._group, self._comm_dtype = group, comm_dtype
+        self._narrowed = None if comm_dtype is None else Narrowed(group, comm_dtype, sums.backend)
         self._sums, self._ledger, self._owners = sums, ledger, owners
         # Gradients that come normalised are averaged over the ranks, as DDP and FSDP do.
         self._mean = 1.0 / group.size if ledger.reduction == "none" else 1.0
@@ -198,6 +199,10 @@ class Segments:
                     slot.show(None)
         self.phase = Phase.AGREED
 
+    def keep(self) -> None:
+        """The window ends, and its sums, none of which has been sent, stay this rank's own."""
+        self.phase = Phase.AGREED
+
     def take_back_all(self) -> None:
         """Make the buffers hold this rank's part of the sums again."""
         self.phase = Phase.APART
@@ -249,17 +254,16 @@ class Segments:
         without = [slot.buffer for slot in segment.slots if slot.shown is None]
         if without:
             torch._foreach_zero_(without)
-        sent = segment.memory
         # What is sent again holds a sum that was rounded before: rounded once more each time, it would lose small gradients.
-        rounded, first = self._comm_dtype not in (None, sent.dtype), segment not in self._sent
+        first = segment not in self._sent
         self._sent.add(segment)
-        if rounded and first:
+        if self._narrowed is not None and first and segment.memory.dtype != self._comm_dtype:
             for going in [going for going in self._gone if going.work is not None][: 1 - UNDER_WAY]:
                 going.arrive(self._group, self._sums.backend)
-            sent = torch.empty_like(sent, dtype=self._comm_dtype)
-            ops.cast_([sent], [segment.memory], backend=self._sums.backend)
-        with self._group.talking() as group:
-            self._gone.append(Going(segment, sent, self._reduce(sent, segment.owner, group)))
+            self._gone.append(Going(segment, *self._narrowed.send(segment.memory, segment.owner)))
+        else:
+            with self._group.talking() as group:
+                self._gone.append(Going(segment, self._reduce(segment.memory, segment.owner, group), None))
         segment.block.written()
         self._sums.norms.forget(segment.slots)
         for slot in segment.slots:
