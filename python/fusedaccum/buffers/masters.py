@@ -168,6 +168,10 @@ class MasterWeights:
             for p in parameters:
                 self._seen[p] = _fingerprint(p)
 
+    def compare_model(self) -> None:
+        """Have :meth:`follow_model` compare all values, once: the model may have been written to through ``p.data``."""
+        self._seen.update(dict.fromkeys(self._seen))
+
     def fingerprints(self) -> dict[Parameter, tuple[int, int]]:
         """By parameter: the version and address of its master, which tell whether it has been written to."""
         return {p: _fingerprint(master) for p, master in self.of.items()}

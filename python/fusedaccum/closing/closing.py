@@ -53,6 +53,8 @@ class Closing:
             evaluated: the closure that ``step()`` was given and has called; None if it was given none.
         """
         overflow = self._gathering.ranks.agree(overflow)
+        if self._gathering.ranks.go_apart:  # their loop averages the parameters, most often through p.data
+            self._masters.compare_model()
         end = conclude(self._ledger, self._sums, self._settings, overflow)
         end.closure = self._handed_on(evaluated, end)
         self._unapplied = end

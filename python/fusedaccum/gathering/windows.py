@@ -119,6 +119,7 @@ class Windows:
 
     def complete(self) -> bool:
         """Does the window end here?"""
+        self.ranks.before_weighing()
         return self.ranks.agreed or self.ledger.complete()
 
     def anything_to_flush(self) -> bool:

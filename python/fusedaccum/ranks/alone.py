@@ -22,12 +22,14 @@ class Alone:
         replicas, fully_sharded: the DistributedDataParallel and FSDP2 modules.
         unseen: slots that show a sum only because some other rank may have a gradient.
         gathered: slots that hold a gradient on any rank, once the ranks have agreed on a window; else empty.
+        go_apart: have ranks kept windows to themselves, so that their parameters differ until the caller averages them?
     """
 
     alone = True
     size: int = 1
     rank: int = 0
     name: str | None = None
+    go_apart = False
 
     def __init__(self) -> None:
         self.replicas, self.fully_sharded = Replicas([]), FullySharded([])
@@ -107,6 +109,9 @@ class Alone:
     def agreed(self) -> bool:
         """Is the open window that of all ranks already?"""
         return False
+
+    def before_weighing(self) -> None:
+        """A ``step()`` asks whether the window is complete. Raises RuntimeError if the ranks must add up weights for that, and cannot."""
 
     def flushes(self) -> None:
         """This rank ends the open window, whatever it weighs."""

@@ -30,6 +30,7 @@ from .agreement import Numbers
 from .alone import Alone
 from .fsdp2 import FullySharded
 from .group import Group, RaisedByAllError
+from .own import OwnWindows
 from .replicas import Replicas
 from .segments import Phase, Segments
 
@@ -72,6 +73,7 @@ class Ranks(Alone):
         self.owners: dict[Slot, int] = {}  # empty unless ``shard``
         self.segments = Segments(self.group, settings.comm_dtype, sums, ledger, self.owners)
         self.unseen = self.segments.unseen
+        self._own = OwnWindows(settings, ledger, sums.buffers)
         self._share(slots)
         self._average_shards(fully_sharded)
         self.forget()
@@ -128,6 +130,7 @@ class Ranks(Alone):
         self.gathered = set()
         self._shown = False  # have all ranks told each other, after a backward, which gradients they have?
         self._going: MicroBatch | None = None  # whose backward has sent sums, for DistributedDataParallel's sake
+        self._own.forget()
         self.segments.forget()
 
     def forget_others(self, state: dict[Tensor, Any]) -> None:
@@ -152,6 +155,7 @@ class Ranks(Alone):
     # -- a pass ------------------------------------------------------------------------------------------------
 
     def pass_begins(self) -> None:
+        self._own.pass_begins(self.replicas)
         if self._is_last():
             self._going = self._ledger.micro
             self.segments.last_pass_begins()
@@ -165,7 +169,8 @@ class Ranks(Alone):
             return self.replicas.synced and self._ledger.micro is not self._going
         # The norm of the first micro-batch is taken, of this rank's alone: then its sums are sent after that.
         taken_apart = self._settings.noise_scale is not None and self._ledger.window.empty
-        return self._ledger.is_last() and self._ledger.micro.adds == 0 and not taken_apart
+        # Without a synchronised backward, step() may yet come within no_sync().
+        return self._ledger.is_last() and self._own.synced and self._ledger.micro.adds == 0 and not taken_apart
 
     @property
     def _shows_to_replicas(self) -> bool:
@@ -239,12 +244,21 @@ class Ranks(Alone):
     def agreed(self) -> bool:
         return self._ledger.has_window and self.segments.phase is Phase.AGREED
 
+    def before_weighing(self) -> None:
+        if self._settings.schedule.window_weight is not None:
+            self._own.ends(self.replicas)  # raises if it does: the weights of all ranks decide
+
     def flushes(self) -> None:
+        self.before_weighing()
         if self._settings.schedule.window_weight is not None:
             with self._or_dropped():
                 self.group.weight(self._ledger.window.weight, flushes=True)
 
     def agree(self, overflow: bool | Tensor) -> bool | Tensor:
+        if not self.agreed and self._own.ends(self.replicas):
+            self._own.ended()
+            self.go_apart = self._compared = True  # there is nothing left to compare
+            self.segments.keep()
         if not self.agreed:
             self.fully_sharded.check_reduced("the window ends")
             self.fully_sharded.reshard()
@@ -260,9 +274,13 @@ class Ranks(Alone):
         if self._shows_to_replicas and not self._shown:
             self._show()  # as at the end of the others' last backward
         window = self._ledger.window
+        compare = functools.partial(
+            self.group.compare_values, [slot for slot in self._sums.buffers.slots if not slot.sharded]
+        )
         if not self._compared:
-            self.group.compare_values([slot for slot in self._sums.buffers.slots if not slot.sharded])
+            compare()
             self._compared = True
+        self._own.shared(compare)
         mine = Numbers.of(window, overflow, self._loss_scale, self._statistics.any_counted)
         totals, gathered, again = self._totals(*mine)
         numbers = self._of_one_scale(mine, Numbers(*totals))

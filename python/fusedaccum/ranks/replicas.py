@@ -36,10 +36,15 @@ def replicas_of(
 
 
 class Silence:
-    """While it lives, runs every forward of a module without synchronisation, and notes what the caller has asked for."""
+    """While it lives, runs every forward of a module without synchronisation, and notes what the caller has asked for.
+
+    Attributes:
+        called: has the module been called since, with gradients?
+    """
 
     def __init__(self, module: DistributedDataParallel):
-        self._asked = asked = {"synced": bool(module.require_backward_grad_sync), "now": True}
+        self._module = weakref.ref(module)
+        self._asked = asked = {"synced": bool(module.require_backward_grad_sync), "now": True, "called": False}
 
         @outside_graphs
         def begin(module: Any, args: Any) -> None:
@@ -51,7 +56,7 @@ class Silence:
             module.require_forward_param_sync = False  # module buffers follow the windows
             asked["now"] = module.require_backward_grad_sync
             if torch.is_grad_enabled():
-                asked["synced"] = asked["now"]
+                asked["synced"], asked["called"] = asked["now"], True
             module.require_backward_grad_sync = False
 
         @outside_graphs
@@ -65,8 +70,15 @@ class Silence:
 
     @property
     def synced(self) -> bool:
-        """Would the backward of the last forward have been synchronised?"""
-        return self._asked["synced"]
+        """Would a backward now be synchronised? That of a forward outside of no_sync() would; and any, once the reducer has been prepared
+        for it (by Accelerate's ``trigger_sync_in_backward()``), which sets the flag that our forwards clear.
+        """
+        module = self._module()
+        return self._asked["synced"] or (module is not None and module.require_forward_param_sync)
+
+    @property
+    def called(self) -> bool:
+        return self._asked["called"]
 
 
 # One per module, whichever wrappers accumulate its gradients.
@@ -121,13 +133,13 @@ class Replicas:
 
     def silence_pass(self) -> None:
         """A backward pass begins: keep the modules from reducing anything in it, whatever told them to (a forward before our hooks were
-        there, or a pipeline's schedule). Raises RuntimeError if a forward has bypassed the hooks.
+        there, a pipeline's schedule, or Accelerate). Raises RuntimeError if all forwards have bypassed the hooks.
         """
-        for module in self.modules:
-            reducer, past = getattr(module, "reducer", None), module.require_forward_param_sync
+        for module, silence in zip(self.modules, self._silences, strict=True):
+            reducer = getattr(module, "reducer", None)
             if reducer is not None:  # which some of DDP's options do without
                 reducer._reset_state()
-            if past:  # such a forward has set it
+            if module.require_forward_param_sync and not silence.called:  # such a forward has set it
                 module.require_forward_param_sync = False
                 raise RuntimeError(
                     "a forward of the DistributedDataParallel module ran without a call of the module (module.forward(x), or "
@@ -137,8 +149,13 @@ class Replicas:
 
     @property
     def synced(self) -> bool:
-        """Would the backward of a module's last forward have been synchronised?"""
+        """Would a backward now be synchronised under plain DDP?"""
         return any(silence.synced for silence in self._silences)
+
+    @property
+    def off(self) -> bool:
+        """Is there such a module, and are all of them within ``no_sync()`` now?"""
+        return bool(self.modules) and not any(module.require_backward_grad_sync for module in self.modules)
 
     @contextmanager
     def unsynced(self) -> Iterator[None]:
@@ -166,7 +183,9 @@ def check(module: DistributedDataParallel, parameters: Collection[Tensor]) -> No
         )
     if getattr(module, "_comm_hooks", None):
         raise ValueError(
-            "the DistributedDataParallel module has a communication hook, which would not be called; comm_dtype=torch.bfloat16 sends half"
+            "the DistributedDataParallel module has a communication hook, which would not be called; leave it out. "
+            "comm_dtype=torch.bfloat16 sends half. And ranks that step within no_sync() do so alone, to average "
+            "their parameters themselves (post-local SGD)"
         )
 
 

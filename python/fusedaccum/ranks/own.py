@@ -1,0 +1,80 @@
+"""Windows that a rank keeps to itself within DistributedDataParallel's ``no_sync()``, as in local SGD and DiLoCo.
+
+Plain DDP adds up nothing there, so ranks that step go apart, until they average their parameters themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..buffers.buffers import Buffers
+from ..warn import warn
+from ..window.ledger import Ledger
+from ..window.settings import Settings
+from .group import RaisedByAllError
+from .replicas import Replicas
+
+
+class OwnWindows:
+    """Tells which windows are a rank's own: those that end within ``no_sync()`` and had no backward that DDP would have synchronised.
+
+    A drop-in's windows (caller-owned, ``reduction="none"``) are, too, if step() comes after the block. Others are shared then: there the
+    caller has left it to the wrapper to add up the ranks' sums, once per window, and ``no_sync()`` round a backward does not say more.
+    """
+
+    def __init__(self, settings: Settings, ledger: Ledger, buffers: Buffers):
+        schedule = settings.schedule
+        self._ledger, self._buffers, self._counted = ledger, buffers, not schedule.caller_owned
+        self._drop_in = schedule.caller_owned and settings.reduction == "none"
+        needs = {"shard": settings.shard, "window_weight": schedule.window_weight, "noise_scale": settings.noise_scale}
+        self._needs_all = [f"{name}={value}" for name, value in needs.items() if value not in (None, False)]
+        self._first: int | None = None  # own counted window
+        self._unchecked = False
+        self.forget()
+
+    def forget(self) -> None:
+        """A window begins."""
+        self._synced: bool | None = None  # None: no backward yet
+
+    def pass_begins(self, replicas: Replicas) -> None:
+        # Pipeline schedules run every forward within no_sync(), and the last backward outside of it.
+        self._synced = self.synced or replicas.synced or not replicas.off
+
+    @property
+    def synced(self) -> bool:
+        """Was a backward of the open window one that DDP would have synchronised?"""
+        return bool(self._synced)
+
+    def ends(self, replicas: Replicas) -> bool:
+        """If the open window ends now, is it this rank's own? Raises RuntimeError, and loses nothing, if the settings rule that out."""
+        own = not self.synced and (replicas.off or (self._drop_in and self._synced is False))
+        needs_all = [*self._needs_all, *(["FSDP2's fully_shard"] if self._buffers.sharded else [])]
+        if own and needs_all:
+            raise RuntimeError(
+                f"window {self._ledger.index} ends within no_sync(), so it would be this rank's own (local SGD), but with {needs_all[0]} "
+                "windows are those of all ranks. To share it, call opt.flush(), and later step(), outside of no_sync(): nothing is lost. "
+                f"To let ranks step alone, leave {needs_all[0]} out"
+            )
+        return own
+
+    def ended(self) -> None:
+        """The open window ends as this rank's own."""
+        if self._counted and self._first is None:
+            self._first, self._unchecked = self._ledger.index, True
+
+    def shared(self, compare: Callable[[], None]) -> None:
+        """A window is shared. The first after counted windows of a rank's own: warn if ``compare`` finds that ranks' parameters differ.
+
+        Then the loop's ``no_sync()`` may follow another count than the windows do. In windows that the caller closes it cannot.
+        """
+        if not self._unchecked:
+            return
+        self._unchecked = False
+        try:
+            compare()
+        except RaisedByAllError:
+            warn(
+                f"the ranks' parameters differ since window {self._first}, which ended within no_sync() and so was each rank's own, as "
+                "under plain DDP. Average them before a window that is shared (local SGD); or, if all windows are to be shared, call "
+                "step() and flush() outside of no_sync()"
+            )
