@@ -192,3 +192,231 @@ def test_overrides_that_are_found_by_id_are_found_before_the_masters_take_the_pl
     params[0].sum().backward()
     opt.step()
     assert places == {1}
+
+
+OPTIMIZERS = {
+    "SGD": lambda ps: torch.optim.SGD(ps, lr=2**-4, momentum=0.5),
+    "AdamW": lambda ps: torch.optim.AdamW(ps, lr=2**-4),
+    "AdamW foreach": lambda ps: torch.optim.AdamW(ps, lr=2**-4, foreach=True),
+    "AdamW fused": lambda ps: torch.optim.AdamW(ps, lr=2**-4, fused=True),
+    "RMSprop": lambda ps: torch.optim.RMSprop(ps, lr=2**-4, momentum=0.5, centered=True),
+    "Adagrad": lambda ps: torch.optim.Adagrad(ps, lr=2**-4),
+    "NAdam": lambda ps: torch.optim.NAdam(ps, lr=2**-4),
+    "Adadelta": lambda ps: torch.optim.Adadelta(ps),
+}
+
+
+def moments(entry):
+    return [name for name, value in entry.items() if isinstance(value, torch.Tensor) and value.dim()]
+
+
+def made_anew(opt, p):  # as ReLoRA does
+    for name in moments(opt.state[p]):
+        opt.state[p][name] = torch.zeros_like(p.data)
+
+
+def filled(opt, p):
+    for name in moments(opt.state[p]):
+        opt.state[p][name] = torch.full_like(p.data, 0.5)
+
+
+def a_new_entry(opt, p):
+    kept = {name: value for name, value in opt.state[p].items() if name not in moments(opt.state[p])}
+    opt.state[p] = kept | {name: torch.zeros_like(p) for name in moments(opt.state[p])}
+
+
+def popped(opt, p):
+    opt.state.pop(p)
+
+
+def emptied(opt, p):
+    opt.state[p] = {}
+
+
+def all_anew(opt, p):
+    fresh = {q: dict(entry) for q, entry in opt.state.items()}
+    for name in moments(fresh[p]):
+        fresh[p][name] = torch.zeros_like(p.data)
+    opt.state.clear()
+    opt.state.update(fresh)
+
+
+WAYS = [made_anew, filled, a_new_entry, popped, emptied, all_anew]
+
+
+def beside_an_fp32_model(make, **settings):
+    """A bf16 model with masters, and the FP32 model whose parameters these are, each with its optimizer."""
+    model = [Parameter(torch.randn(5, 3).bfloat16()) for _ in range(3)]
+    masters = [Parameter(p.detach().float()) for p in model]
+    return [
+        (model, fa.AccumulatingOptimizer(make(model), 1, master_weights=True, **settings)),
+        (masters, make(masters)),
+    ]
+
+
+def train_both(pairs):
+    grads = [torch.randn(5, 3).bfloat16() for _ in pairs[0][0]]
+    for parameters, opt in pairs:
+        torch.autograd.backward(parameters, [grad.to(p.dtype) for p, grad in zip(parameters, grads)])
+        opt.step()
+        opt.zero_grad()
+
+
+def assert_same_training(pairs):
+    (model, opt), (masters, oracle) = pairs
+    for p, q in zip(model, masters):
+        assert torch.equal(p, q.bfloat16())
+        assert opt.state[p].keys() == oracle.state[q].keys()
+        for name, theirs in oracle.state[q].items():
+            if isinstance(theirs, torch.Tensor):
+                assert opt.state[p][name].dtype is theirs.dtype and torch.equal(opt.state[p][name], theirs), name
+            else:
+                assert opt.state[p][name] == theirs, name
+
+
+@pytest.mark.parametrize(
+    ("make", "way"),  # Adagrad's constructor makes its state: in plain PyTorch, too, it must not be taken away
+    [(make, way) for make in OPTIMIZERS for way in WAYS if make != "Adagrad" or way not in (popped, emptied)],
+    ids=lambda case: getattr(case, "__name__", case),
+)
+def test_state_that_is_made_anew_like_the_parameter_is_the_masters(make, way):
+    pairs = beside_an_fp32_model(OPTIMIZERS[make])
+    for _ in range(2):
+        train_both(pairs)
+    for _ in range(2):
+        for parameters, opt in pairs:
+            way(opt, parameters[1])
+        for _ in range(2):
+            train_both(pairs)
+            assert_same_training(pairs)
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_state_that_is_there_before_the_first_step_is_the_masters(make):
+    pairs = beside_an_fp32_model(OPTIMIZERS[make])
+    scratch = [Parameter(torch.randn(5, 3)) for _ in range(3)]
+    its = OPTIMIZERS[make](scratch)
+    train_both([(scratch, its)] * 2)
+    for parameters, opt in pairs:
+        for p, like in zip(parameters, scratch):
+            opt.state[p] = {
+                name: torch.zeros_like(p.data) if name in moments(its.state[like]) else copy.deepcopy(value)
+                for name, value in its.state[like].items()
+            }
+    for _ in range(2):
+        train_both(pairs)
+        assert_same_training(pairs)
+
+
+@pytest.mark.parametrize("carried", ["deepcopy", "pickle", "add_param_group", "param_groups", "state_dict"])
+def test_state_that_was_made_anew_is_the_masters_whatever_comes_before_the_step(carried):
+    pairs = beside_an_fp32_model(OPTIMIZERS["AdamW"])
+    train_both(pairs)
+    more = torch.randn(5, 3).bfloat16()
+    for i, (parameters, opt) in enumerate(pairs):
+        made_anew(opt, parameters[1])
+        if carried == "deepcopy":
+            pairs[i] = copy.deepcopy((parameters, opt))
+        elif carried == "pickle":
+            pairs[i] = pickle.loads(pickle.dumps((parameters, opt)))
+        elif carried == "state_dict":
+            opt.load_state_dict(opt.state_dict())
+        else:
+            parameters.append(Parameter(more.to(parameters[0].dtype)))
+            if carried == "add_param_group":
+                opt.add_param_group({"params": parameters[-1:]})
+            else:
+                opt.param_groups = [*opt.param_groups, opt.param_groups[0] | {"params": parameters[-1:]}]
+    for _ in range(2):
+        train_both(pairs)
+        assert_same_training(pairs)
+
+
+def test_the_inner_optimizers_methods_find_state_that_fits_the_masters():
+    class Nudging(torch.optim.SGD):
+        @torch.no_grad()
+        def nudge(self):
+            for p in self.param_groups[0]["params"]:
+                p.addcmul_(p, self.state[p]["momentum_buffer"])
+
+    pairs = beside_an_fp32_model(lambda ps: Nudging(ps, lr=2**-4, momentum=0.5))
+    train_both(pairs)
+    for parameters, opt in pairs:
+        filled(opt, parameters[0])
+        opt.nudge()
+    assert_same_training(pairs)
+
+
+def test_state_that_an_optimizer_keeps_in_16_bits_stays_so_when_it_is_made_anew():
+    pairs = beside_an_fp32_model(Brief)
+    train_both(pairs)
+    for _ in range(3):
+        for parameters, opt in pairs:
+            for p in parameters[:2]:
+                opt.state[p]["momentum"] = torch.full_like(p.data, 0.5, dtype=torch.bfloat16)
+            opt.state.pop(parameters[2])
+        train_both(pairs)
+        made = {p: opt.state[p]["momentum"] for parameters, opt in pairs for p in parameters}
+        train_both(pairs)
+        assert all(opt.state[p]["momentum"] is made[p] for parameters, opt in pairs for p in parameters)  # untouched
+        assert_same_training(pairs)
+
+
+class InBytes(torch.optim.Optimizer):
+    """The moving average of signs, in a list of bytes and a scale."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if "average" not in state:
+                state["average"] = [torch.zeros_like(p, dtype=torch.uint8), torch.ones((), dtype=torch.bfloat16)]
+            bytes_, scale = state["average"]
+            assert bytes_.dtype is torch.uint8 and scale.dtype is torch.bfloat16
+            bytes_.add_((p.grad > 0).to(torch.uint8))
+            p.sub_(bytes_.to(p.dtype) * scale, alpha=2**-6)
+
+
+def test_state_in_bytes_and_lists_stays_what_its_optimizer_made():
+    pairs = beside_an_fp32_model(InBytes)
+    for _ in range(3):
+        train_both(pairs)
+        for parameters, opt in pairs:
+            opt.state[parameters[1]]["average"] = [x.clone() for x in opt.state[parameters[1]]["average"]]
+    for p, q in zip(pairs[0][0], pairs[1][0]):
+        assert torch.equal(p, q.bfloat16())
+
+
+class InLists(torch.optim.Optimizer):
+    """Two moments, in a list and a dict."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state["moments"] = [torch.zeros_like(p), {"second": torch.zeros_like(p)}]
+            first, second = state["moments"][0], state["moments"][1]["second"]
+            first.add_(p.grad, alpha=0.3)
+            second.add_(first, alpha=0.3)
+            p.sub_(second, alpha=2**-6)
+
+
+@pytest.mark.parametrize("anew", ["first", "second"])
+def test_state_in_lists_and_dicts_that_is_made_anew_is_the_masters(anew):
+    pairs = beside_an_fp32_model(InLists)
+    for _ in range(3):
+        train_both(pairs)
+        (first, second), (theirs, their_second) = (opt.state[parameters[1]]["moments"] for parameters, opt in pairs)
+        assert torch.equal(first, theirs) and torch.equal(second["second"], their_second["second"])  # dtypes, too
+        for parameters, opt in pairs:
+            p, (first, second) = parameters[1], opt.state[parameters[1]]["moments"]
+            fresh = torch.full_like(p.data, 0.3125)
+            moments = [fresh, second] if anew == "first" else [first, {"second": fresh}]
+            opt.state[p]["moments"] = moments

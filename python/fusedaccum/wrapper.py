@@ -197,6 +197,7 @@ class Wrapper(Optimizer):
             )
         self._gathering.settle()
         self._check_groups()
+        self._masters.fit_state(self.optimizer)  # what a copy finds there is taken to be meant
         return {
             "optimizer": self.optimizer,
             # Of a fused optimizer, which PyTorch's copies lose: they would leave the scaling to a pass of ours, and round otherwise.

@@ -251,3 +251,28 @@ def test_masters_reach_a_parameter_that_was_laid_out_anew(device):
     opt.backward((p * x.to(device)).sum())
     opt.step()
     torch.testing.assert_close(p.cpu(), start - x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("make", [adamw, lambda ps: torch.optim.SGD(ps, lr=2**-4, momentum=0.5)])
+def test_state_that_is_made_anew_like_the_parameter_is_the_masters_in_cpu_memory(device, make, dtype):
+    """Beside an FP32 model on the CPU whose parameters are the masters."""
+    values = [torch.randn(5, 3).to(dtype) for _ in range(3)]
+    masters = [nn.Parameter(value.float()) for value in values]
+    model = [nn.Parameter(value.to(device)) for value in values]
+    opt = fa.AccumulatingOptimizer(make(model), 1, master_weights=True, buffer_device="cpu")
+    pairs = [(model, opt), (masters, make(masters))]
+    for window in range(4):
+        grads = [torch.randn(5, 3).to(dtype) for _ in values]
+        for parameters, optimizer in pairs:
+            if window == 2:
+                for name, value in optimizer.state[parameters[1]].items():
+                    if value.dim():
+                        optimizer.state[parameters[1]][name] = torch.zeros_like(parameters[1].data)
+            torch.autograd.backward(parameters, [grad.to(p.device, p.dtype) for p, grad in zip(parameters, grads)])
+            optimizer.step()
+            optimizer.zero_grad()
+        for p, q in zip(model, masters):
+            assert torch.equal(p.detach().cpu(), q.detach().to(dtype))
+            for name, theirs in pairs[1][1].state[q].items():
+                assert opt.state[p][name].device == theirs.device and torch.equal(opt.state[p][name], theirs)
