@@ -210,7 +210,7 @@ def run_plain(net, accum_steps, windows=1):
 def test_batch_norm_that_is_not_pooled_is_noted_once(not_yet_noted):
     net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     with pytest.warns(
-        UserWarning, match=r"1 BatchNorm layer\(s\), the first being the BatchNorm1d .*\[2\].*accumulate_batchnorm"
+        UserWarning, match=r"1 BatchNorm layer\(s\), the first being 1 \(BatchNorm1d\).*accumulate_batchnorm"
     ) as noted:
         run_plain(net, 2)
     assert noted[0].filename == __file__

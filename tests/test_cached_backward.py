@@ -12,6 +12,8 @@ from torch.nn.utils import parametrizations, parametrize
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+BATCH_NORM = pytest.mark.filterwarnings("ignore:cached_backward splits the batch")  # which is told, once
+
 SIZES = [1, 4, 13, 50]  # dividing the batch or not, all of it, and more
 
 
@@ -108,6 +110,7 @@ def test_buffers_move_once_and_the_second_pass_sees_what_the_first_saw():
     assert_close(gradients(net), gradients(literal), 1e-6)
 
 
+@BATCH_NORM
 def test_running_statistics_move_once():
     net = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
     literal, x = copy.deepcopy(net), torch.randn(12, 5)
@@ -117,6 +120,7 @@ def test_running_statistics_move_once():
         assert torch.equal(ours, theirs)
 
 
+@BATCH_NORM
 def test_a_buffer_may_be_none():
     net = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4, track_running_stats=False))
     literal, x = copy.deepcopy(net), torch.randn(12, 5)
@@ -127,6 +131,7 @@ def test_a_buffer_may_be_none():
     assert_close(gradients(net), gradients(literal), 1e-5)
 
 
+@BATCH_NORM
 @pytest.mark.parametrize("place", ["first pass", "loss"])
 def test_buffers_are_as_before_when_the_first_pass_or_the_loss_fails(place):
     net = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
@@ -192,6 +197,7 @@ def test_inputs_get_their_gradients_also_through_what_made_them():
     assert_close(gradients(a), gradients(literal_a), 1e-10)
 
 
+@BATCH_NORM
 def test_embeddings_that_the_loss_does_not_use():
     a, b, x = Tower(5), nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)), torch.randn(SAMPLES, 5)
     literal = copy.deepcopy(a)
@@ -268,6 +274,7 @@ def test_an_input_that_the_encoder_does_not_use():
     assert unused.grad is None
 
 
+@BATCH_NORM
 def test_running_statistics_of_a_frozen_encoder_move_also_beside_a_function():
     """Of modules that a function calls, the first pass leaves no trace; a frozen encoder has no other pass."""
     frozen = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)).requires_grad_(False)

@@ -200,6 +200,7 @@ def test_an_encoder_without_parameters_is_pooled_too():
         torch.testing.assert_close(buffer, getattr(oracle[0], name), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:cached_backward splits the batch")  # the other encoder
 def test_a_frozen_encoder_is_pooled_too():
     encoder, frozen = Checkpointed(None), Checkpointed(None).requires_grad_(False)
     x = torch.randn(10, 3).double()

@@ -8,6 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+from torch import Tensor
+from torch.nn import DataParallel, Module
+from torch.nn.parallel import DistributedDataParallel
+
 M = TypeVar("M")
 
 _FROZEN_BEFORE = gc.get_freeze_count()  # some versions of Python freeze some objects of their own
@@ -25,6 +29,27 @@ def modules_alive(kind: type[M], wanted: Callable[[M], bool] = lambda module: Tr
         if found:
             gc.collect()
     return [module for ref in found if (module := ref()) is not None]
+
+
+WRAPPED = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}  # as what wrappers hold a module
+
+
+def name_of(held: Module | Tensor) -> str:
+    """The name of a module or parameter in the outermost module alive that holds it: "encoder.layer1.0.bn1". Empty if none does.
+
+    Searches all modules that are alive: for messages only.
+    """
+    above: dict[int, list[tuple[Module, str]]] = {}
+    for module in modules_alive(Module):
+        for name, below in (*module._modules.items(), *module._parameters.items()):
+            wraps = name in WRAPPED or isinstance(module, (DataParallel, DistributedDataParallel))
+            above.setdefault(id(below), []).append((module, "" if wraps else name))
+
+    def path(of: object, seen: frozenset[int]) -> list[str]:
+        paths = [[*path(m, seen | {id(m)}), name] for m, name in above.get(id(of), ()) if id(m) not in seen]
+        return max(([name for name in names if name] for names in paths), key=len, default=[])
+
+    return ".".join(path(held, frozenset((id(held),))))
 
 
 def collect_garbage() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..buffers.buffers import Buffers
-from ..modules import modules_alive
+from ..modules import modules_alive, name_of
 from ..scalars import widened, widest
 from ..warn import warn
 from .moments import Total, merge, summed
@@ -41,6 +41,7 @@ class Layer(Protocol):
 
 
 LAYERS: weakref.WeakSet[Any] = weakref.WeakSet()  # every Layer that is alive
+TOLD: weakref.WeakSet[Any] = weakref.WeakSet()  # layers of which a warning has told that they do not split
 
 
 @dataclass
@@ -260,22 +261,23 @@ def note_unpooled(buffers: Buffers) -> None:
     vectors = Counter(slot.param.numel() for slot in buffers.slots if slot.param.dim() == 1)
     if _noted or not vectors or max(vectors.values()) < 2:
         return
-    slots = {id(slot.param): slot for slot in buffers.slots}
+    places = {id(slot.param): slot.index for slot in buffers.slots}
 
     def unpooled(module: _BatchNorm) -> bool:
         return (
             module not in LAYERS
-            and id(getattr(module, "weight", None)) in slots  # one that is being copied has none yet
+            and module not in TOLD
+            and id(getattr(module, "weight", None)) in places  # one that is being copied has none yet
             and module.training
             and bool(module.track_running_stats)
         )
 
-    found = [(slots[id(module.weight)], module) for module in modules_alive(_BatchNorm, unpooled)]
+    found = modules_alive(_BatchNorm, unpooled)
     if found:
         _noted = True
-        slot, module = min(found, key=lambda pair: pair[0].index)
+        first = min(found, key=lambda module: places[id(module.weight)])
         warn(
-            f"{len(found)} BatchNorm layer(s), the first being the {type(module).__name__} with the weight {slot.name}, update their "
+            f"{len(found)} BatchNorm layer(s), the first being {name_of(first) or 'the model'} ({type(first).__name__}), update their "
             "running statistics with every micro-batch, not once per window with those of the whole window; call "
             "fa.accumulate_batchnorm(model), or, if this is intended, warnings.filterwarnings('ignore', '.*BatchNorm layer'). "
             "See docs/batch-norm.md",

@@ -6,13 +6,14 @@ Contrastive Learning Batch Size under Memory Limited Setup" (2021), https://arxi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module, ModuleList
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 
 from ..gathering.gathering import Gathering
@@ -21,6 +22,7 @@ from ..scalars import Scalar, checked_count
 from .batchnorm import Pooled
 from .nested import batch_size, call, cut, leaves, mapped
 from .replay import RandomState, unmoved
+from .splitting import by_batch, listening, nodes_under, note_functions, note_layers, untold
 
 
 def cached_backward(
@@ -73,6 +75,7 @@ def cached_backward(
         frozen = [module for encoding in encodings if encoding.frozen for module in encoding.modules]
         with unmoved([encoding.encoder for encoding in encodings if not encoding.frozen], but=frozen) as modules:
             embeddings = [encoding.embed() for encoding in encodings]
+        note_layers("cached_backward", _by_batch(encodings, modules))
         # What was made of weights without a graph must not be reused where there is one: autocast has kept casts of them (PyTorch issue
         # 112583), and parametrize.cached() those that are parametrized.
         torch.clear_autocast_cache()
@@ -100,7 +103,8 @@ class _Encoding:
     """One encoder and its batch, in two passes.
 
     Attributes:
-        modules: those known to be in the encoder.
+        split: does its batch make several micro-batches?
+        modules: those known to be in the encoder. called: those of them that have normalised by a micro-batch.
         frozen: does it need no second pass?
         placed: tensors on every device that it is known to use.
     """
@@ -109,9 +113,11 @@ class _Encoding:
         n = batch_size(inputs)
         self._name, self.encoder = name, encoder
         self._bounds = [(start, min(start + size, n)) for start in range(0, n, size)]
+        self.split = n > size
         self._trained_inputs: list[tuple[Tensor, Tensor]] = []
         self._inputs = mapped(self._apart, inputs)
         self.modules = list(encoder.modules()) if isinstance(encoder, Module) else []
+        self.called: Collection[Module] = ()
         parameters = list(encoder.parameters()) if isinstance(encoder, Module) else []
         trained = not isinstance(encoder, Module) or any(p.requires_grad for p in parameters)
         self.frozen = not trained and not self._trained_inputs
@@ -131,7 +137,8 @@ class _Encoding:
         versions = self._versions()
         parts = []
         new_part = _parts_of_statistics(self.modules if self.frozen else ())
-        with nullcontext() if self.frozen else torch.no_grad():
+        heard = listening(untold(self.modules) if self.split else ())
+        with heard as self.called, nullcontext() if self.frozen else torch.no_grad():
             for start, stop in self._bounds:
                 self._random.append(RandomState(self.placed))
                 new_part()
@@ -169,8 +176,18 @@ class _Encoding:
             ]
             del outputs
             if start == 0:
-                _check_grouped(parameters_under([output for output, _ in sent]))
+                self._check_graph([output for output, _ in sent], modules)
             _backward(sent)
+
+    def _check_graph(self, outputs: Sequence[Tensor], modules: Iterable[Module]) -> None:
+        nodes = list(nodes_under(outputs))
+        _check_grouped(node.variable for node in nodes if hasattr(node, "variable"))
+        if self.split:
+            has_layers = any(isinstance(module, _BatchNorm) for module in self.modules or modules)
+            instead = (
+                "use a normalisation that sees one sample at a time, and compute in loss_fn what looks at all samples"
+            )
+            note_functions("cached_backward", nodes, self._bounds[0][1], has_layers, instead)
 
     def of_inputs(self) -> list[tuple[Tensor, Tensor]]:
         """The inputs that need a gradient, with the gradients that they got."""
@@ -206,6 +223,15 @@ def _parts_of_statistics(modules: Iterable[Module]) -> Callable[[], None]:
             part_begins()
 
     return new_part
+
+
+def _by_batch(encodings: Sequence[_Encoding], modules: Iterable[Module]) -> list[Module]:
+    """The layers that have normalised by a micro-batch; ``modules`` are all that have run in functions, and those of other encoders."""
+    found = {module: None for encoding in encodings for module in encoding.called}
+    if any(encoding.split and not encoding.modules for encoding in encodings):
+        others = {module for encoding in encodings for module in encoding.modules}
+        found |= {module: None for module in modules if module not in others and by_batch(module)}
+    return list(found)
 
 
 def _encodings(encoders: Any, inputs: Any, size: int) -> list[_Encoding]:
@@ -275,15 +301,7 @@ def _check_loss(loss: Any) -> None:
 
 def parameters_under(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
     """The leaves of the graph of these tensors: the only way to find the parameters that a function uses."""
-    nodes = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    seen = set(nodes)
-    while nodes:
-        node = nodes.pop()
-        if hasattr(node, "variable"):
-            yield node.variable
-        fresh = {parent for parent, _ in node.next_functions if parent is not None} - seen
-        seen |= fresh
-        nodes += fresh
+    return (node.variable for node in nodes_under(outputs) if hasattr(node, "variable"))
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -11,11 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import LBFGS
 from torch.utils.data import DataLoader
 
 from ..buffers.buffers import Slot
 from ..gathering.gathering import Gathering
+from ..modules import modules_alive, name_of
 from ..optimizer import AccumulatingOptimizer
 from ..scalars import Scalar, checked_weight
 from ..window.attempts import Attempt
@@ -24,6 +27,7 @@ from .cached import parameters_under
 from .memory_errors import is_out_of_memory, make_room
 from .replay import RandomState
 from .sizes import Sizes, checked_size
+from .splitting import listening, nodes_under, note_functions, note_layers
 
 
 class MicroBatcher:
@@ -80,6 +84,7 @@ class MicroBatcher:
         self._device = None if device is None else torch.device(device)
         self._scaler = torch.amp.GradScaler(enabled=False) if scaler is None else scaler
         self._checked = False  # that no other wrapper accumulates gradients of these losses?
+        self._looked = False  # for what does not split, in a batch that was split?
         self._sizes = Sizes()
         self.micro_batch_size = self._fixed
 
@@ -149,7 +154,7 @@ class MicroBatcher:
             weight, last = checked_weight(self._weight(micro_batch)), stop == samples
             try:
                 with contextlib.nullcontext() if last else self._opt._gathering.ranks.replicas.unsynced():
-                    loss = self._loss(micro_batch)
+                    loss = self._loss(micro_batch, None if parts == 1 else stop - start)
                     self._opt.backward(self._scaler.scale(loss), weight=weight, last=last)
             except Exception as error:
                 _raise_if_out_of_memory(error, f"micro_batch_size={size} does not fit; give a smaller one, or 'auto'")
@@ -188,7 +193,7 @@ class MicroBatcher:
                 rest += part.split(size)
                 continue
             attempt = Attempt(part.done)
-            if self._fits(batch, part, attempt):
+            if self._fits(batch, part, attempt, samples):
                 continue
             make_room()
             fitted = False
@@ -201,8 +206,8 @@ class MicroBatcher:
         if fitted:
             known.fitted(size, samples)
 
-    def _fits(self, batch: Any, part: Part, attempt: Attempt) -> bool:
-        """Forward and backward of a part. False if there was no memory for it: then ``attempt`` is its only trace.
+    def _fits(self, batch: Any, part: Part, attempt: Attempt, whole: int) -> bool:
+        """Forward and backward of a part of ``whole`` samples. False if there was no memory for it: then ``attempt`` is its only trace.
 
         Returns rather than raises, because an exception keeps the tensors of all frames that it has passed.
         """
@@ -211,7 +216,7 @@ class MicroBatcher:
             micro_batch = nested.cut(batch, part.start, part.stop)
             weight = checked_weight(self._weight(micro_batch))
             with self._opt._gathering.attempted(weight, attempt):
-                loss = self._loss(micro_batch)
+                loss = self._loss(micro_batch, None if part.samples == whole else part.samples)
                 attempt.forward = False
                 loss = self._scaler.scale(loss)
                 loss.backward()
@@ -229,10 +234,12 @@ class MicroBatcher:
         random.restore()  # the next try draws the same numbers, wherever this one broke off
         return False
 
-    def _loss(self, micro_batch: Any) -> Tensor:
+    def _loss(self, micro_batch: Any, samples: int | None) -> Tensor:
+        """``samples``: how many there are in the micro-batch; None if these are all of the batch."""
         if self._device is not None:
             micro_batch = nested.mapped(self._moved, micro_batch)
-        output = nested.call(self._model, micro_batch)
+        with listening(self._layers() if samples is not None and not self._looked else ()) as called:
+            output = nested.call(self._model, micro_batch)
         if isinstance(output, Mapping):
             loss = output.get("loss")
         else:
@@ -251,7 +258,16 @@ class MicroBatcher:
         if not self._checked:
             _check_alone(self._opt, loss)
             self._checked = True
+        if samples is not None and not self._looked:
+            self._looked = True
+            note_layers("MicroBatcher", called)
+            instead = "use fa.cached_backward, whose loss_fn sees all samples"
+            note_functions("MicroBatcher", nodes_under([loss]), samples, bool(called), instead)
         return loss
+
+    def _layers(self) -> Iterable[Module]:
+        """Modules among which to look for layers that do not split."""
+        return self._model.modules() if isinstance(self._model, Module) else modules_alive(_BatchNorm)
 
     def _moved(self, leaf: Any) -> Any:
         return leaf.to(self._device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
@@ -307,8 +323,9 @@ def _check_alone(opt: AccumulatingOptimizer, loss: Tensor) -> None:
     for parameter in parameters_under([loss]):
         if Gathering.of(parameter) not in (None, opt._gathering):
             raise ValueError(
-                f"a parameter of shape {tuple(parameter.shape)} that the loss depends on belongs to another AccumulatingOptimizer, whose "
-                "windows MicroBatcher does not run; give all parameters to one optimizer, or freeze those of the other"
+                f"a parameter of shape {tuple(parameter.shape)}, {name_of(parameter) or 'which no module holds'}, that the loss depends on "
+                "belongs to another AccumulatingOptimizer, whose windows MicroBatcher does not run; give all parameters to one optimizer, "
+                "or freeze those of the other"
             )
 
 
@@ -323,5 +340,6 @@ def _check_repeatable(opt: AccumulatingOptimizer) -> None:
     if buffers.lent:
         raise ValueError(
             "micro_batch_size='auto' must leave out gradients that were added before an error, but the layer of parameter "
-            f"{buffers.lent[0].name} adds to main_grad by itself; give a number, or switch off the layer's gradient accumulation fusion"
+            f"{name_of(buffers.lent[0].param) or buffers.lent[0].name} adds to main_grad by itself; give a number, or switch off the "
+            "layer's gradient accumulation fusion"
         )

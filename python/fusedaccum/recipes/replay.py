@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -39,17 +39,17 @@ class RandomState:
 
 
 @contextmanager
-def unmoved(functions: Sequence[Any], but: Iterable[Module] = ()) -> Iterator[set[Module]]:
+def unmoved(functions: Sequence[Any], but: Iterable[Module] = ()) -> Iterator[Collection[Module]]:
     """Undo whatever happens in the block to the buffers (running statistics) of modules that ``functions`` are, or call.
 
     Holds a copy of the buffers meanwhile. ``but``: leave these alone. Yields the modules, all of which are known at the block's end.
     """
-    modules, left = set[Module](), set(but)
+    modules, left = dict[Module, None](), set(but)  # the first in the order in which they are met
     saved: list[tuple[dict[str, Tensor | None], str, Tensor | None, Tensor | None]] = []
 
     def keep(module: Module, args: Any = None) -> None:
         if module not in modules and module not in left:
-            modules.add(module)
+            modules[module] = None
             for name, buffer in module._buffers.items():
                 saved.append((module._buffers, name, buffer, None if buffer is None else buffer.detach().clone()))
 
