@@ -128,6 +128,44 @@ def test_reentrant_checkpoints(monkeypatch, each_intake):
     assert lost > 5
 
 
+@pytest.mark.parametrize("checkpointed", ["the window before", "the part before"])
+@pytest.mark.parametrize("breaks_in", ["forward", "backward"])
+def test_a_checkpointed_pass_before_does_not_make_the_window_begin_anew(each_intake, checkpointed, breaks_in):
+    """Nothing of it is left in what breaks off afterwards, of which all is known."""
+    layer, head, x = nn.Linear(3, 4).double(), nn.Linear(4, 1).double(), torch.randn(12, 3, dtype=torch.float64)
+    parameters, ran, breaks = [*layer.parameters(), *head.parameters()], [], []
+
+    def out_of_memory(_=None):
+        breaks.clear()
+        raise torch.OutOfMemoryError("injected")
+
+    def loss_of(part):
+        rows, fails = (
+            (part[:, None] == x).all(2).nonzero()[:, 1].tolist(),
+            bool(breaks) and part is not x and breaks[0] in ran,
+        )
+        ran.extend(rows)
+        within = checkpointed == "the window before" if not breaks else checkpointed == "the part before" and 0 in rows
+        hidden = checkpoint(layer, part.clone().requires_grad_(), use_reentrant=True) if within else layer(part)
+        if fails and breaks_in == "forward":
+            out_of_memory()
+        if fails:
+            hidden.register_hook(out_of_memory)  # when the head has its gradient
+        return head(hidden).square().mean()
+
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(parameters, lr=0.0))
+    batcher = fa.MicroBatcher(loss_of, opt)
+    batcher.step(x)
+    batcher._sizes.of(x).limit = 4
+    ran.clear()
+    breaks.append(3)  # once the first part, which holds this row, has run
+    batcher.step(x)
+    assert sorted(ran) == sorted([*range(12), *range(4, 8)])  # the second part twice, and no other
+    expected = torch.autograd.grad(head(layer(x)).square().mean(), parameters)
+    for p, gradient in zip(parameters, expected):
+        torch.testing.assert_close(p.grad, gradient, rtol=1e-12, atol=1e-12)
+
+
 def test_fused_layers(monkeypatch):
     """They add their gradients themselves if the weight is a number, and go the plain way where a gradient may have to be left out."""
     fused = lambda dtype: fa.fuse_linear(Net(dtype))  # noqa: E731

@@ -454,6 +454,7 @@ class Gathering(Windows):
         micro = self.ledger.micro
         micro.attempt, before = attempt, self.ledger.window.micro_batches
         micro.counts, self.counts_left = self.counts_left, []
+        self._intake.nested = False  # earlier passes do not matter
         try:
             with self.grouped():
                 yield

@@ -93,7 +93,7 @@ class Intake:
         self._last_broken = -1
         self._open = False  # has an outermost pass begun, and not ended?
         self._call: FrameType | None = None  # of that pass; None if it cannot be seen
-        # Did the last pass have re-entrant parts, each of which brings a parameter a gradient of its own?
+        # Has a pass had re-entrant parts, each of which brings a parameter a gradient of its own, since an attempt last set this to False?
         self.nested = False
 
     def hook(self, slot: Slot, sent: bool) -> None:
@@ -259,7 +259,6 @@ class Intake:
             if not self._open:
                 self._owner_now().pass_begins(thread)
                 self._open, self._call = True, call
-                self.nested = False
             self.nested = self.nested or nested
             self._tasks.add(task)
             self._arrivals.expect(task)
