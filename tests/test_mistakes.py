@@ -1,6 +1,7 @@
 """Mistakes that the wrapper tells: names of other libraries, something else in the optimizer's place, a loss divided twice."""
 
 import inspect
+import math
 import warnings
 
 import fusedaccum as fa
@@ -267,6 +268,17 @@ def test_other_divisions_are_not_warned_of(divide, settings, call):
     net = model()
     settings = settings if settings.keys() & {"accum_steps", "window_weight"} else {"accum_steps": N, **settings}
     assert loop(net, divide, wrapped(net, **settings), **call) == []
+
+
+@pytest.mark.parametrize("number", [0.0, math.nan, math.inf, -math.inf, 5e-324, 1.7e308, -2.0])
+@pytest.mark.parametrize("divides", [True, False])
+def test_a_loss_times_any_number_is_looked_at_without_harm(divides, number):
+    net, (x, y) = model(), data()
+    opt = wrapped(net, 2)
+    loss = mean_loss(net, x, y)
+    opt.backward(loss / number if divides and number else loss * number)
+    opt.step()
+    assert opt.progress["micro_batch"] == "1/2"
 
 
 def test_a_mean_over_items_that_is_then_divided_is_warned_of():

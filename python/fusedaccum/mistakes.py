@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import math
 import reprlib
 import weakref
 from collections.abc import Callable, Iterable
@@ -202,9 +203,9 @@ def _divisors(loss: Tensor, weight: float | Tensor | None) -> list[int]:
             break
         number, divides = _python_number(node), node.name() == "DivBackward0"
         node = node.next_functions[0][0]
-        if number is None or not number:
+        if not number or not math.isfinite(factor := number if divides else 1 / number):
             continue
-        by = round(number if divides else 1 / number)
+        by = round(factor)
         exact = number == by if divides else by != 0 and number == 1 / by
         counts_items = isinstance(weight, Tensor) or weight == by
         if exact and by > 1 and not counts_items and not _is_mean_of(node, by):
