@@ -276,3 +276,33 @@ def test_state_that_is_made_anew_like_the_parameter_is_the_masters_in_cpu_memory
             assert torch.equal(p.detach().cpu(), q.detach().to(dtype))
             for name, theirs in pairs[1][1].state[q].items():
                 assert opt.state[p][name].device == theirs.device and torch.equal(opt.state[p][name], theirs)
+
+
+@pytest.mark.parametrize("shapes", [[(3, 2), (0,), (), (0, 3), (600,)], [(0,), (3, 0)], [()]], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"buffer_dtype": torch.bfloat16, "rounding": "stochastic"},
+        {"max_grad_norm": 0.5},
+        {"nonfinite": "skip_micro_batch"},
+        {"reduction": "sum"},
+    ],
+    ids=str,
+)
+def test_offloaded_parameters_of_no_elements_and_single_numbers(device, settings, shapes):
+    ends = []
+    for where in (device, torch.device("cpu")):
+        parameters = [nn.Parameter(torch.full(shape, 0.5, device=where)) for shape in shapes]
+        elsewhere = {"buffer_device": "cpu"} if where == device else {}
+        opt = fa.AccumulatingOptimizer(sgd(parameters), 2, **settings, **elsewhere)
+        for number in range(6):
+            opt.backward(sum((p * (number + i)).sum() for i, p in enumerate(parameters)), weight=2)
+            opt.step()
+            if number == 2:
+                state = opt.state_dict()
+                opt.reset()
+                opt.load_state_dict(state)
+            opt.zero_grad()
+        ends.append([p.detach().cpu() for p in parameters])
+    assert_same(*ends, tolerance=1e-6 if "max_grad_norm" in settings else 0.0)

@@ -78,7 +78,7 @@ class Arrivals:
 
     def unhooked(self) -> list[Slot]:
         """Slots of trainable parameters that PyTorch has given new nodes since, as it does for another dtype or device."""
-        nodes = _nodes([slot.param for slot in self._hooked])
+        nodes = nodes_of([slot.param for slot in self._hooked])
         return [slot for slot, node in zip(self._hooked, nodes, strict=False) if node not in (None, slot.node)]
 
     def _arrived(self, listener: Listener, slot: Slot, grads: tuple[Tensor | None, ...]) -> None:
@@ -168,7 +168,7 @@ class _Joined(torch.autograd.Function):
         return torch.empty(0, device="cpu")
 
 
-def _nodes(parameters: Sequence[Parameter]) -> list[Any]:
+def nodes_of(parameters: Sequence[Parameter]) -> list[Any]:
     """The AccumulateGrad node of each parameter, None for frozen ones; empty if all are. (To ask for each takes several times as long.)"""
     with torch.inference_mode(False), torch.enable_grad():
         output = _Joined.apply(*parameters)  # before PyTorch 2.13, grad_fn itself did not keep its node alive

@@ -21,7 +21,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
 from .. import native
 from ..buffers import in_place, main_grad
@@ -101,8 +100,9 @@ class Intake:
         p = slot.param
         frozen = not p.requires_grad
         p.requires_grad_(True)  # a frozen one may be thawed later
-        # The node is kept alive by us: autograd itself holds it only as long as some graph does.
-        slot.node = get_gradient_edge(p).node
+        # The node is kept alive by us: autograd itself holds it only as long as some graph does. (get_gradient_edge() refuses a shard of no
+        # elements.)
+        slot.node = arrivals.nodes_of([p])[0]
         full = bucket_bytes(p.device)
         self._arrivals.hook(slot, min(full, SENT_BYTES) if sent else full)
         if slot.sharded:
