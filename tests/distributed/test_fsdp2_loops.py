@@ -396,3 +396,41 @@ def held_back_in_a_block(rank, block):
 def test_a_block_whose_backward_fsdp2_holds_back_is_not_empty(worlds):
     world = worlds(2)
     assert world.run(held_back_in_a_block, block=True) == world.run(held_back_in_a_block, block=False)
+
+
+def bad_after_a_window_was_dropped(rank, by):
+    """A window is dropped while FSDP2 holds gradients back; in the next one, some that it holds back come with a bad one."""
+    model = made()
+    fully_shard(model)
+    opt = wrapped(model, accum_steps=4, nonfinite="skip_micro_batch")
+    parts = iter(share(0, 18, rank, 2))
+
+    def run(reduces, factor=1.0):
+        model.set_requires_gradient_sync(reduces)
+        x, y, weight, _ = next(parts)
+        opt.backward(mean_loss(model, x, y, False) * factor, weight=weight)
+        opt.step()
+
+    run(True)
+    if by == "load_state_dict":
+        state = opt.state_dict()
+        run(True)
+    run(False)
+    opt.reset() if by == "reset" else opt.load_state_dict(state)
+    run(False)
+    run(True, float("nan") if rank == 0 else 1.0)
+    while not opt.updated:
+        run(True)
+    return [full(p) for p in model.parameters()], opt.last_window.micro_batches, float(opt.last_window.weight)
+
+
+@pytest.mark.parametrize("by, kept", [("reset", [4, 5]), ("load_state_dict", [0, 5])])
+def test_what_fsdp2_held_back_of_a_dropped_window_does_not_count_in_the_next_one(worlds, by, kept):
+    """``kept``: the micro-batches of each rank that make the window."""
+    batch = [part for rank in range(2) for number, part in enumerate(share(0, 18, rank, 2)) if number in kept]
+    batch = [(x, y, weight, False) for x, y, weight, _ in batch]
+    model = made()
+    one_batch(model, sgd(model.parameters()), batch)
+    for ours, count, weight in worlds(2).run(bad_after_a_window_was_dropped, by=by):
+        assert_close(ours, list(model.parameters()))
+        assert (count, weight) == (4, sum(weight for *_, weight, _ in batch))
