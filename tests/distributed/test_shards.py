@@ -151,6 +151,9 @@ def test_the_norm_of_shards_comes_with_the_adds(worlds, split):
 # -- dtypes ------------------------------------------------------------------------------------------------------------------
 
 
+NARROW = r"adds up the gradient of parameter .* in torch\.bfloat16.*reduce_dtype=torch\.float32"
+
+
 def low_precision(rank, kind):
     """Gradients that FSDP2 reduces in bf16 and we accumulate in FP32: many small ones after a large one."""
     torch.manual_seed(0)
@@ -160,7 +163,8 @@ def low_precision(rank, kind):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     fully_shard(model, mp_policy=policy if kind == "mixed precision" else MixedPrecisionPolicy())
     settings = {"master_weights": True} if kind == "bf16 model" else {}
-    opt = fa.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), 64, **settings)
+    with pytest.warns(RuntimeWarning, match=NARROW):
+        opt = fa.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), 64, **settings)
     before = full(opt._masters.of[model.weight] if settings else model.weight)
     for number in range(64):
         (model(torch.ones(1, 4, dtype=model.weight.dtype)).sum() * (256.0 if number == 0 else 0.5)).backward()
@@ -173,7 +177,8 @@ def low_precision(rank, kind):
         assert torch.equal(full(model.weight), after.bfloat16())
         state = opt.state_dict()
         fresh = fully_shard(nn.Linear(4, 4, bias=False).bfloat16())
-        other = fa.AccumulatingOptimizer(torch.optim.SGD(fresh.parameters(), lr=1.0), 64, **settings)
+        with pytest.warns(RuntimeWarning, match=NARROW):
+            other = fa.AccumulatingOptimizer(torch.optim.SGD(fresh.parameters(), lr=1.0), 64, **settings)
         other.load_state_dict(state)
         assert torch.equal(full(next(iter(other._masters.of.values()))), after)
     return before - after

@@ -49,7 +49,7 @@ def local_gradient(grad: Tensor, parameter: Tensor) -> Tensor:
     if not is_shard(grad):
         return grad
     if grad.placements != parameter.placements:  # type: ignore[attr-defined]
-        grad = grad.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+        grad = _added_wide(grad).redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
     return grad.to_local()  # type: ignore[attr-defined]
 
 
@@ -58,7 +58,13 @@ def summed_gradient(grad: Tensor) -> Tensor:
     if not is_shard(grad):
         return grad
     placements = [Replicate() if p.is_partial() else p for p in grad.placements]  # type: ignore[attr-defined]
-    return grad.redistribute(placements=placements).to_local()  # type: ignore[attr-defined]
+    return _added_wide(grad).redistribute(placements=placements).to_local()
+
+
+def _added_wide(grad: Any) -> Any:
+    """The DTensor; in FP32 if the ranks hold parts of a sum in 16 bits, because it is added up in the dtype that it has."""
+    narrow = grad.dtype.itemsize < 4 and any(placement.is_partial() for placement in grad.placements)
+    return grad.float() if narrow else grad
 
 
 def whole(local: Tensor, parameter: Any) -> Tensor:

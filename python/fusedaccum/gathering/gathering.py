@@ -57,6 +57,7 @@ class Gathering(Windows):
         self.rejected = Rejected()
         self._idle: MicroBatch | None = None  # one whose block was left without a backward
         self._block: tuple[Scalar | None, bool, bool] = (None, False, False)  # what the latest grouped() gave to open()
+        self._hidden_in = -1  # the graph task that p.grad was last hidden for
         self._replicas_checked = False  # are all parameters of DistributedDataParallel modules known to be gathered?
         self._warned_unweighed = self._warned_kept = False
 
@@ -166,7 +167,7 @@ class Gathering(Windows):
 
     def _hook(self, slots: Sequence[Slot]) -> None:
         self.ledger.mixes_ranks = bool(self.ranks.fully_sharded.slots)
-        self.ranks.fully_sharded.before_backward(self._hide_shards)
+        self.ranks.fully_sharded.follow(self._hide_shards, self._settings.reduction == "none", slots)
         self._replicas_checked = False
         for other in {other for slot in slots if (other := self.of(slot.param)) not in (None, self)}:
             other._leave(self._name)
@@ -217,9 +218,10 @@ class Gathering(Windows):
     # -- a micro-batch -----------------------------------------------------------------------------------------
 
     def _hide_shards(self) -> None:
-        """FSDP2 begins a backward: hide ``p.grad`` from it. Raises RuntimeError if its loss lacks the micro-batch's weight."""
-        if self._successor is not None:
-            return
+        """FSDP2 takes part in a backward: hide ``p.grad`` from it. Raises RuntimeError if its loss lacks the micro-batch's weight."""
+        task = torch._C._current_graph_task_id()
+        if task == self._hidden_in or all(slot.holder is slot.param for slot in self.ranks.fully_sharded.slots):
+            return  # done already; or all of them are another wrapper's now
         thread = outermost_backward().thread
         other = threads.weighed_by_another(thread, self.ledger)
         if self.weighs_loss and other is not None and not other.in_loss:
@@ -231,13 +233,15 @@ class Gathering(Windows):
         in_loss = self.weighs_loss and self.ledger.has_micro and self.ledger.micro.in_loss
         if in_loss and not self.inside and other is None:
             raise RuntimeError(
-                "this micro-batch has a weight, which FSDP2 needs in the loss of all its backward passes; use opt.backward(loss) for each"
+                "this micro-batch has a weight, which FSDP2 needs in the loss of all its backward passes; use opt.backward(loss) for each. "
+                "For a pass that begins at gradients of losses that had it (a loss in chunks): `with opt.micro_batch(): h.backward(h_grad)`"
             )
         if self.ledger.has_window:
             self.sums.adopt_all(self.sums.buffers.slots)  # FSDP2 would add to what is not hidden
         self.sums.hide()
         if any(slot.param.requires_grad for slot in self.ranks.fully_sharded.slots):
             self._intake.begin_pass()  # of this micro-batch, even if FSDP2 holds back its gradients
+        self._hidden_in = task
 
     def open(self, weight: Scalar | None, last: bool = False, in_loss: bool = False) -> bool:
         """Open a micro-batch (and return True), or join the one that is open already. Raises as Ledger.weigh does.

@@ -26,7 +26,7 @@ from .. import native
 from ..buffers import in_place, main_grad
 from ..buffers.buffers import Slot
 from ..buffers.shards import ShardHolder
-from ..engine import outside_graphs, when_backward_ends, within_backward
+from ..engine import outside_graphs, when_backward_ends
 from . import arrivals
 from .passes import broke_off, outermost_backward, returned, running_backward, under_way
 from .streams import Turns, join, keep
@@ -141,18 +141,13 @@ class Intake:
             queue, slot = arrivals(), place()
             if queue is not None and slot is not None and isinstance(slot.holder, ShardHolder):
                 grad = slot.holder.take()
-                if grad is not None and not within_backward():
-                    raise RuntimeError(
-                        f"FSDP2 was told to reduce the gradient of {slot.name} while no backward runs, as pipeline schedules do "
-                        "(torch.distributed.pipelining), so it would belong to no micro-batch; make the stages DistributedDataParallel"
-                    )
                 if grad is not None:
                     keep(grad)
                     queue.put(slot, grad)
                 elif slot.placed and not slot.block.untouched_by_user:
                     raise RuntimeError(
-                        f"FSDP2 has added a gradient to {slot.name}.grad by itself, because this backward did not begin at an output of "
-                        "the module that fully_shard was called on last (the root); call that module, and use what it returns"
+                        f"FSDP2 has added a gradient to {slot.name}.grad by itself, outside of its post_backward(), before which p.grad is "
+                        "hidden from it; call opt.reset(), and report this with your version of PyTorch"
                     )
 
         return take

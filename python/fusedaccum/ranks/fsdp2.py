@@ -1,14 +1,14 @@
 """FSDP2 modules whose gradients the wrapper accumulates: FSDP2 adds up the ranks' gradients itself.
 
-No public API says which ranks these are, what FSDP2 divides by and what it holds back: whatever is read from its records is read here.
+No public API says which ranks these are, what FSDP2 divides by and what it holds back: whatever is read from its records is read here, and
+in :mod:`fusedaccum.ranks.reductions`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from ..buffers.buffers import Slot
 from ..engine import outside_graphs
 from ..modules import modules_alive
+from .reductions import Reductions, partly_reduced, unreduced
 
 if dist.is_available():
     from torch.distributed.fsdp import FSDPModule
@@ -51,10 +52,10 @@ class FullySharded:
         self.slots = [slot for slot in slots if id(slot.param) in found]
         records = [found[id(slot.param)] for slot in self.slots]
         self._params = [param for param, _ in records]
-        self._groups = list({id(group): group for _, group in records}.values())
+        self._groups: dict[Any, list[Slot]] = {}
         self._meshes = [group.mesh_info.mesh for _, group in records]  # over which a slot's gradients are added up
         for slot, (_, group) in zip(self.slots, records, strict=True):
-            slot.averaged_by = float(group.gradient_divide_factor or math.prod(group.mesh_info.mesh.shape))
+            self._groups.setdefault(group, []).append(slot)
         inner = {id(m) for module in modules for m in module.modules() if m is not module}
         self._roots = [m for m in modules if id(m) not in inner and any(id(x) in ours for x in m.modules())]
 
@@ -94,7 +95,8 @@ class FullySharded:
             raise RuntimeError(
                 f"{what}: FSDP2 still holds gradients that it was told not to reduce; call "
                 "model.set_requires_gradient_sync(True), or set_requires_all_reduce(True), before the last backward (also before one that "
-                "is followed by flush() or state_dict())"
+                "is followed by flush() or state_dict()). If it was not told so, the last backward reached no input or output of an FSDP2 "
+                "module (that of a loss which a layer has set aside): run it before another, or add its loss to another's"
             )
 
     def check_droppable(self, slots: Sequence[Slot]) -> None:
@@ -115,7 +117,7 @@ class FullySharded:
     @property
     def holds_back(self) -> bool:
         """Does FSDP2 hold gradients that it has not added up over the ranks yet?"""
-        return any(map(_unreduced, self._params)) or any(map(_partly_reduced, self._groups))
+        return any(map(unreduced, self._params)) or any(map(partly_reduced, self._groups))
 
     def wait(self) -> None:
         """Wait for the gradients that FSDP2 has handed over: with ``CPUOffloadPolicy``, PyTorch 2.11 (not 2.13) is still copying them."""
@@ -133,17 +135,23 @@ class FullySharded:
 
     def drop(self) -> None:
         """Drop gradients that FSDP2 has not reduced."""
-        for param in filter(_unreduced, self._params):
+        for param in filter(unreduced, self._params):
             if getattr(param, "_unsharded_param", None) is not None:
                 param._unsharded_param.grad = None
             if param.unsharded_accumulated_grad is not None:  # since PyTorch 2.15 that is another name of the one above
                 param.unsharded_accumulated_grad = None
-        for group in filter(_partly_reduced, self._groups):
+        for group in filter(partly_reduced, self._groups):
             group._partial_reduce_output = None
 
-    def before_backward(self, call: Callable[[], None]) -> None:
-        """Call ``call`` whenever a backward through a root begins, as long as its owner lives."""
-        method = weakref.WeakMethod(call)
+    def follow(self, begin: Callable[[], None], as_given: bool, fresh: Collection[Slot]) -> None:
+        """Call ``begin`` before FSDP2 takes the gradients of a backward, as long as its owner lives. Where the backward begins at a root's
+        output, that is then, so that an error comes before FSDP2 has done anything; otherwise when it comes to the first gradients.
+
+        ``as_given`` is as :class:`Reductions` has it. ``fresh``: slots that may be warned about.
+        """
+        self._reductions = Reductions(self._groups, begin, as_given)
+        self._reductions.warn_of_narrow_sums(fresh)
+        method = weakref.WeakMethod(begin)
 
         @outside_graphs
         def begins(grad: Tensor) -> None:
@@ -185,17 +193,6 @@ def _check_ungathered(group: Any, plain: dict[int, str]) -> None:
                 f"parameter {name} is one that FSDP2 has gathered for a forward and will free again; build the optimizer before "
                 "the first forward, or after model.reshard()"
             )
-
-
-def _unreduced(param: Any) -> bool:
-    """Does FSDP2's record of a parameter hold a gradient that ``set_requires_gradient_sync(False)`` keeps from being reduced?"""
-    unsharded = getattr(param, "_unsharded_param", None)
-    return param.unsharded_accumulated_grad is not None or (unsharded is not None and unsharded.grad is not None)
-
-
-def _partly_reduced(group: Any) -> bool:
-    """Does FSDP2's record of parameters that are sent together hold what ``set_requires_all_reduce(False)`` keeps from the replicas?"""
-    return getattr(group, "_partial_reduce_output", None) is not None
 
 
 def _group_of(mesh: Any) -> dist.ProcessGroup:

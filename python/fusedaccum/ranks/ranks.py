@@ -75,13 +75,11 @@ class Ranks(Alone):
         self.unseen = self.segments.unseen
         self._own = OwnWindows(settings, ledger, sums.buffers)
         self._share(slots)
-        self._average_shards(fully_sharded)
         self.forget()
 
     def take(self, slots: Sequence[Slot]) -> None:
         """Share these slots, too. Raises ValueError if ranks differ in them."""
         replicas, fully_sharded = modules_of(self._sums.buffers.slots)
-        self._average_shards(fully_sharded)
         self._check(self.group.process_group, fully_sharded)
         self._share(slots)
         self.replicas, self.fully_sharded = replicas, fully_sharded
@@ -108,12 +106,6 @@ class Ranks(Alone):
         if self._settings.shard:
             # Those that have one keep it: the optimizer's state is there.
             self.owners.update(owners([slot for slot in slots if slot not in self.owners], self.size))
-
-    def _average_shards(self, fully_sharded: FullySharded) -> None:
-        """Average FSDP2's gradients over the ranks, too, if they come normalised: they are not added up here."""
-        if self._settings.reduction == "none":
-            for slot in fully_sharded.slots:
-                slot.averaged_by /= self.size
 
     def owned(self, parameters: Collection[Parameter]) -> list[Parameter]:
         slots = [self._sums.buffers.of[p] for p in parameters]
