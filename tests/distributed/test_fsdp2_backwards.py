@@ -245,3 +245,42 @@ def test_gradients_that_fsdp2_does_not_see_come_with_those_of_the_next_backward_
     opt.step()
     for ours in worlds(RANKS).run(unseen, last=last):
         assert_close(ours, [p.detach() for p in model.parameters()])
+
+
+def added_to(rank):
+    """Stands in for a reduction of FSDP2's that the wrapper was not told of."""
+    model = sharded(None, "head")
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.3), COUNT)
+    x, y = next(micro_batches(0, rank, False))
+    mean_square(model, x, y).backward()
+    opt.step()
+    p = model.embedding.weight
+    p.grad.to_local().add_(1.0)
+    with pytest.raises(RuntimeError, match=r"FSDP2 has added a gradient to .*\.grad by itself.*opt\.reset\(\)"):
+        for hook in p._post_accumulate_grad_hooks.values():
+            hook(p)
+
+
+def test_a_gradient_that_fsdp2_adds_unseen_is_an_error(worlds):
+    worlds(RANKS).run(added_to)
+
+
+def taken_over(rank):
+    """Another wrapper gets the parameters of one that lives on."""
+    model = sharded(None, "head")
+    before = fa.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.3), COUNT)
+    before._gathering.unhook_all()
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9), COUNT)
+    for window in range(WINDOWS):
+        for x, y in micro_batches(window, rank, False):
+            aside_first(model, x, y, Passes(model, torch.Tensor.backward, nullcontext))
+            opt.step()
+            opt.zero_grad()
+    assert not before._gathering.ledger.has_window
+    return [full(p) for p in model.parameters()]
+
+
+def test_backward_passes_are_those_of_the_wrapper_that_has_the_parameters(worlds):
+    theirs = big_batch("aside_first", "counted")
+    for ours in worlds(RANKS).run(taken_over):
+        assert_close(ours, theirs, 2e-6)
