@@ -93,7 +93,7 @@ def check_arguments(name: str, given: dict[str, Any], known: Iterable[str]) -> N
 def _meant(argument: str, known: list[str]) -> str | None:
     """The one of the known arguments that somebody who writes ``argument`` probably means."""
     names = {alias: proper for proper in known for alias in (proper, *KNOWN_AS.get(proper, "").split())}
-    close = difflib.get_close_matches(argument.lower(), names, n=1, cutoff=0.75)
+    close = difflib.get_close_matches(argument, names, n=1, cutoff=0.75)
     return names[close[0]] if close else None
 
 
@@ -158,14 +158,13 @@ class DividedTwice:
         count = ledger.window.micro_batches
         if self._told or count > 1:
             return
-        caller_owned, steps = ledger.schedule.caller_owned, ledger.window.length
         if count == 1:
-            if self._index == ledger.index and not caller_owned:
-                self._tell(steps)
+            if self._index == ledger.index:
+                self._tell(ledger.window.length)
         elif self._first is ledger.micro:
             self._divisors = []
         else:
-            if caller_owned and self._index + 1 == ledger.index and last_window is not None:
+            if ledger.schedule.caller_owned and self._index + 1 == ledger.index and last_window is not None:
                 self._tell(last_window.micro_batches)  # only now it is known how many the window had
             self._first, self._index = ledger.micro, ledger.index
             self._divisors = _divisors(loss, ledger.micro.weight)
@@ -252,19 +251,19 @@ class StepCalled:
     of that: inside the first window step() was called, although nobody has called the inner optimizer's. Warns if the scheduler seems to
     move with every micro-batch: it asks after the first of several. (One that moves with every epoch asks after the epoch's last.)
 
-    Attributes:
-        noted: has a scheduler of the wrapper noted that step() was called, or one of the inner optimizer, before that was wrapped?
+    Args:
+        stepped: was the inner optimizer stepped before it was wrapped?
     """
 
-    def __init__(self, ledger: Ledger, noted: bool):
+    def __init__(self, ledger: Ledger, stepped: bool):
         self._ledger = weakref.ref(ledger)
-        self.noted = noted
+        self._stepped = stepped
         self._told = False
 
     def __bool__(self) -> bool:
         ledger = self._ledger()
         if ledger is None or ledger.index > 0 or ledger.schedule.caller_owned:
-            return self.noted or (ledger is not None and ledger.index > 0)
+            return self._stepped or (ledger is not None and ledger.index > 0)
         inside = ledger.has_window and ledger.window.has_any
         if inside and ledger.steps <= 1 and not self._told:
             self._told = True
@@ -272,4 +271,4 @@ class StepCalled:
                 f"a scheduler steps inside window 0, of which {ledger.progress['micro_batch']} micro-batches are in: a schedule that "
                 "moves with every micro-batch ends too early; step it once per window: if opt.updated: scheduler.step()"
             )
-        return self.noted or inside
+        return self._stepped or inside

@@ -63,8 +63,8 @@ class Wrapper(Optimizer):
         if self.settings.master_weights:
             self._masters.watch(optimizer)
         self._divided = DividedTwice(self._ledger) if settings.reduction == "mean" else None
-        called = vars(optimizer).get("_opt_called") is True
-        self._step_called = optimizer._opt_called = StepCalled(self._ledger, called)  # type: ignore[attr-defined]
+        stepped = vars(optimizer).get("_opt_called") is True
+        optimizer._opt_called = StepCalled(self._ledger, stepped)  # type: ignore[attr-defined]
 
     def _named(self) -> dict[Parameter, str]:
         """The parameters in the groups, each once: a tied one may be in its group twice."""
@@ -237,12 +237,12 @@ class Wrapper(Optimizer):
     # -- a learning-rate scheduler notes here that step() was called, and asks when it steps for the first time ----
 
     @property
-    def _opt_called(self) -> StepCalled:
-        return self._step_called
+    def _opt_called(self) -> Any:
+        return self.optimizer._opt_called  # type: ignore[attr-defined]
 
     @_opt_called.setter
     def _opt_called(self, value: bool) -> None:
-        self._step_called.noted = value
+        pass  # the ledger knows
 
     # -- GradScaler.step() sets and deletes grad_scale and found_inf around our step() ---------------------------
 
