@@ -250,6 +250,11 @@ class Twice(torch.autograd.Function):
         pytest.param(lambda loss: loss, {}, {}, id="not divided"),
         pytest.param(lambda loss: loss / 3, {}, {}, id="by another number"),
         pytest.param(lambda loss: loss * N, {}, {}, id="multiplied"),
+        *(
+            pytest.param(lambda loss, by=by: loss / by * by, {}, {}, id=f"by {by}")
+            for by in (math.nan, math.inf, -math.inf, 5e-324, 2**60, -N, 0.25)
+        ),
+        pytest.param(lambda loss: 0 * loss, {}, {}, id="by zero"),
         pytest.param(lambda loss: N / loss, {}, {}, id="the number is divided"),
         pytest.param(lambda loss: loss * N / N, {}, {}, id="multiplied before, to undo it"),
         pytest.param(lambda loss: loss / torch.tensor(float(N)), {}, {}, id="by a tensor, whose value is not read"),

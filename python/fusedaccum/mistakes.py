@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-import math
 import reprlib
 import weakref
 from collections.abc import Callable, Iterable
@@ -202,15 +201,16 @@ def _divisors(loss: Tensor, weight: float | Tensor | None) -> list[int]:
             break
         number, divides = _python_number(node), node.name() == "DivBackward0"
         node = node.next_functions[0][0]
-        if not number or not math.isfinite(factor := number if divides else 1 / number):
+        if not number:
             continue
-        by = round(factor)
-        exact = number == by if divides else by != 0 and number == 1 / by
+        quotient = number if divides else 1 / number
+        by = round(quotient) if 2 <= quotient < 2**53 else 0  # not for NaN
+        exact = by and number == (by if divides else 1 / by)
         counts_items = isinstance(weight, Tensor) or weight == by
-        if exact and by > 1 and not counts_items and not _is_mean_of(node, by):
+        if exact and not counts_items and not _is_mean_of(node, by):
             found.append(by)
-        elif not divides:
-            factors.append(number)
+        else:
+            factors.append(1 / number if divides else number)
     return [by for by in found if by not in factors]
 
 
