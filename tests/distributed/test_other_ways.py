@@ -1,5 +1,6 @@
 """PyTorch's ways to train over ranks that the guide does not show: they work as intended, or are refused with what to do instead."""
 
+import contextlib
 import warnings
 
 import fusedaccum as fa
@@ -46,7 +47,9 @@ def test_fsdp1_is_refused(worlds, strategy, original, first):
 
 
 def tried_out(rank, when):
-    """Windows beside a DDP forward without a backward that the wrapper does not see: before it is built, or by module.forward()."""
+    """Windows beside a DDP forward that the wrapper does not see: before it is built, or by module.forward(); no backward follows, or
+    (``instead``) one does.
+    """
     model = plain()
     module = DDP(model)
     if when == "before":
@@ -56,7 +59,8 @@ def tried_out(rank, when):
         for x, y, weight, _ in share(window, 4, rank, 2):
             if when == "between":
                 module.forward(torch.ones(1, 12))
-            opt.backward((module(x) - y).square().mean(), weight=weight)
+            output = module.forward(x) if when == "instead" and window == 1 else module(x)
+            opt.backward((output - y).square().mean(), weight=weight)
             opt.step()
     return list(model.parameters())
 
@@ -78,8 +82,8 @@ def big(windows):
     return list(model.parameters())
 
 
-@pytest.mark.parametrize("when", ["before", "between"])
-def test_a_forward_of_ddp_that_no_backward_follows(worlds, when):
+@pytest.mark.parametrize("when", ["before", "between", "instead"])
+def test_a_forward_of_ddp_that_the_wrapper_does_not_see(worlds, when):
     for ours in worlds(2).run(tried_out, when=when):
         assert_close(ours, big(2))
 
@@ -130,6 +134,64 @@ def pipeline(rank, sharded):
         opt.zero_grad()
     assert opt.last_window.micro_batches == 16
     return list(layers.parameters())
+
+
+@contextlib.contextmanager
+def synchronised(module):
+    """Accelerate's trigger_sync_in_backward(): the next backward is synchronised, although its forward ran within no_sync()."""
+    before = module.require_backward_grad_sync, module.require_forward_param_sync
+    module.require_backward_grad_sync = module.require_forward_param_sync = True
+    module.reducer.prepare_for_backward([])
+    try:
+        yield
+    finally:
+        module.require_backward_grad_sync, module.require_forward_param_sync = before
+
+
+def triggered(rank, order, forwards, wraps):
+    """Two forwards, then two backwards; ``order``: which of these are synchronised. The gradients after each, and the parameters."""
+    model, grads = plain(), []
+    module = DDP(model)
+    opt = sgd(model.parameters())
+    opts = [fa.AccumulatingOptimizer(opt, reduction="none")] if wraps == 1 else [opt]
+    if wraps == 2:  # over one module
+        opts = [fa.AccumulatingOptimizer(sgd(part.parameters()), reduction="none") for part in (model[0], model[2])]
+    for window in range(3):
+        with module.no_sync() if forwards == "no_sync" else contextlib.nullcontext():
+            losses = [(module(x) - y).square().mean() / 2 for x, y, *_ in share(window, 4, rank, 2)]
+        for loss, synced in zip(losses, order, strict=True):
+            with synchronised(module) if synced else contextlib.nullcontext():
+                loss.backward()
+            grads.append([p.grad.clone() for p in model.parameters()])
+        for opt in opts:
+            opt.step()
+            opt.zero_grad()
+    assert module.require_backward_grad_sync
+    return grads, list(model.parameters())
+
+
+@pytest.mark.parametrize("wraps", [1, 2], ids=["one wrapper", "two"])
+def test_a_backward_is_synchronised_although_its_forward_was_not(worlds, wraps):
+    plain_ddp = worlds(2).run(triggered, order=(False, True), forwards="no_sync", wraps=0)
+    wrapped_ddp = worlds(2).run(triggered, order=(False, True), forwards="no_sync", wraps=wraps)
+    for (ours, after), (theirs, theirs_after) in zip(wrapped_ddp, plain_ddp, strict=True):
+        for a, b in zip([*ours, after], [*theirs, theirs_after], strict=True):
+            assert_close(a, b)
+
+
+def test_to_synchronise_a_backward_that_is_so_already_changes_nothing(worlds):
+    (first, after), (second, others) = worlds(2).run(triggered, order=(True, True), forwards="synced", wraps=1)
+    for a, b in zip([*first, after], [*second, others], strict=True):
+        assert all(map(torch.equal, a, b))
+    model = plain()
+    opt = sgd(model.parameters())
+    for window in range(3):
+        opt.zero_grad()
+        for rank in range(2):
+            for x, y, *_ in share(window, 4, rank, 2):
+                ((model(x) - y).square().mean() / 4).backward()
+        opt.step()
+    assert_close(after, list(model.parameters()))
 
 
 def whole_batch(number):

@@ -26,3 +26,11 @@ def test_a_frameworks_own_loop_on_two_ranks_is_its_big_batch(which, tmp_path):
     assert norms == pytest.approx(their_norms, rel=1e-5)
     for a, b in zip(ours, theirs):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_accelerates_loops_that_synchronise_by_hand_are_those_without_the_wrapper(tmp_path):
+    norms, ours = run("accelerate_alone", "wrapped", tmp_path)
+    their_norms, theirs = run("accelerate_alone", "plain", tmp_path)
+    assert norms == pytest.approx(their_norms, rel=1e-5)
+    for a, b in zip(ours, theirs):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)

@@ -5,6 +5,7 @@ import sys
 import fusedaccum as fa
 import torch
 from accelerate import Accelerator
+from accelerate.local_sgd import LocalSGD
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainingArguments
@@ -38,6 +39,35 @@ def accelerate(wrap):
                 norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
             optimizer.step()
             optimizer.zero_grad()
+    return norms, [p.detach() for p in model.module.parameters()], accelerator.is_main_process
+
+
+def accelerate_alone(wrap):
+    """Two forwards within no_sync(), the last backward synchronised all the same; then Accelerate's LocalSGD, which averages at the end."""
+    accelerator = Accelerator(cpu=True)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if wrap:
+        optimizer = fa.AccumulatingOptimizer(optimizer, reduction="none")
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(samples(), batch_size=2))
+    batches = list(loader)
+    norms = []
+    for pair in zip(batches[:4:2], batches[1:4:2], strict=True):
+        with accelerator.no_sync(model):
+            first, last = [nn.functional.mse_loss(model(x), y) for x, y in pair]
+        accelerator.backward(first)
+        with accelerator.trigger_sync_in_backward(model):
+            accelerator.backward(last)
+        norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2, enabled=True) as local_sgd:
+        for x, y in batches[4:]:
+            accelerator.backward(nn.functional.mse_loss(model(x), y))
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+            optimizer.step()
+            optimizer.zero_grad()
+            local_sgd.step()
     return norms, [p.detach() for p in model.module.parameters()], accelerator.is_main_process
 
 
@@ -80,7 +110,8 @@ def trainer(wrap, folder):
 
 if __name__ == "__main__":
     which, wrap, out = sys.argv[1], sys.argv[2] == "wrapped", sys.argv[3]
-    norms, params, first = accelerate(wrap) if which == "accelerate" else trainer(wrap, out + "-trainer")
+    loops = {"accelerate": accelerate, "accelerate_alone": accelerate_alone}
+    norms, params, first = loops[which](wrap) if which in loops else trainer(wrap, out + "-trainer")
     if first:
         torch.save((norms, params), out)
     torch.distributed.destroy_process_group()

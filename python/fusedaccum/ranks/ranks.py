@@ -237,7 +237,7 @@ class Ranks(Alone):
         return self._ledger.has_window and self.segments.phase is Phase.AGREED
 
     def before_weighing(self) -> None:
-        if self._settings.schedule.window_weight is not None:
+        if self._settings.schedule.window_weight is not None and not self.agreed:
             self._own.ends(self.replicas)  # raises if it does: the weights of all ranks decide
 
     def flushes(self) -> None:
