@@ -6,6 +6,7 @@ import warnings
 import fusedaccum as fa
 import pytest
 import torch
+import torch.distributed as dist
 from parts import assert_close, made, mean_loss, sgd, share, wrapped
 from torch import nn
 from torch.distributed._composable.replicate import replicate
@@ -239,6 +240,53 @@ def zero(rank):
 def test_zero_redundancy_optimizer(worlds):
     for ours in worlds(2).run(zero):
         assert_close(ours, big(2))
+
+
+def zero_clipped_and_saved(rank, ddp):
+    """Clipped by the norm of all parameters, whoever steps them, and saved inside the second window."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    def of(model):
+        inner = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.3, momentum=0.9, weight_decay=0.01)
+        group = None if ddp else dist.group.WORLD
+        return fa.AccumulatingOptimizer(inner, accum_steps=2, max_grad_norm=0.3, process_group=group)
+
+    model = plain()
+    module = DDP(model) if ddp else model
+    opt, norms = of(model), []
+    for window in range(3):
+        for number, (x, y, weight, _) in enumerate(share(window, 4, rank, 2)):
+            opt.backward((module(x) - y).square().mean(), weight=weight)
+            opt.step()
+            if (window, number) == (1, 0):
+                for to in range(2):  # as plain ZeroRedundancyOptimizer has it
+                    opt.consolidate_state_dict(to=to)
+                    if rank == to:
+                        told = opt.state_dict()
+                del opt
+                model.zero_grad()
+                opt = of(model)
+                opt.load_state_dict(told)
+        norms.append(float(opt.last_window.grad_norm))
+    return list(model.parameters()), norms
+
+
+@pytest.mark.parametrize("ddp", [True, False], ids=["ddp", "plain"])
+def test_zero_redundancy_optimizer_is_clipped_and_saved(worlds, ddp):
+    model, norms = plain(), []
+    opt = sgd(model.parameters())
+    for window in range(3):
+        x, y = (torch.cat([part[i] for part in share(window, 4, 0, 1)]) for i in range(2))
+        opt.zero_grad()
+        (model(x) - y).square().mean().backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.3)))
+        opt.step()
+    assert max(norms) > 0.3
+    for ours, our_norms in worlds(2).run(zero_clipped_and_saved, ddp=ddp):
+        assert_close(ours, list(model.parameters()))
+        assert our_norms == pytest.approx(norms, rel=1e-5)
 
 
 def joined(rank):

@@ -1,6 +1,7 @@
 """shard=True: every rank steps a part of the parameters and keeps only its state; all ranks end with the same parameters."""
 
 import copy
+import warnings
 
 import fusedaccum as fa
 import fusedaccum.ranks.segments
@@ -172,6 +173,56 @@ def refused(rank):
 
 def test_what_cannot_be_meant_is_refused(worlds):
     worlds(2).run(refused)
+
+
+class SharedOut(torch.optim.SGD):
+    """Steps every second parameter here and the others elsewhere, as some make of Muon does: ranks tell each other by collectives."""
+
+    def step(self, closure=None):
+        def tell(p):
+            dist.all_reduce(p)
+
+        for p in self.param_groups[0]["params"]:
+            tell(p.detach())
+
+
+class OfRanks(torch.optim.SGD):
+    def __init__(self, params, lr):
+        super().__init__(params, lr=lr)
+        self.over = dist.group.WORLD
+
+
+class TwoInside(torch.optim.SGD):
+    """Hands some parameters to another optimizer, on all ranks alike."""
+
+    def __init__(self, params, lr):
+        first, *rest = params
+        super().__init__([first, *rest], lr=lr)
+        self.other = torch.optim.AdamW([first], lr=lr)
+
+
+def shared_out_twice(rank):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch 2.13 warns of what it uses itself
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    params = [nn.Parameter(torch.zeros(1)) for _ in range(6)]
+    settings = {"accum_steps": 1, "process_group": dist.group.WORLD, "shard": True}
+    zero = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=1.0)
+    for inner, how in (
+        (zero, r"ZeroRedundancyOptimizer \(it has a \.(world_size|process_group)\)"),
+        (SharedOut(params, lr=1.0), r"SharedOut \(its step\(\) calls all_reduce\(\)\)"),
+        (OfRanks(params, lr=1.0), r"OfRanks \(it has a \.over\)"),
+    ):
+        with pytest.raises(ValueError, match=rf"shard=True has each rank step a part.*so has {how}.*leave shard out"):
+            fa.AccumulatingOptimizer(inner, **settings)
+    opt = fa.AccumulatingOptimizer(TwoInside(params, lr=1.0), **settings)
+    sum(params).backward()
+    opt.step()
+    return [float(p.detach()) for p in params]
+
+
+def test_an_optimizer_that_shares_out_its_parameters_itself_is_refused(worlds):
+    assert worlds(2).run(shared_out_twice) == [[-1.0] * 6] * 2
 
 
 def added_later(rank):

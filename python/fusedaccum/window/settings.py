@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parameter import is_lazy
-from torch.optim import LBFGS, SparseAdam
+from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from ..buffers.buffers import buffer_dtype, gradient_dtype
 from ..buffers.masters import inside
@@ -24,6 +26,10 @@ REDUCTIONS = ("mean", "sum", "none")
 ROUNDINGS = ("nearest", "stochastic")
 NONFINITE = ("propagate", "skip_window", "skip_micro_batch", "raise")
 COMM_DTYPES = (None, torch.float32, torch.bfloat16)
+COLLECTIVES = {
+    *("all_gather", "all_gather_into_tensor", "all_gather_single", "all_reduce", "all_to_all", "all_to_all_single"),
+    *("reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor"),
+}
 BUFFER_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -138,6 +144,12 @@ def check_optimizer(optimizer: Any, settings: Settings, wrapper: type) -> None:
                     "whose own lists would still hold the model's parameters; wrap a plain optimizer (instead of ZeroRedundancyOptimizer, "
                     "pass shard=True)"
                 )
+    if settings.shard and (how := shares_out(optimizer)):
+        raise ValueError(
+            f"shard=True has each rank step a part of the parameters, but so has {type(optimizer).__name__} ({how}), and what falls to one "
+            "rank here and to another there would be stepped by none; leave shard out, or wrap a plain optimizer: shard=True keeps its "
+            "state in parts, too"
+        )
     if settings.buffer_device is not None and settings.master_weights:
         group = next((group for group in optimizer.param_groups if group.get("capturable")), None)
         if group is not None and any(p.device != settings.buffer_device for p in group["params"]):
@@ -171,6 +183,22 @@ def _check_lbfgs(settings: Settings) -> None:
         raise ValueError(
             "master_weights=True does not work with LBFGS, which keeps its own list of parameters; keep the model in FP32"
         )
+
+
+def shares_out(optimizer: Optimizer) -> str:
+    """What shows that an optimizer shares out its parameters among ranks itself; empty if nothing does."""
+    for name, value in vars(optimizer).items():
+        if name == "world_size" or (dist.is_available() and isinstance(value, dist.ProcessGroup)):
+            return f"it has a .{name}"
+    called = sorted(COLLECTIVES & _names(getattr(inspect.unwrap(type(optimizer).step), "__code__", None)))
+    return f"its step() calls {called[0]}()" if called else ""
+
+
+def _names(code: CodeType | None) -> set[str]:
+    """What a function calls by name, functions inside it included."""
+    if code is None:
+        return set()
+    return set(code.co_names).union(*(_names(const) for const in code.co_consts if isinstance(const, CodeType)))
 
 
 def check_parameter(name: str, parameter: Tensor, settings: Settings, left: bool) -> None:
