@@ -122,17 +122,17 @@ def test_sums_go_while_the_last_backward_computes(worlds, told):
 # -- gradients that come after the sums have been sent ------------------------------------------------------------------
 
 
-def twice_a_micro_batch(rank, how):
+def twice_a_micro_batch(rank, how, settings):
     """Backward twice before a step(), so that the second comes after sums have been sent; not the same way on both ranks."""
     fusedaccum.ranks.segments.SEGMENT_BYTES = 400
     try:
         model = made()
-        opt = wrapped(model, accum_steps=2, process_group=dist.group.WORLD)
+        opt = wrapped(model, accum_steps=2, process_group=dist.group.WORLD, **settings)
         for window in range(3):
             parts = share(window, COUNT, rank, dist.get_world_size())
             for number in (0, 2):
                 for k, (x, y, _, use) in enumerate(parts[number : number + 2]):
-                    loss = mean_loss(model, x, y, use)
+                    loss = mean_loss(model, x, y, use) / (2 if settings.get("reduction") == "none" else 1)
                     if how == "checkpoint":
                         loss = loss + checkpoint(lambda z: model(z).sum() * 0, x.requires_grad_(), use_reentrant=True)
                     if how == "one rank" and rank == 0:
@@ -145,13 +145,15 @@ def twice_a_micro_batch(rank, how):
                     opt.load_state_dict(opt.state_dict())
                 opt.step()
                 opt.zero_grad()
-        return contents(model, opt)
+        return list(model.parameters()) if settings.get("shard") else contents(model, opt)
     finally:
         fusedaccum.ranks.segments.SEGMENT_BYTES = 32 << 20
 
 
 @pytest.mark.parametrize("how", ["all", "one rank", "checkpoint", "saved"])
-def test_gradients_that_come_after_the_sums_have_gone(worlds, how):
+@pytest.mark.parametrize("shard", [False, True], ids=["", "shard"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_gradients_that_come_after_the_sums_have_gone(worlds, how, shard, reduction):
     model = made()
     opt = sgd(model.parameters())
     for window in range(3):
@@ -161,8 +163,9 @@ def test_gradients_that_come_after_the_sums_have_gone(worlds, how):
             for x, y, _, use in of_rank:
                 (mean_loss(model, x, y, use) / 4).backward()  # 2 ranks, 2 micro-batches each, of two passes that add up
         opt.step()
-    for ours in worlds(2).run(twice_a_micro_batch, how=how):
-        assert_close(ours, contents(model, opt))
+    theirs = list(model.parameters()) if shard else contents(model, opt)
+    for ours in worlds(2).run(twice_a_micro_batch, how=how, settings={"shard": shard, "reduction": reduction}):
+        assert_close(ours, theirs)
 
 
 # -- DistributedDataParallel with windows that the caller owns -------------------------------------------------------------

@@ -69,6 +69,28 @@ def test_fp64_sums_that_travel_in_fp32_are_added_in_fp64(worlds, shard):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+def again(rank, shard, late):
+    """One large gradient, and then, after the sums have gone, many small ones, which come on the ranks ``late`` only."""
+    params = [nn.Parameter(torch.zeros(3)) for _ in range(4)]
+    opt = fa.AccumulatingOptimizer(
+        torch.optim.SGD(params, lr=1.0), 1, process_group=dist.group.WORLD, comm_dtype=torch.bfloat16, shard=shard
+    )
+    with mock.patch.object(fusedaccum.ranks.segments, "SEGMENT_BYTES", 1):
+        for number in range(9):
+            if number == 0 or rank in late:
+                torch.autograd.backward(params, [torch.full((3,), 0.5 if number else 256.0) for _ in params])
+        opt.step()
+    return torch.stack([p.detach() for p in params])
+
+
+@pytest.mark.parametrize("late", [(0,), (1,), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize("shard", [False, True], ids=["all", "owners"])
+def test_what_comes_after_sums_have_travelled_in_bf16_is_added_to_them(worlds, shard, late):
+    mean = (3 * 256 + len(late) * 8 * 0.5) / 3  # 768 is a number of bf16, and 772 none
+    for ours in worlds(3).run(again, shard=shard, late=late):
+        torch.testing.assert_close(ours, torch.full((4, 3), -mean), rtol=1e-7, atol=0)
+
+
 def weighed(rank, shard):
     """The bytes that this rank hands to the collectives which move sums."""
     moved = {"out": 0, "back": 0}
