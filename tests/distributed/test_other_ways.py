@@ -111,7 +111,7 @@ def test_ddp_that_is_not_called_is_refused(worlds, how):
             assert_close(ours, big(1))
 
 
-def pipeline(rank, sharded):
+def pipeline(rank, sharded, reduction="mean"):
     """Two stages on two ranks each; a window is two runs of the schedule, of four parts each."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stages", "replicas"))
     number, replica = mesh.get_coordinate()
@@ -121,8 +121,9 @@ def pipeline(rank, sharded):
         fully_shard(layers, mesh=mesh["replicas"]) if sharded else DDP(layers, process_group=mesh.get_group("replicas"))
     )
     stage = PipelineStage(module, number, 2, torch.device("cpu"), group=mesh.get_group("stages"))
-    schedule = ScheduleGPipe(stage, 4, lambda y, target: (y - target).square().mean(), scale_grads=False)
-    opt = wrapped(layers)
+    passes = 8 if reduction == "none" else 1
+    schedule = ScheduleGPipe(stage, 4, lambda y, target: (y - target).square().mean() / passes, scale_grads=False)
+    opt = wrapped(layers, reduction=reduction)
     for window in range(2):
         for run in range(2):
             x, y = (x[replica::2].contiguous() for x in whole_batch(2 * window + run))  # as PyTorch 2.10 wants it
@@ -200,8 +201,9 @@ def whole_batch(number):
     return [torch.randn(16, size, generator=generator) for size in (12, 3)]
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.filterwarnings("ignore")
-def test_a_pipeline_of_ddp_stages(worlds):
+def test_a_pipeline_of_ddp_stages(worlds, reduction):
     model = plain()
     opt = sgd(model.parameters())
     for window in range(2):
@@ -210,7 +212,7 @@ def test_a_pipeline_of_ddp_stages(worlds):
         (model(x) - y).square().mean().backward()
         opt.step()
     expected = list(model.parameters())
-    for rank, ours in enumerate(worlds(4).run(pipeline, sharded=False)):
+    for rank, ours in enumerate(worlds(4).run(pipeline, sharded=False, reduction=reduction)):
         assert_close(ours, expected[2:] if rank > 1 else expected[:2])
 
 
