@@ -107,25 +107,27 @@ class Wrapped(Plain):
             assert bool(self.opt.updated) == last
 
 
-def rounds(rank, how, settings, dtype=torch.float32, clip=False, shared=True):
-    """Two rounds of windows of this rank's own, an average, and (``shared``) a window of all ranks. Both loops' states after each."""
+def rounds(rank, how, settings, dtype=torch.float32, clip=False, late=False):
+    """Two rounds of windows of this rank's own, an average, and a window of all ranks; the average may come ``late``, after that. Both
+    loops' states after each.
+    """
     size = dist.get_world_size()
     loops = [Plain(dtype, clip), Wrapped(dtype, clip, **settings)]
     found, calls = [[], []], 0
     for number, (loop, states) in enumerate(zip(loops, found, strict=True)):
         for index in range(2 * (INNER + 1)):
             own = index % (INNER + 1) < INNER
-            if not own:
+            if not own and not late:
                 average(loop.model)
                 states.append(contents(loop.model, loop.opt))
-                if not shared:
-                    continue
             # Of equal weights where the mean over ranks is that of what each has normalised.
             parts = share(index, PARTS * size, rank, size, equal=not own)
             if own and number:
                 calls += collectives(functools.partial(loop.window, parts, how, own))
             else:
                 loop.window(parts, how, own)
+            if not own and late:
+                average(loop.model)
             states.append(contents(loop.model, loop.opt))
     return *found, calls
 
@@ -141,6 +143,10 @@ def check(results, tolerance=2e-5):
 
 
 DROP_IN = {"reduction": "none"}
+
+
+def test_ranks_may_share_a_window_while_their_parameters_differ(worlds):
+    check(worlds(2).run(rounds, how="inside", settings=DROP_IN, late=True))
 
 
 @pytest.mark.parametrize("how", ["inside", "outside", "attribute"])
@@ -223,6 +229,29 @@ def test_a_step_after_no_sync_shares_a_window_that_the_wrapper_divides(worlds):
     for window in range(2):
         one_batch(model, opt, share(window, PARTS * 2, 0, 1))
     for ours in worlds(2).run(after_the_block):
+        assert_close(ours, list(model.parameters()), 1e-5)
+
+
+def synchronised_first(rank, settings):
+    loop = Wrapped(**settings)
+    for window in range(2):
+        (x, y, weight, use), *rest = share(window, PARTS * 2, rank, 2)
+        loop.opt.backward(mean_loss(loop.module, x, y, use), weight=weight)
+        with loop.module.no_sync():
+            loop.after(False)
+            for number, (x, y, weight, use) in enumerate(rest):
+                loop.opt.backward(mean_loss(loop.module, x, y, use), weight=weight)
+                loop.after(number == len(rest) - 1)
+    return list(loop.model.parameters())
+
+
+@pytest.mark.parametrize("settings", [{"accum_steps": PARTS}, {}], ids=["counted", "caller-owned"])
+def test_a_window_with_one_synchronised_backward_is_shared_wherever_it_ends(worlds, settings):
+    model = made()
+    opt = adamw(model.parameters())
+    for window in range(2):
+        one_batch(model, opt, share(window, PARTS * 2, 0, 1))
+    for ours in worlds(2).run(synchronised_first, settings=settings):
         assert_close(ours, list(model.parameters()), 1e-5)
 
 
@@ -334,7 +363,7 @@ def refused(rank, settings):
         name = next(name for name in settings if name != "accum_steps")
         with pytest.raises(
             RuntimeError,
-            match=rf"window 0 ends within no_sync\(\).*with {name}=.*opt\.flush\(\).*outside.*leave {name}=",
+            match=rf"ends within no_sync\(\) is.*with {name}=.*window 0.*opt\.flush\(\).*outside.*leave {name}=",
         ):
             loop.opt.step()
         assert all(map(torch.equal, before, loop.model.parameters()))
@@ -344,7 +373,7 @@ def refused(rank, settings):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"shard": True}, {"shard": True, "accum_steps": 1}, {"window_weight": 1.0}, {"noise_scale": 0.9}],
+    [{"shard": True}, {"shard": True, "accum_steps": 1}, {"window_weight": 1000.0}, {"noise_scale": 0.9}],
     ids=["shard", "shard, counted", "window_weight", "noise_scale"],
 )
 def test_windows_that_need_all_ranks_are_refused_within_no_sync_and_lose_nothing(worlds, settings):

@@ -51,9 +51,9 @@ class OwnWindows:
         needs_all = [*self._needs_all, *(["FSDP2's fully_shard"] if self._buffers.sharded else [])]
         if own and needs_all:
             raise RuntimeError(
-                f"window {self._ledger.index} ends within no_sync(), so it would be this rank's own (local SGD), but with {needs_all[0]} "
-                "windows are those of all ranks. To share it, call opt.flush(), and later step(), outside of no_sync(): nothing is lost. "
-                f"To let ranks step alone, leave {needs_all[0]} out"
+                f"a window that ends within no_sync() is this rank's own (local SGD), but with {needs_all[0]} window "
+                f"{self._ledger.index} is that of all ranks. To share it, call opt.flush(), and later step(), outside of no_sync(): "
+                f"nothing is lost. To let ranks step alone, leave {needs_all[0]} out"
             )
         return own
 
