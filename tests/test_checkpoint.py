@@ -232,6 +232,44 @@ def test_a_window_that_its_caller_has_dropped_stays_dropped(how):
     assert_same_parameters(net, big, 1e-12)
 
 
+@pytest.mark.parametrize(
+    "settings", [{"nonfinite": "skip_window"}, {"nonfinite": "skip_window", "max_grad_norm": 1.0}], ids=str
+)
+@pytest.mark.parametrize("bad", [(0,), (1,), (0, 1), (2,), ()], ids=str)
+def test_what_was_not_finite_before_a_checkpoint_inside_a_micro_batch_is_counted_after_it(settings, bad):
+    """A micro-batch of three passes, of which two are in the checkpoint. The run that was saved goes on, too."""
+    net, (x, y) = model(), data()
+    opt = wrapped(net, 2, **settings)
+    for i in range(3):
+        if i == 2:
+            resumed_net = twin(net)
+            resumed = wrapped(resumed_net, 2, **settings)
+            resumed.load_state_dict(through_a_file(opt.state_dict()))
+        for each in (net, resumed_net) if i == 2 else (net,):
+            (mean_loss(each, x, y) * (float("nan") if i in bad else 1.0)).backward()
+    for each, its in ((net, opt), (resumed_net, resumed)):
+        its.step()
+        mean_loss(each, x, y).backward()
+        its.step()
+        assert its.last_window.micro_batches == 2 and int(its.last_window.nonfinite) == bool(bad)
+        assert bool(its.updated) == (not bad)
+
+
+def test_what_was_not_finite_but_has_been_replaced_is_still_counted_after_a_checkpoint():
+    """The sums are finite again, so that the count alone tells of it."""
+    net, (x, y) = model(), data()
+    opt, resumed = wrapped(net, 1, nonfinite="skip_window"), wrapped(model(), 1, nonfinite="skip_window")
+    (mean_loss(net, x, y) * float("inf")).backward()
+    for p in net.parameters():
+        p.grad.zero_()
+    resumed.load_state_dict(through_a_file(opt.state_dict()))
+    for its in (opt, resumed):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # of what was written to p.grad
+            its.step()
+        assert int(its.last_window.nonfinite) == 1 and not its.updated
+
+
 @pytest.mark.filterwarnings("ignore:.*grad was set to None")
 def test_what_a_counted_window_has_lost_has_no_norm_either():
     (x, y), net = data(), model()

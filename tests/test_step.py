@@ -58,6 +58,58 @@ def test_max_grad_norm_clips_the_finished_window_once(fused, limit, owned):
     assert_same_parameters(net, big, 2e-6)
 
 
+FUSED = {
+    "SGD": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, fused=True),
+    "AdamW": lambda ps: torch.optim.AdamW(ps, lr=0.1, eps=1e-2, fused=True),
+    "Adagrad": lambda ps: torch.optim.Adagrad(ps, lr=0.1, eps=1e-2, fused=True),
+}
+
+
+@pytest.mark.parametrize("make", FUSED)
+@pytest.mark.parametrize("dtypes", ["fp64", "fp64 and fp32", "fp64 buffers"])
+@pytest.mark.parametrize("nonfinite", ["propagate", "skip_window", "raise"])
+def test_a_clipped_window_in_fp64_is_not_divided_in_a_fused_optimizers_fp32(make, dtypes, nonfinite):
+    """Weights, norm and coefficient are numbers that FP32 does not hold exactly; ``grad_scale`` is FP32."""
+    net, (x, y) = model(torch.float32 if dtypes == "fp64 buffers" else torch.float64), data()
+    if dtypes == "fp64 and fp32":
+        net[2].float()
+        net[1].register_forward_hook(lambda _, args, output: output.float())
+        net[2].register_forward_hook(lambda _, args, output: output.double())
+    x, y = x.to(net[0].weight.dtype), y.to(net[0].weight.dtype)
+    big, limit = twin(net), 0.05
+    buffers = torch.float64 if dtypes == "fp64 buffers" else torch.float32
+    opt = wrapped(
+        net, make=FUSED[make], window_weight=2.4, max_grad_norm=limit, nonfinite=nonfinite, buffer_dtype=buffers
+    )
+    plain = FUSED[make](big.parameters())
+    for _ in range(3):
+        for xs, ys in parts(x, y, (5, 8, 11)):
+            opt.backward(mean_loss(net, xs, ys), weight=len(xs) * 0.1)
+            opt.step()
+        plain.zero_grad()
+        mean_loss(big, x, y).backward()
+        norm = nn.utils.clip_grad_norm_(big.parameters(), limit)
+        plain.step()
+        assert opt.updated and float(norm) > limit
+        tight = 1e-12 if dtypes == "fp64" else 1e-6
+        torch.testing.assert_close(opt.last_window.grad_norm.double(), norm.double(), rtol=tight, atol=0)
+    for p, q in zip(net.parameters(), big.parameters()):
+        tight = 1e-12 if dtypes == "fp64" else 2e-7 if p.dtype is torch.float64 else 1e-5
+        torch.testing.assert_close(p, q, rtol=tight, atol=tight)
+
+
+@pytest.mark.parametrize("make", FUSED)
+def test_a_window_in_fp64_that_is_not_finite_is_not_stepped_by_a_fused_optimizer(make):
+    net, (x, y) = model(), data()
+    opt = wrapped(net, 2, make=FUSED[make], max_grad_norm=0.05, nonfinite="skip_window")
+    for window in range(3):
+        before = [p.detach().clone() for p in net.parameters()]
+        for factor in (1.0, float("inf") if window == 1 else 1.0):
+            (mean_loss(net, x, y) * factor).backward()
+            opt.step()
+        assert bool(opt.updated) == (window != 1) == (not all(map(torch.equal, before, net.parameters())))
+
+
 class Clipping(torch.optim.SGD):
     @torch.no_grad()
     def step(self, closure=None):
