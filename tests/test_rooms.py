@@ -30,7 +30,7 @@ ROOMS = {
     "schedules": {"scalars", "window"},
     "wrapper": {"buffers", "checkpoint", "closing", "gathering", "mistakes", "warn", "window"},
     "optimizer": {"checkpoint", "closures", "engine", "gathering", "mistakes", "scalars", "window", "wrapper"},
-    "recipes": {"buffers", "engine", "gathering", "intake", "modules", "ops", "optimizer", "scalars", "window"},
+    "recipes": {"buffers", "engine", "gathering", "intake", "modules", "ops", "optimizer", "scalars", "warn", "window"},
     "integrations": {"__init__"},
     "__init__": {"_version", "checkpoint", "ops", "optimizer", "recipes", "schedules", "window"},
     "__main__": {"_version", "native", "ops"},
