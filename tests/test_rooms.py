@@ -26,7 +26,7 @@ ROOMS = {
     "ranks": {"buffers", "engine", "modules", "ops", "scalars", "warn", "window"},
     "gathering": {"buffers", "engine", "intake", "modules", "ops", "ranks", "scalars", "warn", "window"},
     "closing": {"buffers", "closures", "gathering", "scalars", "warn", "window"},
-    "checkpoint": {"buffers", "gathering", "warn", "window"},
+    "checkpoint": {"buffers", "engine", "gathering", "warn", "window"},
     "schedules": {"scalars", "window"},
     "wrapper": {"buffers", "checkpoint", "closing", "gathering", "mistakes", "warn", "window"},
     "optimizer": {"checkpoint", "closures", "engine", "gathering", "mistakes", "scalars", "window", "wrapper"},

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -13,7 +17,53 @@ from torch._compile import _disable_dynamo as outside_graphs
 # A context in which tensors are real again, whatever mode the caller is in (FakeTensorMode).
 from torch.utils._python_dispatch import _disable_current_modes as outside_modes
 
-__all__ = ["outside_graphs", "outside_modes", "when_backward_ends", "within_backward"]
+__all__ = [
+    "outside_graphs",
+    "outside_modes",
+    "runs",
+    "when_backward_ends",
+    "within_backward",
+    "without_grad",
+]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def without_grad(call: Callable[P, R]) -> Callable[P, R]:
+    """As torch.no_grad() decorates, but Ctrl-C cannot leave gradients off.
+
+    PyTorch's sets and resets the mode in methods written in Python, and a KeyboardInterrupt may come in place of the first line of one, or
+    before its last: Python looks for signals where a function of its own begins, and where a call has returned. None lies between here.
+    """
+
+    @functools.wraps(call)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        before = torch.is_grad_enabled()
+        try:
+            torch._C._set_grad_enabled(False)
+            return call(*args, **kwargs)
+        finally:
+            torch._C._set_grad_enabled(before)
+
+    return called
+
+
+def recording() -> Any:
+    """A context in which autograd records, whatever mode the caller is in. Not torch.inference_mode(False), for the same reason."""
+    return torch._C._InferenceMode(False)
+
+
+def runs(frame: FrameType | None) -> bool:
+    """Is this call still running, in any thread? Ctrl-C may have ended it without what it does at its end."""
+    # Not in a variable: what holds its own frame holds all that its callers have.
+    return frame is not None and any(frame in _callers(stack) for stack in sys._current_frames().values())
+
+
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def within_backward() -> bool:

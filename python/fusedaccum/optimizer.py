@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer
 from .checkpoint import checkpoint
 from .checkpoint.distributed import refuse_torchs_functions
 from .closures import Evaluated
-from .engine import outside_graphs
+from .engine import outside_graphs, without_grad
 from .gathering import threads
 from .mistakes import check_arguments, check_is_optimizer, suggests_arguments
 from .scalars import Scalar, checked_loss, checked_weight, is_number, or_one
@@ -137,15 +137,19 @@ class AccumulatingOptimizer(Wrapper):
         if kwargs:
             check_arguments("opt.backward", kwargs, BACKWARD)
         in_loss = self._gathering.weighs_loss and weight is not None
-        with self._grouped(weight, last, in_loss):
-            if self._divided is not None:
-                self._divided.look(loss, self._closing.last_window)
-            weighed = loss * self._ledger.micro.value() if self._ledger.micro.in_loss else loss
-            weighed.backward(**kwargs)  # its hooks (intake) bring the gradients to self._gathering
-            threads.saw_pass(threading.get_ident())
-            if kwargs.get("gradient") is None:  # else the gradients are not of the loss itself
-                self._gathering.record_loss(loss, by_backward=True)
-                self._ledger.micro.told += 1
+        block = self._grouped(weight, last, in_loss)
+        try:
+            with block:
+                if self._divided is not None:
+                    self._divided.look(loss, self._closing.last_window)
+                weighed = loss * self._ledger.micro.value() if self._ledger.micro.in_loss else loss
+                weighed.backward(**kwargs)  # its hooks (intake) bring the gradients to self._gathering
+                threads.saw_pass(threading.get_ident())
+                if kwargs.get("gradient") is None:  # else the gradients are not of the loss itself
+                    self._gathering.record_loss(loss, by_backward=True)
+                    self._ledger.micro.told += 1
+        finally:
+            self._gathering.inside = False  # if Ctrl-C has come in place of the block's end
 
     @outside_graphs
     def record_loss(self, loss: Scalar) -> None:
@@ -186,7 +190,7 @@ class AccumulatingOptimizer(Wrapper):
         return self._gathering.grouped(None if weight is None else checked_weight(weight), last, in_loss)
 
     @outside_graphs
-    @torch.no_grad()
+    @without_grad
     def step(self, closure: Callable[[], Any] | None = None, *, weight: Scalar | None = None) -> Any:
         """End the micro-batch. If that completes the window, normalise, clip and step the inner optimizer.
 
@@ -242,7 +246,7 @@ class AccumulatingOptimizer(Wrapper):
             self._gathering.loss_scale.forget_step()
 
     @outside_graphs
-    @torch.no_grad()
+    @without_grad
     def flush(self) -> None:
         """Apply a partial window, divided by what it actually holds. A backward pass not yet followed by ``step()`` is part of it.
 
@@ -298,7 +302,7 @@ class AccumulatingOptimizer(Wrapper):
             self._sums.zero_(zeroed)
 
     @outside_graphs
-    @torch.no_grad()
+    @without_grad
     def normalize_(self) -> None:
         """At a window's end, between its last backward and ``step()``: make ``p.grad`` the window's gradient, to clip or inspect.
 

@@ -161,6 +161,7 @@ class Wrapper(Optimizer):
         gathering = self.__dict__.get("_gathering")  # None: not built yet
         if gathering is not None and not is_compiling():
             gathering.settle_returned()
+            self._masters.come_back()
         return self.optimizer.param_groups
 
     @param_groups.setter

@@ -9,9 +9,12 @@ Outside code (schedulers, checkpoints, logging) finds the model's own parameters
 
 from __future__ import annotations
 
+import functools
+import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +23,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from .. import ops
+from ..engine import runs, without_grad
 from .buffers import Slot
 from .shards import local_of
 
@@ -42,7 +46,8 @@ class MasterWeights:
         self._meant: dict[Parameter, set[Any]] = {}  # keys of state that the optimizer itself keeps unlike the master
         # While the inner optimizer is at work: the gradients, and the masters' gradients made from them.
         self._lent: dict[Slot, tuple[Tensor | None, Tensor | None]] = {}
-        self._working = False
+        self._works: FrameType | None = None  # the call in which the inner optimizer is at work
+        self._late: Callable[[], None] = lambda: None  # does what that call does at its end
 
     def add(self, parameters: Iterable[Parameter]) -> list[Parameter]:
         """Make masters of parameters that are 16 bits wide, or on another device than their gradients. Returns those that had none."""
@@ -130,7 +135,8 @@ class MasterWeights:
     @contextmanager
     def at_work(self, inner: Optimizer, slots: Iterable[Slot] = ()) -> Iterator[None]:
         """Within the block, the inner optimizer's groups and state hold the masters, and the masters of ``slots`` their gradients."""
-        if self._working or not self.of:  # a step hook may call the wrapper
+        self.come_back()
+        if self._works or not self.of:  # a step hook may call the wrapper
             yield
             return
         slots = [slot for slot in slots if slot.param in self.of]
@@ -139,18 +145,28 @@ class MasterWeights:
             if hasattr(optimizer, "check_overrides"):
                 optimizer.check_overrides()
         self.fit_state(inner)
-        self._working = True
+        self._late, self._works = functools.partial(self._leave, inner, slots), sys._getframe(2)
         try:
             _exchange(inner, self.of)
             self.take_gradients(slots)
             yield
-        finally:
-            _exchange(inner, self._model)  # first, because it must not be lost to an interrupt
-            self._working = False
-            self._lent.clear()
-            for slot in slots:
-                self.of[slot.param].grad = None
-            self._note_meant(inner, self.of)
+            self._leave(inner, slots)
+        except BaseException:
+            self._leave(inner, slots)  # once more, if Ctrl-C came meanwhile
+            raise
+
+    def _leave(self, inner: Optimizer, slots: Iterable[Slot]) -> None:
+        _exchange(inner, self._model)  # first, because it must not be lost to an interrupt
+        self._works = None
+        self._lent.clear()
+        for slot in slots:
+            self.of[slot.param].grad = None
+        self._note_meant(inner, self.of)
+
+    def come_back(self) -> None:
+        """Give the model's parameters their places in the inner optimizer, if a call that has taken them was ended without that."""
+        if self._works is not None and not runs(self._works):
+            self._late()
 
     def take_gradients(self, slots: Iterable[Slot]) -> None:
         """Give the masters of ``slots`` their gradients, unless they were given the same ones before."""
@@ -169,7 +185,7 @@ class MasterWeights:
                 holder = slot.holder if slot.offloaded else slot.param
                 slot.assign(holder, left)
 
-    @torch.no_grad()
+    @without_grad
     def follow_model(self) -> None:
         """Take over what other code has written into the model since the last :meth:`write_back` (such as loaded weights).
 
@@ -183,7 +199,7 @@ class MasterWeights:
                 master.copy_(torch.where(master.to(p.dtype) == theirs, master, theirs.to(master.dtype)))
                 self._seen[p] = _fingerprint(p)
 
-    @torch.no_grad()
+    @without_grad
     def write_back(
         self, stepped: Iterable[Parameter], sums: Sums, before: Mapping[Parameter, Any] | None = None
     ) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .. import ops
-from ..engine import outside_graphs
+from ..engine import outside_graphs, without_grad
 from ..ops.memory import address
 from ..scalars import Scalar, beside, identity, on, over
 from ..warn import warn
@@ -158,7 +158,7 @@ class Sums:
             self.norms.forget_block(slot.block)
             slot.block.written()
 
-    @torch.no_grad()
+    @without_grad
     def bring_back(self) -> None:
         """Move buffers back into their blocks, if they lie elsewhere or are laid out unlike their parameters.
 

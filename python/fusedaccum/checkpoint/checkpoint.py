@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from ..buffers.buffers import Slot
 from ..buffers.shards import local_of, whole
+from ..engine import without_grad
 from ..warn import warn
 from ..window.window import Loss, MicroBatch, Window
 
@@ -142,7 +142,7 @@ def check(opt: Wrapper, own: dict[str, Any]) -> None:
             )
 
 
-@torch.no_grad()
+@without_grad
 def load(opt: Wrapper, own: dict[str, Any]) -> None:
     """Load a checked checkpoint; the window must be empty."""
     sums, slots = opt._sums, opt._sums.buffers.slots

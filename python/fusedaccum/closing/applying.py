@@ -59,13 +59,6 @@ def step_all(end: Conclusion, inner: Any, masters: MasterWeights, sums: Sums, se
     cast = [] if fused else end.slots  # if each rank steps a part, all must ask, even those that cast nothing
     if settings.nonfinite == "skip_window" and overflowed_in_cast(cast, masters, sums):
         return False
-    if fused:
-        # It divides by grad_scale, and heeds found_inf, in its own pass over the gradients.
-        device = stepped_of(end.slots[0], masters).device
-        divisor = end.slots[0].divisor
-        grad_scale = over(end.divisor, beside(end.coef, divisor) * divisor)
-        inner.grad_scale = fp32_on(grad_scale, device)
-        inner.found_inf = fp32_on(end.skip, device) if decided_there else None
     applied = ~end.skip if decided_there and isinstance(end.skip, Tensor) else True
 
     def pre_hooks_have_run() -> None:  # which may have written to the model, or replaced p.grad
@@ -79,14 +72,21 @@ def step_all(end: Conclusion, inner: Any, masters: MasterWeights, sums: Sums, se
         write_back(end, masters, sums)
 
     try:
+        if fused:
+            # It divides by grad_scale, and heeds found_inf, in its own pass over the gradients.
+            device = stepped_of(end.slots[0], masters).device
+            divisor = end.slots[0].divisor
+            grad_scale = over(end.divisor, beside(end.coef, divisor) * divisor)
+            inner.grad_scale = fp32_on(grad_scale, device)
+            inner.found_inf = fp32_on(end.skip, device) if decided_there else None
         with masters.at_work(inner, end.slots):
             with among_hooks(inner, pre_hooks_have_run, post_hooks_follow):
                 step(inner, end, masters, sums)
                 end.applied = applied
             masters.follow_model()
     finally:
-        if fused:
-            del inner.grad_scale, inner.found_inf
+        for name in ("grad_scale", "found_inf") if fused else ():
+            vars(inner).pop(name, None)
     return applied
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -185,16 +186,16 @@ class Closing:
 
     @contextmanager
     def _inner_at_work(self) -> Iterator[None]:
-        gathering = self._gathering
-        before = gathering.refuses_backward, gathering.at_work
+        gathering, here = self._gathering, sys._getframe(2)
+        before = gathering.refuses_backward, gathering.inner_call
         # The backward of an inner optimizer that steps the parameters themselves (SAM) is an ordinary one in a caller-owned window.
         apart = self._masters.of or self._sums.buffers.offloaded
-        gathering.refuses_backward = bool(apart) or not self._settings.schedule.caller_owned
-        gathering.at_work = True
+        gathering.refuses_backward = here if apart or not self._settings.schedule.caller_owned else None
+        gathering.inner_call = here
         try:
             yield
         finally:
-            gathering.refuses_backward, gathering.at_work = before
+            gathering.refuses_backward, gathering.inner_call = before
 
     def _report(self, end: Conclusion, applied: bool | Tensor) -> None:
         if not self._gathering.ranks.anything(end.slots):

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..buffers.buffers import Buffers
+from ..engine import without_grad
 from ..modules import modules_alive, name_of
 from ..scalars import widened, widest
 from ..warn import warn
@@ -96,7 +97,7 @@ class Statistics:
 
     # -- what the ledger calls (its Follower) ------------------------------------------------------------------
 
-    @torch.no_grad()
+    @without_grad
     def micro_batch_counted(self) -> None:
         self._micro_batches += 1
         rounds: list[tuple[list[Total], list[Call]]] = []  # no total occurs twice in one
@@ -130,7 +131,7 @@ class Statistics:
         self._counted.clear()
         self._micro_batches = 0
 
-    @torch.no_grad()
+    @without_grad
     def window_closed(self) -> None:
         micro_batches, self._micro_batches = self._micro_batches, 0
         counted, self._counted = self._counted, {}
@@ -147,7 +148,7 @@ class Statistics:
         """Have layers been called in micro-batches that the open window has counted?"""
         return bool(self._counted)
 
-    @torch.no_grad()
+    @without_grad
     def add_up(self, group: Group) -> None:
         """Make the totals those of all ranks."""
         self._counted = over_ranks(group, self._counted)

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..buffers.buffers import Slot
 from ..buffers.shards import local_gradient, over_meshes, summed_gradient
-from ..engine import within_backward
+from ..engine import recording, runs, within_backward, without_grad
 from ..intake.intake import Intake
 from ..intake.passes import outermost_backward
 from ..scalars import Scalar
@@ -41,7 +42,8 @@ class Gathering(Windows):
 
     Attributes:
         inside: is the caller within ``micro_batch()``?
-        refuses_backward: is the inner optimizer at work on a window that has closed, so that a backward would belong to the next one?
+        refuses_backward: the call in which the inner optimizer is at work on a window that has closed, so that a backward would belong
+            to the next one.
         rejected: the micro-batches that were rejected since the last ``step()``.
     """
 
@@ -49,7 +51,8 @@ class Gathering(Windows):
         super().__init__(settings, seed)
         self._name = name
         self._successor: str | None = None  # the name of the wrapper that has this one's parameters since
-        self.inside = self.refuses_backward = False
+        self.inside = False
+        self.refuses_backward: FrameType | None = None
         self._adds_before = 0  # of the open micro-batch, when the pass (or group of passes) under way began
         # Slots to which layers have added in a micro-batch that must be seen whole before it is added.
         self._in_place: list[Slot] = []
@@ -172,7 +175,7 @@ class Gathering(Windows):
         for other in {other for slot in slots if (other := self.of(slot.param)) not in (None, self)}:
             other._leave(self._name)
             self.sums.buffers.look_again(slots)
-        with torch.inference_mode(False), torch.enable_grad():
+        with recording():
             for slot in slots:
                 self._intake.hook(slot)
                 _GATHERING_OF[slot.param] = weakref.ref(self)
@@ -426,7 +429,7 @@ class Gathering(Windows):
         """End a pass that still seems open, if its backward has returned."""
         self._intake.settle_returned()
 
-    @torch.no_grad()
+    @without_grad
     def add_by(self, write: Write, parameter: Parameter) -> bool:
         """Within a backward pass: let ``write`` add the gradient it makes itself, once, to the parameter's buffer.
 
@@ -487,7 +490,7 @@ class Gathering(Windows):
             self._replicas_checked = True
             self.ranks.replicas.check_all_gathered(self.sums.buffers.of, lambda p: self.of(p) is not None)
         self.ranks.replicas.silence_pass()
-        if self.refuses_backward:
+        if runs(self.refuses_backward):
             raise RuntimeError(
                 "the inner optimizer, or a hook of its step, ran a backward inside step(), and its gradients would join the next window; "
                 "for an optimizer that evaluates gradients itself, leave out accum_steps, window_weight, master_weights and buffer_device"
@@ -529,7 +532,7 @@ class Gathering(Windows):
             micro.attempt.mixed = True
         self.ranks.pass_begins()
 
-    @torch.no_grad()
+    @without_grad
     def add(self, slots: Sequence[Slot], grads: Sequence[Tensor]) -> None:
         if self.ledger.micro.attempt is not None:
             slots, grads = self.ledger.micro.attempt.wanted(slots, grads)
@@ -541,7 +544,7 @@ class Gathering(Windows):
         self.accumulator.add(slots, grads, self.measures)
         self.ranks.added(slots)
 
-    @torch.no_grad()
+    @without_grad
     def layer_added(self, slot: Slot) -> None:
         if not slot.lent:
             if self.ledger.micro.attempt is not None:
@@ -630,7 +633,7 @@ class Gathering(Windows):
                 "what they added then; both were dropped, and this pass is refused: call opt.reset() after an exception, then go on"
             )
 
-    @torch.no_grad()
+    @without_grad
     def _judge(self) -> dict[Slot, Tensor] | None:
         """Add the held gradients, or drop the micro-batch and return those that are not finite (waits for the device)."""
         micro, held = self.ledger.micro, self._intake.held

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import FrameType
+
 from torch import Tensor
 
 from ..buffers.sums import Sums
+from ..engine import runs
 from ..ranks.alone import Alone
 from ..ranks.ranks import Ranks, modules_of
 from ..warn import warn
@@ -26,7 +29,7 @@ class Windows:
     Attributes:
         counts_left: counts of what was not finite, from attempts at the open window that broke off.
         step_under_way: has a step() ended the micro-batch counted last, and not returned?
-        at_work: True while the inner optimizer steps, or another of its methods runs.
+        inner_call: the call in which the inner optimizer steps, or another of its methods runs.
         updated: did the last step() or flush() change the parameters, and has no micro-batch begun since?
     """
 
@@ -40,10 +43,16 @@ class Windows:
         self.losses = Losses(self.ledger, self.loss_scale)
         self.ranks = Alone()  # which share the windows
         self.counts_left: list[Tensor] = []
-        self.step_under_way = self.at_work = False
+        self.step_under_way = False
+        self.inner_call: FrameType | None = None
         self.updated: bool | Tensor = False
         self._weighed: bool | None = None  # was the micro-batch counted last, in the open window, given a weight?
         self._not_zeroed = self._warned_not_zeroed = False
+
+    @property
+    def at_work(self) -> bool:
+        """True while the inner optimizer is at work."""
+        return runs(self.inner_call)
 
     def share(self) -> None:
         """Share the windows with the ranks of the process group; if none was given, with those of the DistributedDataParallel or FSDP2

@@ -21,7 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
 from ..buffers.buffers import Slot
-from ..engine import outside_graphs, outside_modes
+from ..engine import outside_graphs, outside_modes, recording
 from .streams import StreamName, current_name
 
 Batch = tuple[list[Slot], list[Tensor]]  # slots, none of them twice, and their gradients
@@ -175,7 +175,7 @@ class _Joined(torch.autograd.Function):
 
 def nodes_of(parameters: Sequence[Parameter]) -> list[Any]:
     """The AccumulateGrad node of each parameter, None for frozen ones; empty if all are. (To ask for each takes several times as long.)"""
-    with torch.inference_mode(False), torch.enable_grad():
+    with recording():
         output = _Joined.apply(*parameters)  # before PyTorch 2.13, grad_fn itself did not keep its node alive
         joined = output.grad_fn
         return [] if joined is None else [node for node, _ in joined.next_functions]
@@ -211,7 +211,7 @@ def _holders(grads: tuple[Tensor | None, ...]) -> tuple[int, ...]:
 def _fresh_holders() -> dict[bool, tuple[int, ...]]:
     """The counts of gradients that nothing else holds, views and others, as this version of PyTorch and Python makes them."""
     found: dict[bool, tuple[int, ...]] = {}
-    with outside_modes(), torch.inference_mode(False), torch.enable_grad():
+    with outside_modes(), recording():
         x, weight, scale = (torch.ones(2, 2, device="cpu", requires_grad=True) for _ in range(3))
         nodes = [get_gradient_edge(leaf).node for leaf in (weight, scale)]
         for node in nodes:

@@ -115,14 +115,16 @@ class Intake:
         """Take this parameter's gradients from now on."""
         p = slot.param
         frozen = not p.requires_grad
-        p.requires_grad_(True)  # a frozen one may be thawed later
-        # The node is kept alive by us: autograd itself holds it only as long as some graph does. (get_gradient_edge() refuses a shard of no
-        # elements.)
-        slot.node = arrivals.nodes_of([p])[0]
-        self._arrivals.hook(slot)
-        if slot.sharded:
-            p.register_post_accumulate_grad_hook(self._taker(slot))
-        p.requires_grad_(not frozen)
+        try:
+            p.requires_grad_(True)  # a frozen one may be thawed later
+            # The node is kept alive by us: autograd itself holds it only as long as some graph does. (get_gradient_edge() refuses a shard
+            # of no elements.)
+            slot.node = arrivals.nodes_of([p])[0]
+            self._arrivals.hook(slot)
+            if slot.sharded:
+                p.register_post_accumulate_grad_hook(self._taker(slot))
+        finally:
+            p.requires_grad_(not frozen)
         if slot.dtype != p.dtype or p.grad_dtype != p.dtype:  # which the caller may have set
             slot.free_grad_dtype()
 

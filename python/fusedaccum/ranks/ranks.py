@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from ..buffers.buffers import Slot
 from ..buffers.sums import Sums
-from ..engine import outside_graphs, when_backward_ends, within_backward
+from ..engine import outside_graphs, when_backward_ends, within_backward, without_grad
 from ..warn import warn
 from ..window.amp import LossScale
 from ..window.ledger import Ledger
@@ -199,7 +199,7 @@ class Ranks(Alone):
             when_backward_ends(finish)
 
     @outside_graphs
-    @torch.no_grad()
+    @without_grad
     def _sums_arrive(self, then: Callable[[], None]) -> None:
         with self._or_dropped():
             self.segments.arrive()

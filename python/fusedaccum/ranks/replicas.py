@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ..engine import outside_graphs
+from ..engine import outside_graphs, without_grad
 from ..modules import modules_alive
 
 
@@ -165,7 +165,7 @@ class Replicas:
                 stack.enter_context(module.no_sync())
             yield
 
-    @torch.no_grad()
+    @without_grad
     def window_ended(self) -> None:
         """Give all ranks the first one's module buffers (batch statistics), as DDP does after a synchronised backward."""
         for module in self.modules:

@@ -17,6 +17,7 @@ from torch import Tensor
 from .. import ops
 from ..buffers.buffers import Block, Slot
 from ..buffers.sums import Sums
+from ..engine import without_grad
 from ..scalars import Scalar, or_one
 from ..window.ledger import Ledger
 from .group import Group
@@ -209,7 +210,7 @@ class Segments:
         for going in self._gone:
             self._take_back(going)
 
-    @torch.no_grad()
+    @without_grad
     def hand_out(self, stepped: set[Slot]) -> None:
         """Give all ranks the parameters that their owners have stepped, by one broadcast per segment."""
         for segment in self._segments:

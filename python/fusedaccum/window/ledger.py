@@ -198,10 +198,9 @@ class Ledger:
             micro.loss = None
         weight = self._weight_of(micro, late)
         self._before_held = (self._before_held or (window.counted, self.follower.counted())) if held else None
+        unrecorded = micro.factor if self.schedule.caller_owned and micro.loss is None else None
         window.commit(micro, weight)
-        micro.weight = weight
-        window.unrecorded = micro.factor if self.schedule.caller_owned and micro.loss is None else None
-        self._micro = None
+        self._micro, window.unrecorded, micro.weight = None, unrecorded, weight
         self.follower.micro_batch_counted()
 
     def _weight_of(self, micro: MicroBatch, late: Scalar | None) -> Scalar | None:

@@ -219,14 +219,14 @@ class Window:
 
     def commit(self, micro: MicroBatch, weight: Scalar | None) -> None:
         """Count a finished micro-batch of this weight (None: it comes later). If an addition raises, nothing has been counted."""
-        vars(self).update(  # at once, so that neither an error nor Ctrl-C leaves a part of it
-            micro_batches=self.micro_batches + 1,
-            nonfinite=plus(self.nonfinite, micro.nonfinite > 0),
-            weight=self.weight if weight is None else plus(self.weight, weight),
-            unweighed=self.unweighed + (weight is None),
-            loss=self.loss if micro.loss is None else self.loss + micro.loss,
-            losses=self.losses + (micro.loss is not None),
-        )
+        nonfinite = plus(self.nonfinite, micro.nonfinite > 0)
+        weights = self.weight if weight is None else plus(self.weight, weight)
+        loss = self.loss if micro.loss is None else self.loss + micro.loss
+        # No call lies between here and the end of what Ledger.commit() does, so neither an error nor Ctrl-C leaves a part of it.
+        self.nonfinite, self.weight, self.loss = nonfinite, weights, loss
+        self.micro_batches += 1
+        self.unweighed += weight is None
+        self.losses += micro.loss is not None
 
     def weigh_small(self, weight: Scalar) -> None:
         """Set the weight of the one micro-batch that :attr:`small_sq_norm` is of."""
