@@ -46,8 +46,8 @@ class MasterWeights:
         self._meant: dict[Parameter, set[Any]] = {}  # keys of state that the optimizer itself keeps unlike the master
         # While the inner optimizer is at work: the gradients, and the masters' gradients made from them.
         self._lent: dict[Slot, tuple[Tensor | None, Tensor | None]] = {}
-        self._works: FrameType | None = None  # the call in which the inner optimizer is at work
-        self._late: Callable[[], None] = lambda: None  # does what that call does at its end
+        # The call in which the inner optimizer is at work, and what has to be done at its end.
+        self._works: tuple[FrameType, Callable[[], None]] | None = None
 
     def add(self, parameters: Iterable[Parameter]) -> list[Parameter]:
         """Make masters of parameters that are 16 bits wide, or on another device than their gradients. Returns those that had none."""
@@ -145,7 +145,7 @@ class MasterWeights:
             if hasattr(optimizer, "check_overrides"):
                 optimizer.check_overrides()
         self.fit_state(inner)
-        self._late, self._works = functools.partial(self._leave, inner, slots), sys._getframe(2)
+        self._works = sys._getframe(2), functools.partial(self._leave, inner, slots)
         try:
             _exchange(inner, self.of)
             self.take_gradients(slots)
@@ -165,8 +165,8 @@ class MasterWeights:
 
     def come_back(self) -> None:
         """Give the model's parameters their places in the inner optimizer, if a call that has taken them was ended without that."""
-        if self._works is not None and not runs(self._works):
-            self._late()
+        if self._works is not None and not runs(self._works[0]):
+            self._works[1]()
 
     def take_gradients(self, slots: Iterable[Slot]) -> None:
         """Give the masters of ``slots`` their gradients, unless they were given the same ones before."""
