@@ -151,3 +151,15 @@ def test_a_guard_holds_neither_the_optimizer_nor_the_wrapper():
         assert alive() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_an_optimizer_that_was_wrapped_before_is_guarded_for_its_new_wrapper(call):
+    net, (x, y) = model(), data()
+    inner = sgd(net.parameters())
+    for _ in range(2):
+        opt = fa.AccumulatingOptimizer(inner, 2)
+    mean_loss(net, x, y).backward()
+    opt.step()
+    with pytest.raises(RuntimeError, match="of the optimizer inside an AccumulatingOptimizer"):
+        CALLS[call](inner)

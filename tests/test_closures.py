@@ -254,3 +254,25 @@ def test_a_drop_in_that_steps_again_hands_on_the_new_loss():
             again = mean_loss(n, x, y)
         o.step(lambda again=again: again)
     assert_same_parameters(net, big, 0)
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+def test_the_closure_of_a_window_returns_the_windows_loss(steps):
+    seen = []
+
+    class Reads(torch.optim.SGD):
+        def step(self, closure=None):
+            seen.append(float(closure()))
+            return super().step()
+
+    p = nn.Parameter(torch.ones(()))
+    opt = fa.AccumulatingOptimizer(Reads([p], lr=0.0), steps)
+    for number in range(2 * steps):
+
+        def closure(number=number):
+            loss = (number + 1) * p
+            opt.backward(loss)
+            return loss
+
+        opt.step(closure)
+    assert seen == [(steps + 1) / 2, (3 * steps + 1) / 2]

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import warnings
 
 import fusedaccum as fa
 import pytest
@@ -266,3 +267,31 @@ def test_fused_weights_that_an_ordinary_layer_shares():
             step()
     optimizer.step()
     assert_same_parameters(net, plain, 1e-10)
+
+
+@pytest.mark.parametrize("way", RIGHT)
+def test_what_such_a_layer_had_added_in_a_pass_that_broke_off_is_not_judged_later(way):
+    """A layer has added NaN to p.grad, and then the pass broke off."""
+    net, broken = Net(way), []
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), 2, nonfinite="skip_micro_batch")
+    (x, y), *_ = parts(*data(), (12, 12))
+    mean_loss(net, x, y).backward()
+    opt.step()
+    net.first.weight.register_hook(lambda _: 1 / 0 if broken else None)
+    broken.append(True)
+    with pytest.raises(ZeroDivisionError):
+        mean_loss(net, x * torch.nan, y).backward()
+    broken.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the window was dropped
+        opt.reset()
+    plain = twin(net)
+    for _ in range(2):
+        mean_loss(net, x, y).backward()
+        opt.step()
+    for layer in (plain.middle, plain.last):
+        layer.way = None
+    mean_loss(plain, x, y).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    assert opt.updated
+    assert_same_parameters(net, plain, 1e-12)

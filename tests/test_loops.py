@@ -786,3 +786,62 @@ def test_lbfgs_as_a_drop_in_takes_a_backward_before_its_step(how, evaluations):
 
             o.step(closure)
     assert_same_parameters(net, big, 1e-12)
+
+
+def test_lbfgs_as_a_drop_in_says_that_it_does_not_add_to_a_gradient_that_was_stepped():
+    p = nn.Parameter(torch.ones(3))
+    opt = fa.AccumulatingOptimizer(torch.optim.LBFGS([p], lr=0.1, max_iter=2), reduction="none")
+
+    def closure():
+        loss = p.square().sum()
+        loss.backward()
+        return loss
+
+    with pytest.warns(RuntimeWarning, match=r"with no zero_grad\(\) between"):
+        opt.step(closure)
+    opt.step(closure)  # once
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_gradient_that_was_clipped_is_stepped_again_as_it_was_clipped(fused):
+    """Two steps of a gradient of norm 8, clipped to 1: plain PyTorch clips it in place."""
+    p = nn.Parameter(torch.ones(4))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0, fused=fused), reduction="none", max_grad_norm=1.0)
+    (4 * p).sum().backward()
+    opt.step()
+    opt.step()
+    torch.testing.assert_close(p.detach(), torch.zeros(4), atol=1e-5, rtol=0)
+
+
+def test_a_gradient_that_was_written_to_between_two_steps_is_clipped_anew():
+    p = nn.Parameter(torch.zeros(4))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), reduction="none", max_grad_norm=1.0)
+    (4 * p).sum().backward()
+    opt.step()
+    p.grad.mul_(3)
+    opt.step()
+    torch.testing.assert_close(p.detach(), torch.full((4,), -1.0), atol=1e-5, rtol=0)
+    assert opt.last_window.grad_norm == pytest.approx(3.0, rel=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{}, {"reduction": "none"}], ids=str)
+def test_one_gradient_that_is_removed_leaves_the_others_of_a_window_that_the_caller_ends(settings):
+    a, b = (nn.Parameter(torch.ones(())) for _ in range(2))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([a, b], lr=1.0), **settings)
+    (a + b).backward()
+    a.grad = None
+    with pytest.warns(RuntimeWarning, match="set to None inside an open window"):
+        (a + b).backward()
+    assert (a.grad.item(), b.grad.item()) == (1, 2)
+    opt.step()
+    assert opt.last_window.micro_batches == 2
+
+
+def test_windows_need_not_agree_in_whether_they_are_weighed():
+    p = nn.Parameter(torch.ones(()))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=0.1), 1)
+    for weight in (3, None, 5):
+        opt.backward(p * 1.0, weight=weight)
+        opt.step()
+        opt.zero_grad()
+    assert opt.last_window.weight == 5

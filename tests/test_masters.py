@@ -7,6 +7,7 @@ import fusedaccum as fa
 import pytest
 import torch
 from torch.nn import Parameter
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
 class Telling(torch.optim.SGD):
@@ -420,3 +421,15 @@ def test_state_in_lists_and_dicts_that_is_made_anew_is_the_masters(anew):
             fresh = torch.full_like(p.data, 0.3125)
             moments = [fresh, second] if anew == "first" else [first, {"second": fresh}]
             opt.state[p]["moments"] = moments
+
+
+def test_a_hook_of_every_optimizer_sees_the_model_that_was_stepped():
+    p, seen = Parameter(torch.ones(3, dtype=torch.bfloat16)), []
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=0.5), 1, master_weights=True)
+    hook = register_optimizer_step_post_hook(lambda *_: seen.append(p.detach().clone()))
+    try:
+        p.sum().backward()
+        opt.step()
+    finally:
+        hook.remove()
+    assert len(seen) == 1 and torch.equal(seen[0], p.detach()) and (p == 0.5).all()

@@ -325,3 +325,18 @@ def test_what_checkpointing_has_saved_is_not_asked_for():
 
     assert told_of(run) == []
     assert len(calls) == 2 * N
+
+
+def test_a_division_is_not_held_against_a_window_that_is_not_its_own():
+    """A window of plain backward passes between two: 2 divides the loss of one window and is the length of another."""
+    p = torch.nn.Parameter(torch.ones(()))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=0.1))
+    opt.backward(p * 3.0 / 2)
+    opt.step()
+    opt.zero_grad()
+    for _ in range(2):
+        (p * 3.0).backward()
+    opt.step()
+    opt.zero_grad()
+    opt.backward(p * 3.0)
+    opt.step()

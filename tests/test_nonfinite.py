@@ -1,5 +1,6 @@
 """The four policies for NaN and infinity; a skipped micro-batch leaves nothing behind."""
 
+import math
 from contextlib import nullcontext
 
 import fusedaccum as fa
@@ -294,3 +295,14 @@ def test_clipping_by_hand_after_normalize_sees_held_gradients(reentrant, policy)
     opt.step()
     moved = torch.stack([(p - q).square().sum() for p, q in zip(net.parameters(), before, strict=True)]).sum().sqrt()
     assert moved.item() == pytest.approx(0.5, rel=1e-5)
+
+
+@pytest.mark.parametrize("policy", ["skip_micro_batch", "raise", "skip_window"])
+def test_a_micro_batch_of_weight_0_is_no_bad_one_whatever_it_holds(policy):
+    p = torch.nn.Parameter(torch.ones(()))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=0.1), 2, nonfinite=policy)
+    opt.backward(p * math.nan, weight=0)
+    opt.step()
+    opt.backward(2 * p, weight=1)
+    opt.step()
+    assert p.item() == pytest.approx(0.8) and opt.last_window.micro_batches == 2 and opt.last_window.nonfinite == 0

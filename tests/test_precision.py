@@ -546,3 +546,11 @@ def test_16_bit_buffers_may_begin_with_a_micro_batch_of_weight_0(tensors):
     assert opt.last_window.applied
     for p, e in zip(net.parameters(), expected, strict=True):
         torch.testing.assert_close(p.grad, e, rtol=0.01, atol=0.0)
+
+
+def test_a_grad_dtype_that_is_set_while_a_wrapper_has_the_parameter_stays_when_it_lets_go():
+    p = torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 2)
+    p.grad_dtype = torch.float32
+    opt.param_groups = []
+    assert p.grad_dtype is torch.float32

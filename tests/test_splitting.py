@@ -156,6 +156,7 @@ def test_a_compiled_encoder_is_told_of(compiled_anew):
 FUNCTIONS = {
     "F.batch_norm": (lambda h: F.batch_norm(h, None, None, training=True), r"F\.batch_norm\(training=True\)"),
     "std": (lambda h: (h - h.mean(0)) / h.std(0), "a variance or standard deviation over the samples"),
+    "std, from the end": (lambda h: (h - h.mean(0)) / h.std(-2), "a variance or standard deviation over the samples"),
     "var": (lambda h: h / (h.var(dim=0, keepdim=True) + 1), "a variance or standard deviation over the samples"),
     "var_mean": (lambda h: h / torch.var_mean(h, 0)[0], "a variance or standard deviation over the samples"),
     "std of all": (lambda h: h / h.std(), "a variance or standard deviation over the samples"),
@@ -188,6 +189,7 @@ FINE = {
     "eval": lambda h, w: F.batch_norm(h, torch.zeros(5), torch.ones(5), training=False),
     "instance_norm": lambda h, w: F.instance_norm(h.unsqueeze(2).expand(-1, -1, 3)).mean(2) + h,
     "std of each sample": lambda h, w: h / h.std(1, keepdim=True),
+    "std of each sample, from the end": lambda h, w: h / h.std(-1, keepdim=True),
     "weights": lambda h, w: h + (w @ w.T).mean() + w.std(0).mean(),
     "each sample by itself": lambda h, w: torch.stack([(v := row.view(4, 1).expand(4, 2)) @ v.T for row in h[:, :4]]),
     "a mean": lambda h, w: h - h.detach().mean(1, keepdim=True),

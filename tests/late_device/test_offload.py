@@ -243,6 +243,15 @@ def test_a_drop_in_steps_again_on_the_same_gradient(device, make, masters):
     assert_same(*ends)
 
 
+@pytest.mark.parametrize("zeroes", ["opt", "model"])
+def test_a_drop_in_says_nothing_of_gradients_that_p_grad_does_not_show(device, zeroes):
+    model, opt = made(device, reduction="none", buffer_device="cpu")
+    for x, y in micro_batches(device, 3):
+        (model(x) - y).square().mean().backward()
+        opt.step()
+        (model if zeroes == "model" else opt).zero_grad()
+
+
 def test_masters_reach_a_parameter_that_was_laid_out_anew(device):
     start, x = torch.randn(2, 3, 4, 5), torch.randn(2, 3, 4, 5)
     p = nn.Parameter(start.to(device))

@@ -119,7 +119,10 @@ def _normalises(node: Any, samples: int) -> bool:
 
 def _spreads(node: Any, samples: int) -> bool:
     shape = _shape(*node.next_functions[0])
-    return len(shape) > 1 and shape[0] == samples and (node._saved_dim is None or 0 in node._saved_dim)
+    if len(shape) < 2 or shape[0] != samples:
+        return False
+    # A negative dimension shows as that of an unsigned number.
+    return node._saved_dim is None or any(dim in (0, 2**64 - len(shape)) for dim in node._saved_dim)
 
 
 def _pairs(node: Any, samples: int) -> bool:
