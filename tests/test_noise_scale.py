@@ -197,6 +197,7 @@ def test_grad_scaler(accum_steps):
             if accum_steps or i == 1:
                 scaler.step(opt)
                 scaler.update()
+        opt.zero_grad()
     expected = of_paper(model, data if accum_steps else data[1:], 0.9) / 4
     assert opt.last_window.noise_scale.item() == pytest.approx(expected, rel=1e-4)
 

@@ -330,8 +330,9 @@ class Buffers:
             block.written()
             self.blocks.append(block)
             for slot, _, offset in places:
-                slot.block, slot.buffer, slot.placed = block, block.view(slot, offset), True
+                slot.block, slot.buffer = block, block.view(slot, offset)
                 slot.offset, slot.address, slot.relaid = offset, slot.buffer.data_ptr(), False
+                slot.placed = True  # last: Ctrl-C may come before
 
     @property
     def offloaded(self) -> bool:
