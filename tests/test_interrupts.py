@@ -4,7 +4,7 @@ Python looks for signals where one of its functions begins, and where a call of 
 """
 
 import inspect
-import random
+import os
 import sys
 import warnings
 
@@ -114,11 +114,13 @@ CALLS = {
     "add_param_group": inside(lambda net, opt, x: opt.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})),
 }
 MOST = 3000  # points that a call may have
-EVERY = 1  # of which each run tries another seventh
+EVERY = int(
+    os.environ.get("INTERRUPT_EVERY", 23)
+)  # from one of them that is tried to the next; 1 tries all, in ten minutes
 
 
 def points():
-    return range(1 + random.randrange(EVERY), MOST, EVERY)
+    return range(1, MOST, EVERY)
 
 
 @pytest.fixture(autouse=True)
