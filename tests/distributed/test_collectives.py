@@ -57,7 +57,8 @@ def test_one_all_reduce_a_window_and_segment(worlds, ddp, segment_bytes, setting
         for window in range(1, 3):  # in the first window, we and DDP's first forward also compare the parameters
             *inside, last = calls[4 * window : 4 * window + 4]
             assert inside == [[], [], []]
-            assert last == each * segments + ["gloo:all_reduce"] * HEADERS
+            # Those of several segments overlap.
+            assert sorted(last) == sorted(each * segments + ["gloo:all_reduce"] * HEADERS)
 
 
 def plain_ddp_is_counted(rank):
