@@ -381,3 +381,29 @@ def test_windows_that_need_all_ranks_are_refused_within_no_sync_and_lose_nothing
     one_batch(model, adamw(model.parameters()), share(0, 2, 0, 1))
     for ours in worlds(2).run(refused, settings=settings):
         assert_close(ours, list(model.parameters()), 1e-5)
+
+
+def one_of_two(rank):
+    """Two modules under one optimizer, of which one is within no_sync() when the window ends: it is shared."""
+    torch.manual_seed(0)
+    modules = [DDP(nn.Linear(12, 3)) for _ in range(2)]
+    parameters = [p for module in modules for p in module.parameters()]
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(parameters, lr=0.1), 1)
+    x, y, _, _ = share(0, 2, rank, 2, True)[0]
+    with modules[0].no_sync():
+        with modules[1].no_sync():
+            (modules[0](x) + modules[1](x) - y).square().mean().backward()
+        opt.step()
+    return [p.detach() for p in parameters]
+
+
+def test_a_window_is_shared_unless_all_modules_are_within_no_sync(worlds):
+    torch.manual_seed(0)
+    layers = [nn.Linear(12, 3) for _ in range(2)]
+    opt = torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=0.1)
+    for rank in range(2):
+        x, y, _, _ = share(0, 2, rank, 2, True)[0]
+        ((layers[0](x) + layers[1](x) - y).square().mean() / 2).backward()
+    opt.step()
+    for ours in worlds(2).run(one_of_two):
+        assert_close(ours, [p.detach() for layer in layers for p in layer.parameters()])
