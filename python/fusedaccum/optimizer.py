@@ -17,11 +17,14 @@ from .checkpoint import checkpoint
 from .checkpoint.distributed import refuse_torchs_functions
 from .engine import outside_graphs
 from .gathering import threads
+from .mistakes import check_arguments, check_is_optimizer, suggests_arguments
 from .scalars import Scalar, checked_loss, checked_weight, is_number, or_one
 from .window.ledger import NO_GRADIENT
 from .window.settings import Settings, check_optimizer, checked_device
 from .window.window import LastWindow, Schedule
 from .wrapper import Wrapper
+
+BACKWARD = ("weight", "last", "gradient", "retain_graph", "create_graph", "inputs")  # Tensor.backward's, and ours
 
 
 class AccumulatingOptimizer(Wrapper):
@@ -69,6 +72,7 @@ class AccumulatingOptimizer(Wrapper):
     ``window_weight``, once per micro-batch), a GradScaler (once per micro-batch), other ranks (at each window's end).
     """
 
+    @suggests_arguments("AccumulatingOptimizer")
     def __init__(
         self,
         optimizer: Optimizer,
@@ -87,6 +91,7 @@ class AccumulatingOptimizer(Wrapper):
         shard: bool = False,
         noise_scale: float | None = None,
     ):
+        check_is_optimizer(optimizer)
         settings = Settings(
             schedule=Schedule.checked(accum_steps, window_weight),
             reduction=reduction,
@@ -127,8 +132,12 @@ class AccumulatingOptimizer(Wrapper):
             ValueError: an invalid weight, or one that differs from the weight given before for this micro-batch.
             RuntimeError: a weight of a loss that reaches FSDP2's parameters, given to a wrapper that does not have them.
         """
+        if kwargs:
+            check_arguments("opt.backward", kwargs, BACKWARD)
         in_loss = self._gathering.weighs_loss and weight is not None
         with self._grouped(weight, last, in_loss):
+            if self._divided is not None:
+                self._divided.look(loss, self._closing.last_window)
             weighed = loss * self._ledger.micro.value() if self._ledger.micro.in_loss else loss
             weighed.backward(**kwargs)  # its hooks (intake) bring the gradients to self._gathering
             threads.saw_pass(threading.get_ident())
@@ -151,6 +160,7 @@ class AccumulatingOptimizer(Wrapper):
         """
         self._gathering.record_loss(checked_loss(loss))
 
+    @suggests_arguments("opt.micro_batch")
     @contextmanager
     def micro_batch(self, *, weight: Scalar | None = None, last: bool = False) -> Iterator[None]:
         """Make all backward passes in the block one micro-batch of this weight; raises as :meth:`backward` does.

@@ -17,8 +17,8 @@ from .buffers.masters import MasterWeights, states_of
 from .checkpoint import checkpoint
 from .closing.closing import Closing
 from .gathering.gathering import Gathering
+from .mistakes import DividedTwice, StepCalled
 from .modules import collect_garbage
-from .warn import warn
 from .window.amp import LossScale
 from .window.settings import Settings, check_lent, check_parameter
 from .window.window import Schedule
@@ -60,6 +60,9 @@ class Wrapper(Optimizer):
         self._make_masters()
         if self.settings.master_weights:
             self._masters.watch(optimizer)
+        self._divided = DividedTwice(self._ledger) if settings.reduction == "mean" else None
+        called = vars(optimizer).get("_opt_called") is True
+        self._step_called = optimizer._opt_called = StepCalled(self._ledger, called)  # type: ignore[attr-defined]
 
     def _named(self) -> dict[Parameter, str]:
         """The parameters in the groups, each once: a tied one may be in its group twice."""
@@ -230,18 +233,12 @@ class Wrapper(Optimizer):
     # -- a learning-rate scheduler notes here that step() was called, and asks when it steps for the first time ----
 
     @property
-    def _opt_called(self) -> bool:
-        called: bool = self.__dict__.get("_opt_called", False)
-        if called and self._ledger.index == 0 and self._ledger.is_open:
-            warn(
-                f"a scheduler steps inside window 0, of which {self._ledger.progress['micro_batch']} micro-batches are in: a schedule that "
-                "moves with every micro-batch ends too early; step it once per window: if opt.updated: scheduler.step()"
-            )
-        return called
+    def _opt_called(self) -> StepCalled:
+        return self._step_called
 
     @_opt_called.setter
     def _opt_called(self, value: bool) -> None:
-        self.__dict__["_opt_called"] = value
+        self._step_called.noted = value
 
     # -- GradScaler.step() sets and deletes grad_scale and found_inf around our step() ---------------------------
 

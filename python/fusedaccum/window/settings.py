@@ -111,11 +111,6 @@ def check_optimizer(optimizer: Any, settings: Settings, wrapper: type) -> None:
         raise TypeError(
             "optimizer is wrapped already; wrap the torch optimizer inside it (optimizer.optimizer) instead"
         )
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__module__}.{type(optimizer).__name__}; if that has an "
-            f"optimizer's attributes and methods, make it one: class Inner({type(optimizer).__name__}, torch.optim.Optimizer): pass"
-        )
     if not any(group["params"] for group in optimizer.param_groups):
         raise ValueError("optimizer has no parameters (any more): build it anew, from model.parameters()")
     if isinstance(optimizer, SparseAdam):
