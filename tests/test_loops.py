@@ -1,5 +1,8 @@
 """Loops in which steps and backwards do not pair up: two models that train against each other, and two steps on one batch."""
 
+import copy
+import gc
+import re
 import warnings
 from contextlib import nullcontext
 
@@ -7,8 +10,18 @@ import fusedaccum as fa
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import softplus
-from training import assert_same_parameters, data, mean_loss, model, parts, twin, wrapped
+from torch.nn.functional import cross_entropy, softplus
+from training import (
+    assert_grads,
+    assert_same_parameters,
+    data,
+    gradient,
+    mean_loss,
+    model,
+    parts,
+    twin,
+    wrapped,
+)
 
 
 def gan():
@@ -87,6 +100,35 @@ def test_a_step_that_is_left_under_the_old_condition_is_warned_of(steps, how):
     assert len(told) == (steps == 4 and how != "block")
 
 
+def test_chunks_of_a_loss_beside_their_backward_are_no_forgotten_condition():
+    """Two chunks of the head's loss, each with a backward to the hidden state, and one from there: as many passes as micro-batches."""
+    net, (x, y) = model(), data()
+    opt = wrapped(net, 3)
+    body, head = net[:4], net[4]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for part in parts(x, y, [8, 8, 8]):
+            hidden = body(part[0])
+            leaf = hidden.detach().requires_grad_()
+            for chunk in (slice(0, 4), slice(4, 8)):
+                (nn.functional.mse_loss(head(leaf[chunk]), part[1][chunk]) / 2).backward()
+            hidden.backward(leaf.grad)
+            opt.step()
+    assert_grads(net, gradient(model(), x, y))
+
+
+def test_a_loss_of_other_parameters_beside_two_of_all_is_no_forgotten_condition():
+    net, (x, y) = model(), data()
+    opt = wrapped(net, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            mean_loss(net, x, y).backward()
+            mean_loss(net, x, y).backward()
+            net[0].weight.square().sum().backward()
+            opt.step()
+
+
 def test_a_gan_in_windows_that_the_caller_ends_clears_gradients_by_its_models():
     """Each model's zero_grad() drops what the other's loss has left in it, as in plain PyTorch, and nothing is warned of."""
     net = gan()
@@ -139,24 +181,82 @@ def test_a_window_that_is_dropped_has_not_updated():
         assert not opt.updated
 
 
-@pytest.mark.parametrize("when", ["micro-batch", "window", "epoch", "partial window"])
-def test_a_scheduler_that_moves_inside_the_first_window_is_warned_of(when):
-    net, (x, y) = model(), data()
-    opt = wrapped(net, 4)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 100)
+INSIDE = "a scheduler steps inside window 0, of which 1/4 micro-batches are in"
+
+
+@pytest.mark.parametrize("of", ["wrapper", "inner, before", "inner, after", "inner with masters"])
+@pytest.mark.parametrize("when", ["micro-batch", "window", "epoch", "long epoch", "partial window", "before the step"])
+def test_a_scheduler_that_moves_inside_the_first_window_is_warned_of(when, of):
+    """Also one of the inner optimizer, whose step() PyTorch would miss. What it says itself of the wrong order, it still says."""
+    net = model(torch.bfloat16 if of == "inner with masters" else torch.float64)
+    x, y = data(dtype=net[0].weight.dtype)
+    inner = torch.optim.SGD(net.parameters(), lr=0.1)
+    make = torch.optim.lr_scheduler.CosineAnnealingLR
+    scheduler = make(inner, 100) if of in ("inner, before", "inner with masters") else None
+    # Windows of 16 reach over the end of epochs of 10 or 5.
+    opt = fa.AccumulatingOptimizer(inner, 16 if when == "long epoch" else 4, master_weights=of == "inner with masters")
+    scheduler = scheduler or make(opt if of == "wrapper" else inner, 100)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        for number in range(10):
+        for number in range(20):
             mean_loss(net, x, y).backward()
+            if when == "before the step":
+                scheduler.step()
             opt.step()
-            if when == "micro-batch" or (when == "window" and opt.updated) or (when == "epoch" and number % 5 == 4):
+            every = {"micro-batch": 1, "epoch": 5, "long epoch": 10}.get(when)
+            if (every and number % every == every - 1) or (when == "window" and opt.updated):
                 scheduler.step()
             if when == "partial window" and number == 1:
                 opt.flush()
                 scheduler.step()
-    expected = ["a scheduler steps inside window 0, of which 1/4 micro-batches are in"] if when == "micro-batch" else []
-    assert [str(w.message).partition(":")[0] for w in told] == expected
+    expected = {
+        "micro-batch": INSIDE,
+        "before the step": "Detected call of `lr_scheduler.step()` before `optimizer.step()`",
+    }
+    found = [str(w.message) for w in told]
+    assert len(found) == (when in expected) and all(message.startswith(expected[when]) for message in found)
     assert all(w.filename == __file__ for w in told)
+
+
+@pytest.mark.parametrize("chain", [torch.optim.lr_scheduler.ChainedScheduler, torch.optim.lr_scheduler.SequentialLR])
+def test_several_schedulers_in_one_are_warned_of_once(chain):
+    net, (x, y) = model(), data()
+    opt = wrapped(net, 4)
+    several = [torch.optim.lr_scheduler.ConstantLR(opt), torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)]
+    settings = {"milestones": [2]} if chain is torch.optim.lr_scheduler.SequentialLR else {}
+    scheduler = chain(opt, several, **settings) if settings else chain(several)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(8):
+            mean_loss(net, x, y).backward()
+            opt.step()
+            scheduler.step()
+    assert [str(w.message).partition(":")[0] for w in told if "inside window" in str(w.message)] == [INSIDE]
+
+
+def test_a_scheduler_of_an_optimizer_that_was_stepped_before_it_was_wrapped():
+    """Its own first step() was before that: PyTorch has nothing to say, and we have."""
+    net, (x, y) = model(), data()
+    inner = torch.optim.SGD(net.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(inner, 1)
+    mean_loss(net, x, y).backward()
+    inner.step()
+    inner.zero_grad()
+    fa.AccumulatingOptimizer(inner, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scheduler.step()
+
+
+def test_an_optimizer_whose_wrapper_is_gone_answers_its_scheduler_by_itself():
+    net, (_x, _y) = model(), data()
+    inner = torch.optim.SGD(net.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(inner, 1)
+    fa.AccumulatingOptimizer(inner, 4)
+    gc.collect()
+    with pytest.warns(UserWarning, match=r"before `optimizer\.step\(\)`"):
+        scheduler.step()
+    copy.deepcopy(inner)
 
 
 @pytest.mark.parametrize("how", ["block", "apart", "one of two", "all", "none", "window_weight"])
@@ -182,6 +282,248 @@ def test_a_weight_that_is_missing_beside_others_is_warned_of_once(how):
         "one of two": ["some micro-batches of this window were given a weight and others were not"],
         "window_weight": ["window_weight=3, but this micro-batch was given no weight"],
     }.get(how, [])
+
+
+# -- gradients that are not for the step: adversarial attacks, and several losses' that are combined --------------
+
+
+class Classifier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.head = nn.Embedding(11, 6), nn.Sequential(nn.Tanh(), nn.Linear(6, 3))
+        self.double()
+
+    def forward(self, ids, delta=0.0):
+        return self.head((self.words(ids) + delta).mean(1))
+
+
+def texts(count):
+    g = torch.Generator().manual_seed(5)
+    return [(torch.randint(11, (4, 5), generator=g), torch.randint(3, (4,), generator=g)) for _ in range(count)]
+
+
+def freelb(net, ids, y, backward, passes=3):
+    """Zhu et al., 2020: adversarial steps along delta's gradient; the model's is the mean over the steps."""
+    delta = torch.full((4, 5, 6), 0.01, dtype=torch.float64)
+    for _ in range(passes):
+        delta.requires_grad_()
+        backward(cross_entropy(net(ids, delta), y) / passes)
+        delta = (delta + 0.1 * delta.grad / delta.grad.norm()).detach()
+
+
+def pgd(net, ids, y, zero_grad, attacks=3):
+    """Madry et al., 2018, as packaged for language models: p.grad is set aside for the attacks, and put back before the last backward."""
+    words = net.words.weight
+    cross_entropy(net(ids), y).backward()
+    kept = {p: p.grad.clone() for p in net.parameters()}
+    before = words.data.clone()
+    for attack in range(attacks):
+        words.data.add_(0.3 * words.grad / words.grad.norm())
+        if attack < attacks - 1:
+            zero_grad()
+        else:
+            for p, grad in kept.items():
+                p.grad = grad
+        cross_entropy(net(ids), y).backward()
+    words.data = before
+
+
+def pgd_beside_the_window(net, ids, y, attacks=3):
+    """The same, as the guide has it: gradients of an attack never get into p.grad."""
+    words = net.words.weight
+    loss = cross_entropy(net(ids), y)
+    loss.backward(retain_graph=True)
+    before = words.data.clone()
+    for _ in range(attacks):
+        (grad,) = torch.autograd.grad(loss, [words])
+        words.data.add_(0.3 * grad / grad.norm())
+        loss = cross_entropy(net(ids), y)
+    loss.backward()
+    words.data = before
+
+
+def plain_steps(run, count, length):
+    """Plain PyTorch, with each micro-batch's gradient by itself, and their mean stepped: no accumulation in p.grad."""
+    net = Classifier()
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    sums = [torch.zeros_like(p) for p in net.parameters()]
+    for number, (ids, y) in enumerate(texts(count)):
+        opt.zero_grad()
+        run(net, ids, y)
+        for total, p in zip(sums, net.parameters(), strict=True):
+            total += p.grad / length
+        if number % length == length - 1:
+            for total, p in zip(sums, net.parameters(), strict=True):
+                p.grad = total.clone()
+                total.zero_()
+            opt.step()
+    return net
+
+
+def all_told(run):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        run()
+    return [str(w.message) for w in told]
+
+
+@pytest.mark.parametrize("windows", ["block", "apart", "opt.backward", "ended by the caller"])
+def test_adversarial_steps_of_one_micro_batch(windows):
+    """As many as the window has micro-batches, which a forgotten condition looks like; a block says what they are."""
+    net = Classifier()
+    length = 1 if windows == "ended by the caller" else 3
+    settings = {"reduction": "none"} if length == 1 else {"accum_steps": length}
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), **settings)
+
+    def run():
+        for ids, y in texts(6):
+            with opt.micro_batch() if windows == "block" else nullcontext():
+                freelb(net, ids, y, opt.backward if windows == "opt.backward" else torch.Tensor.backward)
+            opt.step()
+            opt.zero_grad()
+
+    told = all_told(run)
+    assert_same_parameters(net, plain_steps(lambda *of: freelb(*of, torch.Tensor.backward), 6, length), 1e-12)
+    assert len(told) == (windows in ("apart", "opt.backward"))
+    assert all("adversarial steps), put them into one `with opt.micro_batch():`" in message for message in told)
+
+
+@pytest.mark.parametrize("zeroes", ["model", "opt"])
+def test_gradients_that_an_attack_sets_aside_in_windows_that_the_caller_ends(zeroes):
+    net = Classifier()
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), reduction="none")
+
+    def run():
+        for ids, y in texts(4):
+            pgd(net, ids, y, net.zero_grad if zeroes == "model" else opt.zero_grad)
+            opt.step()
+            opt.zero_grad()
+
+    assert all_told(run) == []
+    assert_same_parameters(net, plain_steps(lambda n, *of: pgd(n, *of, n.zero_grad), 4, 1), 1e-12)
+
+
+@pytest.mark.parametrize("zeroes", ["model", "opt"])
+def test_gradients_that_an_attack_sets_aside_in_counted_windows_are_told_the_way_out_once(zeroes):
+    """The attacks follow the window's sum there, as they would in a plain loop that accumulates."""
+    net = Classifier()
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), accum_steps=2)
+
+    def run():
+        for ids, y in texts(8):
+            pgd(net, ids, y, net.zero_grad if zeroes == "model" else opt.zero_grad)
+            opt.step()
+
+    told = all_told(run)
+    assert len(told) == 2 and "p.grad was written to" in told[1]
+    assert re.search(r"attack.*torch\.autograd\.grad\(loss, (inputs|parameters)\)", told[0])
+
+
+def test_an_attack_by_autograd_grad_leaves_counted_windows_alone():
+    net = Classifier()
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), accum_steps=2)
+
+    def run():
+        for ids, y in texts(8):
+            with opt.micro_batch():
+                pgd_beside_the_window(net, ids, y)
+            opt.step()
+
+    assert all_told(run) == []
+    assert_same_parameters(net, plain_steps(lambda n, *of: pgd(n, *of, n.zero_grad), 8, 2), 1e-12)
+
+
+def projected(gradients):
+    """Yu et al., 2020, without the shuffling: of each loss's gradient, what contradicts another's is taken out."""
+    flat = [torch.cat([g.flatten() for g in of_loss]) for of_loss in gradients]
+    found = [g.clone() for g in flat]
+    for ours in found:
+        for other in flat:
+            if (along := ours @ other) < 0:
+                ours -= along * other / (other @ other)
+    whole = sum(found).split([g.numel() for g in gradients[0]])
+    return [part.view_as(g) for part, g in zip(whole, gradients[0], strict=True)]
+
+
+class PCGrad:
+    """As packaged: round an optimizer, it clears p.grad for every loss, reads it, and puts the combined gradient there."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def pc_backward(self, losses):
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        gradients = []
+        for loss in losses:
+            self.optimizer.zero_grad(set_to_none=True)
+            loss.backward(retain_graph=True)
+            gradients.append([p.grad.clone() for p in params])
+        for p, grad in zip(params, projected(gradients), strict=True):
+            p.grad = grad
+
+    def step(self):
+        self.optimizer.step()
+
+
+def contradicting(net, x, y):
+    out = net(x)
+    return mean_loss(net, x, y), -(out[:, 0] - y[:, 1]).square().mean(), (out + y).abs().mean()
+
+
+def test_losses_combined_round_a_wrapper_whose_windows_the_caller_ends():
+    net, (x, y) = model(), data()
+    big = twin(net)
+
+    def run():
+        ours = PCGrad(fa.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), reduction="none"))
+        theirs = PCGrad(torch.optim.SGD(big.parameters(), lr=0.1))
+        for n, opt in ((net, ours), (big, theirs)) * 3:
+            opt.pc_backward(contradicting(n, x, y))
+            opt.step()
+
+    assert all_told(run) == []
+    assert_same_parameters(net, big, 1e-12)
+
+
+def test_losses_combined_round_a_wrapper_with_counted_windows_are_told_the_way_out_once():
+    net, (x, y) = model(), data()
+    opt = PCGrad(wrapped(net, 2))
+
+    def run():
+        for _ in range(6):
+            opt.pc_backward(contradicting(net, x, y))
+            opt.step()
+
+    told = all_told(run)
+    assert len(told) == 2
+    for message in told:
+        assert "torch.autograd.backward(parameters, gradients)" in message
+    assert re.search(r"combine.*PCGrad.*torch\.autograd\.grad\(loss, parameters\)", told[0])
+
+
+def test_losses_combined_as_the_warning_says_join_the_window():
+    net, (x, y) = model(), data()
+    big, opt = twin(net), wrapped(net, 2, make=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    plain = torch.optim.SGD(big.parameters(), lr=0.1)
+    params = list(net.parameters())
+
+    def run():
+        for number, part in enumerate(parts(x, y, [4] * 6)):
+            losses = contradicting(net, *part)
+            own = projected([torch.autograd.grad(loss, params, retain_graph=True) for loss in losses])
+            torch.autograd.backward(params, own)
+            opt.step()
+            losses = contradicting(big, *part)
+            own = projected([torch.autograd.grad(loss, list(big.parameters()), retain_graph=True) for loss in losses])
+            for p, grad in zip(big.parameters(), own, strict=True):
+                p.grad = grad / 2 if p.grad is None else p.grad + grad / 2
+            if number % 2:
+                plain.step()
+                plain.zero_grad()
+
+    assert all_told(run) == []
+    assert_same_parameters(net, big, 1e-12)
 
 
 class SAM(torch.optim.SGD):

@@ -114,7 +114,8 @@ class Sums:
             self.warn_dropped(
                 f"{slot.name}.grad",
                 "what the window had accumulated for such parameters is dropped, although its micro-batches still count. opt.zero_grad() "
-                "keeps it; opt.reset() drops the window",
+                "keeps it; opt.reset() drops the window; a gradient that is not for the window (an attack's, as in PGD) is taken by "
+                "torch.autograd.grad(loss, inputs)",
             )
             return
         if grad.layout is not torch.strided:

@@ -51,7 +51,7 @@ class Gathering(Windows):
         self._idle: MicroBatch | None = None  # one whose block was left without a backward
         self._block: tuple[Scalar | None, bool, bool] = (None, False, False)  # what the latest grouped() gave to open()
         self._replicas_checked = False  # are all parameters of DistributedDataParallel modules known to be gathered?
-        self._warned_unweighed = False
+        self._warned_unweighed = self._warned_kept = False
 
     def start(self, parameters: Iterable[tuple[str, Parameter]]) -> None:
         """Accumulate the gradients of these parameters, the first, with the ranks that share their windows. Raises as Ranks does."""
@@ -230,7 +230,7 @@ class Gathering(Windows):
         weighs = self.ledger.micro.weight is not None and self._settings.reduction == "mean"
         try:
             self.inside, self._adds_before = True, self.ledger.micro.adds
-            self.ledger.micro.parts += 1
+            self.ledger.micro.begin_part()
             with threads.weighing(thread, self.ledger) if weighs else contextlib.nullcontext():
                 yield
             self._intake.settle()
@@ -292,12 +292,16 @@ class Gathering(Windows):
 
     def keep_micro_batch(self) -> None:
         """``zero_grad()`` was called inside a window. Warn if that leaves in it what plain PyTorch would have dropped."""
-        if self.ledger.has_micro and self.ledger.micro.passes and not self.ledger.micro.bad:
+        kept = self.ledger.has_micro and self.ledger.micro.passes and not self.ledger.micro.bad
+        if kept and not self._warned_kept:
+            self._warned_kept = True
             warn(
                 "opt.zero_grad() inside a window keeps the gradients of a backward not yet followed by opt.step(), which plain PyTorch "
-                "drops: they are part of the next micro-batch. If they are of another model's loss (GAN, actor and critic), keep them out "
-                "of these parameters: requires_grad_(False) for that forward, or backward(inputs=...). If they are bad (NaN), look at the "
-                "loss before backward, or use nonfinite='skip_micro_batch'. opt.reset() drops the whole window"
+                "drops: they are part of the next micro-batch. Keep another model's loss (GAN, actor and critic) out of these parameters "
+                "by requires_grad_(False) for that forward, or backward(inputs=...); take gradients that you combine or only look at "
+                "(PCGrad, an adversarial attack) by torch.autograd.grad(loss, parameters), and add what is to be stepped by "
+                "torch.autograd.backward(parameters, gradients); leave bad ones (NaN) out by nonfinite='skip_micro_batch'. opt.reset() "
+                "drops the whole window. (Further cases are not reported.)"
             )
 
     @property
@@ -451,7 +455,8 @@ class Gathering(Windows):
         self.sums.sum_again()
         micro = self.ledger.micro
         micro.passes += 1
-        micro.parts += 0 if self.inside else 1
+        if not self.inside:
+            micro.begin_part()
         if micro.attempt is not None and micro.attempt.forward:
             micro.attempt.mixed = True
         self.ranks.pass_begins()
@@ -462,6 +467,7 @@ class Gathering(Windows):
             slots, grads = self.ledger.micro.attempt.wanted(slots, grads)
             if not slots:
                 return
+        self.ledger.micro.arrived += len(slots)
         self.ranks.fully_sharded.wait()
         self.ranks.before_add(slots)
         self.accumulator.add(slots, grads, self.measures)
@@ -493,12 +499,13 @@ class Gathering(Windows):
             # What was put into p.grad by hand may have taken the place of the window's sum; step() warns of that.
             self.sums.adopt_all(self.sums.buffers.slots)
         first, sent, held = window.empty, self.ranks.sent, self.ranks.fully_sharded.holds_back
-        if first and window.index == 0 and window.length == micro.parts > 2:  # two are often of two losses
+        # Two are often of two losses.
+        if first and window.index == 0 and window.length == micro.parts > 2 and micro.parts_alike:
             warn(
                 f"the first micro-batch had {micro.parts} backward passes, and accum_steps={micro.parts} such micro-batches make a window: "
                 f"is step() called only after every {micro.parts} (`if (i + 1) % {micro.parts} == 0:`)? Call it after each; it counts. "
                 "If a framework decides when, and divides the loss, leave out accum_steps and pass reduction='none'. If the passes do "
-                "belong to one micro-batch, put them into one `with opt.micro_batch():`"
+                "belong to one micro-batch (several losses of it, adversarial steps), put them into one `with opt.micro_batch():`"
             )
         if micro.passes and self._settings.reduction == "mean":
             self._note_unweighed(micro.weight is not None)

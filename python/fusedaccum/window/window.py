@@ -135,11 +135,24 @@ class MicroBatch:
     passes: int = 0  # outermost backward passes
     told: int = 0  # those of them whose loss opt.backward() has recorded
     parts: int = 0  # blocks of passes, and passes outside of any
+    arrived: int = 0  # gradients that have been added
+    arrived_first: int = 0  # those of the first part
     attempt: Attempt | None = None  # set if it is tried again, in parts, when it breaks off
 
     def value(self) -> Scalar:
         """The weight; 1 if none was given."""
         return 1.0 if self.weight is None else self.weight
+
+    def begin_part(self) -> None:
+        """A block of passes begins, or a pass outside of any."""
+        if self.parts == 1:
+            self.arrived_first = self.arrived
+        self.parts += 1
+
+    @property
+    def parts_alike(self) -> bool:
+        """Did every part bring as many gradients as the first? (Chunks of a loss bring fewer than the backward behind them.)"""
+        return self.arrived == self.parts * self.arrived_first
 
     def factor_left(self) -> Scalar:
         """The factor by which its gradients still have to be multiplied."""
