@@ -375,6 +375,16 @@ class Remembering(Optimizer):
             entry.setdefault("all", []).append(p.grad)
 
 
+def test_a_wrapper_equals_the_optimizer_that_it_stands_for_and_no_other():
+    net, other = model(), torch.optim.SGD(model().parameters())
+    inner = torch.optim.SGD(net.parameters())
+    opt = fa.AccumulatingOptimizer(inner)
+    assert inner in [opt] and opt in [inner] and opt == opt and hash(opt) == hash(inner)
+    assert other not in [opt] and opt not in [other, None, "SGD"]
+    _, copied = copy.deepcopy((net, opt))
+    assert copied not in [opt, inner] and copied.optimizer in [copied]
+
+
 @pytest.mark.parametrize("settings", [{}, {"accum_steps": 3}, {"accum_steps": 3, "master_weights": True}])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_gradients_that_the_inner_optimizer_keeps_stay_what_they_were(dtype, settings):

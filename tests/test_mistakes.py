@@ -250,6 +250,7 @@ class Twice(torch.autograd.Function):
         pytest.param(lambda loss: loss / 3, {}, {}, id="by another number"),
         pytest.param(lambda loss: loss * N, {}, {}, id="multiplied"),
         pytest.param(lambda loss: N / loss, {}, {}, id="the number is divided"),
+        pytest.param(lambda loss: loss * N / N, {}, {}, id="multiplied before, to undo it"),
         pytest.param(lambda loss: loss / torch.tensor(float(N)), {}, {}, id="by a tensor, whose value is not read"),
         pytest.param(lambda loss: Twice.apply(loss / N), {}, {}, id="far inside"),
         pytest.param(lambda loss: loss / N, {"reduction": "none"}, {}, id="none"),

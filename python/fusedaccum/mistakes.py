@@ -191,10 +191,13 @@ _TERMS = {
 
 
 def _divisors(loss: Tensor, weight: float | Tensor | None) -> list[int]:
-    """The whole numbers above 1 by which the loss was divided last (perhaps two, or one before a GradScaler's factor)."""
+    """The whole numbers above 1 by which the loss was divided last: perhaps several, or before a GradScaler's factor. Not those by which it
+    had been multiplied (to undo a framework's division), or which make a mean.
+    """
     found: list[int] = []
+    factors: list[float] = []
     node = getattr(loss, "grad_fn", None)
-    for _ in range(2):
+    for _ in range(4):
         if node is None or node.name() not in ("DivBackward0", "MulBackward0"):
             break
         number, divides = _python_number(node), node.name() == "DivBackward0"
@@ -206,7 +209,9 @@ def _divisors(loss: Tensor, weight: float | Tensor | None) -> list[int]:
         counts_items = isinstance(weight, Tensor) or weight == by
         if exact and by > 1 and not counts_items and not _is_mean_of(node, by):
             found.append(by)
-    return found
+        elif not divides:
+            factors.append(number)
+    return [by for by in found if by not in factors]
 
 
 def _python_number(node: Any) -> float | None:

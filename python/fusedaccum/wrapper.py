@@ -181,6 +181,14 @@ class Wrapper(Optimizer):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optimizer!r}, {self.settings!r})"
 
+    # Code that is given the wrapper and finds a scheduler of the inner optimizer, or looks through ``.optimizer``, asks whether the two
+    # are one: Lightning, before it accepts the scheduler, and before its LearningRateMonitor shows the rate.
+    def __eq__(self, other: object) -> bool:
+        return True if other is self or other is self.optimizer else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.optimizer)
+
     def __copy__(self) -> Wrapper:
         raise TypeError(
             "copy.copy() of an AccumulatingOptimizer would be a second wrapper of the same parameters; use copy.deepcopy((model, opt))"

@@ -5,7 +5,8 @@ import lightning as L
 import pytest
 import torch
 from fusedaccum.integrations.lightning import ResumeInsideWindow
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers.logger import Logger
 from small import CLIP, GRADIENTS, IDS, SUM, TOLERANCE, Weight, adamw, unequal, wrapped
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
@@ -97,6 +98,68 @@ def test_steps_clipping_and_the_scheduler_are_once_a_window():
     assert ours.lr_schedulers().last_epoch == 6
     assert ours.made.param_groups[0]["lr"] == pytest.approx(1e-2 * 0.9**6)
     assert ours.norms == pytest.approx([CLIP] * 6, rel=1e-4)  # clip_grad_norm_ divides by the norm + 1e-6
+
+
+class Logged(Logger):
+    """Keeps what is logged."""
+
+    name, version = "logged", 0
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def log_metrics(self, metrics, step=None):
+        self.rows.append((step, dict(metrics)))
+
+    def log_hyperparams(self, *args, **kwargs):
+        pass
+
+
+class Scheduled(Regression):
+    """Its scheduler is of the optimizer that is returned, of the one inside that, or there is none; of one group or two."""
+
+    def __init__(self, make, of, groups, name):
+        super().__init__(make)
+        self.of, self.groups, self.name = of, groups, name
+
+    def configure_optimizers(self):
+        everything = list(self.parameters())
+        made = self.make([{"params": everything[i :: self.groups]} for i in range(self.groups)])
+        of = getattr(made, "optimizer", made) if self.of == "inner" else made
+        scheduler = torch.optim.lr_scheduler.StepLR(of, step_size=1, gamma=0.9)
+        config = {"scheduler": scheduler, "interval": "step", "name": self.name}
+        return made if self.of == "none" else {"optimizer": made, "lr_scheduler": config}
+
+
+def rates(make, of, groups=1, name=None, interval=None):
+    module, log = Scheduled(make, of, groups, name), Logged()
+    quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    settings = {"accumulate_grad_batches": 4, "log_every_n_steps": 1, "callbacks": [LearningRateMonitor(interval)]}
+    made = L.Trainer(accelerator="cpu", max_epochs=2, logger=log, **settings, **quiet)
+    made.fit(module, Batches(2), DataLoader([0]))
+    return log.rows
+
+
+@pytest.mark.parametrize("interval", [None, "step", "epoch"])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("of", ["inner", "none"])
+def test_the_learning_rate_is_shown_as_with_the_plain_optimizer(of, groups, interval):
+    plain = rates(adamw, of, groups, interval=interval)
+    assert plain and rates(wrapped, of, groups, interval=interval) == plain
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("name", [None, "lr-AdamW"])
+def test_the_learning_rate_of_a_scheduler_of_the_wrapper_is_shown_once(name, groups):
+    shown = rates(wrapped, "wrapper", groups, name)
+    plain = rates(adamw, "wrapper", groups, name)
+    if name is None:
+        plain = [
+            (step, {key.replace("AdamW", "AccumulatingOptimizer"): rate for key, rate in row.items()})
+            for step, row in plain
+        ]
+    assert plain and shown == plain
 
 
 def test_bf16_gradients_are_added_in_fp32():
