@@ -1,6 +1,6 @@
 """The questions that every newcomer asks (docs/questions), measured: one file per question, each with
 
-- ``measure(quick) -> list[Row]``: deterministic (PyTorch is seeded before), a minute at most; ``quick`` runs the same code in a second and
+- ``measure(quick) -> list[Row]``: deterministic (PyTorch is seeded before), a minute at most; ``quick`` runs the same code in seconds and
   measures nothing. A row's ``contestant`` names the way that was used.
 - ``finding(rows) -> str``: the result, in a line or two with figures from the rows. It is the plot's title, and stands on the page.
 - ``draw(rows, axes)``: the plot, from the rows alone.
