@@ -59,8 +59,9 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
     places_.clear();
   }
 
-  void hook(py::object slot, int64_t bucket_bytes);
+  void hook(py::object slot);
   void unhook(const py::object& slot);
+  void fill_at(c10::Device device, int64_t bytes);
   py::list unhooked() const;
   void put(const py::object& slot, const at::Tensor& grad);
   void expect(int task);
@@ -77,8 +78,7 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
     const torch::autograd::Node* node;  // which the slot keeps alive
     std::vector<int64_t> shape;
     bool lent;
-    bool shown;  // is p.grad the buffer?
-    int64_t bucket_bytes;
+    bool shown;             // is p.grad the buffer?
     std::size_t taken = 0;  // how often take() has met it
   };
   struct Arrival {
@@ -92,6 +92,7 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
   void queue_up(Place* place, const at::Tensor& grad, bool ours, bool awaited);
   bool expects(int task);
   bool expects_locked(int task) const;
+  bool full_locked(c10::Device device) const;
   template <class... Arguments>
   bool tell(const char* method, const Arguments&... arguments);
 
@@ -102,6 +103,7 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
   std::vector<int> tasks_;
   std::vector<Arrival> queue_;
   std::vector<StreamName> streams_;
+  std::vector<std::pair<c10::Device, int64_t>> full_at_;  // bytes in the queue
   int64_t bytes_ = 0;
 };
 
@@ -122,12 +124,12 @@ class Hook : public torch::autograd::FunctionPreHook {
   Arrivals::Place* const place_;
 };
 
-void Arrivals::hook(py::object slot, int64_t bucket_bytes) {
+void Arrivals::hook(py::object slot) {
   const auto parameter = slot.attr("param").cast<at::Tensor>();
   const bool lent = py::cast<bool>(slot.attr("lent"));
   const bool shown = slot.attr("holder").is(slot.attr("param"));
   const auto node = torch::autograd::impl::grad_accumulator(parameter);
-  places_.push_back({std::move(slot), parameter, node.get(), parameter.sizes().vec(), lent, shown, bucket_bytes});
+  places_.push_back({std::move(slot), parameter, node.get(), parameter.sizes().vec(), lent, shown});
   node->add_pre_hook(std::make_unique<Hook>(shared_from_this(), &places_.back()));
 }
 
@@ -140,6 +142,20 @@ void Arrivals::unhook(const py::object& slot) {
     parameter = std::move(place.parameter);
   }
   place.slot = py::none();
+}
+
+void Arrivals::fill_at(c10::Device device, int64_t bytes) {
+  const std::lock_guard<std::mutex> locked(mutex_);
+  const auto known = std::find_if(full_at_.begin(), full_at_.end(), [&](const auto& entry) { return entry.first == device; });
+  if (known == full_at_.end()) {
+    full_at_.emplace_back(device, bytes);
+  } else {
+    known->second = bytes;
+  }
+}
+
+bool Arrivals::full_locked(c10::Device device) const {
+  return std::any_of(full_at_.begin(), full_at_.end(), [&](const auto& entry) { return entry.first == device && bytes_ >= entry.second; });
 }
 
 Arrivals::Place& Arrivals::find(const py::object& slot) {
@@ -227,7 +243,7 @@ void Arrivals::queue_up(Place* place, const at::Tensor& grad, bool ours, bool aw
       const StreamName name{stream.id(), stream.device_index(), static_cast<int>(stream.device_type())};
       if (std::find(streams_.begin(), streams_.end(), name) == streams_.end()) streams_.push_back(name);
     }
-    full = !hold_ && (bytes_ >= place->bucket_bytes || awaited || !ours);
+    full = !hold_ && (full_locked(grad.device()) || awaited || !ours);
   }
   if (full) tell("release");
 }
@@ -266,8 +282,10 @@ std::pair<py::list, std::vector<StreamName>> Arrivals::take() {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<Arrivals, std::shared_ptr<Arrivals>>(m, "Arrivals", "fusedaccum.intake.arrivals.Arrivals, in C++")
       .def(py::init<py::weakref, bool>(), py::arg("intake"), py::arg("hold"))
-      .def("hook", &Arrivals::hook, py::arg("slot"), py::arg("bucket_bytes"), "Queue the gradients of this slot's parameter from now on")
+      .def("hook", &Arrivals::hook, py::arg("slot"), "Queue the gradients of this slot's parameter from now on")
       .def("unhook", &Arrivals::unhook, py::arg("slot"), "From now on the gradients of this slot's parameter go their ordinary way")
+      .def("fill_at", &Arrivals::fill_at, py::arg("device"), py::arg("bytes"),
+           "A gradient on this device that brings the queue to so many bytes fills the bucket")
       .def("unhooked", &Arrivals::unhooked, "Slots of trainable parameters that PyTorch has given new nodes since")
       .def("put", &Arrivals::put, py::arg("slot"), py::arg("grad"),
            "Queue a gradient that did not come through a hook, and that nobody else is going to write to")

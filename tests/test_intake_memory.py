@@ -17,6 +17,9 @@ from training import assert_same_parameters, data, mean_loss, model, parts, twin
 pytestmark = pytest.mark.usefixtures("each_intake")
 
 
+MIB = 1 << 20
+
+
 @pytest.mark.parametrize(
     ("device", "memory", "bucket"),
     [("cpu", None, 8 << 20), ("cuda:1", 4 << 30, 32 << 20), ("cuda:1", 80 << 30, 320 << 20), ("mps", None, 32 << 20)],
@@ -26,6 +29,92 @@ def test_a_bucket_is_a_small_part_of_a_gpus_memory(device, memory, bucket, monke
     memories = {device: SimpleNamespace(total_memory=memory)} if memory else {}
     monkeypatch.setattr(torch.cuda, "get_device_properties", memories.__getitem__)
     assert fusedaccum.intake.intake.bucket_bytes(device) == bucket
+
+
+@pytest.mark.parametrize(
+    ("device", "sizes", "bucket"),
+    [
+        ("cpu", [], MIB),
+        ("cpu", [4 * 50_000], MIB),  # one tensor, of which nothing is held back
+        ("cpu", [4096] * 2000, MIB),
+        ("cpu", [MIB // 2] * 40 + [5 * MIB], 5 * MIB),
+        ("cpu", [MIB] * 40 + [100 * MIB], 8 * MIB),
+        ("cuda:0", [], 32 * MIB),
+        ("cuda:0", [100 * MIB], 32 * MIB),
+        ("cuda:0", [MIB] * 324, 32 * MIB),  # GPT-2's blocks in FP32
+        ("cuda:0", [MIB] * 2000, 125 * MIB),
+        ("cuda:0", [MIB] * 1000 + [600 * MIB], 100 * MIB),  # the largest gradient fills it alone
+        ("cuda:0", [MIB] * 100_000, 320 * MIB),
+        ("mps", [MIB] * 2000, 32 * MIB),
+    ],
+)
+@pytest.mark.parametrize("sent", [False, True])
+def test_a_bucket_is_a_small_part_of_the_models_gradients_on_a_gpu_and_their_largest_on_a_cpu(
+    device, sizes, bucket, sent, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 << 30))
+    found = fusedaccum.intake.intake.full_at(torch.device(device), sizes, sent)
+    assert found == (min(bucket, 32 * MIB) if sent else bucket)
+
+
+@pytest.fixture
+def added(monkeypatch):
+    """The sizes of the gradients of every call that adds some, in bytes: what was held until then."""
+    calls = []
+    add = Gathering.add
+
+    def noted(self, slots, grads):
+        calls.append([grad.nbytes for grad in grads])
+        add(self, slots, grads)
+
+    monkeypatch.setattr(Gathering, "add", noted)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("shapes", "bucket", "calls"),
+    [
+        ([(1024, 3072)], 0, 1),  # one tensor
+        ([(32, 32)] * 2000, MIB, 8),
+        ([(512, 512)] * 8 + [(1024, 1280)] + [(512, 512)] * 8, 5 * MIB, 4),
+        ([(512, 512)] * 20 + [(1024, 4096)], 8 * MIB, 4),  # one gradient larger than any bucket
+    ],
+    ids=["one", "two thousand", "a large one", "one larger than a bucket"],
+)
+def test_on_a_cpu_no_more_is_held_than_a_bucket_and_the_gradient_that_fills_it(shapes, bucket, calls, added):
+    params = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(params, lr=0.1), 2)
+    sum(p.square().sum() for p in params).backward()
+    opt.step()
+    assert sum(map(len, added)) == len(params) and len(added) == calls
+    assert all(sum(sizes[:-1]) <= bucket for sizes in added)
+
+
+@pytest.mark.parametrize("way", ["together", "large added later", "small added later", "replaced"])
+def test_buckets_fit_all_parameters_that_there_are(way, added):
+    """The largest gradient says how large a bucket is on a CPU: whenever it came, and no longer when it has gone."""
+    small = [nn.Parameter(torch.randn(256, 512, dtype=torch.bfloat16)) for _ in range(8)]  # a quarter of a MiB
+    large = nn.Parameter(torch.randn(1024, 512))  # FP32, 2 MiB
+    first = {"large added later": small, "small added later": [large]}.get(way, [*small, large])
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(first, lr=0.1), 2)
+    if way.endswith("later"):
+        opt.add_param_group({"params": [large] if first is small else small})
+    if way == "replaced":
+        opt.param_groups[0]["params"] = small
+        opt.param_groups = opt.param_groups
+    sum(p.float().square().sum() for p in small).backward()
+    opt.step()
+    assert [len(sizes) for sizes in added] == ([4, 4] if way == "replaced" else [8])
+
+
+def test_frozen_parameters_do_not_count_for_a_bucket(added):
+    """Most of a model that is fine-tuned through adapters brings no gradient."""
+    frozen = nn.Parameter(torch.randn(1024, 2048), requires_grad=False)
+    params = [nn.Parameter(torch.randn(256, 256)) for _ in range(32)]  # of a quarter of a MiB
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([frozen, *params], lr=0.1), 2)
+    sum(p.square().sum() for p in params).backward()
+    opt.step()
+    assert [sum(sizes) for sizes in added] == [MIB] * 8
 
 
 @pytest.mark.parametrize("bucket", [1, 200, 1 << 30])

@@ -215,3 +215,24 @@ def test_a_bucket_is_full_when_the_device_of_what_arrives_says_so(device, monkey
         opt.backward(sum(p.square().sum() for p in some))
         opt.step()
     assert calls == ([1, 1, 1, 3] if full == "cpu" else [3, 1, 1, 1])
+
+
+def test_a_bucket_is_a_sixteenth_of_the_gradients_on_its_own_device(device, monkeypatch):
+    monkeypatch.setattr(fusedaccum.intake.intake, "bucket_bytes", lambda _: 1 << 40)  # as on a large GPU
+    monkeypatch.setattr(fusedaccum.intake.intake, "SENT_BYTES", 100)
+    calls = []
+    add = Gathering.add
+    monkeypatch.setattr(
+        Gathering, "add", lambda self, slots, grads: calls.append(len(slots)) or add(self, slots, grads)
+    )
+    here = [nn.Parameter(torch.ones(16, 16)) for _ in range(40)]
+    there = [nn.Parameter(torch.ones(size, device=device)) for size in [8] * 30 + [24] * 30]
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([*here, *there[:32]], lr=0.5), 2)
+    sum(p.square().sum() for p in there[30:32]).backward()  # 96 bytes each
+    opt.step()
+    assert calls == [2]  # a sixteenth of 1,152 bytes is less than the least
+    opt.add_param_group({"params": there[32:]})
+    calls.clear()
+    sum(p.square().sum() for p in there[:30]).backward()  # 32 bytes each: eight have more than a sixteenth of 3,840
+    opt.step()
+    assert calls == [8, 8, 8, 6]

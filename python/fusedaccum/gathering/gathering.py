@@ -119,8 +119,9 @@ class Gathering(Windows):
         self._replicas_checked = False
         with torch.inference_mode(False), torch.enable_grad():
             for slot in slots:
-                self._intake.hook(slot, sent=slot.offloaded or not self.ranks.alone)
+                self._intake.hook(slot)
                 _GATHERING_OF[slot.param] = weakref.ref(self)
+        self._intake.size_buckets(self.sums.buffers.slots, shared=not self.ranks.alone)
 
     def _unhook(self, slots: Iterable[Slot]) -> None:
         for slot in slots:

@@ -55,23 +55,28 @@ class Arrivals:
         _fresh_holders()  # measured now, because it takes a backward of its own
         self._listener = listener
         self._hold = hold
-        self._hooked: dict[Slot, int] = {}  # and how many bytes in the queue fill the bucket when its gradient arrives
+        self._hooked: dict[Slot, None] = {}
+        self._full_at: dict[torch.device, int] = {}  # bytes in the queue
         self._tasks: set[int] = set()  # graph tasks that need no announcement
         self._lock = threading.Lock()  # of what is below; never held while the listener is called
         self._queue: list[tuple[Slot, Tensor]] = []
         self._bytes = 0
         self._streams: set[StreamName] = set()
 
-    def hook(self, slot: Slot, bucket_bytes: int) -> None:
-        """Queue the gradients of this slot's parameter from now on; one that brings the queue to ``bucket_bytes`` fills the bucket."""
+    def hook(self, slot: Slot) -> None:
+        """Queue the gradients of this slot's parameter from now on."""
         # Weak references, because the node holds the hook, and the slot holds the node.
         arrived = functools.partial(_arrived, weakref.ref(self), weakref.ref(slot))
         slot.node.register_prehook(arrived)
-        self._hooked[slot] = bucket_bytes
+        self._hooked[slot] = None
 
     def unhook(self, slot: Slot) -> None:
         """From now on the gradients of this slot's parameter go their ordinary way."""
         del self._hooked[slot]
+
+    def fill_at(self, device: torch.device, bytes: int) -> None:
+        """From now on a gradient on this device that brings the queue to so many bytes fills the bucket."""
+        self._full_at[device] = bytes
 
     def unhooked(self) -> list[Slot]:
         """Slots of trainable parameters that PyTorch has given new nodes since, as it does for another dtype or device."""
@@ -106,7 +111,7 @@ class Arrivals:
             self._bytes += grad.nbytes
             if grad.is_cuda:
                 self._streams.add(current_name(grad.device))
-            full = not self._hold and (self._bytes >= self._hooked[slot] or awaited or not ours)
+            full = not self._hold and (self._bytes >= self._full_at[grad.device] or awaited or not ours)
         if full:
             listener.release()
 

@@ -14,7 +14,7 @@ import importlib
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Protocol
@@ -26,7 +26,7 @@ from torch.autograd.graph import get_gradient_edge
 from .. import native
 from ..buffers import main_grad
 from ..buffers.buffers import Slot
-from ..buffers.shards import ShardHolder
+from ..buffers.shards import ShardHolder, local_of
 from ..engine import outside_graphs, when_backward_ends, within_backward
 from . import arrivals
 from .passes import broke_off, outermost_backward, returned, running_backward, under_way
@@ -52,13 +52,15 @@ class Owner(Protocol):
         """A pass broke off, and what it had queued is dropped; part of it may have been added before that."""
 
 
-SENT_BYTES = (
-    32 << 20
-)  # most in a bucket whose sums go on from its device, which should begin while the pass still computes
+# The most in a bucket whose sums go on from its device, which should begin while the pass still computes. On a GPU any bucket may have as
+# much, so that its call costs little beside the backward behind it; on a CPU LEAST_BYTES.
+SENT_BYTES = 32 << 20
+LEAST_BYTES = 1 << 20
+SHARE = 16  # buckets that a model's gradients on a GPU make, at least, where they are larger than that
 
 
 def bucket_bytes(device: torch.device) -> int:
-    """Bytes of fresh gradients on this device that make a bucket, unless one alone has more.
+    """Bytes of fresh gradients on this device that make a bucket, at most.
 
     On a CPU they are read again before they leave its cache. On a GPU every bucket costs time of the host, which a backward may wait for,
     and holds back memory: 0.4% of it.
@@ -67,6 +69,20 @@ def bucket_bytes(device: torch.device) -> int:
         return 8 << 20
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
     return max(SENT_BYTES, memory // 256)
+
+
+def full_at(device: torch.device, sizes: Sequence[int], sent: bool) -> int:
+    """Bytes that make a bucket on this device, where a backward brings gradients of ``sizes`` bytes. ``sent``: do their sums leave it?
+
+    On a GPU a bucket is a small part of the model's own gradients. On a CPU, memory that is freed at once must not be much more than the
+    largest tensor freed before: glibc's malloc gives back to the system what is more than twice that, and faults it in again.
+    """
+    most = bucket_bytes(device)
+    if sent:
+        most = min(most, SENT_BYTES)
+    if device.type == "cpu":
+        return min(most, max([LEAST_BYTES, *sizes]))
+    return min(most, max(SENT_BYTES, sum(sizes) // SHARE))
 
 
 def arrivals_class() -> Any:
@@ -96,20 +112,28 @@ class Intake:
         # Did the last pass have re-entrant parts, each of which brings a parameter a gradient of its own?
         self.nested = False
 
-    def hook(self, slot: Slot, sent: bool) -> None:
-        """Take this parameter's gradients from now on. ``sent``: do their sums go on to other ranks, or to CPU memory?"""
+    def hook(self, slot: Slot) -> None:
+        """Take this parameter's gradients from now on."""
         p = slot.param
         frozen = not p.requires_grad
         p.requires_grad_(True)  # a frozen one may be thawed later
         # The node is kept alive by us: autograd itself holds it only as long as some graph does.
         slot.node = get_gradient_edge(p).node
-        full = bucket_bytes(p.device)
-        self._arrivals.hook(slot, min(full, SENT_BYTES) if sent else full)
+        self._arrivals.hook(slot)
         if slot.sharded:
             p.register_post_accumulate_grad_hook(self._taker(slot))
         p.requires_grad_(not frozen)
         if slot.dtype != p.dtype or p.grad_dtype != p.dtype:  # which the caller may have set
             p.grad_dtype = None  # lets p.grad be of the buffer's dtype, and of the one that is stepped
+
+    def size_buckets(self, slots: Iterable[Slot], shared: bool) -> None:
+        """Size buckets for the gradients of these slots, which are all. ``shared``: do their sums go on to other ranks?"""
+        by_device: dict[torch.device, list[Slot]] = {}
+        for slot in slots:
+            by_device.setdefault(slot.made_for.device, []).append(slot)
+        for device, members in by_device.items():
+            sizes = [local_of(slot.param).nbytes for slot in members if slot.param.requires_grad]
+            self._arrivals.fill_at(device, full_at(device, sizes, shared or members[0].offloaded))
 
     def unhook(self, slot: Slot) -> None:
         """Leave this parameter's gradients alone from now on."""

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ..buffers.buffers import buffer_dtype, padded
 from ..buffers.offload import STAGE_BYTES, STAGES
 from ..buffers.shards import local_of
-from ..intake.intake import SENT_BYTES, bucket_bytes
+from ..intake.intake import full_at
 from .fuse import Embedding, Linear, has_product, has_unfused_option
 
 
@@ -243,9 +243,7 @@ def largest_bucket(gradients: Sequence[Tensor], device: torch.device, sent: bool
 
 def buckets(sizes: Sequence[int], device: torch.device, sent: bool) -> list[tuple[int, int]]:
     """Where each bucket begins and ends among gradients of these sizes, in bytes, of parameters on this device."""
-    found, begin, held, full = [], 0, 0, bucket_bytes(device)
-    if sent:
-        full = min(full, SENT_BYTES)
+    found, begin, held, full = [], 0, 0, full_at(device, sizes, sent)
     for i, taken in enumerate(sizes):
         held += taken
         if held >= full or i == len(sizes) - 1:
