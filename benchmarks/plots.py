@@ -148,10 +148,18 @@ def memory(rows: Sequence[Row]) -> Figure:
         axes.set_xlabel("two micro-batches, then the step; each run scaled to the same width")
         axes.legend(loc="lower right", frameon=True, framealpha=0.95, fontsize=8)
     panels[0].set_ylabel("allocated, MiB")
-    figure.suptitle(
-        f"Beyond parameters and sums: {rows[0]['excess_bytes'] / 2**20:.0f} MiB, for a bucket of gradients and not all of them"
-    )
+    figure.suptitle(memory_finding(rows))
     return figure
+
+
+def memory_finding(rows: Sequence[Row]) -> str:
+    """What the wrapper holds beside parameters and sums, against all gradients of a micro-batch, for each dtype of the weights."""
+    ours = [next(r for r in rows if r["weights"] == weights) for weights in dict.fromkeys(r["weights"] for r in rows)]
+    held = [f"{r['excess_bytes'] / 2**20:.0f} MiB with {r['weights']} weights" for r in ours]
+    shares = [f"{r['excess_bytes'] / r['parameter_bytes']:.0%}" for r in ours]
+    return (
+        f"Beyond parameters and sums, fusedaccum holds {' and '.join(held)}:\n{' and '.join(shares)} of all gradients"
+    )
 
 
 def overhead(rows: Sequence[Row]) -> Figure:

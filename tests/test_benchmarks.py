@@ -224,6 +224,17 @@ def test_ways_of_buffers_in_cpu_memory_have_a_colour_too() -> None:
     assert style.COLOURS.keys() >= bench_memory.WAYS.keys() | bench_memory.OFFLOADED.keys()
 
 
+@pytest.mark.parametrize(("excess", "said"), [((11, 14), "7% and 4%"), ((177, 325), "109% and 100%")])
+def test_the_title_of_the_memory_plot_says_what_its_rows_say(excess: tuple[int, int], said: str) -> None:
+    parts: dict[str, list[int]] = {"parameter_bytes": [162, 325], "excess_bytes": list(excess)}
+    rows: list[harness.Row] = []
+    for way, (weights, at) in {"ours": ("bf16", 0), "theirs": ("bf16", 1), "ours again": ("fp32", 1)}.items():
+        rows.append({"contestant": way, "weights": weights, **{k: v[at] << 20 for k, v in parts.items()}})
+    found = plots.memory_finding(rows)
+    assert f"{excess[0]} MiB with bf16 weights and {excess[1]} MiB with fp32 weights" in found
+    assert found.endswith(f"{said} of all gradients")
+
+
 def test_questions_are_measured_found_and_drawn(tmp_path: Path) -> None:
     rows = bench_questions.run(harness.Options(quick=True, out=tmp_path))
     assert {str(row["question"]) for row in rows} == set(questions.QUESTIONS)
