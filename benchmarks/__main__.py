@@ -10,6 +10,7 @@ import torch
 
 from . import (
     bench_accumulate,
+    bench_buckets,
     bench_explain,
     bench_fused,
     bench_memory,
@@ -34,6 +35,7 @@ BENCHMARKS = {
         bench_step,
         bench_fused,
         bench_overhead,
+        bench_buckets,
         bench_memory,
         bench_ranks,
         bench_explain,
@@ -43,8 +45,9 @@ BENCHMARKS = {
 
 
 def everything(device: str) -> list[str]:
-    """The names of all benchmarks that apply to this kind of device: the questions are about numbers, not hardware."""
-    return [name for name in BENCHMARKS if device == "cpu" or name != bench_questions.NAME]
+    """The names of all benchmarks that apply to this kind of device: the questions are about numbers, not hardware; page faults are the CPU's."""
+    of_the_cpu = (bench_questions.NAME, bench_buckets.NAME)
+    return [name for name in BENCHMARKS if device == "cpu" or name not in of_the_cpu]
 
 
 def main() -> None:

@@ -24,6 +24,7 @@ TABLES: dict[str, Callable[[Sequence[Row]], tables.Table]] = {
     "step": tables.step,
     "fused": tables.fused,
     "overhead": tables.overhead,
+    "buckets": tables.buckets,
     "memory": tables.memory,
     "ranks": tables.ranks,
     "explain": tables.explain,

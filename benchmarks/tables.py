@@ -153,6 +153,28 @@ def _above_bare(of_case: dict[str, Row], contestant: str) -> float:
     return of_case[contestant]["us_per_tensor"] - of_case[BARE]["us_per_tensor"]
 
 
+def buckets(rows: Sequence[Row]) -> Table:
+    """One line per model and way of ours: its process time against the peer that does as much, and page faults of both."""
+    lines = []
+    for r in (r for r in rows if "against" in r):
+        same = ("set", "weights", "with_threads")
+        (peer,) = (p for p in rows if p["contestant"] == r["against"] and all(p[k] == r[k] for k in same))
+        threads = f"{r['with_threads']} thread{'s' if r['with_threads'] > 1 else ''}"
+        lines.append(
+            [
+                f"{r['set']} {r['weights']}, {threads}: {r['contestant']}",
+                f"{r['largest_gradient_bytes'] / 2**20:.1f} of {r['gradient_bytes'] / 2**20:.1f}",
+                f"{r['median_ms']:.1f} ({r['p10_ms']:.1f}–{r['p90_ms']:.1f})",
+                str(r["against"]),
+                f"{r['takes']:.2f}× ({r['takes_p10']:.2f}–{r['takes_p90']:.2f})",
+                f"{r['least_takes']:.2f}×",
+                f"{r['faults']:,.0f} / {peer['faults']:,.0f}",
+            ]
+        )
+    header = ["window of 8, step included", "largest gradient of all, MiB", "process ms (p10–p90)", "against"]
+    return [*header, "takes (p10–p90)", "at their least", "page faults / its"], lines
+
+
 def memory(rows: Sequence[Row]) -> Table:
     """Peaks in MiB, and what they consist of."""
     lines = []
