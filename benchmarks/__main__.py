@@ -45,7 +45,8 @@ BENCHMARKS = {
 
 
 def everything(device: str) -> list[str]:
-    """The names of all benchmarks that apply to this kind of device: the questions are about numbers, not hardware; page faults are the CPU's."""
+    """The names of all benchmarks that apply to this kind of device."""
+    # Questions are about numbers, not hardware; and page faults are of CPU memory.
     of_the_cpu = (bench_questions.NAME, bench_buckets.NAME)
     return [name for name in BENCHMARKS if device == "cpu" or name not in of_the_cpu]
 
