@@ -15,6 +15,7 @@ import fusedaccum as fa
 
 from benchmarks import (
     bench_accumulate,
+    bench_buckets,
     bench_explain,
     bench_memory,
     bench_overhead,
@@ -222,6 +223,18 @@ def test_sets_are_measured_one_after_another_into_one_file(tmp_path: Path, monke
 def test_ways_of_buffers_in_cpu_memory_have_a_colour_too() -> None:
     """They are drawn only on a GPU and after all measurements, which a missing colour would waste."""
     assert style.COLOURS.keys() >= bench_memory.WAYS.keys() | bench_memory.OFFLOADED.keys()
+
+
+@pytest.mark.slow
+def test_buckets_are_held_against_the_way_that_does_as_much(tmp_path: Path) -> None:
+    rows = bench_buckets.run(harness.Options(quick=True, rounds=2, out=tmp_path))
+    assert rows == report.load("buckets", tmp_path)
+    of = {str(row["contestant"]): row for row in rows}
+    assert set(of) == set(bench_buckets.WAYS["fp32"])
+    ours, plain = of[harness.OURS], of[bench_buckets.PLAIN]
+    assert ours["against"] == bench_buckets.PLAIN and "against" not in plain
+    assert ours["least_takes"] == pytest.approx(ours["least_ms"] / plain["least_ms"], rel=1e-3)
+    assert f"{ours['faults']:,.0f} / {plain['faults']:,.0f}" in report.printed("buckets", rows)
 
 
 @pytest.mark.parametrize(("excess", "said"), [((11, 14), "7% and 4%"), ((177, 325), "109% and 100%")])
