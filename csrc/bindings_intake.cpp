@@ -234,11 +234,14 @@ void Arrivals::put(const py::object& slot, const at::Tensor& grad) {
   queue_up(&place, grad, true, false);
 }
 
+// A copy. PyTorch 2.13's clone() of a DTensor adds up what the ranks hold parts of, in the dtype that it has.
+at::Tensor copied(const at::Tensor& grad) { return grad.unsafeGetTensorImpl()->is_python_dispatch() ? grad.mul(1) : grad.clone(); }
+
 void Arrivals::queue_up(Place* place, const at::Tensor& grad, bool ours, bool awaited) {
   if ((place->lent || !ours) && tell("added_already", place->slot, grad)) return;
   const int task = torch::autograd::get_current_graph_task_id();
   if (!expects(task)) tell("enter", task);
-  at::Tensor kept = ours || !hold_ ? grad : grad.clone();
+  at::Tensor kept = ours || !hold_ ? grad : copied(grad);
   const auto bytes = static_cast<int64_t>(grad.nbytes());
   bool full = false;
   {

@@ -21,6 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
 from ..buffers.buffers import Slot
+from ..buffers.shards import is_shard
 from ..engine import outside_graphs, outside_modes, recording
 from .streams import StreamName, current_name
 
@@ -106,7 +107,7 @@ class Arrivals:
         if task not in self._tasks:
             listener.enter(task)
         # A gradient that other code holds too may be overwritten before the bucket is full (a static buffer): it cannot wait.
-        kept = grad.clone() if self._hold and not ours else grad
+        kept = copied(grad) if self._hold and not ours else grad
         with self._lock:
             if task not in self._tasks:
                 return  # another thread has found it broken off since, and dropped what it had queued
@@ -146,6 +147,11 @@ class Arrivals:
             batches[number][0].append(slot)
             batches[number][1].append(grad)
         return batches, streams
+
+
+def copied(grad: Tensor) -> Tensor:
+    """A copy. PyTorch 2.13's ``clone()`` of a DTensor adds up what the ranks hold parts of, in the dtype that it has."""
+    return grad * 1 if is_shard(grad) else grad.clone()
 
 
 @outside_graphs
