@@ -355,6 +355,16 @@ def test_accum_steps_may_differ_when_every_micro_batch_of_the_window_was_dropped
     assert other.updated and other.last_window.nonfinite == 1
 
 
+def test_a_window_that_holds_nothing_is_as_long_as_the_schedule_that_was_saved_says():
+    net, net2, (x, y) = model(), model(), data()
+    opt, other = (wrapped(n, nonfinite="skip_micro_batch", **adapting(2)) for n in (net, net2))
+    opt.settings.schedule.adaptive.steps = 5  # grown
+    train(net, opt, [(x * math.nan, y)])
+    assert opt.progress["micro_batch"] == "0/5"
+    other.load_state_dict(opt.state_dict())
+    assert other.progress["micro_batch"] == "0/5"
+
+
 def test_stochastic_rounding_goes_on_from_a_checkpoint_that_rounded_to_nearest():
     p = torch.nn.Parameter(torch.zeros(4096, dtype=torch.bfloat16))
     settings = {"accum_steps": 4, "buffer_dtype": torch.bfloat16}

@@ -373,8 +373,14 @@ def refused(rank, settings):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"shard": True}, {"shard": True, "accum_steps": 1}, {"window_weight": 1000.0}, {"noise_scale": 0.9}],
-    ids=["shard", "shard, counted", "window_weight", "noise_scale"],
+    [
+        {"shard": True},
+        {"shard": True, "accum_steps": 1},
+        {"window_weight": 1000.0},
+        {"noise_scale": 0.9},
+        {"noise_scale": 0.0},
+    ],
+    ids=["shard", "shard, counted", "window_weight", "noise_scale", "noise_scale of each window"],
 )
 def test_windows_that_need_all_ranks_are_refused_within_no_sync_and_lose_nothing(worlds, settings):
     model = made()

@@ -14,6 +14,11 @@ def alone(**settings):
     return fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), **settings)
 
 
+def saved(*windows, schedule=None):
+    """What ranks have saved of their windows, as far as :func:`resharding.window` reads it."""
+    return [{"window": None if window is None else plain(window), "schedule": schedule} for window in windows]
+
+
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_counts_weights_and_losses_of_a_window_are_those_of_both_ranks(reduction):
     opt = alone(accum_steps=9, reduction=reduction)
@@ -34,7 +39,7 @@ def test_counts_weights_and_losses_of_a_window_are_those_of_both_ranks(reduction
             carried=3,
         ),
     ]
-    mine = resharding.window(opt, [{"window": plain(one)} for one in held] + [{"window": None}])
+    mine = resharding.window(opt, saved(*held, None))
     share = 1 / 3 if reduction == "none" else 1.0
     expected = {"index": 3, "length": 9, "micro_batches": 3, "weight": 7.0, "dropped": 2, "nonfinite": 2, "losses": 3}
     # Ranks count what they have dropped, and one process alone does not.
@@ -42,14 +47,25 @@ def test_counts_weights_and_losses_of_a_window_are_those_of_both_ranks(reduction
     assert {name: mine[name] for name in expected} == expected
     assert mine["loss"] == pytest.approx(6.0 * share) and mine["raw_loss"] == pytest.approx(share)
     with pytest.raises(ValueError, match=r"holds 8 micro-batches.*accum_steps=9 or more"):
-        resharding.window(alone(accum_steps=8), [{"window": plain(one)} for one in held])
+        resharding.window(alone(accum_steps=8), saved(*held))
+
+
+def test_the_window_is_as_long_as_the_schedule_that_was_saved_with_it_says():
+    settings = {"accum_steps": fa.schedules.noise_scale(start=2, at_most=64), "noise_scale": 0.9}
+    opt = alone(**settings)
+    grown = {"steps": 8, "seen": 40}
+    mine = resharding.window(
+        opt, saved(*(Window(3, 8, micro_batches=n, weight=float(n)) for n in (2, 1)), schedule=grown)
+    )
+    assert (mine["length"], mine["micro_batches"]) == (8, 3)
+    assert settings["accum_steps"].steps == 2  # nothing is loaded yet
 
 
 def test_weights_still_to_come_are_those_of_both_ranks():
     held = [Window(0, None, micro_batches=n, unweighed=n, unit=torch.tensor(64.0)) for n in (2, 1)]
-    mine = resharding.window(alone(reduction="sum"), [{"window": plain(one)} for one in held])
+    mine = resharding.window(alone(reduction="sum"), saved(*held))
     assert mine["unweighed"] == 3 and mine["unit"] == 64.0 and mine["carried"] == 0
-    assert resharding.window(alone(), [{"window": plain(Window(0, None))}, {"window": None}]) is None
+    assert resharding.window(alone(), saved(Window(0, None), None)) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -147,6 +147,9 @@ def load(opt: Wrapper, own: dict[str, Any]) -> None:
     """Load a checked checkpoint; the window must be empty."""
     sums, slots = opt._sums, opt._sums.buffers.slots
     window, micro = own["window"], own["micro_batch"]
+    adaptive = opt.settings.schedule.adaptive
+    if adaptive is not None and own["schedule"] is not None:
+        adaptive.load_state_dict(own["schedule"])
     opt._ledger.restore(
         own["index"],
         None if window is None else restored(Window, window),
@@ -173,6 +176,3 @@ def load(opt: Wrapper, own: dict[str, Any]) -> None:
     opt._gathering.statistics.load(own["batch_statistics"])
     if opt._closing.noise is not None:
         opt._closing.noise.load(own["noise"])
-    adaptive = opt.settings.schedule.adaptive
-    if adaptive is not None and own["schedule"] is not None:
-        adaptive.load_state_dict(own["schedule"])

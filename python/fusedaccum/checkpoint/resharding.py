@@ -63,7 +63,8 @@ def window(opt: Wrapper, ranks: list[dict[str, Any]]) -> dict[str, Any] | None:
         return None
     here = opt._gathering.ranks
     first = next(iter(held.values()))
-    mine = Window(first.index, opt.settings.schedule.length(first.index), unit=first.unit, carried=0)
+    schedule = opt.settings.schedule.resumed(ranks[0]["schedule"])
+    mine = Window(first.index, schedule.length(first.index), unit=first.unit, carried=0)
     for s, theirs in held.items():
         if falls_to(here, s):
             for name in (*COUNTED, "dropped"):

@@ -26,8 +26,12 @@ class OwnWindows:
         schedule = settings.schedule
         self._ledger, self._buffers, self._counted = ledger, buffers, not schedule.caller_owned
         self._drop_in = schedule.caller_owned and settings.reduction == "none"
-        needs = {"shard": settings.shard, "window_weight": schedule.window_weight, "noise_scale": settings.noise_scale}
-        self._needs_all = [f"{name}={value}" for name, value in needs.items() if value not in (None, False)]
+        needs = {
+            "shard": settings.shard or None,
+            "window_weight": schedule.window_weight,
+            "noise_scale": settings.noise_scale,
+        }
+        self._needs_all = [f"{name}={value}" for name, value in needs.items() if value is not None]
         self._first: int | None = None  # own counted window
         self._unchecked = False
         self.forget()

@@ -6,9 +6,10 @@ weights closes the window (that sum has to be read).
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -80,6 +81,14 @@ class Schedule:
         if callable(self.accum_steps):
             return checked_steps(self.accum_steps(index), f"accum_steps({index})")
         return self.accum_steps
+
+    def resumed(self, state: dict[str, Any] | None) -> Schedule:
+        """A schedule that goes on as this one will when an adaptive one's ``state`` has been loaded."""
+        if self.adaptive is None or state is None:
+            return self
+        steps = copy.copy(self.adaptive)
+        steps.load_state_dict(state)
+        return replace(self, accum_steps=steps)
 
     def complete(self, length: int | None, micro_batches: int, weight: Scalar) -> bool:
         """Is a window of these contents full? (Reads a tensor weight, when the sum of weights decides.)"""
