@@ -1,6 +1,9 @@
 """Memory that runs out where a test wants it to: each place in a window where PyTorch may allocate is a point, and points can fail."""
 
+import functools
+
 import fusedaccum as fa
+import fusedaccum.gathering.batch_statistics
 import fusedaccum.ops
 import fusedaccum.recipes.micro_batcher
 import torch
@@ -30,10 +33,12 @@ class Points:
         self._inside(monkeypatch, fusedaccum.ops, "accumulate_")
         self._inside(monkeypatch, fusedaccum.recipes.micro_batcher.nested, "cut")
         monkeypatch.setattr(fusedaccum.recipes.micro_batcher, "Attempt", self._tried)
-        # What make_room() does is not tested here, and collecting all garbage takes long.
+        # What make_room() does is not tested here, and looking through all objects takes long.
         monkeypatch.setattr(
             fusedaccum.recipes.micro_batcher, "make_room", lambda: self.broken.append(self.attempts[-1])
         )
+        for module in (fusedaccum.recipes.micro_batcher, fusedaccum.gathering.batch_statistics):
+            monkeypatch.setattr(module, "modules_alive", functools.partial(_modules_of, net))
 
     def __call__(self, *_):
         self.met += 1
@@ -63,6 +68,10 @@ class Points:
         """How many attempts broke off with some, but not all, of their gradients added."""
         most = max(len(attempt.taken) for attempt in self.attempts)
         return sum(0 < len(attempt.taken) < most for attempt in self.broken if not attempt.done)
+
+
+def _modules_of(net, kind, wanted=lambda module: True):
+    return [module for module in net.modules() if isinstance(module, kind) and wanted(module)]
 
 
 class Net(nn.Module):
