@@ -158,11 +158,13 @@ def test_a_checkpoint_between_two_forwards_of_a_micro_batch_knows_which_is_next(
     assert_same_statistics(net, oracle)
 
 
-def test_a_window_with_statistics_does_not_load_where_nobody_takes_them():
+@pytest.mark.parametrize("inside", ["a window", "a micro-batch"])
+def test_a_window_with_statistics_does_not_load_where_nobody_takes_them(inside):
     net = fa.accumulate_batchnorm(nn.Sequential(nn.BatchNorm1d(3)))
     opt = wrapped(net, 2)
     backward(net, torch.randn(4, 3))
-    opt.step()
+    if inside == "a window":
+        opt.step()
     saved = opt.state_dict()
     fa.restore_batchnorm(net)
     with pytest.raises(ValueError, match=r"of 1 BatchNorm layers .* call fa.accumulate_batchnorm\(model\) before"):
@@ -207,8 +209,9 @@ def run_plain(net, accum_steps, windows=1):
         opt.step()
 
 
-def test_batch_norm_that_is_not_pooled_is_noted_once(not_yet_noted):
-    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+@pytest.mark.parametrize("bias", [False, True])  # without, the layer's own are the only two vectors of a size
+def test_batch_norm_that_is_not_pooled_is_noted_once(not_yet_noted, bias):
+    net = nn.Sequential(nn.Linear(3, 3, bias), nn.BatchNorm1d(3))
     with pytest.warns(
         UserWarning, match=r"1 BatchNorm layer\(s\), the first being 1 \(BatchNorm1d\).*accumulate_batchnorm"
     ) as noted:

@@ -1,6 +1,7 @@
 """Closures: step() evaluates one once, and the inner optimizer, which may want the loss, gets one that returns it."""
 
 import weakref
+from contextlib import nullcontext
 
 import fusedaccum as fa
 import pytest
@@ -216,6 +217,38 @@ def test_one_that_has_to_evaluate_it_again_is_refused(steps, how, masters):
         opt.step(closure)
 
 
+def test_gradients_that_are_dropped_are_noticed_beside_a_parameter_that_never_has_one():
+    p, unused = (nn.Parameter(torch.ones(2)) for _ in range(2))
+
+    class Drops(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure=None):
+            self.zero_grad()
+            torch.enable_grad()(closure)()
+            super().step()
+
+    opt = fa.AccumulatingOptimizer(Drops([unused, p], lr=1.0))
+
+    def closure():
+        loss = p.sum()
+        loss.backward()
+        return loss
+
+    with pytest.raises(TypeError, match=r"dropped the gradients, before it called its closure: optimizer is Drops"):
+        opt.step(closure)
+
+
+def test_a_window_of_weight_0_needs_no_loss():
+    net, (x, y) = model(), data()
+    opt, before = wrapped(net, 2, make=AliG), twin(net)
+    for _ in range(2):
+        opt.backward(mean_loss(net, x, y), weight=0)
+        with pytest.warns(RuntimeWarning, match="weight") if opt.progress["micro_batch"] == "1/2" else nullcontext():
+            opt.step()
+    assert not opt.updated and opt.progress["window"] == 1
+    assert_same_parameters(net, before, 0)
+
+
 def test_sam_is_refused_before_its_closure_runs():
     class SAM(torch.optim.SGD):
         first_step = second_step = torch.optim.SGD.step
@@ -262,7 +295,7 @@ def test_the_closure_of_a_window_returns_the_windows_loss(steps):
 
     class Reads(torch.optim.SGD):
         def step(self, closure=None):
-            seen.append(float(closure()))
+            seen.append(closure())
             return super().step()
 
     p = nn.Parameter(torch.ones(()))
@@ -275,4 +308,5 @@ def test_the_closure_of_a_window_returns_the_windows_loss(steps):
             return loss
 
         opt.step(closure)
-    assert seen == [(steps + 1) / 2, (3 * steps + 1) / 2]
+    assert [loss.dtype for loss in seen[::steps]] == [torch.float32] * len(seen[::steps])  # as the closure's
+    assert [float(loss) for loss in seen] == [(steps + 1) / 2, (3 * steps + 1) / 2]

@@ -177,6 +177,28 @@ def test_the_optimizers_state_is_what_it_keeps(build, masters):
     assert said == pytest.approx(kept, rel=0.01)
 
 
+class Slow(torch.optim.Optimizer):
+    """As Lookahead: an optimizer inside, and weights of its own."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+        self.optimizer = torch.optim.SGD(self.param_groups, lr=0.1)
+
+    def step(self, closure=None):
+        self.optimizer.step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["slow"] = p.detach().clone()
+
+
+def test_state_of_an_optimizer_around_another_is_counted():
+    model = layers(torch.float32)
+    each = sum(p.nbytes for p in model.parameters())
+    momentum = fa.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    for opt in (Slow(model.parameters()), momentum):
+        assert modes(model, optimizer=opt)["FP32 buffers"].memory["optimizer"] == each
+
+
 def test_what_an_optimizer_keeps_is_left_out_where_it_cannot_be_told():
     class Refuses(torch.optim.SGD):
         def step(self, closure=None):

@@ -5,6 +5,7 @@ import gc
 import re
 import warnings
 from contextlib import nullcontext
+from functools import partial
 
 import fusedaccum as fa
 import pytest
@@ -802,15 +803,30 @@ def test_lbfgs_as_a_drop_in_says_that_it_does_not_add_to_a_gradient_that_was_ste
     opt.step(closure)  # once
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_gradient_that_was_clipped_is_stepped_again_as_it_was_clipped(fused):
-    """Two steps of a gradient of norm 8, clipped to 1: plain PyTorch clips it in place."""
+class OwnSGD(torch.optim.Optimizer):
+    """As somebody else may write it."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(group["lr"] * p.grad)
+
+
+@pytest.mark.parametrize(
+    "make", [torch.optim.SGD, partial(torch.optim.SGD, fused=True), OwnSGD], ids=["SGD", "fused", "own"]
+)
+def test_a_gradient_that_was_clipped_is_stepped_again_as_it_was_clipped(make):
+    """Three steps of a gradient of norm 8, clipped to 4: plain PyTorch clips it in place."""
     p = nn.Parameter(torch.ones(4))
-    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0, fused=fused), reduction="none", max_grad_norm=1.0)
+    opt = fa.AccumulatingOptimizer(make([p], lr=0.25), reduction="none", max_grad_norm=4.0)
     (4 * p).sum().backward()
-    opt.step()
-    opt.step()
-    torch.testing.assert_close(p.detach(), torch.zeros(4), atol=1e-5, rtol=0)
+    for number in range(3):
+        opt.step()
+        torch.testing.assert_close(p.detach(), torch.full((4,), 1 - 0.5 * (number + 1)), atol=1e-5, rtol=0)
 
 
 def test_a_gradient_that_was_written_to_between_two_steps_is_clipped_anew():

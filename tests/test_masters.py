@@ -433,3 +433,13 @@ def test_a_hook_of_every_optimizer_sees_the_model_that_was_stepped():
     finally:
         hook.remove()
     assert len(seen) == 1 and torch.equal(seen[0], p.detach()) and (p == 0.5).all()
+
+
+def test_a_step_between_a_forward_and_its_backward_is_an_error_as_in_plain_pytorch():
+    p = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), master_weights=True)
+    loss = p.square().sum()
+    p.sum().backward()
+    opt.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

@@ -75,6 +75,14 @@ def test_a_parameters_own_grad_dtype_does_not_stop_backward(dtype, asked):
     assert p.item() == -129 and p.grad.dtype is dtype
 
 
+def test_a_grad_dtype_that_is_narrower_than_its_parameter_rounds_no_gradient():
+    p = one(0.0, F)
+    p.grad_dtype = B
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 2)
+    gather(p, opt, [257.0, 257.0])
+    assert p.item() == -257
+
+
 class Gradient(torch.autograd.Function):
     """Its input's gradient is a tensor that was given, in the dtype that this has."""
 

@@ -253,6 +253,28 @@ def test_gradients_changed_by_hand_before_a_checkpoint_are_not_measured_after_it
     assert (opt.last_window.noise_scale is None) == changed
 
 
+@pytest.mark.filterwarnings("ignore:.*in a single process")
+@pytest.mark.parametrize("after", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("before", [torch.bfloat16, torch.float32], ids=str)
+def test_a_window_goes_on_in_a_model_of_another_dtype(tmp_path, before, after):
+    """Buffers of 16 bits hold means, wider ones sums."""
+
+    def made(dtype):
+        p = nn.Parameter(torch.zeros(3, dtype=dtype))
+        return p, fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 3, buffer_dtype=None)
+
+    p, opt = made(before)
+    for gradient in (1.0, 3.0):
+        opt.backward((p * gradient).sum(), weight=2)
+        opt.step()
+    dcp.save({"opt": fa.DistributedState(opt)}, checkpoint_id=tmp_path)
+    p, opt = made(after)
+    dcp.load({"opt": fa.DistributedState(opt, tmp_path)}, checkpoint_id=tmp_path)
+    opt.backward((p * 5.0).sum(), weight=4)
+    opt.step()
+    assert p.tolist() == [-(2 * 1 + 2 * 3 + 4 * 5) / 8] * 3
+
+
 SETTINGS = {
     "weighed": {"window_weight": 30.0},
     "none": {"reduction": "none"},

@@ -61,6 +61,13 @@ def test_the_window_is_as_long_as_the_schedule_that_was_saved_with_it_says():
     assert settings["accum_steps"].steps == 2  # nothing is loaded yet
 
 
+def test_a_window_of_which_nothing_fell_to_this_rank_is_not_empty():
+    opt = alone(accum_steps=4)
+    opt._ledger.restore(3, Window(3, 4, carried=1), None)
+    with pytest.raises(ValueError, match=r"inside a window with accum_steps=4, and this wrapper has accum_steps=8"):
+        alone(accum_steps=8).load_state_dict(opt.state_dict())
+
+
 def test_weights_still_to_come_are_those_of_both_ranks():
     held = [Window(0, None, micro_batches=n, unweighed=n, unit=torch.tensor(64.0)) for n in (2, 1)]
     mine = resharding.window(alone(reduction="sum"), saved(*held))

@@ -126,7 +126,7 @@ def check(opt: Wrapper, own: dict[str, Any]) -> None:
             f"the checkpoint was saved with shard=True and holds what rank {rank} steps, which this rank is not; load on every rank what "
             "it saved itself, with the same number of ranks"
         )
-    if own["micro_batch"] is None and (own["window"] is None or own["window"]["micro_batches"] == 0):
+    if own["micro_batch"] is None and (own["window"] is None or restored(Window, own["window"]).empty):
         return
     for name in mine:
         saved = own["settings"][name]

@@ -165,6 +165,7 @@ def _saved(opt: AccumulatingOptimizer) -> dict[str, Any]:
     slots, of_state = opt._sums.buffers.slots, _slots_of_state(opt, state["param_groups"])
     mine["divisors"] = {index: saved["divisor"] for index, saved in own["buffers"].items()}
     mine["shards"] = [slot.index for slot in slots if slot.sharded]
+    mine["narrow"] = [slot.index for slot in slots if slot.narrow]
     mine["apart"] = [
         f"{name!r} of parameter {of_state[index].name}"
         for index, entry in state["state"].items()

@@ -101,12 +101,14 @@ def added_up(opt: Wrapper, index: int, rows: dict[int, Tensor], ranks: list[dict
     slot, here = opt._sums.buffers.slots[index], opt._gathering.ranks
     divisors = {s: ranks[s]["divisors"][index] for s in rows}
     scale = rescaled(opt, slot, ranks)
-    if here.size == len(ranks) and len(rows) == 1 and scale == 1.0 and not slot.narrow:
+    # What 16-bit buffers held is saved as a sum. (Checkpoints that do not say were of buffers as they are here.)
+    was_narrow = index in ranks[0].get("narrow", [index] if slot.narrow else [])
+    if here.size == len(ranks) and len(rows) == 1 and scale == 1.0 and not (slot.narrow or was_narrow):
         ((s, row),) = rows.items()
         return {"sum": row, "divisor": divisors[s]}
     total = torch.zeros_like(next(iter(rows.values())), dtype=torch.promote_types(slot.dtype, torch.float32))
     for s, row in rows.items():
-        total += row * (scale if slot.narrow else scale * float(divisors[s]))
+        total += row * (scale if was_narrow else scale * float(divisors[s]))
     if not slot.narrow:
         return {"sum": total, "divisor": 1.0}
     divisor = ranks[here.rank]["divisors"].get(index) if here.size == len(ranks) else None

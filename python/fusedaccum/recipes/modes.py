@@ -321,7 +321,8 @@ def state_bytes(optimizer: Any, trained: Sequence[Tensor], stepped: Callable[[to
         return None
     kind: Any
     if isinstance(optimizer, Optimizer):
-        optimizer = getattr(optimizer, "optimizer", optimizer)  # of a wrapper, the inner one
+        while getattr(getattr(optimizer, "optimizer", None), "state", None) is optimizer.state:
+            optimizer = optimizer.optimizer  # of a wrapper that keeps none of its own
         groups, kind = [dict(group) for group in optimizer.param_groups], type(optimizer)
     else:
         groups, kind = [{"params": trained}], optimizer
