@@ -321,9 +321,10 @@ def state_bytes(optimizer: Any, trained: Sequence[Tensor], stepped: Callable[[to
         return None
     kind: Any
     if isinstance(optimizer, Optimizer):
-        while getattr(getattr(optimizer, "optimizer", None), "state", None) is optimizer.state:
-            optimizer = optimizer.optimizer  # of a wrapper that keeps none of its own
-        groups, kind = [dict(group) for group in optimizer.param_groups], type(optimizer)
+        inner: Any = optimizer
+        while getattr(inner, "optimizer", None) is not None and inner.optimizer.state is inner.state:
+            inner = inner.optimizer  # of a wrapper, which keeps no state of its own
+        groups, kind = [dict(group) for group in inner.param_groups], type(inner)
     else:
         groups, kind = [{"params": trained}], optimizer
     for group in groups:
