@@ -501,6 +501,25 @@ def test_loading_between_windows_leaves_p_grad_as_it_is(loads, settings):
         assert_same_parameters(net, big, 0)
 
 
+def test_loading_a_window_leaves_nothing_of_the_last_windows_gradient():
+    def made():
+        a, b = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+        return a, b, fa.AccumulatingOptimizer(torch.optim.SGD([a, b], lr=1.0), 2)
+
+    a, b, opt = made()
+    for _ in range(2):
+        (a + 8 * b).sum().backward()
+        opt.step()
+    theirs, _, other = made()
+    theirs.sum().backward()
+    other.step()
+    opt.load_state_dict(other.state_dict())
+    assert b.grad is None and opt.progress["micro_batch"] == "1/2"
+    (3 * a).sum().backward()
+    opt.step()
+    assert a.tolist() == [-1 - 2] * 2 and b.tolist() == [-8] * 2
+
+
 @pytest.mark.parametrize("loads", ["a window", "no window"])
 def test_loading_into_an_open_window_drops_it(loads):
     net, (x, y) = model(), data()

@@ -125,6 +125,17 @@ def test_told_after_a_micro_batch_was_rejected():
     assert opt.last_window.loss.item() == pytest.approx((told[0] + told[2]) / 2, rel=1e-12)
 
 
+def test_the_loss_of_a_rejected_micro_batch_is_not_that_of_the_one_before():
+    net, (x, y) = model(), data(12)
+    opt = wrapped(net, nonfinite="skip_micro_batch")
+    mean_loss(net, x, y).backward()  # of which nothing is recorded
+    loss = mean_loss(net, x * math.nan, y)
+    loss.backward()
+    opt.record_loss(loss)
+    opt.step()
+    assert opt.last_window.micro_batches == 1 and opt.last_window.loss is None
+
+
 @pytest.mark.parametrize("accum_steps", [None, 1])
 def test_told_plainly_where_every_window_is_unscaled(accum_steps):
     net, (x, y) = model(torch.float32), data(8, torch.float32)

@@ -211,6 +211,12 @@ def test_a_loss_divided_by_the_number_of_micro_batches_is_warned_of_once(way, wi
     assert told[0].filename == __file__
 
 
+def test_a_division_by_2_is_warned_of_too():
+    net = model()
+    told = loop(net, lambda loss: loss / 2, wrapped(net, 2))
+    assert len(told) == 1 and "divided by 2," in str(told[0].message)
+
+
 def test_the_gradient_is_as_much_too_small_as_the_warning_says():
     net, (x, y) = model(), data()
     opt = wrapped(net, N)

@@ -181,6 +181,19 @@ def test_caller_owned_windows_drop_single_passes(policy):
     assert_same_parameters(net, big, 1e-12)
 
 
+def test_flush_tells_of_a_dropped_pass_as_step_does():
+    net, (x, y) = model(), data()
+    big = twin(net)
+    opt, plain = wrapped(net, nonfinite="raise"), sgd(big.parameters())
+    mean_loss(net, x * float("nan"), y).backward()
+    with pytest.raises(FloatingPointError, match="the micro-batch was dropped"):
+        opt.flush()
+    mean_loss(net, x, y).backward()
+    opt.step()
+    big_batch_step(big, plain, x, y)
+    assert_same_parameters(net, big, 1e-12)
+
+
 @pytest.mark.parametrize("policy", ["skip_micro_batch", "raise"])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_zeros_in_p_grad_do_not_make_a_dropped_micro_batch_count(reduction, policy):

@@ -1,5 +1,7 @@
 """BatchNorm over ranks: on every rank, a window's statistics are those of all ranks' micro-batches."""
 
+import warnings
+
 import fusedaccum as fa
 import pytest
 import torch
@@ -215,3 +217,28 @@ def test_resumed_inside_a_window_on_as_many_ranks_or_one(worlds, tmp_path, ranks
         states = worlds(2).run(loading, path=tmp_path, model_state=saved)
         assert_alike(states)
     assert_statistics(states[0], oracle([(range(COUNT), 0), (range(COUNT), 1)]), 2)
+
+
+def of_its_own(rank):
+    """BatchNorm layers that nobody pools, under DDP that broadcasts no buffers: plain, and wrapped."""
+    found = []
+    for wraps in (False, True):
+        torch.manual_seed(2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PyTorch 2.14 has another name for it
+            module = DDP(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)), broadcast_buffers=False)
+        opt = torch.optim.SGD(module.parameters(), lr=0.01)
+        opt = fa.AccumulatingOptimizer(opt, accum_steps=1) if wraps else opt
+        for window in range(WINDOWS):
+            module(micro_batch(window, rank)).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+        found.append({key: value.clone() for key, value in module.module[0].named_buffers()})
+    return found
+
+
+def test_ranks_keep_statistics_of_their_own_where_ddp_does_not_broadcast_them(worlds):
+    results = worlds(2).run(of_its_own)
+    for plain, ours in results:
+        torch.testing.assert_close(ours, plain)
+    assert not torch.equal(results[0][1]["running_mean"], results[1][1]["running_mean"])

@@ -165,17 +165,17 @@ def test_a_window_that_normalize_has_ended_before_the_scaler_was_seen(worlds):
 
 
 def without_data(rank):
-    """Rank 1 has no data, and its scaler is never used."""
+    """The last rank has no data, and its scaler is never used."""
     torch.manual_seed(1)
     model = nn.Linear(4, 4)
     opt = wrapped(model, accum_steps=2, process_group=dist.group.WORLD)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for window in range(2):
-        if rank == 1:
+        if rank == dist.get_world_size() - 1:
             opt.flush()
             continue
         for k in range(2):
-            torch.manual_seed(10 * window + k)
+            torch.manual_seed(100 * rank + 10 * window + k)
             scaler.scale(model(torch.randn(3, 4)).square().mean()).backward()
             scaler.step(opt)
             scaler.update()
@@ -183,15 +183,16 @@ def without_data(rank):
     return contents(model, opt)
 
 
-def test_a_rank_without_data_takes_off_the_others_loss_scale(worlds):
+@pytest.mark.parametrize("others", [1, 2])
+def test_a_rank_without_data_takes_off_the_others_loss_scale(worlds, others):
     torch.manual_seed(1)
     model = nn.Linear(4, 4)
     opt = sgd(model.parameters())
     for window in range(2):
         opt.zero_grad()
-        for k in range(2):
-            torch.manual_seed(10 * window + k)
-            (model(torch.randn(3, 4)).square().mean() / 2).backward()
+        for rank, k in itertools.product(range(others), range(2)):
+            torch.manual_seed(100 * rank + 10 * window + k)
+            (model(torch.randn(3, 4)).square().mean() / (2 * others)).backward()
         opt.step()
-    for ours in worlds(2).run(without_data):
+    for ours in worlds(others + 1).run(without_data):
         assert_close(ours, contents(model, opt))
