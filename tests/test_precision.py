@@ -4,6 +4,7 @@ import copy
 import functools
 import gc
 import itertools
+import math
 
 import fusedaccum as fa
 import pytest
@@ -562,3 +563,22 @@ def test_a_grad_dtype_that_is_set_while_a_wrapper_has_the_parameter_stays_when_i
     p.grad_dtype = torch.float32
     opt.param_groups = []
     assert p.grad_dtype is torch.float32
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0), (1.0, 3.0, 2.0)])
+@pytest.mark.parametrize("normalized", [False, True])
+def test_the_norm_of_16_bit_buffers_that_micro_batches_have_reached_in_turn(weights, normalized):
+    """Each holds a mean with a divisor of its own."""
+    params = [nn.Parameter(torch.zeros(1, dtype=B)) for _ in range(3)]
+    opt = fa.AccumulatingOptimizer(
+        torch.optim.SGD(params, lr=0.0), 3 if not normalized else None, buffer_dtype=B, max_grad_norm=100.0
+    )
+    for p, weight in zip(params, weights):
+        opt.backward((64.0 * p).sum(), weight=weight)
+        if not normalized:
+            opt.step()
+    if normalized:
+        opt.normalize_()
+        opt.step()
+    exact = 64.0 * math.sqrt(sum(w**2 for w in weights)) / sum(weights)
+    assert float(opt.last_window.grad_norm) == pytest.approx(exact, rel=4e-3)

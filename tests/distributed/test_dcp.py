@@ -423,6 +423,27 @@ def test_sums_are_written_of_open_windows_only(saved):
             assert len(sums) == (0 if at == COUNT else 4 if kind == "fsdp" else 2 * 4 + 1), sums
 
 
+def one_has_dropped_all(rank, path):
+    p = nn.Parameter(torch.zeros(3))
+
+    def made(**settings):
+        return fa.AccumulatingOptimizer(
+            torch.optim.SGD([p], lr=1.0), 3, nonfinite="skip_micro_batch", process_group=dist.group.WORLD, **settings
+        )
+
+    opt = made()
+    (p * (1.0 if rank else torch.nan)).sum().backward()
+    opt.step()
+    dcp.save({"opt": fa.DistributedState(opt)}, checkpoint_id=path)
+    opt.reset()
+    with pytest.raises(ValueError, match=r"reduction=mean, and this wrapper has reduction=sum"):
+        dcp.load({"opt": fa.DistributedState(made(reduction="sum"), path)}, checkpoint_id=path)
+
+
+def test_settings_are_compared_with_those_of_a_rank_that_holds_something(worlds, tmp_path):
+    worlds(2).run(one_has_dropped_all, path=tmp_path)
+
+
 def refused(rank, path):
     module, opt = job("plain")
     train(module, opt, "plain", 0, INSIDE)

@@ -132,6 +132,25 @@ def test_a_plain_optimizers_state_is_loaded_in_parts(worlds):
         assert entries < len(opt.state)
 
 
+def nothing_of_its_own(rank, which):
+    """Only one parameter gets a gradient: the rank that does not own it steps nothing itself."""
+    params = [nn.Parameter(torch.zeros(4)) for _ in range(2)]
+    opt = fa.AccumulatingOptimizer(
+        torch.optim.SGD(params, lr=1.0), 1, process_group=dist.group.WORLD, shard=True, reduction="none"
+    )
+    params[which].sum().backward()
+    opt.step()
+    assert opt.updated and opt.last_window.applied
+    return [p.detach() for p in params]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_rank_that_steps_nothing_itself_is_told_that_parameters_were_changed(worlds, which):
+    expected = [torch.full((4,), -1.0 if number == which else 0.0) for number in range(2)]
+    for ours in worlds(2).run(nothing_of_its_own, which=which):
+        assert_close(ours, expected)
+
+
 def collectives(rank):
     fusedaccum.ranks.segments.SEGMENT_BYTES = 400
     try:
