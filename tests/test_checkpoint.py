@@ -132,6 +132,24 @@ def test_resuming_with_a_scaler_whose_scale_changes_before_it_is_seen_plainly(ov
         assert_same_parameters(net, big, 1e-6)
 
 
+def test_a_scale_that_is_shown_after_resuming_is_known_when_unscale_hides_it_inside_a_window():
+    net, (x, y) = model(torch.float32), data(dtype=torch.float32)
+    big = twin(net)
+    opt, plain = wrapped(net, 3), sgd(big.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    for window in range(2):
+        for i, (xs, ys) in enumerate(parts(x, y, (8, 8, 8))):
+            if (window, i) == (0, 1):
+                opt.load_state_dict(through_a_file(opt.state_dict()))
+            scaler.scale(mean_loss(net, xs, ys)).backward()
+            if (window, i) == (1, 0):
+                scaler.unscale_(opt)
+            scaler.step(opt)
+            scaler.update()
+        big_batch_step(big, plain, x, y)
+        assert_same_parameters(net, big, 1e-6)
+
+
 def test_a_state_with_masters_loads_into_a_wrapper_without():
     net, (x, y) = model(torch.bfloat16), data(dtype=torch.bfloat16)
     with_masters = wrapped(net, 1, master_weights=True)

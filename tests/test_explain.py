@@ -143,8 +143,11 @@ def counts(monkeypatch):
     return found
 
 
-def test_fused_layers_leave_only_the_rest_to_be_moved(monkeypatch):
-    model = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 8))
+@pytest.mark.parametrize("tied", [False, True])
+def test_fused_layers_leave_only_the_rest_to_be_moved(monkeypatch, tied):
+    model = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 50))
+    if tied:
+        model[1].weight = model[0].weight
     said = modes(model)["fused layers"]
     opt = fa.AccumulatingOptimizer(torch.optim.SGD(model.parameters()), accum_steps=4)
     fa.fuse_embedding(fa.fuse_linear(model))
@@ -152,8 +155,16 @@ def test_fused_layers_leave_only_the_rest_to_be_moved(monkeypatch):
     for _ in range(4):
         model(torch.arange(8)).sum().backward()
         opt.step()
-    zeroing = 50 * 16 * 4
+    zeroing = 0 if tied else 50 * 16 * 4  # the product comes first, and overwrites
     assert said.moved == sum(counted) + zeroing
+
+
+def test_masters_of_frozen_parameters_take_memory_too():
+    model = layers(torch.bfloat16)
+    model[0].requires_grad_(False)
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(model.parameters()), accum_steps=4, master_weights=True)
+    made = sum(master.nbytes for master in opt._masters.of.values())
+    assert modes(model)["master weights"].memory["masters"] == made == 4 * sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -372,3 +383,10 @@ def test_the_hooks_cost_what_a_backward_takes_longer_with_them(monkeypatch):
     seconds = {"wrapped": 5.0, "alone": 3.0}
     monkeypatch.setattr(calibration, "median_seconds", lambda call, _: call() or seconds[call.__name__])
     assert calibration.hook_seconds(torch.float32, torch.device("cpu")) == 2.0 / calibration.HOOKED
+
+
+def test_the_hooks_of_a_window_are_those_of_its_micro_batches(monkeypatch):
+    monkeypatch.setattr(calibration, "hook_seconds", lambda *_: 0.5)
+    net = nn.Linear(4, 4)
+    found = fa.explain(net, desired_batch=24, micro_batch=8, show=False)
+    assert found.hook_seconds == 0.5 * len(list(net.parameters())) * 3

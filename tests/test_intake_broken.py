@@ -320,6 +320,18 @@ def test_conversion_there_and_back_is_noticed(memory, frozen):
         opt.step()
 
 
+def test_a_parameter_that_stays_frozen_may_be_converted_there_and_back(each_intake):
+    frozen, trained = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    frozen.requires_grad_(False)
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([frozen, trained], lr=1.0), 2)
+    for dtype in (torch.bfloat16, torch.float32):
+        frozen.data = frozen.data.to(dtype)
+    for _ in range(2):
+        (frozen * trained).sum().backward()
+        opt.step()
+    assert frozen.tolist() == [1, 1] and trained.tolist() == [0, 0]
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
 @pytest.mark.parametrize("op", ["stats", "accumulate_"])
 @pytest.mark.parametrize("group", [False, True], ids=["one pass", "grouped"])
