@@ -175,6 +175,17 @@ def test_a_frozen_encoder_runs_once_and_the_other_is_right():
     assert frozen.modes == [True] * 4 and all(p.grad is None for p in frozen.parameters())
 
 
+def test_a_frozen_encoder_may_change_its_inputs():
+    """It runs once."""
+    case, _, _ = both(clip)
+    loss_fn, (a, b), (x, y) = case
+    frozen = nn.Sequential(nn.ReLU(inplace=True), a).requires_grad_(False)
+    literal = copy.deepcopy((loss_fn, b))
+    literal[0](a(x.relu()), literal[1](y)).backward()
+    fa.cached_backward(loss_fn, [frozen, b], [x, y], micro_batch_size=4)
+    assert_close(gradients(nn.ModuleList([loss_fn, b])), gradients(nn.ModuleList(literal)), 1e-10)
+
+
 def test_no_pass_but_the_second_makes_a_graph():
     tower = Calls(5)
     fa.cached_backward(SupCon(), tower, torch.randn(SAMPLES, 5), micro_batch_size=4)

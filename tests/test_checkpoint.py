@@ -226,6 +226,17 @@ def test_saved_state_is_a_copy_of_the_window():
         assert torch.equal(p.grad, before[k])
 
 
+def test_saved_loss_scale_is_a_copy_of_the_scalers():
+    net, (x, y) = model(torch.float32), data(dtype=torch.float32)
+    opt = wrapped(net, 2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1)
+    train(net, opt, [(x, y)], scaler)
+    saved = opt.state_dict()["fusedaccum"]["loss_scale"]
+    before = saved.clone()
+    train(net, opt, [(x, y)] * 2, scaler)
+    assert scaler.get_scale() > 64 and torch.equal(saved, before)
+
+
 @pytest.mark.filterwarnings("ignore:every p.grad was set to None")
 @pytest.mark.parametrize("how", ["saved", "loaded", "copied"])
 def test_a_window_that_its_caller_has_dropped_stays_dropped(how):

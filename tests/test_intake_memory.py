@@ -223,6 +223,7 @@ class Scratch(torch.autograd.Function):
 def test_static_gradient_overwritten_within_the_same_backward(hand_over, policy, monkeypatch):
     """A gradient that other code holds too is not queued: it might be overwritten before the bucket is full."""
     monkeypatch.setattr(Scratch, "hand_over", staticmethod(hand_over))
+    monkeypatch.setattr(Scratch, "buffer", torch.empty(3))  # of which the tests before hold nothing
     a, b = nn.Parameter(torch.full((3,), 2.0)), nn.Parameter(torch.full((3,), 3.0))
     opt = fa.AccumulatingOptimizer(torch.optim.SGD([a, b], lr=1.0), 1, nonfinite=policy)
     x = torch.full((3,), 5.0, requires_grad=True)

@@ -61,6 +61,18 @@ BAD_LISTS = {
         ValueError,
         r"grads\[1\] has shape \(3, 2\) but buffers\[1\] has \(2, 3\)",
     ),
+    "more-dimensions": (
+        [z(), z()],
+        [z(), z(3, 4)],
+        ValueError,
+        r"grads\[1\] has shape \(3, 4\) but buffers\[1\] has \(3,\)",
+    ),
+    "fewer-dimensions": (
+        [z(), z(3, 1)],
+        [z(), z()],
+        ValueError,
+        r"grads\[1\] has shape \(3,\) but buffers\[1\] has \(3, 1\)",
+    ),
     "broadcast": (
         [z(3)],
         [z(1)],

@@ -299,6 +299,7 @@ def test_fake_tensors_take_the_calls():
         assert fourfold(buffer, torch.ones(3)).shape == (3,)
         with pytest.raises(ValueError, match=r"grads\[0\] has shape \(4,\) but buffers\[0\] has \(3,\)"):
             ops.accumulate_([buffer], [z(4)], 1.0)
+        assert ops.stats([z(1).expand(4)]).sq_norm.shape == ()  # what is only read may share its memory
 
 
 def test_eager_calls_go_past_the_dispatcher(monkeypatch):
