@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
-from worlds import World
+from worlds import COUNT_FROZEN, World
 
 
 @contextlib.contextmanager
@@ -75,7 +75,7 @@ def test_a_dropped_ddp_module_shares_windows_on_no_rank(worlds):
 
 
 def frozen(rank):
-    found = []
+    gc.get_freeze_count, found = COUNT_FROZEN, []
     for module in (DDP(nn.Linear(4, 4)), fully_shard(nn.Linear(4, 4))):
         gc.freeze()
         opt = fa.AccumulatingOptimizer(torch.optim.SGD(module.parameters(), lr=1.0))
