@@ -349,6 +349,7 @@ def test_seconds_are_bytes_over_bandwidth():
         ({"model": nn.ReLU()}, ValueError, "nothing to accumulate; unfreeze"),
         ({"model": torch.zeros(3)}, TypeError, "model must be a torch.nn.Module .*pass model.parameters"),
         ({"model": nn.Linear(2, 2).named_parameters()}, TypeError, "model holds a tuple.*pass model.parameters"),
+        ({"model": [{"params": []}]}, TypeError, "model holds a dict.*pass model.parameters"),
         ({"model": "gpt2"}, TypeError, "model holds a str"),
         ({"optimizer": 3}, TypeError, "optimizer must be an optimizer or its class, got 3"),
         (

@@ -2,7 +2,9 @@
 
 import math
 
+import numpy as np
 import pytest
+import torch
 from fusedaccum import schedules
 from test_noise_scale import closed
 
@@ -25,6 +27,12 @@ def test_schedule_rounds_to_the_nearest_and_may_always_shrink_by_one():
     default = schedules.noise_scale(start=4, at_most=100, every=1)
     default.window_closed(closed(1000.0), 1)
     assert default.steps == 8  # at most twice as long
+
+
+def test_numbers_that_stand_for_ints_are_ints_in_a_checkpoint():
+    schedule = schedules.noise_scale(start=np.int64(4), at_least=np.int64(4), at_most=torch.tensor(4))
+    schedule.window_closed(closed(64.0), 1)
+    assert type(schedule(0)) is type(schedule.state_dict()["steps"]) is int
 
 
 def test_a_loaded_schedule_keeps_its_own_bounds():

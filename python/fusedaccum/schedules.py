@@ -101,11 +101,8 @@ class noise_scale:  # named as the functions beside it
         growth: float = 2.0,
     ):
         bounds = {"at_least": at_least, "start": start, "at_most": at_most}
-        if (
-            not checked_steps(at_least, "at_least")
-            <= checked_steps(start, "start")
-            <= checked_steps(at_most, "at_most")
-        ):
+        at_least, start, at_most = (checked_steps(value, name) for name, value in bounds.items())
+        if not at_least <= start <= at_most:
             raise ValueError(f"at_least <= start <= at_most does not hold for {bounds}")
         for name, value in (("fraction", fraction), ("growth", growth)):
             if not is_number(value):

@@ -142,10 +142,11 @@ class Parameters:
                 f"model must be a torch.nn.Module or its parameters, got {type(model).__name__}; pass model.parameters()"
             )
         module = model if isinstance(model, nn.Module) else nn.Module()
-        known = list(model.parameters()) if isinstance(model, nn.Module) else list(dict.fromkeys(model))
+        known = list(model.parameters() if isinstance(model, nn.Module) else model)
         wrong = [p for p in known if not isinstance(p, Tensor)]
         if wrong:
             raise TypeError(f"model holds a {type(wrong[0]).__name__}, not a parameter; pass model.parameters()")
+        known = list(dict.fromkeys(known))
         trained = [p for p in known if p.requires_grad]
         if not trained:
             raise ValueError(
