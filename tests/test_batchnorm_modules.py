@@ -260,7 +260,7 @@ def test_a_layer_that_was_dropped_is_not_noted(not_yet_noted):
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_a_layer_dropped_in_a_reference_cycle_changes_no_number(frozen):
+def test_a_layer_dropped_in_a_reference_cycle_changes_no_number(frozen, freeze):
     """By which ranks tell layers apart: on one of them the garbage collector may have run already."""
     trunk = nn.Linear(3, 3)
 
@@ -272,12 +272,11 @@ def test_a_layer_dropped_in_a_reference_cycle_changes_no_number(frozen):
         layer = pooled()
         layer.itself, (number, _) = [layer], layer._place
         if frozen:
-            gc.freeze()  # as before a long training: the collector no longer looks at what is there
+            freeze()
         del layer
         assert pooled()._place[0] == number
     finally:
         gc.enable()
-        gc.unfreeze()
 
 
 # -- torch.compile -----------------------------------------------------------------------------------------------------------
