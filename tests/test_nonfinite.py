@@ -181,6 +181,15 @@ def test_caller_owned_windows_drop_single_passes(policy):
     assert_same_parameters(net, big, 1e-12)
 
 
+def test_zero_grad_says_nothing_of_a_pass_that_was_dropped_already():
+    net, (x, y) = model(), data()
+    opt = wrapped(net, 4, nonfinite="skip_micro_batch")
+    mean_loss(net, x * float("nan"), y).backward()
+    opt.zero_grad()  # warnings are errors
+    opt.step()
+    assert opt.progress["micro_batch"] == "0/4"
+
+
 def test_flush_tells_of_a_dropped_pass_as_step_does():
     net, (x, y) = model(), data()
     big = twin(net)
