@@ -153,6 +153,11 @@ def test_a_compiled_encoder_is_told_of(compiled_anew):
         fa.cached_backward(contrastive, [net.encoder] * 2, batch, micro_batch_size=4)
 
 
+def two_views(z):
+    """As SimCLR's loss compares two views of every sample."""
+    return (z @ z.T).softmax(1) @ z
+
+
 FUNCTIONS = {
     "F.batch_norm": (lambda h: F.batch_norm(h, None, None, training=True), r"F\.batch_norm\(training=True\)"),
     "std": (lambda h: (h - h.mean(0)) / h.std(0), "a variance or standard deviation over the samples"),
@@ -161,6 +166,10 @@ FUNCTIONS = {
     "var_mean": (lambda h: h / torch.var_mean(h, 0)[0], "a variance or standard deviation over the samples"),
     "std of all": (lambda h: h / h.std(), "a variance or standard deviation over the samples"),
     "products": (lambda h: (h @ h.T).softmax(1) @ h, "a product of all samples with each other"),
+    "products of two views": (
+        lambda h: two_views(torch.cat([h, 2 * h]))[: len(h)],
+        "a product of all samples with each other",
+    ),
     "distances": (lambda h: torch.cdist(h, h).sum(1, keepdim=True) * h, "a product of all samples with each other"),
 }
 
