@@ -145,6 +145,17 @@ def test_what_a_parameters_grad_dtype_lets_through_is_not_rounded(dtype, allowed
     assert opt.updated and p.grad.dtype == (F if settings.get("master_weights") else dtype)
 
 
+def test_an_fp64_gradient_of_a_16_bit_parameter_is_named(each_intake):
+    p = one(0.0, B)
+    p.grad_dtype = None
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 2)
+    with pytest.raises(
+        RuntimeError, match=r"got a torch.float64 gradient.*buffer is torch\.float32.*pass buffer_dtype"
+    ):
+        next(bring(p, [torch.tensor([1.0], dtype=torch.float64)]))
+    assert p.grad is None and opt.progress["micro_batch"] == "0/2"
+
+
 def test_a_gradient_wider_than_its_buffer_that_is_put_in_by_hand_is_named():
     p = one(0.0, B)
     p.grad_dtype = None
