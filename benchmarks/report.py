@@ -56,10 +56,14 @@ def blocks() -> dict[str, str]:
     """The text of every block that a page may contain; the names of blocks measured on a GPU begin with ``gpu_``."""
     texts = _blocks_of(RESULTS)
     if load("accumulate"):
-        texts["summary"] = f"![bandwidth of every way](benchmarks/results/accumulate.svg)\n\n{_summary(RESULTS)}"
+        texts["summary"] = _summary(RESULTS)
     if on_gpu := load("accumulate", RESULTS / "gpu"):
         texts["summary_gpu"] = _summary(RESULTS / "gpu")
         texts["goals_gpu"] = tables.markdown(tables.goals(on_gpu, load("window", RESULTS / "gpu")))
+    if steps := load("step"):
+        on_gpu, memory = load("step", RESULTS / "gpu"), load("memory")
+        places = dict.fromkeys(_where(rows) for rows in (steps, on_gpu) if rows)
+        texts["headline"] = "\n\n".join([tables.markdown(tables.headline(steps, on_gpu, memory)), *places])
     texts |= _questions(load("questions"))
     texts["machines"] = "\n\n".join(_summary(folder) for folder in sorted((RESULTS / "machines").iterdir()))
     return texts | {f"gpu_{name}": text for name, text in _blocks_of(RESULTS / "gpu").items()}
