@@ -14,6 +14,7 @@ from .. import digits
 from ..harness import OURS, Row
 from ..style import BLUE, GREY, ORANGE, SKY
 
+TITLE = "Error of a bf16 model's gradient"
 SAMPLES = 4  # of a micro-batch
 PLAIN, STOCHASTIC, MASTERS = "p.grad in bf16", f"{OURS}, bf16 sums, stochastic", f"{OURS}, master weights"
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -26,8 +27,8 @@ NAMED = 16, 256  # micro-batches of which the finding speaks
 
 
 def measure(quick: bool) -> list[Row]:
-    """Windows of 1 to 1,024 micro-batches of a bf16 model, each as every way leaves its gradient for the optimizer."""
-    windows = [1, *NAMED] if quick else [4**k for k in range(6)]
+    """Windows of 4 to 1,024 micro-batches of a bf16 model, each as every way leaves its gradient for the optimizer."""
+    windows = [*NAMED] if quick else [4**k for k in range(1, 6)]
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)).bfloat16()
     batches = _micro_batches(max(windows))
     sums = torch.stack([_alone(net, *batch) for batch in batches]).cumsum(0)
@@ -53,7 +54,7 @@ def finding(rows: Sequence[Row]) -> str:
 def draw(rows: Sequence[Row], axes: Axes) -> None:
     """Relative error by micro-batches in the window, both logarithmic."""
     for r in rows:
-        # An error of exactly 0, of a window of one, has no place on a logarithmic axis.
+        # An error of exactly 0 has no place on a logarithmic axis.
         points = [(n, error) for n, error in zip(r["windows"], r["errors"], strict=True) if error]
         axes.loglog(
             *zip(*points, strict=True), "o-", ms=3, base=2, color=COLOURS[r["contestant"]], label=r["contestant"]
