@@ -22,10 +22,10 @@ def text(table: Table) -> str:
     return "\n".join([padded(header), "  ".join("-" * w for w in widths), *map(padded, lines)])
 
 
-def markdown(table: Table) -> str:
-    """A GitHub table, aligned as :func:`text` is."""
+def markdown(table: Table, of_words: bool = False) -> str:
+    """A GitHub table, aligned as :func:`text` is, or to the left if it is ``of_words``."""
     header, lines = table
-    rule = ["---"] + ["---:"] * (len(header) - 1)
+    rule = ["---"] + ["---" if of_words else "---:"] * (len(header) - 1)
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, rule, *lines])
 
 
