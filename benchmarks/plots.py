@@ -1,8 +1,7 @@
-"""Plots of the results, each with its one finding as the title."""
+"""Plots of the results."""
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -189,10 +188,10 @@ def overhead(rows: Sequence[Row]) -> Figure:
 
 
 def question(name: str, rows: Sequence[Row]) -> Figure:
-    """One question's measurements, with the finding as the title."""
+    """One question's measurements."""
     figure, axes = plt.subplots(figsize=(7.5, 4), layout="constrained")
     QUESTIONS[name].draw(rows, axes)
-    figure.suptitle(textwrap.fill(QUESTIONS[name].finding(rows), 80), fontsize=10.5)
+    figure.suptitle(QUESTIONS[name].TITLE)
     return figure
 
 

@@ -56,22 +56,32 @@ def blocks() -> dict[str, str]:
     """The text of every block that a page may contain; the names of blocks measured on a GPU begin with ``gpu_``."""
     texts = _blocks_of(RESULTS)
     if load("accumulate"):
-        texts["summary"] = f"![bandwidth of every way](benchmarks/results/accumulate.svg)\n\n{_summary(RESULTS)}"
+        texts["summary"] = _summary(RESULTS)
     if on_gpu := load("accumulate", RESULTS / "gpu"):
         texts["summary_gpu"] = _summary(RESULTS / "gpu")
         texts["goals_gpu"] = tables.markdown(tables.goals(on_gpu, load("window", RESULTS / "gpu")))
+    if steps := load("step"):
+        on_gpu, memory = load("step", RESULTS / "gpu"), load("memory")
+        places = dict.fromkeys(_where(rows) for rows in (steps, on_gpu) if rows)
+        texts["headline"] = "\n\n".join([tables.markdown(tables.headline(steps, on_gpu, memory)), *places])
     texts |= _questions(load("questions"))
     texts["machines"] = "\n\n".join(_summary(folder) for folder in sorted((RESULTS / "machines").iterdir()))
     return texts | {f"gpu_{name}": text for name, text in _blocks_of(RESULTS / "gpu").items()}
 
 
 def _questions(rows: Sequence[Row]) -> dict[str, str]:
-    """For every question that was measured: the finding, the plot, and where it was measured. And a table of all, which is from as many
-    places as the questions.
+    """For every question that was measured: the finding, the plot, and where it was measured. And a table of all, in the order in which
+    the page lists them, which is from as many places as the questions.
     """
     found = tables.by_question(rows)
     places = dict.fromkeys(map(_where, found.values()))
-    texts = {"questions": "\n\n".join([*places, tables.markdown(tables.questions(rows))])}
+    listed = (ROOT / "docs/questions/index.md").read_text(encoding="utf-8")
+    page = {name: f"{name.replace('_', '-')}.md" for name in found} | {"noise_scale": "../window-length.md"}
+    lines = [
+        [f"[{name.replace('_', ' ')}]({page[name]})", QUESTIONS[name].finding(found[name])]
+        for name in sorted(found, key=lambda name: listed.find(page[name]))
+    ]
+    texts = {"questions": "\n\n".join([tables.markdown((["question", "found"], lines), of_words=True), *places])}
     for name, of_question in found.items():
         picture = f"![{name.replace('_', ' ')}](benchmarks/results/questions-{name}.svg)"
         texts[f"questions-{name}"] = f"{QUESTIONS[name].finding(of_question)}\n\n{picture}\n\n{_where(of_question)}"

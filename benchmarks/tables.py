@@ -22,10 +22,10 @@ def text(table: Table) -> str:
     return "\n".join([padded(header), "  ".join("-" * w for w in widths), *map(padded, lines)])
 
 
-def markdown(table: Table) -> str:
-    """A GitHub table, aligned as :func:`text` is."""
+def markdown(table: Table, of_words: bool = False) -> str:
+    """A GitHub table, aligned as :func:`text` is, or to the left if it is ``of_words``."""
     header, lines = table
-    rule = ["---"] + ["---:"] * (len(header) - 1)
+    rule = ["---"] + ["---" if of_words else "---:"] * (len(header) - 1)
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, rule, *lines])
 
 
@@ -209,8 +209,31 @@ def by_question(rows: Iterable[Row]) -> dict[str, list[Row]]:
     return groups
 
 
+def headline(on_cpu: Sequence[Row], on_gpu: Sequence[Row], memory: Sequence[Row]) -> Table:
+    """README's table: milliseconds of a step of each model, and the peak of memory, for the ways to sum a bf16 model's gradients."""
+    ways = {
+        "plain `p.grad`, in bf16": "p.grad in bf16",
+        "FP32 sums by hand": "add after backward",
+        "**fusedaccum**": OURS,
+    }
+    columns: dict[str, dict[str, str]] = {}
+    for place, rows in (("CPU", on_cpu), ("GPU", on_gpu)):
+        for name in dict.fromkeys(str(r["set"]) for r in rows):
+            (_, n, tokens), of_case = next(
+                iter(grouped([r for r in rows if r["set"] == name], ("set", "micro_batches", "tokens")).items())
+            )
+            columns[f"{name} on a {place}, {n} × {tokens:,} tokens, ms"] = {
+                k: f"{r['median_ms']:,.0f}" for k, r in of_case.items()
+            }
+    columns["peak of GPT-2's blocks, MiB"] = {
+        str(r["contestant"]): f"{r['peak_bytes'] / 2**20:,.0f}" for r in memory if r["weights"] == "bf16"
+    }
+    lines = [[label, *(cells.get(way, "–") for cells in columns.values())] for label, way in ways.items()]
+    return ["sums of a window", *columns], lines
+
+
 def summary(accumulated: Sequence[Row], windows: Sequence[Row]) -> Table:
-    """The README's short table: how many times faster than the best eager way, and (where it ran) than torch.compile."""
+    """The short table: how many times faster than the best eager way, and (where it ran) than torch.compile."""
     lines = []
     found = grouped(accumulated, ("set", "grads", "buffers", "mode", "stats"))
     for name in dict.fromkeys(str(r["set"]) for r in accumulated):

@@ -1,8 +1,9 @@
 """The questions that every newcomer asks (docs/questions), measured: one file per question, each with
 
+- ``TITLE``: of the plot, at most eight words that say what is drawn.
 - ``measure(quick) -> list[Row]``: deterministic (PyTorch is seeded before), a minute at most; ``quick`` runs the same code in seconds and
   measures nothing. A row's ``contestant`` names the way that was used.
-- ``finding(rows) -> str``: the result, in a line or two with figures from the rows. It is the plot's title, and stands on the page.
+- ``finding(rows) -> str``: the result, in a line or two with figures from the rows. It stands on the page, above the plot.
 - ``draw(rows, axes)``: the plot, from the rows alone.
 
 Every file here is a question; code that several of them share is elsewhere.
@@ -22,6 +23,8 @@ from ..harness import Row
 
 class Question(Protocol):
     """What every file here has to define."""
+
+    TITLE: str
 
     def measure(self, quick: bool) -> list[Row]:
         """Measure everything that is compared; returns the rows."""

@@ -17,6 +17,7 @@ from ..harness import OURS, Row
 from ..memory import mark, recorded
 from ..style import BLUE, GREY, ORANGE, PURPLE
 
+TITLE = "Memory of one step, over its course"
 PARTS, SEQUENCES, TOKENS = 8, 4, 64  # micro-batches, and what each holds
 BIG, ONCE, EACH = "big batch", "one backward, of the sum", "a backward per micro-batch"
 COLOURS = {BIG: GREY, ONCE: ORANGE, EACH: PURPLE, OURS: BLUE}

@@ -19,6 +19,7 @@ from .. import digits
 from ..harness import Row
 from ..style import BLUE, GREEN, ORANGE
 
+TITLE = "Test accuracy by size of the micro-batch"
 DESIRED = 32
 MICRO_BATCHES = (1, 2, 4, 32)
 TRAINED = 640  # images, of 1,797; the others are the test set

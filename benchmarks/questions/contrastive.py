@@ -20,6 +20,7 @@ from ..harness import OURS, Row
 from ..memory import recorded
 from ..style import BLUE, GREY, ORANGE
 
+TITLE = "Contrastive loss: error and memory"
 BIG, ACCUMULATED, CHECKPOINTED = "big batch", "accumulated", "checkpointed micro-batches, one backward"
 IN_FP64 = "added up in FP64"
 COLOURS = {BIG: GREY, ACCUMULATED: ORANGE, OURS: BLUE}

@@ -21,6 +21,7 @@ from .. import digits
 from ..harness import OURS, Row
 from ..style import BLUE, ORANGE, PURPLE
 
+TITLE = "Three loss terms: error of their gradient"
 SEQUENCES, LENGTH, VOCABULARY = 16, 48, 64  # of a window
 COEFFICIENTS = torch.tensor([1.0, 0.3, 0.1])
 MICRO_BATCHES = (1, 2, 4, 8)

@@ -12,6 +12,7 @@ from .. import digits
 from ..harness import OURS, Row
 from ..style import BLUE, GREEN, ORANGE, PURPLE
 
+TITLE = "Distance from the big batch's weights"
 BATCH, PARTS = 128, 8  # samples and micro-batches per window
 COLOURS = {"loss / N": ORANGE, "not divided": PURPLE, OURS: BLUE, "fusedaccum, sum": GREEN}
 

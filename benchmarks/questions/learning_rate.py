@@ -12,6 +12,7 @@ from .. import digits
 from ..harness import OURS, Row
 from ..style import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY
 
+TITLE = "Training loss by learning rate"
 LR, BATCH, PARTS, GROWN = 0.06, 32, 4, 4
 BIG, SUMMED = "big batch", "loss not divided"
 UNCHANGED, ROOT, LINEAR = "batch × 4, lr × 1", "batch × 4, lr × 2", "batch × 4, lr × 4"

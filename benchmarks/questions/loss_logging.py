@@ -12,6 +12,7 @@ from .. import digits
 from ..harness import OURS, Row
 from ..style import BLUE, ORANGE, PURPLE
 
+TITLE = "The loss that is logged"
 BATCH, PARTS = 128, 8  # samples and micro-batches per window; the micro-batches are not of one size
 LAST, MEAN = "the last micro-batch's loss", "mean of the micro-batches' losses"
 COLOURS = {LAST: ORANGE, MEAN: PURPLE, OURS: BLUE}

@@ -13,6 +13,7 @@ from .. import digits
 from ..harness import OURS, Row
 from ..style import BLUE, GREY, SKY
 
+TITLE = "The noise scale while training"
 WINDOWS = 200  # averaged over at every point of LOOKS
 DIRECT, FIXED = "covariance of single samples", f"fusedaccum, averaged over {WINDOWS} windows at that point"
 LOOKS = (0, 5, 20, 60)  # measure after so many windows of training

@@ -13,6 +13,7 @@ from .. import digits
 from ..harness import OURS, Row
 from ..style import BLUE, ORANGE, PURPLE
 
+TITLE = "Error by what the last window holds"
 DESIRED, MICRO_BATCH = 100, 32  # three of 32 samples and one of 4
 N = -(-DESIRED // MICRO_BATCH)
 FULL, HELD = "loss / N", "loss / micro-batches held"

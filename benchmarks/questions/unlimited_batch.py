@@ -17,6 +17,7 @@ from ..harness import OURS, Row
 from ..memory import mark, recorded
 from ..style import BLUE, GREY
 
+TITLE = "Peak memory by size of the batch"
 TOKENS, MICRO_BATCH = 64, 4  # tokens per sequence, sequences per micro-batch
 BIG = "big batch"
 COLOURS = {BIG: GREY, OURS: BLUE}
