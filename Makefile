@@ -1,11 +1,12 @@
 # Every target sets up what it needs in .venv, once; `make help` lists them.
 PYTHON ?= python3
 TORCH ?= 2.14.1
-# The suite runs once more against this version of torch; `make test SECOND_TORCH=` leaves that out.
+# `make test-all` runs the suite once more against this version of torch; SECOND_TORCH= leaves that out.
 SECOND_TORCH ?= 2.13.0
-# auto, 0 or 1: see setup.py
+# auto, 0 or 1: see setup.py. Where there is no GPU, only `make build` and `make test-all` take the minutes that nvcc takes.
 FUSEDACCUM_CUDA ?= auto
 export FUSEDACCUM_CUDA
+CUDA_HERE := $(if $(shell command -v nvidia-smi),$(FUSEDACCUM_CUDA),0)
 
 # What is measured, and how: `make bench-gpu BENCH="window step --no-compile"`; all of it when left out.
 BENCH ?=
@@ -14,6 +15,7 @@ BENCH ?=
 VENV := .venv
 BIN := $(VENV)/bin
 BUILT := $(if $(filter file,$(origin BIN)),$(VENV)/built,build/$(subst /,_,$(abspath $(BIN))))
+WHOLE := $(if $(filter file,$(origin BIN)),$(VENV)/whole,$(BUILT))
 SECOND_VENV := .venv-torch-$(SECOND_TORCH)
 SECOND_BIN := $(SECOND_VENV)/bin
 TOOLS := 'setuptools>=77' wheel ninja
@@ -27,6 +29,10 @@ INTERPRETED := -n auto --dist worksteal -m "not slow" -W ignore::RuntimeWarning 
 # for each other. (Tests of ranks have processes of their own.) In the order of tests/conftest.py, not the file of most tests first.
 SPREAD := -n auto --dist loadfile --no-loadscope-reorder
 QUICK := $(SPREAD) -m "not slow"
+# What `make test` leaves out besides slow tests: whole files that compile, simulate GPUs, break every call once, or measure.
+LONG := $(foreach t,benchmarks build_cuda build_native build_package build_setup compile cuda_source explain faults interrupts \
+	micro_batcher_memory ops_compile ops_sanitizers site triton_compiled,tests/test_$(t).py)
+APART := $(foreach folder,distributed frameworks late_device,--ignore tests/$(folder))
 # What the version of torch has no part in.
 WITHOUT_TORCH := $(foreach t,benchmarks cuda_source rooms site,--ignore tests/test_$(t).py)
 # Without PyTorch's own caching of memory, so that an access outside of a tensor is one outside of an allocation.
@@ -34,7 +40,7 @@ SANITIZED := PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --report-api-err
 SAY = @printf '\n== %s\n'
 NEEDS_GPU = @$(BIN)/python -c 'import torch; torch.cuda.is_available() or exit("There is no CUDA device here that PyTorch can use: nothing was tested.")'
 
-.PHONY: help demo docs test test-gpu sanitize bench bench-gpu lint format build clean
+.PHONY: help demo docs test test-all rest test-gpu sanitize bench bench-gpu lint format build clean
 .DEFAULT_GOAL := help
 
 help:  ## what can be made
@@ -49,9 +55,20 @@ docs: $(BUILT)  ## the documentation as a site, in build/site; a link that leads
 	$(SAY) "Documentation"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
-test: lint docs $(BUILT) $(if $(SECOND_TORCH),$(SECOND_VENV)/built)  ## lint, build, and run all tests, against two versions of torch
-	$(SAY) "Tests against torch $(TORCH)"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(SPREAD) --ignore tests/distributed
+test: lint docs $(BUILT)  ## lint, build, and run the tests of the core, against one version of torch: minutes
+	$(SAY) "Tests of the core"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(QUICK) $(APART) $(LONG:%=--ignore %)
+	$(BIN)/python -m pytest -q -m "not slow" tests/distributed/test_ddp_loops.py tests/distributed/test_collectives.py
+	$(SAY) "Passed. The rest (all ranks, frameworks, compilers, sanitizers, another version of torch): make test-all"
+
+test-all: test  ## and all other tests, against two versions of torch: half an hour or more
+	@$(MAKE) --no-print-directory rest
+
+rest: $(WHOLE) $(if $(SECOND_TORCH),$(SECOND_VENV)/built)
+	$(SAY) "Slow tests, and files of long ones"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(SPREAD) $(LONG)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(SPREAD) -m slow $(APART) $(LONG:%=--ignore %)
+	$(SAY) "Ranks"
 	$(BIN)/python -m pytest -q tests/distributed
 	$(SAY) "Buffers in CPU memory, for parameters on a device made for that"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal tests/late_device
@@ -100,7 +117,7 @@ format: $(BUILT)  ## put the sources into shape
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP)
 
-build: $(BUILT)  ## the package with its extensions, editable, in .venv
+build: $(WHOLE)  ## the package with all of its extensions, editable, in .venv
 	$(SAY) "Built; $(BIN)/python -m fusedaccum says what"
 
 clean:  ## remove what was built and set up
@@ -123,7 +140,13 @@ build/%: $(NATIVE)
 
 $(VENV)/built: $(VENV)/ready $(NATIVE)
 	$(SAY) "Building fusedaccum in $(VENV)"
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install --quiet --no-build-isolation --editable '.[test,lint,bench,demo,docs,frameworks]'
+	@PATH="$(CURDIR)/$(BIN):$$PATH" FUSEDACCUM_CUDA=$(CUDA_HERE) $(BIN)/pip install --quiet --no-build-isolation --editable '.[test,lint,bench,demo,docs,frameworks]'
+	@$(BIN)/python -m fusedaccum
+	@touch $@
+
+$(VENV)/whole: $(VENV)/built
+	$(SAY) "Building what else can be built"
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install --quiet --no-build-isolation --no-deps --editable .
 	@$(BIN)/python -m fusedaccum
 	@touch $@
 
