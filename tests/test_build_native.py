@@ -11,12 +11,35 @@ from fusedaccum.ops import backends
 
 
 def test_report_names_every_backend_and_what_was_built():
-    text = subprocess.run([sys.executable, "-m", "fusedaccum"], check=True, capture_output=True, text=True).stdout
+    text, verbose = (
+        subprocess.run([sys.executable, "-m", "fusedaccum", *v], check=True, capture_output=True, text=True).stdout
+        for v in ([], ["-v"])
+    )
+    assert verbose.startswith(text.rstrip("\n"))
     assert f"torch {torch.__version__}" in text
     for row in backends.TABLE:
         assert f"  {row.name:<10} {'missing: ' + why if (why := backends.why_missing(row.name)) else 'ready'}" in text
     for name in native.build().built:
-        assert f"  {name} " in text
+        assert f"  {name} " in verbose and f"  {name} " not in text
+
+
+def test_the_report_begins_with_what_runs_here(monkeypatch):
+    here = "CPU kernels, " if native.why_missing("_cpu") is None else "plain PyTorch on the CPU"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert __main__.summary().startswith(f"Ready: {here}") and "; no GPU that torch can use.\n" in __main__.summary()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    for missing, said in (((), "CUDA kernels"), (("cuda",), "Triton kernels"), (("cuda", "triton"), "plain PyTorch")):
+        monkeypatch.setattr(
+            backends, "why_missing", lambda name, missing=missing: "" if name not in missing else "not here"
+        )
+        assert __main__.summary().startswith(f"Ready: {said} on a GPU; {here}")
+
+
+def test_the_report_may_be_cut_off():
+    command = f"{sys.executable} -m fusedaccum -v | head -n 1"
+    done = subprocess.run(command, shell=True, check=True, capture_output=True, text=True)
+    assert done.stdout.startswith("Ready: ") and not done.stderr
 
 
 @pytest.mark.parametrize(

@@ -458,3 +458,18 @@ def test_of_weights_that_stay_on_their_device_only_0_keeps_a_gradient_out(reduct
     """Asked of the ledger: a weight in CPU memory is read when it is given."""
     ledger = wrapped(model(), 3, reduction=reduction)._ledger
     assert [float(ledger._factor(torch.tensor(weight))) for weight in (0.0, 0.5, 1.0, 3.0)] == [0, 1, 1, 1]
+
+
+def test_repr_says_what_was_asked_for_and_where_the_window_is():
+    net, (x, y) = model(), data()
+    opt = wrapped(net, 8, max_grad_norm=1.0, buffer_dtype=torch.float64)
+    for _ in range(2):
+        mean_loss(net, x, y).backward()
+        opt.step()
+    first, *rest = repr(opt).splitlines()
+    assert first == (
+        "AccumulatingOptimizer(accum_steps=8, buffer_dtype=torch.float64, max_grad_norm=1.0): window 0, 2/8 micro-batches, for"
+    )
+    assert "\n".join(rest) == repr(opt.optimizer)
+    weighed = wrapped(model(), window_weight=4096.0)
+    assert repr(weighed).startswith("AccumulatingOptimizer(window_weight=4096.0): window 0, 0 micro-batches, weight 0")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 import platform
+import signal
 from pathlib import Path
 
 import torch
@@ -14,22 +16,33 @@ from ._version import __version__
 from .ops import backends
 
 
+def summary() -> str:
+    """What runs here, and why anything is missing; the first line says it all."""
+    return "\n".join(
+        [
+            f"Ready: {_ready()}.",
+            "",
+            f"fusedaccum {__version__} in {Path(__file__).parent}",
+            f"Python {platform.python_version()}, torch {torch.__version__}, {platform.system()} {platform.machine()}",
+            "",
+            'Backends, in the order in which "auto" tries them:',
+            *(
+                f"  {row.name:<10} {'missing: ' + why if (why := backends.why_missing(row.name)) else 'ready'}"
+                for row in backends.TABLE
+            ),
+        ]
+    )
+
+
 def report() -> str:
-    """The report, one fact per line."""
+    """The summary, how everything was built, and what the environment asks for."""
     record = native.build()
     lines = [
-        f"fusedaccum {__version__} in {Path(__file__).parent}",
-        f"Python {platform.python_version()}, torch {torch.__version__}, {platform.system()} {platform.machine()}",
+        summary(),
         "",
         f"Extensions, built against torch {record.torch}:" if record.torch else "Extensions:",
         *(f"  {name:<10} {how}" for name, how in record.built.items()),
         *(f"  {name:<10} not built: {why}" for name, why in record.missing.items()),
-        "",
-        'Backends, in the order in which "auto" tries them:',
-        *(
-            f"  {row.name:<10} {'missing: ' + why if (why := backends.why_missing(row.name)) else 'ready'}"
-            for row in backends.TABLE
-        ),
         "",
         f"Hooks: {_hooks()}",
         f"CPU kernels in use: {_cpu_capability()}",
@@ -41,6 +54,19 @@ def report() -> str:
         if name in os.environ
     ]
     return "\n".join(lines)
+
+
+def _ready() -> str:
+    kernels = (
+        "plain PyTorch on the CPU"
+        if native.why_missing("_cpu")
+        else f"CPU kernels, {_cpu_capability().partition(' (')[0]}"
+    )
+    if not torch.cuda.is_available():
+        return f"{kernels}; no GPU that torch can use"
+    first = next(row.name for row in backends.TABLE if row.name != "cpu" and not backends.why_missing(row.name))
+    names = {"cuda": "CUDA kernels", "triton": "Triton kernels", "reference": "plain PyTorch"}
+    return f"{names[first]} on {torch.cuda.get_device_name()}; {kernels}"
 
 
 def _hooks() -> str:
@@ -71,5 +97,16 @@ def _cuda_devices() -> str:
     return ", ".join(names)
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m fusedaccum", description="What runs here, and why anything is missing."
+    )
+    parser.add_argument("-v", "--verbose", action="store_true", help="also how everything was built")
+    asked = parser.parse_args()
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it, without a traceback
+    print(report() if asked.verbose else summary())
+
+
 if __name__ == "__main__":
-    print(report())
+    main()

@@ -174,7 +174,15 @@ class Wrapper(Optimizer):
             raise
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.optimizer!r}, {self.settings!r})"
+        schedule, at = self.settings.schedule, self._ledger.progress
+        settings = {**vars(self.settings), "accum_steps": schedule.accum_steps, "window_weight": schedule.window_weight}
+        defaults = {name: p.default for name, p in inspect.signature(type(self)).parameters.items()}
+        asked = [
+            f"{name}={settings[name]!r}" for name in defaults if name in settings and settings[name] != defaults[name]
+        ]
+        weight = f", weight {at['weight']}" if "weight" in at else ""
+        where = f"window {at['window']}, {at['micro_batch']} micro-batches{weight}"
+        return f"{type(self).__name__}({', '.join(asked)}): {where}, for\n{self.optimizer!r}"
 
     # Code that is given the wrapper and finds a scheduler of the inner optimizer, or looks through ``.optimizer``, asks whether the two
     # are one: Lightning, before it accepts the scheduler, and before its LearningRateMonitor shows the rate.
