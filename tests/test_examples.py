@@ -1,0 +1,14 @@
+"""The examples that need no framework print what their pages say. (The others are in tests/frameworks.)"""
+
+import runpy
+
+import pytest
+from pages import ROOT
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_nanogpts_loop_has_the_same_losses_each_way(capsys):
+    plain, added, windows = runpy.run_path(str(ROOT / "examples/nanogpt_loop.py"))["main"]()
+    assert added == plain and plain[-1] < plain[0] - 0.5
+    assert windows == pytest.approx(plain, rel=1e-4)
+    assert len(capsys.readouterr().out.splitlines()) == 1 + len(plain)
