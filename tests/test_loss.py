@@ -430,3 +430,13 @@ def test_unknown_where_losses_were_counted_before_unscale_hid_their_scale():
         scaler.update()
         opt.zero_grad()
         assert opt.last_window.applied and opt.last_window.loss is None
+
+
+@pytest.mark.filterwarnings("ignore:.*weight")
+def test_a_window_of_weight_0_has_no_loss():
+    net, (x, y) = model(), data(8)
+    opt = wrapped(net, 2)
+    for _ in range(2):
+        opt.backward(mean_loss(net, x, y), weight=0)
+        opt.step()
+    assert opt.last_window.micro_batches == 2 and opt.last_window.loss is None
