@@ -6,7 +6,7 @@ SECOND_TORCH ?= 2.13.0
 # auto, 0 or 1: see setup.py. Where there is no GPU, only `make build` and `make test-all` take the minutes that nvcc takes.
 FUSEDACCUM_CUDA ?= auto
 export FUSEDACCUM_CUDA
-CUDA_HERE := $(if $(shell command -v nvidia-smi),$(FUSEDACCUM_CUDA),0)
+CUDA_HERE := $(if $(shell command -v nvidia-smi),$(FUSEDACCUM_CUDA),$(FUSEDACCUM_CUDA:auto=0))
 
 # What is measured, and how: `make bench-gpu BENCH="window step --no-compile"`; all of it when left out.
 BENCH ?=

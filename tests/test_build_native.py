@@ -1,5 +1,6 @@
 """Without an extension, or with one that does not fit, the package says why and works without it."""
 
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -34,6 +35,21 @@ def test_the_report_begins_with_what_runs_here(monkeypatch):
             backends, "why_missing", lambda name, missing=missing: "" if name not in missing else "not here"
         )
         assert __main__.summary().startswith(f"Ready: {said} on a GPU; {here}")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("FUSEDACCUM_BACKEND", "none", "Not ready: the environment variable FUSEDACCUM_BACKEND is 'none'"),
+        ("FUSEDACCUM_INTAKE", "none", "Not ready: the environment variable FUSEDACCUM_INTAKE is 'none'"),
+        ("FUSEDACCUM_CPU_CAPABILITY", "none", "Not ready: FUSEDACCUM_CPU_CAPABILITY is 'none'"),
+        ("FUSEDACCUM_BACKEND", "reference", "Ready: backend 'reference', as FUSEDACCUM_BACKEND asks for.\n"),
+    ],
+)
+def test_the_report_is_not_ready_where_the_environment_asks_for_what_is_not_there(name, value, said):
+    report = [sys.executable, "-m", "fusedaccum"]
+    done = subprocess.run(report, env={**os.environ, name: value}, check=True, capture_output=True, text=True)
+    assert done.stdout.startswith(said)
 
 
 def test_the_report_may_be_cut_off():

@@ -20,7 +20,7 @@ def summary() -> str:
     """What runs here, and why anything is missing; the first line says it all."""
     return "\n".join(
         [
-            f"Ready: {_ready()}.",
+            f"{_verdict()}.",
             "",
             f"fusedaccum {__version__} in {Path(__file__).parent}",
             f"Python {platform.python_version()}, torch {torch.__version__}, {platform.system()} {platform.machine()}",
@@ -56,17 +56,21 @@ def report() -> str:
     return "\n".join(lines)
 
 
-def _ready() -> str:
-    kernels = (
-        "plain PyTorch on the CPU"
-        if native.why_missing("_cpu")
-        else f"CPU kernels, {_cpu_capability().partition(' (')[0]}"
-    )
+def _verdict() -> str:
+    try:
+        asked = backends.check(None)
+        native.why_no_hooks()
+        capability = None if native.why_missing("_cpu") else importlib.import_module("fusedaccum._cpu").capability()
+    except (ValueError, RuntimeError) as error:  # what the environment asks for is not there
+        return f"Not ready: {error}"
+    if asked != "auto":
+        return f"Ready: backend {asked!r}, as FUSEDACCUM_BACKEND asks for"
+    on_cpu = f"CPU kernels, {capability}" if capability else "plain PyTorch on the CPU"
     if not torch.cuda.is_available():
-        return f"{kernels}; no GPU that torch can use"
+        return f"Ready: {on_cpu}; no GPU that torch can use"
     first = next(row.name for row in backends.TABLE if row.name != "cpu" and not backends.why_missing(row.name))
     names = {"cuda": "CUDA kernels", "triton": "Triton kernels", "reference": "plain PyTorch"}
-    return f"{names[first]} on {torch.cuda.get_device_name()}; {kernels}"
+    return f"Ready: {names[first]} on {torch.cuda.get_device_name()}; {on_cpu}"
 
 
 def _hooks() -> str:
