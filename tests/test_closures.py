@@ -180,6 +180,20 @@ def test_an_optimizer_that_takes_no_closure_gets_none():
     assert p.item() == -1
 
 
+def test_an_optimizer_that_would_take_any_argument_needs_none():
+    class Open(torch.optim.SGD):
+        def step(self, closure=None, *args, **kwargs):
+            assert not (args or kwargs)
+            return super().step(closure)
+
+    p = nn.Parameter(torch.zeros(1))
+    opt = fa.AccumulatingOptimizer(Open([p], lr=1.0), 2)
+    for gradient in (1.0, 3.0):
+        (gradient * p).sum().backward()
+        opt.step()
+    assert p.item() == -2
+
+
 class Climbs(torch.optim.SGD):
     """SAM, where nothing but its step() tells."""
 
