@@ -473,3 +473,17 @@ def test_repr_says_what_was_asked_for_and_where_the_window_is():
     assert "\n".join(rest) == repr(opt.optimizer)
     weighed = wrapped(model(), window_weight=4096.0)
     assert repr(weighed).startswith("AccumulatingOptimizer(window_weight=4096.0): window 0, 0 micro-batches, weight 0")
+
+
+@pytest.mark.parametrize("first", [None, 8])
+def test_normalize_asks_for_the_weights_of_summed_losses(first):
+    net, (x, y) = model(), data()
+    opt = wrapped(net, reduction="sum")
+    for (xs, ys), weight in zip(parts(x, y, (8, 16)), (first, None)):
+        opt.backward(sum_loss(net, xs, ys), weight=weight)
+    with pytest.raises(ValueError, match=r"pass the number of items: opt\.backward\(loss, weight=n\)"):
+        opt.normalize_()
+    big = model()
+    sum_loss(big, x, y).backward()
+    for p, q in zip(net.parameters(), big.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)  # still the sum
