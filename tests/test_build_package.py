@@ -114,7 +114,7 @@ def test_wheel_from_sdist_runs_its_extension(unpacked, out, tmp_path):
         assert {"fusedaccum/triton_kernels/__init__.py", "fusedaccum/_build.json"} <= set(archive.namelist())
     python = clean_environment(tmp_path / "venv", wheel)
     run(python, "-W", "error", "-c", USE.format(prefix=str(tmp_path), backend="cpu"), cwd=tmp_path)
-    report = run(python, "-m", "fusedaccum", cwd=tmp_path)
+    report = run(python, "-m", "fusedaccum", "-v", cwd=tmp_path)
     assert "cpu        ready" in report
     assert "not built: FUSEDACCUM_CUDA=0" in report
 
