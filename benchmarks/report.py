@@ -55,17 +55,19 @@ def draw_all(folder: Path = RESULTS) -> list[Path]:
 def blocks() -> dict[str, str]:
     """The text of every block that a page may contain; the names of blocks measured on a GPU begin with ``gpu_``."""
     texts = _blocks_of(RESULTS)
-    if load("accumulate"):
-        texts["summary"] = _summary(RESULTS)
-    if on_gpu := load("accumulate", RESULTS / "gpu"):
-        texts["summary_gpu"] = _summary(RESULTS / "gpu")
-        texts["goals_gpu"] = tables.markdown(tables.goals(on_gpu, load("window", RESULTS / "gpu")))
-    if steps := load("step"):
-        on_gpu, memory = load("step", RESULTS / "gpu"), load("memory")
-        places = dict.fromkeys(_where(rows) for rows in (steps, on_gpu) if rows)
-        texts["headline"] = "\n\n".join([tables.markdown(tables.headline(steps, on_gpu, memory)), *places])
+    on_gpu = {name: load(name, RESULTS / "gpu") for name in ("accumulate", "window", "step")}
+    if on_gpu["accumulate"]:
+        texts["goals_gpu"] = tables.markdown(tables.goals(on_gpu["accumulate"], on_gpu["window"]))
+    if on_cpu := load("step"):
+        places = dict.fromkeys(_where(rows) for rows in (on_cpu, on_gpu["step"]) if rows)
+        for name, table in {
+            "headline": tables.headline(on_cpu, on_gpu["step"], load("memory")),
+            "steps": tables.steps(on_cpu, on_gpu["step"]),
+        }.items():
+            texts[name] = "\n\n".join([tables.markdown(table), *places])
     texts |= _questions(load("questions"))
-    texts["machines"] = "\n\n".join(_summary(folder) for folder in sorted((RESULTS / "machines").iterdir()))
+    machines = (load("accumulate", folder) for folder in sorted((RESULTS / "machines").iterdir()))
+    texts["machines"] = "\n\n".join(map(_summary, machines))
     return texts | {f"gpu_{name}": text for name, text in _blocks_of(RESULTS / "gpu").items()}
 
 
@@ -88,19 +90,19 @@ def _questions(rows: Sequence[Row]) -> dict[str, str]:
     return texts
 
 
-def _summary(folder: Path) -> str:
-    """The short table of the results in a folder, and where they were measured."""
-    accumulated = load("accumulate", folder)
-    return f"{tables.markdown(tables.summary(accumulated, load('window', folder)))}\n\n{_where(accumulated)}"
+def _summary(rows: Sequence[Row]) -> str:
+    """The short table of adds or windows, and where they were measured."""
+    return f"{tables.markdown(tables.summary(rows))}\n\n{_where(rows)}"
 
 
 def _blocks_of(folder: Path) -> dict[str, str]:
     """Tables and plots of the results in a folder."""
     found = {name: rows for name in TABLES if (rows := load(name, folder))}
     texts = {name: f"{_where(rows)}\n\n{tables.markdown(TABLES[name](rows))}" for name, rows in found.items()}
+    texts |= {f"{name}_summary": _summary(found[name]) for name in ("accumulate", "window") if name in found}
     for name in found.keys() & plots.PLOTS.keys():
-        files = [folder.relative_to(ROOT) / f"{plot}.svg" for plot, _ in plots.PLOTS[name]]
-        texts[f"{name}_plots"] = "\n\n".join(f"![{name}]({file})" for file in files)
+        for plot, _ in plots.PLOTS[name]:
+            texts[f"{plot}_plot"] = f"![{plot.replace('_', ' ')}]({folder.relative_to(ROOT) / plot}.svg)"
     if "accumulate" in found:
         texts["stats"] = tables.markdown(tables.stats_cost(found["accumulate"]))
     return texts
@@ -124,9 +126,10 @@ def rewritten(before: str, folder: Path, texts: dict[str, str]) -> tuple[str, li
 
     def block(match: re.Match[str]) -> str:
         name = match.group("name")
-        if name not in texts and not name.endswith("_plots"):
+        plot = name.endswith("_plot")
+        if name not in texts and not plot:
             missing.append(name)
-        text = texts.get(name, "" if name.endswith("_plots") else "Not measured yet.")
+        text = texts.get(name, "" if plot else "Not measured yet.")
         up = os.path.relpath(ROOT, folder)
         text = re.sub(r"\]\((?=benchmarks/)", "](" if up == "." else f"]({up}/", text)
         return f"<!-- benchmarks:{name} -->\n{text}\n<!-- /benchmarks:{name} -->"

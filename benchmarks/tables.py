@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from .harness import BARE, GRAPH, HEADLINES, HOOKS_ALONE, OURS, PYTHON_HOOKS, PYTHON_HOOKS_ALONE, TRITON, Row
 from .questions import QUESTIONS
 
 Table = tuple[list[str], list[list[str]]]
+# Marks of a share of the bandwidth, and what they say below the table.
+ABOVE, SLOWER = "†", "‡"
+FOOTNOTES = {
+    ABOVE: "More than the fastest stream of its race: what a stream reaches is a lower bound of the bandwidth.",
+    SLOWER: "The fastest stream of its race was more than 15% below that of this run's best one: the machine was slower then. The "
+    "ratios hold, because all ways of a case take turns; milliseconds and GB/s do not compare with other rows.",
+}
+# The ways to sum a bf16 model's gradients, as the tables of whole steps name them.
+SUMS = {
+    "plain `p.grad`, in bf16": "p.grad in bf16",
+    "FP32 sums by hand": "add after backward",
+    "**fusedaccum**": OURS,
+}
 
 
 def text(table: Table) -> str:
@@ -19,24 +33,33 @@ def text(table: Table) -> str:
         cells = [line[0].ljust(widths[0])] + [c.rjust(w) for c, w in zip(line[1:], widths[1:])]
         return "  ".join(cells).rstrip()
 
-    return "\n".join([padded(header), "  ".join("-" * w for w in widths), *map(padded, lines)])
+    return "\n".join([padded(header), "  ".join("-" * w for w in widths), *map(padded, lines), *_footnotes(table)])
 
 
 def markdown(table: Table, of_words: bool = False) -> str:
     """A GitHub table, aligned as :func:`text` is, or to the left if it is ``of_words``."""
     header, lines = table
     rule = ["---"] + ["---" if of_words else "---:"] * (len(header) - 1)
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, rule, *lines])
+    rows = "\n".join("| " + " | ".join(cells) + " |" for cells in [header, rule, *lines])
+    return "\n\n".join([rows, *_footnotes(table)])
+
+
+def _footnotes(table: Table) -> list[str]:
+    """What the marks in the table say."""
+    return [
+        f"{mark} {note}" for mark, note in FOOTNOTES.items() if any(mark in cell for line in table[1] for cell in line)
+    ]
 
 
 def accumulate(rows: Sequence[Row]) -> Table:
-    """One line per case: our time, GB/s and share of the bandwidth, and how many times slower each peer was.
+    """One line per case without a norm: our time, GB/s and share of the bandwidth, and how many times slower each peer was.
 
     "At the bandwidth" is how many times faster than the best peer a way would be if it reached the bandwidth of the same run: the most
     that can be asked for there.
     """
-    cases = grouped(rows, ("set", "grads", "buffers", "mode", "stats"))
-    peers = _names(rows, "peer") + [n for n in _names(rows, "variant") if n != "fusedaccum without stats"]
+    rows = [r for r in rows if not r["stats"]]
+    cases = grouped(rows, ("set", "grads", "buffers", "mode"))
+    peers = _names(rows, "peer") + _names(rows, "variant")
     header = [
         "case",
         "ms (p10–p90)",
@@ -46,28 +69,37 @@ def accumulate(rows: Sequence[Row]) -> Table:
         "at the bandwidth",
         *(f"vs {p}" for p in peers),
     ]
+    fastest = _fastest(rows)
     lines = []
-    for (name, grads, buffers, mode, stats), of_case in cases.items():
+    for (name, grads, buffers, mode), of_case in cases.items():
         ours = of_case[OURS]
-        label = f"{name} {grads}→{buffers} {mode}{' + stats' if stats else ''}"
         ceiling = f"{ours['speedup'] / ours['share_of_bandwidth']:.2f}×" if "share_of_bandwidth" in ours else "–"
         against = [_against(of_case.get(p)) for p in peers]
-        lines.append([label, *_measured(ours), f"{ours['speedup']:.2f}×", ceiling, *against])
+        label = f"{name} {grads}→{buffers} {mode}"
+        lines.append([label, *_measured(ours, fastest), f"{ours['speedup']:.2f}×", ceiling, *against])
     return header, lines
 
 
 def stats_cost(rows: Sequence[Row]) -> Table:
-    """What the norm and the finite check add to an accumulation, and how the whole compares with the best peer that measures a norm."""
+    """An accumulation with the norm and the finite check and without them, in the same race, and how the former compares with the best
+    peer that measures a norm.
+    """
     lines = []
-    for (name, grads, buffers, _, stats), of_case in grouped(
-        rows, ("set", "grads", "buffers", "mode", "stats")
-    ).items():
-        if stats:
-            ours, cost = of_case[OURS], _cost_of_stats(of_case)
-            lines.append(
-                [f"{name} {grads}→{buffers}", f"{cost:+.1%}", f"{ours['speedup']:.2f}×", str(ours["best_peer"])]
-            )
-    return ["set and dtypes", "cost of norm and finite check", "vs best way with a norm", "the best way"], lines
+    cases = grouped([r for r in rows if r["stats"]], ("set", "grads", "buffers"))
+    for (name, grads, buffers), of_case in cases.items():
+        ours, without = of_case[OURS], of_case["fusedaccum without stats"]
+        cost = f"{_cost_of_stats(of_case):+.1%}"
+        times = [_milliseconds(r, digits=2) for r in (ours, without)]
+        lines.append([f"{name} {grads}→{buffers}", *times, cost, f"{ours['speedup']:.2f}×", str(ours["best_peer"])])
+    header = [
+        "set and dtypes",
+        "ms with the norm",
+        "ms without",
+        "the norm costs",
+        "vs best way with a norm",
+        "the best way",
+    ]
+    return header, lines
 
 
 def window(rows: Sequence[Row]) -> Table:
@@ -75,11 +107,12 @@ def window(rows: Sequence[Row]) -> Table:
     cases = grouped(rows, ("set", "grads", "buffers"))
     others = _names(rows, "variant") + _names(rows, "peer")
     header = ["window of 8", "fusedaccum ms (p10–p90)", "GB/s", "of bandwidth", "vs best", *others]
+    fastest = _fastest(rows)
     lines = []
     for (name, grads, buffers), of_case in cases.items():
         ours = of_case[OURS]
         times = [_milliseconds(of_case.get(o)) for o in others]
-        lines.append([f"{name} {grads}→{buffers}", *_measured(ours), f"{ours['speedup']:.2f}×", *times])
+        lines.append([f"{name} {grads}→{buffers}", *_measured(ours, fastest), f"{ours['speedup']:.2f}×", *times])
     return header, lines
 
 
@@ -90,7 +123,7 @@ def training(rows: Sequence[Row]) -> Table:
     for (name, grads, buffers), of_case in grouped(rows, ("set", "grads", "buffers")).items():
         ours = of_case[OURS]
         times = [_milliseconds(of_case.get(o)) for o in others]
-        lines.append([f"{name} {grads}→{buffers}", _measured(ours)[0], f"{ours['speedup']:.2f}×", *times])
+        lines.append([f"{name} {grads}→{buffers}", _spread(ours), f"{ours['speedup']:.2f}×", *times])
     return ["window of 8 through autograd", "fusedaccum ms (p10–p90)", "vs best", *others], lines
 
 
@@ -102,7 +135,7 @@ def ranks(rows: Sequence[Row]) -> Table:
         ours = of_case[OURS]
         if "median_ms" in ours:
             times = [_milliseconds(of_case.get(o)) for o in others]
-            lines.append([f"{name}, {number} ranks", _measured(ours)[0], f"{ours['speedup']:.2f}×", *times])
+            lines.append([f"{name}, {number} ranks", _spread(ours), f"{ours['speedup']:.2f}×", *times])
     return ["window of 8 on every rank", "fusedaccum ms (p10–p90)", "vs best", *others], lines
 
 
@@ -112,7 +145,7 @@ def step(rows: Sequence[Row]) -> Table:
     for r in rows:
         model = f"{r['set']}, {r['micro_batches']} × {r['tokens']} tokens"
         share = r["accumulation_share"]
-        lines.append([f"{model}: {r['contestant']}", _measured(r)[0], "–" if share is None else f"{share:.1%}"])
+        lines.append([f"{model}: {r['contestant']}", _spread(r), "–" if share is None else f"{share:.1%}"])
     return ["window", "ms (p10–p90)", "accumulation"], lines
 
 
@@ -125,7 +158,7 @@ def fused(rows: Sequence[Row]) -> Table:
     ).items():
         times = [f"{_milliseconds(of_case[o])} ({_against(of_case[o])})" for o in others]
         name = f"{layer} {n:,} × {columns:,}, {dtype}, {tokens:,} tokens"
-        lines.append([name, _measured(of_case[OURS])[0], *times])
+        lines.append([name, _spread(of_case[OURS]), *times])
     return ["a micro-batch of one layer", "fused ms (p10–p90)", *others], lines
 
 
@@ -211,43 +244,48 @@ def by_question(rows: Iterable[Row]) -> dict[str, list[Row]]:
 
 def headline(on_cpu: Sequence[Row], on_gpu: Sequence[Row], memory: Sequence[Row]) -> Table:
     """README's table: milliseconds of a step of each model, and the peak of memory, for the ways to sum a bf16 model's gradients."""
-    ways = {
-        "plain `p.grad`, in bf16": "p.grad in bf16",
-        "FP32 sums by hand": "add after backward",
-        "**fusedaccum**": OURS,
-    }
-    columns: dict[str, dict[str, str]] = {}
+    columns = {}
     for place, rows in (("CPU", on_cpu), ("GPU", on_gpu)):
         for name in dict.fromkeys(str(r["set"]) for r in rows):
-            (_, n, tokens), of_case = next(
-                iter(grouped([r for r in rows if r["set"] == name], ("set", "micro_batches", "tokens")).items())
-            )
-            columns[f"{name} on a {place}, {n} × {tokens:,} tokens, ms"] = {
-                k: f"{r['median_ms']:,.0f}" for k, r in of_case.items()
-            }
+            window, of_case = next(iter(_windows(place, [r for r in rows if r["set"] == name]).items()))
+            columns[f"{window}, ms"] = {k: f"{r['median_ms']:,.0f}" for k, r in of_case.items()}
     columns["peak of GPT-2's blocks, MiB"] = {
         str(r["contestant"]): f"{r['peak_bytes'] / 2**20:,.0f}" for r in memory if r["weights"] == "bf16"
     }
-    lines = [[label, *(cells.get(way, "–") for cells in columns.values())] for label, way in ways.items()]
+    lines = [[label, *(cells.get(way, "–") for cells in columns.values())] for label, way in SUMS.items()]
     return ["sums of a window", *columns], lines
 
 
-def summary(accumulated: Sequence[Row], windows: Sequence[Row]) -> Table:
-    """The short table: how many times faster than the best eager way, and (where it ran) than torch.compile."""
-    lines = []
-    found = grouped(accumulated, ("set", "grads", "buffers", "mode", "stats"))
-    for name in dict.fromkeys(str(r["set"]) for r in accumulated):
-        cells = [_eager_and_compiled(found.get((name, *pair, "add", False))) for pair in HEADLINES]
-        ours = found.get((name, "bf16", "fp32", "add", False), {}).get(OURS)
-        whole = grouped(windows, ("set", "grads", "buffers")).get((name, "bf16", "fp32"))
-        lines.append([name, *cells, _share(ours), _eager_and_compiled(whole)])
-    header = [
-        "parameters of",
-        *(f"{g}→{b}" for g, b in HEADLINES),
-        "of bandwidth (bf16→fp32)",
-        "window of 8 (bf16→fp32)",
+def steps(on_cpu: Sequence[Row], on_gpu: Sequence[Row]) -> Table:
+    """Milliseconds of every window's training, for the ways to sum a bf16 model's gradients, and for a way that sums none."""
+    columns = _windows("CPU", on_cpu) | _windows("GPU", on_gpu)
+    ways = {"forward and backward alone": "forward and backward alone"} | SUMS
+    lines = [
+        [label, *(_spread(of_case[way]) if way in of_case else "–" for of_case in columns.values())]
+        for label, way in ways.items()
     ]
-    return header, lines
+    return ["ms of a window (p10–p90)", *columns], lines
+
+
+def _windows(place: str, rows: Iterable[Row]) -> dict[str, dict[str, Row]]:
+    """The rows of whole steps, by window and contestant."""
+    cases = grouped(rows, ("set", "micro_batches", "tokens")).items()
+    return {f"{name} on a {place}, {n} × {tokens:,} tokens": of_case for (name, n, tokens), of_case in cases}
+
+
+def summary(rows: Sequence[Row]) -> Table:
+    """The short table of adds, or of windows: how many times as fast as the best eager way, and as torch.compile where that ran."""
+    shown = [
+        r
+        for r in rows
+        if (r["grads"], r["buffers"]) in HEADLINES and r.get("mode", "add") == "add" and not r.get("stats")
+    ]
+    fastest = _fastest(shown)
+    lines = []
+    for (name, grads, buffers), of_case in grouped(shown, ("set", "grads", "buffers")).items():
+        ms, _, share = _measured(of_case[OURS], fastest)
+        lines.append([f"{name} {grads}→{buffers}", ms, share, *_eager_and_compiled(of_case)])
+    return ["parameters, gradient→buffer", "ms (p10–p90)", "of bandwidth", "vs eager", "vs torch.compile"], lines
 
 
 # What the CUDA kernels were to reach, set before there was a GPU to measure them on.
@@ -276,7 +314,7 @@ def goals(accumulated: Sequence[Row], windows: Sequence[Row]) -> Table:
         columns.append(
             [
                 *(f"{_share(way.get(OURS))} ({_share(way.get(GRAPH))})" for way in (add, overwrite)),
-                _eager_and_compiled(add),
+                "{} ({})".format(*_eager_and_compiled(add)).removesuffix(" (–)"),
                 f"{_cost_of_stats(with_norm):+.1%}" if with_norm else "–",
                 # Its share of the bandwidth counts the bytes of a window that has the last pass, too.
                 f"{handed_on['bytes_per_element'] / 76 / handed_on['share_of_bandwidth'] - 1:+.0%}"
@@ -301,16 +339,35 @@ def _names(rows: Iterable[Row], kind: str) -> list[str]:
     return list(dict.fromkeys(str(r["contestant"]) for r in rows if r["kind"] == kind))
 
 
-def _measured(row: Row) -> list[str]:
-    return [f"{row['median_ms']:.2f} ({row['p10_ms']:.2f}–{row['p90_ms']:.2f})", f"{row['gb_per_s']:.1f}", _share(row)]
+def _fastest(rows: Iterable[Row]) -> dict[object, float]:
+    """The highest bandwidth that any race of the run measured, for each kind of case."""
+    fastest: dict[object, float] = {}
+    for r in rows:
+        if "bandwidth_gb_per_s" in r:
+            mode = r.get("mode")
+            fastest[mode] = max(fastest.get(mode, 0.0), r["bandwidth_gb_per_s"])
+    return fastest
+
+
+def _measured(row: Row, fastest: dict[object, float]) -> list[str]:
+    """Milliseconds, GB/s and share of the bandwidth, which is marked where it does not mean what it does elsewhere."""
+    marks = ABOVE if row.get("share_of_bandwidth", 0) >= 1.005 else ""
+    if row.get("bandwidth_gb_per_s", math.inf) < 0.85 * fastest.get(row.get("mode"), 0):
+        marks += SLOWER
+    return [_spread(row), f"{row['gb_per_s']:.1f}", _share(row) + marks]
+
+
+def _spread(row: Row) -> str:
+    digits = 2 if row["median_ms"] < 100 else 0
+    return "{:,.{d}f} ({:,.{d}f}–{:,.{d}f})".format(row["median_ms"], row["p10_ms"], row["p90_ms"], d=digits)
 
 
 def _share(row: Row | None) -> str:
     return f"{row['share_of_bandwidth']:.0%}" if row and "share_of_bandwidth" in row else "–"
 
 
-def _milliseconds(row: Row | None) -> str:
-    return f"{row['median_ms']:.1f}" if row and "median_ms" in row else "–"
+def _milliseconds(row: Row | None, digits: int = 1) -> str:
+    return f"{row['median_ms']:.{digits}f}" if row and "median_ms" in row else "–"
 
 
 def _against(row: Row | None) -> str:
@@ -321,8 +378,9 @@ def _cost_of_stats(of_case: dict[str, Row]) -> float:
     return 1 / of_case["fusedaccum without stats"]["ours_is_faster"] - 1
 
 
-def _eager_and_compiled(of_case: dict[str, Row] | None) -> str:
-    raced = [r for r in (of_case or {}).values() if r["kind"] == "peer" and "ours_is_faster" in r]
+def _eager_and_compiled(of_case: dict[str, Row]) -> tuple[str, str]:
+    """How many times as fast ours was as the best eager way, and as torch.compile."""
+    raced = [r for r in of_case.values() if r["kind"] == "peer" and "ours_is_faster" in r]
     compiled = [r for r in raced if str(r["contestant"]).startswith("torch.compile")]
     eager = min((r for r in raced if r not in compiled), key=lambda r: r["median_ms"], default=None)
-    return _against(eager) + "".join(f" ({_against(r)})" for r in compiled)
+    return _against(eager), _against(compiled[0] if compiled else None)

@@ -309,6 +309,59 @@ def test_goals_are_held_against_what_was_measured() -> None:
 
 
 @pytest.mark.slow
+def raced(contestant: str, kind: str, ms: float, **of_row: object) -> harness.Row:
+    """A row of an add of one set, in a race whose fastest stream took 10 ms."""
+    case = {"set": "small", "grads": "bf16", "buffers": "fp32", "mode": "add", "stats": False}
+    times = {
+        "median_ms": ms,
+        "p10_ms": ms,
+        "p90_ms": ms,
+        "gb_per_s": 100 / ms,
+        "speedup": 2.0,
+        "best_peer": "add_ per tensor",
+    }
+    row = {
+        **case,
+        **times,
+        "contestant": contestant,
+        "kind": kind,
+        "share_of_bandwidth": 10 / ms,
+        "bandwidth_gb_per_s": 10.0,
+    }
+    return row | of_row
+
+
+def test_shares_that_do_not_compare_are_marked_and_the_marks_explained() -> None:
+    """Above 100%, and where another race of the run measured a bandwidth that is more than 15% higher."""
+    fast = {"set": "fast", "bandwidth_gb_per_s": 11.7}
+    slow = {"set": "slow", "bandwidth_gb_per_s": 11.9}
+    for other, mark in ((fast, ""), (slow, tables.SLOWER)):
+        for ms, above in ((10.0, ""), (9.0, tables.ABOVE)):
+            ours = [raced(harness.OURS, "ours", ms), raced(harness.OURS, "ours", 10.0, **other)]
+            for table in (tables.accumulate(ours), tables.window(ours), tables.summary(ours)):
+                (share,) = {cell for cell in table[1][0] if "%" in cell}
+                assert share == f"{10 / ms:.0%}{above}{mark}"
+                for page in (tables.text(table), tables.markdown(table)):
+                    assert [note in page for note in tables.FOOTNOTES.values()] == [bool(above), bool(mark)]
+
+
+def test_the_cost_of_a_norm_is_that_of_the_times_beside_it() -> None:
+    rows = [
+        raced(harness.OURS, "ours", 12.0, stats=True),
+        raced("fusedaccum without stats", "variant", 10.0, stats=True, ours_is_faster=10 / 12),
+        raced(harness.OURS, "ours", 20.0),  # when the machine was slower
+    ]
+    ((_, of_both, without, cost, *_),) = tables.stats_cost(rows)[1]
+    assert (of_both, without, cost) == ("12.00", "10.00", "+20.0%")
+    assert len(tables.accumulate(rows)[1]) == 1
+
+
+def test_the_page_that_one_reads_has_narrow_tables() -> None:
+    page = (environment.ROOT / "docs/performance.md").read_text(encoding="utf-8")
+    rules = [line for line in page.splitlines() if line.startswith(("| ---", "|---"))]
+    assert rules and max(line.count("|") - 1 for line in rules) <= 5
+
+
 def test_ranks_run_every_way(tmp_path: Path) -> None:
     options = harness.Options(
         quick=True, rounds=2, sets=("resnet-101",), out=tmp_path, compile=False, backend="reference"
