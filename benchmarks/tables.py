@@ -13,8 +13,9 @@ Table = tuple[list[str], list[list[str]]]
 ABOVE, SLOWER = "†", "‡"
 FOOTNOTES = {
     ABOVE: "More than the fastest stream of its race: what a stream reaches is a lower bound of the bandwidth.",
-    SLOWER: "The fastest stream of its race was more than 15% below that of this run's best one: the machine was slower then. The "
-    "ratios hold, because all ways of a case take turns; milliseconds and GB/s do not compare with other rows.",
+    SLOWER: "The fastest stream of its race was more than 15% below that of another race of this run, with the same mix of reads "
+    "and writes: the machine was slower then. The ratios hold, because all ways of a case take turns; milliseconds and GB/s do not "
+    "compare with other rows.",
 }
 # The ways to sum a bf16 model's gradients, as the tables of whole steps name them.
 SUMS = {
@@ -37,11 +38,12 @@ def text(table: Table) -> str:
 
 
 def markdown(table: Table, of_words: bool = False) -> str:
-    """A GitHub table, aligned as :func:`text` is, or to the left if it is ``of_words``."""
+    """A GitHub table: of figures, aligned as :func:`text` is, or ``of_words``, aligned to the left."""
     header, lines = table
     rule = ["---"] + ["---" if of_words else "---:"] * (len(header) - 1)
     rows = "\n".join("| " + " | ".join(cells) + " |" for cells in [header, rule, *lines])
-    return "\n\n".join([rows, *_footnotes(table)])
+    escaped = rows if of_words else rows.replace("_", r"\_")  # Markdown takes the underscores of names for emphasis
+    return "\n\n".join([escaped, *_footnotes(table)])
 
 
 def _footnotes(table: Table) -> list[str]:
@@ -339,20 +341,24 @@ def _names(rows: Iterable[Row], kind: str) -> list[str]:
     return list(dict.fromkeys(str(r["contestant"]) for r in rows if r["kind"] == kind))
 
 
-def _fastest(rows: Iterable[Row]) -> dict[object, float]:
-    """The highest bandwidth that any race of the run measured, for each kind of case."""
-    fastest: dict[object, float] = {}
+def _mix(row: Row) -> tuple:
+    """What decides the mix of reads and writes: the mode, and how wide a gradient is in widths of the buffer."""
+    return row.get("mode"), int(row["grads"][2:]) / int(row["buffers"][2:])
+
+
+def _fastest(rows: Iterable[Row]) -> dict[tuple, float]:
+    """The highest bandwidth that any race of the run measured, for each mix of reads and writes."""
+    fastest: dict[tuple, float] = {}
     for r in rows:
         if "bandwidth_gb_per_s" in r:
-            mode = r.get("mode")
-            fastest[mode] = max(fastest.get(mode, 0.0), r["bandwidth_gb_per_s"])
+            fastest[_mix(r)] = max(fastest.get(_mix(r), 0.0), r["bandwidth_gb_per_s"])
     return fastest
 
 
-def _measured(row: Row, fastest: dict[object, float]) -> list[str]:
+def _measured(row: Row, fastest: dict[tuple, float]) -> list[str]:
     """Milliseconds, GB/s and share of the bandwidth, which is marked where it does not mean what it does elsewhere."""
     marks = ABOVE if row.get("share_of_bandwidth", 0) >= 1.005 else ""
-    if row.get("bandwidth_gb_per_s", math.inf) < 0.85 * fastest.get(row.get("mode"), 0):
+    if row.get("bandwidth_gb_per_s", math.inf) < 0.85 * fastest.get(_mix(row), 0):
         marks += SLOWER
     return [_spread(row), f"{row['gb_per_s']:.1f}", _share(row) + marks]
 
