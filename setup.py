@@ -109,7 +109,7 @@ def native(with_cuda: bool) -> tuple[list, type]:
     flags = {"cxx": CXX_FLAGS + OPENMP, "nvcc": NVCC_FLAGS}
     modules = [
         CppExtension("fusedaccum._cpu", ["csrc/bindings_cpu.cpp", *launchers], extra_compile_args=flags),
-        CppExtension("fusedaccum._intake", ["csrc/bindings_intake.cpp"], extra_compile_args=flags),
+        CppExtension("fusedaccum._intake", ["csrc/bindings_autograd.cpp"], extra_compile_args=flags),
     ]
     if with_cuda:
         sources = ["csrc/bindings_cuda.cpp", "csrc/cuda/kernels.cu"]

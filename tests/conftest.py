@@ -5,7 +5,7 @@ import gc
 import importlib
 import importlib.util
 
-import fusedaccum.intake.intake
+import fusedaccum.autograd.collector
 import fusedaccum.modules
 import pytest
 import torch
@@ -87,7 +87,7 @@ def each_intake(request, monkeypatch):
 @pytest.fixture
 def small_buckets(monkeypatch):
     """A bucket holds one gradient or a few, so that backward adds as it goes."""
-    monkeypatch.setattr(fusedaccum.intake.intake, "bucket_bytes", lambda _: 100)
+    monkeypatch.setattr(fusedaccum.autograd.collector, "bucket_bytes", lambda _: 100)
 
 
 @pytest.fixture

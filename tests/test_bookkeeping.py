@@ -3,9 +3,9 @@
 import fusedaccum as fa
 import pytest
 import torch
+from fusedaccum.autograd import collector
 from fusedaccum.buffers import norms
 from fusedaccum.gathering import accumulator
-from fusedaccum.intake import intake
 from fusedaccum.window.window import Schedule
 from torch import nn
 from training import assert_same_parameters, big_batch_step, data, mean_loss, model, parts, sgd, twin, wrapped
@@ -237,7 +237,7 @@ def test_a_weight_of_0_that_comes_late_keeps_nothing_out(reduction):
 
 @pytest.mark.parametrize("fails_at", [1, 2])
 def test_out_of_memory_while_a_bucket_is_added_counts_nothing_twice_and_loses_nothing_unsaid(fails_at, monkeypatch):
-    monkeypatch.setattr(intake, "bucket_bytes", lambda _: 1)  # a call per parameter
+    monkeypatch.setattr(collector, "bucket_bytes", lambda _: 1)  # a call per parameter
     net, (x, y) = model(), data()
     big = twin(net)
     opt = wrapped(net, 2)

@@ -67,7 +67,7 @@ def window(model, step, micro_batches=BATCH // MICRO_BATCH):
 @pytest.mark.parametrize("name", [*SETTINGS, "plain p.grad"])
 @pytest.mark.usefixtures("one_thread")  # with several, PyTorch's own bf16 products take temporaries on some processors
 def test_memory_is_what_a_window_allocates(monkeypatch, name, dtype, tied):
-    monkeypatch.setattr("fusedaccum.intake.intake.bucket_bytes", lambda _: 1 << 16)
+    monkeypatch.setattr("fusedaccum.autograd.collector.bucket_bytes", lambda _: 1 << 16)
     said = modes(layers(DTYPES[dtype], tied=tied), optimizer=torch.optim.AdamW)
     assert (name in said) is offered(name, dtype, tied)
     if name not in said:

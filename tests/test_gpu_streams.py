@@ -6,7 +6,7 @@ import fusedaccum as fa
 import pytest
 import torch
 from fusedaccum import ops
-from fusedaccum.intake import intake
+from fusedaccum.autograd import collector
 from fusedaccum.ops import Stats, reference
 from gpu import DEVICE, GPU, KERNELS, batches, every_kernel, made, needs_gpu, there
 from ops_cases import assert_same_bits, assert_same_stats
@@ -196,7 +196,7 @@ def test_gradients_from_several_streams_arrive_whole(backend):
 def test_memory_of_gradients_from_two_streams_is_used_again_only_after_the_add(backend, monkeypatch):
     """Within one backward: a bucket holds two gradients, one from each stream, and is added where the second of them arrives."""
     n, side, main = 2_000_000, torch.cuda.Stream(), torch.cuda.current_stream()
-    monkeypatch.setattr(intake, "bucket_bytes", lambda _: 2 * n * torch.bfloat16.itemsize)
+    monkeypatch.setattr(collector, "bucket_bytes", lambda _: 2 * n * torch.bfloat16.itemsize)
     params = [nn.Parameter(torch.zeros(n, dtype=torch.bfloat16, device=DEVICE)) for _ in range(8)]
     streams, nodes = [side if k % 2 else main for k in range(8)], []
     for p, stream in zip(params, streams):

@@ -3,7 +3,7 @@
 import threading
 
 import fusedaccum as fa
-import fusedaccum.intake.intake
+import fusedaccum.autograd.collector
 import pytest
 import torch
 from torch import nn
@@ -240,8 +240,8 @@ def test_reentrant_passes_deeper_than_a_thread_of_the_engines(settings):
 def test_the_environment_chooses_the_hooks(each_intake):
     p = nn.Parameter(torch.zeros(1))
     opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0))
-    made_by = type(opt._gathering._intake._arrivals).__module__
-    assert made_by == ("fusedaccum._intake" if each_intake == "native" else "fusedaccum.intake.arrivals")
+    made_by = type(opt._gathering._collector._queue).__module__
+    assert made_by == ("fusedaccum._intake" if each_intake == "native" else "fusedaccum.autograd.grad_queue")
 
 
 def test_hooks_that_are_not_there_are_refused(monkeypatch):
@@ -250,7 +250,7 @@ def test_hooks_that_are_not_there_are_refused(monkeypatch):
     with pytest.raises(ValueError, match="FUSEDACCUM_INTAKE is 'c\\+\\+'; it must be auto, native or python"):
         fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0))
     monkeypatch.setenv("FUSEDACCUM_INTAKE", "native")
-    monkeypatch.setattr(fusedaccum.intake.intake.native, "why_missing", lambda name: "it was not built here")
+    monkeypatch.setattr(fusedaccum.autograd.collector.native, "why_missing", lambda name: "it was not built here")
     with pytest.raises(
         RuntimeError, match="FUSEDACCUM_INTAKE=native is not available: it was not built here; or use auto"
     ):

@@ -60,7 +60,7 @@ def test_exception_in_backward_leaves_the_window_as_it_was(through, owned):
 
 @pytest.mark.parametrize("through", ["opt.backward", "loss.backward"])
 def test_exception_after_part_was_added_drops_the_window_and_says_so(through, monkeypatch):
-    monkeypatch.setattr("fusedaccum.intake.intake.bucket_bytes", lambda _: 1)
+    monkeypatch.setattr("fusedaccum.autograd.collector.bucket_bytes", lambda _: 1)
     net, (x, y) = model(), data()
     big = twin(net)
     opt, plain = wrapped(net, 2), sgd(big.parameters())
@@ -108,7 +108,7 @@ def test_a_part_that_raises_before_it_adds_anything_leaves_the_parts_before_it(s
 @pytest.mark.parametrize("added", [False, True], ids=["queued", "partly added"])
 def test_a_plain_backward_that_broke_off_is_no_part_of_the_next_micro_batch(added, call, monkeypatch):
     if added:
-        monkeypatch.setattr("fusedaccum.intake.intake.bucket_bytes", lambda _: 1)
+        monkeypatch.setattr("fusedaccum.autograd.collector.bucket_bytes", lambda _: 1)
     net, (x, y) = model(), data()
     big = twin(net)
     opt, plain = wrapped(net, 2), sgd(big.parameters())
@@ -152,7 +152,7 @@ def test_a_backward_whose_exception_is_caught_in_the_block_leaves_it_to_the_next
 
 
 def test_nothing_joins_a_block_whose_first_backward_dropped_the_window(monkeypatch):
-    monkeypatch.setattr("fusedaccum.intake.intake.bucket_bytes", lambda _: 1)
+    monkeypatch.setattr("fusedaccum.autograd.collector.bucket_bytes", lambda _: 1)
     net, (x, y) = model(), data()
     opt = wrapped(net, 2)
     with (

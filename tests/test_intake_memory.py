@@ -5,11 +5,11 @@ import weakref
 from types import SimpleNamespace
 
 import fusedaccum as fa
-import fusedaccum.intake.intake
+import fusedaccum.autograd.collector
 import pytest
 import torch
+from fusedaccum.autograd.grad_queue import _fresh_holders
 from fusedaccum.gathering.gathering import Gathering
-from fusedaccum.intake.arrivals import _fresh_holders
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from training import assert_same_parameters, data, mean_loss, model, parts, twin, wrapped
@@ -28,7 +28,7 @@ def test_a_bucket_is_a_small_part_of_a_gpus_memory(device, memory, bucket, monke
     device = torch.device(device)
     memories = {device: SimpleNamespace(total_memory=memory)} if memory else {}
     monkeypatch.setattr(torch.cuda, "get_device_properties", memories.__getitem__)
-    assert fusedaccum.intake.intake.bucket_bytes(device) == bucket
+    assert fusedaccum.autograd.collector.bucket_bytes(device) == bucket
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_a_bucket_is_a_small_part_of_the_models_gradients_on_a_gpu_and_their_lar
     device, sizes, bucket, sent, monkeypatch
 ):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 << 30))
-    found = fusedaccum.intake.intake.full_at(torch.device(device), sizes, sent)
+    found = fusedaccum.autograd.collector.full_at(torch.device(device), sizes, sent)
     assert found == (min(bucket, 32 * MIB) if sent else bucket)
 
 
@@ -119,7 +119,7 @@ def test_frozen_parameters_do_not_count_for_a_bucket(added):
 
 @pytest.mark.parametrize("bucket", [1, 200, 1 << 30])
 def test_bucket_size_does_not_change_a_bit(bucket, monkeypatch):
-    monkeypatch.setattr("fusedaccum.intake.intake.bucket_bytes", lambda _: bucket)
+    monkeypatch.setattr("fusedaccum.autograd.collector.bucket_bytes", lambda _: bucket)
     x, y = data(dtype=torch.float32)
     net, ref = model(torch.float32), model(torch.float32)
     opt = wrapped(net, 3, max_grad_norm=0.05)
@@ -139,7 +139,7 @@ def test_bucket_size_does_not_change_a_bit(bucket, monkeypatch):
 def test_fresh_gradients_are_freed_as_soon_as_added(width, bucket, monkeypatch):
     """During backward, no more fresh gradients are alive than one bucket, here of two, and the gradient being computed."""
     if bucket:
-        monkeypatch.setattr("fusedaccum.intake.intake.bucket_bytes", lambda _: bucket)
+        monkeypatch.setattr("fusedaccum.autograd.collector.bucket_bytes", lambda _: bucket)
     net = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(20)])
     opt = wrapped(net, 2)
     alive, most = [], 0
@@ -184,7 +184,7 @@ def test_hooks_do_not_keep_model_or_wrapper_alive():
     opt = wrapped(net, 2)
     mean_loss(net, x, y).backward()
     opt.step()
-    watch = [weakref.ref(opt), weakref.ref(net[0].weight), weakref.ref(opt._gathering._intake)]
+    watch = [weakref.ref(opt), weakref.ref(net[0].weight), weakref.ref(opt._gathering._collector)]
     del opt, net
     gc.collect()
     assert [ref() for ref in watch] == [None] * 3
@@ -271,7 +271,7 @@ def test_dropping_model_and_wrapper_frees_the_memory_at_once():
 
 
 def test_every_full_bucket_is_one_call(monkeypatch):
-    monkeypatch.setattr("fusedaccum.intake.intake.bucket_bytes", lambda _: 3 * 4 * 64)
+    monkeypatch.setattr("fusedaccum.autograd.collector.bucket_bytes", lambda _: 3 * 4 * 64)
     calls = []
     add = Gathering.add
     monkeypatch.setattr(

@@ -7,7 +7,7 @@ import json
 import math
 
 import fusedaccum as fa
-import fusedaccum.intake.intake
+import fusedaccum.autograd.collector
 import fusedaccum.ops
 import fusedaccum.recipes.micro_batcher
 import numpy as np

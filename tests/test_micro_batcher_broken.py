@@ -3,7 +3,7 @@
 import warnings
 
 import fusedaccum as fa
-import fusedaccum.intake.intake
+import fusedaccum.autograd.collector
 import fusedaccum.ops
 import fusedaccum.recipes.micro_batcher
 import pytest

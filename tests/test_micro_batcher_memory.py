@@ -6,7 +6,7 @@ import random
 import weakref
 
 import fusedaccum as fa
-import fusedaccum.intake.intake
+import fusedaccum.autograd.collector
 import fusedaccum.ops
 import fusedaccum.recipes.micro_batcher
 import pytest
@@ -43,7 +43,7 @@ def test_fp32_with_errors_within_errors(monkeypatch, settings):
         ran(monkeypatch, windows=3, make=make, dtype=torch.float32, **settings),
     )
     assert_close(model, expected, 1e-6)
-    monkeypatch.setattr(fusedaccum.intake.intake, "bucket_bytes", lambda _: 1)
+    monkeypatch.setattr(fusedaccum.autograd.collector, "bucket_bytes", lambda _: 1)
     chance, depth, lost = random.Random(0), 0, 0
     for _ in range(30):
         first = chance.randint(12, 30)
@@ -346,7 +346,7 @@ def test_a_function_that_runs_a_backward_of_its_own(monkeypatch):
     lost = 0
     for point in range(5, 200, 12):
         with monkeypatch.context() as patched:
-            patched.setattr(fusedaccum.intake.intake, "bucket_bytes", lambda _: 1)
+            patched.setattr(fusedaccum.autograd.collector, "bucket_bytes", lambda _: 1)
             model, opt = made()
             expected, loss_of = twin_step(model), function(model)
 

@@ -268,7 +268,7 @@ def test_ungrouped_second_pass_is_refused_because_it_could_not_be_skipped_withou
 
 @pytest.mark.parametrize("bad", range(3))
 def test_every_bucket_of_a_pass_is_looked_at(bad, monkeypatch):
-    monkeypatch.setattr("fusedaccum.intake.intake.bucket_bytes", lambda _: 1)
+    monkeypatch.setattr("fusedaccum.autograd.collector.bucket_bytes", lambda _: 1)
     params = [nn.Parameter(torch.zeros(4)) for _ in range(3)]
     opt = fa.AccumulatingOptimizer(torch.optim.SGD(params, lr=1.0), 2, nonfinite="skip_window")
     for factors in ([1.0] * 3, [float("inf") if k == bad else 1.0 for k in range(3)]):
@@ -279,7 +279,7 @@ def test_every_bucket_of_a_pass_is_looked_at(bad, monkeypatch):
 
 
 def test_skip_micro_batch_holds_more_than_a_bucket(monkeypatch):
-    monkeypatch.setattr("fusedaccum.intake.intake.bucket_bytes", lambda _: 64)
+    monkeypatch.setattr("fusedaccum.autograd.collector.bucket_bytes", lambda _: 64)
     test_dropped_micro_batch_leaves_no_trace("skip_micro_batch", float("nan"), [2])
 
 

@@ -6,7 +6,7 @@ import math
 import fusedaccum as fa
 import pytest
 import torch
-from fusedaccum.intake import intake
+from fusedaccum.autograd import collector
 from torch.nn import Parameter
 
 
@@ -127,7 +127,7 @@ def test_inner_step_that_raises_can_be_tried_again(dtype, steps, again):
 
 
 def test_a_window_is_not_tried_again_when_one_that_broke_off_has_overwritten_it(monkeypatch):
-    monkeypatch.setattr(intake, "bucket_bytes", lambda _: 1)
+    monkeypatch.setattr(collector, "bucket_bytes", lambda _: 1)
     p, q = zeros(), zeros()
     opt, fail = wrap([p, q], 1), [MemoryError, MemoryError]
 

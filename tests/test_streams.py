@@ -6,8 +6,8 @@ import fusedaccum as fa
 import pytest
 import torch
 from adding import Adding, marked
-from fusedaccum.intake.arrivals import Arrivals
-from fusedaccum.intake.streams import Turns, join, keep
+from fusedaccum.autograd.grad_queue import GradQueue
+from fusedaccum.autograd.streams import StreamOrder, join, keep
 from torch import nn
 
 DEVICE, SECOND = torch.device("cuda:0"), torch.device("cuda:1")
@@ -39,7 +39,7 @@ def current(monkeypatch):
     streams = {DEVICE: Stream(3), SECOND: Stream(3, 1)}
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", streams.__getitem__)
-    monkeypatch.setattr("fusedaccum.intake.streams.current_name", lambda device: streams[device].name)
+    monkeypatch.setattr("fusedaccum.autograd.streams.current_name", lambda device: streams[device].name)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     return streams
@@ -84,7 +84,7 @@ def moved_to(current, stream):
 
 
 def test_each_add_waits_for_the_one_before_and_the_passes_caller_for_the_last(current):
-    turns, caller = Turns(), current[DEVICE]
+    turns, caller = StreamOrder(), current[DEVICE]
     first = moved_to(current, Stream(1))
     turns.take([DEVICE])
     turns.take([DEVICE])
@@ -100,7 +100,7 @@ def test_each_add_waits_for_the_one_before_and_the_passes_caller_for_the_last(cu
 
 
 def test_devices_have_turns_of_their_own(current):
-    turns = Turns()
+    turns = StreamOrder()
     on_both = [moved_to(current, Stream(1)), moved_to(current, Stream(2, 1))]
     turns.take([DEVICE, SECOND])
     callers = [moved_to(current, Stream(3)), moved_to(current, Stream(3, 1))]
@@ -109,15 +109,15 @@ def test_devices_have_turns_of_their_own(current):
 
 
 def test_tensors_on_the_cpu_ask_cuda_for_nothing(monkeypatch):
-    monkeypatch.setattr("fusedaccum.intake.streams.current_name", None)
-    turns = Turns()
+    monkeypatch.setattr("fusedaccum.autograd.streams.current_name", None)
+    turns = StreamOrder()
     turns.take([torch.device("cpu")])
     turns.end()
 
 
 @pytest.mark.parametrize("in_it", [False, True])
 def test_a_capture_waits_for_what_is_part_of_it(current, monkeypatch, in_it):
-    turns, now = Turns(), [True]
+    turns, now = StreamOrder(), [True]
     last = moved_to(current, Stream(1))
     turns.take([DEVICE])
     captured = moved_to(current, Stream(2))
@@ -141,8 +141,8 @@ def test_a_capture_waits_for_what_is_part_of_it(current, monkeypatch, in_it):
 def buckets(current, monkeypatch):
     """Buckets of one gradient each, which seem to come from and be added on streams 10, 11, ...; after them the caller's, 3, is back."""
     monkeypatch.setenv("FUSEDACCUM_INTAKE", "python")
-    monkeypatch.setattr("fusedaccum.intake.intake.bucket_bytes", lambda _: 1)
-    plain, caller, seen = Arrivals.take, current[DEVICE], []
+    monkeypatch.setattr("fusedaccum.autograd.collector.bucket_bytes", lambda _: 1)
+    plain, caller, seen = GradQueue.take, current[DEVICE], []
 
     def take(self):
         batches, _ = plain(self)
@@ -151,7 +151,7 @@ def buckets(current, monkeypatch):
             seen.append(current[DEVICE])
         return batches, [seen[-1].name] if batches else []
 
-    monkeypatch.setattr(Arrivals, "take", take)
+    monkeypatch.setattr(GradQueue, "take", take)
     return seen
 
 
@@ -162,7 +162,7 @@ def test_the_adds_of_a_pass_take_turns(current, buckets):
 
     def added_by_layer(_):
         moved_to(current, layers)
-        with opt._gathering._intake.within_pass(DEVICE):
+        with opt._gathering._collector.within_pass(DEVICE):
             pass
 
     hidden = net[0](torch.ones(2, 3))
@@ -192,7 +192,7 @@ def test_what_a_broken_off_pass_has_added_is_waited_for(current, buckets):
 @pytest.mark.parametrize("how", ["fused", "lent"])
 def test_a_layer_that_adds_by_itself_takes_its_devices_turn(monkeypatch, how):
     taken = []
-    monkeypatch.setattr(Turns, "take", lambda self, devices=(): taken.extend(devices))
+    monkeypatch.setattr(StreamOrder, "take", lambda self, devices=(): taken.extend(devices))
     net = marked(Adding(3, 3, bias=False)) if how == "lent" else fa.fuse_linear(nn.Linear(3, 3, bias=False))
     opt = fa.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), 1)
     net(torch.ones(2, 3)).sum().backward()

@@ -5,7 +5,7 @@ import threading
 import fusedaccum as fa
 import pytest
 import torch
-from fusedaccum.intake.passes import outermost_backward
+from fusedaccum.autograd.passes import outermost_backward
 from gpu import DEVICE
 from torch import nn
 from torch.utils.checkpoint import checkpoint

@@ -143,7 +143,7 @@ class AccumulatingOptimizer(Wrapper):
                 if self._divided is not None:
                     self._divided.look(loss, self._closing.last_window)
                 weighed = loss * self._ledger.micro.value() if self._ledger.micro.in_loss else loss
-                weighed.backward(**kwargs)  # its hooks (intake) bring the gradients to self._gathering
+                weighed.backward(**kwargs)  # its hooks (autograd/) bring the gradients to self._gathering
                 threads.saw_pass(threading.get_ident())
                 if kwargs.get("gradient") is None:  # else the gradients are not of the loss itself
                     self._gathering.record_loss(loss, by_backward=True)

@@ -310,11 +310,11 @@ def test_a_rank_that_goes_is_an_error_on_the_others_within_the_timeout(tmp_path,
 
 def breaks_off(rank):
     """A backward that fails on one rank after part of the sums has been sent."""
-    import fusedaccum.intake.intake
+    import fusedaccum.autograd.collector
     import fusedaccum.ranks.segments
 
     fusedaccum.ranks.segments.SEGMENT_BYTES = 1
-    fusedaccum.intake.intake.bucket_bytes = lambda _: 1
+    fusedaccum.autograd.collector.bucket_bytes = lambda _: 1
     model = made()
     opt = wrapped(model, accum_steps=1, process_group=dist.group.WORLD)
     x, y, _, use = share(0, 1, 0, 1)[0]

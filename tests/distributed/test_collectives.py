@@ -4,7 +4,7 @@ import warnings
 from unittest import mock
 
 import fusedaccum as fa
-import fusedaccum.intake.intake
+import fusedaccum.autograd.collector
 import fusedaccum.ranks.segments
 import pytest
 import torch
@@ -90,8 +90,8 @@ class Watch(torch.autograd.Function):
 def overlapped(rank, told):
     with (
         mock.patch.object(fusedaccum.ranks.segments, "SEGMENT_BYTES", 1),
-        mock.patch.object(fusedaccum.intake.intake, "bucket_bytes", lambda _: 1 << 40),  # as on a large GPU
-        mock.patch.object(fusedaccum.intake.intake, "SENT_BYTES", 1),
+        mock.patch.object(fusedaccum.autograd.collector, "bucket_bytes", lambda _: 1 << 40),  # as on a large GPU
+        mock.patch.object(fusedaccum.autograd.collector, "SENT_BYTES", 1),
     ):
         torch.manual_seed(0)
         layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))

@@ -2,7 +2,7 @@
 
 from unittest import mock
 
-import fusedaccum.intake.intake
+import fusedaccum.autograd.collector
 import pytest
 import torch
 from parts import assert_close, wrapped
@@ -53,7 +53,7 @@ def offloaded(rank, nonfinite, bucket, roots):
         fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
     plain = FSDPParam.to_sharded_dtensor
     with (
-        mock.patch.object(fusedaccum.intake.intake, "bucket_bytes", lambda _: bucket),
+        mock.patch.object(fusedaccum.autograd.collector, "bucket_bytes", lambda _: bucket),
         mock.patch.object(FSDPParam, "to_sharded_dtensor", late(plain, copies)),
     ):
         opt = wrapped(model, lambda params: torch.optim.SGD(params, lr=1.0), accum_steps=2, nonfinite=nonfinite)

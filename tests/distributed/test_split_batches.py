@@ -3,7 +3,7 @@
 from unittest import mock
 
 import fusedaccum as fa
-import fusedaccum.intake.intake
+import fusedaccum.autograd.collector
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ def train(rank, size, ddp, broken_rank, point):
     """Three windows; on one rank memory runs out at the ``point``-th gradient. Returns parameters and state, the sizes and the losses."""
     model = made()
     module = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True) if ddp else model
-    with mock.patch.object(fusedaccum.intake.intake, "bucket_bytes", lambda _: 1):
+    with mock.patch.object(fusedaccum.autograd.collector, "bucket_bytes", lambda _: 1):
         opt = wrapped(model, sgd, **({} if ddp else {"process_group": dist.group.WORLD}))
     met, sizes, losses = 0, [], []
 

@@ -6,7 +6,7 @@ import fusedaccum as fa
 import pytest
 import torch
 import torch.distributed as dist
-from fusedaccum.intake.streams import join
+from fusedaccum.autograd.streams import join
 from parts import Block, assert_close, contents, full, share, wrapped
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -65,7 +65,7 @@ def queued_on_another_stream(rank):
     here, elsewhere = (mock.Mock(device=grad.device) for _ in range(2))
     with (
         mock.patch.object(torch.cuda, "current_stream", lambda _: here),
-        mock.patch("fusedaccum.intake.streams.current_name", lambda _: (0, 0, 1)),
+        mock.patch("fusedaccum.autograd.streams.current_name", lambda _: (0, 0, 1)),
         mock.patch.object(torch.cuda, "Stream", lambda **_: elsewhere),
         mock.patch.object(torch.Tensor, "record_stream", lambda self, _: kept.append((type(self), self.shape))),
     ):

@@ -7,9 +7,9 @@ import contextlib
 from pathlib import Path
 from types import ModuleType
 
+import fusedaccum.autograd.collector
 import fusedaccum.buffers.offload
 import fusedaccum.closing.applying
-import fusedaccum.intake.intake
 import pytest
 import torch
 from torch.utils import cpp_extension
@@ -53,4 +53,4 @@ def small_stages(monkeypatch):
     """Makes stages so small that some gradients need several, and that several gradients share one."""
     monkeypatch.setattr(fusedaccum.buffers.offload, "STAGE_BYTES", 1024)
     monkeypatch.setattr(fusedaccum.closing.applying, "STAGE_BYTES", 1024)
-    monkeypatch.setattr(fusedaccum.intake.intake, "bucket_bytes", lambda _: 3000)
+    monkeypatch.setattr(fusedaccum.autograd.collector, "bucket_bytes", lambda _: 3000)

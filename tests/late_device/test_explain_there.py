@@ -16,8 +16,8 @@ SETTINGS = {
 def small(monkeypatch):
     for module in ("modes", "calibration"):
         monkeypatch.setattr(f"fusedaccum.recipes.{module}.STAGE_BYTES", 1024)
-    monkeypatch.setattr("fusedaccum.intake.intake.bucket_bytes", lambda _: 1 << 40)  # as on a large GPU
-    monkeypatch.setattr("fusedaccum.intake.intake.SENT_BYTES", 3000)
+    monkeypatch.setattr("fusedaccum.autograd.collector.bucket_bytes", lambda _: 1 << 40)  # as on a large GPU
+    monkeypatch.setattr("fusedaccum.autograd.collector.SENT_BYTES", 3000)
     monkeypatch.setattr("fusedaccum.recipes.calibration.HOOKED", 4)
 
 

@@ -1,8 +1,8 @@
 """MicroBatcher with a device: micro-batches are moved there one by one, and gradients leave it for buffers in CPU memory."""
 
 import fusedaccum as fa
+import fusedaccum.autograd.collector
 import fusedaccum.buffers.offload
-import fusedaccum.intake.intake
 import pytest
 import torch
 from fusedaccum.window.attempts import Attempt
@@ -24,7 +24,7 @@ def expected(device):
 
 @pytest.mark.parametrize("where", [{}, {"buffer_device": "cpu"}], ids=str)
 def test_errors_while_gradients_arrive(device, monkeypatch, where):
-    monkeypatch.setattr(fusedaccum.intake.intake, "bucket_bytes", lambda _: 1)
+    monkeypatch.setattr(fusedaccum.autograd.collector, "bucket_bytes", lambda _: 1)
     theirs, attempts = expected(device), []
     for point in range(1, 12):
         model, opt = made(device, **where)

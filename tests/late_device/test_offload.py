@@ -4,9 +4,9 @@ import copy
 import itertools
 
 import fusedaccum as fa
+import fusedaccum.autograd.collector
 import fusedaccum.buffers.offload
 import fusedaccum.closing.applying
-import fusedaccum.intake.intake
 import pytest
 import torch
 from offloading import CountsSteps, Net, adamw, assert_same, contents, made, micro_batches, moved, sgd, train

@@ -8,9 +8,9 @@ import warnings
 from contextlib import contextmanager
 
 import fusedaccum as fa
+import fusedaccum.autograd.collector
 import fusedaccum.buffers.offload
 import fusedaccum.closing.applying
-import fusedaccum.intake.intake
 import pytest
 import torch
 from fusedaccum.buffers.offload import Offload

@@ -3,9 +3,9 @@
 import gc
 
 import fusedaccum as fa
+import fusedaccum.autograd.collector
 import fusedaccum.buffers.offload
 import fusedaccum.closing.applying
-import fusedaccum.intake.intake
 import pytest
 import torch
 from fusedaccum.buffers.offload import Offload, loads
@@ -36,8 +36,8 @@ def test_memory_for_gradients_is_bounded_by_the_ring(late_device, device, monkey
     stage = 1 << 14
     for module in (fusedaccum.buffers.offload, fusedaccum.closing.applying):
         monkeypatch.setattr(module, "STAGE_BYTES", stage)
-    monkeypatch.setattr(fusedaccum.intake.intake, "bucket_bytes", lambda _: 1 << 40)  # as on a large GPU
-    monkeypatch.setattr(fusedaccum.intake.intake, "SENT_BYTES", stage)
+    monkeypatch.setattr(fusedaccum.autograd.collector, "bucket_bytes", lambda _: 1 << 40)  # as on a large GPU
+    monkeypatch.setattr(fusedaccum.autograd.collector, "SENT_BYTES", stage)
     params = [nn.Parameter(torch.zeros(stage // 4 * size, device=device)) for size in sizes]
     opt = fa.AccumulatingOptimizer(torch.optim.SGD(params, lr=0.1, foreach=False), accum_steps=2, buffer_device="cpu")
     for _ in range(2):

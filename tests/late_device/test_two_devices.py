@@ -4,7 +4,7 @@ import math
 import threading
 
 import fusedaccum as fa
-import fusedaccum.intake.intake
+import fusedaccum.autograd.collector
 import pytest
 import torch
 from fusedaccum.gathering.gathering import Gathering
@@ -203,7 +203,7 @@ def test_fp64_sums_are_divided_by_a_loss_scale_in_fp64(device):
 @pytest.mark.parametrize("full", ["cpu", "device"])
 def test_a_bucket_is_full_when_the_device_of_what_arrives_says_so(device, monkeypatch, full):
     limits = {"cpu": 1 << 20, device.type: 1 << 20, torch.device("cpu" if full == "cpu" else device).type: 1}
-    monkeypatch.setattr(fusedaccum.intake.intake, "bucket_bytes", lambda where: limits[where.type])
+    monkeypatch.setattr(fusedaccum.autograd.collector, "bucket_bytes", lambda where: limits[where.type])
     calls = []
     add = Gathering.add
     monkeypatch.setattr(
@@ -218,8 +218,8 @@ def test_a_bucket_is_full_when_the_device_of_what_arrives_says_so(device, monkey
 
 
 def test_a_bucket_is_a_sixteenth_of_the_gradients_on_its_own_device(device, monkeypatch):
-    monkeypatch.setattr(fusedaccum.intake.intake, "bucket_bytes", lambda _: 1 << 40)  # as on a large GPU
-    monkeypatch.setattr(fusedaccum.intake.intake, "SENT_BYTES", 100)
+    monkeypatch.setattr(fusedaccum.autograd.collector, "bucket_bytes", lambda _: 1 << 40)  # as on a large GPU
+    monkeypatch.setattr(fusedaccum.autograd.collector, "SENT_BYTES", 100)
     calls = []
     add = Gathering.add
     monkeypatch.setattr(

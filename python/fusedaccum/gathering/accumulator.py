@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..autograd.streams import capturing
 from ..buffers import in_place, main_grad
 from ..buffers.buffers import Slot
 from ..buffers.shards import alike, local_gradient
 from ..buffers.sums import Sums
-from ..intake.streams import capturing
 from ..scalars import Scalar, beside, identity, on, over, plus, widest
 from ..window.amp import LossScale
 from ..window.ledger import Ledger

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..autograd.collector import GradCollector
+from ..autograd.passes import outermost_backward
 from ..buffers.buffers import Slot
 from ..buffers.shards import local_gradient, over_meshes, summed_gradient
 from ..engine import recording, runs, within_backward, without_grad
-from ..intake.intake import Intake
-from ..intake.passes import outermost_backward
 from ..scalars import Scalar
 from ..warn import warn
 from ..window.attempts import Attempt
@@ -35,7 +35,7 @@ _GATHERING_OF: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak 
 
 
 class Gathering(Windows):
-    """Windows that accumulate what the intake brings, micro-batch by micro-batch. The intake's Owner.
+    """Windows that accumulate the gradients of backward passes, micro-batch by micro-batch. A GradCollector's Owner.
 
     Args:
         name: what to call the wrapper where another one's parameters have come to it.
@@ -56,7 +56,7 @@ class Gathering(Windows):
         self._adds_before = 0  # of the open micro-batch, when the pass (or group of passes) under way began
         # Slots to which layers have added in a micro-batch that must be seen whole before it is added.
         self._in_place: list[Slot] = []
-        self._intake = Intake(self, hold=settings.drops_micro_batches)
+        self._collector = GradCollector(self, hold=settings.drops_micro_batches)
         self.rejected = Rejected()
         self._idle: MicroBatch | None = None  # one whose block was left without a backward
         self._block: tuple[Scalar | None, bool, bool] = (None, False, False)  # what the latest grouped() gave to open()
@@ -154,12 +154,12 @@ class Gathering(Windows):
             )
         self._successor = successor
         slots = list(self.sums.buffers.slots)
-        self._intake.drop()
+        self._collector.drop()
         self.rejected.withdraw()
         self.ledger.drop_window()
         self.sums.begin()  # the gradient that a closed window has left in p.grad is gone
         for slot in slots:
-            self._intake.unhook(slot)
+            self._collector.unhook(slot)
             del _GATHERING_OF[slot.param]
         self.sums.buffers.replace([])
         self.sums.buffers.free()
@@ -177,13 +177,13 @@ class Gathering(Windows):
             self.sums.buffers.look_again(slots)
         with recording():
             for slot in slots:
-                self._intake.hook(slot)
+                self._collector.hook(slot)
                 _GATHERING_OF[slot.param] = weakref.ref(self)
-        self._intake.size_buckets(self.sums.buffers.slots, shared=not self.ranks.alone)
+        self._collector.size_buckets(self.sums.buffers.slots, shared=not self.ranks.alone)
 
     def _unhook(self, slots: Iterable[Slot]) -> None:
         for slot in slots:
-            self._intake.unhook(slot)
+            self._collector.unhook(slot)
             del _GATHERING_OF[slot.param]
 
     def settle(self) -> None:
@@ -193,7 +193,7 @@ class Gathering(Windows):
             raise RuntimeError(
                 "the wrapper was called from inside a backward pass (by a hook?); call it when backward has returned"
             )
-        self._intake.settle()
+        self._collector.settle()
         self.sums.unhide()
         if self.accumulator.layers_unseen:
             self._break_off("was broken off by an exception (or its gradients were taken by torch.autograd.grad)")
@@ -202,18 +202,20 @@ class Gathering(Windows):
     def check(self) -> None:
         """Raises RuntimeError if a parameter has changed, gradients have gone past the hooks, or sums are lost."""
         self.sums.check()
-        self._intake.check_hooked()
+        self._collector.check_hooked()
         self.sums.follow_copied()
 
     @property
     def outdated(self) -> bool:
         """Must the wrapper be built again, for parameters that were moved, cast or put into a DistributedDataParallel module?"""
         return (
-            self.sums.buffers.moved or bool(self._intake.unhooked) or self.ranks.replicas.outdated(self.sums.buffers.of)
+            self.sums.buffers.moved
+            or bool(self._collector.unhooked)
+            or self.ranks.replicas.outdated(self.sums.buffers.of)
         )
 
     def reset(self) -> None:
-        self._intake.drop()
+        self._collector.drop()
         self._in_place = []
         self.rejected.withdraw()
         self.rejected = Rejected()
@@ -244,7 +246,7 @@ class Gathering(Windows):
             self.sums.adopt_all(self.sums.buffers.slots)  # FSDP2 would add to what is not hidden
         self.sums.hide()
         if any(slot.param.requires_grad for slot in self.ranks.fully_sharded.slots):
-            self._intake.begin_pass()  # of this micro-batch, even if FSDP2 holds back its gradients
+            self._collector.begin_pass()  # of this micro-batch, even if FSDP2 holds back its gradients
         self._hidden_in = task
 
     def open(self, weight: Scalar | None, last: bool = False, in_loss: bool = False) -> bool:
@@ -301,7 +303,7 @@ class Gathering(Windows):
             self.ledger.micro.begin_part()
             with threads.weighing(thread, self.ledger) if weighs else contextlib.nullcontext():
                 yield
-            self._intake.settle()
+            self._collector.settle()
             self.inside = False
             if begins and threads.passes(thread) == before and not self.set_by_hand:
                 self._idle = self.ledger.micro
@@ -310,8 +312,8 @@ class Gathering(Windows):
                 self.drop_idle()
             self.pass_ends()
         except BaseException:
-            self._intake.settle()
-            self._intake.drop()
+            self._collector.settle()
+            self._collector.drop()
             self.pass_failed()
             raise
         finally:
@@ -427,7 +429,7 @@ class Gathering(Windows):
 
     def settle_returned(self) -> None:
         """End a pass that still seems open, if its backward has returned."""
-        self._intake.settle_returned()
+        self._collector.settle_returned()
 
     @without_grad
     def add_by(self, write: Write, parameter: Parameter) -> bool:
@@ -438,9 +440,9 @@ class Gathering(Windows):
         """
         slot = self.sums.buffers.of[parameter]
         seen_whole = self._settings.drops_micro_batches or slot.narrow or slot.offloaded or slot.sharded
-        if seen_whole or self._attempted or not self._intake.accumulates(slot):
+        if seen_whole or self._attempted or not self._collector.accumulates(slot):
             return False
-        with self._intake.within_pass(parameter.device):
+        with self._collector.within_pass(parameter.device):
             self.ranks.before_add([slot])
             added = self.accumulator.add_by(write, slot, self.measures)
             if added:
@@ -462,18 +464,18 @@ class Gathering(Windows):
         micro = self.ledger.micro
         micro.attempt, before = attempt, self.ledger.window.micro_batches
         micro.counts, self.counts_left = self.counts_left, []
-        self._intake.nested = False  # earlier passes do not matter
+        self._collector.nested = False  # earlier passes do not matter
         try:
             with self.grouped():
                 yield
         except BaseException:
-            self._intake.drop()
+            self._collector.drop()
             counted = self.ledger.window.micro_batches > before
             attempt.lost = (
                 counted
                 or micro.judged
                 or attempt.mixed
-                or self._intake.nested
+                or self._collector.nested
                 or self.sums.half_written
                 or bool(self.sums.buffers.lent)
             )
@@ -482,7 +484,7 @@ class Gathering(Windows):
                 self.ledger.drop_micro_batch()
             raise
 
-    # -- what the intake calls (its Owner) ---------------------------------------------------------------------
+    # -- what the collector calls (its Owner) -----------------------------------------------------------------
 
     def pass_begins(self, thread: int | None) -> None:
         threads.saw_pass(thread)
@@ -636,7 +638,7 @@ class Gathering(Windows):
     @without_grad
     def _judge(self) -> dict[Slot, Tensor] | None:
         """Add the held gradients, or drop the micro-batch and return those that are not finite (waits for the device)."""
-        micro, held = self.ledger.micro, self._intake.held
+        micro, held = self.ledger.micro, self._collector.held
         added, self._in_place = self._in_place, []
         micro.judged = bool(held or added)
         self.ranks.fully_sharded.check_droppable(self.sums.buffers.slots)
@@ -646,7 +648,7 @@ class Gathering(Windows):
         found = over_meshes("SUM", found, self.sums.buffers.slots, self.ranks.size)
         weightless = float(micro.factor) == 0 and not self.weighs_loss
         if not found or weightless:
-            self._intake.release()
+            self._collector.release()
             return None
         if added:
             raise RuntimeError(
@@ -657,7 +659,7 @@ class Gathering(Windows):
         micro.bad = True
         return {
             slot: part
-            for slots, grads in self._intake.drop()
+            for slots, grads in self._collector.drop()
             for slot, grad in zip(slots, grads, strict=True)
             if not torch.isfinite(part := local_gradient(grad, slot.param)).all()
         }

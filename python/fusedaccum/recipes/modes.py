@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..autograd.collector import full_at
 from ..buffers.buffers import buffer_dtype, gradient_dtype, padded
 from ..buffers.offload import STAGE_BYTES, STAGES
 from ..buffers.shards import local_of
-from ..intake.intake import full_at
 from .fuse import Embedding, Linear, has_product, has_unfused_option
 
 

@@ -51,7 +51,7 @@ def keep(grad: Tensor) -> None:
         grad.record_stream(torch.cuda.current_stream(grad.device))  # costs nothing if it is the same
 
 
-class Turns:
+class StreamOrder:
     """Adds on a device take turns, on whichever streams they run. Costs nothing where there is no CUDA device.
 
     The engine runs a node on the stream of its forward. A layer that adds its gradient itself does so there, and a bucket is added where

@@ -1,6 +1,6 @@
 """How fresh gradients get from autograd into the buffers: where a backward pass begins and ends, and when a bucket is added.
 
-Hooks queue the gradients (:mod:`fusedaccum.intake.arrivals`, or the same in C++). A full bucket, and what is left at the end of the
+Hooks queue the gradients (:mod:`fusedaccum.autograd.grad_queue`, or the same in C++). A full bucket, and what is left at the end of the
 pass, goes to the owner in one call, or in several if a parameter is in it more than once, and is freed. (The engine's callback signals
 the end, as it does for FSDP.)
 
@@ -27,13 +27,13 @@ from ..buffers import in_place, main_grad
 from ..buffers.buffers import Slot
 from ..buffers.shards import ShardHolder, local_of
 from ..engine import outside_graphs, when_backward_ends
-from . import arrivals
+from . import grad_queue
 from .passes import broke_off, outermost_backward, returned, running_backward, under_way
-from .streams import Turns, join, keep
+from .streams import StreamOrder, join, keep
 
 
 class Owner(Protocol):
-    """What the intake calls (Gathering), from whichever thread autograd runs hooks in, one call at a time."""
+    """What the collector calls (Gathering), from whichever thread autograd runs hooks in, one call at a time."""
 
     def pass_begins(self, thread: int | None) -> None:
         """An outermost backward pass, called by ``thread``, brings its first gradient. May raise, which refuses the pass."""
@@ -84,13 +84,13 @@ def full_at(device: torch.device, sizes: Sequence[int], sent: bool) -> int:
     return min(most, max(SENT_BYTES, sum(sizes) // SHARE))
 
 
-def arrivals_class() -> Any:
-    """:class:`fusedaccum.intake.arrivals.Arrivals`, in C++ where that was built."""
-    return arrivals.Arrivals if native.why_no_hooks() else importlib.import_module("fusedaccum._intake").Arrivals
+def queue_class() -> Any:
+    """:class:`fusedaccum.autograd.grad_queue.GradQueue`, in C++ where that was built."""
+    return grad_queue.GradQueue if native.why_no_hooks() else importlib.import_module("fusedaccum._intake").GradQueue
 
 
-class Intake:
-    """The passes over a set of slots, between their :class:`~fusedaccum.intake.arrivals.Arrivals` and an :class:`Owner`.
+class GradCollector:
+    """The passes over a set of slots, between their :class:`~fusedaccum.autograd.grad_queue.GradQueue` and an :class:`Owner`.
 
     Args:
         owner: gets gradients and passes; held weakly, so that dropping the wrapper unhooks the parameters.
@@ -101,8 +101,8 @@ class Intake:
         self._owner = weakref.ref(owner)
         self._hold = hold
         self._lock = threading.RLock()  # hooks of several devices run in several threads
-        self._turns = Turns()
-        self._arrivals = arrivals_class()(weakref.ref(self), hold)
+        self._order = StreamOrder()
+        self._queue = queue_class()(weakref.ref(self), hold)
         self._tasks: set[int] = set()  # graph tasks (outermost and re-entrant passes) that have begun and not ended
         # The newest task that was dropped when its pass broke off. (The engine numbers them in the order in which they begin.)
         self._last_broken = -1
@@ -119,8 +119,8 @@ class Intake:
             p.requires_grad_(True)  # a frozen one may be thawed later
             # The node is kept alive by us: autograd itself holds it only as long as some graph does. (get_gradient_edge() refuses a shard
             # of no elements.)
-            slot.node = arrivals.nodes_of([p])[0]
-            self._arrivals.hook(slot)
+            slot.node = grad_queue.nodes_of([p])[0]
+            self._queue.hook(slot)
             if slot.sharded:
                 p.register_post_accumulate_grad_hook(self._taker(slot))
         finally:
@@ -135,18 +135,18 @@ class Intake:
             by_device.setdefault(slot.made_for.device, []).append(slot)
         for device, members in by_device.items():
             sizes = [local_of(slot.param).nbytes for slot in members if slot.param.requires_grad]
-            self._arrivals.fill_at(device, full_at(device, sizes, shared or members[0].offloaded))
+            self._queue.fill_at(device, full_at(device, sizes, shared or members[0].offloaded))
 
     def unhook(self, slot: Slot) -> None:
         """Leave this parameter's gradients alone from now on."""
-        self._arrivals.unhook(slot)
+        self._queue.unhook(slot)
         slot.holder = slot.param
         slot.give_back_grad_dtype()
 
     @property
     def unhooked(self) -> list[Slot]:
         """Slots whose gradients would go past us, because PyTorch has dropped the hooks of their parameters."""
-        return self._arrivals.unhooked()
+        return self._queue.unhooked()
 
     def check_hooked(self) -> None:
         """Raises RuntimeError if gradients may have gone past us."""
@@ -160,11 +160,11 @@ class Intake:
 
     def _taker(self, slot: Slot) -> Callable[[Tensor], None]:
         """The hook that FSDP2 calls when it has added up a shard's gradient over the ranks and put it into ``p.grad``."""
-        arrivals, place = weakref.ref(self._arrivals), weakref.ref(slot)
+        queue_now, place = weakref.ref(self._queue), weakref.ref(slot)
 
         @outside_graphs
         def take(_: Tensor) -> None:
-            queue, slot = arrivals(), place()
+            queue, slot = queue_now(), place()
             if queue is not None and slot is not None and isinstance(slot.holder, ShardHolder):
                 grad = slot.holder.take()
                 if grad is not None:
@@ -203,7 +203,7 @@ class Intake:
         """For code that adds a gradient on ``device`` without the hooks: begins the pass if need be, and keeps other threads out."""
         with self._lock:
             self.enter(torch._C._current_graph_task_id())
-            self._turns.take([device])
+            self._order.take([device])
             yield
 
     # -- what the hooks call (their Listener) ------------------------------------------------------------------
@@ -239,7 +239,7 @@ class Intake:
                 self.enter(task)
                 if not main_grad.is_marked(slot.param):
                     return False
-                self._turns.take([slot.param.device])
+                self._order.take([slot.param.device])
                 self._owner_now().layer_added(slot)
                 return not main_grad.unmark(slot.param)
             # Before the pass begins, and perhaps a window, which forgets what was written.
@@ -252,11 +252,11 @@ class Intake:
             if way is not in_place.Way.LEFT or not slot.block.untouched_by_user:
                 slot.block.written()  # not by other code, of which the pass would warn
                 self.enter(task)
-                self._turns.take([slot.param.device])
+                self._order.take([slot.param.device])
                 if slot.shown is not None or way is in_place.Way.TAKEN_AWAY:
                     self._owner_now().layer_added(slot)
             if copy is not None:
-                self._arrivals.put(slot, copy)
+                self._queue.put(slot, copy)
             return True
 
     @outside_graphs
@@ -282,7 +282,7 @@ class Intake:
                 self._open, self._call = True, call
             self.nested = self.nested or nested
             self._tasks.add(task)
-            self._arrivals.expect(task)
+            self._queue.expect(task)
             end = functools.partial(_task_ended, weakref.ref(self), task)
             weakref.finalize(end, _task_gone, weakref.ref(self), task).atexit = False
             # Queued by a callback, it comes after those that are queued during the pass: in one of them FSDP2 reduces what is left.
@@ -292,9 +292,9 @@ class Intake:
     def release(self) -> None:
         """Hand over what is queued, in calls in which no slot occurs twice."""
         with self._lock:
-            batches, streams = self._arrivals.take()
+            batches, streams = self._queue.take()
             if streams:
-                self._turns.take({torch.device("cuda", index) for _, index, _ in streams})
+                self._order.take({torch.device("cuda", index) for _, index, _ in streams})
                 join(streams, [grad for _, grads in batches for grad in grads])
             for slots, grads in batches:
                 self._owner_now().add(slots, grads)
@@ -313,11 +313,11 @@ class Intake:
 
     def _forget(self, task: int) -> None:
         self._tasks.discard(task)
-        self._arrivals.forget(task)
+        self._queue.forget(task)
 
     def _end_pass(self) -> None:
         self._open, self._call = False, None
-        self._turns.end()
+        self._order.end()
         try:
             self._owner_now().pass_ends()
         except BaseException:
@@ -351,7 +351,7 @@ class Intake:
             self._open, self._call = False, None
             for task in list(self._tasks):
                 self._forget(task)
-            self._turns.take()  # not end(): this may be a node of the next pass, whose adds come after what is done here
+            self._order.take()  # not end(): this may be a node of the next pass, whose adds come after what is done here
             self.drop()
             self._owner_now().pass_failed()
             if untold:
@@ -360,29 +360,29 @@ class Intake:
                     "that; switch it off (torch._dynamo.config.compiled_autograd = False); torch.compile itself may stay"
                 )
 
-    def drop(self) -> list[arrivals.Batch]:
+    def drop(self) -> list[grad_queue.Batch]:
         """Empty the queue and return what was in it."""
-        return self._arrivals.take()[0]
+        return self._queue.take()[0]
 
     @property
     def held(self) -> list[Tensor]:
         """The gradients in the queue."""
-        return self._arrivals.held()
+        return self._queue.held()
 
 
-def _task_gone(intake: weakref.ref[Intake], task: int) -> None:
+def _task_gone(collector: weakref.ref[GradCollector], task: int) -> None:
     """The engine releases a graph task. One that has not ended broke off: drop its call, whose frame holds those of its callers.
 
     (Compiled autograd releases tasks that it goes on with; settle() finds out.)
     """
-    alive = intake()
+    alive = collector()
     compiled = getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "compiled_autograd_enabled", False)
     if alive is not None and task in alive._tasks and not compiled:
         alive._call = None
 
 
 @outside_graphs
-def _task_ended(intake: weakref.ref[Intake], task: int) -> None:
-    alive = intake()
+def _task_ended(collector: weakref.ref[GradCollector], task: int) -> None:
+    alive = collector()
     if alive is not None:
         alive._leave(task)

@@ -1,4 +1,4 @@
-// The extension fusedaccum._intake: hooks and queue of the intake, which fusedaccum/intake/arrivals.py defines, in Python.
+// The extension fusedaccum._intake: the hooks and the queue of gradients, which fusedaccum/autograd/grad_queue.py defines, in Python.
 //
 // A hook runs in the thread in which the engine computed its gradient, without the GIL. It takes the GIL only to tell Python about a new
 // pass, a full bucket, a gradient that does not fit, or one that its layer may have added itself. Code that holds the mutex never waits for
@@ -34,7 +34,8 @@ bool held_once(const at::TensorBase& x) {
   return count == 1 || (count == 2 && x.unsafeGetTensorImpl()->pyobj_slot()->has_unique_reference());
 }
 
-// As fusedaccum.intake.arrivals.exclusive(): one reference to the gradient, one to what it is a view of, and only theirs to the storage.
+// As fusedaccum.autograd.grad_queue.exclusive(): one reference to the gradient, one to what it is a view of, and only theirs to the
+// storage.
 bool exclusive(const at::Tensor& grad) {
   if (!held_once(grad) || !grad.has_storage()) return false;
   const at::Storage& storage = grad.storage();
@@ -49,13 +50,13 @@ bool exclusive(const at::Tensor& grad) {
 
 using StreamName = std::tuple<c10::StreamId, c10::DeviceIndex, int>;  // as torch.cuda.Stream takes it; the last is the device's type
 
-class Arrivals : public std::enable_shared_from_this<Arrivals> {
+class GradQueue : public std::enable_shared_from_this<GradQueue> {
  public:
-  Arrivals(py::weakref intake, bool hold) : intake_(std::move(intake)), hold_(hold) {}
+  GradQueue(py::weakref collector, bool hold) : collector_(std::move(collector)), hold_(hold) {}
 
-  ~Arrivals() {
+  ~GradQueue() {
     py::gil_scoped_acquire locked;  // a hook, which runs without the GIL, may be the last to release this
-    intake_ = py::object();
+    collector_ = py::object();
     places_.clear();
   }
 
@@ -97,7 +98,7 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
   template <class... Arguments>
   bool tell(const char* method, const Arguments&... arguments);
 
-  py::object intake_;  // a weak reference
+  py::object collector_;  // a weak reference
   const bool hold_;
   std::deque<Place> places_;  // hooks point at its elements, which stay where they are
   std::mutex mutex_;          // guards what is below
@@ -110,26 +111,26 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
 
 class Hook : public torch::autograd::FunctionPreHook {
  public:
-  Hook(const std::shared_ptr<Arrivals>& arrivals, Arrivals::Place* place) : arrivals_(arrivals), place_(place) {}
+  Hook(const std::shared_ptr<GradQueue>& queue, GradQueue::Place* place) : queue_(queue), place_(place) {}
 
   variable_list operator()(const variable_list& grads) override {
-    const std::shared_ptr<Arrivals> arrivals = arrivals_.lock();
-    const at::Tensor parameter = arrivals ? arrivals->parameter_of(*place_) : at::Tensor();
+    const std::shared_ptr<GradQueue> queue = queue_.lock();
+    const at::Tensor parameter = queue ? queue->parameter_of(*place_) : at::Tensor();
     if (!parameter.defined() || !parameter.requires_grad()) return grads;  // autograd drops gradients of what was frozen after its forward
     if (!grads[0].defined()) {
-      if (place_->shown && parameter.grad().defined()) arrivals->tell("added_already", place_->slot, grads[0]);
+      if (place_->shown && parameter.grad().defined()) queue->tell("added_already", place_->slot, grads[0]);
       return grads;
     }
-    arrivals->arrived(place_, parameter, grads[0]);
+    queue->arrived(place_, parameter, grads[0]);
     return {at::Tensor()};  // leaves p.grad alone
   }
 
  private:
-  const std::weak_ptr<Arrivals> arrivals_;  // the node holds the hook
-  Arrivals::Place* const place_;
+  const std::weak_ptr<GradQueue> queue_;  // the node holds the hook
+  GradQueue::Place* const place_;
 };
 
-void Arrivals::hook(py::object slot) {
+void GradQueue::hook(py::object slot) {
   const auto parameter = slot.attr("param").cast<at::Tensor>();
   const auto dtype = slot.attr("dtype").cast<at::ScalarType>();
   const bool lent = py::cast<bool>(slot.attr("lent"));
@@ -139,7 +140,7 @@ void Arrivals::hook(py::object slot) {
   node->add_pre_hook(std::make_unique<Hook>(shared_from_this(), &places_.back()));
 }
 
-void Arrivals::unhook(const py::object& slot) {
+void GradQueue::unhook(const py::object& slot) {
   Place& place = find(slot);
   // The hook, which its node may keep for long, points at the place: that keeps neither of these.
   at::Tensor parameter;
@@ -150,7 +151,7 @@ void Arrivals::unhook(const py::object& slot) {
   place.slot = py::none();
 }
 
-void Arrivals::fill_at(c10::Device device, int64_t bytes) {
+void GradQueue::fill_at(c10::Device device, int64_t bytes) {
   const std::lock_guard<std::mutex> locked(mutex_);
   const auto known = std::find_if(full_at_.begin(), full_at_.end(), [&](const auto& entry) { return entry.first == device; });
   if (known == full_at_.end()) {
@@ -160,22 +161,22 @@ void Arrivals::fill_at(c10::Device device, int64_t bytes) {
   }
 }
 
-bool Arrivals::full_locked(c10::Device device) const {
+bool GradQueue::full_locked(c10::Device device) const {
   return std::any_of(full_at_.begin(), full_at_.end(), [&](const auto& entry) { return entry.first == device && bytes_ >= entry.second; });
 }
 
-Arrivals::Place& Arrivals::find(const py::object& slot) {
+GradQueue::Place& GradQueue::find(const py::object& slot) {
   const auto found = std::find_if(places_.begin(), places_.end(), [&](const Place& known) { return known.slot.is(slot); });
   if (found == places_.end()) throw py::key_error("this slot has no hook");
   return *found;
 }
 
-at::Tensor Arrivals::parameter_of(const Place& place) {
+at::Tensor GradQueue::parameter_of(const Place& place) {
   const std::lock_guard<std::mutex> locked(mutex_);
   return place.parameter;
 }
 
-py::list Arrivals::unhooked() const {
+py::list GradQueue::unhooked() const {
   py::list slots;
   for (const Place& place : places_) {
     if (!place.parameter.defined()) continue;
@@ -185,31 +186,31 @@ py::list Arrivals::unhooked() const {
   return slots;
 }
 
-void Arrivals::expect(int task) {
+void GradQueue::expect(int task) {
   const std::lock_guard<std::mutex> locked(mutex_);
   tasks_.push_back(task);
 }
 
-void Arrivals::forget(int task) {
+void GradQueue::forget(int task) {
   const std::lock_guard<std::mutex> locked(mutex_);
   tasks_.erase(std::remove(tasks_.begin(), tasks_.end(), task), tasks_.end());
 }
 
-bool Arrivals::expects(int task) {
+bool GradQueue::expects(int task) {
   const std::lock_guard<std::mutex> locked(mutex_);
   return expects_locked(task);
 }
 
-bool Arrivals::expects_locked(int task) const { return std::find(tasks_.begin(), tasks_.end(), task) != tasks_.end(); }
+bool GradQueue::expects_locked(int task) const { return std::find(tasks_.begin(), tasks_.end(), task) != tasks_.end(); }
 
 // Returns whether the answer is true.
 template <class... Arguments>
-bool Arrivals::tell(const char* method, const Arguments&... arguments) {
+bool GradQueue::tell(const char* method, const Arguments&... arguments) {
   const py::gil_scoped_acquire locked;
-  const py::object intake = intake_();
-  if (intake.is_none()) return false;
+  const py::object collector = collector_();
+  if (collector.is_none()) return false;
   try {
-    return intake.attr(method)(arguments...).is(py::handle(Py_True));
+    return collector.attr(method)(arguments...).is(py::handle(Py_True));
   } catch (py::error_already_set& error) {
     error.restore();
     python_error carried;  // by the engine, to the thread that called backward()
@@ -218,7 +219,7 @@ bool Arrivals::tell(const char* method, const Arguments&... arguments) {
   }
 }
 
-void Arrivals::arrived(Place* place, const at::Tensor& parameter, const at::Tensor& grad) {
+void GradQueue::arrived(Place* place, const at::Tensor& parameter, const at::Tensor& grad) {
   const at::ScalarType dtype = grad.scalar_type();
   const bool fits = !at::GradMode::is_enabled() && grad.layout() == at::kStrided && grad.sizes() == place->shape &&
                     (dtype == parameter.scalar_type() || dtype == place->dtype);
@@ -228,7 +229,7 @@ void Arrivals::arrived(Place* place, const at::Tensor& parameter, const at::Tens
   queue_up(place, grad, exclusive(grad), awaited);
 }
 
-void Arrivals::put(const py::object& slot, const at::Tensor& grad) {
+void GradQueue::put(const py::object& slot, const at::Tensor& grad) {
   Place& place = find(slot);
   const py::gil_scoped_release unlocked;
   queue_up(&place, grad, true, false);
@@ -237,7 +238,7 @@ void Arrivals::put(const py::object& slot, const at::Tensor& grad) {
 // A copy. PyTorch 2.13's clone() of a DTensor adds up what the ranks hold parts of, in the dtype that it has.
 at::Tensor copied(const at::Tensor& grad) { return grad.unsafeGetTensorImpl()->is_python_dispatch() ? grad.mul(1) : grad.clone(); }
 
-void Arrivals::queue_up(Place* place, const at::Tensor& grad, bool ours, bool awaited) {
+void GradQueue::queue_up(Place* place, const at::Tensor& grad, bool ours, bool awaited) {
   if ((place->lent || !ours) && tell("added_already", place->slot, grad)) return;
   const int task = torch::autograd::get_current_graph_task_id();
   if (!expects(task)) tell("enter", task);
@@ -259,14 +260,14 @@ void Arrivals::queue_up(Place* place, const at::Tensor& grad, bool ours, bool aw
   if (full) tell("release");
 }
 
-std::vector<at::Tensor> Arrivals::held() {
+std::vector<at::Tensor> GradQueue::held() {
   const std::lock_guard<std::mutex> locked(mutex_);
   std::vector<at::Tensor> grads;
   for (const Arrival& arrival : queue_) grads.push_back(arrival.grad);
   return grads;
 }
 
-std::pair<py::list, std::vector<StreamName>> Arrivals::take() {
+std::pair<py::list, std::vector<StreamName>> GradQueue::take() {
   std::vector<Arrival> queue;
   std::vector<StreamName> streams;
   {
@@ -291,17 +292,18 @@ std::pair<py::list, std::vector<StreamName>> Arrivals::take() {
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  py::class_<Arrivals, std::shared_ptr<Arrivals>>(m, "Arrivals", "fusedaccum.intake.arrivals.Arrivals, in C++")
-      .def(py::init<py::weakref, bool>(), py::arg("intake"), py::arg("hold"))
-      .def("hook", &Arrivals::hook, py::arg("slot"), "Queue the gradients of this slot's parameter from now on")
-      .def("unhook", &Arrivals::unhook, py::arg("slot"), "From now on the gradients of this slot's parameter go their ordinary way")
-      .def("fill_at", &Arrivals::fill_at, py::arg("device"), py::arg("bytes"),
+  py::class_<GradQueue, std::shared_ptr<GradQueue>>(m, "GradQueue", "fusedaccum.autograd.grad_queue.GradQueue, in C++")
+      .def(py::init<py::weakref, bool>(), py::arg("collector"), py::arg("hold"))
+      .def("hook", &GradQueue::hook, py::arg("slot"), "Queue the gradients of this slot's parameter from now on")
+      .def("unhook", &GradQueue::unhook, py::arg("slot"), "From now on the gradients of this slot's parameter go their ordinary way")
+      .def("fill_at", &GradQueue::fill_at, py::arg("device"), py::arg("bytes"),
            "A gradient on this device that brings the queue to so many bytes fills the bucket")
-      .def("unhooked", &Arrivals::unhooked, "Slots of trainable parameters that PyTorch has given new nodes since")
-      .def("put", &Arrivals::put, py::arg("slot"), py::arg("grad"),
+      .def("unhooked", &GradQueue::unhooked, "Slots of trainable parameters that PyTorch has given new nodes since")
+      .def("put", &GradQueue::put, py::arg("slot"), py::arg("grad"),
            "Queue a gradient that did not come through a hook, and that nobody else is going to write to")
-      .def("expect", &Arrivals::expect, py::arg("task"), "Gradients of this graph task need not be announced")
-      .def("forget", &Arrivals::forget, py::arg("task"), "This graph task is over")
-      .def("held", &Arrivals::held, "The gradients in the queue")
-      .def("take", &Arrivals::take, "Empty the queue: batches of (slots, gradients) with no slot twice, and the CUDA streams they came on");
+      .def("expect", &GradQueue::expect, py::arg("task"), "Gradients of this graph task need not be announced")
+      .def("forget", &GradQueue::forget, py::arg("task"), "This graph task is over")
+      .def("held", &GradQueue::held, "The gradients in the queue")
+      .def("take", &GradQueue::take,
+           "Empty the queue: batches of (slots, gradients) with no slot twice, and the CUDA streams they came on");
 }

@@ -29,7 +29,7 @@ Batch = tuple[list[Slot], list[Tensor]]  # slots, none of them twice, and their 
 
 
 class Listener(Protocol):
-    """What a hook calls (Intake), in whichever thread autograd runs it."""
+    """What a hook calls (GradCollector), in whichever thread autograd runs it."""
 
     def enter(self, task: int) -> None:
         """The first gradient of a graph task has arrived. May raise, which refuses it."""
@@ -47,7 +47,7 @@ class Listener(Protocol):
         """The queue should be taken now: it is full, or holds what cannot wait."""
 
 
-class Arrivals:
+class GradQueue:
     """Hooks on parameters, and the queue of their gradients.
 
     Args:
@@ -156,10 +156,10 @@ def copied(grad: Tensor) -> Tensor:
 
 @outside_graphs
 def _arrived(
-    arrivals: weakref.ref[Arrivals], place: weakref.ref[Slot], grads: tuple[Tensor | None, ...]
+    queue: weakref.ref[GradQueue], place: weakref.ref[Slot], grads: tuple[Tensor | None, ...]
 ) -> tuple[None] | None:
     """The hook: a node calls it with its gradient."""
-    alive, slot = arrivals(), place()
+    alive, slot = queue(), place()
     listener = None if alive is None else alive._listener()
     if alive is None or listener is None or slot not in alive._hooked or not slot.param.requires_grad:
         return None  # to autograd, which drops the gradient of what was frozen since its forward
