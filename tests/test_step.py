@@ -558,8 +558,8 @@ def test_a_step_that_breaks_off_after_it_has_stepped_can_be_called_again(monkeyp
     """It then only finishes the report: the parameters move once, and no empty micro-batch is counted."""
     nets, (x, y) = [model(), model()], data()
     failing, plain = (wrapped(net, 2, noise_scale=0.5) for net in nets)
-    handed_out = []  # a collective, in which the other ranks would not join a second time
-    monkeypatch.setattr(failing._gathering.ranks, "hand_out", handed_out.append)
+    params_broadcast = []  # a collective, in which the other ranks would not join a second time
+    monkeypatch.setattr(failing._gathering.ranks, "broadcast_params", params_broadcast.append)
     for window in range(3):
         for part in range(2):
             for net, opt in zip(nets, (failing, plain), strict=True):
@@ -578,7 +578,7 @@ def test_a_step_that_breaks_off_after_it_has_stepped_can_be_called_again(monkeyp
                 assert_same_parameters(*nets, 0)
             failing.step()
     assert_same_parameters(*nets, 0)
-    assert handed_out == [True, True, True] and failing.last_window.noise_scale.isfinite()
+    assert params_broadcast == [True, True, True] and failing.last_window.noise_scale.isfinite()
     assert failing.last_window.as_dict() == plain.last_window.as_dict()
 
 

@@ -55,7 +55,7 @@ class AccumulatingOptimizer(Wrapper):
         buffer_device: ``"cpu"`` keeps the buffers in CPU memory, and with ``master_weights=True`` also the weights that are stepped and the
             optimizer's state; gradients leave the device during backward. ``p.grad`` stays None except during the inner step.
         process_group: ranks that share windows: gradients and weights are summed over all of them (under ``"none"``, the
-            gradient is their mean), by one all-reduce per window for each segment of the buffers. None: the group of the
+            gradient is their mean), by one all-reduce per window for each bucket of the buffers. None: the group of the
             DistributedDataParallel or FSDP2 modules that hold the parameters, if any; DDP's own reduction is switched off. All ranks must
             close the same number of windows; micro-batches and weights may differ.
         comm_dtype: dtype in which sums travel between ranks, ``torch.bfloat16`` or ``torch.float32``, to be added in FP32 at least; None

@@ -311,9 +311,9 @@ def test_a_rank_that_goes_is_an_error_on_the_others_within_the_timeout(tmp_path,
 def breaks_off(rank):
     """A backward that fails on one rank after part of the sums has been sent."""
     import fusedaccum.autograd.collector
-    import fusedaccum.ranks.segments
+    import fusedaccum.distributed.reduce_buckets
 
-    fusedaccum.ranks.segments.SEGMENT_BYTES = 1
+    fusedaccum.distributed.reduce_buckets.BUCKET_BYTES = 1
     fusedaccum.autograd.collector.bucket_bytes = lambda _: 1
     model = made()
     opt = wrapped(model, accum_steps=1, process_group=dist.group.WORLD)
@@ -337,14 +337,14 @@ def goes_on_after(rank):
 
 
 def goes_on_after_an_interruption(rank):
-    """step() sends several segments, and is interrupted on one rank after the first."""
-    import fusedaccum.ranks.segments
+    """step() sends several buckets, and is interrupted on one rank after the first."""
+    import fusedaccum.distributed.reduce_buckets
 
-    fusedaccum.ranks.segments.SEGMENT_BYTES = 1
+    fusedaccum.distributed.reduce_buckets.BUCKET_BYTES = 1
     model = made()
     opt = wrapped(model, process_group=dist.group.WORLD)
     x, y, _, use = share(0, 1, 0, 1)[0]
-    real, calls = fusedaccum.ranks.segments.Segments._reduce, []
+    real, calls = fusedaccum.distributed.reduce_buckets.ReduceBuckets._reduce, []
 
     def reduce(*arguments):
         calls.append(arguments)
@@ -352,7 +352,7 @@ def goes_on_after_an_interruption(rank):
             raise KeyboardInterrupt
         return real(*arguments)
 
-    fusedaccum.ranks.segments.Segments._reduce = reduce
+    fusedaccum.distributed.reduce_buckets.ReduceBuckets._reduce = reduce
     for _ in range(2):
         with contextlib.suppress(KeyboardInterrupt):
             opt.backward(mean_loss(model, x, y, use))

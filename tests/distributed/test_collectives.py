@@ -1,11 +1,11 @@
-"""Sums are sent once per window and segment, while the last backward still runs, and never by DDP itself."""
+"""Sums are sent once per window and bucket, while the last backward still runs, and never by DDP itself."""
 
 import warnings
 from unittest import mock
 
 import fusedaccum as fa
 import fusedaccum.autograd.collector
-import fusedaccum.ranks.segments
+import fusedaccum.distributed.reduce_buckets
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 COUNT = 8
-HEADERS = 1  # one small all-reduce per window, besides one per segment
+HEADERS = 1  # one small all-reduce per window, besides one per bucket
 
 
 def counted(run):
@@ -24,8 +24,8 @@ def counted(run):
     return [event.name for event in profiler.events() if event.name.startswith("gloo:")]
 
 
-def collectives(rank, ddp, segment_bytes, settings):
-    fusedaccum.ranks.segments.SEGMENT_BYTES = segment_bytes
+def collectives(rank, ddp, bucket_bytes, settings):
+    fusedaccum.distributed.reduce_buckets.BUCKET_BYTES = bucket_bytes
     try:
         model = made()
         module = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True) if ddp else model
@@ -41,24 +41,24 @@ def collectives(rank, ddp, segment_bytes, settings):
                     opt.zero_grad()
 
                 calls.append(counted(micro_batch))
-        return calls, len(opt._gathering.ranks.segments._segments)
+        return calls, len(opt._gathering.ranks.reduce_buckets._buckets)
     finally:
-        fusedaccum.ranks.segments.SEGMENT_BYTES = 32 << 20
+        fusedaccum.distributed.reduce_buckets.BUCKET_BYTES = 32 << 20
 
 
 @pytest.mark.parametrize("settings", [{}, {"comm_dtype": torch.bfloat16}])
 @pytest.mark.parametrize("ddp", [False, True], ids=["plain", "ddp"])
-@pytest.mark.parametrize("segment_bytes", [1 << 20, 400])
-def test_one_all_reduce_a_window_and_segment(worlds, ddp, segment_bytes, settings):
+@pytest.mark.parametrize("bucket_bytes", [1 << 20, 400])
+def test_one_all_reduce_a_window_and_bucket(worlds, ddp, bucket_bytes, settings):
     """In a narrower dtype it is made of two: terms go to the rank that adds them, and sums come back."""
     each = ["gloo:all_to_all", "gloo:all_gather"] if settings else ["gloo:all_reduce"]
-    for calls, segments in worlds(2).run(collectives, ddp=ddp, segment_bytes=segment_bytes, settings=settings):
-        assert segments == (1 if segment_bytes > 400 else 3)
+    for calls, buckets in worlds(2).run(collectives, ddp=ddp, bucket_bytes=bucket_bytes, settings=settings):
+        assert buckets == (1 if bucket_bytes > 400 else 3)
         for window in range(1, 3):  # in the first window, we and DDP's first forward also compare the parameters
             *inside, last = calls[4 * window : 4 * window + 4]
             assert inside == [[], [], []]
-            # Those of several segments overlap.
-            assert sorted(last) == sorted(each * segments + ["gloo:all_reduce"] * HEADERS)
+            # Those of several buckets overlap.
+            assert sorted(last) == sorted(each * buckets + ["gloo:all_reduce"] * HEADERS)
 
 
 def plain_ddp_is_counted(rank):
@@ -74,7 +74,7 @@ def test_the_count_sees_ddp(worlds):
 
 
 class Watch(torch.autograd.Function):
-    """Records how many segments have been sent when backward gets here."""
+    """Records how many buckets have been sent when backward gets here."""
 
     @staticmethod
     def forward(ctx, x, opt, seen):
@@ -83,13 +83,13 @@ class Watch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        ctx.seen.append(len(ctx.opt._gathering.ranks.segments._gone))
+        ctx.seen.append(len(ctx.opt._gathering.ranks.reduce_buckets._in_flight))
         return grad, None, None
 
 
 def overlapped(rank, told):
     with (
-        mock.patch.object(fusedaccum.ranks.segments, "SEGMENT_BYTES", 1),
+        mock.patch.object(fusedaccum.distributed.reduce_buckets, "BUCKET_BYTES", 1),
         mock.patch.object(fusedaccum.autograd.collector, "bucket_bytes", lambda _: 1 << 40),  # as on a large GPU
         mock.patch.object(fusedaccum.autograd.collector, "SENT_BYTES", 1),
     ):
@@ -116,7 +116,7 @@ def test_sums_go_while_the_last_backward_computes(worlds, told):
         for window in (0, 2):
             assert seen[window] == [0, 0, 0, 0]
             later = seen[window + 1]
-            assert later[0] == 0 and later[-1] >= 4, seen  # two segments per layer that backward is done with
+            assert later[0] == 0 and later[-1] >= 4, seen  # two buckets per layer that backward is done with
             assert later == sorted(later)
 
 
@@ -125,7 +125,7 @@ def test_sums_go_while_the_last_backward_computes(worlds, told):
 
 def twice_a_micro_batch(rank, how, settings):
     """Backward twice before a step(), so that the second comes after sums have been sent; not the same way on both ranks."""
-    fusedaccum.ranks.segments.SEGMENT_BYTES = 400
+    fusedaccum.distributed.reduce_buckets.BUCKET_BYTES = 400
     try:
         model = made()
         opt = wrapped(model, accum_steps=2, process_group=dist.group.WORLD, **settings)
@@ -148,7 +148,7 @@ def twice_a_micro_batch(rank, how, settings):
                 opt.zero_grad()
         return list(model.parameters()) if settings.get("shard") else contents(model, opt)
     finally:
-        fusedaccum.ranks.segments.SEGMENT_BYTES = 32 << 20
+        fusedaccum.distributed.reduce_buckets.BUCKET_BYTES = 32 << 20
 
 
 @pytest.mark.parametrize("how", ["all", "one rank", "checkpoint", "saved"])
@@ -289,8 +289,8 @@ def test_a_dropped_wrapper_leaves_ddp_as_it_was(worlds):
 
 
 def big_model(rank):
-    """The size of segments, and the memory for their casts, is bounded."""
-    fusedaccum.ranks.segments.SEGMENT_BYTES = 4096
+    """The size of buckets, and the memory for their casts, is bounded."""
+    fusedaccum.distributed.reduce_buckets.BUCKET_BYTES = 4096
     try:
         layers = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(12))
         for p in layers.parameters():
@@ -301,24 +301,24 @@ def big_model(rank):
         most = []
 
         def under_way(*_):
-            most.append(sum(going.work is not None for going in opt._gathering.ranks.segments._gone))
+            most.append(sum(flight.work is not None for flight in opt._gathering.ranks.reduce_buckets._in_flight))
             return real(*_)
 
-        real = fusedaccum.ranks.segments.Going.__init__
-        fusedaccum.ranks.segments.Going.__init__ = under_way
+        real = fusedaccum.distributed.reduce_buckets.InFlight.__init__
+        fusedaccum.distributed.reduce_buckets.InFlight.__init__ = under_way
         try:
             sum(layer.weight.sum() for layer in layers).backward()
         finally:
-            fusedaccum.ranks.segments.Going.__init__ = real
+            fusedaccum.distributed.reduce_buckets.InFlight.__init__ = real
         opt.step()
         return most
     finally:
-        fusedaccum.ranks.segments.SEGMENT_BYTES = 32 << 20
+        fusedaccum.distributed.reduce_buckets.BUCKET_BYTES = 32 << 20
 
 
-def test_few_segments_are_under_way_in_memory_of_their_own(worlds):
+def test_few_buckets_are_under_way_in_memory_of_their_own(worlds):
     for most in worlds(2).run(big_model):
-        assert len(most) == 12 and max(most) == fusedaccum.ranks.segments.UNDER_WAY - 1
+        assert len(most) == 12 and max(most) == fusedaccum.distributed.reduce_buckets.UNDER_WAY - 1
 
 
 def test_the_big_batch_that_ranks_are_compared_with_is_one_mean_over_all_tokens():

@@ -3,8 +3,8 @@
 from unittest import mock
 
 import fusedaccum as fa
-import fusedaccum.ranks.narrowed
-import fusedaccum.ranks.segments
+import fusedaccum.distributed.comm_dtype
+import fusedaccum.distributed.reduce_buckets
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,10 +21,10 @@ def gradients(seed, rank, dtype=torch.float32):
     return [torch.randint(-4096, 4096, shape, generator=generator) / 64 for shape in SHAPES]
 
 
-def added(rank, seed, segment_bytes, dtype, settings):
+def added(rank, seed, bucket_bytes, dtype, settings):
     """The parameters after a step of SGD with lr=1 from zeros: the window's gradient, negated."""
     params = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
-    with mock.patch.object(fusedaccum.ranks.segments, "SEGMENT_BYTES", segment_bytes):
+    with mock.patch.object(fusedaccum.distributed.reduce_buckets, "BUCKET_BYTES", bucket_bytes):
         inner = torch.optim.SGD(params, lr=1.0)
         opt = fa.AccumulatingOptimizer(inner, 2, process_group=dist.group.WORLD, **settings)
         for number in range(2):
@@ -45,11 +45,11 @@ def expected(seed, size, travels, back, reduction, dtype=torch.float32):
 @pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("shard", [False, True], ids=["all", "owners"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("segment_bytes", [1 << 20, 1], ids=["one segment", "many"])
-def test_what_travels_in_bf16_is_added_in_fp32(worlds, size, shard, reduction, segment_bytes):
+@pytest.mark.parametrize("bucket_bytes", [1 << 20, 1], ids=["one bucket", "many"])
+def test_what_travels_in_bf16_is_added_in_fp32(worlds, size, shard, reduction, bucket_bytes):
     seed = int(torch.randint(1 << 20, ()))
     settings = {"comm_dtype": torch.bfloat16, "shard": shard, "reduction": reduction}
-    arguments = {"seed": seed, "segment_bytes": segment_bytes, "dtype": torch.float32, "settings": settings}
+    arguments = {"seed": seed, "bucket_bytes": bucket_bytes, "dtype": torch.float32, "settings": settings}
     back = torch.float32 if shard else torch.bfloat16  # the rank that steps gets it as it is
     theirs = expected(seed, size, torch.bfloat16, back, reduction)
     for ours in worlds(size).run(added, **arguments):
@@ -62,7 +62,7 @@ def test_what_travels_in_bf16_is_added_in_fp32(worlds, size, shard, reduction, s
 @pytest.mark.parametrize("shard", [False, True], ids=["all", "owners"])
 def test_fp64_sums_that_travel_in_fp32_are_added_in_fp64(worlds, shard):
     settings = {"comm_dtype": torch.float32, "shard": shard, "reduction": "sum"}
-    arguments = {"seed": 1, "segment_bytes": 1 << 20, "dtype": torch.float64, "settings": settings}
+    arguments = {"seed": 1, "bucket_bytes": 1 << 20, "dtype": torch.float64, "settings": settings}
     back = torch.float64 if shard else torch.float32
     theirs = expected(1, 2, torch.float32, back, "sum", torch.float64)
     for ours in worlds(2).run(added, **arguments):
@@ -75,7 +75,7 @@ def again(rank, shard, late):
     opt = fa.AccumulatingOptimizer(
         torch.optim.SGD(params, lr=1.0), 1, process_group=dist.group.WORLD, comm_dtype=torch.bfloat16, shard=shard
     )
-    with mock.patch.object(fusedaccum.ranks.segments, "SEGMENT_BYTES", 1):
+    with mock.patch.object(fusedaccum.distributed.reduce_buckets, "BUCKET_BYTES", 1):
         for number in range(9):
             if number == 0 or rank in late:
                 torch.autograd.backward(params, [torch.full((3,), 0.5 if number else 256.0) for _ in params])
@@ -109,7 +109,9 @@ def weighed(rank, shard):
     with (
         mock.patch.object(dist, "all_to_all_single", watch("out", dist.all_to_all_single, 1)),
         mock.patch.object(
-            fusedaccum.ranks.narrowed, "_all_gather", watch("back", fusedaccum.ranks.narrowed._all_gather, 0)
+            fusedaccum.distributed.comm_dtype,
+            "_all_gather",
+            watch("back", fusedaccum.distributed.comm_dtype._all_gather, 0),
         ),
         mock.patch.object(dist, "gather", watch("back", dist.gather, 0)),
     ):

@@ -1,6 +1,6 @@
 """The same training with one device per rank: NCCL on four GPUs, or on one; gloo runs the same code on the CPU."""
 
-import fusedaccum.ranks.segments
+import fusedaccum.distributed.reduce_buckets
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ def one_device_each(request, tmp_path_factory):
 
 
 def train(rank, kind, how, settings):
-    fusedaccum.ranks.segments.SEGMENT_BYTES = 400
+    fusedaccum.distributed.reduce_buckets.BUCKET_BYTES = 400
     size, device = dist.get_world_size(), torch.device(kind, rank if kind == "cuda" else None)
     if kind == "cuda":
         torch.cuda.set_device(device)

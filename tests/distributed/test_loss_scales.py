@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from fusedaccum.ranks import agreement
+from fusedaccum.distributed import agreement
 from parts import assert_close, contents, sgd, wrapped
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler

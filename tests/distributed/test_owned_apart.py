@@ -4,7 +4,7 @@ import copy
 import warnings
 
 import fusedaccum as fa
-import fusedaccum.ranks.segments
+import fusedaccum.distributed.reduce_buckets
 import pytest
 import torch
 import torch.distributed as dist
@@ -152,7 +152,7 @@ def test_a_rank_that_steps_nothing_itself_is_told_that_parameters_were_changed(w
 
 
 def collectives(rank):
-    fusedaccum.ranks.segments.SEGMENT_BYTES = 400
+    fusedaccum.distributed.reduce_buckets.BUCKET_BYTES = 400
     try:
         model = made()
         opt = wrapped(model, accum_steps=1, process_group=dist.group.WORLD, shard=True)
@@ -163,15 +163,15 @@ def collectives(rank):
                 opt.step()
                 opt.zero_grad()
         names = [event.name for event in profiler.events() if event.name.startswith("gloo:")]
-        return names, len(opt._gathering.ranks.segments._segments)
+        return names, len(opt._gathering.ranks.reduce_buckets._buckets)
     finally:
-        fusedaccum.ranks.segments.SEGMENT_BYTES = 32 << 20
+        fusedaccum.distributed.reduce_buckets.BUCKET_BYTES = 32 << 20
 
 
-def test_one_reduction_and_one_broadcast_a_window_and_segment(worlds):
-    for names, segments in worlds(2).run(collectives):
-        assert names.count("gloo:reduce") == segments and names.count("gloo:all_reduce") == 1
-        assert 0 < names.count("gloo:broadcast") <= segments  # none for a segment without gradients
+def test_one_reduction_and_one_broadcast_a_window_and_bucket(worlds):
+    for names, buckets in worlds(2).run(collectives):
+        assert names.count("gloo:reduce") == buckets and names.count("gloo:all_reduce") == 1
+        assert 0 < names.count("gloo:broadcast") <= buckets  # none for a bucket without gradients
 
 
 def refused(rank):

@@ -1,4 +1,4 @@
-"""Parameters that are shards (DTensors): of FSDP2's fully_shard (:mod:`fusedaccum.ranks.fsdp2`), or of tensor parallelism.
+"""Parameters that are shards (DTensors): of FSDP2's fully_shard (:mod:`fusedaccum.distributed.fsdp2`), or of tensor parallelism.
 
 What accumulates is the local shard; ``p.grad`` shows it as the DTensor that it is part of. FSDP2 itself adds to an existing ``p.grad``,
 in place and without a weight, so ``p.grad`` is hidden from it during backward.

@@ -31,7 +31,7 @@ def save(opt: Wrapper) -> dict[str, Any]:
             "again first, which applies it, or opt.reset() to drop it"
         )
     opt._gathering.drop_taken_away()
-    ranks.take_back()
+    ranks.undo_reduce()
     sums.offload.wait()
     if ledger.has_micro:
         accumulator.count()

@@ -13,7 +13,7 @@ from .checkpoint import plain, restored, window_settings
 
 if TYPE_CHECKING:
     from ..buffers.buffers import Slot
-    from ..ranks.alone import Alone
+    from ..distributed.alone import Alone
     from ..wrapper import Wrapper
 
 

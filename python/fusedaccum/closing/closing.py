@@ -132,7 +132,7 @@ class Closing:
         end = self._reported
         if end is None or not self._still(end):
             return False
-        again = dataclasses.replace(end, stepped=set(), applied=False, handed_out=False)
+        again = dataclasses.replace(end, stepped=set(), applied=False, params_broadcast=False)
         again.closure = self._handed_on(evaluated, end)
         # PyTorch's fused optimizers have written the scaled gradient back.
         again.finished = end.finished or type(self._inner).step.__module__.startswith("torch.optim.")
@@ -179,9 +179,9 @@ class Closing:
         # When the inner optimizer raises, or anything after it, the next step() or flush() goes on from there.
         with self._inner_at_work():
             applied = apply(end, self._inner, self._masters, self._sums, self._settings)
-        if not end.handed_out:
-            self._gathering.ranks.hand_out(applied)
-            end.handed_out = True
+        if not end.params_broadcast:
+            self._gathering.ranks.broadcast_params(applied)
+            end.params_broadcast = True
         self._report(end, applied)
 
     @contextmanager

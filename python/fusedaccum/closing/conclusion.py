@@ -35,7 +35,7 @@ class Conclusion:
     finished: bool = False  # has the gradient been made, so that applying it again only steps?
     stepped: set[Slot] = field(default_factory=set)  # slots stepped already, if the optimizer steps in parts
     applied: bool | Tensor = False  # has it stepped all, so that applying it again only writes masters back?
-    handed_out: bool = False  # have the ranks been given what others have stepped?
+    params_broadcast: bool = False  # have the ranks been given what others have stepped?
     measured: bool = False  # has the noise scale been told of it?
 
     def report(self, settings: Settings, applied: bool | Tensor, noise_scale: Tensor | None) -> LastWindow:

@@ -24,7 +24,7 @@ from ..warn import warn
 from .moments import Total, merge, summed
 
 if TYPE_CHECKING:
-    from ..ranks.group import Group
+    from ..distributed.group import Group
 
 Key = tuple[int, int]  # the slot by which a layer follows its wrapper, and its number among the model's modules
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from ..ranks.group import Group
+    from ..distributed.group import Group
 
 
 @dataclass

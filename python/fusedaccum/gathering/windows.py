@@ -7,9 +7,9 @@ from types import FrameType
 from torch import Tensor
 
 from ..buffers.sums import Sums
+from ..distributed.alone import Alone
+from ..distributed.ranks import Ranks, modules_of
 from ..engine import runs
-from ..ranks.alone import Alone
-from ..ranks.ranks import Ranks, modules_of
 from ..warn import warn
 from ..window.amp import LossScale
 from ..window.ledger import Ledger

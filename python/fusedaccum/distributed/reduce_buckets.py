@@ -1,6 +1,6 @@
-"""A window's sums on their way between ranks: in segments, from the last parameter to the first, as gradients arrive.
+"""A window's sums on their way between ranks: in buckets, from the last parameter to the first, as gradients arrive.
 
-In the window's last backward pass a segment is sent as soon as its last gradient is in, while the pass still computes. Segments are sent
+In the window's last backward pass a bucket is sent as soon as its last gradient is in, while the pass still computes. Buckets are sent
 in the same order on all ranks, whatever order their gradients arrive in.
 """
 
@@ -20,10 +20,10 @@ from ..buffers.sums import Sums
 from ..engine import without_grad
 from ..scalars import Scalar, or_one
 from ..window.ledger import Ledger
+from .comm_dtype import Narrowed, put_in_place
 from .group import Group
-from .narrowed import Narrowed, put_in_place
 
-SEGMENT_BYTES = 32 << 20  # of buffers that go in one collective
+BUCKET_BYTES = 32 << 20  # of buffers that go in one collective
 UNDER_WAY = 2  # at most so many collectives at once through memory of their own
 
 
@@ -31,19 +31,19 @@ class Phase(Enum):
     """What the buffers hold of the open window."""
 
     APART = auto()  # what this rank has accumulated
-    GOING = auto()  # the last pass runs: segments sent hold (or will hold) all ranks' sums, the others this rank's
-    SENT = auto()  # what all ranks have accumulated, except what has come since (Segment.again)
+    REDUCING = auto()  # the last pass runs: buckets sent hold (or will hold) all ranks' sums, the others this rank's
+    SENT = auto()  # what all ranks have accumulated, except what has come since (ReduceBucket.stale)
     AGREED = auto()  # what all ranks have accumulated (or this one, if it keeps that), and nothing can join it any more
 
 
 @dataclass(eq=False)
-class Segment:
+class ReduceBucket:
     """Neighbours in a block, whose sums are sent together."""
 
     block: Block
     owner: int | None  # the rank that steps these parameters; None: all do
     slots: list[Slot] = field(default_factory=list)  # from the last to the first
-    again: bool = False  # has a gradient come after its sums were sent?
+    stale: bool = False  # has a gradient come after its sums were sent?
 
     @property
     def memory(self) -> Tensor:
@@ -56,10 +56,10 @@ class Segment:
 
 
 @dataclass
-class Going:
-    """A segment on its way, in memory of its own if it travels in another dtype."""
+class InFlight:
+    """A bucket on its way, in memory of its own if it travels in another dtype."""
 
-    segment: Segment
+    bucket: ReduceBucket
     work: dist.Work | None
     sum: Tensor | None  # where it arrives, if not where it belongs; has elements to spare
 
@@ -69,13 +69,13 @@ class Going:
             with group.talking():
                 self.work.wait()
             if self.sum is not None:
-                put_in_place(self.sum, self.segment.memory, backend)
-            self.segment.block.written()
+                put_in_place(self.sum, self.bucket.memory, backend)
+            self.bucket.block.written()
         self.work = self.sum = None
 
 
-class Segments:
-    """The segments of one rank's sums.
+class ReduceBuckets:
+    """The buckets of one rank's sums.
 
     Args:
         comm_dtype: they travel in this dtype; None for the buffers' own.
@@ -99,9 +99,9 @@ class Segments:
         self._sums, self._ledger, self._owners = sums, ledger, owners
         # Gradients that come normalised are averaged over the ranks, as DDP and FSDP do.
         self._mean = 1.0 / group.size if ledger.reduction == "none" else 1.0
-        self._segments: list[Segment] = []
-        self._segment_of: dict[Slot, Segment] = {}
-        self._blocks = 0  # that the segments were made of
+        self._buckets: list[ReduceBucket] = []
+        self._bucket_of: dict[Slot, ReduceBucket] = {}
+        self._blocks = 0  # that the buckets were made of
         self.unseen: set[Slot] = set()
         self.forget()
 
@@ -109,93 +109,93 @@ class Segments:
         """A window begins, of which nothing has been sent yet."""
         self.phase = Phase.APART
         self.unseen.clear()
-        self._gone: list[Going] = []
-        self._missing: dict[Segment, set[Slot]] = {}  # what the segments still wait for in the last pass
-        self._sent: set[Segment] = set()  # were sent in this window, once or more
-        for segment in self._segments:
-            segment.again = False
+        self._in_flight: list[InFlight] = []
+        self._missing: dict[ReduceBucket, set[Slot]] = {}  # what the buckets still wait for in the last pass
+        self._sent: set[ReduceBucket] = set()  # were sent in this window, once or more
+        for bucket in self._buckets:
+            bucket.stale = False
 
     def forget_slots(self) -> None:
         """Slots have got other places, and no storage yet."""
-        self._segments, self._segment_of, self._blocks = [], {}, 0
+        self._buckets, self._bucket_of, self._blocks = [], {}, 0
         self.forget()
 
     @property
-    def again(self) -> list[bool]:
-        """For each segment: have gradients come after its sums were sent?"""
-        return [segment.again for segment in self._segments]
+    def stale(self) -> list[bool]:
+        """For each bucket: have gradients come after its sums were sent?"""
+        return [bucket.stale for bucket in self._buckets]
 
     # -- during backward ---------------------------------------------------------------------------------------
 
     def last_pass_begins(self) -> None:
-        """From here on segments are sent as soon as all their gradients are in; those sent before must be sent once more."""
+        """From here on buckets are sent as soon as all their gradients are in; those sent before must be sent once more."""
         if self._sums.buffers.lent or self._sums.buffers.offloaded:
             return  # what their layers, or a thread, add to a buffer is not reported one by one
         self._divide_up()
-        self.take_back_all()
-        self._gone = []
-        for segment in self._segments:
-            segment.again = False
+        self.undo_all()
+        self._in_flight = []
+        for bucket in self._buckets:
+            bucket.stale = False
         self._missing = {
-            segment: {slot for slot in segment.slots if slot.param.requires_grad}
-            for segment in self._segments
-            if not segment.narrow
+            bucket: {slot for slot in bucket.slots if slot.param.requires_grad}
+            for bucket in self._buckets
+            if not bucket.narrow
         }
-        self.phase = Phase.GOING
+        self.phase = Phase.REDUCING
 
     def before_add(self, slots: Sequence[Slot]) -> None:
-        """Gradients are about to be added to these slots: those of their segments that were sent already must be sent once more."""
-        if self._gone:
+        """Gradients are about to be added to these slots: those of their buckets that were sent already must be sent once more."""
+        if self._in_flight:
             late = set(slots)
-            for going in self._gone:
-                if not late.isdisjoint(going.segment.slots):
-                    self._take_back(going)
+            for flight in self._in_flight:
+                if not late.isdisjoint(flight.bucket.slots):
+                    self._undo_reduce(flight)
 
     def added(self, slots: Sequence[Slot]) -> None:
         """Gradients were added to these slots."""
         self.unseen.difference_update(slots)
         if not self._missing:
             return
-        for segment in {self._segment_of[slot] for slot in slots if slot in self._segment_of} & self._missing.keys():
-            self._missing[segment].difference_update(slots)
+        for bucket in {self._bucket_of[slot] for slot in slots if slot in self._bucket_of} & self._missing.keys():
+            self._missing[bucket].difference_update(slots)
         while self._missing and not next(iter(self._missing.values())):
             self._send(next(iter(self._missing)))
 
     # -- at the end --------------------------------------------------------------------------------------------
 
     def send_rest(self) -> None:
-        """Send the wide segments that are not on their way yet."""
+        """Send the wide buckets that are not on their way yet."""
         self._sums.gathered()  # takes over what was put into p.grad by hand
         self._divide_up()
         self._missing, self.phase = {}, Phase.SENT
-        gone = {going.segment for going in self._gone}
-        for segment in self._segments:
-            if not segment.narrow and segment not in gone:
-                self._send(segment)
+        in_flight = {flight.bucket for flight in self._in_flight}
+        for bucket in self._buckets:
+            if not bucket.narrow and bucket not in in_flight:
+                self._send(bucket)
 
-    def send_again(self, again: Sequence[float]) -> None:
+    def send_stale(self, stale: Sequence[float]) -> None:
         """Send what must be sent once more on any rank."""
-        gone = {going.segment: going for going in self._gone}
-        for segment, ranks in zip(self._segments, again, strict=True):
+        in_flight = {flight.bucket: flight for flight in self._in_flight}
+        for bucket, ranks in zip(self._buckets, stale, strict=True):
             if ranks:
-                self._take_back(gone[segment])
-                self._gone.remove(gone[segment])
-                segment.again = False
-                self._send(segment)
+                self._undo_reduce(in_flight[bucket])
+                self._in_flight.remove(in_flight[bucket])
+                bucket.stale = False
+                self._send(bucket)
         self.arrive()
 
-    def finish(self, gathered: set[Slot], again: Sequence[float]) -> None:
+    def finish(self, gathered: set[Slot], stale: Sequence[float]) -> None:
         """Send what must be sent once more on any rank, and what needed the window's weight; show what is ``gathered``."""
-        self.send_again(again)
-        for segment in self._segments:
-            if segment.narrow:
-                self._send(segment)
+        self.send_stale(stale)
+        for bucket in self._buckets:
+            if bucket.narrow:
+                self._send(bucket)
         self.arrive()
-        for segment in self._segments:
-            ours = segment.owner in (None, self._group.rank)
-            shown = [slot for slot in segment.slots if slot in gathered and ours]
-            self._sums.written(shown, self._divisor(segment))
-            for slot in segment.slots:
+        for bucket in self._buckets:
+            ours = bucket.owner in (None, self._group.rank)
+            shown = [slot for slot in bucket.slots if slot in gathered and ours]
+            self._sums.written(shown, self._divisor(bucket))
+            for slot in bucket.slots:
                 if not ours or slot in self.unseen - gathered:
                     slot.show(None)
         self.phase = Phase.AGREED
@@ -204,70 +204,70 @@ class Segments:
         """The window ends, and its sums, none of which has been sent, stay this rank's own."""
         self.phase = Phase.AGREED
 
-    def take_back_all(self) -> None:
+    def undo_all(self) -> None:
         """Make the buffers hold this rank's part of the sums again."""
         self.phase = Phase.APART
-        for going in self._gone:
-            self._take_back(going)
+        for flight in self._in_flight:
+            self._undo_reduce(flight)
 
     @without_grad
-    def hand_out(self, stepped: set[Slot]) -> None:
-        """Give all ranks the parameters that their owners have stepped, by one broadcast per segment."""
-        for segment in self._segments:
-            params = [slot.param.detach() for slot in segment.slots if slot in stepped]
-            if segment.owner is None or not params:
+    def broadcast_params(self, stepped: set[Slot]) -> None:
+        """Give all ranks the parameters that their owners have stepped, by one broadcast per bucket."""
+        for bucket in self._buckets:
+            params = [slot.param.detach() for slot in bucket.slots if slot in stepped]
+            if bucket.owner is None or not params:
                 continue
             flat = torch.empty(sum(p.numel() for p in params), dtype=params[0].dtype, device=params[0].device)
             parts = [
                 part.view(p.shape) for part, p in zip(flat.split([p.numel() for p in params]), params, strict=True)
             ]
-            if segment.owner == self._group.rank:
+            if bucket.owner == self._group.rank:
                 ops.cast_(parts, params, backend=self._sums.backend)
             with self._group.talking() as group:
-                dist.broadcast(flat, self._group.global_rank(segment.owner), group=group)
-            if segment.owner != self._group.rank:
+                dist.broadcast(flat, self._group.global_rank(bucket.owner), group=group)
+            if bucket.owner != self._group.rank:
                 ops.cast_(params, parts, backend=self._sums.backend)
 
-    # -- one segment -------------------------------------------------------------------------------------------
+    # -- one bucket -------------------------------------------------------------------------------------------
 
     def _divide_up(self) -> None:
-        """Make segments of all slots that may hold a gradient on any rank."""
+        """Make buckets of all slots that may hold a gradient on any rank."""
         sums = self._sums
         sums.place([slot for slot in sums.buffers.slots if slot.param.requires_grad and not slot.sharded])
         if self._blocks == len(sums.buffers.blocks):
             return
         self._blocks = len(sums.buffers.blocks)
-        filling: dict[Block, Segment] = {}
+        filling: dict[Block, ReduceBucket] = {}
         for slot in reversed(sums.buffers.slots):
-            if not slot.placed or slot.sharded or slot in self._segment_of:
+            if not slot.placed or slot.sharded or slot in self._bucket_of:
                 continue
-            segment, owner = filling.get(slot.block), self._owners.get(slot)
-            if segment is None or segment.memory.nbytes >= SEGMENT_BYTES or segment.owner != owner:
-                segment = filling[slot.block] = Segment(slot.block, owner)
-                self._segments.append(segment)
-            segment.slots.append(slot)
-            self._segment_of[slot] = segment
+            bucket, owner = filling.get(slot.block), self._owners.get(slot)
+            if bucket is None or bucket.memory.nbytes >= BUCKET_BYTES or bucket.owner != owner:
+                bucket = filling[slot.block] = ReduceBucket(slot.block, owner)
+                self._buckets.append(bucket)
+            bucket.slots.append(slot)
+            self._bucket_of[slot] = bucket
 
-    def _send(self, segment: Segment) -> None:
-        self._missing.pop(segment, None)
-        shown = [slot for slot in segment.slots if slot.shown is not None]
-        self._sums.divide_(shown, self._divisor(segment), self._mean)
-        without = [slot.buffer for slot in segment.slots if slot.shown is None]
+    def _send(self, bucket: ReduceBucket) -> None:
+        self._missing.pop(bucket, None)
+        shown = [slot for slot in bucket.slots if slot.shown is not None]
+        self._sums.divide_(shown, self._divisor(bucket), self._mean)
+        without = [slot.buffer for slot in bucket.slots if slot.shown is None]
         if without:
             torch._foreach_zero_(without)
         # What is sent again holds a sum that was rounded before: rounded once more each time, it would lose small gradients.
-        first = segment not in self._sent
-        self._sent.add(segment)
-        if self._narrowed is not None and first and segment.memory.dtype != self._comm_dtype:
-            for going in [going for going in self._gone if going.work is not None][: 1 - UNDER_WAY]:
-                going.arrive(self._group, self._sums.backend)
-            self._gone.append(Going(segment, *self._narrowed.send(segment.memory, segment.owner)))
+        first = bucket not in self._sent
+        self._sent.add(bucket)
+        if self._narrowed is not None and first and bucket.memory.dtype != self._comm_dtype:
+            for flight in [flight for flight in self._in_flight if flight.work is not None][: 1 - UNDER_WAY]:
+                flight.arrive(self._group, self._sums.backend)
+            self._in_flight.append(InFlight(bucket, *self._narrowed.send(bucket.memory, bucket.owner)))
         else:
             with self._group.talking() as group:
-                self._gone.append(Going(segment, self._reduce(segment.memory, segment.owner, group), None))
-        segment.block.written()
-        self._sums.norms.forget(segment.slots)
-        for slot in segment.slots:
+                self._in_flight.append(InFlight(bucket, self._reduce(bucket.memory, bucket.owner, group), None))
+        bucket.block.written()
+        self._sums.norms.forget(bucket.slots)
+        for slot in bucket.slots:
             slot.clean = False  # it gets what others have accumulated, or anything if another rank gets the sum
 
     def _reduce(self, sent: Tensor, owner: int | None, group: dist.ProcessGroup) -> dist.Work | None:
@@ -277,34 +277,34 @@ class Segments:
 
     def arrive(self) -> None:
         """Wait for what is on its way."""
-        for going in self._gone:
-            going.arrive(self._group, self._sums.backend)
+        for flight in self._in_flight:
+            flight.arrive(self._group, self._sums.backend)
 
-    def _divisor(self, segment: Segment) -> Scalar:
+    def _divisor(self, bucket: ReduceBucket) -> Scalar:
         """What narrow buffers are divided by when sent: the sum of all ranks might overflow where the window's gradient fits."""
-        return or_one(self._ledger.divisor(self._ledger.window.weight)) if segment.narrow else 1.0
+        return or_one(self._ledger.divisor(self._ledger.window.weight)) if bucket.narrow else 1.0
 
-    def _take_back(self, going: Going) -> None:
+    def _undo_reduce(self, flight: InFlight) -> None:
         """One rank keeps what all have accumulated, the others start again with zeros: the sum over the ranks stays what it is.
 
-        Does nothing where that has been done. The segment must be sent once more.
+        Does nothing where that has been done. The bucket must be sent once more.
         """
-        segment = going.segment
-        if segment.again:
+        bucket = flight.bucket
+        if bucket.stale:
             return
-        going.arrive(self._group, self._sums.backend)
-        if self._group.rank != (segment.owner or 0):
-            segment.memory.zero_()
-            segment.block.written()
+        flight.arrive(self._group, self._sums.backend)
+        if self._group.rank != (bucket.owner or 0):
+            bucket.memory.zero_()
+            bucket.block.written()
         elif self._mean != 1.0:
-            segment.memory.mul_(self._group.size)
-            segment.block.written()
-        self.show(segment.slots)
-        segment.again = True
+            bucket.memory.mul_(self._group.size)
+            bucket.block.written()
+        self.show(bucket.slots)
+        bucket.stale = True
 
     def was_sent(self, slot: Slot) -> bool:
-        """Has its sum gone to other ranks in this window?"""
-        return self._segment_of.get(slot) in self._sent
+        """Has its sum in_flight to other ranks in this window?"""
+        return self._bucket_of.get(slot) in self._sent
 
     def has(self, slot: Slot) -> bool:
         """Does this rank have a gradient for it?"""
@@ -317,5 +317,5 @@ class Segments:
         self.unseen.update(unseen)
 
     @property
-    def any_gone(self) -> bool:
-        return bool(self._gone)
+    def any_in_flight(self) -> bool:
+        return bool(self._in_flight)

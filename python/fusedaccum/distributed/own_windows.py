@@ -11,8 +11,8 @@ from ..buffers.buffers import Buffers
 from ..warn import warn
 from ..window.ledger import Ledger
 from ..window.settings import Settings
+from .ddp import Replicas
 from .group import RaisedByAllError
-from .replicas import Replicas
 
 
 class OwnWindows:

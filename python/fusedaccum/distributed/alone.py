@@ -1,4 +1,4 @@
-"""One process with windows of its own: nothing of what :class:`fusedaccum.ranks.ranks.Ranks` does with others is needed here."""
+"""One process with windows of its own: nothing of what :class:`fusedaccum.distributed.ranks.Ranks` does with others is needed here."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..buffers.buffers import Slot
+from .ddp import Replicas, replicas_of
 from .fsdp2 import FullySharded
-from .replicas import Replicas, replicas_of
 
 
 class Alone:
@@ -97,7 +97,7 @@ class Alone:
         then()
 
     def broke_off(self) -> None:
-        """A backward pass of this rank has failed; others may be waiting for segments that were not sent."""
+        """A backward pass of this rank has failed; others may be waiting for buckets that were not sent."""
 
     def of_all_parts(self, found: int) -> int:
         """How many elements are not finite on all ranks, if they hold parts of gradients and drop them together; else ``found``."""
@@ -134,10 +134,10 @@ class Alone:
         """Does the window that has closed, which holds gradients of ``slots``, hold any, here or on another rank?"""
         return bool(slots)
 
-    def hand_out(self, applied: bool | Tensor) -> None:
+    def broadcast_params(self, applied: bool | Tensor) -> None:
         """Give all ranks the parameters that one of them has stepped."""
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 
-    def take_back(self) -> None:
+    def undo_reduce(self) -> None:
         """Make the buffers hold this rank's part of the sums again, as a checkpoint inside a window does."""

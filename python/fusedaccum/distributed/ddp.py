@@ -35,7 +35,7 @@ def replicas_of(
     return sorted(found, key=held)
 
 
-class Silence:
+class DDPSyncGuard:
     """While it lives, runs every forward of a module without synchronisation, and notes what the caller has asked for.
 
     Attributes:
@@ -82,7 +82,7 @@ class Silence:
 
 
 # One per module, whichever wrappers accumulate its gradients.
-_SILENCES: weakref.WeakValueDictionary[int, Silence] = weakref.WeakValueDictionary()
+_SYNC_GUARDS: weakref.WeakValueDictionary[int, DDPSyncGuard] = weakref.WeakValueDictionary()
 
 
 class Replicas:
@@ -97,9 +97,9 @@ class Replicas:
             raise ValueError(
                 "the optimizer's parameters are in DistributedDataParallel modules of different process groups; wrap one optimizer for each"
             )
-        self._silences = [_SILENCES.get(id(module)) or Silence(module) for module in modules]
-        for module, silence in zip(modules, self._silences, strict=True):
-            _SILENCES[id(module)] = silence
+        self._sync_guards = [_SYNC_GUARDS.get(id(module)) or DDPSyncGuard(module) for module in modules]
+        for module, guard in zip(modules, self._sync_guards, strict=True):
+            _SYNC_GUARDS[id(module)] = guard
 
     def outdated(self, parameters: Collection[Tensor]) -> bool:
         """Have DistributedDataParallel modules been made with ``parameters`` since?"""
@@ -135,11 +135,11 @@ class Replicas:
         """A backward pass begins: keep the modules from reducing anything in it, whatever told them to (a forward before our hooks were
         there, a pipeline's schedule, or Accelerate). Raises RuntimeError if all forwards have bypassed the hooks.
         """
-        for module, silence in zip(self.modules, self._silences, strict=True):
+        for module, guard in zip(self.modules, self._sync_guards, strict=True):
             reducer = getattr(module, "reducer", None)
             if reducer is not None:  # which some of DDP's options do without
                 reducer._reset_state()
-            if module.require_forward_param_sync and not silence.called:  # such a forward has set it
+            if module.require_forward_param_sync and not guard.called:  # such a forward has set it
                 module.require_forward_param_sync = False
                 raise RuntimeError(
                     "a forward of the DistributedDataParallel module ran without a call of the module (module.forward(x), or "
@@ -150,7 +150,7 @@ class Replicas:
     @property
     def synced(self) -> bool:
         """Would a backward now be synchronised under plain DDP?"""
-        return any(silence.synced for silence in self._silences)
+        return any(guard.synced for guard in self._sync_guards)
 
     @property
     def off(self) -> bool:

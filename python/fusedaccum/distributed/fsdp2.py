@@ -1,7 +1,7 @@
 """FSDP2 modules whose gradients the wrapper accumulates: FSDP2 adds up the ranks' gradients itself.
 
 No public API says which ranks these are, what FSDP2 divides by and what it holds back: whatever is read from its records is read here, and
-in :mod:`fusedaccum.ranks.reductions`.
+in :mod:`fusedaccum.distributed.fsdp2_reductions`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from ..buffers.buffers import Slot
 from ..engine import outside_graphs
 from ..modules import modules_alive
-from .reductions import Reductions, partly_reduced, unreduced
+from .fsdp2_reductions import Reductions, partly_reduced, unreduced
 
 if dist.is_available():
     from torch.distributed.fsdp import FSDPModule

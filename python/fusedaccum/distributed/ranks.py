@@ -28,11 +28,11 @@ from ..window.settings import Settings, check_shared, check_unsharded
 from ..window.window import MicroBatch
 from .agreement import Numbers
 from .alone import Alone
+from .ddp import Replicas
 from .fsdp2 import FullySharded
 from .group import Group, RaisedByAllError
-from .own import OwnWindows
-from .replicas import Replicas
-from .segments import Phase, Segments
+from .own_windows import OwnWindows
+from .reduce_buckets import Phase, ReduceBuckets
 
 if TYPE_CHECKING:
     from ..gathering.batch_statistics import Statistics
@@ -71,8 +71,8 @@ class Ranks(Alone):
         self.size, self.rank = self.group.size, self.group.rank
         self.name = f"{self.rank} of {self.size}"
         self.owners: dict[Slot, int] = {}  # empty unless ``shard``
-        self.segments = Segments(self.group, settings.comm_dtype, sums, ledger, self.owners)
-        self.unseen = self.segments.unseen
+        self.reduce_buckets = ReduceBuckets(self.group, settings.comm_dtype, sums, ledger, self.owners)
+        self.unseen = self.reduce_buckets.unseen
         self._own = OwnWindows(settings, ledger, sums.buffers)
         self._share(slots)
         self.forget()
@@ -89,7 +89,7 @@ class Ranks(Alone):
         for slot in self.owners.keys() - set(slots):
             del self.owners[slot]
         self.forget()
-        self.segments.forget_slots()
+        self.reduce_buckets.forget_slots()
 
     def _check(self, group: dist.ProcessGroup, fully_sharded: FullySharded) -> None:
         slots = self._sums.buffers.slots
@@ -121,9 +121,9 @@ class Ranks(Alone):
         self._overflow = False  # has a GradScaler found an overflow on any rank?
         self.gathered = set()
         self._shown = False  # have all ranks told each other, after a backward, which gradients they have?
-        self._going: MicroBatch | None = None  # whose backward has sent sums, for DistributedDataParallel's sake
+        self._reducing: MicroBatch | None = None  # whose backward has sent sums, for DistributedDataParallel's sake
         self._own.forget()
-        self.segments.forget()
+        self.reduce_buckets.forget()
 
     def forget_others(self, state: dict[Tensor, Any]) -> None:
         if self._settings.shard:
@@ -149,8 +149,8 @@ class Ranks(Alone):
     def pass_begins(self) -> None:
         self._own.pass_begins(self.replicas)
         if self._is_last():
-            self._going = self._ledger.micro
-            self.segments.last_pass_begins()
+            self._reducing = self._ledger.micro
+            self.reduce_buckets.last_pass_begins()
 
     def _is_last(self) -> bool:
         """Does the window end with this pass? Under DistributedDataParallel, no_sync() says when it does not."""
@@ -158,7 +158,7 @@ class Ranks(Alone):
             return False
         if self._shows_to_replicas:
             # Once per micro-batch: only this rank knows how many passes that takes.
-            return self.replicas.synced and self._ledger.micro is not self._going
+            return self.replicas.synced and self._ledger.micro is not self._reducing
         # The norm of the first micro-batch is taken, of this rank's alone: then its sums are sent after that.
         taken_apart = self._settings.noise_scale is not None and self._ledger.window.empty
         # Without a synchronised backward, step() may yet come within no_sync().
@@ -170,13 +170,13 @@ class Ranks(Alone):
         return self._settings.schedule.caller_owned and bool(self.replicas.modules)
 
     def before_add(self, slots: Sequence[Slot]) -> None:
-        self.segments.before_add(slots)
+        self.reduce_buckets.before_add(slots)
 
     def added(self, slots: Sequence[Slot]) -> None:
-        self.segments.added(slots)
+        self.reduce_buckets.added(slots)
 
     def check_unsent(self, slot: Slot) -> None:
-        if self.segments.was_sent(slot):
+        if self.reduce_buckets.was_sent(slot):
             raise RuntimeError(
                 f"the layer of parameter {slot.name} has added its gradient to {slot.name}.grad itself, which held the sum of all ranks; "
                 "run the window's other backward passes inside no_sync(), or have the layer return its gradient"
@@ -184,13 +184,13 @@ class Ranks(Alone):
 
     @property
     def sent(self) -> bool:
-        return self.segments.phase is not Phase.APART
+        return self.reduce_buckets.phase is not Phase.APART
 
     def pass_ends(self, then: Callable[[], None]) -> None:
-        if self.segments.phase is not Phase.GOING:
+        if self.reduce_buckets.phase is not Phase.REDUCING:
             return then()
         with self._or_dropped():
-            self.segments.send_rest()
+            self.reduce_buckets.send_rest()
         finish = functools.partial(self._sums_arrive, then)
         if not within_backward():
             finish()
@@ -202,29 +202,31 @@ class Ranks(Alone):
     @without_grad
     def _sums_arrive(self, then: Callable[[], None]) -> None:
         with self._or_dropped():
-            self.segments.arrive()
+            self.reduce_buckets.arrive()
             if self._shows_to_replicas:
                 self._show()
         then()
 
     def _show(self) -> None:
         """Show the sums of all gradients that any rank has."""
-        _, gathered, again = self._totals()
-        self.segments.send_again(again)
+        _, gathered, stale = self._totals()
+        self.reduce_buckets.send_stale(stale)
         # Narrow buffers have not been sent yet: what one without a gradient here holds is meaningless.
-        self.segments.show([slot for slot in gathered if not slot.narrow])
+        self.reduce_buckets.show([slot for slot in gathered if not slot.narrow])
         self._shown = True
 
     def _totals(self, *mine: float) -> tuple[list[float], list[Slot], list[float]]:
-        """Of all ranks, in one collective: sums of ``mine``, slots that any has a gradient for, how many must send each segment again."""
+        """Of all ranks, in one collective: sums of ``mine``, slots that any has a gradient for, how many must send each bucket again."""
         slots = self._sums.buffers.slots
-        totals = self.group.total([*mine, *(self.segments.has(slot) for slot in slots), *self.segments.again])
+        totals = self.group.total(
+            [*mine, *(self.reduce_buckets.has(slot) for slot in slots), *self.reduce_buckets.stale]
+        )
         first, end = len(mine), len(mine) + len(slots)
         has = zip(slots, totals[first:end], strict=True)
         return totals[:first], [slot for slot, ranks in has if ranks], totals[end:]
 
     def broke_off(self) -> None:
-        if self.segments.phase is Phase.GOING and self.segments.any_gone:
+        if self.reduce_buckets.phase is Phase.REDUCING and self.reduce_buckets.any_in_flight:
             self.group.out_of_step()
 
     def of_all_parts(self, found: int) -> int:
@@ -234,7 +236,7 @@ class Ranks(Alone):
 
     @property
     def agreed(self) -> bool:
-        return self._ledger.has_window and self.segments.phase is Phase.AGREED
+        return self._ledger.has_window and self.reduce_buckets.phase is Phase.AGREED
 
     def before_weighing(self) -> None:
         if self._settings.schedule.window_weight is not None and not self.agreed:
@@ -250,7 +252,7 @@ class Ranks(Alone):
         if not self.agreed and self._own.ends(self.replicas):
             self._own.ended()
             self.go_apart = self._compared = True  # there is nothing left to compare
-            self.segments.keep()
+            self.reduce_buckets.keep()
         if not self.agreed:
             self.fully_sharded.check_reduced("the window ends")
             self.fully_sharded.reshard()
@@ -261,8 +263,8 @@ class Ranks(Alone):
 
     def _agree(self, overflow: bool | Tensor) -> None:
         """Make the open window's numbers, and the buffers, those of all ranks. Waits for the device."""
-        self.segments.send_rest()  # first, as on ranks whose last backward has done so
-        self.segments.arrive()
+        self.reduce_buckets.send_rest()  # first, as on ranks whose last backward has done so
+        self.reduce_buckets.arrive()
         if self._shows_to_replicas and not self._shown:
             self._show()  # as at the end of the others' last backward
         window = self._ledger.window
@@ -274,12 +276,12 @@ class Ranks(Alone):
             self._compared = True
         self._own.shared(compare)
         mine = Numbers.of(window, overflow, self._loss_scale, self._statistics.any_counted)
-        totals, gathered, again = self._totals(*mine)
+        totals, gathered, stale = self._totals(*mine)
         numbers = self._of_one_scale(mine, Numbers(*totals))
         numbers.put_into(window, self._ledger)
         self._overflow = bool(numbers.overflow)
         self.gathered = set(gathered)
-        self.segments.finish(self.gathered, again)
+        self.reduce_buckets.finish(self.gathered, stale)
         if numbers.pools:
             self._statistics.add_up(self.group)
 
@@ -308,20 +310,20 @@ class Ranks(Alone):
     def anything(self, slots: Collection[Slot]) -> bool:
         return bool(slots or self.gathered)
 
-    def hand_out(self, applied: bool | Tensor) -> None:
+    def broadcast_params(self, applied: bool | Tensor) -> None:
         if applied is not False:
-            self.segments.hand_out(self.gathered)
+            self.reduce_buckets.broadcast_params(self.gathered)
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 
-    def take_back(self) -> None:
+    def undo_reduce(self) -> None:
         if self.agreed:
             raise RuntimeError(
                 "opt.normalize_() has added up this window's sums over the ranks, so no rank holds its own part any more; call opt.step() "
                 "before state_dict()"
             )
         if self._ledger.has_window:
-            self.segments.take_back_all()
+            self.reduce_buckets.undo_all()
 
 
 def modules_of(slots: Sequence[Slot]) -> tuple[Replicas, FullySharded]:
