@@ -249,9 +249,13 @@ def test_layers_that_add_to_main_grad_add_to_the_new_ones():
     old = wrapped(layer, 2)
     before = layer.weight.main_grad
     new = wrapped(layer, 2)
-    assert layer.weight.main_grad is not before and new._sums.buffers.lent and not old._sums.buffers.lent
+    assert (
+        layer.weight.main_grad is not before
+        and new._sums.buffers.with_main_grad
+        and not old._sums.buffers.with_main_grad
+    )
     del old
-    assert layer.weight.main_grad is new._sums.buffers.lent[0].buffer
+    assert layer.weight.main_grad is new._sums.buffers.with_main_grad[0].buffer
 
 
 @pytest.mark.parametrize("asked", [None, torch.bfloat16, torch.float32, "any"])

@@ -36,7 +36,7 @@ def test_a_parametrized_weight_is_computed_once_a_forward(kind):
         torch.manual_seed(2)
         outputs.append(layer(x))
         outputs[-1].sum().backward()
-    assert torch.equal(*outputs) and opt._gathering.ledger.is_open
+    assert torch.equal(*outputs) and opt._accumulation.ledger.is_open
     for p, q in zip(net.parameters(), plain.parameters()):
         torch.testing.assert_close(p.grad, q.grad)
 

@@ -142,7 +142,7 @@ def test_kernels_are_reached_through_ops_only(path):
 @pytest.mark.parametrize("path", sorted((PACKAGE / "recipes").glob("*.py")), ids=lambda path: path.stem)
 def test_recipes_take_from_a_wrapper_what_gathers_its_windows_and_nothing_else(path):
     private = re.findall(r"opt(?:imizer)?\.(_\w+)", path.read_text())
-    assert set(private) <= {"_gathering"}
+    assert set(private) <= {"_accumulation"}
 
 
 def test_nothing_but_its_own_integration_imports_a_framework():

@@ -559,7 +559,7 @@ def test_a_step_that_breaks_off_after_it_has_stepped_can_be_called_again(monkeyp
     nets, (x, y) = [model(), model()], data()
     failing, plain = (wrapped(net, 2, noise_scale=0.5) for net in nets)
     params_broadcast = []  # a collective, in which the other ranks would not join a second time
-    monkeypatch.setattr(failing._gathering.ranks, "broadcast_params", params_broadcast.append)
+    monkeypatch.setattr(failing._accumulation.ranks, "broadcast_params", params_broadcast.append)
     for window in range(3):
         for part in range(2):
             for net, opt in zip(nets, (failing, plain), strict=True):
@@ -587,7 +587,7 @@ def test_a_step_that_breaks_off_is_forgotten_with_its_window(monkeypatch):
     saved = opt.state_dict()
     opt.step()
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(opt._gathering, "complete", interrupted)
+        patched.setattr(opt._accumulation, "complete", interrupted)
         opt.step()
     opened = opt.state_dict()
     assert opened["fusedaccum"]["window"]["micro_batches"] == 2 and saved["fusedaccum"]["window"] is None

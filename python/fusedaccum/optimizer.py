@@ -136,20 +136,20 @@ class AccumulatingOptimizer(Wrapper):
         """
         if kwargs:
             check_arguments("opt.backward", kwargs, BACKWARD)
-        in_loss = self._gathering.weighs_loss and weight is not None
+        in_loss = self._accumulation.weighs_loss and weight is not None
         block = self._grouped(weight, last, in_loss)
         try:
             with block:
                 if self._divided is not None:
                     self._divided.look(loss, self._closing.last_window)
                 weighed = loss * self._ledger.micro.value() if self._ledger.micro.in_loss else loss
-                weighed.backward(**kwargs)  # its hooks (autograd/) bring the gradients to self._gathering
+                weighed.backward(**kwargs)  # its hooks (autograd/) bring the gradients to self._accumulation
                 threads.saw_pass(threading.get_ident())
                 if kwargs.get("gradient") is None:  # else the gradients are not of the loss itself
-                    self._gathering.record_loss(loss, by_backward=True)
+                    self._accumulation.record_loss(loss, by_backward=True)
                     self._ledger.micro.told += 1
         finally:
-            self._gathering.inside = False  # if Ctrl-C has come in place of the block's end
+            self._accumulation.inside = False  # if Ctrl-C has come in place of the block's end
 
     @outside_graphs
     def record_loss(self, loss: Scalar) -> None:
@@ -164,7 +164,7 @@ class AccumulatingOptimizer(Wrapper):
         Raises:
             TypeError, ValueError: not a number, or several. RuntimeError: no micro-batch is missing its loss.
         """
-        self._gathering.record_loss(checked_loss(loss))
+        self._accumulation.record_loss(checked_loss(loss))
 
     @suggests_arguments("opt.micro_batch")
     @contextmanager
@@ -175,7 +175,7 @@ class AccumulatingOptimizer(Wrapper):
         open window is dropped, with a warning. It also counts for nothing if no backward in the block reached a wrapped
         parameter (``continue``, for a loss that is NaN), unless ``step()`` follows: then it is a micro-batch without gradients.
         """
-        if self._gathering.weighs_loss and weight is not None:
+        if self._accumulation.weighs_loss and weight is not None:
             raise ValueError(
                 f"weight={weight!r}: FSDP2 adds up the ranks' gradients before they can be weighed; use opt.backward(loss, weight=...), "
                 "which puts the weight into the loss, or losses that are sums and reduction='sum'"
@@ -186,8 +186,8 @@ class AccumulatingOptimizer(Wrapper):
     @outside_graphs
     def _grouped(self, weight: Scalar | None, last: bool, in_loss: bool) -> AbstractContextManager[None]:
         self._not_inside("micro_batch() and backward()")
-        self._gathering.settle()
-        return self._gathering.grouped(None if weight is None else checked_weight(weight), last, in_loss)
+        self._accumulation.end_open_pass()
+        return self._accumulation.grouped(None if weight is None else checked_weight(weight), last, in_loss)
 
     @outside_graphs
     @without_grad
@@ -211,7 +211,7 @@ class AccumulatingOptimizer(Wrapper):
             RuntimeError: a parameter has changed its dtype, device or shape since it was wrapped; or an exception broke off a step()
                 while it divided the window's sums, and the window must be repeated after ``reset()``.
         """
-        self._gathering.updated = False  # also where this raises
+        self._accumulation.updated = False  # also where this raises
         try:
             self._not_inside("step()")
             given = self._ledger.late_weight(weight)
@@ -233,17 +233,17 @@ class AccumulatingOptimizer(Wrapper):
             if self._closing.apply_again() or self._closing.step_again(evaluated):
                 return loss
             overflow = self._closing.meet_scaler(self.__dict__.get("found_inf"))
-            self._gathering.end_micro_batch(given)
-            if self._gathering.complete():
+            self._accumulation.end_micro_batch(given)
+            if self._accumulation.complete():
                 self._closing.close(overflow, evaluated)
             else:
                 self._sums.warn_written("to which more micro-batches are added")
                 if bool(overflow):
                     self._closing.add_no_more()
-            self._gathering.step_under_way = False
+            self._accumulation.step_under_way = False
             return loss
         finally:
-            self._gathering.loss_scale.forget_step()
+            self._accumulation.loss_scale.forget_step()
 
     @outside_graphs
     @without_grad
@@ -255,20 +255,20 @@ class AccumulatingOptimizer(Wrapper):
         if "settings" not in self.__dict__:  # an object of another class, made by Lightning, in front of the wrapper
             assert isinstance(self.optimizer, AccumulatingOptimizer)
             return self.optimizer.flush()
-        self._gathering.updated = False
+        self._accumulation.updated = False
         self._not_inside("flush()")
         self._begin_step()
         if isinstance(self.optimizer, LBFGS) and self._ledger.is_open:
             raise TypeError("flush(): LBFGS steps only in step(closure), whose closure runs the window's micro-batches")
         self._closing.apply_again()
-        self._gathering.drop_idle()
-        if self._ledger.has_micro or self._gathering.rejected.names:
-            self._gathering.end_micro_batch(None)
+        self._accumulation.drop_idle()
+        if self._ledger.has_micro or self._accumulation.rejected.names:
+            self._accumulation.end_micro_batch(None)
         if self._ledger.is_open:
             self._ledger.weigh_the_rest(None)
-        if self._gathering.anything_to_flush():
-            self._closing.close(False)
-        self._gathering.step_under_way = False
+        if self._accumulation.anything_to_flush():
+            self._closing.close(overflow=False)
+        self._accumulation.step_under_way = False
 
     @outside_graphs
     def reset(self) -> None:
@@ -277,9 +277,9 @@ class AccumulatingOptimizer(Wrapper):
         The loss scale last seen from a GradScaler is forgotten too, until the scaler steps again.
         """
         self._not_inside("reset()")
-        self._gathering.updated = False
-        self._gathering.settle()
-        self._gathering.reset()
+        self._accumulation.updated = False
+        self._accumulation.end_open_pass()
+        self._accumulation.reset()
         self._forget_outside()
 
     @outside_graphs
@@ -289,16 +289,16 @@ class AccumulatingOptimizer(Wrapper):
 
         Warns if this keeps a backward not yet followed by ``step()``, which plain PyTorch would drop.
         """
-        self._gathering.settle()
+        self._accumulation.end_open_pass()
         if self._ledger.keeps:
-            return self._gathering.keep_micro_batch()
+            return self._accumulation.keep_micro_batch()
         self._not_inside("zero_grad()")
-        zeroed = [] if set_to_none else self._sums.buffers.gathered()
-        self._gathering.reset()
+        zeroed = [] if set_to_none else self._sums.buffers.slots_with_grad()
+        self._accumulation.reset()
         self.optimizer.zero_grad()
         if zeroed:
             # Zeros are a gradient, unlike None: the inner optimizer decays weights and moves its momentum with them.
-            self._gathering.begin_window()
+            self._accumulation.begin_window()
             self._sums.zero_(zeroed)
 
     @outside_graphs
@@ -315,21 +315,21 @@ class AccumulatingOptimizer(Wrapper):
             ValueError: a weight is still missing (``reduction="sum"``).
         """
         self._not_inside("normalize_()")
-        self._gathering.settle()
+        self._accumulation.end_open_pass()
         self._sums.check_shown("normalize_() makes p.grad the window's gradient", "clip with max_grad_norm=")
-        ranks = self._gathering.ranks
+        ranks = self._accumulation.ranks
         # Nothing accumulated, or all of it dropped: other ranks, which close such a window too, may have gradients.
         if ranks.alone or self._ledger.is_open or not self.settings.schedule.caller_owned:
             divisor = self._ledger.divisor_at_end()
         if not ranks.alone:
-            self._gathering.end_micro_batch(None)
+            self._accumulation.end_micro_batch(None)
             ranks.agree(False)
             window = self._ledger.window
             if not window.has_any:
-                self._gathering.reset()
+                self._accumulation.reset()
                 raise RuntimeError(NO_GRADIENT)
             divisor = self._ledger.divisor(window.weight)
-        factor = self._gathering.loss_scale.rescale(self._ledger.window)
+        factor = self._accumulation.loss_scale.rescale(self._ledger.window)
         self._sums.normalize_(or_one(divisor), factor)
 
     @property
@@ -353,7 +353,7 @@ class AccumulatingOptimizer(Wrapper):
 
         Waits for the device only if the decision was left to a fused optimizer there.
         """
-        return bool(self._gathering.updated)
+        return bool(self._accumulation.updated)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the inner optimizer, and accumulate its parameters too; raises as the constructor does.
@@ -381,9 +381,9 @@ class AccumulatingOptimizer(Wrapper):
         """
         self._not_inside("state_dict()")
         refuse_torchs_functions("state_dict()")
-        self._gathering.settle()
+        self._accumulation.end_open_pass()
         self._check_groups()
-        self._gathering.ranks.fully_sharded.check_reduced("state_dict() would lose gradients of the open window")
+        self._accumulation.ranks.fully_sharded.check_reduced("state_dict() would lose gradients of the open window")
         with self._masters.at_work(self.optimizer):
             inner = self.optimizer.state_dict()
         return {**inner, checkpoint.KEY: checkpoint.save(self)}
@@ -401,16 +401,16 @@ class AccumulatingOptimizer(Wrapper):
         """
         self._not_inside("load_state_dict()")
         refuse_torchs_functions("load_state_dict()")
-        self._gathering.settle()
+        self._accumulation.end_open_pass()
         own = state_dict.get(checkpoint.KEY)
         if own is not None:
             checkpoint.check(self, own)
-        if self._gathering.outdated:
-            self._gathering.unhook_all()
-            self._build_anew(self._gathering.accumulator.seed)
+        if self._accumulation.outdated:
+            self._accumulation.unhook_all()
+            self._build_anew(self._accumulation.accumulator.seed)
         with self._masters.at_work(self.optimizer):
             self.optimizer.load_state_dict({k: v for k, v in state_dict.items() if k != checkpoint.KEY})
-        self._gathering.ranks.forget_others(self.state)
+        self._accumulation.ranks.forget_others(self.state)
         brings_window = own is not None and own["window"] is not None
         if self._ledger.has_window or self._closing.broke_off or brings_window:
             self.reset()
@@ -422,15 +422,15 @@ class AccumulatingOptimizer(Wrapper):
     def _forget_outside(self) -> None:
         """Forget forwards that no backward has followed, and the loss scale."""
         self._ledger.drop_forwards()  # which zero_grad(), often called between forward and backward, leaves alone
-        self._gathering.loss_scale.live = None
+        self._accumulation.loss_scale.live = None
 
     def _begin_step(self) -> None:
-        self._gathering.settle()
-        self._gathering.check()
+        self._accumulation.end_open_pass()
+        self._accumulation.check()
         self._check_groups()
 
     def _record_result(self, result: Any) -> None:
         """Record what a closure has returned as its micro-batch's loss, if it is a single number and no loss was recorded."""
         one = result.numel() == 1 if isinstance(result, Tensor) else is_number(result)
-        if one and self._gathering.losses.lacking:
-            self._gathering.record_loss(checked_loss(result))
+        if one and self._accumulation.losses.lacking:
+            self._accumulation.record_loss(checked_loss(result))

@@ -17,7 +17,7 @@ from .buffers.masters import MasterWeights, states_of
 from .checkpoint import checkpoint
 from .closing.closing import Closing
 from .closing.guard import guard
-from .gathering.gathering import Gathering
+from .gathering.accumulation import Accumulation
 from .mistakes import DividedTwice, StepCalled
 from .warn import callers_line
 from .window.amp import LossScale
@@ -49,15 +49,17 @@ class Wrapper(Optimizer):
         # Optimizer.__init__ is not run: groups, state, defaults and hooks are the inner optimizer's (see __getattr__).
         self.optimizer = optimizer
         self.settings = settings
-        self._gathering = Gathering(settings, seed, f"around {type(optimizer).__name__}, built at {callers_line()}")
-        self._ledger, self._sums = self._gathering.ledger, self._gathering.sums
+        self._accumulation = Accumulation(
+            settings, seed, f"around {type(optimizer).__name__}, built at {callers_line()}"
+        )
+        self._ledger, self._sums = self._accumulation.ledger, self._accumulation.sums
         if not type(optimizer).__module__.startswith("torch.optim."):  # PyTorch's own keep copies of gradients
             self._sums.states = functools.partial(states_of, optimizer)
         self._masters = MasterWeights(settings.buffer_device)
-        self._closing = Closing(optimizer, self._gathering, self._masters, settings)
-        self._gathering.start(self._new())
-        guard(optimizer, self._gathering)
-        if isinstance(optimizer, LBFGS) and not self._gathering.ranks.alone:
+        self._closing = Closing(optimizer, self._accumulation, self._masters, settings)
+        self._accumulation.start(self._new())
+        guard(optimizer, self._accumulation)
+        if isinstance(optimizer, LBFGS) and not self._accumulation.ranks.alone:
             raise ValueError("process_group does not work with LBFGS, which decides by itself how often it evaluates")
         self._make_masters()
         if self.settings.master_weights:
@@ -81,30 +83,30 @@ class Wrapper(Optimizer):
         """The parameters in the groups that are not known yet, with names. Raises ValueError for one whose gradients cannot be taken."""
         new = [(name, p) for p, name in self._named().items() if p not in self._sums.buffers.of]
         for name, p in new:
-            other = Gathering.of(p)
+            other = Accumulation.of(p)
             if other is not None:  # another wrapper's, which this one takes the parameter from
                 other.check_can_leave(name)
             check_parameter(name, p, self.settings, other is not None and other.shows(p))
-            if main_grad.asks(p):
+            if main_grad.is_enabled(p):
                 check_lent(name, p, self.settings, other is not None)
         return new
 
     def _follow_groups(self) -> None:
         """The groups have changed."""
-        self._gathering.check_in_charge()
+        self._accumulation.check_in_charge()
         named, slots = self._named(), self._sums.buffers.slots
         if len(named) >= len(slots) and all(slot.param is p for slot, p in zip(slots, named, strict=False)):
-            self._gathering.take(self._new())
+            self._accumulation.take(self._new())
             self._masters.take_state(self.optimizer, self._make_masters())
             return
-        if self._closing.broke_off or self._gathering.at_work:
+        if self._closing.broke_off or self._accumulation.at_work:
             raise RuntimeError(
                 "within a step(), or after one that an exception broke off, an assignment to opt.param_groups can only add parameters "
                 "after the others; this one removes, replaces or reorders some: assign when step() has returned"
             )
-        self._gathering.settle()
+        self._accumulation.end_open_pass()
         self._new()  # raises before anything has changed
-        self._masters.drop(self._gathering.replace([(name, p) for p, name in named.items()]))
+        self._masters.drop(self._accumulation.replace([(name, p) for p, name in named.items()]))
         self._make_masters()
         self._masters.take_state(self.optimizer, self._masters.of)
 
@@ -113,7 +115,7 @@ class Wrapper(Optimizer):
         if not self.settings.master_weights:
             return []
         return self._masters.add(
-            self._gathering.ranks.owned([p for group in self.param_groups for p in group["params"]])
+            self._accumulation.ranks.owned([p for group in self.param_groups for p in group["params"]])
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -158,9 +160,9 @@ class Wrapper(Optimizer):
         """The inner optimizer's own. GradScaler reads them just before it looks for overflows in ``p.grad``: so must what a backward has
         left to do, if nothing has signalled its end.
         """
-        gathering = self.__dict__.get("_gathering")  # None: not built yet
-        if gathering is not None and not is_compiling():
-            gathering.settle_returned()
+        accumulation = self.__dict__.get("_accumulation")  # None: not built yet
+        if accumulation is not None and not is_compiling():
+            accumulation.end_returned_pass()
             self._masters.come_back()
         return self.optimizer.param_groups
 
@@ -199,12 +201,12 @@ class Wrapper(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._not_inside("a copy")
-        if not self._gathering.ranks.alone:
+        if not self._accumulation.ranks.alone:
             raise RuntimeError(
                 "a wrapper with a process group cannot be copied or pickled, because the group belongs to this process; build one in each "
                 "process, and carry the state over with load_state_dict(state_dict())"
             )
-        self._gathering.settle()
+        self._accumulation.end_open_pass()
         self._check_groups()
         self._masters.fit_state(self.optimizer)  # what a copy finds there is taken to be meant
         return {
@@ -213,7 +215,7 @@ class Wrapper(Optimizer):
             "scales": vars(self.optimizer).get("_step_supports_amp_scaling", False),
             "settings": self.settings,
             "own": checkpoint.save(self),
-            "last": (self._closing.last_window, self._gathering.updated),
+            "last": (self._closing.last_window, self._accumulation.updated),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -222,23 +224,23 @@ class Wrapper(Optimizer):
             self.optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
         self._build_anew(state["own"]["seed"])
         checkpoint.load(self, state["own"])
-        self._closing.last_window, self._gathering.updated = state["last"]
+        self._closing.last_window, self._accumulation.updated = state["last"]
 
     def _build_anew(self, seed: int | None) -> None:
         """Build the wrapper again, for parameters that were replaced, or have changed, since the optimizer was wrapped."""
         for group in self.param_groups:
             for p in group["params"]:
                 p.grad = None  # a plain tensor's copy has a copy of the gradient; ours is in the window
-            main_grad.take_back(group["params"])  # a pickled one's, too
+            main_grad.withdraw(group["params"])  # a pickled one's, too
         self._build(self.optimizer, self.settings, seed)
 
     def _check_groups(self) -> None:
-        if not self._gathering.at_work:  # when they may hold masters
+        if not self._accumulation.at_work:  # when they may hold masters
             self._sums.buffers.check_gathers(self.param_groups)
 
     def _not_inside(self, call: str) -> None:
-        self._gathering.check_in_charge()
-        if self._gathering.inside:
+        self._accumulation.check_in_charge()
+        if self._accumulation.inside:
             raise RuntimeError(
                 f"{call} was called inside micro_batch(), which holds one whole micro-batch; call it after the block"
             )
@@ -257,11 +259,11 @@ class Wrapper(Optimizer):
 
     @property
     def grad_scale(self) -> LossScale:
-        return self._gathering.loss_scale
+        return self._accumulation.loss_scale
 
     @grad_scale.setter
     def grad_scale(self, value: object) -> None:
-        self._gathering.loss_scale.scaler_sets(value, self._gathering.rejected.shown)
+        self._accumulation.loss_scale.scaler_sets(value, self._accumulation.rejected.shown)
 
     @grad_scale.deleter
     def grad_scale(self) -> None:

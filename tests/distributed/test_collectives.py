@@ -41,7 +41,7 @@ def collectives(rank, ddp, bucket_bytes, settings):
                     opt.zero_grad()
 
                 calls.append(counted(micro_batch))
-        return calls, len(opt._gathering.ranks.reduce_buckets._buckets)
+        return calls, len(opt._accumulation.ranks.reduce_buckets._buckets)
     finally:
         fusedaccum.distributed.reduce_buckets.BUCKET_BYTES = 32 << 20
 
@@ -83,7 +83,7 @@ class Watch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        ctx.seen.append(len(ctx.opt._gathering.ranks.reduce_buckets._in_flight))
+        ctx.seen.append(len(ctx.opt._accumulation.ranks.reduce_buckets._in_flight))
         return grad, None, None
 
 
@@ -301,7 +301,7 @@ def big_model(rank):
         most = []
 
         def under_way(*_):
-            most.append(sum(flight.work is not None for flight in opt._gathering.ranks.reduce_buckets._in_flight))
+            most.append(sum(flight.work is not None for flight in opt._accumulation.ranks.reduce_buckets._in_flight))
             return real(*_)
 
         real = fusedaccum.distributed.reduce_buckets.InFlight.__init__

@@ -269,14 +269,14 @@ def taken_over(rank):
     """Another wrapper gets the parameters of one that lives on."""
     model = sharded(None, "head")
     before = fa.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.3), COUNT)
-    before._gathering.unhook_all()
+    before._accumulation.unhook_all()
     opt = fa.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9), COUNT)
     for window in range(WINDOWS):
         for x, y in micro_batches(window, rank, False):
             aside_first(model, x, y, Passes(model, torch.Tensor.backward, nullcontext))
             opt.step()
             opt.zero_grad()
-    assert not before._gathering.ledger.has_window
+    assert not before._accumulation.ledger.has_window
     return [full(p) for p in model.parameters()]
 
 

@@ -46,7 +46,7 @@ def sharded_by_a_dropped_module(rank, at):
     with collecting_by_hand():
         parameters = list(fully_shard(nn.Linear(4, 4)).parameters())
         only_on(rank, at)
-        return fa.AccumulatingOptimizer(torch.optim.SGD(parameters, lr=1.0))._gathering.ranks.alone
+        return fa.AccumulatingOptimizer(torch.optim.SGD(parameters, lr=1.0))._accumulation.ranks.alone
 
 
 def test_a_dropped_fsdp2_module_shares_windows_on_no_rank(worlds):
@@ -65,7 +65,7 @@ def dropped_ddp(rank, at, when):
         opt.backward(mean_loss(model, x, y, use), weight=weight)
         opt.step()
         opt.load_state_dict(opt.state_dict())
-        return opt._gathering.ranks.alone
+        return opt._accumulation.ranks.alone
 
 
 def test_a_dropped_ddp_module_shares_windows_on_no_rank(worlds):
@@ -79,7 +79,7 @@ def frozen(rank):
     for module in (DDP(nn.Linear(4, 4)), fully_shard(nn.Linear(4, 4))):
         gc.freeze()
         opt = fa.AccumulatingOptimizer(torch.optim.SGD(module.parameters(), lr=1.0))
-        found.append(not opt._gathering.ranks.alone)
+        found.append(not opt._accumulation.ranks.alone)
     return found, gc.is_tracked(module) and not any(x is module for x in gc.get_objects())
 
 
@@ -133,7 +133,7 @@ def two_ddp_modules(rank, at):
         modules.append(normed(5))
         parameters = [p for module in modules for p in module.parameters()]
         opt = fa.AccumulatingOptimizer(torch.optim.SGD(parameters, lr=1.0), 1)
-        assert opt._gathering.ranks.replicas.modules == modules
+        assert opt._accumulation.ranks.replicas.modules == modules
         x = torch.randn(4, 2, generator=torch.Generator().manual_seed(rank))
         opt.backward(sum(module(x).square().mean() for module in modules))
         opt.step()
@@ -158,7 +158,7 @@ def two_meshes(rank, at):
         modules.append(sharded_over(groups[1]))
         parameters = [p for module in modules for p in module.parameters()]
         opt = fa.AccumulatingOptimizer(torch.optim.SGD(parameters, lr=1.0), 1)
-        shared = opt._gathering.ranks.fully_sharded.group
+        shared = opt._accumulation.ranks.fully_sharded.group
     return shared.group_name == groups[0].group_name
 
 
@@ -180,7 +180,7 @@ def a_second_wrapper(rank, at, cycle):
             opt.backward(mean_loss(model, x, y, use), weight=weight)
             opt.step()
             opt.zero_grad()
-            groups.append(opt._gathering.ranks.group.process_group.group_name)
+            groups.append(opt._accumulation.ranks.group.process_group.group_name)
             if cycle:
                 opt.itself = opt
             del opt
@@ -205,7 +205,7 @@ def destroyed(rank):
     x, y, weight, use = share(0, 1, 0, 1)[0]
     for _ in range(2):
         opt = wrapped(model, accum_steps=1, process_group=dist.group.WORLD)
-        own = weakref.ref(opt._gathering.ranks.group.process_group)
+        own = weakref.ref(opt._accumulation.ranks.group.process_group)
         opt.backward(mean_loss(model, x, y, use), weight=weight)
         opt.step()
         dist.destroy_process_group(own())

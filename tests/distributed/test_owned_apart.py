@@ -163,7 +163,7 @@ def collectives(rank):
                 opt.step()
                 opt.zero_grad()
         names = [event.name for event in profiler.events() if event.name.startswith("gloo:")]
-        return names, len(opt._gathering.ranks.reduce_buckets._buckets)
+        return names, len(opt._accumulation.ranks.reduce_buckets._buckets)
     finally:
         fusedaccum.distributed.reduce_buckets.BUCKET_BYTES = 32 << 20
 

@@ -33,7 +33,7 @@ from .streams import StreamOrder, join, keep
 
 
 class Owner(Protocol):
-    """What the collector calls (Gathering), from whichever thread autograd runs hooks in, one call at a time."""
+    """What the collector calls (Accumulation), from whichever thread autograd runs hooks in, one call at a time."""
 
     def pass_begins(self, thread: int | None) -> None:
         """An outermost backward pass, called by ``thread``, brings its first gradient. May raise, which refuses the pass."""
@@ -121,7 +121,7 @@ class GradCollector:
             # of no elements.)
             slot.node = grad_queue.nodes_of([p])[0]
             self._queue.hook(slot)
-            if slot.sharded:
+            if slot.is_dtensor:
                 p.register_post_accumulate_grad_hook(self._taker(slot))
         finally:
             p.requires_grad_(not frozen)
@@ -233,15 +233,15 @@ class GradCollector:
         """Has the slot's layer added its gradient itself, and sent nothing that counts?"""
         task = torch._C._current_graph_task_id()
         with self._lock:
-            if slot.lent:
+            if slot.main_grad_enabled:
                 if grad is None:
                     return False
                 self.enter(task)
-                if not main_grad.is_marked(slot.param):
+                if not main_grad.was_added(slot.param):
                     return False
                 self._order.take([slot.param.device])
                 self._owner_now().layer_added(slot)
-                return not main_grad.unmark(slot.param)
+                return not main_grad.clear_added(slot.param)
             # Before the pass begins, and perhaps a window, which forgets what was written.
             way = in_place.way_of(slot, grad)
             if way is None:
@@ -276,7 +276,7 @@ class GradCollector:
                         "two backward passes run at once, in two threads, but the gradients of one optimizer's parameters can be "
                         "accumulated from only one pass at a time; put a lock around backward()"
                     )
-                self.settle()
+                self.end_open_pass()
             if not self._open:
                 self._owner_now().pass_begins(thread)
                 self._open, self._call = True, call
@@ -325,12 +325,12 @@ class GradCollector:
             self._owner_now().pass_failed()
             raise
 
-    def settle_returned(self) -> None:
-        """:meth:`settle`, if the backward of the pass that is still open has returned; one that is under way is left alone."""
+    def end_returned_pass(self) -> None:
+        """:meth:`end_open_pass`, if the backward of the pass that is still open has returned; one that is under way is left alone."""
         if self._open and returned(self._call):
-            self.settle()
+            self.end_open_pass()
 
-    def settle(self) -> None:
+    def end_open_pass(self) -> None:
         """End the pass that is still open, if any: its backward should be over.
 
         One is left open when every parameter is in a re-entrant checkpoint (the outermost pass then brings no gradient of its
@@ -373,7 +373,7 @@ class GradCollector:
 def _task_gone(collector: weakref.ref[GradCollector], task: int) -> None:
     """The engine releases a graph task. One that has not ended broke off: drop its call, whose frame holds those of its callers.
 
-    (Compiled autograd releases tasks that it goes on with; settle() finds out.)
+    (Compiled autograd releases tasks that it goes on with; end_open_pass() finds out.)
     """
     alive = collector()
     compiled = getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "compiled_autograd_enabled", False)

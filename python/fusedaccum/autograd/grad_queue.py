@@ -40,7 +40,7 @@ class Listener(Protocol):
     def added_already(self, slot: Slot, grad: Tensor | None) -> bool:
         """Has the layer of this slot added its gradient itself, so that what has arrived (None: nothing) is not one to be added?
 
-        Asked if the slot is lent, if other code holds what has arrived, or if nothing has. May begin a pass, as :meth:`enter` does.
+        Asked if the slot has a main_grad, if other code holds what has arrived, or if nothing has. May begin a pass, as :meth:`enter` does.
         """
 
     def release(self) -> None:
@@ -101,7 +101,7 @@ class GradQueue:
             self._queue_up(listener, slot, grad, True, False)
 
     def _queue_up(self, listener: Listener, slot: Slot, grad: Any, ours: bool, awaited: bool) -> None:
-        if (slot.lent or not ours) and listener.added_already(slot, grad):
+        if (slot.main_grad_enabled or not ours) and listener.added_already(slot, grad):
             return
         task = torch._C._current_graph_task_id()
         if task not in self._tasks:

@@ -19,8 +19,8 @@ from ..scalars import Scalar
 from . import main_grad
 from .shards import ShardHolder, fsdp1, is_flattened, is_shard, local_of
 
-ALIGNMENT = 64  # elements: a cache line or more in every dtype, also after narrow_() has halved their size
-NARROW_HEAD = 1 << 16  # elements that narrow_() moves through a temporary before it can work in place
+ALIGNMENT = 64  # elements: a cache line or more in every dtype, also after cast_in_place_() has halved their size
+NARROW_HEAD = 1 << 16  # elements that cast_in_place_() moves through a temporary before it can work in place
 
 
 def padded(elements: int) -> int:
@@ -74,7 +74,7 @@ class Slot:
     relaid: bool = False  # does the parameter now have other strides than the buffer?
     shown: Tensor | None = None  # what we last put into holder.grad; anything else there is the user's
     divisor: Scalar = 1.0  # 16-bit buffers hold the sum divided by this (a running mean); wider ones the sum
-    clean: bool = False  # for a lent slot: does the buffer hold zeros?
+    clean: bool = False  # with main_grad_enabled: does the buffer hold zeros?
     draws: int = 0  # adds so far, each of which draws its own random numbers when rounding stochastically
     their_grad_dtype: torch.dtype | None = None  # what the parameter's grad_dtype was before it became ours
     frees_grad: bool = False  # has it been made None, which allows any?
@@ -86,17 +86,17 @@ class Slot:
         # The object whose .grad shows the buffer: the parameter, unless the buffer is on another device, because p.grad cannot be.
         self.offloaded = self.param.device != self.device
         self.holder: Parameter | StandIn | ShardHolder = StandIn() if self.offloaded else self.param
-        # Does its layer add the gradient itself, as Megatron-LM's and TransformerEngine's do? Then the buffer is lent to it (main_grad.py).
-        self.lent = main_grad.asks(self.param)
-        self.sharded = is_shard(self.param)  # whatever has sharded it also adds up the ranks' gradients
+        # Does its layer add the gradient itself, as Megatron-LM's and TransformerEngine's do? Then it gets the buffer (main_grad.py).
+        self.main_grad_enabled = main_grad.is_enabled(self.param)
+        self.is_dtensor = is_shard(self.param)  # whatever has sharded it also adds up the ranks' gradients
         self.averaged_by = 1.0  # and may have divided the sum by this
-        if self.sharded:
+        if self.is_dtensor:
             self.holder = ShardHolder(self.param)
         self.node: Any = None  # its AccumulateGrad node, when that is hooked
 
     def set_dtype(self, dtype: torch.dtype) -> None:
         """Set the dtype of the buffer, which has not been allocated yet."""
-        self.dtype, self.narrow = dtype, dtype.itemsize < 4
+        self.dtype, self.low_precision = dtype, dtype.itemsize < 4
 
     def show(self, grad: Tensor | None) -> None:
         """Make ``p.grad`` this tensor of ours."""
@@ -151,14 +151,14 @@ class Slot:
         return self.holder.whole if isinstance(self.holder, ShardHolder) else self.holder.grad
 
     def check_added(self, scale: float) -> None:
-        """Raises RuntimeError if the window's sum does not now include ``scale`` times what the layer of this lent slot has added."""
+        """Raises RuntimeError if the window's sum does not now include ``scale`` times what the layer has added to main_grad."""
         how = f"the layer of parameter {self.name} has added its gradient to main_grad"
         if scale not in (0.0, 1.0):  # 0: the window will not be applied
             raise RuntimeError(
                 f"{how} unscaled, but the window needs {scale} times it: the micro-batch has a weight, or a GradScaler has changed its "
                 "scale within the window; use weight 1 and one scale per window, or switch off the layer's gradient accumulation fusion"
             )
-        if not main_grad.is_lent(self.param, self.buffer):
+        if not main_grad.is_provided(self.param, self.buffer):
             raise RuntimeError(
                 f"{how}, which other code has replaced (Megatron-LM's DistributedDataParallel?); leave main_grad to the wrapper"
             )
@@ -209,7 +209,7 @@ class Block:
         """The part of the storage that is ``slot``'s, in its parameter's shape (and memory format, when that is dense)."""
         return self.flat.as_strided(local_of(slot.param).shape, slot.strides, offset)
 
-    def narrow_(self, dtype: torch.dtype, scale: Scalar, shown: Iterable[Slot], backend: str) -> None:
+    def cast_in_place_(self, dtype: torch.dtype, scale: Scalar, shown: Iterable[Slot], backend: str) -> None:
         """Cast ``flat * scale`` to a narrower dtype, into the first part of its own storage, and show it in ``shown``.
 
         The first elements go through a small temporary. From there on, each wave casts elements [a, 2a). They need at most half their
@@ -231,18 +231,18 @@ class Block:
             slot.show(narrow.as_strided(wide.shape, wide.stride(), wide.storage_offset()))
 
 
-def _let_go(slots: list[Slot], lent: list[Slot]) -> None:
+def _let_go(slots: list[Slot], with_main_grad: list[Slot]) -> None:
     """The wrapper is gone: its parameters are as they were, as far as nobody has written to them since."""
-    _take_back(lent)
+    _withdraw(with_main_grad)
     for slot in slots:
         if slot.param.grad is None:  # one that is still shown stays as it is
             slot.give_back_grad_dtype()
 
 
-def _take_back(lent: list[Slot]) -> None:
-    """Take back the buffers of ``lent``, except where a wrapper (another, or this one again) has lent something else since."""
-    ours = (slot for slot in lent if slot.placed and main_grad.is_lent(slot.param, slot.buffer))
-    main_grad.take_back(slot.param for slot in ours)
+def _withdraw(with_main_grad: list[Slot]) -> None:
+    """Take the main_grad of these slots away, where it is still their buffer and not one of another wrapper (or of this one again)."""
+    ours = (slot for slot in with_main_grad if slot.placed and main_grad.is_provided(slot.param, slot.buffer))
+    main_grad.withdraw(slot.param for slot in ours)
 
 
 class Buffers:
@@ -254,9 +254,9 @@ class Buffers:
         self.slots: list[Slot] = []
         self.of: dict[Parameter, Slot] = {}
         self.blocks: list[Block] = []
-        self.lent: list[Slot] = []  # those whose layers add gradients themselves
-        weakref.finalize(self, _let_go, self.slots, self.lent).atexit = False
-        self.sharded = False  # is any slot?
+        self.with_main_grad: list[Slot] = []  # those whose layers add gradients themselves
+        weakref.finalize(self, _let_go, self.slots, self.with_main_grad).atexit = False
+        self.has_dtensors = False
         self._checked: object = None  # the parameters' traits at the last check
         self._in_groups: list[Parameter] = []  # what was in the optimizer's groups then
 
@@ -276,7 +276,7 @@ class Buffers:
     def replace(self, slots: Sequence[Slot]) -> None:
         """Have these slots, in this order. Others leave; their storage remains until :meth:`free`."""
         kept = set(slots)
-        _take_back([slot for slot in self.lent if slot not in kept])
+        _withdraw([slot for slot in self.with_main_grad if slot not in kept])
         self._set(slots)
 
     def free(self) -> None:
@@ -304,15 +304,15 @@ class Buffers:
             before += _set_aside(slot.param)
             self.of[slot.param] = slot
         self._in_groups = []
-        self.lent[:] = [slot for slot in slots if slot.lent]
-        self.sharded = any(slot.sharded for slot in slots)
+        self.with_main_grad[:] = [slot for slot in slots if slot.main_grad_enabled]
+        self.has_dtensors = any(slot.is_dtensor for slot in slots)
 
     def allocate(self, slots: Sequence[Slot]) -> None:
         """Allocate storage for those of ``slots`` that have none."""
         groups: dict[tuple, list[Slot]] = {}
         for slot in slots:
             if not slot.placed:
-                kind = (slot.param.device, slot.device, slot.dtype, slot.param.dtype, slot.sharded)
+                kind = (slot.param.device, slot.device, slot.dtype, slot.param.dtype, slot.is_dtensor)
                 groups.setdefault(kind, []).append(slot)
         for (home, device, dtype, _, _), members in groups.items():
             if home.type == "meta":
@@ -385,7 +385,7 @@ class Buffers:
                 )
         self._in_groups = found
 
-    def gathered(self) -> list[Slot]:
+    def slots_with_grad(self) -> list[Slot]:
         """Slots whose parameter holds a gradient now."""
         return [slot for slot in self.slots if slot.holder.grad is not None]
 

@@ -12,35 +12,35 @@ from collections.abc import Iterable
 from torch import Tensor
 
 
-def asks(parameter: Tensor) -> bool:
+def is_enabled(parameter: Tensor) -> bool:
     """Does the parameter take part in the protocol?"""
     return hasattr(parameter, "grad_added_to_main_grad")
 
 
-def lend(parameter: Tensor, buffer: Tensor) -> None:
+def provide(parameter: Tensor, buffer: Tensor) -> None:
     """Let the parameter's layer add into ``buffer``."""
     parameter.main_grad = buffer  # type: ignore[attr-defined]
     parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
 
 
-def is_lent(parameter: Tensor, buffer: Tensor) -> bool:
+def is_provided(parameter: Tensor, buffer: Tensor) -> bool:
     """Is ``buffer`` still what the layer adds into?"""
     return getattr(parameter, "main_grad", None) is buffer
 
 
-def take_back(parameters: Iterable[Tensor]) -> None:
+def withdraw(parameters: Iterable[Tensor]) -> None:
     """Stop lending: the layers then fail, instead of adding to a buffer that nothing reads."""
     for parameter in parameters:
         if hasattr(parameter, "main_grad"):
             del parameter.main_grad
 
 
-def is_marked(parameter: Tensor) -> bool:
-    """Has the layer added a gradient since :func:`unmark`?"""
+def was_added(parameter: Tensor) -> bool:
+    """Has the layer added a gradient since :func:`clear_added`?"""
     return bool(parameter.grad_added_to_main_grad)  # type: ignore[attr-defined]
 
 
-def unmark(parameter: Tensor) -> bool:
+def clear_added(parameter: Tensor) -> bool:
     """Remove the mark; returns whether what autograd brings is a gradient nevertheless."""
     parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
     return bool(getattr(parameter, "zero_out_wgrad", False))

@@ -133,7 +133,7 @@ def over_meshes(operation: str, number: int, slots: Iterable[Slot], ranks: int =
 
     ``ranks``: over how many it has been reduced already. A mesh of no more ranks than that is left out.
     """
-    for mesh in {slot.param.device_mesh: None for slot in slots if slot.sharded}:  # type: ignore[attr-defined]
+    for mesh in {slot.param.device_mesh: None for slot in slots if slot.is_dtensor}:  # type: ignore[attr-defined]
         if mesh.size() > ranks:
             reduced = torch.tensor(number, device=mesh.device_type)
             for dimension in range(mesh.ndim):
@@ -144,4 +144,4 @@ def over_meshes(operation: str, number: int, slots: Iterable[Slot], ranks: int =
 
 def alike(slot: Slot) -> tuple | None:
     """A key shared by the shards whose norms can be added up together."""
-    return (slot.param.device_mesh, slot.param.placements) if slot.sharded else None  # type: ignore[attr-defined]
+    return (slot.param.device_mesh, slot.param.placements) if slot.is_dtensor else None  # type: ignore[attr-defined]

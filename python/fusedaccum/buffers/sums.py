@@ -210,7 +210,7 @@ class Sums:
 
     def warn_written(self, so: str) -> None:
         """Warn, once, if other code has written to the sums that ``p.grad`` shows as if they were this micro-batch's, or a mean."""
-        layers_write = bool(self.buffers.lent)
+        layers_write = bool(self.buffers.with_main_grad)
         written = self._written_by_user or not all(block.untouched_by_user for block in self.buffers.blocks)
         if written and not layers_write and self.normalized_by is None and not self._warned_written:
             self._warned_written = True
@@ -278,13 +278,13 @@ class Sums:
             if slot.holder.grad is slot.shown:
                 slot.show(None)
 
-    def gathered(self) -> list[Slot]:
+    def slots_with_grad(self) -> list[Slot]:
         """The slots that hold a gradient now, each in its buffer. Raises RuntimeError if some sums are divided and others are not."""
         self.check_whole()
         self.offload.wait()
         self.bring_back()
         self.adopt_all(self.buffers.slots)
-        return self.buffers.gathered()
+        return self.buffers.slots_with_grad()
 
     def restore(self, slot: Slot, saved: Tensor, divisor: Scalar) -> None:
         """Put a saved sum back."""
@@ -300,7 +300,7 @@ class Sums:
 
     def sq_norm(self, slots: Sequence[Slot]) -> Tensor:
         """Sum of squares of the sums of ``slots``; free if the last adds have measured it. Shards are summed over their ranks."""
-        if not self.buffers.sharded:
+        if not self.buffers.has_dtensors:
             total = self.norms.total(slots)
             return total if self.over_owners is None else self.over_owners(total)
         # The same groups, in the same order, on all ranks.
@@ -318,7 +318,7 @@ class Sums:
 
     def unhide(self) -> None:
         """Show what is hidden from FSDP2."""
-        for slot in self.buffers.slots if self.buffers.sharded else ():
+        for slot in self.buffers.slots if self.buffers.has_dtensors else ():
             if isinstance(slot.holder, ShardHolder):
                 slot.holder.unhide()
 
@@ -352,7 +352,7 @@ class Sums:
 
     def normalize_(self, divisor: Scalar, factor: Scalar) -> None:
         """Make all sums ``factor * sum / divisor``; what is put into ``p.grad`` by hand from now on is taken to be so, too."""
-        self.divide_(self.gathered(), divisor, factor)
+        self.divide_(self.slots_with_grad(), divisor, factor)
         self.normalized_by = divisor
 
     def sum_again(self) -> None:
@@ -410,9 +410,9 @@ class Sums:
                     self._divide_(members, divisor)
                 stepped = masters.get(members[0].param, members[0].param)
                 scale = on(_rescaling(members[0], divisor, coef), members[0].device)
-                block.narrow_(stepped.dtype, scale, members, self.backend)
+                block.cast_in_place_(stepped.dtype, scale, members, self.backend)
                 self.written(members, divisor, shown=True)
-                for slot in self.buffers.lent:
+                for slot in self.buffers.with_main_grad:
                     slot.clean = slot.clean and slot.block is not block
 
 

@@ -23,21 +23,21 @@ Record = TypeVar("Record", Window, MicroBatch)
 
 def save(opt: Wrapper) -> dict[str, Any]:
     """Everything needed to continue bit-identically, as tensors and plain values; parameters by position."""
-    sums, ledger, accumulator = opt._sums, opt._ledger, opt._gathering.accumulator
-    ranks, adaptive = opt._gathering.ranks, opt.settings.schedule.adaptive
+    sums, ledger, accumulator = opt._sums, opt._ledger, opt._accumulation.accumulator
+    ranks, adaptive = opt._accumulation.ranks, opt.settings.schedule.adaptive
     if opt._closing.broke_off:
         warn(
             "the last step() was broken off by an exception after it had closed its window, which no checkpoint or copy holds; call step() "
             "again first, which applies it, or opt.reset() to drop it"
         )
-    opt._gathering.drop_taken_away()
+    opt._accumulation.drop_taken_away()
     ranks.undo_reduce()
     sums.offload.wait()
     if ledger.has_micro:
         accumulator.count()
-    gathered = sums.gathered() if ledger.has_window else []
+    gathered = sums.slots_with_grad() if ledger.has_window else []
     window = plain(ledger.window) if ledger.has_window else None
-    micro = plain(ledger.micro) if ledger.has_micro and not opt._gathering.idle_is_open else None
+    micro = plain(ledger.micro) if ledger.has_micro and not opt._accumulation.idle_is_open else None
     return {
         "format": FORMAT,
         "shapes": [tuple(slot.param.shape) for slot in sums.buffers.slots],
@@ -45,11 +45,11 @@ def save(opt: Wrapper) -> dict[str, Any]:
         "index": ledger.index,
         "window": window,
         "micro_batch": micro,
-        "rejected": list(opt._gathering.rejected.names),
+        "rejected": list(opt._accumulation.rejected.names),
         "norms": [] if window is None else sums.norms.save(),
         "buffers": {slot.index: _saved(slot) for slot in gathered},
         "changed_by_user": sums.changed_by_user,
-        "unseen": sorted(slot.index for slot in ranks.unseen),
+        "unseen": sorted(slot.index for slot in ranks.shown_for_others),
         "masters": {
             slot.index: opt._masters.of[slot.param].detach()
             for slot in sums.buffers.slots
@@ -57,8 +57,8 @@ def save(opt: Wrapper) -> dict[str, Any]:
         },
         "seed": accumulator.seed,
         "draws": [slot.draws for slot in sums.buffers.slots],
-        "loss_scale": copied(opt._gathering.loss_scale.live),
-        "batch_statistics": opt._gathering.statistics.saved(),
+        "loss_scale": copied(opt._accumulation.loss_scale.live),
+        "batch_statistics": opt._accumulation.statistics.saved(),
         "noise": copied(None if opt._closing.noise is None else opt._closing.noise.averages),
         "schedule": None if adaptive is None else adaptive.state_dict(),
     }
@@ -73,7 +73,7 @@ def window_settings(opt: Wrapper) -> dict[str, Any]:
         "accum_steps": "callable" if callable(steps) else steps,
         "window_weight": settings.schedule.window_weight,
         "buffer_dtype": str(settings.buffer_dtype),
-        "rank": opt._gathering.ranks.name,
+        "rank": opt._accumulation.ranks.name,
         "shard": settings.shard,
     }
 
@@ -98,7 +98,7 @@ def restored(kind: type[Record], saved: dict[str, Any]) -> Record:
 
 def _saved(slot: Slot) -> dict[str, Any]:
     kept = slot.buffer.clone()
-    return {"sum": whole(kept, slot.param) if slot.sharded else kept, "divisor": slot.divisor}
+    return {"sum": whole(kept, slot.param) if slot.is_dtensor else kept, "divisor": slot.divisor}
 
 
 def check(opt: Wrapper, own: dict[str, Any]) -> None:
@@ -119,7 +119,7 @@ def check(opt: Wrapper, own: dict[str, Any]) -> None:
                 f"the checkpoint has shape {tuple(shape)} for parameter {slot.name}, which is {tuple(slot.param.shape)}; is it another "
                 "model's?"
             )
-    opt._gathering.statistics.check(own["batch_statistics"])
+    opt._accumulation.statistics.check(own["batch_statistics"])
     mine, rank = window_settings(opt), own["settings"]["rank"]
     if own["settings"]["shard"] and mine["rank"] != rank:
         raise ValueError(
@@ -158,21 +158,21 @@ def load(opt: Wrapper, own: dict[str, Any]) -> None:
     if opt._ledger.has_window and not opt._ledger.is_open:
         # It holds nothing (its micro-batches were dropped), so check() has let another accum_steps pass.
         opt._ledger.window.length = opt.settings.schedule.length(own["index"])
-    opt._gathering.rejected.names = list(own["rejected"])
+    opt._accumulation.rejected.names = list(own["rejected"])
     for index, saved in own["buffers"].items():
         sums.restore(slots[index], local_of(saved["sum"]), saved["divisor"])
     sums.changed_by_user = own["changed_by_user"]
     sums.norms.load(own["norms"], slots)
-    opt._gathering.ranks.unseen.update(slots[index] for index in own["unseen"])
+    opt._accumulation.ranks.shown_for_others.update(slots[index] for index in own["unseen"])
     opt._masters.load(
         {slots[i].param: saved for i, saved in own["masters"].items() if slots[i].param in opt._masters.of}
     )
-    accumulator = opt._gathering.accumulator
+    accumulator = opt._accumulation.accumulator
     if None not in (accumulator.seed, own["seed"]):  # saved and loaded with stochastic rounding
         accumulator.seed = own["seed"]
     for slot, draws in zip(slots, own["draws"], strict=True):
         slot.draws = draws
-    opt._gathering.loss_scale.load(own["loss_scale"])
-    opt._gathering.statistics.load(own["batch_statistics"])
+    opt._accumulation.loss_scale.load(own["loss_scale"])
+    opt._accumulation.statistics.load(own["batch_statistics"])
     if opt._closing.noise is not None:
         opt._closing.noise.load(own["noise"])

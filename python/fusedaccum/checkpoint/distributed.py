@@ -120,7 +120,9 @@ class DistributedState:
                 slot = of_state[int(index)] if kind == "state" else self._opt._sums.buffers.slots[int(index)]
                 if kind == "masters" and slot.param not in self._opt._masters.of:
                     continue
-                if kind == "sums" and not (slot.sharded or resharding.falls_to(self._opt._gathering.ranks, int(rest))):
+                if kind == "sums" and not (
+                    slot.is_dtensor or resharding.falls_to(self._opt._accumulation.ranks, int(rest))
+                ):
                     continue
                 result[name.removeprefix(prefix)] = _room(slot, stored)
         return result
@@ -164,16 +166,16 @@ def _saved(opt: AccumulatingOptimizer) -> dict[str, Any]:
     mine = {k: v for k, v in own.items() if k not in ELSEWHERE}
     slots, of_state = opt._sums.buffers.slots, _slots_of_state(opt, state["param_groups"])
     mine["divisors"] = {index: saved["divisor"] for index, saved in own["buffers"].items()}
-    mine["shards"] = [slot.index for slot in slots if slot.sharded]
-    mine["narrow"] = [slot.index for slot in slots if slot.narrow]
+    mine["shards"] = [slot.index for slot in slots if slot.is_dtensor]
+    mine["narrow"] = [slot.index for slot in slots if slot.low_precision]
     mine["apart"] = [
         f"{name!r} of parameter {of_state[index].name}"
         for index, entry in state["state"].items()
         for name, value in entry.items()
         if _apart(of_state[index].param, value)
     ]
-    ranks = [_unpacked(one) for one in opt._gathering.ranks.all_gather(_packed(mine))]
-    number = opt._gathering.ranks.rank
+    ranks = [_unpacked(one) for one in opt._accumulation.ranks.all_gather(_packed(mine))]
+    number = opt._accumulation.ranks.rank
     _check_together(ranks)
     tensors, plain = dict[str, Tensor](), dict[Any, Any]()
     for index, entry in state["state"].items():
@@ -185,8 +187,8 @@ def _saved(opt: AccumulatingOptimizer) -> dict[str, Any]:
         tensors[f"masters.{index}"] = master
     for index, saved in own["buffers"].items():
         # 16-bit buffers hold means, and each rank has its own divisor. As sums in FP32 they make one tensor, and round to the same bits.
-        value = saved["sum"].float() * float(saved["divisor"]) if slots[index].narrow else saved["sum"]
-        tensors[f"sums.{index}.{0 if slots[index].sharded else number}"] = value
+        value = saved["sum"].float() * float(saved["divisor"]) if slots[index].low_precision else saved["sum"]
+        tensors[f"sums.{index}.{0 if slots[index].is_dtensor else number}"] = value
     header = {
         "format": own["format"],
         "shapes": own["shapes"],
@@ -261,7 +263,7 @@ def _check_together(ranks: list[dict[str, Any]]) -> None:
 def _room(slot: Slot, stored: Any) -> Any:
     """Memory for a stored tensor of this parameter, laid out as the parameter is here."""
     dtype = stored.properties.dtype
-    if slot.sharded and stored.size == slot.param.shape:
+    if slot.is_dtensor and stored.size == slot.param.shape:
         return whole(torch.empty_like(local_of(slot.param.detach()), dtype=dtype), slot.param)
     return torch.empty(stored.size, dtype=dtype)
 

@@ -24,7 +24,7 @@ def falls_to(here: Alone, saved_rank: int) -> bool:
 
 def own(opt: Wrapper, header: dict[str, Any]) -> dict[str, Any]:
     """What this rank would have saved itself, except for the tensors."""
-    ranks, here, buffers = header["ranks"], opt._gathering.ranks, opt._sums.buffers
+    ranks, here, buffers = header["ranks"], opt._accumulation.ranks, opt._sums.buffers
     same = here.size == len(ranks)
     settings = {**ranks[0]["settings"], "rank": here.name}
     if not same:
@@ -43,7 +43,7 @@ def own(opt: Wrapper, header: dict[str, Any]) -> dict[str, Any]:
         "rejected": ranks[here.rank]["rejected"] if same else [],
         "changed_by_user": any(rank["changed_by_user"] for rank in mine),
         # A rank's sums of squares are of what it held; shards may be laid out differently now.
-        "norms": first["norms"] if same and not buffers.sharded else [],
+        "norms": first["norms"] if same and not buffers.has_dtensors else [],
         "unseen": sorted({index for rank in mine for index in rank["unseen"]} - seen),
         "masters": {},
         "seed": first["seed"],
@@ -61,7 +61,7 @@ def window(opt: Wrapper, ranks: list[dict[str, Any]]) -> dict[str, Any] | None:
     count = sum(theirs.steps(len(ranks)) for theirs in held.values())
     if count == 0:
         return None
-    here = opt._gathering.ranks
+    here = opt._accumulation.ranks
     first = next(iter(held.values()))
     schedule = opt.settings.schedule.resumed(ranks[0]["schedule"])
     mine = Window(first.index, schedule.length(first.index), unit=first.unit, carried=0)
@@ -93,23 +93,25 @@ def rescaled(opt: Wrapper, slot: Slot, ranks: list[dict[str, Any]]) -> float:
     """
     if opt.settings.reduction != "none":
         return 1.0
-    return (1 if slot.sharded else opt._gathering.ranks.size) / (1 if slot.index in ranks[0]["shards"] else len(ranks))
+    return (1 if slot.is_dtensor else opt._accumulation.ranks.size) / (
+        1 if slot.index in ranks[0]["shards"] else len(ranks)
+    )
 
 
 def added_up(opt: Wrapper, index: int, rows: dict[int, Tensor], ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """The sum of ``rows``, by the rank that saved each, as a buffer holds it: ``{"sum": sum / divisor, "divisor": divisor}``."""
-    slot, here = opt._sums.buffers.slots[index], opt._gathering.ranks
+    slot, here = opt._sums.buffers.slots[index], opt._accumulation.ranks
     divisors = {s: ranks[s]["divisors"][index] for s in rows}
     scale = rescaled(opt, slot, ranks)
     # What 16-bit buffers held is saved as a sum. (Checkpoints that do not say were of buffers as they are here.)
-    was_narrow = index in ranks[0].get("narrow", [index] if slot.narrow else [])
-    if here.size == len(ranks) and len(rows) == 1 and scale == 1.0 and not (slot.narrow or was_narrow):
+    was_narrow = index in ranks[0].get("narrow", [index] if slot.low_precision else [])
+    if here.size == len(ranks) and len(rows) == 1 and scale == 1.0 and not (slot.low_precision or was_narrow):
         ((s, row),) = rows.items()
         return {"sum": row, "divisor": divisors[s]}
     total = torch.zeros_like(next(iter(rows.values())), dtype=torch.promote_types(slot.dtype, torch.float32))
     for s, row in rows.items():
         total += row * (scale if was_narrow else scale * float(divisors[s]))
-    if not slot.narrow:
+    if not slot.low_precision:
         return {"sum": total, "divisor": 1.0}
     divisor = ranks[here.rank]["divisors"].get(index) if here.size == len(ranks) else None
     divisor = sum(map(float, divisors.values())) if divisor is None else divisor

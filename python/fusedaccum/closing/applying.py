@@ -186,7 +186,7 @@ def inner_scales(inner: Optimizer, masters: MasterWeights, slots: list[Slot]) ->
         and len({(identity(slot.divisor), stepped_of(slot, masters).device) for slot in slots}) == 1
         and all(slot.dtype == stepped_of(slot, masters).dtype for slot in slots)
         and all(slot.dtype.itemsize <= 4 for slot in slots)  # grad_scale is FP32: too coarse for FP64
-        and not any(slot.sharded for slot in slots)  # grad_scale is not a DTensor
+        and not any(slot.is_dtensor for slot in slots)  # grad_scale is not a DTensor
     )
 
 

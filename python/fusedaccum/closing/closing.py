@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ..buffers.masters import MasterWeights
 from ..closures import Evaluated, evaluates_itself, refused, required_by_step, takes_closure
-from ..gathering.gathering import Gathering
+from ..gathering.accumulation import Accumulation
 from ..scalars import Scalar, as_tensor
 from ..window.noise import NoiseScale, measured
 from ..window.settings import Settings
@@ -28,7 +28,7 @@ class Closing:
 
     Args:
         inner: the optimizer that applies them.
-        gathering: of the windows. masters: what the inner optimizer steps in place of parameters.
+        accumulation: of the windows. masters: what the inner optimizer steps in place of parameters.
         settings: of the wrapper.
 
     Attributes:
@@ -37,10 +37,10 @@ class Closing:
         noise: the noise scale, if it was asked for.
     """
 
-    def __init__(self, inner: Optimizer, gathering: Gathering, masters: MasterWeights, settings: Settings):
+    def __init__(self, inner: Optimizer, accumulation: Accumulation, masters: MasterWeights, settings: Settings):
         self._inner = inner
-        self._gathering, self._masters, self._settings = gathering, masters, settings
-        self._sums, self._ledger = gathering.sums, gathering.ledger
+        self._accumulation, self._masters, self._settings = accumulation, masters, settings
+        self._sums, self._ledger = accumulation.sums, accumulation.ledger
         self.last_window: LastWindow | None = None
         self.noise = None if settings.noise_scale is None else NoiseScale(settings.noise_scale)
         self._unapplied: Conclusion | None = None  # a closed window, until it is applied and reported
@@ -53,21 +53,21 @@ class Closing:
         Args:
             evaluated: the closure that ``step()`` was given and has called; None if it was given none.
         """
-        overflow = self._gathering.ranks.agree(overflow)
-        if self._gathering.ranks.go_apart:  # their loop averages the parameters, most often through p.data
+        overflow = self._accumulation.ranks.agree(overflow)
+        if self._accumulation.ranks.go_apart:  # their loop averages the parameters, most often through p.data
             self._masters.compare_model()
         end = conclude(self._ledger, self._sums, self._settings, overflow)
         end.closure = self._handed_on(evaluated, end)
         self._unapplied = end
         self._ledger.close_window()
-        self._gathering.warn_not_zeroed()
+        self._accumulation.warn_not_zeroed()
         self._apply(end)
 
     def check_closure(self, closure: Callable[[], Any] | None) -> None:
         """Raises TypeError if the inner optimizer could not step with what ``step()`` has been given."""
         if closure is not None and evaluates_itself(self._inner):
             raise refused(self._inner, ["closure"])
-        if closure is None and self._needs_loss and self._gathering.losses.lacking:
+        if closure is None and self._needs_loss and self._accumulation.losses.lacking:
             raise self._lacks_loss()
 
     def _lacks_loss(self) -> TypeError:
@@ -95,15 +95,15 @@ class Closing:
         Args:
             found_inf: what GradScaler.step() says about it.
         """
-        scale = self._gathering.loss_scale
+        scale = self._accumulation.loss_scale
         window = self._ledger.window if self._ledger.has_window else None
         if not scale.through_scaler:
-            scale.step_without_scaler(window, self._gathering.losses)
+            scale.step_without_scaler(window, self._accumulation.losses)
             return False
         self._sums.check_shown("GradScaler looks for overflows in p.grad", "use bf16, which needs no loss scale")
         if window is None or window.overflowed:
             return False
-        if scale.unscaled and self._gathering.rejected.put_away and as_tensor(found_inf) != 0:
+        if scale.unscaled and self._accumulation.rejected.put_away and as_tensor(found_inf) != 0:
             scale.saw_rejected = True  # unscale_() came before the call (normalize_(), say) that put the sums back
         if scale.saw_rejected and scale.live is None:
             # If the window ends here, it is unknown what its other micro-batches carry.
@@ -113,8 +113,8 @@ class Closing:
             self._sums.norms.forget_all()  # GradScaler writes without raising the tensors' versions
         # normalize_() may have counted the micro-batch already.
         one_step = window.empty or window.length == 1 or self._settings.schedule.caller_owned
-        scale.step_by_scaler(window, self._gathering.losses, one_step)
-        return not self._gathering.rejected.names and as_tensor(found_inf) != 0
+        scale.step_by_scaler(window, self._accumulation.losses, one_step)
+        return not self._accumulation.rejected.names and as_tensor(found_inf) != 0
 
     def add_no_more(self) -> None:
         """A scaler has found an overflow inside the window, which will not be applied."""
@@ -122,7 +122,7 @@ class Closing:
         window.overflowed = True
         if self._settings.nonfinite != "skip_window":
             window.nonfinite = window.nonfinite + (window.nonfinite == 0)  # else a norm has met it
-        self._sums.zero_(self._sums.gathered())
+        self._sums.zero_(self._sums.slots_with_grad())
 
     def step_again(self, evaluated: Evaluated | None) -> bool:
         """A ``step()`` with no backward since the last: in a drop-in, step with the same gradient again, as plain PyTorch does.
@@ -136,7 +136,7 @@ class Closing:
         again.closure = self._handed_on(evaluated, end)
         # PyTorch's fused optimizers have written the scaled gradient back.
         again.finished = end.finished or type(self._inner).step.__module__.startswith("torch.optim.")
-        if not self._gathering.ranks.alone:
+        if not self._accumulation.ranks.alone:
             if self._others_close():
                 return True
             again.begun = self._sums.begun
@@ -148,18 +148,18 @@ class Closing:
         """If a rank has had a backward since the last step(), close the window that it has begun. Else return False: ``p.grad`` then shows
         again what it has shown, from memory of its own, because the buffers are what the ranks find it out with.
         """
-        ranks, slots = self._gathering.ranks, self._sums.buffers.slots
+        ranks, slots = self._accumulation.ranks, self._sums.buffers.slots
         shown = [(slot, slot.shown.clone()) for slot in slots if slot.shown is not None]
-        stepped = ranks.gathered
-        self._gathering.begin_window()
+        stepped = ranks.slots_with_grad
+        self._accumulation.begin_window()
         overflow = ranks.agree(False)
         if self._ledger.has_any:
             self.close(overflow)
             return True
-        self._gathering.reset()
+        self._accumulation.reset()
         for slot, grad in shown:
             slot.show(grad)
-        ranks.gathered = stepped
+        ranks.slots_with_grad = stepped
         return False
 
     def apply_again(self) -> bool:
@@ -173,34 +173,36 @@ class Closing:
     @property
     def broke_off(self) -> bool:
         """Would the next call of :meth:`apply_again` apply a window?"""
-        return not self._gathering.at_work and self._unapplied is not None and self._unapplied.begun == self._sums.begun
+        return (
+            not self._accumulation.at_work and self._unapplied is not None and self._unapplied.begun == self._sums.begun
+        )
 
     def _apply(self, end: Conclusion) -> None:
         # When the inner optimizer raises, or anything after it, the next step() or flush() goes on from there.
         with self._inner_at_work():
             applied = apply(end, self._inner, self._masters, self._sums, self._settings)
         if not end.params_broadcast:
-            self._gathering.ranks.broadcast_params(applied)
+            self._accumulation.ranks.broadcast_params(applied)
             end.params_broadcast = True
         self._report(end, applied)
 
     @contextmanager
     def _inner_at_work(self) -> Iterator[None]:
-        gathering, here = self._gathering, sys._getframe(2)
-        before = gathering.refuses_backward, gathering.inner_call
+        accumulation, here = self._accumulation, sys._getframe(2)
+        before = accumulation.refuses_backward, accumulation.inner_call
         # The backward of an inner optimizer that steps the parameters themselves (SAM) is an ordinary one in a caller-owned window.
         apart = self._masters.of or self._sums.buffers.offloaded
-        gathering.refuses_backward = here if apart or not self._settings.schedule.caller_owned else None
-        gathering.inner_call = here
+        accumulation.refuses_backward = here if apart or not self._settings.schedule.caller_owned else None
+        accumulation.inner_call = here
         try:
             yield
         finally:
-            gathering.refuses_backward, gathering.inner_call = before
+            accumulation.refuses_backward, accumulation.inner_call = before
 
     def _report(self, end: Conclusion, applied: bool | Tensor) -> None:
-        if not self._gathering.ranks.anything(end.slots):
+        if not self._accumulation.ranks.anything(end.slots):
             applied = False
-        self._gathering.updated = applied
+        self._accumulation.updated = applied
         noise = self.noise
         if noise is not None and not end.measured:
             both = measured(end.window, end.norm, self._ledger)
@@ -212,13 +214,13 @@ class Closing:
         if adaptive is not None:
             adaptive.window_closed(self.last_window, self._ledger.ranks)
         self._sums.shown_as_is()
-        self._gathering.accumulator.lend(self._sums.buffers.lent)
+        self._accumulation.accumulator.provide_main_grads(self._sums.buffers.with_main_grad)
         end.closure = None  # which may hold a loss with its graph
         self._unapplied, self._reported = None, end if self._settings.drop_in else None
 
     def call(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call another method of the inner optimizer (``eval()``, ``second_step()``) on what it steps: the masters."""
-        self._gathering.settle()
+        self._accumulation.end_open_pass()
         slots = self._sums.buffers.slots
         self._masters.follow_model()
         before = self._masters.fingerprints()
@@ -229,7 +231,7 @@ class Closing:
         finally:  # what a method that raises has done stays, as in plain PyTorch
             self._masters.write_back(self._masters.of, self._sums, before)
         if self._settings.schedule.caller_owned and self._sums.taken_away:
-            self._gathering.reset()  # as its zero_grad() does, which SAM's steps call if asked to
+            self._accumulation.reset()  # as its zero_grad() does, which SAM's steps call if asked to
         return result
 
     def step_lbfgs(self, closure: Callable[[], Any] | None, weight: Scalar | None) -> Any:
@@ -243,14 +245,14 @@ class Closing:
         def evaluate() -> Any:
             nonlocal end
             if not self._settings.drop_in:
-                self._gathering.reset()
+                self._accumulation.reset()
             elif end is not None and end.begun == self._sums.begun:
                 self._ledger.drop_window()  # its gradient stays until a backward comes, as in plain PyTorch
             loss = closure()
-            self._gathering.settle()
+            self._accumulation.end_open_pass()
             if not self._still(end):
                 with torch.no_grad():
-                    self._gathering.end_micro_batch(weight)
+                    self._accumulation.end_micro_batch(weight)
                     end = conclude(self._ledger, self._sums, self._settings, False)
                     self._sums.finish_(end.slots, end.divisor, end.coef, {})
                     self._sums.shown_as_is()
@@ -258,7 +260,7 @@ class Closing:
 
         loss = self._inner.step(evaluate)
         assert end is not None  # LBFGS has evaluated it
-        self._gathering.warn_not_zeroed()
+        self._accumulation.warn_not_zeroed()
         self._ledger.close_window()
         self._report(end, not end.skip)
         return loss

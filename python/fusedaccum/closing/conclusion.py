@@ -58,12 +58,12 @@ class Conclusion:
 
 def conclude(ledger: Ledger, sums: Sums, settings: Settings, overflow: bool | Tensor) -> Conclusion:
     """What the open window comes to. Waits for the device if weights are tensors on it."""
-    window, slots = ledger.window, sums.gathered()
+    window, slots = ledger.window, sums.slots_with_grad()
     if sums.changed_by_user:  # clipped by hand, say: then the two norms are of different things
         window.small_sq_norm = None
     divisor = 1.0 if window.empty else ledger.divisor(window.weight)
     divides = isinstance(divisor, Tensor) or divisor != 1.0
-    if divides and not all(slot.narrow for slot in slots):  # those hold the mean already
+    if divides and not all(slot.low_precision for slot in slots):  # those hold the mean already
         sums.warn_written("which is divided after that")
     weightless = float(divisor) == 0
     if weightless:

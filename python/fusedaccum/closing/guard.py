@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 if TYPE_CHECKING:
-    from ..gathering.gathering import Gathering
+    from ..gathering.accumulation import Accumulation
 
 NAME = "_fusedaccum_guard"  # the inner optimizer's attribute
 
@@ -27,7 +27,7 @@ class Guard:
 
     def __init__(self, inner: Optimizer):
         self.step: Any = vars(inner).get("step")
-        self._gathering: weakref.ref[Gathering] | None = None
+        self._accumulation: weakref.ref[Accumulation] | None = None
         self.patches: list[Callable[..., Any]] = []
         self._patch(inner, "step", self._check_step)
         self._patch(inner, "zero_grad", self._check_zero_grad)
@@ -54,52 +54,52 @@ class Guard:
         self.patches += [guarded, as_function]
         setattr(inner, name, guarded)
 
-    def watch(self, gathering: Gathering) -> None:
+    def watch(self, accumulation: Accumulation) -> None:
         """Guard these windows, of the last wrapper that was built for the optimizer, for as long as they live."""
-        self._gathering = weakref.ref(gathering)
+        self._accumulation = weakref.ref(accumulation)
 
-    def _interrupted(self) -> Gathering | None:
+    def _interrupted(self) -> Accumulation | None:
         """The windows, if other code has called, and one of them is open."""
-        gathering = None if self._gathering is None else self._gathering()
-        return None if gathering is None or gathering.at_work or not gathering.ledger.is_open else gathering
+        accumulation = None if self._accumulation is None else self._accumulation()
+        return None if accumulation is None or accumulation.at_work or not accumulation.ledger.is_open else accumulation
 
     def _check_step(self) -> None:
-        gathering = self._interrupted()
-        if gathering is not None and not gathering.ledger.schedule.caller_owned:
+        accumulation = self._interrupted()
+        if accumulation is not None and not accumulation.ledger.schedule.caller_owned:
             raise RuntimeError(
-                f"step() of the optimizer inside an AccumulatingOptimizer was called in {_where(gathering)}, when p.grad holds a sum; call "
-                "step() of the wrapper, which steps the other at the window's end. Where a library calls it, leave out accum_steps and "
-                "window_weight, and pass reduction='none'"
+                f"step() of the optimizer inside an AccumulatingOptimizer was called in {_where(accumulation)}, when p.grad holds a sum; "
+                "call step() of the wrapper, which steps the other at the window's end. Where a library calls it, leave out accum_steps "
+                "and window_weight, and pass reduction='none'"
             )
 
     def _check_zero_grad(self) -> None:
-        gathering = self._interrupted()
-        if gathering is None:
+        accumulation = self._interrupted()
+        if accumulation is None:
             return
-        if gathering.ledger.keeps:
+        if accumulation.ledger.keeps:
             raise RuntimeError(
-                f"zero_grad() of the optimizer inside an AccumulatingOptimizer was called in {_where(gathering)}, which would lose them; "
-                "call zero_grad() of the wrapper, which keeps them, or reset(). Where a library calls it between two backward passes of a "
-                "micro-batch (Opacus' ghost clipping), leave out accum_steps and window_weight, pass reduction='none', and let the library "
-                "add up the micro-batches: optimizer.signal_skip_step(True) before each but the last"
+                f"zero_grad() of the optimizer inside an AccumulatingOptimizer was called in {_where(accumulation)}, which would lose "
+                "them; call zero_grad() of the wrapper, which keeps them, or reset(). Where a library calls it between two backward passes "
+                "of a micro-batch (Opacus' ghost clipping), leave out accum_steps and window_weight, pass reduction='none', and let the "
+                "library add up the micro-batches: optimizer.signal_skip_step(True) before each but the last"
             )
-        gathering.settle()
-        if gathering.ledger.reduction != "none":  # there p.grad is all that counts, whether it is removed or zeroed
-            gathering.reset()
+        accumulation.end_open_pass()
+        if accumulation.ledger.reduction != "none":  # there p.grad is all that counts, whether it is removed or zeroed
+            accumulation.reset()
 
 
-def _where(gathering: Gathering) -> str:
-    ledger = gathering.ledger
+def _where(accumulation: Accumulation) -> str:
+    ledger = accumulation.ledger
     return f"window {ledger.index}, of which {ledger.progress['micro_batch']} micro-batches are in"
 
 
-def guard(inner: Optimizer, gathering: Gathering) -> None:
+def guard(inner: Optimizer, accumulation: Accumulation) -> None:
     """Guard the inner optimizer of these windows. One that was wrapped before has a guard already."""
     found = vars(inner).get(NAME)
     if found is None:
         found = Guard(inner)
         setattr(inner, NAME, found)
-    found.watch(gathering)
+    found.watch(accumulation)
 
 
 def is_patched(inner: Optimizer) -> bool:

@@ -20,8 +20,8 @@ class Alone:
         alone: is there no process group? (One may hold a single rank.)
         size, rank, name: how many ranks there are, which one this is, and its name in checkpoints.
         replicas, fully_sharded: the DistributedDataParallel and FSDP2 modules.
-        unseen: slots that show a sum only because some other rank may have a gradient.
-        gathered: slots that hold a gradient on any rank, once the ranks have agreed on a window; else empty.
+        shown_for_others: slots that show a sum only because some other rank may have a gradient.
+        slots_with_grad: slots that hold a gradient on any rank, once the ranks have agreed on a window; else empty.
         go_apart: have ranks kept windows to themselves, so that their parameters differ until the caller averages them?
     """
 
@@ -33,8 +33,8 @@ class Alone:
 
     def __init__(self) -> None:
         self.replicas, self.fully_sharded = Replicas([]), FullySharded([])
-        self.unseen: set[Slot] = set()
-        self.gathered: set[Slot] = set()
+        self.shown_for_others: set[Slot] = set()
+        self.slots_with_grad: set[Slot] = set()
         self.looked = False  # have other ranks been looked for, and none found?
 
     def take(self, slots: Sequence[Slot]) -> None:
@@ -68,7 +68,7 @@ class Alone:
 
     def forget(self) -> None:
         """A window begins, or is dropped."""
-        self.unseen.clear()
+        self.shown_for_others.clear()
 
     def forget_others(self, state: dict[Tensor, Any]) -> None:
         """Drop what an optimizer's ``state`` holds for parameters that other ranks step."""

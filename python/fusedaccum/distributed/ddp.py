@@ -105,12 +105,12 @@ class Replicas:
         """Have DistributedDataParallel modules been made with ``parameters`` since?"""
         return bool(replicas_of(parameters, besides=self.modules))
 
-    def check_all_gathered(self, parameters: Collection[Tensor], gathered: Callable[[Tensor], bool]) -> None:
+    def check_all_wrapped(self, parameters: Collection[Tensor], wrapped: Callable[[Tensor], bool]) -> None:
         """Raises RuntimeError if a module would replace the sums in ``p.grad``, or has trained parameters that no wrapper accumulates;
         and as :func:`check_ignored`.
 
         Args:
-            parameters: of the wrapper. gathered: does some wrapper accumulate this one's gradients?
+            parameters: of the wrapper. wrapped: does some wrapper accumulate this one's gradients?
         """
         if self.outdated(parameters):
             raise RuntimeError(
@@ -123,7 +123,7 @@ class Replicas:
             name
             for module in self.modules
             for name, p in module.module.named_parameters()
-            if p.requires_grad and not gathered(p) and name not in module.parameters_to_ignore
+            if p.requires_grad and not wrapped(p) and name not in module.parameters_to_ignore
         ]
         if left_out:
             raise RuntimeError(

@@ -35,7 +35,9 @@ class Reductions:
         self._divided: dict[Any, tuple] = {}  # how each group's last gradients were divided
         self._warned = False
         slots = [slot for members in groups.values() for slot in members]
-        self._wide = {id(s.param): s for s in slots if not s.narrow and s.dtype.itemsize > s.param.dtype.itemsize}
+        self._wide = {
+            id(s.param): s for s in slots if not s.low_precision and s.dtype.itemsize > s.param.dtype.itemsize
+        }
         for group in groups:
             self._read_divisor(group)
             _FOLLOWERS.setdefault(group, weakref.WeakSet()).add(self)
@@ -91,7 +93,9 @@ class Reductions:
         """Warn if FSDP2 adds up gradients of ``slots`` in fewer bits than their buffers have."""
         for group, members in self._groups.items():
             summed = group.mp_policy.reduce_dtype or group.mp_policy.param_dtype or members[0].param.dtype
-            rounded = [slot.name for slot in members if slot in slots and not slot.narrow and summed.itemsize < 4]
+            rounded = [
+                slot.name for slot in members if slot in slots and not slot.low_precision and summed.itemsize < 4
+            ]
             if rounded:
                 return warn(
                     f"FSDP2 adds up the gradient of parameter {rounded[0]} in {summed}, over the ranks and over micro-batches that it "

@@ -213,6 +213,6 @@ class Group:
 
 def strides(slot: Slot) -> tuple[int, ...]:
     """The strides of a buffer, whose memory travels as it is; nothing for a shard, whose memory does not travel."""
-    if slot.sharded:
+    if slot.is_dtensor:
         return ()
     return tuple(stride for stride, size in zip(slot.strides, slot.param.shape, strict=True) if size != 1)

@@ -35,7 +35,7 @@ from .own_windows import OwnWindows
 from .reduce_buckets import Phase, ReduceBuckets
 
 if TYPE_CHECKING:
-    from ..gathering.batch_statistics import Statistics
+    from ..gathering.batch_statistics import BatchNormStats
 
 
 class Ranks(Alone):
@@ -57,7 +57,7 @@ class Ranks(Alone):
         sums: Sums,
         ledger: Ledger,
         loss_scale: LossScale,
-        statistics: Statistics,
+        statistics: BatchNormStats,
         settings: Settings,
         drop: Callable[[], None],
     ):
@@ -72,7 +72,7 @@ class Ranks(Alone):
         self.name = f"{self.rank} of {self.size}"
         self.owners: dict[Slot, int] = {}  # empty unless ``shard``
         self.reduce_buckets = ReduceBuckets(self.group, settings.comm_dtype, sums, ledger, self.owners)
-        self.unseen = self.reduce_buckets.unseen
+        self.shown_for_others = self.reduce_buckets.shown_for_others
         self._own = OwnWindows(settings, ledger, sums.buffers)
         self._share(slots)
         self.forget()
@@ -93,11 +93,11 @@ class Ranks(Alone):
 
     def _check(self, group: dist.ProcessGroup, fully_sharded: FullySharded) -> None:
         slots = self._sums.buffers.slots
-        parts = [slot.name for slot in slots if slot.sharded and slot not in fully_sharded.slots]
-        lent = [slot.name for slot in self._sums.buffers.lent]
-        check_shared(self._settings, self._sums.buffers.sharded, lent, parts)
+        parts = [slot.name for slot in slots if slot.is_dtensor and slot not in fully_sharded.slots]
+        with_main_grad = [slot.name for slot in self._sums.buffers.with_main_grad]
+        check_shared(self._settings, self._sums.buffers.has_dtensors, with_main_grad, parts)
         if fully_sharded.slots:
-            check_unsharded(self._settings, [slot.name for slot in slots if not slot.sharded])
+            check_unsharded(self._settings, [slot.name for slot in slots if not slot.is_dtensor])
         fully_sharded.check_shared_by(group, self._settings.process_group is None)
 
     def _share(self, slots: Sequence[Slot]) -> None:
@@ -119,7 +119,7 @@ class Ranks(Alone):
 
     def forget(self) -> None:
         self._overflow = False  # has a GradScaler found an overflow on any rank?
-        self.gathered = set()
+        self.slots_with_grad = set()
         self._shown = False  # have all ranks told each other, after a backward, which gradients they have?
         self._reducing: MicroBatch | None = None  # whose backward has sent sums, for DistributedDataParallel's sake
         self._own.forget()
@@ -209,10 +209,10 @@ class Ranks(Alone):
 
     def _show(self) -> None:
         """Show the sums of all gradients that any rank has."""
-        _, gathered, stale = self._totals()
+        _, with_grad, stale = self._totals()
         self.reduce_buckets.send_stale(stale)
         # Narrow buffers have not been sent yet: what one without a gradient here holds is meaningless.
-        self.reduce_buckets.show([slot for slot in gathered if not slot.narrow])
+        self.reduce_buckets.show([slot for slot in with_grad if not slot.low_precision])
         self._shown = True
 
     def _totals(self, *mine: float) -> tuple[list[float], list[Slot], list[float]]:
@@ -230,7 +230,7 @@ class Ranks(Alone):
             self.group.out_of_step()
 
     def of_all_parts(self, found: int) -> int:
-        return int(self.group.total([found])[0]) if self._sums.buffers.sharded else found
+        return int(self.group.total([found])[0]) if self._sums.buffers.has_dtensors else found
 
     # -- a window's end ----------------------------------------------------------------------------------------
 
@@ -269,19 +269,19 @@ class Ranks(Alone):
             self._show()  # as at the end of the others' last backward
         window = self._ledger.window
         compare = functools.partial(
-            self.group.compare_values, [slot for slot in self._sums.buffers.slots if not slot.sharded]
+            self.group.compare_values, [slot for slot in self._sums.buffers.slots if not slot.is_dtensor]
         )
         if not self._compared:
             compare()
             self._compared = True
         self._own.shared(compare)
         mine = Numbers.of(window, overflow, self._loss_scale, self._statistics.any_counted)
-        totals, gathered, stale = self._totals(*mine)
+        totals, with_grad, stale = self._totals(*mine)
         numbers = self._of_one_scale(mine, Numbers(*totals))
         numbers.put_into(window, self._ledger)
         self._overflow = bool(numbers.overflow)
-        self.gathered = set(gathered)
-        self.reduce_buckets.finish(self.gathered, stale)
+        self.slots_with_grad = set(with_grad)
+        self.reduce_buckets.finish(self.slots_with_grad, stale)
         if numbers.pools:
             self._statistics.add_up(self.group)
 
@@ -308,11 +308,11 @@ class Ranks(Alone):
         return numbers._replace(overflowed=1.0)
 
     def anything(self, slots: Collection[Slot]) -> bool:
-        return bool(slots or self.gathered)
+        return bool(slots or self.slots_with_grad)
 
     def broadcast_params(self, applied: bool | Tensor) -> None:
         if applied is not False:
-            self.reduce_buckets.broadcast_params(self.gathered)
+            self.reduce_buckets.broadcast_params(self.slots_with_grad)
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 

@@ -51,8 +51,8 @@ class ReduceBucket:
         return self.block.flat[first.offset : last.offset + last.buffer.numel()]
 
     @property
-    def narrow(self) -> bool:
-        return self.slots[0].narrow
+    def low_precision(self) -> bool:
+        return self.slots[0].low_precision
 
 
 @dataclass
@@ -83,7 +83,7 @@ class ReduceBuckets:
 
     Attributes:
         phase: how far the open window has come.
-        unseen: slots that show a sum only because some other rank may have a gradient.
+        shown_for_others: slots that show a sum only because some other rank may have a gradient.
     """
 
     def __init__(
@@ -102,13 +102,13 @@ class ReduceBuckets:
         self._buckets: list[ReduceBucket] = []
         self._bucket_of: dict[Slot, ReduceBucket] = {}
         self._blocks = 0  # that the buckets were made of
-        self.unseen: set[Slot] = set()
+        self.shown_for_others: set[Slot] = set()
         self.forget()
 
     def forget(self) -> None:
         """A window begins, of which nothing has been sent yet."""
         self.phase = Phase.APART
-        self.unseen.clear()
+        self.shown_for_others.clear()
         self._in_flight: list[InFlight] = []
         self._missing: dict[ReduceBucket, set[Slot]] = {}  # what the buckets still wait for in the last pass
         self._sent: set[ReduceBucket] = set()  # were sent in this window, once or more
@@ -129,7 +129,7 @@ class ReduceBuckets:
 
     def last_pass_begins(self) -> None:
         """From here on buckets are sent as soon as all their gradients are in; those sent before must be sent once more."""
-        if self._sums.buffers.lent or self._sums.buffers.offloaded:
+        if self._sums.buffers.with_main_grad or self._sums.buffers.offloaded:
             return  # what their layers, or a thread, add to a buffer is not reported one by one
         self._divide_up()
         self.undo_all()
@@ -139,7 +139,7 @@ class ReduceBuckets:
         self._missing = {
             bucket: {slot for slot in bucket.slots if slot.param.requires_grad}
             for bucket in self._buckets
-            if not bucket.narrow
+            if not bucket.low_precision
         }
         self.phase = Phase.REDUCING
 
@@ -153,7 +153,7 @@ class ReduceBuckets:
 
     def added(self, slots: Sequence[Slot]) -> None:
         """Gradients were added to these slots."""
-        self.unseen.difference_update(slots)
+        self.shown_for_others.difference_update(slots)
         if not self._missing:
             return
         for bucket in {self._bucket_of[slot] for slot in slots if slot in self._bucket_of} & self._missing.keys():
@@ -165,12 +165,12 @@ class ReduceBuckets:
 
     def send_rest(self) -> None:
         """Send the wide buckets that are not on their way yet."""
-        self._sums.gathered()  # takes over what was put into p.grad by hand
+        self._sums.slots_with_grad()  # takes over what was put into p.grad by hand
         self._divide_up()
         self._missing, self.phase = {}, Phase.SENT
         in_flight = {flight.bucket for flight in self._in_flight}
         for bucket in self._buckets:
-            if not bucket.narrow and bucket not in in_flight:
+            if not bucket.low_precision and bucket not in in_flight:
                 self._send(bucket)
 
     def send_stale(self, stale: Sequence[float]) -> None:
@@ -184,19 +184,19 @@ class ReduceBuckets:
                 self._send(bucket)
         self.arrive()
 
-    def finish(self, gathered: set[Slot], stale: Sequence[float]) -> None:
-        """Send what must be sent once more on any rank, and what needed the window's weight; show what is ``gathered``."""
+    def finish(self, with_grad: set[Slot], stale: Sequence[float]) -> None:
+        """Send what must be sent once more on any rank, and what needed the window's weight; show what is ``with_grad``."""
         self.send_stale(stale)
         for bucket in self._buckets:
-            if bucket.narrow:
+            if bucket.low_precision:
                 self._send(bucket)
         self.arrive()
         for bucket in self._buckets:
             ours = bucket.owner in (None, self._group.rank)
-            shown = [slot for slot in bucket.slots if slot in gathered and ours]
+            shown = [slot for slot in bucket.slots if slot in with_grad and ours]
             self._sums.written(shown, self._divisor(bucket))
             for slot in bucket.slots:
-                if not ours or slot in self.unseen - gathered:
+                if not ours or slot in self.shown_for_others - with_grad:
                     slot.show(None)
         self.phase = Phase.AGREED
 
@@ -233,13 +233,13 @@ class ReduceBuckets:
     def _divide_up(self) -> None:
         """Make buckets of all slots that may hold a gradient on any rank."""
         sums = self._sums
-        sums.place([slot for slot in sums.buffers.slots if slot.param.requires_grad and not slot.sharded])
+        sums.place([slot for slot in sums.buffers.slots if slot.param.requires_grad and not slot.is_dtensor])
         if self._blocks == len(sums.buffers.blocks):
             return
         self._blocks = len(sums.buffers.blocks)
         filling: dict[Block, ReduceBucket] = {}
         for slot in reversed(sums.buffers.slots):
-            if not slot.placed or slot.sharded or slot in self._bucket_of:
+            if not slot.placed or slot.is_dtensor or slot in self._bucket_of:
                 continue
             bucket, owner = filling.get(slot.block), self._owners.get(slot)
             if bucket is None or bucket.memory.nbytes >= BUCKET_BYTES or bucket.owner != owner:
@@ -281,8 +281,8 @@ class ReduceBuckets:
             flight.arrive(self._group, self._sums.backend)
 
     def _divisor(self, bucket: ReduceBucket) -> Scalar:
-        """What narrow buffers are divided by when sent: the sum of all ranks might overflow where the window's gradient fits."""
-        return or_one(self._ledger.divisor(self._ledger.window.weight)) if bucket.narrow else 1.0
+        """What 16-bit buffers are divided by when sent: the sum of all ranks might overflow where the window's gradient fits."""
+        return or_one(self._ledger.divisor(self._ledger.window.weight)) if bucket.low_precision else 1.0
 
     def _undo_reduce(self, flight: InFlight) -> None:
         """One rank keeps what all have accumulated, the others start again with zeros: the sum over the ranks stays what it is.
@@ -308,13 +308,13 @@ class ReduceBuckets:
 
     def has(self, slot: Slot) -> bool:
         """Does this rank have a gradient for it?"""
-        return slot.shown is not None and slot not in self.unseen
+        return slot.shown is not None and slot not in self.shown_for_others
 
     def show(self, slots: Sequence[Slot]) -> None:
         """Show sums that hold what other ranks have accumulated, or may have."""
-        unseen = [slot for slot in slots if slot.shown is None]
-        self._sums.written(unseen, 1.0)
-        self.unseen.update(unseen)
+        for_others = [slot for slot in slots if slot.shown is None]
+        self._sums.written(for_others, 1.0)
+        self.shown_for_others.update(for_others)
 
     @property
     def any_in_flight(self) -> bool:

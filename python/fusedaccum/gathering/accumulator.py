@@ -47,7 +47,7 @@ class Accumulator:
         sums.place(slots)
         self._count_layers_first(slots, measure)
         sums.adopt_all(slots)
-        if sums.buffers.sharded:
+        if sums.buffers.has_dtensors:
             grads = [local_gradient(grad, slot.param) for slot, grad in zip(slots, grads, strict=True)]
         scale = self._contribution(micro.factor_left())
         for (device, first, narrow, *_), members, theirs in one_call_each(slots, grads, measure):
@@ -104,11 +104,11 @@ class Accumulator:
     def layer_added(self, slot: Slot, measure: bool) -> None:
         """The layer of a slot has added its gradient, times 1. Waits for the device if there is a loss scale, or a weight, on it."""
         micro, overflowed = self._ledger.micro, self._ledger.window.overflowed
-        scale = float(self._contribution(1.0 if slot.lent else micro.factor_left()))
+        scale = float(self._contribution(1.0 if slot.main_grad_enabled else micro.factor_left()))
         try:
-            slot.check_added(scale) if slot.lent else in_place.check_added(slot, scale, overflowed)
+            slot.check_added(scale) if slot.main_grad_enabled else in_place.check_added(slot, scale, overflowed)
         except RuntimeError:
-            micro.adds += not slot.lent and slot.shown is not None  # the sum is not the window's any more
+            micro.adds += not slot.main_grad_enabled and slot.shown is not None  # the sum is not the window's any more
             raise
         self._sums.norms.forget_block(slot.block)
         if scale == 0.0:  # the window will not be applied: nothing more is added
@@ -117,20 +117,20 @@ class Accumulator:
 
     def _count_layers_first(self, slots: Sequence[Slot], measure: bool) -> None:
         """Count what the layers of ``slots`` have added in this pass, before something else is added to the same buffers."""
-        if self._sums.buffers.lent:
+        if self._sums.buffers.with_main_grad:
             for slot in slots:
-                if slot.lent and main_grad.is_marked(slot.param):
+                if slot.main_grad_enabled and main_grad.was_added(slot.param):
                     self.layer_added(slot, measure)
 
     @property
-    def layers_unseen(self) -> bool:
+    def main_grads_unrecorded(self) -> bool:
         """Has a layer added a gradient that never arrived, because its pass was broken off?"""
-        return any(main_grad.is_marked(slot.param) for slot in self._sums.buffers.lent)
+        return any(main_grad.was_added(slot.param) for slot in self._sums.buffers.with_main_grad)
 
-    def lend(self, slots: Sequence[Slot]) -> None:
+    def provide_main_grads(self, slots: Sequence[Slot]) -> None:
         """Give layers that add their gradients themselves the buffers of ``slots`` for the next window, filled with zeros."""
         self._sums.buffers.allocate(slots)  # apart from others, whose p.grad is still shown when these are zeroed
-        stale = [slot for slot in slots if not slot.clean or main_grad.is_marked(slot.param)]
+        stale = [slot for slot in slots if not slot.clean or main_grad.was_added(slot.param)]
         if stale:
             self._sums.part_with_kept()
             torch._foreach_zero_([slot.buffer for slot in stale])
@@ -138,7 +138,7 @@ class Accumulator:
         for slot in slots:
             slot.show(None)
             slot.clean = True
-            main_grad.lend(slot.param, slot.buffer)
+            main_grad.provide(slot.param, slot.buffer)
 
     def _has_added(self, slot: Slot, measure: bool) -> None:
         """Other code has added a gradient to the buffer of ``slot``."""
@@ -193,7 +193,7 @@ class Accumulator:
         counters = [(slot.draws * DRAWS_APART + slot.before) % (1 << 64) for slot in slots]
         for slot in slots:
             slot.draws += 1
-        return ops.StochasticRounding(self.seed + (0 if slots[0].sharded else self.rank), counters)
+        return ops.StochasticRounding(self.seed + (0 if slots[0].is_dtensor else self.rank), counters)
 
 
 def _room_for_stats(slot: Slot) -> ops.Stats:
@@ -215,7 +215,7 @@ def one_call_each(
         slot, first = slots[i], slots[i].shown is None
         # After normalize_(), parameters that no pass has reached since still hold a mean.
         divisor, layout = None if first else identity(slot.divisor), alike(slot) if measure else None
-        key = (slot.made_for.device, first, slot.narrow, divisor, slot.averaged_by, layout, slot.sharded)
+        key = (slot.made_for.device, first, slot.low_precision, divisor, slot.averaged_by, layout, slot.is_dtensor)
         calls.setdefault(key, []).append(i)
     if len(calls) == 1:  # as nearly always
         yield next(iter(calls)), slots, grads
@@ -230,4 +230,4 @@ def _agree(slots: Sequence[Slot]) -> bool:
     for slot in slots:
         if slot.block is not one.block or slot.divisor is not one.divisor or (slot.shown is None) is not first:
             return False
-    return not one.sharded
+    return not one.is_dtensor

@@ -37,7 +37,7 @@ class Layer(Protocol):
     num_batches_tracked: Tensor
     momentum: float | None
 
-    def follows(self) -> tuple[Statistics, Key] | None:
+    def follows(self) -> tuple[BatchNormStats, Key] | None:
         """The statistics that the layer takes part in now, and its key there."""
 
 
@@ -60,7 +60,7 @@ class Call:
     ranks: int
 
 
-class Statistics:
+class BatchNormStats:
     """A ledger's Follower. Keeps calls pending until their micro-batch is counted, and totals until their window closes.
 
     Args:

@@ -31,7 +31,7 @@ class Rejected:
         self._hidden = [(slot, slot.param.grad) for slot in slots]
         for slot in slots:
             slot.param.grad = None
-        shard = next((slot for slot in slots if slot.sharded and slot.param.requires_grad), None)
+        shard = next((slot for slot in slots if slot.is_dtensor and slot.param.requires_grad), None)
         if shard is not None:
             shard.param.grad = whole(torch.full_like(local_of(shard.param.detach()), torch.nan), shard.param)
         elif bad:

@@ -16,7 +16,7 @@ from ..window.ledger import Ledger
 from ..window.losses import Losses
 from ..window.settings import Settings, check_alone
 from .accumulator import Accumulator
-from .batch_statistics import Statistics
+from .batch_statistics import BatchNormStats
 
 
 class Windows:
@@ -36,7 +36,7 @@ class Windows:
     def __init__(self, settings: Settings, seed: int | None):
         self._settings = settings
         self.sums = Sums(settings.buffer_dtype, settings.buffer_device, settings.backend)
-        self.statistics = Statistics(self.sums.buffers)  # of BatchNorm layers that are pooled
+        self.statistics = BatchNormStats(self.sums.buffers)  # of BatchNorm layers that are pooled
         self.ledger = Ledger(settings.schedule, settings.reduction, self.statistics)
         self.loss_scale = LossScale()
         self.accumulator = Accumulator(self.sums, self.ledger, self.loss_scale, seed)
@@ -107,7 +107,7 @@ class Windows:
         self.ledger.drop_window()
         self.step_under_way = False
         self.sums.begin()
-        self.accumulator.lend(self.sums.buffers.lent)
+        self.accumulator.provide_main_grads(self.sums.buffers.with_main_grad)
         self.ranks.fully_sharded.drop()
         self.ranks.forget()
 

@@ -20,8 +20,8 @@ from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointFunction
 
 from ..engine import outside_graphs, within_backward
-from ..gathering.batch_statistics import LAYERS, Key, Statistics
-from ..gathering.gathering import Gathering
+from ..gathering.accumulation import Accumulation
+from ..gathering.batch_statistics import LAYERS, BatchNormStats, Key
 from ..modules import collect_garbage
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -158,22 +158,22 @@ class Pooled(_BatchNorm):
             self._buffers.update(kept)
             self.momentum = momentum
         if run is _Run.COUNTED:
-            gathering, key = followed
-            gathering.settle_returned()  # or this forward would be taken to belong to its micro-batch
-            gathering.statistics.record(key, input.numel() // input.shape[1], moments, _ranks_of(self))
+            accumulation, key = followed
+            accumulation.end_returned_pass()  # or this forward would be taken to belong to its micro-batch
+            accumulation.statistics.record(key, input.numel() // input.shape[1], moments, _ranks_of(self))
         return output
 
-    def follows(self) -> tuple[Statistics, Key] | None:
+    def follows(self) -> tuple[BatchNormStats, Key] | None:
         """The statistics that the layer takes part in now, and its key there."""
         followed = self._followed()
         return None if followed is None else (followed[0].statistics, followed[1])
 
-    def _followed(self) -> tuple[Gathering, Key] | None:
+    def _followed(self) -> tuple[Accumulation, Key] | None:
         number, near = self._place
         for p in (*self._parameters.values(), *near):
-            gathering = None if p is None else Gathering.of(p)
-            if p is not None and gathering is not None:
-                return gathering, (gathering.sums.buffers.of[p].index, number)
+            accumulation = None if p is None else Accumulation.of(p)
+            if p is not None and accumulation is not None:
+                return accumulation, (accumulation.sums.buffers.of[p].index, number)
         return None
 
     def __setstate__(self, state: dict[str, Any]) -> None:

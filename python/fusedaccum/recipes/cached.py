@@ -16,7 +16,7 @@ from torch.nn import Module, ModuleList
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 
-from ..gathering.gathering import Gathering
+from ..gathering.accumulation import Accumulation
 from ..optimizer import AccumulatingOptimizer
 from ..scalars import Scalar, checked_count
 from .batchnorm import Pooled
@@ -88,7 +88,7 @@ def cached_backward(
         del embeddings, embedding
         loss = loss.detach()
         if opt is not None:
-            opt._gathering.record_loss(loss, by_backward=True)
+            opt._accumulation.record_loss(loss, by_backward=True)
         after_loss = RandomState(tensor for encoding in encodings for tensor in encoding.placed)
         try:
             for encoding in encodings:
@@ -279,8 +279,8 @@ def _one_micro_batch(opt: Any, weight: Scalar | None) -> AbstractContextManager[
 def _check_grouped(parameters: Iterable[Tensor]) -> None:
     """Raises RuntimeError if a wrapper accumulates these parameters' gradients and counts every pass as a micro-batch of its own."""
     for parameter in parameters:
-        gathering = Gathering.of(parameter) if parameter.requires_grad else None
-        if gathering is not None and gathering.tells_passes_apart:
+        accumulation = Accumulation.of(parameter) if parameter.requires_grad else None
+        if accumulation is not None and accumulation.tells_passes_apart:
             raise RuntimeError(
                 "an AccumulatingOptimizer accumulates these parameters' gradients and would count every backward pass of cached_backward "
                 "as a micro-batch of its own; give opt=, or call it within `with opt.micro_batch():` (of every such wrapper)"

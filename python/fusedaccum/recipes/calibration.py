@@ -75,7 +75,7 @@ def _one_pass(kernel: Kernel, sizes: list[int], device: torch.device) -> Callabl
         return lambda: ops.scale_(views, 0.999)
     if op == "narrow":
         wide = Block(_flat(sizes, source, where)[0], offloaded=False)
-        return lambda: wide.narrow_(into, 0.999, [], "auto")
+        return lambda: wide.cast_in_place_(into, 0.999, [], "auto")
     if op == "cast":
         others = _flat(sizes, source, where)[1]
         return lambda: ops.cast_(views, others)

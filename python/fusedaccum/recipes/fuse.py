@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter, functional
 
 from ..engine import outside_graphs
+from ..gathering.accumulation import Accumulation
 from ..gathering.accumulator import Write
-from ..gathering.gathering import Gathering
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -95,7 +95,7 @@ def _may_fuse(weight: Tensor, input: Tensor) -> bool:
         not torch.compiler.is_compiling()  # first, because a compiler must not look at the rest
         and weight.requires_grad
         and torch.is_grad_enabled()
-        and Gathering.of(weight) is not None
+        and Accumulation.of(weight) is not None
         and input.layout is torch.strided
         and not input.is_nested
         and not torch.is_autocast_enabled(weight.device.type)
@@ -173,11 +173,13 @@ def _added(
     weight: Parameter, dtype: torch.dtype, write: Write, can: Callable[[torch.dtype, torch.dtype, str], bool]
 ) -> bool:
     """Let ``write`` add a gradient of this dtype to the weight's buffer; False if the gradient must go through autograd instead."""
-    gathering = Gathering.of(weight)
+    accumulation = Accumulation.of(weight)
     missed = weight._backward_hooks or weight._post_accumulate_grad_hooks  # they would miss the gradient
-    if torch.is_grad_enabled() or not weight.requires_grad or missed or gathering is None or dtype != weight.dtype:
+    if torch.is_grad_enabled() or not weight.requires_grad or missed or accumulation is None or dtype != weight.dtype:
         return False
-    return can(dtype, gathering.sums.buffers.of[weight].dtype, weight.device.type) and gathering.add_by(write, weight)
+    return can(dtype, accumulation.sums.buffers.of[weight].dtype, weight.device.type) and accumulation.add_by(
+        write, weight
+    )
 
 
 def add_product(buffer: Tensor, a: Tensor, b: Tensor, scale: float, keep: float) -> None:

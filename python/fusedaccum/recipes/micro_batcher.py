@@ -17,7 +17,7 @@ from torch.optim import LBFGS
 from torch.utils.data import DataLoader
 
 from ..buffers.buffers import Slot
-from ..gathering.gathering import Gathering
+from ..gathering.accumulation import Accumulation
 from ..modules import modules_alive, name_of
 from ..optimizer import AccumulatingOptimizer
 from ..scalars import Scalar, checked_weight
@@ -109,7 +109,7 @@ class MicroBatcher:
                 "step() takes one desired batch, got a DataLoader; use `for loss in batcher.epoch(loader): ...`"
             )
         samples = nested.batch_size(batch)
-        if self._opt._gathering.ledger.is_open:
+        if self._opt._accumulation.ledger.is_open:
             raise RuntimeError(
                 "opt holds an open window, and MicroBatcher.step() runs a whole one; end it first with opt.step(), or drop it with "
                 "opt.reset()"
@@ -153,13 +153,13 @@ class MicroBatcher:
             micro_batch = nested.cut(batch, start, stop)
             weight, last = checked_weight(self._weight(micro_batch)), stop == samples
             try:
-                with contextlib.nullcontext() if last else self._opt._gathering.ranks.replicas.unsynced():
+                with contextlib.nullcontext() if last else self._opt._accumulation.ranks.replicas.unsynced():
                     loss = self._loss(micro_batch, None if parts == 1 else stop - start)
                     self._opt.backward(self._scaler.scale(loss), weight=weight, last=last)
             except Exception as error:
                 _raise_if_out_of_memory(error, f"micro_batch_size={size} does not fit; give a smaller one, or 'auto'")
                 raise
-        ledger = self._opt._gathering.ledger
+        ledger = self._opt._accumulation.ledger
         if not ledger.has_window or ledger.window.micro_batches + ledger.window.dropped != parts:
             raise RuntimeError(
                 "model_or_fn has ended the window or dropped a part of it; it must only compute a loss, and leave opt.step(), "
@@ -168,10 +168,10 @@ class MicroBatcher:
 
     def _cuts(self, size: int, samples: int) -> list[int]:
         """Where micro-batches of at most ``size`` samples begin and end; with FSDP2, whose ranks run forwards together, as many on each."""
-        gathering = self._opt._gathering
-        if not gathering.ledger.mixes_ranks:
+        accumulation = self._opt._accumulation
+        if not accumulation.ledger.mixes_ranks:
             return [*range(0, samples, evenly(samples, size)), samples]
-        parts, fewest = int(-gathering.ranks.least(samples // -size)), int(gathering.ranks.least(samples))
+        parts, fewest = int(-accumulation.ranks.least(samples // -size)), int(accumulation.ranks.least(samples))
         if parts > fewest:
             raise ValueError(
                 f"micro_batch_size={size} cuts a rank's batch into {parts} micro-batches, and FSDP2 needs as many on every rank, but one "
@@ -181,7 +181,7 @@ class MicroBatcher:
 
     def _window(self, batch: Any, samples: int) -> None:
         """Run all micro-batches, of as many samples as fit."""
-        known, ranks = self._sizes.of(batch), self._opt._gathering.ranks
+        known, ranks = self._sizes.of(batch), self._opt._accumulation.ranks
         limit = math.inf if known.limit is None else known.limit
         size = self.micro_batch_size = int(min(samples, ranks.least(limit)))
         whole = Part(0, samples, frozenset())
@@ -215,12 +215,12 @@ class MicroBatcher:
         try:
             micro_batch = nested.cut(batch, part.start, part.stop)
             weight = checked_weight(self._weight(micro_batch))
-            with self._opt._gathering.attempted(weight, attempt):
+            with self._opt._accumulation.attempted(weight, attempt):
                 loss = self._loss(micro_batch, None if part.samples == whole else part.samples)
                 attempt.forward = False
                 loss = self._scaler.scale(loss)
                 loss.backward()
-                self._opt._gathering.record_loss(loss, by_backward=True)
+                self._opt._accumulation.record_loss(loss, by_backward=True)
             return True
         except Exception as error:
             if part.samples == 1:
@@ -321,7 +321,7 @@ def _check_optimizer(opt: Any) -> None:
 def _check_alone(opt: AccumulatingOptimizer, loss: Tensor) -> None:
     """Raises ValueError if another wrapper takes some of the loss's gradients: it would not know the micro-batches' weights."""
     for parameter in parameters_under([loss]):
-        if Gathering.of(parameter) not in (None, opt._gathering):
+        if Accumulation.of(parameter) not in (None, opt._accumulation):
             raise ValueError(
                 f"a parameter of shape {tuple(parameter.shape)}, {name_of(parameter) or 'which no module holds'}, that the loss depends on "
                 "belongs to another AccumulatingOptimizer, whose windows MicroBatcher does not run; give all parameters to one optimizer, "
@@ -331,15 +331,15 @@ def _check_alone(opt: AccumulatingOptimizer, loss: Tensor) -> None:
 
 def _check_repeatable(opt: AccumulatingOptimizer) -> None:
     """Raises ValueError for an optimizer whose micro-batches cannot be repeated in parts."""
-    buffers = opt._gathering.sums.buffers
-    if buffers.sharded:
+    buffers = opt._accumulation.sums.buffers
+    if buffers.has_dtensors:
         raise ValueError(
             "micro_batch_size='auto' repeats what did not fit, but one rank alone cannot repeat a forward that gathers shards (FSDP2, "
             "DTensor); give a number"
         )
-    if buffers.lent:
+    for slot in buffers.with_main_grad:
         raise ValueError(
             "micro_batch_size='auto' must leave out gradients that were added before an error, but the layer of parameter "
-            f"{name_of(buffers.lent[0].param) or buffers.lent[0].name} adds to main_grad by itself; give a number, or switch off the "
-            "layer's gradient accumulation fusion"
+            f"{name_of(slot.param) or slot.name} adds to main_grad by itself; give a number, or switch off the layer's gradient "
+            "accumulation fusion"
         )

@@ -278,12 +278,12 @@ def passes(way: Way, of: Parameters, micro_batches: int, optimizer: Any) -> list
             zeroed = numel(p for p in fused if p in of.embedding)
             found.append(Pass(Kernel("zero", buffers, buffers), zeroed, 1))
         here = elements - numel(fused)
-        found += _gathering(way, dtype, buffers, here, micro_batches)
+        found += _accumulation(way, dtype, buffers, here, micro_batches)
         found += _closing(way, dtype, buffers, elements, micro_batches == 1 or handed_on)
     return [p for p in found if p.times and p.elements]
 
 
-def _gathering(way: Way, dtype: torch.dtype, buffers: torch.dtype, elements: int, times: int) -> list[Pass]:
+def _accumulation(way: Way, dtype: torch.dtype, buffers: torch.dtype, elements: int, times: int) -> list[Pass]:
     lane = "cpu" if way.offloaded else "device"
     stochastic = "stochastic" in way.arguments and buffers.itemsize < 4
     found = [Pass(Kernel("read", dtype, dtype), elements, times)] if way.held else []

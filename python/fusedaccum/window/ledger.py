@@ -25,7 +25,7 @@ NO_GRADIENT = "normalize_() found no gradient; call it after the window's last b
 
 
 class Follower(Protocol):
-    """What keeps something for every micro-batch (Statistics, of BatchNorm layers), and is notified of what becomes of it."""
+    """What keeps something for every micro-batch (BatchNormStats, of BatchNorm layers), and is notified of what becomes of it."""
 
     def micro_batch_counted(self) -> None:
         """The micro-batch is over, and part of the open window."""

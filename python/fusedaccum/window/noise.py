@@ -37,8 +37,8 @@ def measure_small(window: Window, micro: MicroBatch, sums: Sums) -> None:
 
     With FSDP2's shards, one micro-batch of each rank, whose squares are summed over the ranks that hold parts: these call it together.
     """
-    unit, slots = 1.0 if window.unit is None else window.unit, sums.gathered()
-    sq_norm = sums.sq_norm(slots) if sums.buffers.sharded else sums.norms.total(slots)
+    unit, slots = 1.0 if window.unit is None else window.unit, sums.slots_with_grad()
+    sq_norm = sums.sq_norm(slots) if sums.buffers.has_dtensors else sums.norms.total(slots)
     window.small_sq_norm = sq_norm / on(unit, sq_norm.device) ** 2
     if micro.weight is not None:
         window.weigh_small(micro.weight)

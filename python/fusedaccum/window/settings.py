@@ -294,7 +294,7 @@ def check_lent(name: str, parameter: Tensor, settings: Settings, left: bool) -> 
         )
 
 
-def check_weight_of_lent(weight: Scalar, name: str) -> None:
+def check_weight_of_main_grad(weight: Scalar, name: str) -> None:
     """Raises ValueError for a weight by which the gradients of such parameters would have to be multiplied."""
     if isinstance(weight, Tensor) or weight != 1:
         raise ValueError(
@@ -320,21 +320,21 @@ def check_alone(settings: Settings) -> None:
             )
 
 
-def check_shared(settings: Settings, sharded: bool, lent: list[str], parts: list[str]) -> None:
+def check_shared(settings: Settings, sharded: bool, with_main_grad: list[str], parts: list[str]) -> None:
     """Raises ValueError for what does not work over several ranks, or not with ``shard=True``.
 
     Args:
-        sharded: there are DTensors. lent: parameters whose layers add to main_grad. parts: DTensors that are not FSDP2's.
+        sharded: there are DTensors. with_main_grad: parameters whose layers add to main_grad. parts: DTensors that are not FSDP2's.
     """
     if parts:
         raise ValueError(
             f"parameter {parts[0]} is a DTensor that FSDP2 does not add up over the ranks of process_group; call fully_shard on the model "
             "with the mesh of these ranks, or leave process_group out where all ranks see the same micro-batches (tensor parallelism alone)"
         )
-    if lent and settings.schedule.caller_owned:
+    if with_main_grad and settings.schedule.caller_owned:
         raise ValueError(
-            f"the layer of parameter {lent[0]} adds to main_grad itself, and with caller-owned windows nothing says when that has to be "
-            "added up over the ranks; pass accum_steps, or switch off the layer's gradient accumulation fusion"
+            f"the layer of parameter {with_main_grad[0]} adds to main_grad itself, and with caller-owned windows nothing says when that "
+            "has to be added up over the ranks; pass accum_steps, or switch off the layer's gradient accumulation fusion"
         )
     if settings.nonfinite == "raise":
         raise ValueError(

@@ -24,17 +24,17 @@ from ..scalars import Scalar
 from ..warn import warn
 from ..window.attempts import Attempt
 from ..window.noise import measure_small
-from ..window.settings import Settings, check_weight_of_lent
+from ..window.settings import Settings, check_weight_of_main_grad
 from ..window.window import MicroBatch
 from . import threads
 from .accumulator import Write
 from .rejected import Rejected
 from .windows import Windows
 
-_GATHERING_OF: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak reference to a Gathering
+_ACCUMULATION_OF: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak reference to a Accumulation
 
 
-class Gathering(Windows):
+class Accumulation(Windows):
     """Windows that accumulate the gradients of backward passes, micro-batch by micro-batch. A GradCollector's Owner.
 
     Args:
@@ -87,7 +87,7 @@ class Gathering(Windows):
 
     def _begin_with(self, slots: Sequence[Slot]) -> None:
         self._hook(slots)
-        self.accumulator.lend([slot for slot in slots if slot.lent])
+        self.accumulator.provide_main_grads([slot for slot in slots if slot.main_grad_enabled])
 
     def replace(self, parameters: Sequence[tuple[str, Parameter]]) -> list[Parameter]:
         """Accumulate the gradients of these parameters, which checkpoints will know in this order, and of no others.
@@ -107,7 +107,7 @@ class Gathering(Windows):
             self.ranks.replace(slots)
         except Exception:
             buffers.replace(list(places))
-            self.accumulator.lend([slot for slot in buffers.lent if not slot.placed])
+            self.accumulator.provide_main_grads([slot for slot in buffers.with_main_grad if not slot.placed])
             raise
         self.statistics.moved({places[slot]: slot.index for slot in slots if slot in places})
         gone = [slot for slot in places if slot.param not in buffers.of]
@@ -117,7 +117,7 @@ class Gathering(Windows):
             self.sums.begin()
             buffers.free()
         self._hook([slot for slot in slots if slot not in places])
-        self.accumulator.lend([slot for slot in buffers.lent if not slot.placed])
+        self.accumulator.provide_main_grads([slot for slot in buffers.with_main_grad if not slot.placed])
         return [slot.param for slot in gone]
 
     # -- another wrapper of the same parameters ----------------------------------------------------------------
@@ -129,7 +129,7 @@ class Gathering(Windows):
 
     def check_can_leave(self, name: str) -> None:
         """Raises RuntimeError if the parameter of that name cannot be taken by another wrapper now."""
-        self.settle()
+        self.end_open_pass()
         if self.inside:
             raise RuntimeError(
                 f"parameter {name} belongs to an AccumulatingOptimizer {self._name}, which is inside micro_batch(); build another after "
@@ -160,7 +160,7 @@ class Gathering(Windows):
         self.sums.begin()  # the gradient that a closed window has left in p.grad is gone
         for slot in slots:
             self._collector.unhook(slot)
-            del _GATHERING_OF[slot.param]
+            del _ACCUMULATION_OF[slot.param]
         self.sums.buffers.replace([])
         self.sums.buffers.free()
 
@@ -178,24 +178,24 @@ class Gathering(Windows):
         with recording():
             for slot in slots:
                 self._collector.hook(slot)
-                _GATHERING_OF[slot.param] = weakref.ref(self)
+                _ACCUMULATION_OF[slot.param] = weakref.ref(self)
         self._collector.size_buckets(self.sums.buffers.slots, shared=not self.ranks.alone)
 
     def _unhook(self, slots: Iterable[Slot]) -> None:
         for slot in slots:
             self._collector.unhook(slot)
-            del _GATHERING_OF[slot.param]
+            del _ACCUMULATION_OF[slot.param]
 
-    def settle(self) -> None:
+    def end_open_pass(self) -> None:
         """Every public call begins here: a pass that still seems open is over, or was broken off; ``p.grad`` is ours again."""
         self.check_in_charge()
         if within_backward():
             raise RuntimeError(
                 "the wrapper was called from inside a backward pass (by a hook?); call it when backward has returned"
             )
-        self._collector.settle()
+        self._collector.end_open_pass()
         self.sums.unhide()
-        if self.accumulator.layers_unseen:
+        if self.accumulator.main_grads_unrecorded:
             self._break_off("was broken off by an exception (or its gradients were taken by torch.autograd.grad)")
         self.rejected.withdraw()
 
@@ -262,8 +262,8 @@ class Gathering(Windows):
                 "one; put the backward into its block, or give it a weight of its own"
             )
         self.drop_idle()
-        if weight is not None and self.sums.buffers.lent and self._settings.reduction == "mean":
-            check_weight_of_lent(weight, self.sums.buffers.lent[0].name)
+        if weight is not None and self.sums.buffers.with_main_grad and self._settings.reduction == "mean":
+            check_weight_of_main_grad(weight, self.sums.buffers.with_main_grad[0].name)
         begins = not ledger.has_micro
         if begins:
             self.updated = False
@@ -303,7 +303,7 @@ class Gathering(Windows):
             self.ledger.micro.begin_part()
             with threads.weighing(thread, self.ledger) if weighs else contextlib.nullcontext():
                 yield
-            self._collector.settle()
+            self._collector.end_open_pass()
             self.inside = False
             if begins and threads.passes(thread) == before and not self.set_by_hand:
                 self._idle = self.ledger.micro
@@ -312,7 +312,7 @@ class Gathering(Windows):
                 self.drop_idle()
             self.pass_ends()
         except BaseException:
-            self._collector.settle()
+            self._collector.end_open_pass()
             self._collector.drop()
             self.pass_failed()
             raise
@@ -322,7 +322,7 @@ class Gathering(Windows):
     @property
     def set_by_hand(self) -> bool:
         """Has other code put a gradient into a ``p.grad``?"""
-        return any(slot.holder.grad is not slot.shown for slot in self.sums.buffers.gathered())
+        return any(slot.holder.grad is not slot.shown for slot in self.sums.buffers.slots_with_grad())
 
     @property
     def idle_is_open(self) -> bool:
@@ -396,7 +396,9 @@ class Gathering(Windows):
             self.sums.part_with_written(self._settings.drop_in)
             self.begin_window()
         nothing = not ledger.window.has_any
-        if not ledger.has_micro and (not caller_owned or (nothing and set(self.sums.gathered()) - self.ranks.unseen)):
+        if not ledger.has_micro and (
+            not caller_owned or (nothing and set(self.sums.slots_with_grad()) - self.ranks.shown_for_others)
+        ):
             # One without gradients; or, if passes are counted and there was none, with gradients that were put into p.grad by hand.
             ledger.begin_micro_batch()
         if ledger.has_micro:
@@ -422,14 +424,14 @@ class Gathering(Windows):
     # -- what layers and recipes ask for -----------------------------------------------------------------------
 
     @staticmethod
-    def of(parameter: Tensor) -> Gathering | None:
+    def of(parameter: Tensor) -> Accumulation | None:
         """The one that accumulates this parameter's gradients, if any."""
-        gathering = _GATHERING_OF.get(parameter)
-        return None if gathering is None else gathering()
+        accumulation = _ACCUMULATION_OF.get(parameter)
+        return None if accumulation is None else accumulation()
 
-    def settle_returned(self) -> None:
+    def end_returned_pass(self) -> None:
         """End a pass that still seems open, if its backward has returned."""
-        self._collector.settle_returned()
+        self._collector.end_returned_pass()
 
     @without_grad
     def add_by(self, write: Write, parameter: Parameter) -> bool:
@@ -439,7 +441,7 @@ class Gathering(Windows):
         whole before it is added. Raises as a hook would.
         """
         slot = self.sums.buffers.of[parameter]
-        seen_whole = self._settings.drops_micro_batches or slot.narrow or slot.offloaded or slot.sharded
+        seen_whole = self._settings.drops_micro_batches or slot.low_precision or slot.offloaded or slot.is_dtensor
         if seen_whole or self._attempted or not self._collector.accumulates(slot):
             return False
         with self._collector.within_pass(parameter.device):
@@ -477,7 +479,7 @@ class Gathering(Windows):
                 or attempt.mixed
                 or self._collector.nested
                 or self.sums.half_written
-                or bool(self.sums.buffers.lent)
+                or bool(self.sums.buffers.with_main_grad)
             )
             self.counts_left = micro.counts
             if self.ledger.has_micro:
@@ -490,7 +492,7 @@ class Gathering(Windows):
         threads.saw_pass(thread)
         if not self._replicas_checked:
             self._replicas_checked = True
-            self.ranks.replicas.check_all_gathered(self.sums.buffers.of, lambda p: self.of(p) is not None)
+            self.ranks.replicas.check_all_wrapped(self.sums.buffers.of, lambda p: self.of(p) is not None)
         self.ranks.replicas.silence_pass()
         if runs(self.refuses_backward):
             raise RuntimeError(
@@ -548,14 +550,14 @@ class Gathering(Windows):
 
     @without_grad
     def layer_added(self, slot: Slot) -> None:
-        if not slot.lent:
+        if not slot.main_grad_enabled:
             if self.ledger.micro.attempt is not None:
                 self.ledger.micro.attempt.mixed = True  # its layer would add these samples again
             self.ranks.check_unsent(slot)
             if self._settings.drops_micro_batches:
                 self._in_place.append(slot)
         self.accumulator.layer_added(slot, self.measures)
-        if not slot.lent:
+        if not slot.main_grad_enabled:
             self.ranks.added([slot])
 
     def pass_ends(self) -> None:
@@ -616,18 +618,18 @@ class Gathering(Windows):
         self.ranks.broke_off()
         if not self.ledger.has_micro or self._attempted:
             return
-        if self.ledger.micro.adds > self._adds_before or self.accumulator.layers_unseen:
+        if self.ledger.micro.adds > self._adds_before or self.accumulator.main_grads_unrecorded:
             self._break_off("was broken off by an exception")
         elif self.ledger.micro.adds == 0:
             self.ledger.drop_micro_batch()
 
     def _break_off(self, how: str) -> None:
-        mixed = self.accumulator.layers_unseen and within_backward()
+        mixed = self.accumulator.main_grads_unrecorded and within_backward()
         self.reset()
         instead = "; nonfinite='skip_micro_batch' adds a micro-batch only when it is complete, and loses nothing"
         warn(
             f"backward {how} after part of its gradients had been added, so the open window was dropped"
-            + ("" if self.sums.buffers.lent else instead)  # which that policy refuses
+            + ("" if self.sums.buffers.with_main_grad else instead)  # which that policy refuses
         )
         if mixed:
             raise RuntimeError(
