@@ -3,7 +3,7 @@
 import functools
 
 import fusedaccum as fa
-import fusedaccum.gathering.batch_statistics
+import fusedaccum.extensions.batch_norm
 import fusedaccum.ops
 import fusedaccum.recipes.micro_batcher
 import torch
@@ -37,7 +37,7 @@ class Points:
         monkeypatch.setattr(
             fusedaccum.recipes.micro_batcher, "make_room", lambda: self.broken.append(self.attempts[-1])
         )
-        for module in (fusedaccum.recipes.micro_batcher, fusedaccum.gathering.batch_statistics):
+        for module in (fusedaccum.recipes.micro_batcher, fusedaccum.extensions.batch_norm):
             monkeypatch.setattr(module, "modules_alive", functools.partial(_modules_of, net))
 
     def __call__(self, *_):

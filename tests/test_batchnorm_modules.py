@@ -7,7 +7,7 @@ import pickle
 import warnings
 
 import fusedaccum as fa
-import fusedaccum.gathering.batch_statistics as batch_statistics
+import fusedaccum.extensions.batch_norm as batch_norm
 import pytest
 import torch
 from pooling import assert_same_statistics, backward, big_batches, micro_batches, pair, statistics, train, wrapped
@@ -199,7 +199,7 @@ def test_update_bn_of_a_checkpointed_model_is_as_before(reentrant):
 
 @pytest.fixture
 def not_yet_noted(monkeypatch):
-    monkeypatch.setattr(batch_statistics, "_noted", False)
+    monkeypatch.setattr(batch_norm, "_noted", False)
 
 
 def run_plain(net, accum_steps, windows=1):

@@ -125,7 +125,7 @@ def points():
 @pytest.fixture(autouse=True)
 def no_search_for_batch_norm(monkeypatch):
     """Which goes through all objects that there are, at the end of every wrapper's first window."""
-    monkeypatch.setattr("fusedaccum.gathering.batch_statistics.modules_alive", lambda *_: [])
+    monkeypatch.setattr("fusedaccum.extensions.batch_norm.modules_alive", lambda *_: [])
 
 
 # Python says so of what is interrupted in a callback of the garbage collector's.

@@ -8,7 +8,7 @@ import fusedaccum as fa
 import fusedaccum.recipes.micro_batcher
 import pytest
 import torch
-from fusedaccum.gathering import batch_statistics
+from fusedaccum.extensions import batch_norm
 from fusedaccum.modules import name_of
 from fusedaccum.recipes import splitting
 from torch import nn
@@ -20,7 +20,7 @@ SAMPLES = 12
 @pytest.fixture(autouse=True)
 def not_told_yet(monkeypatch):
     monkeypatch.setattr(splitting, "_told", set())
-    monkeypatch.setattr(batch_statistics, "_noted", False)
+    monkeypatch.setattr(batch_norm, "_noted", False)
 
 
 class Block(nn.Module):

@@ -4,7 +4,7 @@ import inspect
 import warnings
 
 import pytest
-from fusedaccum.gathering import batch_statistics
+from fusedaccum.extensions import batch_norm
 from torch import nn
 from training import data, mean_loss, model, wrapped
 
@@ -82,7 +82,7 @@ def running_statistics():
     ],
 )
 def test_a_warning_points_at_the_users_line(lead, message, monkeypatch):
-    monkeypatch.setattr(batch_statistics, "_noted", False)
+    monkeypatch.setattr(batch_norm, "_noted", False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         _, at = lead()

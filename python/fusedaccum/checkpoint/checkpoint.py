@@ -58,7 +58,7 @@ def save(opt: Wrapper) -> dict[str, Any]:
         "seed": accumulator.seed,
         "draws": [slot.draws for slot in sums.buffers.slots],
         "loss_scale": copied(opt._accumulation.loss_scale.live),
-        "batch_statistics": opt._accumulation.statistics.saved(),
+        **{e.key: e.save() for e in opt._accumulation.extensions.all},
         "noise": copied(None if opt._closing.noise is None else opt._closing.noise.averages),
         "schedule": None if adaptive is None else adaptive.state_dict(),
     }
@@ -119,7 +119,8 @@ def check(opt: Wrapper, own: dict[str, Any]) -> None:
                 f"the checkpoint has shape {tuple(shape)} for parameter {slot.name}, which is {tuple(slot.param.shape)}; is it another "
                 "model's?"
             )
-    opt._accumulation.statistics.check(own["batch_statistics"])
+    for extension in opt._accumulation.extensions.all:
+        extension.check(own[extension.key])
     mine, rank = window_settings(opt), own["settings"]["rank"]
     if own["settings"]["shard"] and mine["rank"] != rank:
         raise ValueError(
@@ -173,6 +174,7 @@ def load(opt: Wrapper, own: dict[str, Any]) -> None:
     for slot, draws in zip(slots, own["draws"], strict=True):
         slot.draws = draws
     opt._accumulation.loss_scale.load(own["loss_scale"])
-    opt._accumulation.statistics.load(own["batch_statistics"])
+    for extension in opt._accumulation.extensions.all:
+        extension.load(own[extension.key])
     if opt._closing.noise is not None:
         opt._closing.noise.load(own["noise"])

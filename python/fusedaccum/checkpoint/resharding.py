@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..gathering.batch_statistics import joined
 from ..window.window import COUNTED, Loss, Window
 from .checkpoint import plain, restored, window_settings
 
@@ -49,7 +48,7 @@ def own(opt: Wrapper, header: dict[str, Any]) -> dict[str, Any]:
         "seed": first["seed"],
         "draws": first["draws"],
         "loss_scale": ranks[0]["loss_scale"],
-        "batch_statistics": joined(rank["batch_statistics"] for rank in mine),
+        **{e.key: e.join([rank[e.key] for rank in mine]) for e in opt._accumulation.extensions.all},
         "noise": ranks[0]["noise"],
         "schedule": ranks[0]["schedule"],
     }

@@ -33,10 +33,9 @@ class Numbers(NamedTuple):
     small_weight: float
     small_square: float
     small: float  # was one measured?
-    pools: float  # are there batch statistics?
 
     @classmethod
-    def of(cls, window: Window, overflow: bool | Tensor, loss_scale: LossScale, pools: bool) -> Numbers:
+    def of(cls, window: Window, overflow: bool | Tensor, loss_scale: LossScale) -> Numbers:
         """Waits for the device."""
         # A rank that has only dropped micro-batches takes part, too: its scaler.unscale_() has divided the rejected gradient, while on
         # other ranks it has divided the sums, so that what these carry may differ.
@@ -63,7 +62,6 @@ class Numbers(NamedTuple):
             small_weight=float(weight),
             small_square=float(square),
             small=window.small is not None,
-            pools=pools,
         )
 
     def of_equal_units(self) -> bool:

@@ -35,7 +35,7 @@ from .own_windows import OwnWindows
 from .reduce_buckets import Phase, ReduceBuckets
 
 if TYPE_CHECKING:
-    from ..gathering.batch_statistics import BatchNormStats
+    from ..extension import Extensions
 
 
 class Ranks(Alone):
@@ -43,7 +43,7 @@ class Ranks(Alone):
 
     Args:
         replicas, fully_sharded: the modules, as :func:`modules_of` finds them.
-        sums, ledger, loss_scale, statistics: of this rank. settings: of the wrapper.
+        sums, ledger, loss_scale, extensions: of this rank. settings: of the wrapper.
         drop: a method that drops the open window, called when a collective broke off halfway and left it incomplete. Held weakly.
     """
 
@@ -57,14 +57,14 @@ class Ranks(Alone):
         sums: Sums,
         ledger: Ledger,
         loss_scale: LossScale,
-        statistics: BatchNormStats,
+        extensions: Extensions,
         settings: Settings,
         drop: Callable[[], None],
     ):
         super().__init__()
         slots = sums.buffers.slots
         self.replicas, self.fully_sharded = replicas, fully_sharded
-        self._sums, self._ledger, self._loss_scale, self._statistics = sums, ledger, loss_scale, statistics
+        self._sums, self._ledger, self._loss_scale, self._extensions = sums, ledger, loss_scale, extensions
         self._settings, self._drop = settings, weakref.WeakMethod(drop)
         self._check(process_group, fully_sharded)
         self.group = Group(process_group, slots[0].device if slots else torch.device("cpu"), ledger)
@@ -275,15 +275,14 @@ class Ranks(Alone):
             compare()
             self._compared = True
         self._own.shared(compare)
-        mine = Numbers.of(window, overflow, self._loss_scale, self._statistics.any_counted)
-        totals, with_grad, stale = self._totals(*mine)
-        numbers = self._of_one_scale(mine, Numbers(*totals))
+        mine, of_extensions = Numbers.of(window, overflow, self._loss_scale), self._extensions.reduce()
+        totals, with_grad, stale = self._totals(*mine, *of_extensions.values())
+        numbers = self._of_one_scale(mine, Numbers(*totals[: len(mine)]))
         numbers.put_into(window, self._ledger)
         self._overflow = bool(numbers.overflow)
         self.slots_with_grad = set(with_grad)
         self.reduce_buckets.finish(self.slots_with_grad, stale)
-        if numbers.pools:
-            self._statistics.add_up(self.group)
+        self._extensions.reduced(dict(zip(of_extensions, totals[len(mine) :], strict=True)), self.group)
 
     def _of_one_scale(self, mine: Numbers, numbers: Numbers) -> Numbers:
         """Each rank's scaler has looked at its own gradients only, so scales may have come to differ: all go on with the smallest one.

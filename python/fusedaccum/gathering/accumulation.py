@@ -109,7 +109,8 @@ class Accumulation(Windows):
             buffers.replace(list(places))
             self.accumulator.provide_main_grads([slot for slot in buffers.with_main_grad if not slot.placed])
             raise
-        self.statistics.moved({places[slot]: slot.index for slot in slots if slot in places})
+        for moved in self.extensions.parameters_moved:
+            moved({places[slot]: slot.index for slot in slots if slot in places})
         gone = [slot for slot in places if slot.param not in buffers.of]
         self.sums.drop(gone)
         self._unhook(gone)

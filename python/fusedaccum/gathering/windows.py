@@ -10,13 +10,13 @@ from ..buffers.sums import Sums
 from ..distributed.alone import Alone
 from ..distributed.ranks import Ranks, modules_of
 from ..engine import runs
+from ..features import extensions_for
 from ..warn import warn
 from ..window.amp import LossScale
 from ..window.ledger import Ledger
 from ..window.losses import Losses
 from ..window.settings import Settings, check_alone
 from .accumulator import Accumulator
-from .batch_statistics import BatchNormStats
 
 
 class Windows:
@@ -36,8 +36,8 @@ class Windows:
     def __init__(self, settings: Settings, seed: int | None):
         self._settings = settings
         self.sums = Sums(settings.buffer_dtype, settings.buffer_device, settings.backend)
-        self.statistics = BatchNormStats(self.sums.buffers)  # of BatchNorm layers that are pooled
-        self.ledger = Ledger(settings.schedule, settings.reduction, self.statistics)
+        self.extensions = extensions_for(self.sums.buffers)
+        self.ledger = Ledger(settings.schedule, settings.reduction, self.extensions)
         self.loss_scale = LossScale()
         self.accumulator = Accumulator(self.sums, self.ledger, self.loss_scale, seed)
         self.losses = Losses(self.ledger, self.loss_scale)
@@ -71,7 +71,7 @@ class Windows:
             self.sums,
             self.ledger,
             self.loss_scale,
-            self.statistics,
+            self.extensions,
             self._settings,
             self.reset,
         )

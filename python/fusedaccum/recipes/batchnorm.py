@@ -20,8 +20,8 @@ from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointFunction
 
 from ..engine import outside_graphs, within_backward
+from ..extensions.batch_norm import LAYERS, BatchNormStats, Key
 from ..gathering.accumulation import Accumulation
-from ..gathering.batch_statistics import LAYERS, BatchNormStats, Key
 from ..modules import collect_garbage
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -160,13 +160,15 @@ class Pooled(_BatchNorm):
         if run is _Run.COUNTED:
             accumulation, key = followed
             accumulation.end_returned_pass()  # or this forward would be taken to belong to its micro-batch
-            accumulation.statistics.record(key, input.numel() // input.shape[1], moments, _ranks_of(self))
+            accumulation.extensions.of(BatchNormStats).record(
+                key, input.numel() // input.shape[1], moments, _ranks_of(self)
+            )
         return output
 
     def follows(self) -> tuple[BatchNormStats, Key] | None:
         """The statistics that the layer takes part in now, and its key there."""
         followed = self._followed()
-        return None if followed is None else (followed[0].statistics, followed[1])
+        return None if followed is None else (followed[0].extensions.of(BatchNormStats), followed[1])
 
     def _followed(self) -> tuple[Accumulation, Key] | None:
         number, near = self._place

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..gathering.batch_statistics import LAYERS, TOLD
+from ..extensions.batch_norm import LAYERS, TOLD
 from ..modules import name_of
 from ..warn import warn
 

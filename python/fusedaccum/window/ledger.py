@@ -6,12 +6,15 @@ Counts and weights only; the sums themselves are in :mod:`fusedaccum.buffers.sum
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ..scalars import Scalar, checked_weight, or_one, plus
 from .window import MicroBatch, Schedule, Window
+
+if TYPE_CHECKING:
+    from ..extension import Extensions
 
 MISSING_WEIGHT = (
     "reduction='sum' divides by the sum of the weights, and this micro-batch was given none; "
@@ -22,28 +25,6 @@ TERMS = (
     "question, 'Loss terms with different denominators')"
 )
 NO_GRADIENT = "normalize_() found no gradient; call it after the window's last backward and before step()"
-
-
-class Follower(Protocol):
-    """What keeps something for every micro-batch (BatchNormStats, of BatchNorm layers), and is notified of what becomes of it."""
-
-    def micro_batch_counted(self) -> None:
-        """The micro-batch is over, and part of the open window."""
-
-    def micro_batch_dropped(self) -> None:
-        """The micro-batch counts for nothing."""
-
-    def counted(self) -> Any:
-        """A copy of what it keeps of the micro-batches that the open window has counted."""
-
-    def recount(self, counted: Any) -> None:
-        """Those that the window has counted since ``counted`` was copied no longer count."""
-
-    def window_closed(self) -> None:
-        """The open window is complete. With several ranks, all are notified at the same place between their collectives."""
-
-    def window_dropped(self) -> None:
-        """The micro-batches that the open window has counted no longer count."""
 
 
 class Ledger:
@@ -59,10 +40,10 @@ class Ledger:
         mixes_ranks: do gradients arrive already summed over the ranks, by FSDP2? A weight of 0 on this rank must not drop the others' part.
     """
 
-    def __init__(self, schedule: Schedule, reduction: str, follower: Follower):
+    def __init__(self, schedule: Schedule, reduction: str, extensions: Extensions):
         self.schedule = schedule
         self.reduction = reduction
-        self.follower = follower
+        self._extensions = extensions
         self.ranks = 1
         self.over_ranks: Callable[[Scalar], Scalar] = lambda weight: weight
         self.mixes_ranks = False
@@ -70,8 +51,8 @@ class Ledger:
         self.index = 0
         self._window: Window | None = None
         self._micro: MicroBatch | None = None
-        # What the window, and the follower, had counted before the first micro-batch whose gradients FSDP2 still holds back.
-        self._before_held: tuple[dict[str, Any], Any] | None = None
+        # What the window, and the extensions, had counted before the first micro-batch whose gradients FSDP2 still holds back.
+        self._before_held: tuple[dict[str, Any], list[Any]] | None = None
 
     @property
     def has_window(self) -> bool:
@@ -129,18 +110,21 @@ class Ledger:
         self._micro = None
 
     def drop_forwards(self) -> None:
-        """What the follower has seen so far belongs to no micro-batch."""
-        self.follower.micro_batch_dropped()
+        """What the extensions have seen since a micro-batch was counted belongs to none."""
+        for dropped in self._extensions.micro_batch_dropped:
+            dropped()
 
     def drop_window(self) -> None:
         if self.has_micro:
             self.drop_micro_batch()
         self._window = None
-        self.follower.window_dropped()
+        for dropped in self._extensions.window_dropped:
+            dropped()
 
     def close_window(self) -> None:
         self._window, self.index = None, self.index + 1
-        self.follower.window_closed()
+        for closed in self._extensions.window_closed:
+            closed()
 
     def restore(self, index: int, window: Window | None, micro: MicroBatch | None) -> None:
         """Continue from a checkpoint."""
@@ -187,21 +171,22 @@ class Ledger:
         """
         window, micro = self.window, self.micro
         if micro.bad:
-            ours, theirs = self._before_held or (None, None)
-            window.drop(ours)
-            if ours is not None:
-                self.follower.recount(theirs)
+            before = self._before_held
+            window.drop(None if before is None else before[0])
+            if before is not None:
+                self._extensions.roll_back(before[1])
             self._before_held = None
             self.drop_micro_batch()
             return
         if 0 < micro.told < micro.passes:  # other code has run some of its passes
             micro.loss = None
         weight = self._weight_of(micro, late)
-        self._before_held = (self._before_held or (window.counted, self.follower.counted())) if held else None
+        self._before_held = (self._before_held or (window.counted, self._extensions.snapshot())) if held else None
         unrecorded = micro.factor if self.schedule.caller_owned and micro.loss is None else None
         window.commit(micro, weight)
         self._micro, window.unrecorded, micro.weight = None, unrecorded, weight
-        self.follower.micro_batch_counted()
+        for counted in self._extensions.micro_batch_counted:
+            counted()
 
     def _weight_of(self, micro: MicroBatch, late: Scalar | None) -> Scalar | None:
         """A micro-batch's weight at its end; None if a caller-owned window may still be given it."""

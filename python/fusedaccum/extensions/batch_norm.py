@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..buffers.buffers import Buffers
 from ..engine import without_grad
+from ..extension import Extension
 from ..modules import modules_alive, name_of
 from ..scalars import widened, widest
 from ..warn import warn
@@ -60,12 +61,14 @@ class Call:
     ranks: int
 
 
-class BatchNormStats:
-    """A ledger's Follower. Keeps calls pending until their micro-batch is counted, and totals until their window closes.
+class BatchNormStats(Extension):
+    """Keeps calls pending until their micro-batch is counted, and totals until their window closes.
 
     Args:
         buffers: of the wrapper; their slots show which layers should be here.
     """
+
+    key = "batch_statistics"
 
     def __init__(self, buffers: Buffers):
         self._buffers = buffers
@@ -80,8 +83,7 @@ class BatchNormStats:
         self._pending.setdefault(key, []).append(Call(self._in_part[key], n, moments, ranks))
         self._in_part[key] += 1
 
-    def moved(self, places: dict[int, int]) -> None:
-        """Slots have got other places, those in ``places``; others are gone."""
+    def parameters_moved(self, places: dict[int, int]) -> None:
         self._pending = {(places[i], number): of for (i, number), of in self._pending.items() if i in places}
         self._in_part = Counter({(places[i], number): k for (i, number), k in self._in_part.items() if i in places})
         self._counted = {(places[i], number): of for (i, number), of in self._counted.items() if i in places}
@@ -95,7 +97,7 @@ class BatchNormStats:
 
         return part_begins
 
-    # -- what the ledger calls (its Follower) ------------------------------------------------------------------
+    # -- as an Extension ---------------------------------------------------------------------------------------
 
     @without_grad
     def micro_batch_counted(self) -> None:
@@ -120,12 +122,12 @@ class BatchNormStats:
         self._pending.clear()
         self._in_part.clear()
 
-    def counted(self) -> tuple[int, dict[Key, list[Total]]]:
+    def snapshot(self) -> tuple[int, dict[Key, list[Total]]]:
         copies = {key: [Total(t.n, t.moments.clone()) for t in of] for key, of in self._counted.items()}
         return self._micro_batches, copies
 
-    def recount(self, counted: tuple[int, dict[Key, list[Total]]]) -> None:
-        self._micro_batches, self._counted = counted
+    def roll_back(self, snapshot: tuple[int, dict[Key, list[Total]]]) -> None:
+        self._micro_batches, self._counted = snapshot
 
     def window_dropped(self) -> None:
         self._counted.clear()
@@ -143,24 +145,19 @@ class BatchNormStats:
             self._searched = True
             note_unpooled(self._buffers)
 
-    @property
-    def any_counted(self) -> bool:
-        """Have layers been called in micro-batches that the open window has counted?"""
-        return bool(self._counted)
+    def reduce(self) -> dict[str, float]:
+        return {"pools": bool(self._counted)}
 
     @without_grad
-    def add_up(self, group: Group) -> None:
-        """Make the totals those of all ranks."""
-        self._counted = over_ranks(group, self._counted)
+    def reduced(self, totals: dict[str, float], group: Group) -> None:
+        if totals["pools"]:
+            self._counted = over_ranks(group, self._counted)
 
     def _layers(self) -> list[tuple[Key, Layer]]:
         """The layers here, and some that were dropped but not collected yet; so nothing that ranks do together may depend on them."""
         return [(place[1], layer) for layer in list(LAYERS) if (place := layer.follows()) and place[0] is self]
 
-    # -- checkpoints -------------------------------------------------------------------------------------------
-
-    def saved(self) -> dict[str, Any]:
-        """Copies, as tensors and plain values."""
+    def save(self) -> dict[str, Any]:
         return {
             "micro_batches": self._micro_batches,
             "pending": [
@@ -170,7 +167,6 @@ class BatchNormStats:
         }
 
     def check(self, saved: dict[str, Any]) -> None:
-        """Raises ValueError if layers of ``saved`` are not here."""
         here = {key for key, _ in self._layers()}
         missing = [key for *key, _ in saved["pending"] + saved["counted"] if tuple(key) not in here]
         if missing:
@@ -195,6 +191,18 @@ class BatchNormStats:
             for slot, number, of in saved["counted"]
         }
 
+    def join(self, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        counted: dict[Key, list[Total]] = {}
+        for part in parts:
+            for slot, number, of in part["counted"]:
+                mine = counted.setdefault((slot, number), [])
+                for k, (n, moments) in enumerate(of):
+                    if k == len(mine):
+                        mine.append(Total(0.0, torch.zeros_like(moments)))
+                    merge([mine[k]], [Total(n, moments)])
+        totals = [[*key, [[t.n, t.moments] for t in of]] for key, of in counted.items()]
+        return {"micro_batches": sum(part["micro_batches"] for part in parts), "pending": [], "counted": totals}
+
 
 def parts_of(calls: list[Call], totals: list[Total]) -> list[Total]:
     """What each call adds to its total, in three kernels for all of them.
@@ -206,22 +214,6 @@ def parts_of(calls: list[Call], totals: list[Total]) -> list[Total]:
     torch._foreach_copy_(parts, [call.moments for call in calls])
     torch._foreach_mul_([moments[1] for moments in parts], [call.n - 1 / call.ranks for call in calls])
     return [Total(call.n, moments) for call, moments in zip(calls, parts, strict=True)]
-
-
-def joined(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """What several ranks have saved between two micro-batches, as one rank would have saved it."""
-    counted: dict[Key, list[Total]] = {}
-    micro_batches = 0
-    for part in parts:
-        micro_batches += part["micro_batches"]
-        for slot, number, of in part["counted"]:
-            mine = counted.setdefault((slot, number), [])
-            for k, (n, moments) in enumerate(of):
-                if k == len(mine):
-                    mine.append(Total(0.0, torch.zeros_like(moments)))
-                merge([mine[k]], [Total(n, moments)])
-    totals = [[*key, [[t.n, t.moments] for t in of]] for key, of in counted.items()]
-    return {"micro_batches": micro_batches, "pending": [], "counted": totals}
 
 
 def over_ranks(group: Group, counted: dict[Key, list[Total]]) -> dict[Key, list[Total]]:

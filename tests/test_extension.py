@@ -1,0 +1,59 @@
+"""The boundary between the core and its extensions: who is called, and with whose numbers."""
+
+from fusedaccum.extension import Extension, Extensions
+
+
+class Counts(Extension):
+    """Keeps how many micro-batches were counted, and adds up over the ranks as many again."""
+
+    def __init__(self, key):
+        self.key, self.micro_batches, self.of_all = key, 0, None
+
+    def micro_batch_counted(self):
+        self.micro_batches += 1
+
+    def snapshot(self):
+        return self.micro_batches
+
+    def roll_back(self, snapshot):
+        self.micro_batches = snapshot
+
+    def reduce(self):
+        return {"micro_batches": self.micro_batches}
+
+    def reduced(self, totals, group):
+        self.of_all = totals, group
+
+
+class Silent(Extension):
+    key = "silent"
+
+
+def test_only_what_is_overridden_is_called():
+    one, other = Counts("one"), Counts("other")
+    extensions = Extensions([one, Silent(), other])
+    assert extensions.micro_batch_counted == (one.micro_batch_counted, other.micro_batch_counted)
+    assert extensions.window_closed == extensions.window_dropped == extensions.micro_batch_dropped == ()
+    assert extensions.of(Silent) is extensions.all[1] and extensions.of(Counts) is one
+
+
+def test_each_is_rolled_back_to_its_own_snapshot():
+    one, other = Counts("one"), Counts("other")
+    extensions = Extensions([one, Silent(), other])
+    one.micro_batches, other.micro_batches = 3, 5
+    before = extensions.snapshot()
+    for counted in extensions.micro_batch_counted:
+        counted()
+    assert (one.micro_batches, other.micro_batches) == (4, 6)
+    extensions.roll_back(before)
+    assert (one.micro_batches, other.micro_batches) == (3, 5)
+
+
+def test_numbers_of_the_same_name_come_back_to_whose_they_are():
+    one, other = Counts("one"), Counts("other")
+    extensions = Extensions([one, Silent(), other])
+    one.micro_batches, other.micro_batches = 3, 5
+    numbers = extensions.reduce()
+    assert list(numbers.values()) == [3, 5]
+    extensions.reduced({name: 10 * number for name, number in numbers.items()}, "group")
+    assert one.of_all == ({"micro_batches": 30}, "group") and other.of_all == ({"micro_batches": 50}, "group")
