@@ -62,7 +62,7 @@ def test_pages_say_what_the_results_say(page):
 
 def test_there_are_nine_questions_and_one_that_comes_later():
     text = (ROOT / "docs/questions/index.md").read_text()
-    listed = re.findall(r"^\d\. \[.*\]\(([\w-]+\.md)\)", text, re.MULTILINE)
+    listed = re.findall(r"^\d\. \[[^\]]*\]\(([\w-]+\.md)\)", text, re.MULTILINE)
     assert len(listed) == 9
     assert sorted([*listed, "different-denominators.md"]) == [page.name for page in QUESTIONS]
     assert "](different-denominators.md)" in text
