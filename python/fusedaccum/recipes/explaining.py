@@ -209,7 +209,8 @@ def _price(found: Explanation) -> str:
         return "".join(f" and {ms} ms" for ms in _ms(found, mode)) or f" and moves {_size(mode.moved)}"
 
     mode, plain = found.recommended, found.modes[-1]
-    room = "" if found.available is None else f" of the {_size(found.available)} available"
+    free = found.available
+    room = " (how much is free is not known here)" if free is None else f" of the {_size(free)} available"
     other = "" if mode is plain else f"; {plain.name} takes {_size(plain.peak)}{costs(plain)}"
     return f"It takes {_size(mode.peak)}{room}{costs(mode)} per window{other}"
 
