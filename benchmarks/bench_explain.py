@@ -59,7 +59,7 @@ def run(options: Options) -> list[Row]:
 
 def ask(grads: list[torch.Tensor]) -> fa.Explanation:
     """What explain says about parameters like these."""
-    return fa.explain([Parameter(g) for g in grads], desired_batch=MICRO_BATCHES, micro_batch=1, show=False)
+    return fa.explain([Parameter(g) for g in grads], desired_batch=MICRO_BATCHES, micro_batch=1)
 
 
 def _rows(case: Row, grads: list[torch.Tensor], windows: dict[str, Window], rounds: int) -> list[Row]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,10 +11,18 @@ from pathlib import Path
 import torch
 
 from . import figure, tasks
-from .ways import WAYS, Run, Task, train, ways_of
+from .ways import WAYS, Run, Task, Way, train, ways_of
 
 FIGURE = Path(__file__).resolve().parent / "output" / "demo.png"
-HEADER = ("way", "final loss", "largest difference from (a)", "seconds", "peak MiB")
+INTRODUCTION = """\
+One model is trained in several ways, on the same samples in the same order: in big batches, and in
+the micro-batches that they are cut into. Compared are the weights: do they follow the big batch's?
+"""
+HEADER = ("way", "distance from (a)", "final loss", "seconds", "peak MiB")
+BELOW = """\
+Distance: of the weights at the end, as a share of how far those of (a) have moved since the start.
+Final losses differ by chance: a lower one does not mean a better way to train.
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> list[tuple[Task, dict[str, Run]]]:
@@ -26,21 +35,30 @@ def main(arguments: Sequence[str] | None = None) -> list[tuple[Task, dict[str, R
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     started = time.perf_counter()
-    print(f"PyTorch {torch.__version__}, threads: {torch.get_num_threads()}")
+    print(INTRODUCTION)
+    print("\n".join(f"({key}) {way.name.ljust(17)}  {way.meaning}" for key, way in WAYS.items()))
+    print(f"\nPyTorch {torch.__version__}, threads: {torch.get_num_threads()}")
     results = []
     for make in (tasks.digits, tasks.gpt):
         task = make(options.tiny)
         count = sum(p.numel() for p in task.make_model().parameters())
-        window = f"{task.accum_steps} micro-batches of {task.micro_batch}"
-        print(
-            f"\n{task.title}: {count:,} parameters, {len(task.data[0]):,} samples, {window} per window, {task.steps} steps"
-        )
-        results.append((task, {key: train(task, way, f"({key}) {name}") for key, (name, way) in ways_of(task).items()}))
-    print("\n" + table(results))
-    print("\n" + "\n".join(findings(results)))
+        print(f"\n{task.title}: {count:,} parameters, {len(task.data[0]):,} samples")
+        micro_batches = f"{task.accum_steps} micro-batches of {task.micro_batch}"
+        print(f"{task.steps} steps, each of {micro_batches}; an epoch's last step is smaller")
+        results.append((task, {key: _trained(task, key, way) for key, way in ways_of(task).items()}))
+    print(f"\n{table(results)}\n\n{BELOW}")
+    print("\n".join(findings(results)))
     figure.draw(results, options.figure)
-    print(f"\nFigure: {options.figure}  ({time.perf_counter() - started:.0f} s in all)")
+    print(f"\n{time.perf_counter() - started:.0f} s in all")
+    print(f"Figure: {os.path.relpath(options.figure)}. Read next: docs/guide.md")
     return results
+
+
+def _trained(task: Task, key: str, way: Way) -> Run:
+    run = train(task, way, f"({key}) {way.name}")
+    losses = f"loss {run.losses[0]:.3f} at the first step, {run.final_loss:.3f} at the end"
+    print(f"  ({key}) {way.name.ljust(17)}  {losses}, {run.seconds:.1f} s", flush=True)
+    return run
 
 
 def table(results: Sequence[tuple[Task, dict[str, Run]]]) -> str:
@@ -49,9 +67,9 @@ def table(results: Sequence[tuple[Task, dict[str, Run]]]) -> str:
     for task, runs in results:
         lines.append((task.title, "", "", "", ""))
         for key, run in runs.items():
-            apart = figure.drift(run, runs["a"])[-1]
-            cells = (f"{run.final_loss:.5f}", "–" if key == "a" else f"{apart:.1e}", f"{run.seconds:.1f}")
-            lines.append((f"  ({key}) {WAYS[key][0]}", *cells, f"{run.peak_bytes / 2**20:.1f}"))
+            apart = "–" if key == "a" else f"{figure.drift(run, runs['a'])[-1]:.1e}"
+            cells = (apart, f"{run.final_loss:.5f}", f"{run.seconds:.1f}", f"{run.peak_bytes / 2**20:.1f}")
+            lines.append((f"  ({key}) {WAYS[key].name}", *cells))
     widths = [max(len(line[i]) for line in lines) for i in range(len(HEADER))]
     padded = [
         line[0].ljust(widths[0]) + "".join("  " + c.rjust(w) for c, w in zip(line[1:], widths[1:])) for line in lines
@@ -60,26 +78,22 @@ def table(results: Sequence[tuple[Task, dict[str, Run]]]) -> str:
     return "\n".join(line.rstrip() for line in padded)
 
 
-def _rounded(times: float) -> str:
-    return f"{times:,.0f}" if times >= 10 else f"{times:.1f}"
-
-
 def findings(results: Sequence[tuple[Task, dict[str, Run]]]) -> list[str]:
     """What the table means, from its own numbers."""
     lines = []
     for task, runs in results:
-        apart = {key: figure.drift(run, runs["a"])[-1] for key, run in runs.items()}
-        times = {key: f"{_rounded(value / apart['b'])} times" for key, value in apart.items()}
+        apart = {key: f"{figure.drift(run, runs['a'])[-1]:.1e}" for key, run in runs.items()}
+        lines.append(f"{task.title}: the weights of (b) end {apart['b']} from the big batch's.")
         if task.master_weights:
             lines.append(
-                f"{task.title}: (b) ends {times['c']} closer to the big batch (in FP32 arithmetic) than plain sums in bf16, "
-                f"{times['d']} closer than those weighted by hand, and {times['e']} closer than the big batch in bf16 arithmetic."
+                f"  Those of (c), {apart['c']}, and of (d), {apart['d']}: their sums are in bf16, those of (b) in FP32."
+            )
+            lines.append(
+                f"  Those of (e), {apart['e']}: here PyTorch adds the gradients of embeddings and norms in bf16."
             )
         else:
-            lines.append(
-                f"{task.title}: (b) ends {times['c']} closer to the big batch than plain loss / N, which divides an epoch's "
-                f"last, partial window by the full N. In FP32, (d), weighted by hand, does as well as (b)."
-            )
+            lines.append(f"  Those of (c), {apart['c']}: it divides an epoch's last, smaller step by N, too.")
+            lines.append(f"  Those of (d), {apart['d']}: in FP32, weighting by hand gives what (b) gives.")
     return lines
 
 

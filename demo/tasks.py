@@ -16,7 +16,7 @@ def digits(tiny: bool = False) -> Task:
     images, labels = data.digits()
     kept = 300 if tiny else 1437
     return Task(
-        title="CNN, FP32, handwritten digits",
+        title="CNN in FP32, handwritten digits",
         make_model=lambda: DigitsCNN(8 if tiny else 32),
         make_optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
         loss=lambda model, x, y: F.cross_entropy(model(x), y),
@@ -39,7 +39,7 @@ def gpt(tiny: bool = False) -> Task:
     context, width, layers = (16, 32, 1) if tiny else (64, 128, 2)
     sequences = 160 if tiny else 1000
     return Task(
-        title="GPT, bf16, the Python library's sources",
+        title="GPT in bf16, Python sources",
         make_model=lambda: SmallGPT(width, layers, 4, context).to(torch.bfloat16),
         make_optimizer=lambda params: torch.optim.SGD(params, lr=0.03, momentum=0.9),
         loss=_next_byte,

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import fusedaccum as fa
 import torch
@@ -49,10 +50,11 @@ class Task:
 
 @dataclass
 class Run:
-    """The result of one way of training: every step's loss and the weights after it, the final loss over all data, and the cost."""
+    """The result of one way of training: the weights at the start and after every step, losses (the final one over all data), cost."""
 
-    losses: list[float] = field(default_factory=list)
+    start: Tensor
     parameters: list[Tensor] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
     final_loss: float = math.nan
     seconds: float = 0.0
     peak_bytes: int = 0
@@ -80,8 +82,12 @@ class PlainMasters:
                     p.copy_(master.to(self.dtype))
 
 
-# A way takes (task, model) and returns two functions: step(window) -> mean loss, and the weights as the optimizer has them.
-Way = Callable[[Task, nn.Module], tuple[Callable[[Tensor], float], Callable[[], list[Tensor]]]]
+class Way(NamedTuple):
+    """A way to train. ``begin(task, model)`` returns two functions: step(window) -> mean loss; the weights as the optimizer has them."""
+
+    name: str
+    meaning: str
+    begin: Callable[[Task, nn.Module], tuple[Callable[[Tensor], float], Callable[[], list[Tensor]]]]
 
 
 def big_batch(task: Task, model: nn.Module) -> tuple:
@@ -157,16 +163,16 @@ def plain_corrected(task: Task, model: nn.Module) -> tuple:
     return plain_accumulation(task, model, corrected=True)
 
 
-WAYS: dict[str, tuple[str, Way]] = {
-    "a": ("big batch", big_batch),
-    "b": ("fusedaccum", fused),
-    "c": ("plain, loss / N", plain_accumulation),
-    "d": ("plain, weighted by hand", plain_corrected),
-    "e": ("big batch in bf16", big_batch_as_is),
+WAYS = {
+    "a": Way("big batch", "all samples of a step at once, computed in FP32", big_batch),
+    "b": Way("fusedaccum", "micro-batches, with fa.AccumulatingOptimizer", fused),
+    "c": Way("loss / N", "micro-batches in plain PyTorch; N is their number in a full step", plain_accumulation),
+    "d": Way("weighted by hand", "as (c), but each loss times its share of the step's samples", plain_corrected),
+    "e": Way("big batch in bf16", "as (a), but computed in bf16, as the micro-batches of the GPT are", big_batch_as_is),
 }
 
 
-def ways_of(task: Task) -> dict[str, tuple[str, Way]]:
+def ways_of(task: Task) -> dict[str, Way]:
     """The ways that differ for this task; in FP32, (e) is the same as (a)."""
     return {key: way for key, way in WAYS.items() if key != "e" or task.master_weights}
 
@@ -175,15 +181,20 @@ def train(task: Task, way: Way, label: str) -> Run:
     """Train from the same seed, over the same windows in the same order."""
     torch.manual_seed(0)
     model = task.make_model()
-    step, weights = way(task, model)
-    run = Run()
-    with tqdm(total=task.steps, desc=label, unit="step", dynamic_ncols=True) as bar:
+    step, weights = way.begin(task, model)
+
+    def vector() -> Tensor:
+        return torch.cat([w.detach().float().flatten() for w in weights()])
+
+    run = Run(start=vector())
+    # On a terminal only, and gone at the end.
+    with tqdm(total=task.steps, desc=label, unit="step", dynamic_ncols=True, disable=None, leave=False) as bar:
         for epoch in range(task.epochs):
             for window in task.windows(epoch):
                 started = time.perf_counter()
                 run.losses.append(step(window))
                 run.seconds += time.perf_counter() - started
-                run.parameters.append(torch.cat([w.detach().float().flatten() for w in weights()]))
+                run.parameters.append(vector())
                 bar.update()
             bar.set_postfix_str(f"loss {run.losses[-1]:.4f}")
     with torch.no_grad():
@@ -200,7 +211,7 @@ def peak_of(task: Task, way: Way) -> int:
     with recorded("cpu") as timeline:
         with mark("build"):
             torch.manual_seed(0)
-            step, _ = way(task, task.make_model())
+            step, _ = way.begin(task, task.make_model())
         with mark("train"):
             for window in windows:
                 step(window)

@@ -4,6 +4,7 @@ import copy
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 ROOT = Path(__file__).parent.parent
@@ -34,6 +35,16 @@ def run_examples(page):
             compile(before + side(code, "-"), str(page), "exec")
             own = {**namespace, "model": copy.deepcopy(namespace["model"])}
             exec(compile(before + side(code, "+"), str(page), "exec"), own)
+
+
+def assert_shows(page, printed):
+    """The page shows what an example printed: the same words, and the same numbers up to what other processors round."""
+    blocks = re.findall(r"^```text\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    (shown,) = (block for block in blocks if block.startswith(printed.splitlines()[0]))
+    number = re.compile(r"\d+\.\d+")
+    assert number.sub("#", shown) == number.sub("#", printed)
+    a, b = ([float(x) for x in number.findall(text)] for text in (shown, printed))
+    assert a == pytest.approx(b, rel=1e-4)
 
 
 def side(diff, mark):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,10 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
 
 import fusedaccum as fa
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.path import Path as MatplotlibPath
+from matplotlib.text import Text
 
 from benchmarks import (
     bench_accumulate,
@@ -225,6 +230,62 @@ def test_ways_of_buffers_in_cpu_memory_have_a_colour_too() -> None:
     assert style.COLOURS.keys() >= bench_memory.WAYS.keys() | bench_memory.OFFLOADED.keys()
 
 
+def test_a_contestant_has_one_colour_in_all_questions() -> None:
+    colours: dict[str, set[str]] = {}
+    for question in questions.QUESTIONS.values():
+        for contestant, colour in getattr(question, "COLOURS", {}).items():
+            colours.setdefault(contestant, {style.COLOURS.get(contestant, colour)}).add(colour)
+    assert all(len(found) == 1 for found in colours.values()), colours
+
+
+@pytest.mark.parametrize("folder", [report.RESULTS, report.RESULTS / "gpu"], ids=lambda folder: folder.name)
+def test_what_is_written_in_a_plot_can_be_read(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No text is cut off, small, or on another text, a curve or a bar; titles and legends are short."""
+    with monkeypatch.context() as patched:
+        figures: list[Figure] = []
+        patched.setattr(plots.plt, "close", figures.append)
+        measured = {name: rows for name in report.TABLES if (rows := report.load(name, folder))}
+        names = [path.name for name, rows in measured.items() for path in plots.draw(name, rows, tmp_path)]
+    wrong = []
+    for name, figure in zip(names, figures, strict=True):
+        texts = _written(figure, monkeypatch)
+        plots.plt.close(figure)
+        assert len(figure.get_suptitle().split()) <= 8, name
+        legends = [*figure.legends, *(axes.get_legend() for axes in figure.axes if axes.get_legend())]
+        assert all(len(legend.get_texts()) <= 4 for legend in legends), name
+        assert all(text.get_fontsize() >= 10 for text in texts), name
+        drawn = [path for axes in figure.axes for path in _outlines(axes)]
+        boxes = {text: Text.get_window_extent(text).padded(-1) for text in texts}  # without an annotation's arrow
+        # A tilted text's box is larger than the text; and a title's has room for the subtitle.
+        exact = [text for text in texts if not text.get_rotation() % 90 and not text.get_text().endswith("\n")]
+        for text, box in boxes.items():
+            if (
+                not figure.bbox.x0 <= box.x0 < box.x1 <= figure.bbox.x1
+                or not figure.bbox.y0 <= box.y0 < box.y1 <= figure.bbox.y1
+                or any(path.intersects_bbox(box) for path in drawn)
+                or (text in exact and any(boxes[other].overlaps(box) for other in exact if other is not text))
+            ):
+                wrong.append((name, text.get_text()))
+    assert not wrong
+
+
+def _written(figure: Figure, monkeypatch: pytest.MonkeyPatch) -> list[Text]:
+    """The texts that are drawn: matplotlib keeps others, which are not."""
+    texts: list[Text] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(Text, "draw", lambda text, _: texts.append(text))
+        figure.draw_without_rendering()
+    return [text for text in texts if text.get_visible() and text.get_text().strip()]
+
+
+def _outlines(axes: Axes) -> Iterator[MatplotlibPath]:
+    """Curves, bars and filled areas, where they are on the page."""
+    for artist in (*axes.lines, *axes.patches):
+        yield artist.get_transform().transform_path(artist.get_path())
+    for collection in axes.collections:
+        yield from map(collection.get_transform().transform_path, collection.get_paths())
+
+
 @pytest.mark.slow
 def test_buckets_are_held_against_the_way_that_does_as_much(tmp_path: Path) -> None:
     rows = bench_buckets.run(harness.Options(quick=True, rounds=2, out=tmp_path))
@@ -243,9 +304,9 @@ def test_the_title_of_the_memory_plot_says_what_its_rows_say(excess: tuple[int, 
     rows: list[harness.Row] = []
     for way, (weights, at) in {"ours": ("bf16", 0), "theirs": ("bf16", 1), "ours again": ("fp32", 1)}.items():
         rows.append({"contestant": way, "weights": weights, **{k: v[at] << 20 for k, v in parts.items()}})
-    found = plots.memory_finding(rows)
-    assert f"{excess[0]} MiB with bf16 weights and {excess[1]} MiB with fp32 weights" in found
-    assert found.endswith(f"{said} of all gradients")
+    title, subtitle = plots.memory_finding(rows)
+    assert title == f"Beyond parameters and sums: {said}"
+    assert subtitle == f"of all gradients: {excess[0]} MiB (bf16 weights) and {excess[1]} MiB (fp32 weights)"
 
 
 def test_questions_are_measured_found_and_drawn(tmp_path: Path) -> None:
@@ -253,10 +314,10 @@ def test_questions_are_measured_found_and_drawn(tmp_path: Path) -> None:
     assert {str(row["question"]) for row in rows} == set(questions.QUESTIONS)
     assert all("contestant" in row for row in rows)
     printed = report.printed("questions", rows)
-    assert all(
-        question.finding(tables.by_question(rows)[name]) in printed and len(question.TITLE.split()) <= 8
-        for name, question in questions.QUESTIONS.items()
-    )
+    found, in_full = tables.by_question(rows), tables.by_question(report.load("questions"))
+    for name, question in questions.QUESTIONS.items():
+        assert question.finding(found[name]) in printed
+        assert question.title(found[name]) != question.title(in_full[name]), "the title is not from the rows"
     drawn = {path.name: path.stat().st_size for path in report.draw_all(tmp_path)}
     assert drawn.keys() == {f"questions-{name}.svg" for name in questions.QUESTIONS}
     assert min(drawn.values()) > 5000

@@ -1,9 +1,9 @@
-"""The examples that need no framework print what their pages say. (The others are in tests/frameworks.)"""
+"""The example that needs no framework prints what its page says. (The others are in tests/frameworks.)"""
 
 import runpy
 
 import pytest
-from pages import ROOT
+from pages import ROOT, assert_shows
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -11,4 +11,4 @@ def test_nanogpts_loop_has_the_same_losses_each_way(capsys):
     plain, added, windows = runpy.run_path(str(ROOT / "examples/nanogpt_loop.py"))["main"]()
     assert added == plain and plain[-1] < plain[0] - 0.5
     assert windows == pytest.approx(plain, rel=1e-4)
-    assert len(capsys.readouterr().out.splitlines()) == 1 + len(plain)
+    assert_shows(ROOT / "docs/frameworks/moving-from.md", capsys.readouterr().out)

@@ -50,7 +50,7 @@ def offered(name, dtype, embedding=False):
 
 
 def modes(model, **how):
-    found = fa.explain(model, **{"desired_batch": BATCH, "micro_batch": MICRO_BATCH, "show": False, **how})
+    found = fa.explain(model, **{"desired_batch": BATCH, "micro_batch": MICRO_BATCH, **how})
     return {mode.name: mode for mode in found.modes}
 
 
@@ -216,7 +216,7 @@ def test_what_an_optimizer_keeps_is_left_out_where_it_cannot_be_told():
             raise RuntimeError("not here")
 
     model = layers(torch.float32)
-    found = fa.explain(model, desired_batch=2, micro_batch=1, optimizer=Refuses(model.parameters(), lr=0.1), show=False)
+    found = fa.explain(model, desired_batch=2, micro_batch=1, optimizer=Refuses(model.parameters(), lr=0.1))
     assert "optimizer" not in found.modes[0].memory
     assert "state is left out" in str(found)
 
@@ -230,9 +230,10 @@ def on_meta(dtype, width=4096):
 
 
 def test_on_meta_nothing_is_measured_and_buffers_may_be_in_cpu_memory():
-    found = fa.explain(on_meta(torch.bfloat16), desired_batch=32, micro_batch=8, show=False)
+    found = fa.explain(on_meta(torch.bfloat16), desired_batch=32, micro_batch=8)
     said = {mode.name: mode for mode in found.modes}
     elements = 6 * (4096 * 4096 + 4096) + 3 * (4096 * 4096 + 4096)
+    assert "free is not known here) and moves " in str(found)
     assert not found.bandwidths and all(mode.seconds is None for mode in found.modes)
     assert said["FP32 buffers"].peak == 2 * elements + 4 * elements + 3 * 4096 * 4096 * 2 + 3 * 4096 * 2
     away = said["buffers in CPU memory"]
@@ -261,14 +262,14 @@ def test_recommends_what_fits(dtype, memory, name):
     model = on_meta(DTYPES[dtype])
     if name == "fused layers":
         model.append(nn.Embedding(20000, 4096, dtype=DTYPES[dtype], device="meta"))
-    found = fa.explain(model, desired_batch=32, micro_batch=8, memory=memory, show=False)
+    found = fa.explain(model, desired_batch=32, micro_batch=8, memory=memory)
     assert found.recommended.name == name, str(found)
     if memory is not None:
         assert found.recommended.peak <= 0.8 * memory
 
 
 def test_says_so_where_nothing_fits():
-    found = fa.explain(on_meta(torch.bfloat16), desired_batch=32, micro_batch=8, memory=GIB // 8, show=False)
+    found = fa.explain(on_meta(torch.bfloat16), desired_batch=32, micro_batch=8, memory=GIB // 8)
     assert "less than a fifth" in found.reason
     assert found.recommended.peak == min(mode.peak for mode in found.modes if mode.name != "plain p.grad")
 
@@ -276,20 +277,20 @@ def test_says_so_where_nothing_fits():
 def test_does_not_trade_exactness_for_memory():
     params = list(layers(torch.float32).parameters())
     plain = modes(params)["plain p.grad"]
-    found = fa.explain(params, desired_batch=32, micro_batch=8, memory=int(plain.peak / 0.8) + 8, show=False)
+    found = fa.explain(params, desired_batch=32, micro_batch=8, memory=int(plain.peak / 0.8) + 8)
     assert plain.peak < min(mode.peak for mode in found.modes if mode.name != plain.name)
     assert found.recommended.name == "FP32 buffers"
 
 
 def test_a_batch_that_fits_at_once_needs_no_accumulation():
-    found = fa.explain(layers(torch.bfloat16), desired_batch=8, micro_batch=8, show=False)
+    found = fa.explain(layers(torch.bfloat16), desired_batch=8, micro_batch=8)
     assert found.micro_batches == 1 and found.recommended.name == "plain p.grad"
 
 
 @pytest.mark.parametrize(("desired", "micro"), [(32, 8), (30, 8), (33, 8)])
 def test_the_call_makes_the_window_that_was_asked_for(desired, micro):
     model = layers(torch.float32, width=8)
-    found = fa.explain(model, desired_batch=desired, micro_batch=micro, show=False)
+    found = fa.explain(model, desired_batch=desired, micro_batch=micro)
     names = {"fa": fa, "torch": torch, "model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.0)}
     exec(found.call, names)
     opt, x = names["opt"], torch.randn(desired, 8)
@@ -311,13 +312,13 @@ def test_the_call_makes_the_window_that_was_asked_for(desired, micro):
 # -- the text, and what is refused -----------------------------------------------------------------------------
 
 
-def test_prints_what_it_returns_and_leaves_the_model_alone(capsys):
+def test_prints_nothing_and_leaves_the_model_alone(capfd):
     model = layers(torch.bfloat16)
     before = [p.detach().clone() for p in model.parameters()]
     found = fa.explain(model, desired_batch=30, micro_batch=8)
-    text = capsys.readouterr().out
-    assert text == f"{found}\n"
-    assert "last one holds 6" in text and found.call in text
+    text = repr(found)
+    assert capfd.readouterr() == ("", "") and text == str(found)
+    assert "the last of 6" in text
     for mode in found.modes:
         assert mode.name in text and mode.formula in text and mode.seconds > 0
     assert all(p.grad is None and torch.equal(p, q) for p, q in zip(model.parameters(), before))
@@ -325,15 +326,28 @@ def test_prints_what_it_returns_and_leaves_the_model_alone(capsys):
     assert opt is not None
 
 
+def test_the_text_begins_with_what_to_take_and_what_it_costs(monkeypatch):
+    monkeypatch.setattr(calibration, "hook_seconds", lambda *_: 10.0)  # of each parameter and micro-batch
+    model = layers(torch.bfloat16)
+    found = fa.explain(model, desired_batch=32, micro_batch=8, memory=GIB)
+    taken, costs, call, *rest = str(found).splitlines()
+    assert taken == f"Take {found.recommended.name}: {found.reason}." and call.strip() == found.call
+    hooks = 10_000 * 4 * len(list(model.parameters()))
+    ms, plain = (f"{extra + 1e3 * m.seconds:.1f} ms" for extra, m in ((hooks, found.modes[0]), (0, found.modes[-1])))
+    assert f" of the 1.0 GiB available and {ms} per window; plain p.grad takes" in costs and plain in costs
+    row = next(line for line in reversed(rest) if line.startswith("FP32 buffers"))
+    assert f"{row.split()[-1]} ms" == ms
+
+
 @pytest.mark.parametrize("block", [torch.no_grad, torch.inference_mode])
 def test_explains_where_no_gradients_are_tracked(block):
     with block():
-        known = fa.explain(layers(torch.bfloat16), desired_batch=BATCH, micro_batch=MICRO_BATCH, show=False)
+        known = fa.explain(layers(torch.bfloat16), desired_batch=BATCH, micro_batch=MICRO_BATCH)
     assert all(mode.seconds > 0 for mode in known.modes)
 
 
 def test_seconds_are_bytes_over_bandwidth():
-    found = fa.explain(layers(torch.bfloat16), desired_batch=32, micro_batch=8, show=False)
+    found = fa.explain(layers(torch.bfloat16), desired_batch=32, micro_batch=8)
     for mode in found.modes:
         assert mode.seconds == pytest.approx(sum(p.bytes / found.bandwidths[p.kernel] for p in mode.passes))
 
@@ -375,7 +389,7 @@ def test_state_that_an_optimizer_makes_for_frozen_parameters_is_counted():
     net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
     net[0].requires_grad_(False)
     inner = torch.optim.Adagrad(net.parameters())
-    found = fa.explain(net, desired_batch=8, micro_batch=4, optimizer=inner, show=False)
+    found = fa.explain(net, desired_batch=8, micro_batch=4, optimizer=inner)
     kept = sum(x.nbytes for entry in inner.state.values() for x in entry.values())
     assert found.recommended.memory["optimizer"] == kept
 
@@ -389,5 +403,5 @@ def test_the_hooks_cost_what_a_backward_takes_longer_with_them(monkeypatch):
 def test_the_hooks_of_a_window_are_those_of_its_micro_batches(monkeypatch):
     monkeypatch.setattr(calibration, "hook_seconds", lambda *_: 0.5)
     net = nn.Linear(4, 4)
-    found = fa.explain(net, desired_batch=24, micro_batch=8, show=False)
+    found = fa.explain(net, desired_batch=24, micro_batch=8)
     assert found.hook_seconds == 0.5 * len(list(net.parameters())) * 3

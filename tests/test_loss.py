@@ -257,6 +257,24 @@ def test_a_grad_scalers_scale_is_taken_off(accum_steps, unscale):
         assert opt.last_window.loss.item() == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize("accum_steps", [None, 2])
+def test_a_scaled_loss_that_overflows_is_infinite_as_in_a_plain_loop(accum_steps, bad):
+    net, (x, y) = model(torch.float32), data(8, torch.float32)
+    opt = wrapped(net, accum_steps=accum_steps)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126)
+    recorded = []
+    for i, (a, b) in enumerate(parts(x, y, (4, 4))):
+        loss = scaler.scale(mean_loss(net, a, b * (100 if i == bad else 0.1)))
+        recorded.append(loss.item() / scaler.get_scale())
+        opt.backward(loss)
+        if accum_steps or i == 1:
+            scaler.step(opt)
+            scaler.update(scaler.get_scale())  # the same, so that both losses carry one
+    assert recorded[bad] == math.inf > recorded[1 - bad]
+    assert opt.last_window.loss.item() == sum(recorded) / 2
+
+
 def test_unknown_where_a_loss_scale_came_and_went_unseen():
     net, (x, y) = model(torch.float32), data(8, torch.float32)
     opt = wrapped(net, accum_steps=1, make=lambda p: torch.optim.SGD(p, lr=0.0))

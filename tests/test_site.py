@@ -51,6 +51,16 @@ def texts(figure):
     return [text for text in re.findall(r"<!-- (.*?) -->", figure.read_text()) if len(text) > 15]
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent != ROOT], ids=lambda page: page.name)
+def test_pages_fit_their_width(page):
+    """The site cuts off code at about 82 characters. Prose is wrapped, except what is generated."""
+    text = re.sub(r"(?ms)^<!-- benchmarks:(\S+) -->.*?^<!-- /benchmarks:\1 -->", "", page.read_text())
+    code = "".join(re.findall(r"(?ms)^```(?:python|diff|text)\n(.*?)^```", text))
+    assert [line for line in code.splitlines() if len(line) > 82] == []
+    prose = re.sub(r"(?ms)^```.*?^```", "", text)
+    assert [line for line in prose.splitlines() if len(line) > 100 and not line.startswith(("|", "!["))] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_pages_say_what_the_results_say(page):
     pytest.importorskip("matplotlib")
@@ -62,7 +72,7 @@ def test_pages_say_what_the_results_say(page):
 
 def test_there_are_nine_questions_and_one_that_comes_later():
     text = (ROOT / "docs/questions/index.md").read_text()
-    listed = re.findall(r"^\d\. \[.*\]\(([\w-]+\.md)\)", text, re.MULTILINE)
+    listed = re.findall(r"^\d\. \[[^\]]*\]\(([\w-]+\.md)\)", text, re.MULTILINE)
     assert len(listed) == 9
     assert sorted([*listed, "different-denominators.md"]) == [page.name for page in QUESTIONS]
     assert "](different-denominators.md)" in text

@@ -1,10 +1,10 @@
 """The questions that every newcomer asks (docs/questions), measured: one file per question, each with
 
-- ``TITLE``: of the plot, at most eight words that say what is drawn.
 - ``measure(quick) -> list[Row]``: deterministic (PyTorch is seeded before), a minute at most; ``quick`` runs the same code in seconds and
   measures nothing. A row's ``contestant`` names the way that was used.
 - ``finding(rows) -> str``: the result, in a line or two with figures from the rows. It stands on the page, above the plot.
-- ``draw(rows, axes)``: the plot, from the rows alone.
+- ``title(rows) -> str``: the result in at most eight words, with a figure from the rows; ``SUBTITLE`` says what is drawn.
+- ``draw(rows, figure)``: the plot, from the rows alone.
 
 Every file here is a question; code that several of them share is elsewhere.
 """
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Protocol
 
-from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from ..harness import Row
 
@@ -24,7 +24,7 @@ from ..harness import Row
 class Question(Protocol):
     """What every file here has to define."""
 
-    TITLE: str
+    SUBTITLE: str
 
     def measure(self, quick: bool) -> list[Row]:
         """Measure everything that is compared; returns the rows."""
@@ -32,8 +32,11 @@ class Question(Protocol):
     def finding(self, rows: Sequence[Row]) -> str:
         """The result, in words."""
 
-    def draw(self, rows: Sequence[Row], axes: Axes) -> None:
-        """Draw the rows; the caller sets the title."""
+    def title(self, rows: Sequence[Row]) -> str:
+        """The result, as the plot's title."""
+
+    def draw(self, rows: Sequence[Row], figure: Figure) -> None:
+        """Draw the rows; the caller sets title and subtitle."""
 
 
 QUESTIONS: dict[str, Question] = {m.name: import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)}

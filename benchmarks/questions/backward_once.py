@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import fusedaccum as fa
 import torch
-from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -17,7 +17,7 @@ from ..harness import OURS, Row
 from ..memory import mark, recorded
 from ..style import BLUE, GREY, ORANGE, PURPLE
 
-TITLE = "Memory of one step, over its course"
+SUBTITLE = "memory of one step, over its course"
 PARTS, SEQUENCES, TOKENS = 8, 4, 64  # micro-batches, and what each holds
 BIG, ONCE, EACH = "big batch", "one backward, of the sum", "a backward per micro-batch"
 COLOURS = {BIG: GREY, ONCE: ORANGE, EACH: PURPLE, OURS: BLUE}
@@ -55,21 +55,23 @@ def finding(rows: Sequence[Row]) -> str:
     )
 
 
-def draw(rows: Sequence[Row], axes: Axes) -> None:
-    """Allocated bytes of every way, from its window's start to its end."""
-    for r in rows:
+def title(rows: Sequence[Row]) -> str:
+    """The peaks of one backward and of one per micro-batch."""
+    peak = {r["contestant"]: r["peak_bytes"] / 2**20 for r in rows}
+    return f"Backward once: {peak[ONCE]:.0f} MiB; per micro-batch: {peak[EACH]:.0f} MiB"
+
+
+def draw(rows: Sequence[Row], figure: Figure) -> None:
+    """Allocated bytes from the window's start to its end, one panel per way."""
+    figure.set_figheight(5.4)
+    panels = figure.subplots(len(rows), 1, sharex=True, sharey=True)
+    for axes, r in zip(panels, rows, strict=True):
         levels = [b / 2**20 for b in r["allocated"]]
-        width = 2 if r["contestant"] == OURS else 1.4
         at = [i / (len(levels) - 1) for i in range(len(levels))]
-        axes.plot(at, levels, color=COLOURS[r["contestant"]], lw=width, label=r["contestant"])
-    axes.set(
-        xlabel="from the window's start to its end, in allocations",
-        ylabel="allocated, MiB",
-        ylim=(0, None),
-        xlim=(0, 1),
-    )
-    axes.set_xticks([])
-    axes.legend(frameon=False, fontsize=8.5)
+        axes.fill_between(at, levels, color=COLOURS[r["contestant"]])
+        axes.set_title(f"{r['contestant']}: peak {r['peak_bytes'] / 2**20:.0f} MiB")
+        axes.set(ylabel="MiB", ylim=(0, None), xlim=(0, 1), xticks=[])
+    panels[-1].set_xlabel("from the window's start to its end")
 
 
 Window = Callable[[Tensor], object]

@@ -7,14 +7,14 @@ from typing import Any
 
 import fusedaccum as fa
 import torch
-from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from .. import digits
 from ..harness import OURS, Row
-from ..style import BLUE, GREY, ORANGE, SKY
+from ..style import BLUE, NAVY, ORANGE, SKY, label_ends
 
-TITLE = "Error of a bf16 model's gradient"
+SUBTITLE = "error of a bf16 model's gradient"
 SAMPLES = 4  # of a micro-batch
 PLAIN, STOCHASTIC, MASTERS = "p.grad in bf16", f"{OURS}, bf16 sums, stochastic", f"{OURS}, master weights"
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -22,7 +22,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     MASTERS: {"master_weights": True},
     STOCHASTIC: {"buffer_dtype": torch.bfloat16, "rounding": "stochastic"},
 }
-COLOURS = {PLAIN: ORANGE, STOCHASTIC: GREY, OURS: SKY, MASTERS: BLUE}
+COLOURS = {PLAIN: ORANGE, STOCHASTIC: SKY, OURS: BLUE, MASTERS: NAVY}
 NAMED = 16, 256  # micro-batches of which the finding speaks
 
 
@@ -51,18 +51,25 @@ def finding(rows: Sequence[Row]) -> str:
     )
 
 
-def draw(rows: Sequence[Row], axes: Axes) -> None:
+def title(rows: Sequence[Row]) -> str:
+    """The error of sums in bf16 in the longest window."""
+    (plain,) = (r for r in rows if r["contestant"] == PLAIN)
+    return f"{plain['windows'][-1]:,} micro-batches in bf16: {plain['errors'][-1]:.0%} off"
+
+
+def draw(rows: Sequence[Row], figure: Figure) -> None:
     """Relative error by micro-batches in the window, both logarithmic."""
+    axes = figure.subplots()
     for r in rows:
         # An error of exactly 0 has no place on a logarithmic axis.
         points = [(n, error) for n, error in zip(r["windows"], r["errors"], strict=True) if error]
-        axes.loglog(
-            *zip(*points, strict=True), "o-", ms=3, base=2, color=COLOURS[r["contestant"]], label=r["contestant"]
-        )
+        exact = [n for n, error in zip(r["windows"], r["errors"], strict=True) if not error]
+        label = r["contestant"] + (f", exact up to {exact[-1]}" if exact else "")
+        axes.loglog(*zip(*points, strict=True), "o-", ms=4, base=2, color=COLOURS[r["contestant"]], label=label)
     axes.set_yscale("log", base=10)
     axes.set_xticks(rows[0]["windows"], [f"{n:,}" for n in rows[0]["windows"]])
-    axes.set(xlabel="micro-batches in the window", ylabel="relative error of the gradient")
-    axes.legend(frameon=False, loc="center right")
+    axes.set(xlabel="micro-batches in the window", ylabel="relative error")
+    label_ends(axes)
 
 
 def _micro_batches(count: int) -> list[tuple[Tensor, Tensor]]:

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 
 import fusedaccum as fa
 import torch
-from matplotlib.axes import Axes
-from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -18,9 +17,9 @@ from demo.models import DigitsCNN
 from .. import digits
 from ..harness import OURS, Row
 from ..memory import recorded
-from ..style import BLUE, GREY, ORANGE
+from ..style import BLUE, GREY, ORANGE, label_ends
 
-TITLE = "Contrastive loss: error and memory"
+SUBTITLE = "error and memory, by size of the micro-batch"
 BIG, ACCUMULATED, CHECKPOINTED = "big batch", "accumulated", "checkpointed micro-batches, one backward"
 IN_FP64 = "added up in FP64"
 COLOURS = {BIG: GREY, ACCUMULATED: ORANGE, OURS: BLUE}
@@ -64,26 +63,31 @@ def finding(rows: Sequence[Row]) -> str:
     )
 
 
-def draw(rows: Sequence[Row], axes: Axes) -> None:
-    """Errors by micro-batch size as solid lines; peaks in memory dashed, on a separate axis."""
-    memory = axes.twinx()
-    for way, colour in COLOURS.items():
-        mine = _of(rows, way)
-        sizes, marker = [r["micro_batch_size"] for r in mine], "o" if len(mine) == 1 else ""
-        errors, peaks = ([r[key] for r in mine] for key in ("error", "peak_bytes"))
-        axes.loglog(sizes, errors, "-", marker=marker, color=colour, label=f"{way}, error")
-        memory.loglog(sizes, [b / 2**20 for b in peaks], "--", marker=marker, color=colour, alpha=0.7)
-        axes.plot([], [], "--", color=colour, alpha=0.7, label=f"{way}, memory")
-    axes.set(xlabel="samples per micro-batch", ylabel="error of the gradient", ylim=(1e-9, 1))
-    memory.set_ylabel("peak in memory [MiB]")
-    for axis, ticks in (
-        (axes.xaxis, [r["micro_batch_size"] for r in _of(rows, OURS)]),
-        (memory.yaxis, (1, 2, 5, 10, 20)),
-    ):
-        axis.set_major_locator(FixedLocator(ticks))
-        axis.set_major_formatter(StrMethodFormatter("{x:g}"))
-        axis.set_minor_locator(NullLocator())
-    axes.legend(frameon=False, ncols=3, fontsize=8.5, loc="lower left")
+def title(rows: Sequence[Row]) -> str:
+    """The largest error when accumulated."""
+    worst = max(r["error"] for r in _of(rows, ACCUMULATED))
+    return f"A contrastive loss, accumulated: up to {worst:.0%} off"
+
+
+def draw(rows: Sequence[Row], figure: Figure) -> None:
+    """Errors and peaks in memory by micro-batch size, one panel each; the big batch as a level."""
+    figure.set_figheight(5.2)
+    panels = figure.subplots(2, 1, sharex=True)
+    (big,) = _of(rows, BIG)
+    for axes, key, unit in zip(panels, ("error", "peak_bytes"), (1, 2**20)):
+        axes.axhline(big[key] / unit, color=GREY, ls="--", label=BIG)
+        for way in (ACCUMULATED, OURS):
+            # One micro-batch is the big batch.
+            mine = [r for r in _of(rows, way) if r["micro_batch_size"] < r["samples"]]
+            sizes = [r["micro_batch_size"] for r in mine]
+            axes.loglog(sizes, [r[key] / unit for r in mine], "o-", ms=4, color=COLOURS[way], label=way)
+        axes.set_xticks(sizes, sizes)
+        axes.minorticks_off()
+    panels[0].set(ylabel="error of the gradient", ylim=(1e-8, 1))
+    panels[1].set(ylabel="peak, MiB", xlabel=f"samples per micro-batch, of {big['samples']}")
+    panels[1].set_yticks([1, 2, 5, 10, 20], [1, 2, 5, 10, 20])
+    for axes in panels:
+        label_ends(axes)
 
 
 def _of(rows: Sequence[Row], way: str) -> list[Row]:

@@ -13,15 +13,15 @@ from pathlib import Path
 import fusedaccum as fa
 import torch
 import torch.distributed as dist
-from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import digits
 from ..harness import OURS, Row
-from ..style import BLUE, ORANGE, PURPLE
+from ..style import BLUE, ORANGE, PURPLE, label_ends
 
-TITLE = "Three loss terms: error of their gradient"
+SUBTITLE = "error of the gradient of three loss terms"
 SEQUENCES, LENGTH, VOCABULARY = 16, 48, 64  # of a window
 COEFFICIENTS = torch.tensor([1.0, 0.3, 0.1])
 MICRO_BATCHES = (1, 2, 4, 8)
@@ -134,18 +134,27 @@ def finding(rows: Sequence[Row]) -> str:
     )
 
 
-def draw(rows: Sequence[Row], axes: Axes) -> None:
-    """Error by micro-batches; one rank as solid lines, two dashed."""
-    for r in rows:
-        style = "o-" if r["ranks"] == 1 else "s--"
-        label = f"{r['contestant']}, {r['ranks']} rank{'s' * (r['ranks'] > 1)}"
-        axes.semilogx(r["micro_batches"], r["errors"], style, ms=4, color=COLOURS[r["contestant"]], label=label)
-    axes.set_yscale("symlog", linthresh=1e-8)  # one micro-batch of one rank is the big batch: 0
-    axes.set_xticks(MICRO_BATCHES, MICRO_BATCHES)
-    axes.set_yticks([0, 1e-8, 1e-6, 1e-4, 1e-2, 1])
-    axes.minorticks_off()
-    axes.set(xlabel="micro-batches of a rank", ylabel="relative error of the gradient", ylim=(-2e-9, 1e4))
-    axes.legend(frameon=False, ncols=2, fontsize=8.5, loc="upper left")
+def title(rows: Sequence[Row]) -> str:
+    """The largest error of the terms' own means."""
+    worst = max(max(r["errors"]) for r in rows if r["contestant"] == MEANS)
+    return f"Three terms' own means: up to {worst:.0%} off"
+
+
+def draw(rows: Sequence[Row], figure: Figure) -> None:
+    """Error by micro-batches, on one rank and on two."""
+    figure.set_figheight(5.6)
+    panels = figure.subplots(2, 1, sharex=True)
+    for axes, ranks in zip(panels, (1, 2)):
+        for r in (r for r in rows if r["ranks"] == ranks):
+            way = r["contestant"]
+            axes.semilogx(r["micro_batches"], r["errors"], "o-", ms=4, color=COLOURS[way], label=way)
+        axes.set_yscale("symlog", linthresh=1e-8)  # one micro-batch of one rank is the big batch: 0
+        axes.set_xticks(MICRO_BATCHES, MICRO_BATCHES)
+        axes.set_yticks([0, 1e-8, 1e-6, 1e-4, 1e-2, 1])
+        axes.minorticks_off()
+        axes.set(ylabel="relative error", ylim=(-2e-9, 2), title=f"{ranks} rank{'s' * (ranks > 1)}")
+        label_ends(axes)
+    panels[-1].set_xlabel("micro-batches of a rank")
 
 
 Parts = Sequence[tuple[Tensor, Tensor]]

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import fusedaccum as fa
-from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from .. import digits
 from ..harness import OURS, Row
-from ..style import BLUE, GREEN, ORANGE, PURPLE
+from ..style import BLUE, GREEN, ORANGE, PURPLE, label_ends
 
-TITLE = "Distance from the big batch's weights"
+SUBTITLE = "distance from the big batch's weights / distance trained"
 BATCH, PARTS = 128, 8  # samples and micro-batches per window
 COLOURS = {"loss / N": ORANGE, "not divided": PURPLE, OURS: BLUE, "fusedaccum, sum": GREEN}
 
@@ -50,15 +50,24 @@ def finding(rows: Sequence[Row]) -> str:
     )
 
 
-def draw(rows: Sequence[Row], axes: Axes) -> None:
-    """Drift by window; unequal micro-batches as solid lines, equal ones dashed."""
-    for r in sorted(rows, key=lambda r: str(r["sizes"]), reverse=True):
-        dashes = "-" if r["sizes"] == "unequal" else "--"
-        windows = range(1, len(r["drifts"]) + 1)
-        label = f"{r['contestant']}, {r['sizes']}"
-        axes.semilogy(windows, r["drifts"], dashes, color=COLOURS[r["contestant"]], label=label)
-    axes.set(xlabel="window", ylabel="distance from the big batch / distance trained", ylim=(None, 1e4))
-    axes.legend(frameon=False, ncols=2, fontsize=8.5)
+def title(rows: Sequence[Row]) -> str:
+    """The final drift of loss / N with unequal micro-batches."""
+    (r,) = (r for r in rows if (r["contestant"], r["sizes"]) == ("loss / N", "unequal"))
+    return f"Unequal micro-batches: loss / N ends {r['drift']:.0%} off"
+
+
+def draw(rows: Sequence[Row], figure: Figure) -> None:
+    """Drift by window, for unequal micro-batches and for equal ones; of curves that coincide, each is drawn thinner than the one below."""
+    figure.set_figheight(5.6)
+    panels = figure.subplots(2, 1, sharex=True, sharey=True)
+    for axes, sizes in zip(panels, ("unequal", "equal")):
+        for r, width in zip((r for r in rows if r["sizes"] == sizes), (6, 1.6, 4, 1.6)):
+            windows = range(1, len(r["drifts"]) + 1)
+            axes.semilogy(windows, r["drifts"], lw=width, color=COLOURS[r["contestant"]], label=r["contestant"])
+        axes.set_title(f"{sizes} micro-batches")
+    panels[-1].set_xlabel("window")
+    for axes in panels:
+        label_ends(axes)
 
 
 Step = Callable[[Sequence[Tensor]], object]  # the micro-batches of a window

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import fusedaccum as fa
-from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from .. import digits
 from ..harness import OURS, Row
-from ..style import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY
+from ..style import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, label_ends
 
-TITLE = "Training loss by learning rate"
+SUBTITLE = "training loss over all samples"
 LR, BATCH, PARTS, GROWN = 0.06, 32, 4, 4
 BIG, SUMMED = "big batch", "loss not divided"
 UNCHANGED, ROOT, LINEAR = "batch × 4, lr × 1", "batch × 4, lr × 2", "batch × 4, lr × 4"
@@ -25,14 +25,7 @@ WAYS = {
     ROOT: ("mean", GROWN * BATCH, GROWN**0.5 * LR),
     UNCHANGED: ("mean", GROWN * BATCH, LR),
 }
-STYLES = {
-    BIG: (GREY, "-", 3.5),
-    OURS: (BLUE, "-", 1.6),
-    SUMMED: (ORANGE, "-", 1.4),
-    LINEAR: (GREEN, "--", 1.6),
-    ROOT: (SKY, "-.", 1.6),
-    UNCHANGED: (PURPLE, ":", 1.8),
-}
+COLOURS = {BIG: GREY, OURS: BLUE, SUMMED: ORANGE, LINEAR: GREEN, ROOT: SKY, UNCHANGED: PURPLE}
 
 
 def measure(quick: bool) -> list[Row]:
@@ -56,24 +49,39 @@ def measure(quick: bool) -> list[Row]:
 def finding(rows: Sequence[Row]) -> str:
     """How far windows are from the big batch, and where the other ways end."""
     losses = {r["contestant"]: r["losses"] for r in rows}
-    apart = max(abs(a - b) / a for a, b in zip(losses[BIG], losses[OURS]))
     return (
-        f"With the window's mean the learning rate stays as it is: the loss is within {apart:.0e} of the big batch's, which ends at "
+        f"With the window's mean the learning rate stays as it is: the loss is within {_apart(rows):.0e} of the big batch's, which ends at "
         f"{losses[BIG][-1]:.3f}. Without the division it ends at {losses[SUMMED][-1]:.3f}. A batch {GROWN} times as large ends at "
         f"{losses[LINEAR][-1]:.3f} with {GROWN} times the rate, at {losses[ROOT][-1]:.3f} with {GROWN**0.5:g} times (the square root), "
         f"and at {losses[UNCHANGED][-1]:.3f} with the same rate."
     )
 
 
-def draw(rows: Sequence[Row], axes: Axes) -> None:
-    """Loss by epoch."""
-    for r in rows:
-        colour, dashes, width = STYLES[r["contestant"]]
-        epochs = range(1, len(r["losses"]) + 1)
-        label = f"{r['contestant']} (batch {r['batch']}, lr {r['lr']:g})"
-        axes.semilogy(epochs, r["losses"], ls=dashes, color=colour, lw=width, label=label)
-    axes.set(xlabel="epoch", ylabel="loss over all samples")
-    axes.legend(frameon=False, fontsize=8.5)
+def _apart(rows: Sequence[Row]) -> float:
+    losses = {r["contestant"]: r["losses"] for r in rows}
+    return max(abs(a - b) / a for a, b in zip(losses[BIG], losses[OURS]))
+
+
+def title(rows: Sequence[Row]) -> str:
+    """How far windows with the same rate are from the big batch."""
+    return f"The same rate, the same loss: within {_apart(rows):.0e}"
+
+
+def draw(rows: Sequence[Row], figure: Figure) -> None:
+    """Loss by epoch: the ways with the big batch, and those with a larger one."""
+    figure.set_figheight(5.6)
+    panels = figure.subplots(2, 1, sharex=True, sharey=True)
+    for axes, batch in zip(panels, (BATCH, GROWN * BATCH)):
+        for r in (r for r in rows if r["batch"] == batch):
+            epochs = range(1, len(r["losses"]) + 1)
+            width = 5 if r["contestant"] == BIG else 1.6  # it shows below the one that coincides with it
+            axes.semilogy(epochs, r["losses"], color=COLOURS[r["contestant"]], lw=width, label=r["contestant"])
+        axes.set(title=f"batch {batch}", ylabel="loss")
+        axes.set_yticks([0.01, 0.1, 1], [0.01, 0.1, 1])
+        axes.minorticks_off()
+    panels[-1].set_xlabel("epoch")
+    for axes in panels:
+        label_ends(axes)
 
 
 def _trained(x: Tensor, y: Tensor, epochs: int, reduction: str | None, batch: int, lr: float) -> list[float]:

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import fusedaccum as fa
 import torch
-from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from .. import digits
 from ..harness import OURS, Row
 from ..style import BLUE, ORANGE, PURPLE
 
-TITLE = "The loss that is logged"
+SUBTITLE = "what is logged while a model trains"
 BATCH, PARTS = 128, 8  # samples and micro-batches per window; the micro-batches are not of one size
 LAST, MEAN = "the last micro-batch's loss", "mean of the micro-batches' losses"
 COLOURS = {LAST: ORANGE, MEAN: PURPLE, OURS: BLUE}
@@ -51,12 +51,21 @@ def finding(rows: Sequence[Row]) -> str:
     )
 
 
-def draw(rows: Sequence[Row], axes: Axes) -> None:
-    """What is logged, by window, over the big batch's loss."""
+def title(rows: Sequence[Row]) -> str:
+    """The largest error of the last micro-batch's loss."""
+    (worst,) = (max(r["errors"]) for r in rows if r["contestant"] == LAST)
+    return f"The last micro-batch's loss: up to {worst:.0%} off"
+
+
+def draw(rows: Sequence[Row], figure: Figure) -> None:
+    """What is logged, by window, over the big batch's loss; one panel per way."""
+    figure.set_figheight(5.6)
+    panels = figure.subplots(len(rows), 1, sharex=True, sharey=True)
     windows = range(1, len(rows[0]["wanted"]) + 1)
-    axes.plot(windows, rows[0]["wanted"], color="black", lw=4, alpha=0.25, label="big batch")
-    for r in rows:
-        name = "last_window.loss" if r["contestant"] == OURS else r["contestant"]
-        axes.plot(windows, r["logged"], "-", lw=1.4, color=COLOURS[r["contestant"]], label=name)
-    axes.set(xlabel="window", ylabel="loss")
-    axes.legend(frameon=False)
+    for axes, r in zip(panels, rows, strict=True):
+        axes.plot(windows, r["wanted"], color="black", lw=5, alpha=0.25, label="big batch")
+        axes.plot(windows, r["logged"], lw=1.4, color=COLOURS[r["contestant"]])
+        axes.set_title("last_window.loss" if r["contestant"] == OURS else r["contestant"])
+        axes.set(ylabel="loss", ylim=(0, None))
+    panels[0].legend(loc="upper right")
+    panels[-1].set_xlabel("window")

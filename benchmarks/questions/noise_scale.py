@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import fusedaccum as fa
 import torch
-from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from .. import digits
 from ..harness import OURS, Row
-from ..style import BLUE, GREY, SKY
+from ..style import BLUE, GREY, NAVY
 
-TITLE = "The noise scale while training"
+SUBTITLE = "while a small network is trained"
 WINDOWS = 200  # averaged over at every point of LOOKS
 DIRECT, FIXED = "covariance of single samples", f"fusedaccum, averaged over {WINDOWS} windows at that point"
 LOOKS = (0, 5, 20, 60)  # measure after so many windows of training
@@ -38,26 +38,40 @@ def measure(quick: bool) -> list[Row]:
 
 def finding(rows: Sequence[Row]) -> str:
     """How far apart the two are at the same points, and how the noise scale changes."""
-    of = {way: {r["trained"]: r["noise_scale"] for r in rows if r["contestant"] == way} for way in (DIRECT, FIXED)}
-    apart = max(abs(of[FIXED][t] / of[DIRECT][t] - 1) for t in of[DIRECT])
-    first, last = min(of[DIRECT]), max(of[DIRECT])
+    exact = _points(rows, DIRECT)
+    first, last = min(exact), max(exact)
     return (
-        f"The noise scale estimated from norms of windows is within {apart:.0%} of the one from single samples. In {last} windows, the "
-        f"batch that still pays off goes from {of[DIRECT][first]:.0f} to {of[DIRECT][last]:.0f} samples."
+        f"The noise scale estimated from norms of windows is within {_apart(rows):.0%} of the one from single samples. In {last} windows, "
+        f"the batch that still pays off goes from {exact[first]:.0f} to {exact[last]:.0f} samples."
     )
 
 
-def draw(rows: Sequence[Row], axes: Axes) -> None:
+def title(rows: Sequence[Row]) -> str:
+    """How far apart the two are at the same points."""
+    return f"The noise scale: within {_apart(rows):.0%} of its definition"
+
+
+def draw(rows: Sequence[Row], figure: Figure) -> None:
     """The noise scale over training: the running average as a line, the others as points."""
+    figure.set_figheight(4.6)
+    axes = figure.subplots()
     for way, style in {
-        OURS: {"color": SKY, "label": "fusedaccum while training, noise_scale=0.95"},
-        DIRECT: {"color": GREY, "marker": "o", "ms": 11, "ls": "", "mfc": "none", "mew": 2, "label": DIRECT},
-        FIXED: {"color": BLUE, "marker": "x", "ms": 8, "ls": "", "mew": 2, "label": FIXED},
+        OURS: {"color": BLUE, "label": "fusedaccum while training, noise_scale=0.95"},
+        DIRECT: {"color": GREY, "marker": "o", "ms": 13, "ls": "", "mfc": "none", "mew": 2, "label": DIRECT},
+        FIXED: {"color": NAVY, "marker": "x", "ms": 8, "ls": "", "mew": 2, "label": FIXED},
     }.items():
-        points = [(r["trained"], r["noise_scale"]) for r in rows if r["contestant"] == way]
-        axes.semilogy(*zip(*points), **style)
-    axes.set(xlabel="windows trained", ylabel="noise scale (samples)")
-    axes.legend(frameon=False)
+        axes.plot(*zip(*_points(rows, way).items()), **style)
+    axes.set(xlabel="windows trained", ylabel="noise scale, samples", ylim=(0, None))
+    figure.legend(loc="outside lower center")
+
+
+def _points(rows: Sequence[Row], way: str) -> dict[int, float]:
+    return {r["trained"]: r["noise_scale"] for r in rows if r["contestant"] == way}
+
+
+def _apart(rows: Sequence[Row]) -> float:
+    exact, measured = _points(rows, DIRECT), _points(rows, FIXED)
+    return max(abs(measured[at] / exact[at] - 1) for at in exact)
 
 
 def direct(model: nn.Module, x: Tensor, y: Tensor) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import fusedaccum as fa
 import torch
-from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -15,9 +15,9 @@ from demo.models import SmallGPT
 from .. import digits
 from ..harness import OURS, Row
 from ..memory import mark, recorded
-from ..style import BLUE, GREY
+from ..style import BLUE, GREY, label_ends
 
-TITLE = "Peak memory by size of the batch"
+SUBTITLE = "peak memory by size of the batch"
 TOKENS, MICRO_BATCH = 64, 4  # tokens per sequence, sequences per micro-batch
 BIG = "big batch"
 COLOURS = {BIG: GREY, OURS: BLUE}
@@ -58,24 +58,27 @@ def finding(rows: Sequence[Row]) -> str:
     )
 
 
-def draw(rows: Sequence[Row], axes: Axes) -> None:
+def title(rows: Sequence[Row]) -> str:
+    """The peaks at the largest batch."""
+    largest = max(r["batch"] for r in rows)
+    peak = {r["contestant"]: f"{r['peak_bytes'] / 2**20:.0f}" for r in rows if r["batch"] == largest}
+    return f"Batch of {largest}: {peak[OURS]} MiB instead of {peak[BIG]}"
+
+
+def draw(rows: Sequence[Row], figure: Figure) -> None:
     """Peaks by batch, above their floors."""
+    axes = figure.subplots()
     for name, colour in COLOURS.items():
-        mine = [r for r in rows if r["contestant"] == name]
-        axes.loglog([r["batch"] for r in mine], [r["peak_bytes"] / 2**20 for r in mine], "o-", color=colour, label=name)
+        batches, peaks = zip(*((r["batch"], r["peak_bytes"] / 2**20) for r in rows if r["contestant"] == name))
+        axes.loglog(batches, peaks, "o-", color=colour, label=name)
     floor = rows[0]["parameter_bytes"] / 2**20
-    total = floor + rows[0]["sum_bytes"] / 2**20
-    for level, text in (
-        (floor, "parameters"),
-        (total, 'parameters + sums (the sums can go to CPU memory: buffer_device="cpu")'),
-    ):
-        axes.axhline(level, color="black", lw=0.9, ls=":")
-        axes.text(max(r["batch"] for r in rows), level, text, ha="right", va="bottom", fontsize=8.5)
-    ticks = sorted({r["batch"] for r in rows})
-    axes.set_xticks(ticks, [str(t) for t in ticks])
+    axes.axhline(floor, color="black", lw=0.9, ls=":", label="parameters")
+    axes.axhline(floor + rows[0]["sum_bytes"] / 2**20, color="black", lw=0.9, ls=":", label="parameters, and sums")
+    axes.set_xticks(batches, batches)
+    axes.set_yticks([1, 10, 100], [1, 10, 100])
     axes.minorticks_off()
     axes.set(xlabel=f"desired batch, sequences of {TOKENS} tokens", ylabel="peak of a step, MiB")
-    axes.legend(frameon=False)
+    label_ends(axes)
 
 
 Window = Callable[[Tensor], object]

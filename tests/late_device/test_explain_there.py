@@ -25,7 +25,7 @@ def small(monkeypatch):
 @pytest.mark.parametrize("name", SETTINGS)
 def test_cpu_side_of_buffers_in_cpu_memory(device, small, monkeypatch, name, dtype):
     net = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4))).to(device, dtype)
-    found = fa.explain(net, desired_batch=8, micro_batch=2, show=False)
+    found = fa.explain(net, desired_batch=8, micro_batch=2)
     mode = next(mode for mode in found.modes if mode.name == name)
     assert mode.seconds > 0 and set(found.bandwidths) >= {p.kernel for p in mode.passes}
     opt = fa.AccumulatingOptimizer(
@@ -86,5 +86,5 @@ class Pinned(TorchFunctionMode):
 def test_the_link_ends_in_cpu_memory_whatever_the_default_device_is(device, small):
     net = nn.Linear(64, 64).to(device)
     with torch.device(device), Pinned() as pinned:
-        fa.explain(net, desired_batch=8, micro_batch=2, show=False)
+        fa.explain(net, desired_batch=8, micro_batch=2)
     assert pinned.devices == {"cpu"}

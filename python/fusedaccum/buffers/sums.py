@@ -215,10 +215,9 @@ class Sums:
         if written and not layers_write and self.normalized_by is None and not self._warned_written:
             self._warned_written = True
             warn(
-                "p.grad was written to (clip_grad_norm_? model.zero_grad(set_to_none=False)? p.grad = ...?), but it is the window's sum, "
-                f"{so}. Clip with max_grad_norm= (math.inf only measures the norm), or at the window's end after opt.normalize_(); if the "
-                "losses are divided already, reduction='none' takes sums as they are. Gradients of your own join the window by "
-                "torch.autograd.backward(parameters, gradients). (Further cases are not reported.)"
+                "p.grad was written to (by clip_grad_norm_, zero_grad(set_to_none=False) or p.grad = ...?), but it is the window's "
+                f"sum, {so}. Instead, clip with max_grad_norm= or after opt.normalize_(), zero with opt.zero_grad(), add gradients of "
+                "your own with torch.autograd.backward(parameters, gradients), or divide the losses yourself under reduction='none'."
             )
 
     # -- the window's ends -------------------------------------------------------------------------------------

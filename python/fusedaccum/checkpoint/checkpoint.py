@@ -86,7 +86,7 @@ def plain(record: Window | MicroBatch) -> dict[str, Any]:
     """Copies of what a record holds, as tensors and plain values."""
     loss = record.loss or Loss()
     kept = {k: v for k, v in vars(record).items() if k != "counts"}  # all counted
-    kept |= {"loss": None if record.loss is None else loss.total, "raw_loss": loss.raw}
+    kept |= {"loss": None if record.loss is None else loss.known, "raw_loss": loss.raw}
     return {k: v.clone() if isinstance(v, Tensor) else v for k, v in kept.items()}
 
 

@@ -72,7 +72,7 @@ def window(opt: Wrapper, ranks: list[dict[str, Any]]) -> dict[str, Any] | None:
             mine.overflowed = mine.overflowed or theirs.overflowed
     # Of losses normalised by the caller, the mean over the ranks is taken, as of the sums.
     scale = here.size / len(ranks) if opt.settings.reduction == "none" else 1.0
-    mine.loss = Loss(mine.loss.total * scale, mine.loss.raw * scale)
+    mine.loss = Loss(mine.loss.known * scale, mine.loss.raw * scale)
     if mine.length is not None:
         each = count // here.size
         if each >= mine.length:

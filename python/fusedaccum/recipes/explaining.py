@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ ROOM = 0.2
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """What :func:`explain` found; its ``str()`` is the printed text.
+    """What :func:`explain` found. Its ``repr()`` is the text, so ``print()`` and a REPL show it.
 
     Attributes:
         modes: the modes to choose from.
@@ -46,11 +47,8 @@ class Explanation:
     bandwidths: dict[Kernel, float]
     hook_seconds: float | None
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return "\n".join(_text(self))
-
-    def __repr__(self) -> str:  # what a REPL shows below the text, which explain() has printed
-        return f"Explanation(recommended={self.recommended.name!r}, call={self.call!r})"
 
 
 def explain(
@@ -60,9 +58,8 @@ def explain(
     micro_batch: int,
     optimizer: Any = None,
     memory: int | None = None,
-    show: bool = True,
 ) -> Explanation:
-    """Print and return a window's memory, bytes moved and time under each mode, and which mode to use.
+    """A window's memory, bytes moved and time under each mode, and which mode to use: ``print(fa.explain(...))``.
 
     A window has ``N = ceil(desired_batch / micro_batch)`` micro-batches. For parameters of p bytes per element, buffers of b::
 
@@ -81,7 +78,6 @@ def explain(
         micro_batch: samples that go through the model at once.
         optimizer: an instance or a class, whose state is counted as it will be after the first step; None leaves it out.
         memory: bytes available on the device, another machine's for example; None asks this device.
-        show: print the text.
 
     Raises:
         TypeError, ValueError: no model, nothing to train, several devices; sizes that are not whole numbers or below 1, or a micro-batch
@@ -116,12 +112,9 @@ def explain(
     available = memory if memory is not None else _available(of)
     recommended, reason = _recommend(modes, of.narrow, micro_batches, available)
     call = _call(recommended, desired_batch, micro_batches, last == micro_batch)
-    found = Explanation(
+    return Explanation(
         modes, recommended, reason, call, micro_batches, micro_batch, last, available, of.device, speeds, hooks
     )
-    if show:
-        print(found)
-    return found
 
 
 def _seconds(mode: Mode, speeds: dict[Kernel, float]) -> float:
@@ -156,24 +149,15 @@ def _recommend(modes: list[Mode], narrow: bool, micro_batches: int, available: i
         return named[PLAIN.name], "one micro-batch is the whole batch, so there is nothing to accumulate"
     policies = (HELD.name, PLAIN.name, MASTERS.name)  # chosen for what they do, not for what they cost
     ours = [mode for mode in modes if mode.name not in policies]
-    first = (
-        "16-bit sums lose what is small beside them (in bf16 256 + 1 is 256), FP32 sums do not"
-        if narrow
-        else "exact windows of unequal micro-batches, clipping and checks, in sums as precise as p.grad's own"
-    )
-    if available is None:
-        return ours[0], f"{first}; how much memory is free is not known here"
     for mode in ours:
-        if mode.peak <= (1 - ROOM) * available:
-            left = f"it leaves {_size(available - mode.peak)} of {_size(available)} for activations and the step"
-            if mode is ours[0]:
-                return mode, f"{first}; {left}"
-            return mode, f"no mode before it in the table leaves a fifth of the device's memory; {left}"
+        if available is None or mode.peak <= (1 - ROOM) * available:
+            if mode is not ours[0]:
+                return mode, "every mode above it in the table leaves less than a fifth of the memory for activations"
+            if narrow:
+                return mode, "16-bit sums lose what is small beside them (in bf16 256 + 1 is 256), FP32 sums do not"
+            return mode, "sums as precise as p.grad's own, with weights, clipping and checks of whole windows"
     least = min(ours, key=lambda mode: mode.peak)
-    return (
-        least,
-        f"it takes the least memory, but leaves less than a fifth of {_size(available)}: shard the model, or train less of it",
-    )
+    return least, "the least of all, but it leaves less than a fifth for activations: shard, or train less of the model"
 
 
 def _call(mode: Mode, desired_batch: int, micro_batches: int, even: bool) -> str:
@@ -188,57 +172,74 @@ def _call(mode: Mode, desired_batch: int, micro_batches: int, even: bool) -> str
 
 
 def _text(found: Explanation) -> Iterator[str]:
-    n, micro_batch = found.micro_batches, found.micro_batch
-    batch = (n - 1) * micro_batch + found.last
-    yield f"A window of {batch} samples: {n} micro-batch{'es' if n > 1 else ''} of {micro_batch}, parameters on {found.device}."
-    if found.last != micro_batch:
-        yield (
-            f"The last one holds {found.last}: call opt.backward(loss, weight=len(x)), and the window is the mean over {batch} samples."
-        )
-    yield ""
-    yield from _table(found)
-    yield ""
-    yield "memory = model + buffers + gradients on their way + masters + optimizer's state; what activations and the step take is extra."
-    yield f"bytes per element: first micro-batch + {n - 1} more + the window's end; moved = these × elements; ms = moved / bandwidth:"
-    yield _speeds(found)
-    if "optimizer" not in found.modes[0].memory:
-        yield "The optimizer's state is left out: no optimizer was given (optimizer=torch.optim.AdamW), or it shows only once it steps."
-    yield "How many samples fit, activations included: fa.MicroBatcher finds out by trial."
-    yield ""
+    n, size, modes = found.micro_batches, found.micro_batch, found.modes
+    batch = (n - 1) * size + found.last
     yield f"Take {found.recommended.name}: {found.reason}."
+    yield f"{_price(found)}."
     yield f"    {found.call}"
+    yield ""
+    smaller = "" if found.last == size else f", the last of {found.last}"
+    yield f"A window of {batch} samples: {n} micro-batch{'es' if n > 1 else ''} of {size}{smaller}. Parameters on {found.device}."
+    if smaller:
+        yield f"With opt.backward(loss, weight=len(x)), the window is the mean over its {batch} samples."
+    yield ""
+    yield "Memory at a window's peak. Gradients: those not added yet. Activations, and what the step takes, come on top."
+    yield from _memory(found)
+    if any(mode.cpu for mode in modes):
+        yield "* in CPU memory. Ring: what gradients pass through on their way there."
+    if "optimizer" not in modes[0].memory:
+        yield "The optimizer's state is left out: no optimizer was given (optimizer=torch.optim.AdamW), or a trial step failed."
+    yield "fa.MicroBatcher finds by trial how many samples fit, activations included."
+    yield ""
+    yield "What accumulating a window reads and writes. n × b: b bytes per element in each of n micro-batches; else once."
+    header = ["mode", "bytes per element", "in all", *(["ms"] if found.bandwidths else [])]
+    yield from _table([header, *([mode.name, mode.formula, _size(mode.moved), *_ms(found, mode)] for mode in modes)])
+    if not found.bandwidths:
+        yield "Time is not measured, because the model has no device."
+        return
+    yield f"ms = bytes / bandwidth + hooks ({1e3 * (found.hook_seconds or 0):.1f} ms, in all modes but {PLAIN.name})."
+    speeds = ", ".join(f"{kernel} {speed / 1e9:.1f}" for kernel, speed in found.bandwidths.items())
+    yield from textwrap.wrap(f"GB/s measured here: {speeds}.", 100)
 
 
-def _table(found: Explanation) -> Iterator[str]:
+def _price(found: Explanation) -> str:
+    """What the recommended mode takes, beside plain accumulation."""
+
+    def costs(mode: Mode) -> str:
+        return "".join(f" and {ms} ms" for ms in _ms(found, mode)) or f" and moves {_size(mode.moved)}"
+
+    mode, plain = found.recommended, found.modes[-1]
+    free = found.available
+    room = " (how much is free is not known here)" if free is None else f" of the {_size(free)} available"
+    other = "" if mode is plain else f"; {plain.name} takes {_size(plain.peak)}{costs(plain)}"
+    return f"It takes {_size(mode.peak)}{room}{costs(mode)} per window{other}"
+
+
+def _ms(found: Explanation, mode: Mode) -> list[str]:
+    """A window's milliseconds, hooks included; nothing if they were not measured."""
+    if mode.seconds is None:
+        return []
+    hooks = 0.0 if mode.name == PLAIN.name else found.hook_seconds or 0.0
+    return [f"{1e3 * (mode.seconds + hooks):.1f}"]
+
+
+def _memory(found: Explanation) -> Iterator[str]:
     columns = list(dict.fromkeys(part for mode in found.modes for part in (*mode.memory, *mode.cpu)))
     away = found.device.type != "cpu"
-    header = ["mode", *columns, "memory", *(["CPU memory"] if away else []), "moved", "ms", "bytes per element"]
-    lines = [header]
+    lines = [["mode", *columns, "in all", *(["CPU memory"] if away else [])]]
     for mode in found.modes:
         parts = [
             _size(mode.memory.get(part, 0)) + ("*" if part in mode.cpu and part not in mode.memory else "")
             for part in columns
         ]
-        cpu = [_size(sum(mode.cpu.values()))] if away else []
-        ms = "not measured" if mode.seconds is None else f"{1e3 * mode.seconds:.1f}"
-        lines.append([mode.name, *parts, _size(mode.peak), *cpu, _size(mode.moved), ms, mode.formula])
+        lines.append([mode.name, *parts, _size(mode.peak), *([_size(sum(mode.cpu.values()))] if away else [])])
+    return _table(lines)
+
+
+def _table(lines: list[list[str]]) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        yield "  ".join(
-            [line[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
-        )
-    if any(mode.cpu for mode in found.modes):
-        yield "* in CPU memory"
-
-
-def _speeds(found: Explanation) -> str:
-    if not found.bandwidths or found.hook_seconds is None:
-        return "    not measured, because the model has no device."
-    speeds = ", ".join(f"{kernel} {speed / 1e9:.1f}" for kernel, speed in found.bandwidths.items())
-    return (
-        f"    GB/s measured here: {speeds}.\n"
-        f"    Hooks add about {1e3 * found.hook_seconds:.1f} ms per window to all modes but {PLAIN.name}, without the gradients' own cost."
-    )
+    for name, *cells in lines:
+        yield "  ".join([name.ljust(widths[0]), *(c.rjust(w) for c, w in zip(cells, widths[1:], strict=True))])
 
 
 def _size(count: float) -> str:

@@ -85,4 +85,4 @@ class Losses:
 
 
 def _of(weighed: Scalar, raw: bool) -> Loss:
-    return Loss(weighed, weighed if raw else 0.0)
+    return Loss(raw=weighed) if raw else Loss(weighed)

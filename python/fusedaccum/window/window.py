@@ -108,11 +108,15 @@ class Schedule:
 class Loss:
     """A sum of weighted losses, ``c_i * loss_i``."""
 
-    total: Scalar = 0.0
-    raw: Scalar = 0.0  # the part of it that carries a loss scale, if there is one, not seen yet
+    known: Scalar = 0.0
+    raw: Scalar = 0.0  # those that carry a loss scale, if there is one, not seen yet
 
     def __add__(self, other: Loss) -> Loss:
-        return Loss(plus(self.total, other.total), plus(self.raw, other.raw))
+        return Loss(plus(self.known, other.known), plus(self.raw, other.raw))
+
+    @property
+    def total(self) -> Scalar:
+        return plus(self.known, self.raw)
 
     @property
     def may_carry_scale(self) -> bool:
@@ -121,7 +125,7 @@ class Loss:
 
     def unscaled(self, loss_scale: Scalar) -> Loss:
         """The same, now that the loss scale is known."""
-        return Loss(self.total - self.raw + self.raw / beside(loss_scale, self.raw))
+        return Loss(plus(self.known, self.raw / beside(loss_scale, self.raw)))
 
 
 @dataclass
