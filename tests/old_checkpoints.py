@@ -47,11 +47,13 @@ def train(kind, net, opt, steps, rank):
 
 
 def ended(net, opt):
-    """What the training has come to, by name: the model, the master weights, and the inner optimizer's state."""
+    """What the training has come to, by name: the model, the master weights, the inner optimizer's state, the loss of the window that
+    has closed since the checkpoint.
+    """
     now = opt.state_dict()
     masters = {f"master.{i}": master for i, master in now["fusedaccum"]["masters"].items()}
     state = {f"{name}.{i}": value for i, of in now["state"].items() for name, value in of.items()}
-    return net.state_dict() | masters | state
+    return net.state_dict() | masters | state | {"loss": opt.last_window.loss}
 
 
 def resumed(kind, rank=0, process_group=None):

@@ -86,14 +86,17 @@ def plain(record: Window | MicroBatch) -> dict[str, Any]:
     """Copies of what a record holds, as tensors and plain values."""
     loss = record.loss or Loss()
     kept = {k: v for k, v in vars(record).items() if k != "counts"}  # all counted
-    kept |= {"loss": None if record.loss is None else loss.known, "raw_loss": loss.raw}
+    kept |= {"loss": None if record.loss is None else loss.total, "raw_loss": loss.raw, "known_loss": loss.known}
     return {k: v.clone() if isinstance(v, Tensor) else v for k, v in kept.items()}
 
 
 def restored(kind: type[Record], saved: dict[str, Any]) -> Record:
     """The record that :func:`plain` was given."""
-    loss = None if saved["loss"] is None else Loss(saved["loss"], saved["raw_loss"])
-    return kind(**{k: v for k, v in saved.items() if k != "raw_loss"} | {"loss": loss})
+    kept = dict(saved)
+    total, raw, known = kept["loss"], kept.pop("raw_loss"), kept.pop("known_loss", None)
+    if total is not None:
+        kept["loss"] = Loss(total - raw if known is None else known, raw)  # earlier versions kept the total alone
+    return kind(**kept)
 
 
 def _saved(slot: Slot) -> dict[str, Any]:
