@@ -6,7 +6,19 @@ import fusedaccum as fa
 import pytest
 import torch
 from torch import nn
-from training import assert_same_parameters, big_batch_step, data, mean_loss, model, parts, sgd, twin, wrapped
+from training import (
+    assert_same_parameters,
+    big_batch_step,
+    data,
+    mean_loss,
+    model,
+    parts,
+    sgd,
+    twin,
+    wrapped,
+    wrapper_of,
+    zeros,
+)
 
 
 def scaler_loop(opt, net, scaler, batches, overflow=(), clip=None, steps=None, normalize_first=False):
@@ -453,3 +465,35 @@ def test_a_scaler_that_begins_within_a_window_is_refused():
         scaler.step(opt)
         scaler.update()
     assert torch.equal(p, torch.full_like(p, -1.0))
+
+
+def test_norm_taken_before_unscale_is_not_believed():
+    p = zeros()
+    opt, scaler = wrapper_of([p], max_grad_norm=1.0), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(p.sum() * 0.5).backward()
+    scaler.unscale_(opt)
+    scaler.step(opt)
+    assert p.item() == -0.5 and opt.last_window.grad_norm == 0.5
+
+
+def test_unscale_of_a_rejected_micro_batch_leaves_the_sums_alone():
+    p, q = zeros(), zeros()
+    opt, scaler = wrapper_of([p, q], 2, nonfinite="skip_micro_batch"), torch.amp.GradScaler("cpu", init_scale=4.0)
+    for bad in (False, True, False):
+        scaler.scale((p * (math.inf if bad else 2.0) + q * 2.0).sum()).backward()
+        if bad:
+            scaler.unscale_(opt)
+        scaler.step(opt)
+        scaler.update()
+    assert p.item() == q.item() == -2
+
+
+def test_plain_step_in_a_window_that_a_scaler_began_is_refused():
+    p = zeros()
+    opt, scaler = wrapper_of([p], 2), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(p.sum()).backward()
+    scaler.step(opt)
+    scaler.update()
+    p.sum().backward()
+    with pytest.raises(RuntimeError, match="through the scaler"):
+        opt.step()

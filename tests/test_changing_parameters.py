@@ -11,7 +11,7 @@ import torch
 from adding import Adding, marked
 from torch import nn
 from torch.nn import Parameter
-from training import assert_same_parameters, data, mean_loss, model, parts, sgd, twin, wrapped
+from training import assert_same_parameters, data, mean_loss, model, parts, sgd, twin, wrapped, wrapper_of
 
 pytestmark = pytest.mark.usefixtures("each_intake")
 
@@ -456,3 +456,28 @@ def test_a_wrapper_without_parameters_is_freed_although_a_hook_of_theirs_refers_
     del opt, p
     gc.collect()
     assert [x() for x in freed] == [None, None]
+
+
+@pytest.mark.parametrize("at", ["inside a window", "between windows"])
+def test_parameters_become_channels_last_under_a_fused_optimizer(at):
+    """A fused optimizer walks through parameter and gradient in memory order, so their strides must agree."""
+
+    def make(ps):
+        return torch.optim.SGD(ps, lr=0.1, fused=True)
+
+    net = torch.nn.Conv2d(4, 6, 3).double()
+    big, x = copy.deepcopy(net), torch.randn(3, 4, 4, 5, 5, dtype=torch.float64)
+    opt, plain = wrapper_of(list(net.parameters()), 2, make=make), make(big.parameters())
+    for window, batch in enumerate(x):
+        for i, part in enumerate(batch.chunk(2)):
+            if window == 1 and i == (at == "inside a window"):
+                net.to(memory_format=torch.channels_last)
+            net(part).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+        plain.zero_grad()
+        big(batch).square().mean().backward()
+        plain.step()
+    assert net.weight.is_contiguous(memory_format=torch.channels_last)
+    for p, q in zip(net.parameters(), big.parameters(), strict=True):
+        torch.testing.assert_close(p, q)

@@ -13,7 +13,20 @@ import warnings
 import fusedaccum as fa
 import pytest
 import torch
-from training import assert_same_parameters, big_batch_step, data, grads, mean_loss, model, parts, sgd, twin, wrapped
+from training import (
+    assert_same_parameters,
+    big_batch_step,
+    data,
+    grads,
+    mean_loss,
+    model,
+    parts,
+    sgd,
+    twin,
+    wrapped,
+    wrapper_of,
+    zeros,
+)
 
 
 def through_a_file(state):
@@ -577,3 +590,36 @@ def test_loading_drops_a_window_whose_step_was_broken_off():
     fail.append(False)
     opt.step()
     assert p.item() == 0
+
+
+def test_state_that_the_inner_optimizer_refuses_leaves_the_open_window():
+    p = zeros()
+    opt = wrapper_of([p], 2)
+    p.sum().backward()
+    opt.step()
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        opt.load_state_dict({"state": {}, "param_groups": []})
+    p.sum().backward()
+    opt.step()
+    assert opt.updated and p.item() == -1
+
+
+def test_deepcopy_with_plain_tensors_as_parameters():
+    p = torch.zeros(2, requires_grad=True)
+    opt = wrapper_of([p], 2)
+    p.sum().backward()
+    opt.step()
+    other = copy.deepcopy(opt)
+    q = other.param_groups[0]["params"][0]
+    q.sum().backward()
+    other.step()
+    assert q.tolist() == [-1, -1] and p.tolist() == [0, 0]
+
+
+def test_restored_buffers_share_their_storage():
+    net = torch.nn.Sequential(*[torch.nn.Linear(3, 3) for _ in range(4)])
+    opt = wrapper_of(list(net.parameters()), 3)
+    net(torch.ones(1, 3)).sum().backward()
+    opt.step()
+    opt.load_state_dict(opt.state_dict())
+    assert len({p.grad.untyped_storage().data_ptr() for p in net.parameters()}) == 1

@@ -8,7 +8,7 @@ import pytest
 import torch
 from fusedaccum.closures import takes_closure
 from torch import nn
-from training import assert_same_parameters, data, mean_loss, model, parts, twin, wrapped
+from training import assert_same_parameters, data, mean_loss, model, parts, twin, wrapped, wrapper_of, zeros
 
 
 class AliG(torch.optim.Optimizer):
@@ -324,3 +324,18 @@ def test_the_closure_of_a_window_returns_the_windows_loss(steps):
         opt.step(closure)
     assert [loss.dtype for loss in seen[::steps]] == [torch.float32] * len(seen[::steps])  # as the closure's
     assert [float(loss) for loss in seen] == [(steps + 1) / 2, (3 * steps + 1) / 2]
+
+
+def test_lbfgs_takes_the_weight_at_step_and_refuses_to_skip_a_window():
+    p = zeros()
+    opt = wrapper_of([p], reduction="sum", make=lambda ps: torch.optim.LBFGS(ps, lr=1.0, max_iter=1))
+
+    def closure():
+        loss = ((p - 3) ** 2).sum()
+        loss.backward()
+        return loss
+
+    opt.step(closure, weight=2)
+    assert opt.last_window.weight == 2 and p.grad.item() == -3
+    with pytest.raises(ValueError, match="LBFGS"):
+        wrapper_of([zeros()], nonfinite="skip_window", make=torch.optim.LBFGS)

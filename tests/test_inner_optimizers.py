@@ -1,6 +1,7 @@
 """Inner optimizers that do more than step(): with another optimizer inside them, or with methods of their own."""
 
 import copy
+import math
 from collections import deque
 
 import fusedaccum as fa
@@ -9,7 +10,7 @@ import torch
 from fusedaccum.ops import memory
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from training import assert_same_parameters, data, mean_loss, model, parts
+from training import assert_same_parameters, data, mean_loss, model, parts, wrapper_of, zeros
 
 
 class Lookahead(Optimizer):
@@ -476,3 +477,58 @@ def test_groups_that_are_not_fused_any_more():
         p.sum().backward()
         opt.step()
     assert (p == -1).all()
+
+
+def test_fused_sgd_whose_first_window_is_skipped():
+    """PyTorch creates the momentum with empty_like, and does not fill it when found_inf is set."""
+    p = zeros(300)
+    opt = wrapper_of(
+        [p], nonfinite="skip_window", make=lambda ps: torch.optim.SGD(ps, lr=1.0, momentum=0.9, fused=True)
+    )
+    (p * math.inf).sum().backward()
+    opt.step()
+    assert not opt.updated
+    p.sum().backward()
+    opt.step()
+    assert opt.updated and p.eq(-1).all()
+
+
+class Showing(torch.optim.Optimizer):
+    """Steps another optimizer, and forwards all attributes to it."""
+
+    def __init__(self, optim):
+        self.optim = optim
+
+    def __getattr__(self, name):
+        return getattr(self.optim, name)
+
+    def step(self, closure=None):
+        return self.optim.step(closure)
+
+
+def test_an_optimizer_round_a_fused_one_gets_the_finished_gradient():
+    """It used to get the undivided sum, with a grad_scale that the fused optimizer never saw."""
+    p = zeros()
+    opt = wrapper_of([p], 4, make=lambda ps: Showing(torch.optim.SGD(ps, lr=1.0, fused=True)))
+    for _ in range(4):
+        p.sum().backward()
+        opt.step()
+    assert p.item() == -1
+
+
+def test_one_group_of_a_fused_optimizer_is_not_fused():
+    a, b = zeros(3), zeros(3)
+    groups = [{"params": [a]}, {"params": [b], "fused": False}]
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(groups, lr=1.0, fused=True), 4)
+    for _ in range(4):
+        (a.sum() + b.sum()).backward()
+        opt.step()
+    assert a.tolist() == b.tolist() == [-1] * 3
+
+
+def test_groups_and_state_that_are_set_reach_the_inner_optimizer():
+    opt = wrapper_of([zeros()], 2)
+    for name in ("param_groups", "state"):
+        value = copy.copy(getattr(opt, name))
+        setattr(opt, name, value)
+        assert getattr(opt.optimizer, name) is value and name not in vars(opt)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from training import wrapper_of
 
 
 class Telling(torch.optim.SGD):
@@ -443,3 +444,16 @@ def test_a_step_between_a_forward_and_its_backward_is_an_error_as_in_plain_pytor
     opt.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_checkpoint_of_masters_does_not_overwrite_other_weights_loaded_before():
+    p = Parameter(torch.ones(4, dtype=torch.bfloat16))
+    opt = wrapper_of([p], master_weights=True)
+    (p * 0.0).sum().backward()
+    opt.step()
+    q = Parameter(torch.full((4,), 5.0, dtype=torch.bfloat16))
+    other = wrapper_of([q], master_weights=True)
+    other.load_state_dict(opt.state_dict())
+    (q * 0.0).sum().backward()
+    other.step()
+    assert q.tolist() == [5] * 4

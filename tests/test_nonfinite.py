@@ -1,5 +1,6 @@
 """The four policies for NaN and infinity; a skipped micro-batch leaves nothing behind."""
 
+import copy
 import math
 from contextlib import nullcontext
 
@@ -20,6 +21,8 @@ from training import (
     sum_loss,
     twin,
     wrapped,
+    wrapper_of,
+    zeros,
 )
 
 BAD = [float("nan"), float("inf"), float("-inf")]
@@ -328,3 +331,62 @@ def test_a_micro_batch_of_weight_0_is_no_bad_one_whatever_it_holds(policy):
     opt.backward(2 * p, weight=1)
     opt.step()
     assert p.item() == pytest.approx(0.8) and opt.last_window.micro_batches == 2 and opt.last_window.nonfinite == 0
+
+
+def test_clipping_by_hand_after_a_rejected_micro_batch_does_not_reach_the_sums():
+    p, q = zeros(), zeros()
+    opt = wrapper_of([p, q], nonfinite="skip_micro_batch")
+    (p + q).sum().backward()
+    (p * math.nan + q).sum().backward()
+    torch.nn.utils.clip_grad_norm_([p, q], 10.0)
+    opt.step()
+    assert p.item() == q.item() == -1
+
+
+@pytest.mark.parametrize("look", ["state_dict", "deepcopy", "normalize_"])
+def test_looking_at_a_rejected_micro_batch_leaves_no_trace(look):
+    p, q = zeros(), zeros()
+    opt = wrapper_of([p, q], 2, nonfinite="skip_micro_batch")
+    (p + q).sum().backward()
+    opt.step()
+    (p * math.nan + q).sum().backward()
+    if look == "normalize_":
+        with pytest.raises(RuntimeError, match="1 micro-batches"):
+            opt.normalize_()
+    else:
+        opt.state_dict() if look == "state_dict" else copy.deepcopy(opt)
+    opt.step()
+    (p + q).sum().backward()
+    opt.step()
+    assert p.item() == q.item() == -1
+
+
+@pytest.mark.parametrize("clip", [False, True], ids=["", "clip"])
+def test_a_rejected_gradient_that_is_one_number_expanded_can_be_written_in_place(clip):
+    p = zeros(3)
+    opt, scaler = wrapper_of([p], nonfinite="skip_micro_batch"), torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(p.sum() * math.inf).backward()
+    if clip:
+        torch.nn.utils.clip_grad_norm_([p], 1.0)
+    scaler.step(opt)
+    scaler.update()
+    assert scaler.get_scale() == 2 and not opt.updated
+
+
+def test_fp16_gradient_that_overflows_only_in_the_final_cast_is_skipped():
+    p = zeros(2, torch.float16)
+    opt = wrapper_of([p], 2, reduction="none", nonfinite="skip_window")
+    for _ in range(2):
+        (p * 40000.0).sum().backward()
+        opt.step()
+    assert not opt.updated and p.tolist() == [0, 0]
+
+
+def test_dropped_first_micro_batch_is_reported_although_zero_grad_follows():
+    p = zeros()
+    opt = wrapper_of([p], 2, nonfinite="skip_micro_batch")
+    for value in (math.nan, 1.0, 1.0):
+        (p * value).sum().backward()
+        opt.step()
+        opt.zero_grad()
+    assert opt.last_window.nonfinite == 1 and opt.last_window.micro_batches == 2

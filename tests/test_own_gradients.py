@@ -3,12 +3,13 @@
 import contextlib
 import copy
 import functools
+import math
 import weakref
 
 import fusedaccum as fa
 import pytest
 import torch
-from training import assert_grads, data, gradient, mean_loss, model, parts, wrapped
+from training import assert_grads, data, gradient, mean_loss, model, parts, wrapped, wrapper_of, zeros
 
 SIZES = (4, 8, 12)
 
@@ -161,3 +162,59 @@ def test_a_tensor_that_was_assigned_is_not_kept_alive():
     alive = weakref.ref(p.grad)
     opt.step()
     assert alive() is None
+
+
+def test_reset_drops_a_gradient_put_in_by_hand():
+    p = zeros()
+    opt = wrapper_of([p], 1)
+    p.sum().backward()
+    p.grad = p.grad * 100
+    opt.reset()
+    p.sum().backward()
+    opt.step()
+    assert p.item() == -1
+
+
+def test_two_gradients_swapped_by_hand():
+    p, q = zeros(), zeros()
+    opt = wrapper_of([p, q])
+    (p + 5 * q).sum().backward()
+    p.grad, q.grad = q.grad, p.grad
+    opt.step()
+    assert (p.item(), q.item()) == (-5, -1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("how", ["grad.data", "model.to"])
+@pytest.mark.parametrize("at", [1, 2])
+def test_memory_of_a_gradient_replaced_inside_a_window(at, how, dtype):
+    """``model.to(dtype)`` replaces the memory of every p.grad with another dtype, even if it changes no parameter."""
+    net = torch.nn.Linear(3, 2, bias=False).to(dtype)
+    opt = fa.AccumulatingOptimizer(
+        torch.optim.SGD(net.parameters(), lr=0.0), 3, reduction="none", max_grad_norm=math.inf
+    )
+    for k in range(3):
+        net(torch.full((1, 3), 2.0**k, dtype=dtype)).sum().backward()
+        if k == at:
+            if how == "model.to":
+                net.to(dtype)
+            else:
+                net.weight.grad.data = 3 * net.weight.grad
+        opt.step()
+    expected = sum((3.0 if how == "grad.data" and k <= at else 1.0) * 2**k for k in range(3))
+    assert net.weight.grad.tolist() == [[expected] * 3] * 2
+    assert opt.last_window.grad_norm == pytest.approx(expected * 6**0.5)
+
+
+def test_a_gradient_without_elements_put_in_by_hand():
+    """All tensors without elements have the same address."""
+    empty, other = zeros(0), zeros(2, torch.bfloat16)
+    opt = wrapper_of([empty, other], 2)
+    for _ in range(2):
+        (empty.sum() + other.sum()).backward()
+        opt.step()
+    opt.zero_grad()
+    empty.grad, other.grad = torch.zeros(0), torch.full((2,), 4.0, dtype=torch.bfloat16)
+    opt.step()
+    opt.flush()
+    assert other.tolist() == [-1 - 4] * 2

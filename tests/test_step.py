@@ -14,6 +14,7 @@ import fusedaccum.closing.closing
 import fusedaccum.closing.conclusion
 import pytest
 import torch
+from fusedaccum.autograd import collector
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from training import (
@@ -29,6 +30,8 @@ from training import (
     sgd,
     twin,
     wrapped,
+    wrapper_of,
+    zeros,
 )
 
 
@@ -636,3 +639,77 @@ def test_flush_with_lbfgs_does_nothing_or_says_what_steps():
     with pytest.raises(TypeError, match=r"LBFGS steps only in step\(closure\)"):
         opt.flush()
     assert opt.progress["window"] == 1 and torch.equal(p.grad, shown)
+
+
+def test_gradient_replaced_by_a_step_hook_does_not_survive_its_window():
+    p = zeros()
+    opt = wrapper_of([p], 2)
+    opt.register_step_pre_hook(lambda *_: setattr(p, "grad", p.grad.clamp(-10, 10)))
+    for _ in range(4):
+        p.sum().backward()
+        opt.step()
+    assert p.item() == -2
+
+
+@pytest.mark.parametrize("again", ["step", "flush"])
+@pytest.mark.parametrize("steps", [None, 2], ids=["caller-owned", "counted"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inner_step_that_raises_can_be_tried_again(dtype, steps, again):
+    p = zeros(3, dtype)
+    opt, fail = wrapper_of([p], steps), [True]
+
+    def hook(*_):
+        if fail:
+            raise MemoryError
+
+    opt.register_step_pre_hook(hook)
+    for i in range(2):
+        (p * torch.tensor([1.0, 2.0, 3.0], dtype=dtype)).sum().backward()
+        if steps and i == 0:
+            opt.step()
+    with pytest.raises(MemoryError):
+        opt.step()
+    assert not opt.updated
+    fail.clear()
+    getattr(opt, again)()
+    assert opt.updated and opt.last_window.micro_batches == 2
+    assert p.tolist() == [-1, -2, -3]
+
+
+def test_a_window_is_not_tried_again_when_one_that_broke_off_has_overwritten_it(monkeypatch):
+    monkeypatch.setattr(collector, "bucket_bytes", lambda _: 1)
+    p, q = zeros(), zeros()
+    opt, fail = wrapper_of([p, q], 1), [MemoryError, MemoryError]
+
+    def hook(*_):
+        if fail:
+            raise fail.pop()
+
+    opt.register_step_pre_hook(hook)
+    (p + q).sum().backward()
+    with pytest.raises(MemoryError):
+        opt.step()
+    first = q * 1.0
+    first.register_hook(hook)
+    with pytest.raises(MemoryError), pytest.warns(RuntimeWarning, match="broken off"):
+        opt.backward((first + p).sum())
+    opt.step()
+    assert not opt.updated and not opt.last_window.applied and p.item() == q.item() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_window_whose_step_post_hook_raises_is_not_stepped_again(dtype):
+    p = zeros(3, dtype)
+    opt, fail = wrapper_of([p], 1, master_weights=dtype is torch.bfloat16), [OSError]
+
+    def hook(*_):
+        if fail:
+            raise fail.pop()
+
+    opt.register_step_post_hook(hook)
+    p.sum().backward()
+    with pytest.raises(OSError):
+        opt.step()
+    assert p.tolist() == [-1, -1, -1]
+    opt.step()
+    assert p.tolist() == [-1, -1, -1] and opt.updated and opt.last_window.micro_batches == 1

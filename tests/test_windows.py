@@ -1,11 +1,25 @@
 """A window equals the one big batch it stands for, stepped by plain torch.optim."""
 
+import copy
 import inspect
 
 import pytest
 import torch
 from torch import nn
-from training import assert_same_parameters, big_batch_step, data, mean_loss, model, parts, sgd, sum_loss, twin, wrapped
+from training import (
+    assert_same_parameters,
+    big_batch_step,
+    data,
+    mean_loss,
+    model,
+    parts,
+    sgd,
+    sum_loss,
+    twin,
+    wrapped,
+    wrapper_of,
+    zeros,
+)
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
 OPTIMIZERS = {
@@ -487,3 +501,43 @@ def test_normalize_asks_for_the_weights_of_summed_losses(first):
     sum_loss(big, x, y).backward()
     for p, q in zip(net.parameters(), big.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad)  # still the sum
+
+
+def test_weight_at_step_of_a_caller_owned_window():
+    p = zeros()
+    opt = wrapper_of([p], reduction="none")
+    p.sum().backward()
+    p.sum().backward()
+    opt.step(weight=10)
+    assert opt.last_window.weight == 10 and p.item() == -2
+    opt = wrapper_of([zeros()], reduction="sum")
+    q = opt.param_groups[0]["params"][0]
+    opt.backward(q.sum(), weight=2)
+    with pytest.raises(ValueError, match="nothing to weigh"):
+        opt.step(weight=10)
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+@pytest.mark.parametrize("settings", [{}, {"nonfinite": "skip_micro_batch"}, {"master_weights": True}], ids=str)
+def test_a_tied_weight_that_its_group_lists_twice(settings):
+    """PyTorch warns and steps it twice, but it has one gradient, which counts once in the norm."""
+    dtype = torch.bfloat16 if "master_weights" in settings else torch.float64
+    net, x = torch.nn.Linear(3, 2).to(dtype), torch.randn(4, 3).to(dtype)
+    big = copy.deepcopy(net).double()
+
+    def make(ps):
+        return torch.optim.SGD(ps, lr=1.0, foreach=False)
+
+    opt = wrapper_of([net.weight, net.bias, net.weight], 2, max_grad_norm=0.125, make=make, **settings)
+    plain = make([big.weight, big.bias, big.weight])
+    for part in x.chunk(2):
+        net(part).sum().backward()
+        opt.step()
+    (big(x.double()).sum() / 2).backward()
+    norm = torch.nn.utils.clip_grad_norm_(big.parameters(), 0.125)
+    plain.step()
+    tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-6
+    torch.testing.assert_close(opt.last_window.grad_norm, norm, rtol=tolerance, atol=0)
+    for p, q in zip(net.parameters(), big.parameters(), strict=True):
+        torch.testing.assert_close(p.double(), q, rtol=0, atol=tolerance)
+    opt.load_state_dict(opt.state_dict())

@@ -35,6 +35,15 @@ def wrapped(net, *args, make=sgd, **kwargs):
     return fa.AccumulatingOptimizer(make(net.parameters()), *args, **kwargs)
 
 
+def zeros(n=1, dtype=torch.float32):
+    return nn.Parameter(torch.zeros(n, dtype=dtype))
+
+
+def wrapper_of(parameters, *args, make=None, **kwargs):
+    make = make or (lambda ps: torch.optim.SGD(ps, lr=1.0))
+    return fa.AccumulatingOptimizer(make(parameters), *args, **kwargs)
+
+
 def gradient(net, x, y):
     """The loss's gradient by plain PyTorch."""
     return torch.autograd.grad(mean_loss(net, x, y), list(net.parameters()))
