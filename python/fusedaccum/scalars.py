@@ -43,7 +43,7 @@ def as_tensor(value: Scalar) -> Tensor:
     return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None, device="cpu")
 
 
-def on(scalar: Scalar, device: torch.device) -> Scalar:
+def to_device(scalar: Scalar, device: torch.device) -> Scalar:
     """``scalar``, moved to ``device`` if it is a tensor elsewhere (FP64 becomes FP32 where the device has none). Waits only on the way to
     the CPU.
     """
@@ -53,25 +53,25 @@ def on(scalar: Scalar, device: torch.device) -> Scalar:
     return scalar.to(device, dtype, non_blocking=device.type != "cpu")
 
 
-def beside(scalar: Scalar, other: Scalar) -> Scalar:
+def to_device_of(scalar: Scalar, other: Scalar) -> Scalar:
     """``scalar``, so that it combines with ``other`` without waiting: if ``other`` is on a device, a CPU tensor becomes a Python number,
     and any other tensor moves to that device.
     """
     if not (isinstance(scalar, Tensor) and isinstance(other, Tensor)) or other.device.type == "cpu":
         return scalar
-    return scalar.item() if scalar.device.type == "cpu" else on(scalar, other.device)
+    return scalar.item() if scalar.device.type == "cpu" else to_device(scalar, other.device)
 
 
-def plus(a: Scalar, b: Scalar) -> Scalar:
+def add(a: Scalar, b: Scalar) -> Scalar:
     """The sum, wherever the two are."""
-    a = beside(a, b)
-    return a + beside(b, a)
+    a = to_device_of(a, b)
+    return a + to_device_of(b, a)
 
 
-def over(a: Scalar, b: Scalar) -> Scalar:
+def div(a: Scalar, b: Scalar) -> Scalar:
     """The quotient, wherever the two are."""
-    a = beside(a, b)
-    return a / beside(b, a)
+    a = to_device_of(a, b)
+    return a / to_device_of(b, a)
 
 
 def or_one(divisor: Scalar) -> Scalar:
@@ -79,11 +79,11 @@ def or_one(divisor: Scalar) -> Scalar:
     return torch.where(divisor == 0, 1.0, divisor) if isinstance(divisor, Tensor) else divisor or 1.0
 
 
-def times(factor: Scalar, value: Scalar) -> Scalar:
+def mul(factor: Scalar, value: Scalar) -> Scalar:
     """The product, widened; 0 if ``factor`` is 0, even if ``value`` is not finite."""
     if isinstance(value, Tensor):
         value = widened(value.detach()).reshape(())
-        factor = beside(factor, value)
+        factor = to_device_of(factor, value)
     if isinstance(factor, Tensor):
         product = factor * value
         return torch.where(factor == 0, torch.zeros_like(product), product)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..scalars import Scalar, identity, on, widest
+from ..scalars import Scalar, identity, to_device, widest
 from .buffers import Block, Slot
 
 
@@ -67,7 +67,9 @@ class SquaredNorms:
             sq_norm = ops.stats([slot.buffer for slot in unread], backend=self._backend).sq_norm
             readings.append(_Reading(sq_norm, unread[0].divisor, set()))
         device = slots[0].device if slots else torch.device("cpu")
-        parts = [reading.sq_norm.to(device, widest(device)) * on(reading.divisor, device) ** 2 for reading in readings]
+        parts = [
+            reading.sq_norm.to(device, widest(device)) * to_device(reading.divisor, device) ** 2 for reading in readings
+        ]
         return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=device)
 
     def save(self) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from .. import ops
 from ..engine import outside_graphs, without_grad
 from ..ops.memory import address
-from ..scalars import Scalar, beside, identity, on, over
+from ..scalars import Scalar, div, identity, to_device, to_device_of
 from ..warn import warn
 from .buffers import Block, Buffers, Slot
 from .norms import SquaredNorms
@@ -367,7 +367,7 @@ class Sums:
         for members in calls.values():
             scale = _rescaling(members[0], divisor, coef)
             if isinstance(scale, Tensor) or scale != 1.0:
-                ops.scale_([slot.buffer for slot in members], on(scale, members[0].device), backend=self.backend)
+                ops.scale_([slot.buffer for slot in members], to_device(scale, members[0].device), backend=self.backend)
             self.written(members, divisor)
 
     @contextmanager
@@ -408,7 +408,7 @@ class Sums:
                 if len({identity(slot.divisor) for slot in members}) > 1:
                     self._divide_(members, divisor)
                 stepped = masters.get(members[0].param, members[0].param)
-                scale = on(_rescaling(members[0], divisor, coef), members[0].device)
+                scale = to_device(_rescaling(members[0], divisor, coef), members[0].device)
                 block.cast_in_place_(stepped.dtype, scale, members, self.backend)
                 self.written(members, divisor, shown=True)
                 for slot in self.buffers.with_main_grad:
@@ -417,7 +417,7 @@ class Sums:
 
 def _rescaling(slot: Slot, divisor: Scalar, coef: Scalar) -> Scalar:
     """What makes the buffer of ``slot`` hold ``coef * sum / divisor``."""
-    return over(beside(coef, slot.divisor) * slot.divisor, divisor)
+    return div(to_device_of(coef, slot.divisor) * slot.divisor, divisor)
 
 
 def _set_apart(kept: Any, memory: Sequence[tuple[int, int]], seen: set[int]) -> Any:

@@ -15,7 +15,7 @@ from ..buffers.masters import MasterWeights
 from ..buffers.offload import STAGE_BYTES
 from ..buffers.sums import Sums
 from ..closures import Evaluated
-from ..scalars import Scalar, beside, identity, over
+from ..scalars import Scalar, div, identity, to_device_of
 from ..window.settings import Settings
 from .conclusion import Conclusion
 from .guard import is_patched
@@ -76,7 +76,7 @@ def step_all(end: Conclusion, inner: Any, masters: MasterWeights, sums: Sums, se
             # It divides by grad_scale, and heeds found_inf, in its own pass over the gradients.
             device = stepped_of(end.slots[0], masters).device
             divisor = end.slots[0].divisor
-            grad_scale = over(end.divisor, beside(end.coef, divisor) * divisor)
+            grad_scale = div(end.divisor, to_device_of(end.coef, divisor) * divisor)
             inner.grad_scale = fp32_on(grad_scale, device)
             inner.found_inf = fp32_on(end.skip, device) if decided_there else None
         with masters.at_work(inner, end.slots):

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..buffers.buffers import Slot
 from ..buffers.sums import Sums
 from ..closures import Evaluated
-from ..scalars import Scalar, as_tensor, beside, on, widened
+from ..scalars import Scalar, as_tensor, to_device, to_device_of, widened
 from ..warn import warn
 from ..window.ledger import Ledger
 from ..window.settings import Settings
@@ -43,7 +43,7 @@ class Conclusion:
         nonfinite = as_tensor(window.nonfinite + window.dropped)
         # A scaler's overflow is one more bad micro-batch, unless adds have counted it: under "skip_window" they always do.
         if settings.nonfinite != "skip_window":
-            nonfinite = nonfinite + beside(self.overflow, nonfinite) * (window.nonfinite == 0)
+            nonfinite = nonfinite + to_device_of(self.overflow, nonfinite) * (window.nonfinite == 0)
         looked = settings.nonfinite != "propagate" or window.overflowed or self.overflow is not False
         return LastWindow(
             window.micro_batches,
@@ -70,18 +70,18 @@ def conclude(ledger: Ledger, sums: Sums, settings: Settings, overflow: bool | Te
         warn(f"window {window.index} has weight 0 (no tokens?): nothing is applied")
         divisor = 1.0
     known = 0 < window.losses == window.micro_batches and not weightless
-    loss = widened(as_tensor(beside(window.loss.total, divisor) / divisor)) if known else None
+    loss = widened(as_tensor(to_device_of(window.loss.total, divisor) / divisor)) if known else None
     if window.unit is not None:
-        divisor = divisor * beside(window.unit, divisor)
+        divisor = divisor * to_device_of(window.unit, divisor)
     skip, norm = overflow, None
     if settings.wants_norm:
         sq_norm = sums.sq_norm(slots)
-        norm = as_tensor(beside(sq_norm.sqrt(), divisor)) / divisor
+        norm = as_tensor(to_device_of(sq_norm.sqrt(), divisor)) / divisor
         if window.overflowed:  # then the sums are not the window's
             norm = torch.full_like(norm, math.inf)
         if settings.nonfinite == "skip_window":
-            bad = on(window.nonfinite, sq_norm.device) > 0
-            skip = ~torch.isfinite(sq_norm) | bad | on(skip, sq_norm.device)
+            bad = to_device(window.nonfinite, sq_norm.device) > 0
+            skip = ~torch.isfinite(sq_norm) | bad | to_device(skip, sq_norm.device)
     if weightless or window.overflowed:
         skip = True
     coef = clip_coef(settings.max_grad_norm, norm)

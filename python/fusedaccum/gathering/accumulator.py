@@ -14,7 +14,7 @@ from ..buffers import in_place, main_grad
 from ..buffers.buffers import Slot
 from ..buffers.shards import alike, local_gradient
 from ..buffers.sums import Sums
-from ..scalars import Scalar, beside, identity, on, over, plus, widest
+from ..scalars import Scalar, add, div, identity, to_device, to_device_of, widest
 from ..window.amp import LossScale
 from ..window.ledger import Ledger
 
@@ -59,9 +59,9 @@ class Accumulator:
                 accumulate_(
                     [slot.buffer for slot in members],
                     theirs,
-                    on(over(here, divisor) if narrow else here, device),
+                    to_device(div(here, divisor) if narrow else here, device),
                     overwrite=first,
-                    decay=1.0 if first else on(over(members[0].divisor, divisor), device),
+                    decay=1.0 if first else to_device(div(members[0].divisor, divisor), device),
                     rounding=self._rounding(members) if narrow else None,
                     stats=stats,
                     backend=sums.backend,
@@ -161,7 +161,7 @@ class Accumulator:
             by_device.setdefault(count.device, []).append(count)
         for counts in by_device.values():
             found = counts[0] if len(counts) == 1 else torch.stack(counts).sum()
-            micro.nonfinite = plus(micro.nonfinite, found)
+            micro.nonfinite = add(micro.nonfinite, found)
         micro.counts = []
 
     def _contribution(self, scale: Scalar) -> Scalar:
@@ -170,9 +170,9 @@ class Accumulator:
         if window.overflowed:
             return 0.0
         if window.unit is not None:
-            scale = scale * beside(window.unit, scale)
+            scale = scale * to_device_of(window.unit, scale)
             assert self._loss_scale.live is not None  # a window that has lost it refuses further passes
-            scale = scale / beside(self._loss_scale.live, scale)
+            scale = scale / to_device_of(self._loss_scale.live, scale)
         return scale
 
     def _running_divisor(self) -> Scalar:

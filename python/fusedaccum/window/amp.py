@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ..scalars import Scalar, beside, over, widest
+from ..scalars import Scalar, div, to_device_of, widest
 
 if TYPE_CHECKING:
     from .losses import Losses
@@ -65,7 +65,7 @@ class LossScale:
         """What to multiply the sums of ``window`` by, so that they carry the scale that ``unscale_()`` divides by now."""
         if self.live is None or window.unit is None:
             return 1.0
-        factor = self.live / beside(window.unit, self.live)
+        factor = self.live / to_device_of(window.unit, self.live)
         window.unit = self.now()
         return factor
 
@@ -121,8 +121,8 @@ class LossScale:
                     f"is {float(self._taken_for):g}; call opt.reset(), and replace a GradScaler only between windows (a resumed run has to "
                     "load its scaler's state, too)"
                 )
-            ratio = over(live, self._taken_for)  # by which the sums carry more than the adds assumed
-            window.unit, window.small_sq_norm = beside(window.unit, ratio) * ratio, None
+            ratio = div(live, self._taken_for)  # by which the sums carry more than the adds assumed
+            window.unit, window.small_sq_norm = to_device_of(window.unit, ratio) * ratio, None
             losses.scale_was_another()
         window.unit_lost = window.unit_lost or self._unseen
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..scalars import Scalar, checked_weight, or_one, plus
+from ..scalars import Scalar, add, checked_weight, or_one
 from .window import MicroBatch, Schedule, Window
 
 if TYPE_CHECKING:
@@ -260,7 +260,7 @@ class Ledger:
     def may_be_last(self) -> bool:
         """May the open micro-batch complete the window? True if in doubt; does not wait for a device."""
         window = self.window
-        return self.schedule.may_complete(window.length, self.steps + 1, plus(window.weight, self.micro.value()))
+        return self.schedule.may_complete(window.length, self.steps + 1, add(window.weight, self.micro.value()))
 
     def is_last(self) -> bool:
         """Is it known that the open micro-batch completes the window? Never if weights decide, because they are added up later."""
@@ -282,7 +282,7 @@ class Ledger:
             return self.ranks * (self.steps + 1.0)
         if self.reduction == "sum":
             return self.window.micro_batches + 1.0
-        return or_one(plus(self.window.weight, self.micro.value()))
+        return or_one(add(self.window.weight, self.micro.value()))
 
     def divisor_at_end(self) -> Scalar:
         """The divisor of the window that ends with the open micro-batch, or has ended before it.
@@ -297,7 +297,7 @@ class Ledger:
         last: Scalar | None = 0.0
         if self.has_micro and not self.micro.bad:
             count, last = count + 1, self._weight_of(self.micro, None)
-            weight = plus(weight, 0.0 if last is None else last)
+            weight = add(weight, 0.0 if last is None else last)
         elif self.has_micro and self.ranks > 1:
             count += 1
         if self.reduction == "sum" and (window.unweighed or last is None):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..scalars import Scalar, beside, times
+from ..scalars import Scalar, mul, to_device_of
 from .amp import LossScale
 from .ledger import Ledger
 from .window import Loss
@@ -36,18 +36,18 @@ class Losses:
         ledger, live = self._ledger, self._scale.live if by_backward else None
         raw = by_backward and live is None
         if live is not None:
-            loss = loss / beside(live, loss)
+            loss = loss / to_device_of(live, loss)
         if ledger.has_micro:
             micro = ledger.micro
             if micro.loss is not None and by_backward is not micro.loss_by_backward:
                 raise RuntimeError(
                     "opt.backward() records a micro-batch's loss; leave record_loss() out, or call loss.backward()"
                 )
-            part = _of(times(micro.factor, loss), raw)
+            part = _of(mul(micro.factor, loss), raw)
             micro.loss = part if micro.loss is None else micro.loss + part
             micro.loss_by_backward = by_backward
         elif ledger.has_window and ledger.window.unrecorded is not None:
-            ledger.window.record(_of(times(ledger.window.unrecorded, loss), raw))
+            ledger.window.record(_of(mul(ledger.window.unrecorded, loss), raw))
             ledger.window.unrecorded = None
         else:
             raise RuntimeError(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..buffers.sums import Sums
-from ..scalars import Scalar, as_tensor, on, widened
+from ..scalars import Scalar, as_tensor, to_device, widened
 from .ledger import Ledger
 from .window import MicroBatch, Window
 
@@ -39,7 +39,7 @@ def measure_small(window: Window, micro: MicroBatch, sums: Sums) -> None:
     """
     unit, slots = 1.0 if window.unit is None else window.unit, sums.slots_with_grad()
     sq_norm = sums.sq_norm(slots) if sums.buffers.has_dtensors else sums.norms.total(slots)
-    window.small_sq_norm = sq_norm / on(unit, sq_norm.device) ** 2
+    window.small_sq_norm = sq_norm / to_device(unit, sq_norm.device) ** 2
     if micro.weight is not None:
         window.weigh_small(micro.weight)
 
@@ -52,7 +52,7 @@ def measured(window: Window, norm: Tensor | None, ledger: Ledger) -> tuple[Measu
     if window.micro_batches <= (ledger.ranks if ledger.mixes_ranks else 1):
         return None
     # What the gradient is divided by: under "none" it is a mean over the ranks.
-    sums = norm * (float(ledger.ranks) if ledger.reduction == "none" else on(window.weight, norm.device))
+    sums = norm * (float(ledger.ranks) if ledger.reduction == "none" else to_device(window.weight, norm.device))
     return Measured(*small), Measured(sums**2, window.weight, window.weight**2)
 
 
@@ -83,13 +83,13 @@ class NoiseScale:
         # a = s |G|^2 + w tr(Sigma) of the small batch and b = t |G|^2 + v tr(Sigma) of the large one, solved for both unknowns.
         b = as_tensor(large.sq_norm)
         a, w, s, v, t = (
-            on(x, b.device) for x in (small.sq_norm, small.weight, small.square, large.weight, large.square)
+            to_device(x, b.device) for x in (small.sq_norm, small.weight, small.square, large.weight, large.square)
         )
         apart = w * t - v * s  # the determinant: zero if both sums hold the same, and then nothing finite is found
         found = widened(torch.stack([b * w - a * v, a * t - b * s])) / apart
         if self.averages is None:
             self.averages = torch.zeros_like(found)
-        self.averages = as_tensor(on(self.averages, b.device))
+        self.averages = as_tensor(to_device(self.averages, b.device))
         after = self.decay * self.averages + (1 - self.decay) * found
         self.averages.copy_(torch.where(torch.isfinite(found).all(), after, self.averages))
 

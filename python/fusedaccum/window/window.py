@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from ..scalars import Scalar, beside, checked_count, checked_weight, plus
+from ..scalars import Scalar, add, checked_count, checked_weight, to_device_of
 
 if TYPE_CHECKING:
     from .attempts import Attempt
@@ -112,11 +112,11 @@ class Loss:
     raw: Scalar = 0.0  # those that carry a loss scale, if there is one, not seen yet
 
     def __add__(self, other: Loss) -> Loss:
-        return Loss(plus(self.known, other.known), plus(self.raw, other.raw))
+        return Loss(add(self.known, other.known), add(self.raw, other.raw))
 
     @property
     def total(self) -> Scalar:
-        return plus(self.known, self.raw)
+        return add(self.known, self.raw)
 
     @property
     def may_carry_scale(self) -> bool:
@@ -125,7 +125,7 @@ class Loss:
 
     def unscaled(self, loss_scale: Scalar) -> Loss:
         """The same, now that the loss scale is known."""
-        return Loss(plus(self.known, self.raw / beside(loss_scale, self.raw)))
+        return Loss(add(self.known, self.raw / to_device_of(loss_scale, self.raw)))
 
 
 @dataclass
@@ -232,8 +232,8 @@ class Window:
 
     def commit(self, micro: MicroBatch, weight: Scalar | None) -> None:
         """Count a finished micro-batch of this weight (None: it comes later). If an addition raises, nothing has been counted."""
-        nonfinite = plus(self.nonfinite, micro.nonfinite > 0)
-        weights = self.weight if weight is None else plus(self.weight, weight)
+        nonfinite = add(self.nonfinite, micro.nonfinite > 0)
+        weights = self.weight if weight is None else add(self.weight, weight)
         loss = self.loss if micro.loss is None else self.loss + micro.loss
         # No call lies between here and the end of what Ledger.commit() does, so neither an error nor Ctrl-C leaves a part of it.
         self.nonfinite, self.weight, self.loss = nonfinite, weights, loss
