@@ -84,42 +84,42 @@ def moved_to(current, stream):
 
 
 def test_each_add_waits_for_the_one_before_and_the_passes_caller_for_the_last(current):
-    turns, caller = StreamOrder(), current[DEVICE]
+    order, caller = StreamOrder(), current[DEVICE]
     first = moved_to(current, Stream(1))
-    turns.take([DEVICE])
-    turns.take([DEVICE])
+    order.acquire([DEVICE])
+    order.acquire([DEVICE])
     second = moved_to(current, Stream(2))
-    turns.take([DEVICE])
+    order.acquire([DEVICE])
     moved_to(current, caller)
-    turns.end()
+    order.release()
     assert (first.waited_for, second.waited_for, caller.waited_for) == ([], [first.name], [second.name])
-    turns.end()
+    order.release()
     moved_to(current, first)
-    turns.take([DEVICE])
+    order.acquire([DEVICE])
     assert (first.waited_for, caller.waited_for) == ([], [second.name])
 
 
 def test_devices_have_turns_of_their_own(current):
-    turns = StreamOrder()
+    order = StreamOrder()
     on_both = [moved_to(current, Stream(1)), moved_to(current, Stream(2, 1))]
-    turns.take([DEVICE, SECOND])
+    order.acquire([DEVICE, SECOND])
     callers = [moved_to(current, Stream(3)), moved_to(current, Stream(3, 1))]
-    turns.end()
+    order.release()
     assert [stream.waited_for for stream in callers] == [[stream.name] for stream in on_both]
 
 
 def test_tensors_on_the_cpu_ask_cuda_for_nothing(monkeypatch):
     monkeypatch.setattr("fusedaccum.autograd.streams.current_name", None)
-    turns = StreamOrder()
-    turns.take([torch.device("cpu")])
-    turns.end()
+    order = StreamOrder()
+    order.acquire([torch.device("cpu")])
+    order.release()
 
 
 @pytest.mark.parametrize("in_it", [False, True])
 def test_a_capture_waits_for_what_is_part_of_it(current, monkeypatch, in_it):
-    turns, now = StreamOrder(), [True]
+    order, now = StreamOrder(), [True]
     last = moved_to(current, Stream(1))
-    turns.take([DEVICE])
+    order.acquire([DEVICE])
     captured = moved_to(current, Stream(2))
 
     @contextlib.contextmanager
@@ -131,9 +131,9 @@ def test_a_capture_waits_for_what_is_part_of_it(current, monkeypatch, in_it):
 
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now[0])
-    turns.take([DEVICE])
+    order.acquire([DEVICE])
     assert captured.waited_for == ([last.name] if in_it else [])
-    turns.end()
+    order.release()
     assert not last.waited_for
 
 
@@ -192,7 +192,7 @@ def test_what_a_broken_off_pass_has_added_is_waited_for(current, buckets):
 @pytest.mark.parametrize("how", ["fused", "lent"])
 def test_a_layer_that_adds_by_itself_takes_its_devices_turn(monkeypatch, how):
     taken = []
-    monkeypatch.setattr(StreamOrder, "take", lambda self, devices=(): taken.extend(devices))
+    monkeypatch.setattr(StreamOrder, "acquire", lambda self, devices=(): taken.extend(devices))
     net = marked(Adding(3, 3, bias=False)) if how == "lent" else fa.fuse_linear(nn.Linear(3, 3, bias=False))
     opt = fa.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), 1)
     net(torch.ones(2, 3)).sum().backward()

@@ -83,7 +83,7 @@ class Wrapper(Optimizer):
         """The parameters in the groups that are not known yet, with names. Raises ValueError for one whose gradients cannot be taken."""
         new = [(name, p) for p, name in self._named().items() if p not in self._sums.buffers.of]
         for name, p in new:
-            other = Accumulation.of(p)
+            other = Accumulation.of_parameter(p)
             if other is not None:  # another wrapper's, which this one takes the parameter from
                 other.check_can_leave(name)
             check_parameter(name, p, self.settings, other is not None and other.shows(p))
@@ -96,7 +96,7 @@ class Wrapper(Optimizer):
         self._accumulation.check_in_charge()
         named, slots = self._named(), self._sums.buffers.slots
         if len(named) >= len(slots) and all(slot.param is p for slot, p in zip(slots, named, strict=False)):
-            self._accumulation.take(self._new())
+            self._accumulation.add_parameters(self._new())
             self._masters.take_state(self.optimizer, self._make_masters())
             return
         if self._closing.broke_off or self._accumulation.at_work:

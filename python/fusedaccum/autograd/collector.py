@@ -203,7 +203,7 @@ class GradCollector:
         """For code that adds a gradient on ``device`` without the hooks: begins the pass if need be, and keeps other threads out."""
         with self._lock:
             self.enter(torch._C._current_graph_task_id())
-            self._order.take([device])
+            self._order.acquire([device])
             yield
 
     # -- what the hooks call (their Listener) ------------------------------------------------------------------
@@ -239,7 +239,7 @@ class GradCollector:
                 self.enter(task)
                 if not main_grad.was_added(slot.param):
                     return False
-                self._order.take([slot.param.device])
+                self._order.acquire([slot.param.device])
                 self._owner_now().layer_added(slot)
                 return not main_grad.clear_added(slot.param)
             # Before the pass begins, and perhaps a window, which forgets what was written.
@@ -252,7 +252,7 @@ class GradCollector:
             if way is not in_place.Way.LEFT or not slot.block.untouched_by_user:
                 slot.block.written()  # not by other code, of which the pass would warn
                 self.enter(task)
-                self._order.take([slot.param.device])
+                self._order.acquire([slot.param.device])
                 if slot.shown is not None or way is in_place.Way.TAKEN_AWAY:
                     self._owner_now().layer_added(slot)
             if copy is not None:
@@ -294,7 +294,7 @@ class GradCollector:
         with self._lock:
             batches, streams = self._queue.take()
             if streams:
-                self._order.take({torch.device("cuda", index) for _, index, _ in streams})
+                self._order.acquire({torch.device("cuda", index) for _, index, _ in streams})
                 join(streams, [grad for _, grads in batches for grad in grads])
             for slots, grads in batches:
                 self._owner_now().add(slots, grads)
@@ -317,7 +317,7 @@ class GradCollector:
 
     def _end_pass(self) -> None:
         self._open, self._call = False, None
-        self._order.end()
+        self._order.release()
         try:
             self._owner_now().pass_ends()
         except BaseException:
@@ -351,7 +351,7 @@ class GradCollector:
             self._open, self._call = False, None
             for task in list(self._tasks):
                 self._forget(task)
-            self._order.take()  # not end(): this may be a node of the next pass, whose adds come after what is done here
+            self._order.acquire()  # not release(): this may be a node of the next pass, whose adds come after what is done here
             self.drop()
             self._owner_now().pass_failed()
             if untold:

@@ -61,7 +61,7 @@ class StreamOrder:
     def __init__(self) -> None:
         self._last: dict[torch.device, StreamName] = {}  # where the last add was launched
 
-    def take(self, devices: Iterable[torch.device] | None = None) -> None:
+    def acquire(self, devices: Iterable[torch.device] | None = None) -> None:
         """Order what the current streams of ``devices`` get from here on after the last add there; it then counts as the last.
 
         None: all devices that had an add.
@@ -76,9 +76,9 @@ class StreamOrder:
                         torch.cuda.current_stream(device).wait_stream(stream)
                 self._last[device] = here
 
-    def end(self) -> None:
+    def release(self) -> None:
         """The pass is over: its caller's streams, which are the current ones, come after the last adds."""
-        self.take()
+        self.acquire()
         self._last.clear()
 
 

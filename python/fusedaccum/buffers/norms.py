@@ -38,18 +38,18 @@ class SquaredNorms:
         for slot in reading.covers:
             self._readings[slot] = reading
 
-    def forget(self, slots: Iterable[Slot]) -> None:
+    def invalidate(self, slots: Iterable[Slot]) -> None:
         """Forget the readings of ``slots``, whose buffers have changed."""
         if self._readings:
             for slot in slots:
                 self._readings.pop(slot, None)
 
-    def forget_all(self) -> None:
+    def invalidate_all(self) -> None:
         self._readings.clear()
 
-    def forget_block(self, block: Block) -> None:
+    def invalidate_block(self, block: Block) -> None:
         """Forget the readings of all slots in ``block``, which other code has written to."""
-        self.forget([slot for slot in self._readings if slot.block is block])
+        self.invalidate([slot for slot in self._readings if slot.block is block])
 
     def total(self, slots: Iterable[Slot]) -> Tensor:
         """Sum of squares of the gathered gradients of ``slots``, as a 0-d float64 tensor; reads only what no add has measured."""

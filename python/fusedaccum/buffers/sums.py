@@ -63,7 +63,7 @@ class Sums:
 
     def written(self, slots: Sequence[Slot], divisor: Scalar, shown: bool = False) -> None:
         """``slots`` now hold a sum of ours divided by ``divisor``; ``shown``: ``p.grad`` shows it already, else it does from now on."""
-        self.norms.forget(slots)
+        self.norms.invalidate(slots)
         for block in {slot.block for slot in slots}:
             block.written()
         for slot in slots:
@@ -115,7 +115,7 @@ class Sums:
         self.changed_by_user = True
         if grad is None:
             slot.shown = None
-            self.norms.forget([slot])
+            self.norms.invalidate([slot])
             self.warn_dropped(
                 f"{slot.name}.grad",
                 "what the window had accumulated for such parameters is dropped, although its micro-batches still count. opt.zero_grad() "
@@ -155,7 +155,7 @@ class Sums:
     def notice_writes(self, slot: Slot) -> None:
         if not slot.block.untouched_by_user:
             self.changed_by_user = self._written_by_user = True
-            self.norms.forget_block(slot.block)
+            self.norms.invalidate_block(slot.block)
             slot.block.written()
 
     @without_grad
@@ -167,7 +167,7 @@ class Sums:
         for slot in self.buffers.slots:
             if slot.placed and (slot.relaid or slot.buffer.data_ptr() != slot.address):
                 self.notice_writes(slot)
-                self.norms.forget([slot])
+                self.norms.invalidate([slot])
                 self.changed_by_user = True
                 home = slot.block.view(slot, slot.offset)
                 home.copy_(slot.buffer.clone())
@@ -254,7 +254,7 @@ class Sums:
             block.written()  # what other code wrote to the previous window is gone with it
         self.changed_by_user = self._written_by_user = self.half_divided = False
         self.normalized_by = None
-        self.norms.forget_all()
+        self.norms.invalidate_all()
         self.offload.forget_failure()
 
     def clear(self) -> None:

@@ -110,7 +110,7 @@ class Closing:
             window.overflowed = self._settings.schedule.caller_owned
             return False
         if scale.unscaled:
-            self._sums.norms.forget_all()  # GradScaler writes without raising the tensors' versions
+            self._sums.norms.invalidate_all()  # GradScaler writes without raising the tensors' versions
         # normalize_() may have counted the micro-batch already.
         one_step = window.empty or window.length == 1 or self._settings.schedule.caller_owned
         scale.step_by_scaler(window, self._accumulation.losses, one_step)

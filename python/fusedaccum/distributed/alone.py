@@ -37,7 +37,7 @@ class Alone:
         self.slots_with_grad: set[Slot] = set()
         self.looked = False  # have other ranks been looked for, and none found?
 
-    def take(self, slots: Sequence[Slot]) -> None:
+    def add_slots(self, slots: Sequence[Slot]) -> None:
         """Share these slots, too. Raises ValueError if ranks differ in them, or if these are the first that several ranks share."""
         replicas = replicas_of([slot.param for slot in slots]) if self.looked else []
         sharded = FullySharded(slots).slots if self.looked else []
@@ -51,8 +51,8 @@ class Alone:
             )
 
     def replace(self, slots: Sequence[Slot]) -> None:
-        """Share these slots, and no others. Raises as :meth:`take` does, and then changes nothing."""
-        self.take(slots)
+        """Share these slots, and no others. Raises as :meth:`add_slots` does, and then changes nothing."""
+        self.add_slots(slots)
 
     def owned(self, parameters: Collection[Parameter]) -> list[Parameter]:
         """The parameters that this rank steps."""
@@ -66,7 +66,7 @@ class Alone:
         """Every rank's plain values; waits for the device."""
         return [mine]
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """A window begins, or is dropped."""
         self.shown_for_others.clear()
 

@@ -34,9 +34,9 @@ class OwnWindows:
         self._needs_all = [f"{name}={value}" for name, value in needs.items() if value is not None]
         self._first: int | None = None  # own counted window
         self._unchecked = False
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """A window begins."""
         self._synced: bool | None = None  # None: no backward yet
 

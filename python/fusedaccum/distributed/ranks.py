@@ -75,9 +75,9 @@ class Ranks(Alone):
         self.shown_for_others = self.reduce_buckets.shown_for_others
         self._own = OwnWindows(settings, ledger, sums.buffers)
         self._share(slots)
-        self.forget()
+        self.reset()
 
-    def take(self, slots: Sequence[Slot]) -> None:
+    def add_slots(self, slots: Sequence[Slot]) -> None:
         """Share these slots, too. Raises ValueError if ranks differ in them."""
         replicas, fully_sharded = modules_of(self._sums.buffers.slots)
         self._check(self.group.process_group, fully_sharded)
@@ -85,10 +85,10 @@ class Ranks(Alone):
         self.replicas, self.fully_sharded = replicas, fully_sharded
 
     def replace(self, slots: Sequence[Slot]) -> None:
-        self.take(slots)
+        self.add_slots(slots)
         for slot in self.owners.keys() - set(slots):
             del self.owners[slot]
-        self.forget()
+        self.reset()
         self.reduce_buckets.forget_slots()
 
     def _check(self, group: dist.ProcessGroup, fully_sharded: FullySharded) -> None:
@@ -117,13 +117,13 @@ class Ranks(Alone):
     def all_gather(self, mine: Any) -> list[Any]:
         return self.group.all_gather(mine)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         self._overflow = False  # has a GradScaler found an overflow on any rank?
         self.slots_with_grad = set()
         self._shown = False  # have all ranks told each other, after a backward, which gradients they have?
         self._reducing: MicroBatch | None = None  # whose backward has sent sums, for DistributedDataParallel's sake
-        self._own.forget()
-        self.reduce_buckets.forget()
+        self._own.reset()
+        self.reduce_buckets.reset()
 
     def forget_others(self, state: dict[Tensor, Any]) -> None:
         if self._settings.shard:

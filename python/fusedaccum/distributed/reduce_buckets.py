@@ -103,9 +103,9 @@ class ReduceBuckets:
         self._bucket_of: dict[Slot, ReduceBucket] = {}
         self._blocks = 0  # that the buckets were made of
         self.shown_for_others: set[Slot] = set()
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """A window begins, of which nothing has been sent yet."""
         self.phase = Phase.APART
         self.shown_for_others.clear()
@@ -118,7 +118,7 @@ class ReduceBuckets:
     def forget_slots(self) -> None:
         """Slots have got other places, and no storage yet."""
         self._buckets, self._bucket_of, self._blocks = [], {}, 0
-        self.forget()
+        self.reset()
 
     @property
     def stale(self) -> list[bool]:
@@ -266,7 +266,7 @@ class ReduceBuckets:
             with self._group.talking() as group:
                 self._in_flight.append(InFlight(bucket, self._reduce(bucket.memory, bucket.owner, group), None))
         bucket.block.written()
-        self._sums.norms.forget(bucket.slots)
+        self._sums.norms.invalidate(bucket.slots)
         for slot in bucket.slots:
             slot.clean = False  # it gets what others have accumulated, or anything if another rank gets the sum
 

@@ -74,12 +74,12 @@ class Accumulation(Windows):
             self.accumulator.rank = self.ranks.rank
         self._begin_with(slots)
 
-    def take(self, parameters: Iterable[tuple[str, Parameter]]) -> None:
+    def add_parameters(self, parameters: Iterable[tuple[str, Parameter]]) -> None:
         """Accumulate the gradients of these parameters, too, from now on."""
         before = list(self.sums.buffers.slots)
         slots = self.sums.buffers.add(parameters)
         try:
-            self.ranks.take(slots)
+            self.ranks.add_slots(slots)
         except Exception:
             self.sums.buffers.replace(before)
             raise
@@ -173,7 +173,7 @@ class Accumulation(Windows):
         self.ledger.mixes_ranks = bool(self.ranks.fully_sharded.slots)
         self.ranks.fully_sharded.follow(self._hide_shards, self._settings.reduction == "none", slots)
         self._replicas_checked = False
-        for other in {other for slot in slots if (other := self.of(slot.param)) not in (None, self)}:
+        for other in {other for slot in slots if (other := self.of_parameter(slot.param)) not in (None, self)}:
             other._leave(self._name)
             self.sums.buffers.look_again(slots)
         with recording():
@@ -425,7 +425,7 @@ class Accumulation(Windows):
     # -- what layers and recipes ask for -----------------------------------------------------------------------
 
     @staticmethod
-    def of(parameter: Tensor) -> Accumulation | None:
+    def of_parameter(parameter: Tensor) -> Accumulation | None:
         """The one that accumulates this parameter's gradients, if any."""
         accumulation = _ACCUMULATION_OF.get(parameter)
         return None if accumulation is None else accumulation()
@@ -493,7 +493,7 @@ class Accumulation(Windows):
         threads.saw_pass(thread)
         if not self._replicas_checked:
             self._replicas_checked = True
-            self.ranks.replicas.check_all_wrapped(self.sums.buffers.of, lambda p: self.of(p) is not None)
+            self.ranks.replicas.check_all_wrapped(self.sums.buffers.of, lambda p: self.of_parameter(p) is not None)
         self.ranks.replicas.silence_pass()
         if runs(self.refuses_backward):
             raise RuntimeError(

@@ -110,7 +110,7 @@ class Accumulator:
         except RuntimeError:
             micro.adds += not slot.main_grad_enabled and slot.shown is not None  # the sum is not the window's any more
             raise
-        self._sums.norms.forget_block(slot.block)
+        self._sums.norms.invalidate_block(slot.block)
         if scale == 0.0:  # the window will not be applied: nothing more is added
             slot.buffer.zero_()
         self._has_added(slot, measure)

@@ -88,7 +88,7 @@ class Windows:
             self._not_zeroed = self.sums.left_in_place
         self.sums.begin()
         self.counts_left, self.step_under_way, self._weighed = [], False, None
-        self.ranks.forget()
+        self.ranks.reset()
         self.ledger.begin_window(unit)  # last: if anything above raises, the next call begins it
 
     def warn_not_zeroed(self) -> None:
@@ -109,7 +109,7 @@ class Windows:
         self.sums.begin()
         self.accumulator.provide_main_grads(self.sums.buffers.with_main_grad)
         self.ranks.fully_sharded.drop()
-        self.ranks.forget()
+        self.ranks.reset()
 
     @property
     def weighs_loss(self) -> bool:

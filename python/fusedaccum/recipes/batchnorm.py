@@ -173,7 +173,7 @@ class Pooled(_BatchNorm):
     def _followed(self) -> tuple[Accumulation, Key] | None:
         number, near = self._place
         for p in (*self._parameters.values(), *near):
-            accumulation = None if p is None else Accumulation.of(p)
+            accumulation = None if p is None else Accumulation.of_parameter(p)
             if p is not None and accumulation is not None:
                 return accumulation, (accumulation.sums.buffers.of[p].index, number)
         return None

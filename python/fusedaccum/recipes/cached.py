@@ -279,7 +279,7 @@ def _one_micro_batch(opt: Any, weight: Scalar | None) -> AbstractContextManager[
 def _check_grouped(parameters: Iterable[Tensor]) -> None:
     """Raises RuntimeError if a wrapper accumulates these parameters' gradients and counts every pass as a micro-batch of its own."""
     for parameter in parameters:
-        accumulation = Accumulation.of(parameter) if parameter.requires_grad else None
+        accumulation = Accumulation.of_parameter(parameter) if parameter.requires_grad else None
         if accumulation is not None and accumulation.tells_passes_apart:
             raise RuntimeError(
                 "an AccumulatingOptimizer accumulates these parameters' gradients and would count every backward pass of cached_backward "

@@ -321,7 +321,7 @@ def _check_optimizer(opt: Any) -> None:
 def _check_alone(opt: AccumulatingOptimizer, loss: Tensor) -> None:
     """Raises ValueError if another wrapper takes some of the loss's gradients: it would not know the micro-batches' weights."""
     for parameter in parameters_under([loss]):
-        if Accumulation.of(parameter) not in (None, opt._accumulation):
+        if Accumulation.of_parameter(parameter) not in (None, opt._accumulation):
             raise ValueError(
                 f"a parameter of shape {tuple(parameter.shape)}, {name_of(parameter) or 'which no module holds'}, that the loss depends on "
                 "belongs to another AccumulatingOptimizer, whose windows MicroBatcher does not run; give all parameters to one optimizer, "
