@@ -11,6 +11,7 @@ import fusedaccum.ops
 import fusedaccum.recipes.micro_batcher
 import pytest
 import torch
+from fusedaccum.extension import Extension, Extensions
 from out_of_memory import Net, Points, assert_close, batch, function, made, oracle, ran, sgd, weight
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -301,44 +302,47 @@ def test_the_noise_scale_is_not_measured_of_a_mixture(monkeypatch):
 
 
 def test_an_error_after_it_was_counted_begins_the_window_anew():
-    class Follower:
-        calls = 0
+    calls = []
+
+    class Failing(Extension):
+        key = "failing"
 
         def micro_batch_counted(self):
-            self.calls += 1
-            if self.calls == 2:
+            calls.append(len(calls))
+            if len(calls) == 2:
                 raise MemoryError
 
-        def __getattr__(self, name):
-            return lambda: None
-
     model, opt = made()
-    follower = Follower()
-    opt._ledger.follower = follower
+    opt._ledger._extensions = Extensions([Failing()])
     batcher = fa.MicroBatcher(function(model), opt, weight=weight)
     batcher._sizes.of(batch()).limit = 6
     batcher.step(batch())
     assert_close(model, oracle([batch()])[0], 1e-12)
-    assert opt.last_window.weight == weight(batch())
+    assert opt.last_window.weight == weight(batch()) and len(calls) > 3
 
 
-def test_followers_are_told_what_counts(monkeypatch):
-    class Follower:
-        def __init__(self):
-            self.told = []
+def test_extensions_are_told_what_counts(monkeypatch):
+    told = []
 
-        def __getattr__(self, name):
-            return lambda: self.told.append(name)
+    class Listening(Extension):
+        key = "listening"
+
+        def micro_batch_counted(self):
+            told.append("counted")
+
+        def micro_batch_dropped(self):
+            told.append("dropped")
+
+        def window_closed(self):
+            told.append("closed")
 
     with monkeypatch.context() as patched:
         model, opt = made()
-        follower = Follower()
-        opt._ledger.follower = follower
+        opt._ledger._extensions = Extensions([Listening()])
         Points(patched, model, [12])
         batcher = fa.MicroBatcher(function(model), opt, weight=weight)
         batcher.step(batch())
-    counted, dropped, closed = "micro_batch_counted", "micro_batch_dropped", "window_closed"
-    assert follower.told == [dropped, counted, counted, closed]
+    assert told == ["dropped", "counted", "counted", "closed"]
 
 
 def test_a_function_that_runs_a_backward_of_its_own(monkeypatch):
