@@ -7,6 +7,7 @@ TORCH_CUDA_ARCH_LIST: the GPUs to compile for, as in PyTorch. CUDA_HOME: the too
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -71,7 +72,7 @@ def decide(root: Path | None) -> str | None:
     wanted = os.environ.get("FUSEDACCUM_CUDA", "auto")
     if wanted not in ("auto", "0", "1"):
         sys.exit(f"FUSEDACCUM_CUDA is {wanted!r}; it must be auto, 0 or 1")
-    reason = "FUSEDACCUM_CUDA=0" if wanted == "0" else why_no_cuda(root)
+    reason = "FUSEDACCUM_CUDA=0 was set when it was built" if wanted == "0" else why_no_cuda(root)
     if wanted == "1" and reason:
         sys.exit(f"FUSEDACCUM_CUDA=1, but {reason}")
     return reason
@@ -131,6 +132,7 @@ def plan() -> tuple[list, dict, dict]:
         built["_cuda"] = f"{' '.join(NVCC_FLAGS)}; CUDA {torch.version.cuda}; {os.environ['TORCH_CUDA_ARCH_LIST']}"
     modules, command = native(with_cuda=not why_not)
     record = {"torch": torch.__version__, "built": built, "missing": {"_cuda": why_not} if why_not else {}}
+    record["sources"] = runpy.run_path("python/fusedaccum/_sources.py")["digest"](Path("csrc"))
     if not why_not:
         record["cuda_archs"] = os.environ["TORCH_CUDA_ARCH_LIST"]
     return modules, {"build_ext": command}, record

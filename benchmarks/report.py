@@ -142,7 +142,7 @@ def _where(rows: Sequence[Row]) -> str:
     r = rows[0]
     gpu = f"{r['gpu']} (driver {r['driver']}, CUDA {r['cuda']}), " if "gpu" in r else ""
     return (
-        f"{gpu}{r['cpu']}, {r['threads']} threads of {r['cores']} cores, {r['cpu_capability']}, "
+        f"{gpu}{r['cpu']}, {r['threads']} thread{'s' if r['threads'] > 1 else ''} of {r['cores']} cores, {r['cpu_capability']}, "
         f"PyTorch {r['torch']}, Python {r['python']}, "
         f"fusedaccum {r['fusedaccum']} at {r['commit']}, {r['measured']}."
     )

@@ -12,9 +12,9 @@ Table = tuple[list[str], list[list[str]]]
 # Marks of a share of the bandwidth, and what they say below the table.
 ABOVE, SLOWER = "†", "‡"
 FOOTNOTES = {
-    ABOVE: "More than the fastest stream of its race: what a stream reaches is a lower bound of the bandwidth.",
-    SLOWER: "The fastest stream of its race was more than 15% below that of another race of this run, with the same mix of reads "
-    "and writes: the machine was slower then. The ratios hold, because all ways of a case take turns; milliseconds and GB/s do not "
+    ABOVE: "Faster than the memory streams that took turns with it, which measure the bandwidth from below.",
+    SLOWER: "The memory streams of this case were more than 15% slower than those of another one with the same mix of reads and "
+    "writes: the machine was slower then. The ratios hold, because all ways of a case take turns; milliseconds and GB/s do not "
     "compare with other rows.",
 }
 # The ways to sum a bf16 model's gradients, as the tables of whole steps name them.

@@ -15,13 +15,13 @@ from .ways import WAYS, Run, Task, Way, train, ways_of
 
 FIGURE = Path(__file__).resolve().parent / "output" / "demo.png"
 INTRODUCTION = """\
-One model is trained in several ways, on the same samples in the same order: in big batches, and in
-the micro-batches that they are cut into. Compared are the weights: do they follow the big batch's?
+Two models are trained, each in several ways on the same samples in the same order: in big batches,
+and in the micro-batches that they are cut into. Do the weights follow those of the big batch?
 """
 HEADER = ("way", "distance from (a)", "final loss", "seconds", "peak MiB")
 BELOW = """\
 Distance: of the weights at the end, as a share of how far those of (a) have moved since the start.
-Final losses differ by chance: a lower one does not mean a better way to train.
+Final losses differ by chance: a lower one does not mean a better way to train. Seconds: one run's.
 """
 
 

@@ -36,7 +36,7 @@ def draw(results: Sequence[tuple[Task, dict[str, Run]]], path: Path) -> None:
                 apart = drift(runs[key], runs["a"])
                 label = f"({key}) {WAYS[key].name}"
                 panel.semilogy(range(1, len(apart) + 1), apart, color=colour, ls=dashes, lw=width, label=label)
-            panel.set(title=task.title, xlabel="step", ylabel="distance")
+            panel.set(title=task.title, xlabel="step", ylabel="distance / way of (a)")
             panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
         figure.suptitle("Distance from the big batch's weights")
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fusedaccum import __main__, native
+from fusedaccum import __main__, _sources, native
 from fusedaccum.ops import backends
 
 
@@ -73,7 +73,7 @@ def test_report_says_in_which_language_the_hooks_are(monkeypatch, asked, said):
 
 def test_a_build_record_was_left():
     record = native.build()
-    assert record.torch == torch.__version__
+    assert record.torch == torch.__version__ and record.sources == (native.sources() or record.sources)
     assert "_cpu" in record.built
     assert record.cuda_archs in record.built.get("_cuda", "")
     assert bool(record.cuda_archs) == ("_cuda" in record.built)
@@ -92,6 +92,26 @@ def test_patch_versions_of_torch_share_an_extension(monkeypatch):
     other_patch = ".".join(torch.__version__.split(".")[:2]) + ".99"
     monkeypatch.setattr(native, "build", lambda: native.Build(other_patch, {"_cpu": "-O3"}))
     assert native.why_missing("_cpu") is None
+
+
+@pytest.mark.parametrize("sources", [native.sources(), "of before", None])
+def test_an_extension_of_other_sources_than_those_beside_the_package_is_not_tried(sources, monkeypatch):
+    """As after `git pull`, where the package is installed as editable."""
+    monkeypatch.setattr(native, "build", lambda: native.Build(torch.__version__, {"_cpu": "-O3"}, sources=sources))
+    if sources != "of before" or native.sources() is None:  # None: not noted, or no sources here
+        assert native.why_missing("_cpu") is None
+    else:
+        assert native.why_missing("_cpu") == f"the sources in csrc have changed since it was built; {native.ADVICE}"
+
+
+def test_a_digest_is_of_names_and_contents(tmp_path):
+    digests = set()
+    for name, text in (("a.h", "1"), ("a.h", "2"), ("b.h", "2"), ("in/b.h", "2")):
+        folder = tmp_path / f"{len(digests)}" / "csrc"
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_text(text)
+        digests.add(_sources.digest(folder))
+    assert len(digests) == 4
 
 
 def test_reason_of_the_build_is_passed_on(monkeypatch):

@@ -1,5 +1,6 @@
 """Mistakes that the wrapper tells: names of other libraries, something else in the optimizer's place, a loss divided twice."""
 
+import contextlib
 import inspect
 import math
 import warnings
@@ -346,3 +347,24 @@ def test_a_division_is_not_held_against_a_window_that_is_not_its_own():
     opt.zero_grad()
     opt.backward(p * 3.0)
     opt.step()
+
+
+@pytest.mark.parametrize(
+    ("passes", "steps", "blocks", "warned"),
+    [(9, 0, False, True), (9, 1, False, False), (9, 0, True, False), (3, 0, False, False)],
+    ids=["step() forgotten", "one step()", "one micro-batch", "no more than a window"],
+)
+def test_passes_that_no_step_has_ended_are_told_of_by_flush(passes, steps, blocks, warned):
+    p = torch.nn.Parameter(torch.ones(()))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=0.1), 4)
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with opt.micro_batch() if blocks else contextlib.nullcontext():
+            for i in range(passes):
+                (p * 3.0).backward()
+                if i < steps:
+                    opt.step()
+        opt.flush()
+    told = [w for w in told if "flush() takes 9 backward passes" in str(w.message)]
+    assert len(told) == warned

@@ -12,10 +12,11 @@ PACKAGE = ROOT / "python/fusedaccum"
 # The package's rooms (folders and single files), and which others each may import at run time; imports for types alone are free.
 ROOMS = {
     "_version": set(),
+    "_sources": set(),
     "closures": set(),
     "extension": set(),
     "engine": set(),
-    "native": set(),
+    "native": {"_sources"},
     "scalars": set(),
     "modules": set(),
     "warn": set(),

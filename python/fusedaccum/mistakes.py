@@ -244,6 +244,18 @@ def _is_mean_of(node: Any, by: int) -> bool:
 # -- a learning-rate scheduler that moves too often ------------------------------------------------------------
 
 
+def warn_if_never_stepped(ledger: Ledger) -> None:
+    """``flush()`` ends the first micro-batch of all, which holds more backward passes than a window has micro-batches."""
+    if not (ledger.has_micro and ledger.window.empty and ledger.index == 0) or ledger.window.length is None:
+        return
+    micro = ledger.micro
+    if micro.parts > max(ledger.window.length, 2) and micro.parts_alike:
+        warn(
+            f"flush() takes {micro.parts} backward passes for one micro-batch, because no step() has ended any; call opt.step() after "
+            "every backward: it counts. Passes that do belong to one micro-batch go into one `with opt.micro_batch():`"
+        )
+
+
 class StepCalled:
     """What a learning-rate scheduler finds in its optimizer's ``_opt_called`` when it steps for the first time: was ``step()`` called?
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import json
@@ -12,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+
+from ._sources import digest
 
 ADVICE = "build it again: pip install --no-build-isolation --no-deps --force-reinstall <fusedaccum's source folder>"
 
@@ -25,12 +28,14 @@ class Build:
         built: extension -> how it was built, for people.
         missing: extension -> why it was not built, and what to do about it.
         cuda_archs: GPUs that the CUDA extension was compiled for, as TORCH_CUDA_ARCH_LIST has them.
+        sources: digest of the sources that they were built from; None if that was not noted.
     """
 
     torch: str | None = None
     built: dict[str, str] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
     cuda_archs: str = ""
+    sources: str | None = None
 
 
 def build() -> Build:
@@ -39,11 +44,18 @@ def build() -> Build:
     return Build(**json.loads(path.read_text())) if path.exists() else Build()
 
 
+@functools.cache
+def sources() -> str | None:
+    """The digest of the sources beside the package, in a source tree that is installed as editable; None elsewhere."""
+    folder = Path(__file__).resolve().parents[2] / "csrc"
+    return digest(folder) if folder.is_dir() else None
+
+
 def why_missing(extension: str) -> str | None:
     """None if ``fusedaccum.<extension>`` can be imported, else the reason and the remedy.
 
     PyTorch keeps its C++ interface stable within a minor version only. An extension built for another one may load and then crash, so
-    it is not even tried.
+    it is not even tried; nor is one of other sources than those beside the package, which may have changed with it (by git pull).
     """
     record = build()
     if extension in record.missing:
@@ -52,6 +64,8 @@ def why_missing(extension: str) -> str | None:
         return f"fusedaccum.{extension} was not built for this Python; {ADVICE}"
     if record.torch is not None and _minor(record.torch) != _minor(torch.__version__):
         return f"it was built against torch {record.torch}, but this is torch {torch.__version__}; {ADVICE}"
+    if None not in (record.sources, sources()) and record.sources != sources():
+        return f"the sources in csrc have changed since it was built; {ADVICE}"
     try:
         importlib.import_module(f"fusedaccum.{extension}")
     except ImportError as error:

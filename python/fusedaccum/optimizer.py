@@ -18,7 +18,7 @@ from .checkpoint.distributed import refuse_torchs_functions
 from .closures import Evaluated
 from .engine import outside_graphs, without_grad
 from .gathering import threads
-from .mistakes import check_arguments, check_is_optimizer, suggests_arguments
+from .mistakes import check_arguments, check_is_optimizer, suggests_arguments, warn_if_never_stepped
 from .scalars import Scalar, checked_loss, checked_weight, is_number, or_one
 from .window.ledger import NO_GRADIENT
 from .window.settings import Settings, check_optimizer, checked_device
@@ -263,6 +263,7 @@ class AccumulatingOptimizer(Wrapper):
         self._closing.apply_again()
         self._accumulation.drop_idle()
         if self._ledger.has_micro or self._accumulation.rejected.names:
+            warn_if_never_stepped(self._ledger)
             self._accumulation.end_micro_batch(None)
         if self._ledger.is_open:
             self._ledger.weigh_the_rest(None)

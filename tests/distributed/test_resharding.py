@@ -24,7 +24,7 @@ def test_counts_weights_and_losses_of_a_window_are_those_of_both_ranks(reduction
     opt = alone(accum_steps=9, reduction=reduction)
     held = [
         Window(
-            3, 4, micro_batches=2, weight=5.0, dropped=1, nonfinite=1, unit_lost=True, loss=Loss(4.0, 1.0), losses=2
+            3, 4, micro_batches=2, weight=5.0, dropped=1, nonfinite=1, unit_lost=True, loss=Loss(3.0, 1.0), losses=2
         ),
         Window(
             3,
