@@ -140,13 +140,13 @@ build/%: $(NATIVE)
 
 $(VENV)/built: $(VENV)/ready $(NATIVE)
 	$(SAY) "Building fusedaccum in $(VENV)"
-	@PATH="$(CURDIR)/$(BIN):$$PATH" FUSEDACCUM_CUDA=$(CUDA_HERE) $(BIN)/pip install --quiet --no-build-isolation --editable '.[test,lint,bench,demo,docs,frameworks]'
+	@PATH="$(CURDIR)/$(BIN):$$PATH" FUSEDACCUM_CUDA=$(CUDA_HERE) $(BIN)/pip install --quiet --no-build-isolation --editable '.[test,lint,bench,demo,docs]'
 	@$(BIN)/python -m fusedaccum
 	@touch $@
 
 $(VENV)/whole: $(VENV)/built
-	$(SAY) "Building what else can be built"
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install --quiet --no-build-isolation --no-deps --editable .
+	$(SAY) "Building what else can be built, for more tests"
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install --quiet --no-build-isolation --editable '.[frameworks]'
 	@$(BIN)/python -m fusedaccum
 	@touch $@
 
