@@ -29,9 +29,12 @@ INTERPRETED := -n auto --dist worksteal -m "not slow" -W ignore::RuntimeWarning 
 # for each other. (Tests of ranks have processes of their own.) In the order of tests/conftest.py, not the file of most tests first.
 SPREAD := -n auto --dist loadfile --no-loadscope-reorder
 QUICK := $(SPREAD) -m "not slow"
-# What `make test` leaves out besides slow tests: whole files that compile, simulate GPUs, break every call once, or measure.
+# What `make test` leaves out besides slow tests: whole files that compile, simulate GPUs, break every call once, start processes, or
+# measure; and those of features beside the core.
 LONG := $(foreach t,benchmarks build_cuda build_native build_package build_setup compile cuda_source explain faults interrupts \
-	micro_batcher_memory ops_compile ops_sanitizers site triton_compiled,tests/test_$(t).py)
+	micro_batcher_memory ops_compile ops_sanitizers ops_threads site triton_compiled \
+	batchnorm batchnorm_modules cached_backward cached_backward_broken cached_backward_windows fuse fuse_layers in_place_layers \
+	main_grad main_grad_broken micro_batcher micro_batcher_broken splitting,tests/test_$(t).py)
 APART := $(foreach folder,distributed frameworks late_device,--ignore tests/$(folder))
 # What the version of torch has no part in.
 WITHOUT_TORCH := $(foreach t,benchmarks cuda_source rooms site,--ignore tests/test_$(t).py)
