@@ -56,6 +56,11 @@ def ended(net, opt):
     return net.state_dict() | masters | state | {"loss": opt.last_window.loss}
 
 
+# A bias before BatchNorm has a gradient of rounding errors alone, which AdamW makes as large as any: it depends on the machine, and the
+# running mean with it. The running variance does not, and is pooled from the same means.
+OF_THE_MACHINE = {"0.bias", "1.running_mean", "master.1", "exp_avg.1", "exp_avg_sq.1"}
+
+
 def resumed(kind, rank=0, process_group=None):
     """What the training has come to, gone on with from the checkpoint; and what it came to where that was written."""
     net, opt = started(kind, process_group)
@@ -63,7 +68,8 @@ def resumed(kind, rank=0, process_group=None):
     net.load_state_dict(saved["net"])
     opt.load_state_dict(saved["opt"])
     train(kind, net, opt, range(BEFORE, BEFORE + AFTER), rank)
-    return ended(net, opt), torch.load(OF / f"{kind}{rank}_after.pt")
+    both = ended(net, opt), torch.load(OF / f"{kind}{rank}_after.pt")
+    return [{name: value for name, value in of.items() if name not in OF_THE_MACHINE} for of in both]
 
 
 def write(folder, kind, rank=0, process_group=None):

@@ -28,11 +28,11 @@ ROOMS = {
     "extensions": {"buffers", "engine", "extension", "modules", "scalars", "warn"},
     "features": {"extension", "extensions"},
     "distributed": {"buffers", "engine", "modules", "ops", "scalars", "warn", "window"},
-    "gathering": {"autograd", "buffers", "distributed", "engine", "features", "ops", "scalars", "warn", "window"},
+    "gathering": {"autograd", "buffers", "distributed", "engine", "extension", "ops", "scalars", "warn", "window"},
     "closing": {"buffers", "closures", "gathering", "scalars", "warn", "window"},
     "checkpoint": {"buffers", "engine", "warn", "window"},
     "schedules": {"scalars", "window"},
-    "wrapper": {"buffers", "checkpoint", "closing", "gathering", "mistakes", "warn", "window"},
+    "wrapper": {"buffers", "checkpoint", "closing", "features", "gathering", "mistakes", "warn", "window"},
     "optimizer": {"checkpoint", "closures", "engine", "gathering", "mistakes", "scalars", "window", "wrapper"},
     "recipes": {
         "buffers",

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
     from .distributed.group import Group
+    from .gathering.accumulation import Accumulation
 
 Kind = TypeVar("Kind", bound="Extension")
 
@@ -15,10 +19,18 @@ class Extension:
     """One feature of one wrapper. The core calls these methods; a feature overrides those that it needs. features.py has their order.
 
     Attributes:
-        key: of the feature's entry in a checkpoint.
+        key: of the feature's entry in a checkpoint; None for one that has nothing to continue from.
+        accumulation: the wrapper's, of which this is a part. inner: the optimizer that is wrapped.
     """
 
-    key: str
+    key: str | None = None
+    accumulation: Accumulation
+    inner: Optimizer
+
+    def attach(self, accumulation: Accumulation, inner: Optimizer) -> None:
+        """Become a part of a wrapper, before it has any parameters."""
+        # A proxy, because the accumulation holds its extensions: dropping the wrapper must free the model at once.
+        self.accumulation, self.inner = weakref.proxy(accumulation), inner
 
     # -- events ------------------------------------------------------------------------------------------------
 
@@ -74,6 +86,7 @@ class Extensions:
 
     def __init__(self, extensions: Iterable[Extension]):
         self.all = tuple(extensions)
+        self.saved = {e.key: e for e in self.all if e.key is not None}
         self.micro_batch_counted = self._listening("micro_batch_counted")
         self.micro_batch_dropped = self._listening("micro_batch_dropped")
         self.window_dropped = self._listening("window_dropped")
@@ -87,14 +100,14 @@ class Extensions:
         """The one of this kind."""
         return next(e for e in self.all if isinstance(e, kind))
 
-    def reduce(self) -> dict[tuple[str, str], float]:
-        """The numbers of all of them, by key and name."""
-        return {(e.key, name): number for e in self.all for name, number in e.reduce().items()}
+    def reduce(self) -> dict[tuple[int, str], float]:
+        """The numbers of all of them, by whose they are and by name."""
+        return {(i, name): number for i, e in enumerate(self.all) for name, number in e.reduce().items()}
 
-    def reduced(self, totals: dict[tuple[str, str], float], group: Group) -> None:
+    def reduced(self, totals: dict[tuple[int, str], float], group: Group) -> None:
         """Hand each of them its numbers of all ranks."""
-        for e in self.all:
-            e.reduced({name: total for (key, name), total in totals.items() if key == e.key}, group)
+        for i, e in enumerate(self.all):
+            e.reduced({name: total for (of, name), total in totals.items() if of == i}, group)
 
     def snapshot(self) -> list[Any]:
         return [e.snapshot() for e in self.all]

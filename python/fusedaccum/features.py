@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from .extension import Extensions
+from .extension import Extension, Extensions
 from .extensions.batch_norm import BatchNormStats
 
 if TYPE_CHECKING:
-    from .buffers.buffers import Buffers
+    from torch.optim import Optimizer
+
+    from .window.settings import Settings
 
 
-def extensions_for(buffers: Buffers) -> Extensions:
-    """Those of a wrapper that has these buffers."""
-    return Extensions([BatchNormStats(buffers)])
+def always(settings: Settings, inner: Optimizer) -> bool:
+    return True
+
+
+# When a wrapper of these settings and this inner optimizer has the feature, and what makes it.
+FEATURES: list[tuple[Callable[[Settings, Optimizer], bool], Callable[[], Extension]]] = [
+    (always, BatchNormStats),
+]
+
+
+def extensions_for(settings: Settings, inner: Optimizer) -> Extensions:
+    """Those of a wrapper of these settings and this inner optimizer."""
+    return Extensions(make() for on, make in FEATURES if on(settings, inner))

@@ -17,6 +17,7 @@ from .buffers.masters import MasterWeights, states_of
 from .checkpoint import checkpoint
 from .closing.closing import Closing
 from .closing.guard import guard
+from .features import extensions_for
 from .gathering.accumulation import Accumulation
 from .mistakes import DividedTwice, StepCalled
 from .warn import callers_line
@@ -49,9 +50,10 @@ class Wrapper(Optimizer):
         # Optimizer.__init__ is not run: groups, state, defaults and hooks are the inner optimizer's (see __getattr__).
         self.optimizer = optimizer
         self.settings = settings
-        self._accumulation = Accumulation(
-            settings, seed, f"around {type(optimizer).__name__}, built at {callers_line()}"
-        )
+        name = f"around {type(optimizer).__name__}, built at {callers_line()}"
+        self._accumulation = Accumulation(settings, seed, extensions_for(settings, optimizer), name)
+        for extension in self._accumulation.extensions.all:
+            extension.attach(self._accumulation, optimizer)
         self._ledger, self._sums = self._accumulation.ledger, self._accumulation.sums
         if not type(optimizer).__module__.startswith("torch.optim."):  # PyTorch's own keep copies of gradients
             self._sums.states = functools.partial(states_of, optimizer)

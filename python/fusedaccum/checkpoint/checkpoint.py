@@ -58,7 +58,7 @@ def save(opt: Wrapper) -> dict[str, Any]:
         "seed": accumulator.seed,
         "draws": [slot.draws for slot in sums.buffers.slots],
         "loss_scale": copied(opt._accumulation.loss_scale.live),
-        **{e.key: e.save() for e in opt._accumulation.extensions.all},
+        **{key: e.save() for key, e in opt._accumulation.extensions.saved.items()},
         "noise": copied(None if opt._closing.noise is None else opt._closing.noise.averages),
         "schedule": None if adaptive is None else adaptive.state_dict(),
     }
@@ -122,8 +122,8 @@ def check(opt: Wrapper, own: dict[str, Any]) -> None:
                 f"the checkpoint has shape {tuple(shape)} for parameter {slot.name}, which is {tuple(slot.param.shape)}; is it another "
                 "model's?"
             )
-    for extension in opt._accumulation.extensions.all:
-        extension.check(own[extension.key])
+    for key, extension in opt._accumulation.extensions.saved.items():
+        extension.check(own[key])
     mine, rank = window_settings(opt), own["settings"]["rank"]
     if own["settings"]["shard"] and mine["rank"] != rank:
         raise ValueError(
@@ -177,7 +177,7 @@ def load(opt: Wrapper, own: dict[str, Any]) -> None:
     for slot, draws in zip(slots, own["draws"], strict=True):
         slot.draws = draws
     opt._accumulation.loss_scale.load(own["loss_scale"])
-    for extension in opt._accumulation.extensions.all:
-        extension.load(own[extension.key])
+    for key, extension in opt._accumulation.extensions.saved.items():
+        extension.load(own[key])
     if opt._closing.noise is not None:
         opt._closing.noise.load(own["noise"])

@@ -48,7 +48,7 @@ def own(opt: Wrapper, header: dict[str, Any]) -> dict[str, Any]:
         "seed": first["seed"],
         "draws": first["draws"],
         "loss_scale": ranks[0]["loss_scale"],
-        **{e.key: e.join([rank[e.key] for rank in mine]) for e in opt._accumulation.extensions.all},
+        **{key: e.join([rank[key] for rank in mine]) for key, e in opt._accumulation.extensions.saved.items()},
         "noise": ranks[0]["noise"],
         "schedule": ranks[0]["schedule"],
     }

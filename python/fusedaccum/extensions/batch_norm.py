@@ -62,16 +62,11 @@ class Call:
 
 
 class BatchNormStats(Extension):
-    """Keeps calls pending until their micro-batch is counted, and totals until their window closes.
-
-    Args:
-        buffers: of the wrapper; their slots show which layers should be here.
-    """
+    """Keeps calls pending until their micro-batch is counted, and totals until their window closes."""
 
     key = "batch_statistics"
 
-    def __init__(self, buffers: Buffers):
-        self._buffers = buffers
+    def __init__(self) -> None:
         self._searched = False  # has note_unpooled() looked for layers that should be here?
         self._micro_batches = 0  # counted since a window closed
         self._pending: dict[Key, list[Call]] = {}
@@ -143,7 +138,7 @@ class BatchNormStats(Extension):
                     move(layer, total)
         if micro_batches > 1 and not self._searched:
             self._searched = True
-            note_unpooled(self._buffers)
+            note_unpooled(self.accumulation.sums.buffers)
 
     def reduce(self) -> dict[str, float]:
         return {"pools": bool(self._counted)}
@@ -177,7 +172,7 @@ class BatchNormStats(Extension):
 
     def load(self, saved: dict[str, Any]) -> None:
         def here(moments: Tensor, slot: int) -> Tensor:
-            device = self._buffers.slots[slot].param.device
+            device = self.accumulation.sums.buffers.slots[slot].param.device
             return moments.to(device, widest(device), copy=True)
 
         self._micro_batches = saved["micro_batches"]

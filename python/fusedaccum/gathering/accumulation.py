@@ -20,6 +20,7 @@ from ..autograd.passes import outermost_backward
 from ..buffers.buffers import Slot
 from ..buffers.shards import local_gradient, over_meshes, summed_gradient
 from ..engine import recording, runs, within_backward, without_grad
+from ..extension import Extensions
 from ..scalars import Scalar
 from ..warn import warn
 from ..window.attempts import Attempt
@@ -47,8 +48,8 @@ class Accumulation(Windows):
         rejected: the micro-batches that were rejected since the last ``step()``.
     """
 
-    def __init__(self, settings: Settings, seed: int | None, name: str):
-        super().__init__(settings, seed)
+    def __init__(self, settings: Settings, seed: int | None, extensions: Extensions, name: str):
+        super().__init__(settings, seed, extensions)
         self._name = name
         self._successor: str | None = None  # the name of the wrapper that has this one's parameters since
         self.inside = False

@@ -10,7 +10,7 @@ from ..buffers.sums import Sums
 from ..distributed.alone import Alone
 from ..distributed.ranks import Ranks, modules_of
 from ..engine import runs
-from ..features import extensions_for
+from ..extension import Extensions
 from ..warn import warn
 from ..window.amp import LossScale
 from ..window.ledger import Ledger
@@ -25,6 +25,7 @@ class Windows:
     Args:
         settings: of the wrapper.
         seed: of stochastic rounding, None for rounding to nearest.
+        extensions: of the wrapper, not attached yet.
 
     Attributes:
         counts_left: counts of what was not finite, from attempts at the open window that broke off.
@@ -33,10 +34,10 @@ class Windows:
         updated: did the last step() or flush() change the parameters, and has no micro-batch begun since?
     """
 
-    def __init__(self, settings: Settings, seed: int | None):
+    def __init__(self, settings: Settings, seed: int | None, extensions: Extensions):
         self._settings = settings
         self.sums = Sums(settings.buffer_dtype, settings.buffer_device, settings.backend)
-        self.extensions = extensions_for(self.sums.buffers)
+        self.extensions = extensions
         self.ledger = Ledger(settings.schedule, settings.reduction, self.extensions)
         self.loss_scale = LossScale()
         self.accumulator = Accumulator(self.sums, self.ledger, self.loss_scale, seed)
