@@ -9,6 +9,7 @@ import fusedaccum as fa
 import pytest
 import torch
 from adding import Adding, marked
+from fusedaccum.extensions.noise_scale import NoiseScale
 from torch import nn
 from torch.nn import Parameter
 from training import assert_same_parameters, data, mean_loss, model, parts, sgd, twin, wrapped, wrapper_of
@@ -171,11 +172,11 @@ def test_the_rest_of_the_wrapper_goes_on():
     window(opt)
     window(opt)
     last, masters = opt.last_window, {p: opt._masters.of[p].detach().clone() for p in net.parameters()}
-    averages = opt._closing.noise.averages.clone()
+    averages = opt._accumulation.extensions.of(NoiseScale).averages.clone()
     *most, _ = net.parameters()
     opt.param_groups = [{**opt.param_groups[0], "params": most[::-1]}]
     assert opt.last_window is last and opt.updated and opt.progress["window"] == 2
-    assert torch.equal(opt._closing.noise.averages, averages)
+    assert torch.equal(opt._accumulation.extensions.of(NoiseScale).averages, averages)
     assert set(opt._masters.of) == set(most) and all(torch.equal(opt._masters.of[p], masters[p]) for p in most)
     window(opt)
     assert opt.updated and set(lengths) >= {0, 1, 2} and max(lengths) <= 3
@@ -430,9 +431,9 @@ def test_a_window_that_loses_parameters_measures_no_noise():
             mean_loss(net, *part).backward()
             opt.step()
             if cut and i == 0:
-                averages = opt._closing.noise.averages.clone()
+                averages = opt._accumulation.extensions.of(NoiseScale).averages.clone()
                 opt.param_groups = [{**opt.param_groups[0], "params": opt.param_groups[0]["params"][1:]}]
-    assert torch.equal(opt._closing.noise.averages, averages)
+    assert torch.equal(opt._accumulation.extensions.of(NoiseScale).averages, averages)
 
 
 def test_a_wrapper_that_is_built_again_keeps_its_seed():

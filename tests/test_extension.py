@@ -9,7 +9,7 @@ class Counts(Extension):
     def __init__(self, key):
         self.key, self.micro_batches, self.of_all = key, 0, None
 
-    def micro_batch_counted(self):
+    def micro_batch_counted(self, micro):
         self.micro_batches += 1
 
     def snapshot(self):
@@ -43,7 +43,7 @@ def test_each_is_rolled_back_to_its_own_snapshot():
     one.micro_batches, other.micro_batches = 3, 5
     before = extensions.snapshot()
     for counted in extensions.micro_batch_counted:
-        counted()
+        counted(None)
     assert (one.micro_batches, other.micro_batches) == (4, 6)
     extensions.roll_back(before)
     assert (one.micro_batches, other.micro_batches) == (3, 5)

@@ -307,7 +307,7 @@ def test_an_error_after_it_was_counted_begins_the_window_anew():
     class Failing(Extension):
         key = "failing"
 
-        def micro_batch_counted(self):
+        def micro_batch_counted(self, micro):
             calls.append(len(calls))
             if len(calls) == 2:
                 raise MemoryError
@@ -327,7 +327,7 @@ def test_extensions_are_told_what_counts(monkeypatch):
     class Listening(Extension):
         key = "listening"
 
-        def micro_batch_counted(self):
+        def micro_batch_counted(self, micro):
             told.append("counted")
 
         def micro_batch_dropped(self):

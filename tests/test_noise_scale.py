@@ -7,6 +7,7 @@ import fusedaccum as fa
 import pytest
 import torch
 from fusedaccum import schedules
+from fusedaccum.extensions.noise_scale import NoiseScale
 from torch import nn
 
 
@@ -296,13 +297,14 @@ def test_a_checkpoint_goes_into_the_averages_that_a_graph_may_write_to():
     model, data = telling([(4, 4)] * 2)
     opt = wrapped(model.parameters(), accum_steps=2)
     for window in data:
-        there = opt._closing.noise.averages
+        noise = opt._accumulation.extensions.of(NoiseScale)
+        there = noise.averages
         state = opt.state_dict()
         for x, y in window:
             opt.backward(nn.functional.mse_loss(model(x), y))
             opt.step()
     opt.load_state_dict(state)
-    assert opt._closing.noise.averages is there and torch.equal(there, state["fusedaccum"]["noise"])
+    assert noise.averages is there and torch.equal(there, state["fusedaccum"]["noise_scale"]["averages"])
 
 
 def test_state_is_kept_inside_a_window():

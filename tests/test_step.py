@@ -15,6 +15,7 @@ import fusedaccum.closing.conclusion
 import pytest
 import torch
 from fusedaccum.autograd import collector
+from fusedaccum.extensions.noise_scale import NoiseScale
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from training import (
@@ -573,9 +574,9 @@ def test_a_step_that_breaks_off_after_it_has_stepped_can_be_called_again(monkeyp
                     if where == "step":
                         patched.setattr(fusedaccum.closing.applying, "among_hooks", interrupted_after)
                     elif where == "report":
-                        patched.setattr(fusedaccum.closing.conclusion.Conclusion, "report", interrupted)
+                        patched.setattr(fusedaccum.closing.conclusion.Conclusion, "last_window", interrupted)
                     else:
-                        patched.setattr(fusedaccum.closing.closing, "measured", interrupted)
+                        patched.setattr(NoiseScale, "_update", interrupted)
                     failing.step()
                 assert failing.updated == (where != "step")
                 assert_same_parameters(*nets, 0)

@@ -4,15 +4,36 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from .closing.conclusion import Conclusion
     from .distributed.group import Group
     from .gathering.accumulation import Accumulation
+    from .scalars import Scalar
+    from .window.window import MicroBatch
 
 Kind = TypeVar("Kind", bound="Extension")
+
+
+class LossFrom(Enum):
+    """Who says what a micro-batch's loss is."""
+
+    PASS = auto()  # opt.backward(), of one backward pass, with a loss scale if there is one
+    BACKWARD = auto()  # a recipe, of all the passes of the micro-batch, with a loss scale if there is one
+    CALLER = auto()  # the caller, without a loss scale
+
+
+class ScaleNews(Enum):
+    """What has become known of the loss scale that the open window's losses and sums carry."""
+
+    KNOWN = auto()  # what may have carried an unknown scale carries this one
+    UNKNOWN = auto()  # it will not become known
+    ANOTHER = auto()  # since the last step() it was another one than assumed
+    NONE = auto()  # the open micro-batch carries none
 
 
 class Extension:
@@ -20,10 +41,14 @@ class Extension:
 
     Attributes:
         key: of the feature's entry in a checkpoint; None for one that has nothing to continue from.
+        wants_norm: must the norm of every window's gradient be known?
+        wants_first_alone: must a window's first micro-batch be counted before its sums are added to other ranks'?
         accumulation: the wrapper's, of which this is a part. inner: the optimizer that is wrapped.
     """
 
     key: str | None = None
+    wants_norm = False
+    wants_first_alone = False
     accumulation: Accumulation
     inner: Optimizer
 
@@ -32,10 +57,29 @@ class Extension:
         # A proxy, because the accumulation holds its extensions: dropping the wrapper must free the model at once.
         self.accumulation, self.inner = weakref.proxy(accumulation), inner
 
+    def needs_all_ranks(self) -> str | None:
+        """The argument for which every window must be that of all ranks, as the caller has written it; None if none does."""
+        return None
+
     # -- events ------------------------------------------------------------------------------------------------
 
-    def micro_batch_counted(self) -> None:
+    def window_opened(self) -> None:
+        """A window is open, and empty."""
+
+    def micro_batch_opened(self) -> None:
+        """A micro-batch is open."""
+
+    def micro_batch_ends(self, micro: MicroBatch) -> None:
+        """The micro-batch is about to be counted. If this raises, it is not, and still open."""
+
+    def micro_batch_counted(self, micro: MicroBatch) -> None:
         """The micro-batch is over, and part of the open window."""
+
+    def holds_one(self, micro: MicroBatch) -> None:
+        """The buffers hold the gradients of this micro-batch, which was counted, of this rank, and nothing else."""
+
+    def micro_batch_rejected(self) -> None:
+        """A micro-batch was left out when it was complete. It was dropped before this."""
 
     def micro_batch_dropped(self) -> None:
         """What has happened since the last micro-batch was counted belongs to none."""
@@ -43,11 +87,36 @@ class Extension:
     def window_dropped(self) -> None:
         """The micro-batches that the open window has counted no longer count."""
 
+    def weighed_late(self) -> None:
+        """The micro-batches that had no weight are given one, together, at the window's end."""
+
+    def closing(self, end: Conclusion) -> None:
+        """The window is complete, and ``end`` says what it comes to. May change that."""
+
     def window_closed(self) -> None:
-        """The open window is complete. With several ranks, all are notified at the same place between their collectives."""
+        """The next gradient begins a new window. With several ranks, all are notified at the same place between their collectives."""
+
+    def closed(self, end: Conclusion) -> None:
+        """The window has been applied, or skipped. May be called again for the same window, if something raised meanwhile."""
+
+    def loss_given(self, loss: Scalar, source: LossFrom) -> None:
+        """The loss of the open micro-batch, or of the one counted last."""
+
+    def scale_news(self, news: ScaleNews, scale: Scalar | None) -> None:
+        """Something has become known of the loss scale; ``scale`` is what it is, if it is known now."""
 
     def parameters_moved(self, places: dict[int, int]) -> None:
         """Parameters have new places in the optimizer, by their old ones; those that are not in ``places`` are gone."""
+
+    # -- policies ----------------------------------------------------------------------------------------------
+
+    def measures(self) -> bool:
+        """True if the adds of the open micro-batch must take norms, and count what is not finite."""
+        return False
+
+    def lacks_loss(self) -> bool:
+        """True if the loss of the micro-batch that is open, or was counted last, is wanted and has not come."""
+        return False
 
     # -- micro-batches that can only be dropped together -------------------------------------------------------
 
@@ -77,8 +146,10 @@ class Extension:
     def load(self, saved: Any) -> None:
         """Continue from what :meth:`save` has returned."""
 
-    def join(self, parts: Sequence[Any]) -> Any:
-        """What several ranks have saved between two micro-batches, as one rank would have saved it."""
+    def join(self, parts: Sequence[Any], mine: Sequence[int], ranks: int) -> Any:
+        """What to :meth:`load` on one of ``ranks`` ranks, where another number has saved ``parts`` between two micro-batches, and the
+        windows of those at ``mine`` continue here.
+        """
 
 
 class Extensions:
@@ -87,18 +158,34 @@ class Extensions:
     def __init__(self, extensions: Iterable[Extension]):
         self.all = tuple(extensions)
         self.saved = {e.key: e for e in self.all if e.key is not None}
+        self.window_opened = self._listening("window_opened")
+        self.micro_batch_opened = self._listening("micro_batch_opened")
+        self.micro_batch_ends = self._listening("micro_batch_ends")
         self.micro_batch_counted = self._listening("micro_batch_counted")
+        self.holds_one = self._listening("holds_one")
+        self.micro_batch_rejected = self._listening("micro_batch_rejected")
         self.micro_batch_dropped = self._listening("micro_batch_dropped")
         self.window_dropped = self._listening("window_dropped")
+        self.weighed_late = self._listening("weighed_late")
+        self.closing = self._listening("closing")
         self.window_closed = self._listening("window_closed")
+        self.closed = self._listening("closed")
         self.parameters_moved = self._listening("parameters_moved")
+        self.loss_given = self._listening("loss_given")
+        self.scale_news = self._listening("scale_news")
+        self.measures = self._listening("measures")
+        self.lacks_loss = self._listening("lacks_loss")
 
-    def _listening(self, event: str) -> tuple[Callable[..., None], ...]:
+    def _listening(self, event: str) -> tuple[Callable[..., Any], ...]:
         return tuple(getattr(e, event) for e in self.all if getattr(type(e), event) is not getattr(Extension, event))
 
     def of(self, kind: type[Kind]) -> Kind:
         """The one of this kind."""
         return next(e for e in self.all if isinstance(e, kind))
+
+    def tell_scale(self, news: ScaleNews, scale: Scalar | None = None) -> None:
+        for tell in self.scale_news:
+            tell(news, scale)
 
     def reduce(self) -> dict[tuple[int, str], float]:
         """The numbers of all of them, by whose they are and by name."""

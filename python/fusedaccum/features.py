@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from .extension import Extension, Extensions
 from .extensions.batch_norm import BatchNormStats
+from .extensions.losses import Losses
+from .extensions.noise_scale import NoiseScale
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -20,6 +22,8 @@ def always(settings: Settings, inner: Optimizer) -> bool:
 
 # When a wrapper of these settings and this inner optimizer has the feature, and what makes it.
 FEATURES: list[tuple[Callable[[Settings, Optimizer], bool], Callable[[], Extension]]] = [
+    (always, Losses),  # divides by what NoiseScale and others do not change
+    (lambda settings, _: settings.noise_scale is not None, NoiseScale),
     (always, BatchNormStats),
 ]
 

@@ -17,6 +17,7 @@ from .checkpoint import checkpoint
 from .checkpoint.distributed import refuse_torchs_functions
 from .closures import Evaluated
 from .engine import outside_graphs, without_grad
+from .extension import LossFrom
 from .gathering import threads
 from .mistakes import check_arguments, check_is_optimizer, suggests_arguments, warn_if_never_stepped
 from .scalars import Scalar, checked_loss, checked_weight, is_number, or_one
@@ -146,8 +147,7 @@ class AccumulatingOptimizer(Wrapper):
                 weighed.backward(**kwargs)  # its hooks (autograd/) bring the gradients to self._accumulation
                 threads.saw_pass(threading.get_ident())
                 if kwargs.get("gradient") is None:  # else the gradients are not of the loss itself
-                    self._accumulation.record_loss(loss, by_backward=True)
-                    self._ledger.micro.told += 1
+                    self._accumulation.record_loss(loss, LossFrom.PASS)
         finally:
             self._accumulation.inside = False  # if Ctrl-C has come in place of the block's end
 
@@ -164,7 +164,7 @@ class AccumulatingOptimizer(Wrapper):
         Raises:
             TypeError, ValueError: not a number, or several. RuntimeError: no micro-batch is missing its loss.
         """
-        self._accumulation.record_loss(checked_loss(loss))
+        self._accumulation.record_loss(checked_loss(loss), LossFrom.CALLER)
 
     @suggests_arguments("opt.micro_batch")
     @contextmanager
@@ -433,5 +433,5 @@ class AccumulatingOptimizer(Wrapper):
     def _record_result(self, result: Any) -> None:
         """Record what a closure has returned as its micro-batch's loss, if it is a single number and no loss was recorded."""
         one = result.numel() == 1 if isinstance(result, Tensor) else is_number(result)
-        if one and self._accumulation.losses.lacking:
-            self._accumulation.record_loss(checked_loss(result))
+        if one and self._accumulation.lacks_loss:
+            self._accumulation.record_loss(checked_loss(result), LossFrom.CALLER)

@@ -74,6 +74,11 @@ def div(a: Scalar, b: Scalar) -> Scalar:
     return a / to_device_of(b, a)
 
 
+def copied(scalar: Scalar | None) -> Any:
+    """A tensor's copy, a number or None as it is."""
+    return scalar.clone() if isinstance(scalar, Tensor) else scalar
+
+
 def or_one(divisor: Scalar) -> Scalar:
     """``divisor``, or 1 if it is 0: then there is nothing to divide. Does not wait."""
     return torch.where(divisor == 0, 1.0, divisor) if isinstance(divisor, Tensor) else divisor or 1.0

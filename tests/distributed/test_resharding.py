@@ -5,7 +5,8 @@ import pytest
 import torch
 from fusedaccum.checkpoint import resharding
 from fusedaccum.checkpoint.checkpoint import plain
-from fusedaccum.window.window import Loss, Window
+from fusedaccum.extensions.losses import Loss, Losses
+from fusedaccum.window.window import Window
 from torch import nn
 
 
@@ -20,32 +21,32 @@ def saved(*windows, schedule=None):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_counts_weights_and_losses_of_a_window_are_those_of_both_ranks(reduction):
+def test_losses_of_a_window_are_those_of_both_ranks(reduction):
     opt = alone(accum_steps=9, reduction=reduction)
+    losses = opt._accumulation.extensions.of(Losses)
+    nothing = losses.save()
+    parts = [
+        nothing | {"sum": vars(Loss(3.0, 1.0)), "count": 2},
+        nothing | {"sum": vars(Loss(2.0)), "count": 1},
+        nothing,
+    ]
+    joined = losses.join(parts, mine=[0, 1, 2], ranks=1)
+    share = 1 / 3 if reduction == "none" else 1.0
+    assert joined["sum"] == {"known": pytest.approx(5.0 * share), "raw": pytest.approx(share)} and joined["count"] == 3
+    assert losses.join(parts, mine=[1], ranks=2)["count"] == 1 and losses.join(parts, mine=[], ranks=4)["count"] == 0
+
+
+def test_counts_and_weights_of_a_window_are_those_of_both_ranks():
+    opt = alone(accum_steps=9)
     held = [
-        Window(
-            3, 4, micro_batches=2, weight=5.0, dropped=1, nonfinite=1, unit_lost=True, loss=Loss(3.0, 1.0), losses=2
-        ),
-        Window(
-            3,
-            4,
-            micro_batches=1,
-            weight=2.0,
-            dropped=1,
-            nonfinite=1,
-            overflowed=True,
-            loss=Loss(2.0),
-            losses=1,
-            carried=3,
-        ),
+        Window(3, 4, micro_batches=2, weight=5.0, dropped=1, nonfinite=1, unit_lost=True),
+        Window(3, 4, micro_batches=1, weight=2.0, dropped=1, nonfinite=1, overflowed=True, carried=3),
     ]
     mine = resharding.window(opt, saved(*held, None))
-    share = 1 / 3 if reduction == "none" else 1.0
-    expected = {"index": 3, "length": 9, "micro_batches": 3, "weight": 7.0, "dropped": 2, "nonfinite": 2, "losses": 3}
+    expected = {"index": 3, "length": 9, "micro_batches": 3, "weight": 7.0, "dropped": 2, "nonfinite": 2}
     # Ranks count what they have dropped, and one process alone does not.
     expected |= {"unit_lost": True, "overflowed": True, "carried": (2 + 1 + 1 + 1 + 3) - 3}
     assert {name: mine[name] for name in expected} == expected
-    assert mine["loss"] == pytest.approx(6.0 * share) and mine["raw_loss"] == pytest.approx(share)
     with pytest.raises(ValueError, match=r"holds 8 micro-batches.*accum_steps=9 or more"):
         resharding.window(alone(accum_steps=8), saved(*held))
 

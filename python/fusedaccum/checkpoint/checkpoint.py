@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from ..buffers.buffers import Slot
 from ..buffers.shards import local_of, whole
 from ..engine import without_grad
+from ..scalars import copied
 from ..warn import warn
-from ..window.window import Loss, MicroBatch, Window
+from ..window.window import MicroBatch, Window
+from .older import as_now
 
 if TYPE_CHECKING:
     from ..wrapper import Wrapper
 
 KEY = "fusedaccum"
-FORMAT = 3
-
-Record = TypeVar("Record", Window, MicroBatch)
+FORMAT = 4
 
 
 def save(opt: Wrapper) -> dict[str, Any]:
@@ -59,7 +57,6 @@ def save(opt: Wrapper) -> dict[str, Any]:
         "draws": [slot.draws for slot in sums.buffers.slots],
         "loss_scale": copied(opt._accumulation.loss_scale.live),
         **{key: e.save() for key, e in opt._accumulation.extensions.saved.items()},
-        "noise": copied(None if opt._closing.noise is None else opt._closing.noise.averages),
         "schedule": None if adaptive is None else adaptive.state_dict(),
     }
 
@@ -78,25 +75,9 @@ def window_settings(opt: Wrapper) -> dict[str, Any]:
     }
 
 
-def copied(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.clone()
-
-
 def plain(record: Window | MicroBatch) -> dict[str, Any]:
     """Copies of what a record holds, as tensors and plain values."""
-    loss = record.loss or Loss()
-    kept = {k: v for k, v in vars(record).items() if k != "counts"}  # all counted
-    kept |= {"loss": None if record.loss is None else loss.total, "raw_loss": loss.raw, "known_loss": loss.known}
-    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in kept.items()}
-
-
-def restored(kind: type[Record], saved: dict[str, Any]) -> Record:
-    """The record that :func:`plain` was given."""
-    kept = dict(saved)
-    total, raw, known = kept["loss"], kept.pop("raw_loss"), kept.pop("known_loss", None)
-    if total is not None:
-        kept["loss"] = Loss(total - raw if known is None else known, raw)  # earlier versions kept the total alone
-    return kind(**kept)
+    return {k: copied(v) for k, v in vars(record).items() if k != "counts"}  # all counted
 
 
 def _saved(slot: Slot) -> dict[str, Any]:
@@ -106,6 +87,7 @@ def _saved(slot: Slot) -> dict[str, Any]:
 
 def check(opt: Wrapper, own: dict[str, Any]) -> None:
     """Raises ValueError if ``own`` was saved by a wrapper whose window this one cannot continue."""
+    own = as_now(own, own.get("format"))
     if own.get("format") != FORMAT:
         raise ValueError(
             f"the checkpoint's {KEY!r} part has format {own.get('format')!r}, and this version of fusedaccum reads {FORMAT}; use the "
@@ -123,14 +105,15 @@ def check(opt: Wrapper, own: dict[str, Any]) -> None:
                 "model's?"
             )
     for key, extension in opt._accumulation.extensions.saved.items():
-        extension.check(own[key])
+        if key in own:
+            extension.check(own[key])
     mine, rank = window_settings(opt), own["settings"]["rank"]
     if own["settings"]["shard"] and mine["rank"] != rank:
         raise ValueError(
             f"the checkpoint was saved with shard=True and holds what rank {rank} steps, which this rank is not; load on every rank what "
             "it saved itself, with the same number of ranks"
         )
-    if own["micro_batch"] is None and (own["window"] is None or restored(Window, own["window"]).empty):
+    if own["micro_batch"] is None and (own["window"] is None or Window(**own["window"]).empty):
         return
     for name in mine:
         saved = own["settings"][name]
@@ -149,6 +132,7 @@ def check(opt: Wrapper, own: dict[str, Any]) -> None:
 @without_grad
 def load(opt: Wrapper, own: dict[str, Any]) -> None:
     """Load a checked checkpoint; the window must be empty."""
+    own = as_now(own, own.get("format"))
     sums, slots = opt._sums, opt._sums.buffers.slots
     window, micro = own["window"], own["micro_batch"]
     adaptive = opt.settings.schedule.adaptive
@@ -156,8 +140,8 @@ def load(opt: Wrapper, own: dict[str, Any]) -> None:
         adaptive.load_state_dict(own["schedule"])
     opt._ledger.restore(
         own["index"],
-        None if window is None else restored(Window, window),
-        None if micro is None else restored(MicroBatch, micro),
+        None if window is None else Window(**window),
+        None if micro is None else MicroBatch(**micro),
     )
     if opt._ledger.has_window and not opt._ledger.is_open:
         # It holds nothing (its micro-batches were dropped), so check() has let another accum_steps pass.
@@ -178,6 +162,5 @@ def load(opt: Wrapper, own: dict[str, Any]) -> None:
         slot.draws = draws
     opt._accumulation.loss_scale.load(own["loss_scale"])
     for key, extension in opt._accumulation.extensions.saved.items():
-        extension.load(own[key])
-    if opt._closing.noise is not None:
-        opt._closing.noise.load(own["noise"])
+        if key in own:
+            extension.load(own[key])

@@ -242,7 +242,7 @@ def _check_together(ranks: list[dict[str, Any]]) -> None:
             f"the optimizer keeps its state {apart[0]} in parts, but not as a DTensor of the parameter's shape, so it cannot be resharded; "
             "use torch.save, one file per rank"
         )
-    windows = [None if rank["window"] is None else checkpoint.restored(Window, rank["window"]) for rank in ranks]
+    windows = [None if rank["window"] is None else Window(**rank["window"]) for rank in ranks]
     held = [window for window in windows if window is not None]
     if any(window.length is not None for window in held):
         steps = [0 if window is None else window.steps(len(ranks)) for window in windows]

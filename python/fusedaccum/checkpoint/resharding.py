@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..window.window import COUNTED, Loss, Window
-from .checkpoint import plain, restored, window_settings
+from ..window.window import COUNTED, Window
+from .checkpoint import FORMAT, plain, window_settings
+from .older import as_now
 
 if TYPE_CHECKING:
     from ..buffers.buffers import Slot
@@ -23,7 +24,8 @@ def falls_to(here: Alone, saved_rank: int) -> bool:
 
 def own(opt: Wrapper, header: dict[str, Any]) -> dict[str, Any]:
     """What this rank would have saved itself, except for the tensors."""
-    ranks, here, buffers = header["ranks"], opt._accumulation.ranks, opt._sums.buffers
+    ranks = [as_now(rank, header["format"]) for rank in header["ranks"]]
+    here, buffers = opt._accumulation.ranks, opt._sums.buffers
     same = here.size == len(ranks)
     settings = {**ranks[0]["settings"], "rank": here.name}
     if not same:
@@ -32,8 +34,14 @@ def own(opt: Wrapper, header: dict[str, Any]) -> dict[str, Any]:
     mine = [rank for s, rank in enumerate(ranks) if falls_to(here, s)]
     seen = {index for rank in mine for index in rank["divisors"] if index not in rank["unseen"]}
     first = mine[0] if mine else ranks[0]  # all ranks have the same seed
+    places = [s for s in range(len(ranks)) if falls_to(here, s)]
+    extensions = {
+        key: ranks[here.rank][key] if same else e.join([rank[key] for rank in ranks], places, here.size)
+        for key, e in opt._accumulation.extensions.saved.items()
+        if key in ranks[0]
+    }
     return {
-        "format": header["format"],
+        "format": FORMAT if header["format"] == 3 else header["format"],
         "shapes": header["shapes"],
         "settings": settings,
         "index": ranks[0]["index"],
@@ -48,15 +56,14 @@ def own(opt: Wrapper, header: dict[str, Any]) -> dict[str, Any]:
         "seed": first["seed"],
         "draws": first["draws"],
         "loss_scale": ranks[0]["loss_scale"],
-        **{key: e.join([rank[key] for rank in mine]) for key, e in opt._accumulation.extensions.saved.items()},
-        "noise": ranks[0]["noise"],
+        **extensions,
         "schedule": ranks[0]["schedule"],
     }
 
 
 def window(opt: Wrapper, ranks: list[dict[str, Any]]) -> dict[str, Any] | None:
     """This rank's part of an open window that another number of ranks has saved."""
-    held = {s: restored(Window, rank["window"]) for s, rank in enumerate(ranks) if rank["window"] is not None}
+    held = {s: Window(**rank["window"]) for s, rank in enumerate(ranks) if rank["window"] is not None}
     count = sum(theirs.steps(len(ranks)) for theirs in held.values())
     if count == 0:
         return None
@@ -70,9 +77,6 @@ def window(opt: Wrapper, ranks: list[dict[str, Any]]) -> dict[str, Any] | None:
                 setattr(mine, name, getattr(mine, name) + getattr(theirs, name))
             mine.unit_lost = mine.unit_lost or theirs.unit_lost
             mine.overflowed = mine.overflowed or theirs.overflowed
-    # Of losses normalised by the caller, the mean over the ranks is taken, as of the sums.
-    scale = here.size / len(ranks) if opt.settings.reduction == "none" else 1.0
-    mine.loss = Loss(mine.loss.known * scale, mine.loss.raw * scale)
     if mine.length is not None:
         each = count // here.size
         if each >= mine.length:

@@ -16,7 +16,6 @@ from ..buffers.masters import MasterWeights
 from ..closures import Evaluated, evaluates_itself, refused, required_by_step, takes_closure
 from ..gathering.accumulation import Accumulation
 from ..scalars import Scalar, as_tensor
-from ..window.noise import NoiseScale, measured
 from ..window.settings import Settings
 from ..window.window import LastWindow
 from .applying import apply
@@ -34,7 +33,6 @@ class Closing:
     Attributes:
         last_window: what is known about the last one.
         updated: did the last ``step()`` or ``flush()`` change the parameters?
-        noise: the noise scale, if it was asked for.
     """
 
     def __init__(self, inner: Optimizer, accumulation: Accumulation, masters: MasterWeights, settings: Settings):
@@ -42,7 +40,6 @@ class Closing:
         self._accumulation, self._masters, self._settings = accumulation, masters, settings
         self._sums, self._ledger = accumulation.sums, accumulation.ledger
         self.last_window: LastWindow | None = None
-        self.noise = None if settings.noise_scale is None else NoiseScale(settings.noise_scale)
         self._unapplied: Conclusion | None = None  # a closed window, until it is applied and reported
         self._reported: Conclusion | None = None  # the last one, where step() may apply it again
         self._needs_loss = "closure" in required_by_step(inner)
@@ -56,7 +53,7 @@ class Closing:
         overflow = self._accumulation.ranks.agree(overflow)
         if self._accumulation.ranks.go_apart:  # their loop averages the parameters, most often through p.data
             self._masters.compare_model()
-        end = conclude(self._ledger, self._sums, self._settings, overflow)
+        end = conclude(self._accumulation, overflow)
         end.closure = self._handed_on(evaluated, end)
         self._unapplied = end
         self._ledger.close_window()
@@ -67,7 +64,7 @@ class Closing:
         """Raises TypeError if the inner optimizer could not step with what ``step()`` has been given."""
         if closure is not None and evaluates_itself(self._inner):
             raise refused(self._inner, ["closure"])
-        if closure is None and self._needs_loss and self._accumulation.losses.lacking:
+        if closure is None and self._needs_loss and self._accumulation.lacks_loss:
             raise self._lacks_loss()
 
     def _lacks_loss(self) -> TypeError:
@@ -83,8 +80,9 @@ class Closing:
         if evaluated is not None and not takes_closure(self._inner):
             return None
         several = not self._settings.schedule.caller_owned and end.window.micro_batches > 1
-        if end.loss is not None and (several or evaluated is None):
-            return Evaluated(end.loss) if evaluated is None else evaluated.of_all(end.loss)
+        loss = end.report.get("loss")
+        if loss is not None and (several or evaluated is None):
+            return Evaluated(loss) if evaluated is None else evaluated.of_all(loss)
         if evaluated is None and end.skip is not True:
             raise self._lacks_loss()
         return evaluated
@@ -98,7 +96,7 @@ class Closing:
         scale = self._accumulation.loss_scale
         window = self._ledger.window if self._ledger.has_window else None
         if not scale.through_scaler:
-            scale.step_without_scaler(window, self._accumulation.losses)
+            scale.step_without_scaler(window, self._accumulation.extensions)
             return False
         self._sums.check_shown("GradScaler looks for overflows in p.grad", "use bf16, which needs no loss scale")
         if window is None or window.overflowed:
@@ -113,7 +111,7 @@ class Closing:
             self._sums.norms.invalidate_all()  # GradScaler writes without raising the tensors' versions
         # normalize_() may have counted the micro-batch already.
         one_step = window.empty or window.length == 1 or self._settings.schedule.caller_owned
-        scale.step_by_scaler(window, self._accumulation.losses, one_step)
+        scale.step_by_scaler(window, self._accumulation.extensions, one_step)
         return not self._accumulation.rejected.names and as_tensor(found_inf) != 0
 
     def add_no_more(self) -> None:
@@ -203,13 +201,9 @@ class Closing:
         if not self._accumulation.ranks.anything(end.slots):
             applied = False
         self._accumulation.updated = applied
-        noise = self.noise
-        if noise is not None and not end.measured:
-            both = measured(end.window, end.norm, self._ledger)
-            if both is not None:
-                noise.update(*both)
-            end.measured = True
-        self.last_window = end.report(self._settings, applied, None if noise is None else noise.value)
+        for closed in self._accumulation.extensions.closed:
+            closed(end)
+        self.last_window = end.last_window(self._settings, applied)
         adaptive = self._settings.schedule.adaptive
         if adaptive is not None:
             adaptive.window_closed(self.last_window, self._ledger.ranks)
@@ -253,7 +247,7 @@ class Closing:
             if not self._still(end):
                 with torch.no_grad():
                     self._accumulation.end_micro_batch(weight)
-                    end = conclude(self._ledger, self._sums, self._settings, False)
+                    end = conclude(self._accumulation, False)
                     self._sums.finish_(end.slots, end.divisor, end.coef, {})
                     self._sums.shown_as_is()
             return loss

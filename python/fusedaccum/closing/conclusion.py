@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..buffers.buffers import Slot
-from ..buffers.sums import Sums
 from ..closures import Evaluated
 from ..scalars import Scalar, as_tensor, to_device, to_device_of, widened
 from ..warn import warn
-from ..window.ledger import Ledger
 from ..window.settings import Settings
 from ..window.window import LastWindow, Window
+
+if TYPE_CHECKING:
+    from ..gathering.accumulation import Accumulation
 
 
 @dataclass
@@ -25,20 +27,20 @@ class Conclusion:
     window: Window
     slots: list[Slot]
     divisor: Scalar
-    coef: Scalar
-    norm: Tensor | None
+    weightless: bool  # is the sum of its weights 0?
     overflow: bool | Tensor  # of the last micro-batch, as a GradScaler saw it
     skip: bool | Tensor
-    loss: Tensor | None
     begun: int  # Sums.begun, which tells whether the buffers still hold it
+    coef: Scalar = 1.0
+    norm: Tensor | None = None  # of its gradient, before coef
+    report: dict[str, Tensor | None] = field(default_factory=dict)  # what extensions say of it, by names of LastWindow
     closure: Evaluated | None = None  # what the inner optimizer's step() gets
     finished: bool = False  # has the gradient been made, so that applying it again only steps?
     stepped: set[Slot] = field(default_factory=set)  # slots stepped already, if the optimizer steps in parts
     applied: bool | Tensor = False  # has it stepped all, so that applying it again only writes masters back?
     params_broadcast: bool = False  # have the ranks been given what others have stepped?
-    measured: bool = False  # has the noise scale been told of it?
 
-    def report(self, settings: Settings, applied: bool | Tensor, noise_scale: Tensor | None) -> LastWindow:
+    def last_window(self, settings: Settings, applied: bool | Tensor) -> LastWindow:
         window = self.window
         nonfinite = as_tensor(window.nonfinite + window.dropped)
         # A scaler's overflow is one more bad micro-batch, unless adds have counted it: under "skip_window" they always do.
@@ -51,16 +53,14 @@ class Conclusion:
             self.norm,
             nonfinite if looked else None,
             as_tensor(applied),
-            self.loss,
-            noise_scale,
+            **self.report,
         )
 
 
-def conclude(ledger: Ledger, sums: Sums, settings: Settings, overflow: bool | Tensor) -> Conclusion:
+def conclude(accumulation: Accumulation, overflow: bool | Tensor) -> Conclusion:
     """What the open window comes to. Waits for the device if weights are tensors on it."""
+    ledger, sums, settings = accumulation.ledger, accumulation.sums, accumulation.settings
     window, slots = ledger.window, sums.slots_with_grad()
-    if sums.changed_by_user:  # clipped by hand, say: then the two norms are of different things
-        window.small_sq_norm = None
     divisor = 1.0 if window.empty else ledger.divisor(window.weight)
     divides = isinstance(divisor, Tensor) or divisor != 1.0
     if divides and not all(slot.low_precision for slot in slots):  # those hold the mean already
@@ -69,23 +69,23 @@ def conclude(ledger: Ledger, sums: Sums, settings: Settings, overflow: bool | Te
     if weightless:
         warn(f"window {window.index} has weight 0 (no tokens?): nothing is applied")
         divisor = 1.0
-    known = 0 < window.losses == window.micro_batches and not weightless
-    loss = widened(as_tensor(to_device_of(window.loss.total, divisor) / divisor)) if known else None
+    end = Conclusion(window, slots, divisor, weightless, overflow, overflow, sums.begun)
+    for closing in accumulation.extensions.closing:
+        closing(end)
     if window.unit is not None:
-        divisor = divisor * to_device_of(window.unit, divisor)
-    skip, norm = overflow, None
-    if settings.wants_norm:
+        end.divisor = end.divisor * to_device_of(window.unit, end.divisor)
+    if accumulation.wants_norm:
         sq_norm = sums.sq_norm(slots)
-        norm = as_tensor(to_device_of(sq_norm.sqrt(), divisor)) / divisor
+        end.norm = as_tensor(to_device_of(sq_norm.sqrt(), end.divisor)) / end.divisor
         if window.overflowed:  # then the sums are not the window's
-            norm = torch.full_like(norm, math.inf)
+            end.norm = torch.full_like(end.norm, math.inf)
         if settings.nonfinite == "skip_window":
             bad = to_device(window.nonfinite, sq_norm.device) > 0
-            skip = ~torch.isfinite(sq_norm) | bad | to_device(skip, sq_norm.device)
+            end.skip = ~torch.isfinite(sq_norm) | bad | to_device(end.skip, sq_norm.device)
     if weightless or window.overflowed:
-        skip = True
-    coef = clip_coef(settings.max_grad_norm, norm)
-    return Conclusion(window, slots, divisor, coef, norm, overflow, skip, loss, sums.begun)
+        end.skip = True
+    end.coef = clip_coef(settings.max_grad_norm, end.norm)
+    return end
 
 
 def clip_coef(limit: float | None, norm: Tensor | None) -> Scalar:

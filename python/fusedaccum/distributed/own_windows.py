@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..buffers.buffers import Buffers
+from ..extension import Extensions
 from ..warn import warn
 from ..window.ledger import Ledger
 from ..window.settings import Settings
@@ -22,16 +23,16 @@ class OwnWindows:
     caller has left it to the wrapper to add up the ranks' sums, once per window, and ``no_sync()`` round a backward does not say more.
     """
 
-    def __init__(self, settings: Settings, ledger: Ledger, buffers: Buffers):
+    def __init__(self, settings: Settings, ledger: Ledger, buffers: Buffers, extensions: Extensions):
         schedule = settings.schedule
         self._ledger, self._buffers, self._counted = ledger, buffers, not schedule.caller_owned
         self._drop_in = schedule.caller_owned and settings.reduction == "none"
         needs = {
             "shard": settings.shard or None,
             "window_weight": schedule.window_weight,
-            "noise_scale": settings.noise_scale,
         }
         self._needs_all = [f"{name}={value}" for name, value in needs.items() if value is not None]
+        self._needs_all += filter(None, [e.needs_all_ranks() for e in extensions.all])
         self._first: int | None = None  # own counted window
         self._unchecked = False
         self.reset()

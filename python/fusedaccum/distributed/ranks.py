@@ -73,7 +73,8 @@ class Ranks(Alone):
         self.owners: dict[Slot, int] = {}  # empty unless ``shard``
         self.reduce_buckets = ReduceBuckets(self.group, settings.comm_dtype, sums, ledger, self.owners)
         self.shown_for_others = self.reduce_buckets.shown_for_others
-        self._own = OwnWindows(settings, ledger, sums.buffers)
+        self._own = OwnWindows(settings, ledger, sums.buffers, extensions)
+        self._wants_first_alone = any(e.wants_first_alone for e in extensions.all)
         self._share(slots)
         self.reset()
 
@@ -159,8 +160,8 @@ class Ranks(Alone):
         if self._shows_to_replicas:
             # Once per micro-batch: only this rank knows how many passes that takes.
             return self.replicas.synced and self._ledger.micro is not self._reducing
-        # The norm of the first micro-batch is taken, of this rank's alone: then its sums are sent after that.
-        taken_apart = self._settings.noise_scale is not None and self._ledger.window.empty
+        # A first micro-batch that is looked at by itself is sent after that.
+        taken_apart = self._wants_first_alone and self._ledger.window.empty
         # Without a synchronised backward, step() may yet come within no_sync().
         return self._ledger.is_last() and self._own.synced and self._ledger.micro.adds == 0 and not taken_apart
 
@@ -278,7 +279,7 @@ class Ranks(Alone):
         mine, of_extensions = Numbers.of(window, overflow, self._loss_scale), self._extensions.reduce()
         totals, with_grad, stale = self._totals(*mine, *of_extensions.values())
         numbers = self._of_one_scale(mine, Numbers(*totals[: len(mine)]))
-        numbers.put_into(window, self._ledger)
+        numbers.put_into(window)
         self._overflow = bool(numbers.overflow)
         self.slots_with_grad = set(with_grad)
         self.reduce_buckets.finish(self.slots_with_grad, stale)

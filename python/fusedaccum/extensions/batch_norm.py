@@ -26,6 +26,7 @@ from .moments import Total, merge, summed
 
 if TYPE_CHECKING:
     from ..distributed.group import Group
+    from ..window.window import MicroBatch
 
 Key = tuple[int, int]  # the slot by which a layer follows its wrapper, and its number among the model's modules
 
@@ -95,7 +96,7 @@ class BatchNormStats(Extension):
     # -- as an Extension ---------------------------------------------------------------------------------------
 
     @without_grad
-    def micro_batch_counted(self) -> None:
+    def micro_batch_counted(self, micro: MicroBatch) -> None:
         self._micro_batches += 1
         rounds: list[tuple[list[Total], list[Call]]] = []  # no total occurs twice in one
         for key, pending in self._pending.items():
@@ -186,17 +187,18 @@ class BatchNormStats(Extension):
             for slot, number, of in saved["counted"]
         }
 
-    def join(self, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def join(self, parts: Sequence[dict[str, Any]], mine: Sequence[int], ranks: int) -> dict[str, Any]:
         counted: dict[Key, list[Total]] = {}
-        for part in parts:
+        here = [parts[i] for i in mine]
+        for part in here:
             for slot, number, of in part["counted"]:
-                mine = counted.setdefault((slot, number), [])
+                totals = counted.setdefault((slot, number), [])
                 for k, (n, moments) in enumerate(of):
-                    if k == len(mine):
-                        mine.append(Total(0.0, torch.zeros_like(moments)))
-                    merge([mine[k]], [Total(n, moments)])
-        totals = [[*key, [[t.n, t.moments] for t in of]] for key, of in counted.items()]
-        return {"micro_batches": sum(part["micro_batches"] for part in parts), "pending": [], "counted": totals}
+                    if k == len(totals):
+                        totals.append(Total(0.0, torch.zeros_like(moments)))
+                    merge([totals[k]], [Total(n, moments)])
+        saved = [[*key, [[t.n, t.moments] for t in of]] for key, of in counted.items()]
+        return {"micro_batches": sum(part["micro_batches"] for part in here), "pending": [], "counted": saved}
 
 
 def parts_of(calls: list[Call], totals: list[Total]) -> list[Total]:

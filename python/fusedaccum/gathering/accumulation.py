@@ -20,11 +20,10 @@ from ..autograd.passes import outermost_backward
 from ..buffers.buffers import Slot
 from ..buffers.shards import local_gradient, over_meshes, summed_gradient
 from ..engine import recording, runs, within_backward, without_grad
-from ..extension import Extensions
+from ..extension import Extensions, LossFrom
 from ..scalars import Scalar
 from ..warn import warn
 from ..window.attempts import Attempt
-from ..window.noise import measure_small
 from ..window.settings import Settings, check_weight_of_main_grad
 from ..window.window import MicroBatch
 from . import threads
@@ -172,7 +171,7 @@ class Accumulation(Windows):
 
     def _hook(self, slots: Sequence[Slot]) -> None:
         self.ledger.mixes_ranks = bool(self.ranks.fully_sharded.slots)
-        self.ranks.fully_sharded.follow(self._hide_shards, self._settings.reduction == "none", slots)
+        self.ranks.fully_sharded.follow(self._hide_shards, self.settings.reduction == "none", slots)
         self._replicas_checked = False
         for other in {other for slot in slots if (other := self.of_parameter(slot.param)) not in (None, self)}:
             other._leave(self._name)
@@ -264,7 +263,7 @@ class Accumulation(Windows):
                 "one; put the backward into its block, or give it a weight of its own"
             )
         self.drop_idle()
-        if weight is not None and self.sums.buffers.with_main_grad and self._settings.reduction == "mean":
+        if weight is not None and self.sums.buffers.with_main_grad and self.settings.reduction == "mean":
             check_weight_of_main_grad(weight, self.sums.buffers.with_main_grad[0].name)
         begins = not ledger.has_micro
         if begins:
@@ -288,7 +287,7 @@ class Accumulation(Windows):
         """Drop a window that its caller ends if all that it had accumulated has been taken out of ``p.grad``, as in plain PyTorch (by the
         model's ``zero_grad()``, or SAM's ``first_step(zero_grad=True)``). Warn if a checkpoint has brought it.
         """
-        if self._settings.schedule.caller_owned and self.ledger.is_open and self.sums.taken_away:
+        if self.settings.schedule.caller_owned and self.ledger.is_open and self.sums.taken_away:
             if self.ledger.restored:
                 self.sums.warn_dropped("every p.grad", "the window, which a checkpoint has brought, is dropped")
             self.reset()
@@ -299,7 +298,7 @@ class Accumulation(Windows):
         self._block = weight, last, in_loss
         thread = threading.get_ident()
         before, begins = threads.passes(thread), self.open(*self._block)
-        weighs = self.ledger.micro.weight is not None and self._settings.reduction == "mean"
+        weighs = self.ledger.micro.weight is not None and self.settings.reduction == "mean"
         try:
             self.inside, self._adds_before = True, self.ledger.micro.adds
             self.ledger.micro.begin_part()
@@ -310,7 +309,7 @@ class Accumulation(Windows):
             if begins and threads.passes(thread) == before and not self.set_by_hand:
                 self._idle = self.ledger.micro
                 self.ledger.drop_forwards()
-            if self._settings.schedule.caller_owned:
+            if self.settings.schedule.caller_owned:
                 self.drop_idle()
             self.pass_ends()
         except BaseException:
@@ -338,7 +337,7 @@ class Accumulation(Windows):
 
     def _weigh_as(self, other: MicroBatch) -> None:
         """A pass begins, and the weight of its loss was given to another wrapper: it is also the weight of the micro-batch here."""
-        micro, reduction, weight = self.ledger.micro, self._settings.reduction, other.value()
+        micro, reduction, weight = self.ledger.micro, self.settings.reduction, other.value()
         if other.in_loss and reduction == "none":
             raise RuntimeError(
                 f"the loss of this backward was multiplied by weight={float(weight):g} for another wrapper, which has FSDP2's parameters, "
@@ -382,7 +381,7 @@ class Accumulation(Windows):
 
     def end_micro_batch(self, weight: Scalar | None) -> None:
         """What ``step()`` and ``flush()`` do before they check whether the window is complete: count the micro-batch, or refuse."""
-        ledger, caller_owned = self.ledger, self._settings.schedule.caller_owned
+        ledger, caller_owned = self.ledger, self.settings.schedule.caller_owned
         if self.ranks.agreed:  # normalize_() has done this already
             if weight is not None:
                 raise ValueError(
@@ -395,7 +394,7 @@ class Accumulation(Windows):
             return  # a step() has done this, and broke off later
         if not ledger.has_window:
             # No backward has followed, so this step() is meant for it.
-            self.sums.part_with_written(self._settings.drop_in)
+            self.sums.part_with_written(self.settings.drop_in)
             self.begin_window()
         nothing = not ledger.window.has_any
         if not ledger.has_micro and (
@@ -409,7 +408,7 @@ class Accumulation(Windows):
             finally:
                 self.step_under_way = not ledger.has_micro
         rejected, self.rejected = self.rejected, Rejected()
-        if rejected.names and self._settings.nonfinite == "raise":
+        if rejected.names and self.settings.nonfinite == "raise":
             self.step_under_way = False
             raise FloatingPointError(
                 f"the gradient of {rejected} holds NaN or infinity; the micro-batch was dropped, and training can go on"
@@ -417,11 +416,16 @@ class Accumulation(Windows):
         if caller_owned:
             ledger.weigh_the_rest(weight)
 
-    def record_loss(self, loss: Scalar, by_backward: bool = False) -> None:
-        """Record the loss of the open micro-batch, or of the one counted last; see :meth:`Losses.record`."""
+    def record_loss(self, loss: Scalar, source: LossFrom) -> None:
+        """The loss of the open micro-batch, or of the one counted last. Raises RuntimeError if that has one already."""
         self.check_in_charge()
-        if self.ledger.has_micro or self.losses.lacking or not self.rejected.names:  # else it is of a rejected one
-            self.losses.record(loss, by_backward)
+        for given in self.extensions.loss_given:
+            given(loss, source)
+
+    @property
+    def lacks_loss(self) -> bool:
+        """True if the loss of the micro-batch that is open, or was counted last, is wanted and has not come."""
+        return any(lacks() for lacks in self.extensions.lacks_loss)
 
     # -- what layers and recipes ask for -----------------------------------------------------------------------
 
@@ -443,7 +447,7 @@ class Accumulation(Windows):
         whole before it is added. Raises as a hook would.
         """
         slot = self.sums.buffers.of[parameter]
-        seen_whole = self._settings.drops_micro_batches or slot.low_precision or slot.offloaded or slot.is_dtensor
+        seen_whole = self.settings.drops_micro_batches or slot.low_precision or slot.offloaded or slot.is_dtensor
         if seen_whole or self._attempted or not self._collector.accumulates(slot):
             return False
         with self._collector.within_pass(parameter.device):
@@ -456,7 +460,7 @@ class Accumulation(Windows):
     @property
     def tells_passes_apart(self) -> bool:
         """Would several backward passes now be more than one micro-batch, or be refused?"""
-        return not self.inside and (self._settings.schedule.caller_owned or self._settings.drops_micro_batches)
+        return not self.inside and (self.settings.schedule.caller_owned or self.settings.drops_micro_batches)
 
     @contextmanager
     def attempted(self, weight: Scalar, attempt: Attempt) -> Iterator[None]:
@@ -521,7 +525,7 @@ class Accumulation(Windows):
             self._weigh_as(other)
         if self.ledger.micro.judged:
             raise RuntimeError(
-                f"nonfinite={self._settings.nonfinite!r} must see a whole micro-batch before any of it is added, but this backward "
+                f"nonfinite={self.settings.nonfinite!r} must see a whole micro-batch before any of it is added, but this backward "
                 "continues one that was added already; group its backward passes: `with opt.micro_batch(): ...`"
             )
         if self.ledger.window.unit_lost:
@@ -556,7 +560,7 @@ class Accumulation(Windows):
             if self.ledger.micro.attempt is not None:
                 self.ledger.micro.attempt.mixed = True  # its layer would add these samples again
             self.ranks.check_unsent(slot)
-            if self._settings.drops_micro_batches:
+            if self.settings.drops_micro_batches:
                 self._in_place.append(slot)
         self.accumulator.layer_added(slot, self.measures)
         if not slot.main_grad_enabled:
@@ -566,9 +570,9 @@ class Accumulation(Windows):
         if self.inside or not self.ledger.has_micro:
             return
         self.sums.unhide()
-        bad = self._judge() if self._settings.drops_micro_batches else None
+        bad = self._judge() if self.settings.drops_micro_batches else None
         self.ranks.pass_ends(functools.partial(self._reject, bad))
-        if self._settings.schedule.caller_owned:
+        if self.settings.schedule.caller_owned:
             self._commit(None)
 
     def _reject(self, bad: dict[Slot, Tensor] | None) -> None:
@@ -577,7 +581,7 @@ class Accumulation(Windows):
 
     def _commit(self, weight: Scalar | None) -> None:
         # Under "propagate" nothing but a GradScaler asks for it, so there is no need to wait for the thread of offloaded gradients.
-        if self._settings.nonfinite != "propagate" or not self.sums.buffers.offloaded:
+        if self.settings.nonfinite != "propagate" or not self.sums.buffers.offloaded:
             self.accumulator.count()
         window, micro = self.ledger.window, self.ledger.micro
         if not micro.passes and self.sums.normalized_by is None:
@@ -592,12 +596,13 @@ class Accumulation(Windows):
                 "If a framework decides when, and divides the loss, leave out accum_steps and pass reduction='none'. If the passes do "
                 "belong to one micro-batch (several losses of it, adversarial steps), put them into one `with opt.micro_batch():`"
             )
-        if micro.passes and self._settings.reduction == "mean":
+        if micro.passes and self.settings.reduction == "mean":
             self._note_unweighed(micro.weight is not None)
         self.ledger.commit(weight, held)
         mixed = micro.attempt is not None and micro.attempt.done  # the buffers hold more than this micro-batch
-        if self._settings.noise_scale is not None and first and not (micro.bad or sent or held or mixed):
-            measure_small(window, micro, self.sums)
+        if first and not (micro.bad or sent or held or mixed):
+            for hold in self.extensions.holds_one:
+                hold(micro)
 
     def _note_unweighed(self, weighed: bool) -> None:
         """Warn, once, if a micro-batch that was given no weight, and counts as 1, meets weights of others or of a window's end."""
@@ -606,8 +611,8 @@ class Accumulation(Windows):
             return
         if before is not None and before != weighed:
             how = "some micro-batches of this window were given a weight and others were not"
-        elif not weighed and self._settings.schedule.window_weight is not None:
-            how = f"window_weight={self._settings.schedule.window_weight:g}, but this micro-batch was given no weight"
+        elif not weighed and self.settings.schedule.window_weight is not None:
+            how = f"window_weight={self.settings.schedule.window_weight:g}, but this micro-batch was given no weight"
         else:
             return
         self._warned_unweighed = True
@@ -656,7 +661,7 @@ class Accumulation(Windows):
             return None
         if added:
             raise RuntimeError(
-                f"nonfinite={self._settings.nonfinite!r} met NaN or infinity in a micro-batch that it cannot leave out, because the layer "
+                f"nonfinite={self.settings.nonfinite!r} met NaN or infinity in a micro-batch that it cannot leave out, because the layer "
                 f"of parameter {added[0].name} has added its gradient to {added[0].name}.grad itself; use 'skip_window', or have the layer "
                 "return its gradient"
             )

@@ -14,7 +14,6 @@ from ..extension import Extensions
 from ..warn import warn
 from ..window.amp import LossScale
 from ..window.ledger import Ledger
-from ..window.losses import Losses
 from ..window.settings import Settings, check_alone
 from .accumulator import Accumulator
 
@@ -35,13 +34,13 @@ class Windows:
     """
 
     def __init__(self, settings: Settings, seed: int | None, extensions: Extensions):
-        self._settings = settings
+        self.settings = settings
         self.sums = Sums(settings.buffer_dtype, settings.buffer_device, settings.backend)
         self.extensions = extensions
+        self.wants_norm = settings.wants_norm or any(e.wants_norm for e in extensions.all)
         self.ledger = Ledger(settings.schedule, settings.reduction, self.extensions)
         self.loss_scale = LossScale()
         self.accumulator = Accumulator(self.sums, self.ledger, self.loss_scale, seed)
-        self.losses = Losses(self.ledger, self.loss_scale)
         self.ranks = Alone()  # which share the windows
         self.counts_left: list[Tensor] = []
         self.step_under_way = False
@@ -60,9 +59,9 @@ class Windows:
         modules, if any.
         """
         replicas, fully_sharded = modules_of(self.sums.buffers.slots)
-        group = self._settings.process_group or replicas.group or fully_sharded.group
+        group = self.settings.process_group or replicas.group or fully_sharded.group
         if group is None:
-            check_alone(self._settings)
+            check_alone(self.settings)
             self.ranks.looked = True
             return
         self.ranks = ranks = Ranks(
@@ -73,18 +72,18 @@ class Windows:
             self.ledger,
             self.loss_scale,
             self.extensions,
-            self._settings,
+            self.settings,
             self.reset,
         )
         self.ledger.ranks, self.ledger.over_ranks = ranks.size, ranks.group.weight
-        if self._settings.shard:
+        if self.settings.shard:
             self.sums.over_owners = ranks.group.sum
 
     def begin_window(self, backward: bool = False) -> None:
         """``backward``: because a backward begins, for which plain PyTorch would leave what is in ``p.grad``."""
         unit = self.loss_scale.now()
         self._not_zeroed = False
-        if backward and self._settings.drop_in:
+        if backward and self.settings.drop_in:
             self.sums.part_with_written(False)  # zeroed, perhaps
             self._not_zeroed = self.sums.left_in_place
         self.sums.begin()
@@ -115,16 +114,16 @@ class Windows:
     @property
     def weighs_loss(self) -> bool:
         """Must a weight be in the loss, because FSDP2 adds up the ranks' gradients before they get here?"""
-        return self.ledger.mixes_ranks and self._settings.reduction == "mean"
+        return self.ledger.mixes_ranks and self.settings.reduction == "mean"
 
     @property
     def measures(self) -> bool:
         """Do adds take norms and count what is not finite? (Norms of sums that go to other ranks are taken when those have arrived.)"""
-        takes_norm = self._settings.wants_norm and (self.ranks.alone or self.ledger.mixes_ranks)
+        takes_norm = self.wants_norm and (self.ranks.alone or self.ledger.mixes_ranks)
         return (
-            self._settings.nonfinite == "skip_window"
+            self.settings.nonfinite == "skip_window"
             or (takes_norm and self.ledger.may_be_last())
-            or (self._settings.noise_scale is not None and self.ledger.window.empty)
+            or any(measures() for measures in self.extensions.measures)
         )
 
     def complete(self) -> bool:

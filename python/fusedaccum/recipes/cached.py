@@ -16,6 +16,7 @@ from torch.nn import Module, ModuleList
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 
+from ..extension import LossFrom
 from ..gathering.accumulation import Accumulation
 from ..optimizer import AccumulatingOptimizer
 from ..scalars import Scalar, checked_count
@@ -88,7 +89,7 @@ def cached_backward(
         del embeddings, embedding
         loss = loss.detach()
         if opt is not None:
-            opt._accumulation.record_loss(loss, by_backward=True)
+            opt._accumulation.record_loss(loss, LossFrom.BACKWARD)
         after_loss = RandomState(tensor for encoding in encodings for tensor in encoding.placed)
         try:
             for encoding in encodings:

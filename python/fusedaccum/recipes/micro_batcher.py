@@ -17,6 +17,7 @@ from torch.optim import LBFGS
 from torch.utils.data import DataLoader
 
 from ..buffers.buffers import Slot
+from ..extension import LossFrom
 from ..gathering.accumulation import Accumulation
 from ..modules import modules_alive, name_of
 from ..optimizer import AccumulatingOptimizer
@@ -220,7 +221,7 @@ class MicroBatcher:
                 attempt.forward = False
                 loss = self._scaler.scale(loss)
                 loss.backward()
-                self._opt._accumulation.record_loss(loss, by_backward=True)
+                self._opt._accumulation.record_loss(loss, LossFrom.BACKWARD)
             return True
         except Exception as error:
             if part.samples == 1:

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from ..extension import ScaleNews
 from ..scalars import Scalar, div, to_device_of, widest
 
 if TYPE_CHECKING:
-    from .losses import Losses
+    from ..extension import Extensions
     from .window import Window
 
 
@@ -77,7 +78,7 @@ class LossScale:
             return self.live.item()
         return self.live.detach().to(widest(self.live.device), copy=True)
 
-    def step_without_scaler(self, window: Window | None, losses: Losses) -> None:
+    def step_without_scaler(self, window: Window | None, extensions: Extensions) -> None:
         """``step()`` was not called by a scaler: the gradients of ``window`` carry no loss scale."""
         if self.live is None:
             return
@@ -89,9 +90,9 @@ class LossScale:
         self.live = None
         if window is not None:
             window.unit = None
-            losses.there_is_no_scale()
+            extensions.tell_scale(ScaleNews.NONE)
 
-    def step_by_scaler(self, window: Window, losses: Losses, one_step: bool) -> None:
+    def step_by_scaler(self, window: Window, extensions: Extensions, one_step: bool) -> None:
         """``step()`` was called by a scaler: the scale that the sums and losses of ``window`` carry is known now, or never will be.
 
         ``one_step``: is this the window's first, so that all of it carries one scale?
@@ -101,8 +102,8 @@ class LossScale:
         """
         live = self.now()
         if live is None:  # unscaled before we first saw the scaler
-            window.unit, window.unit_lost, window.small_sq_norm = 1.0, True, None
-            losses.scale_stays_unknown()
+            window.unit, window.unit_lost = 1.0, True
+            extensions.tell_scale(ScaleNews.UNKNOWN)
         elif self.unscaled and not self.saw_rejected:
             window.unit = 1.0 if window.unit is None else window.unit / live
         elif window.unit is None:
@@ -112,8 +113,7 @@ class LossScale:
                     "step all of them through the scaler, or call opt.reset() first"
                 )
             window.unit = live
-            window.small_sq_norm = None  # was measured while the scale was unknown
-            losses.scale_is(live)
+            extensions.tell_scale(ScaleNews.KNOWN, live)
         elif self._taken_for is not None and float(live) != float(self._taken_for):
             if not one_step:
                 raise RuntimeError(
@@ -122,8 +122,8 @@ class LossScale:
                     "load its scaler's state, too)"
                 )
             ratio = div(live, self._taken_for)  # by which the sums carry more than the adds assumed
-            window.unit, window.small_sq_norm = to_device_of(window.unit, ratio) * ratio, None
-            losses.scale_was_another()
+            window.unit = to_device_of(window.unit, ratio) * ratio
+            extensions.tell_scale(ScaleNews.ANOTHER)
         window.unit_lost = window.unit_lost or self._unseen
 
     def scaler_sets(self, grad_scale: object, rejected_shown: bool) -> None:

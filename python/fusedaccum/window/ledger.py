@@ -97,9 +97,13 @@ class Ledger:
     def begin_window(self, unit: Scalar | None) -> None:
         self._window = Window(self.index, self.schedule.length(self.index), unit=unit)
         self.restored, self._before_held = False, None
+        for opened in self._extensions.window_opened:
+            opened()
 
     def begin_micro_batch(self) -> None:
         self._micro = MicroBatch()
+        for opened in self._extensions.micro_batch_opened:
+            opened()
 
     def drop_micro_batch(self) -> None:
         self.withdraw_micro_batch()
@@ -177,16 +181,17 @@ class Ledger:
                 self._extensions.roll_back(before[1])
             self._before_held = None
             self.drop_micro_batch()
+            for rejected in self._extensions.micro_batch_rejected:
+                rejected()
             return
-        if 0 < micro.told < micro.passes:  # other code has run some of its passes
-            micro.loss = None
         weight = self._weight_of(micro, late)
         self._before_held = (self._before_held or (window.counted, self._extensions.snapshot())) if held else None
-        unrecorded = micro.factor if self.schedule.caller_owned and micro.loss is None else None
+        for ends in self._extensions.micro_batch_ends:
+            ends(micro)
         window.commit(micro, weight)
-        self._micro, window.unrecorded, micro.weight = None, unrecorded, weight
+        self._micro, micro.weight = None, weight
         for counted in self._extensions.micro_batch_counted:
-            counted()
+            counted(micro)
 
     def _weight_of(self, micro: MicroBatch, late: Scalar | None) -> Scalar | None:
         """A micro-batch's weight at its end; None if a caller-owned window may still be given it."""
@@ -226,8 +231,9 @@ class Ledger:
             if self.reduction == "sum":
                 raise ValueError(MISSING_WEIGHT)
             late = float(window.unweighed)
-            if window.small_weight is None:
-                window.weigh_small(1.0)
+        else:
+            for weighed in self._extensions.weighed_late:
+                weighed()
         window.weight, window.unweighed = window.weight + late, 0
 
     def complete(self) -> bool:

@@ -96,7 +96,7 @@ class Settings:
 
     @property
     def wants_norm(self) -> bool:
-        return self.max_grad_norm is not None or self.nonfinite == "skip_window" or self.noise_scale is not None
+        return self.max_grad_norm is not None or self.nonfinite == "skip_window"
 
 
 def one_of(name: str, value: Any, allowed: tuple) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from ..scalars import Scalar, add, checked_count, checked_weight, to_device_of
+from ..scalars import Scalar, add, checked_count, checked_weight
 
 if TYPE_CHECKING:
     from .attempts import Attempt
@@ -104,30 +104,6 @@ class Schedule:
         return self.complete(length, micro_batches, weight)
 
 
-@dataclass(frozen=True)
-class Loss:
-    """A sum of weighted losses, ``c_i * loss_i``."""
-
-    known: Scalar = 0.0
-    raw: Scalar = 0.0  # those that carry a loss scale, if there is one, not seen yet
-
-    def __add__(self, other: Loss) -> Loss:
-        return Loss(add(self.known, other.known), add(self.raw, other.raw))
-
-    @property
-    def total(self) -> Scalar:
-        return add(self.known, self.raw)
-
-    @property
-    def may_carry_scale(self) -> bool:
-        """May a part of the sum carry an unknown loss scale? True if in doubt; does not wait for a device."""
-        return isinstance(self.raw, Tensor)  # opt.backward() takes no other losses
-
-    def unscaled(self, loss_scale: Scalar) -> Loss:
-        """The same, now that the loss scale is known."""
-        return Loss(add(self.known, self.raw / to_device_of(loss_scale, self.raw)))
-
-
 @dataclass
 class MicroBatch:
     """The open micro-batch: everything between two commits."""
@@ -143,10 +119,7 @@ class MicroBatch:
     nonfinite: Scalar = 0  # elements that were not finite, as far as they were counted
     counts: list[Tensor] = field(default_factory=list)  # counts that are not part of ``nonfinite`` yet
     bad: bool = False  # dropped, because a gradient was not finite
-    loss: Loss | None = None  # c_i * loss_i; None: not recorded
-    loss_by_backward: bool = False  # has opt.backward() recorded it?
     passes: int = 0  # outermost backward passes
-    told: int = 0  # those of them whose loss opt.backward() has recorded
     parts: int = 0  # blocks of passes, and passes outside of any
     arrived: int = 0  # gradients that have been added
     arrived_first: int = 0  # those of the first part
@@ -172,7 +145,7 @@ class MicroBatch:
         return 1.0 if self.in_loss else self.factor
 
 
-COUNTED = ("micro_batches", "weight", "unweighed", "nonfinite", "loss", "losses")  # what commit() changes in a window
+COUNTED = ("micro_batches", "weight", "unweighed", "nonfinite")  # what commit() changes in a window
 
 
 @dataclass
@@ -191,12 +164,6 @@ class Window:
     overflowed: bool = False  # has a GradScaler found an overflow? Then the rest of the window adds nothing
     # Micro-batches to count beyond those held here, in a window that another number of ranks began.
     carried: int | None = None
-    loss: Loss = Loss()  # sum(c_i * loss_i)
-    losses: int = 0  # micro-batches in it
-    unrecorded: Scalar | None = None  # c_i of the micro-batch counted last, if its loss may still be recorded
-    small_sq_norm: Scalar | None = None  # of sum(c_i * g_i) when that held one micro-batch per rank; None: not measured
-    small_weight: Scalar | None = None  # of that micro-batch (the sum over ranks); None: still to come
-    small_square: Scalar | None = None  # its square (the sum over ranks)
 
     @property
     def empty(self) -> bool:
@@ -212,20 +179,13 @@ class Window:
         return self.micro_batches + (self.dropped if ranks > 1 else 0) + (self.carried or 0)
 
     @property
-    def small(self) -> tuple[Scalar, Scalar, Scalar] | None:
-        """The squared norm of the one micro-batch that was measured by itself, its weight and the weight's square; None if not known."""
-        if self.small_sq_norm is None or self.small_weight is None or self.small_square is None:
-            return None
-        return self.small_sq_norm, self.small_weight, self.small_square
-
-    @property
     def counted(self) -> dict[str, Any]:
         """What :meth:`commit` changes."""
         return {name: getattr(self, name) for name in COUNTED}
 
     def drop(self, before: dict[str, Any] | None) -> None:
         """Leave out a micro-batch, and those that were counted since :attr:`counted` was ``before``."""
-        self.dropped, self.unrecorded = self.dropped + 1, None
+        self.dropped += 1
         if before is not None:
             self.dropped += self.micro_batches - before["micro_batches"]
             vars(self).update(before)
@@ -234,20 +194,10 @@ class Window:
         """Count a finished micro-batch of this weight (None: it comes later). If an addition raises, nothing has been counted."""
         nonfinite = add(self.nonfinite, micro.nonfinite > 0)
         weights = self.weight if weight is None else add(self.weight, weight)
-        loss = self.loss if micro.loss is None else self.loss + micro.loss
         # No call lies between here and the end of what Ledger.commit() does, so neither an error nor Ctrl-C leaves a part of it.
-        self.nonfinite, self.weight, self.loss = nonfinite, weights, loss
+        self.nonfinite, self.weight = nonfinite, weights
         self.micro_batches += 1
         self.unweighed += weight is None
-        self.losses += micro.loss is not None
-
-    def weigh_small(self, weight: Scalar) -> None:
-        """Set the weight of the one micro-batch that :attr:`small_sq_norm` is of."""
-        self.small_weight, self.small_square = weight, weight**2
-
-    def record(self, loss: Loss) -> None:
-        """Record the loss of the micro-batch counted last."""
-        self.loss, self.losses = self.loss + loss, self.losses + 1
 
 
 @dataclass(frozen=True)
@@ -273,8 +223,8 @@ class LastWindow:
     grad_norm: Tensor | None
     nonfinite: Tensor | None
     applied: Tensor
-    loss: Tensor | None
-    noise_scale: Tensor | None
+    loss: Tensor | None = None
+    noise_scale: Tensor | None = None
 
     def as_dict(self, prefix: str = "") -> dict[str, float]:
         """Everything known about the window as numbers, for a log: ``writer.add_scalar(*item, step)`` for each, ``wandb.log(...)``.

@@ -1,0 +1,53 @@
+"""Checkpoints that earlier versions have written, as this one writes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+LOSSES = {"loss", "raw_loss", "known_loss", "losses", "unrecorded", "loss_by_backward", "told"}
+SMALL = {"sq_norm": "small_sq_norm", "weight": "small_weight", "square": "small_square"}
+
+
+def as_now(own: dict[str, Any], written_as: int | None) -> dict[str, Any]:
+    """``own``, in today's format. What is of no format that is known stays as it is, to be refused.
+
+    Format 3 kept what losses and the noise scale need among the numbers of the window and the micro-batch.
+    """
+    if written_as != 3:
+        return own
+    window, micro = own["window"], own["micro_batch"]
+    total, open_loss = _loss(window), _loss(micro)
+    return {
+        **{name: value for name, value in own.items() if name != "noise"},
+        "format": 4,
+        "window": _without(window, LOSSES | set(SMALL.values())),
+        "micro_batch": _without(micro, LOSSES),
+        "losses": {
+            "sum": total or {"known": 0.0, "raw": 0.0},
+            "count": 0 if window is None else window["losses"],
+            "unrecorded": None if window is None else window["unrecorded"],
+            "micro_batch": open_loss,
+            "by_caller": open_loss is not None and not micro["loss_by_backward"],
+            "passes": 0 if micro is None else micro["told"],
+        },
+        "noise_scale": {"averages": own["noise"], **_small(window)},
+    }
+
+
+def _loss(record: dict[str, Any] | None) -> dict[str, Any] | None:
+    if record is None or record["loss"] is None:
+        return None
+    total, raw = record["loss"], record["raw_loss"]
+    return {"known": record.get("known_loss", total - raw), "raw": raw}  # the first versions kept the total alone
+
+
+def _small(window: dict[str, Any] | None) -> dict[str, Any]:
+    if window is None or window["small_sq_norm"] is None:
+        return {"small": None, "assumed": False}
+    assumed = window["small_weight"] is None
+    small = {name: window[old] for name, old in SMALL.items()}
+    return {"small": {**small, "weight": 1.0, "square": 1.0} if assumed else small, "assumed": assumed}
+
+
+def _without(record: dict[str, Any] | None, names: set[str]) -> dict[str, Any] | None:
+    return None if record is None else {name: value for name, value in record.items() if name not in names}
