@@ -244,7 +244,7 @@ def test_saved_loss_scale_is_a_copy_of_the_scalers():
     opt = wrapped(net, 2)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1)
     train(net, opt, [(x, y)], scaler)
-    saved = opt.state_dict()["fusedaccum"]["loss_scale"]
+    saved = opt.state_dict()["fusedaccum"]["loss_scale"]["scale"]
     before = saved.clone()
     train(net, opt, [(x, y)] * 2, scaler)
     assert scaler.get_scale() > 64 and torch.equal(saved, before)

@@ -24,7 +24,7 @@ ROOMS = {
     "ops": {"native", "scalars", "warn"},
     "buffers": {"engine", "ops", "scalars", "warn"},
     "autograd": {"buffers", "engine", "native"},
-    "window": {"buffers", "closures", "extension", "ops", "scalars"},
+    "window": {"buffers", "closures", "ops", "scalars"},
     "extensions": {"buffers", "engine", "extension", "modules", "scalars", "warn"},
     "features": {"extension", "extensions"},
     "distributed": {"buffers", "engine", "extension", "modules", "ops", "scalars", "warn", "window"},
@@ -32,7 +32,7 @@ ROOMS = {
     "closing": {"buffers", "closures", "gathering", "scalars", "warn", "window"},
     "checkpoint": {"buffers", "engine", "scalars", "warn", "window"},
     "schedules": {"scalars", "window"},
-    "wrapper": {"buffers", "checkpoint", "closing", "features", "gathering", "mistakes", "warn", "window"},
+    "wrapper": {"buffers", "checkpoint", "closing", "extension", "features", "gathering", "mistakes", "warn", "window"},
     "optimizer": {
         "checkpoint",
         "closures",

@@ -8,11 +8,14 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.optim import Optimizer
 
+    from .buffers.buffers import Slot
     from .closing.conclusion import Conclusion
     from .distributed.group import Group
     from .gathering.accumulation import Accumulation
+    from .gathering.rejected import Rejected
     from .scalars import Scalar
     from .window.window import MicroBatch
 
@@ -36,17 +39,29 @@ class ScaleNews(Enum):
     NONE = auto()  # the open micro-batch carries none
 
 
+class RaisedByAllError(RuntimeError):
+    """Raised by all ranks at the same place between their collectives, so they can go on."""
+
+
 class Extension:
     """One feature of one wrapper. The core calls these methods; a feature overrides those that it needs. features.py has their order.
 
     Attributes:
         key: of the feature's entry in a checkpoint; None for one that has nothing to continue from.
+        asleep: is it not told of anything, until :meth:`Extensions.wake`? (Ranks and checkpoints have its numbers nevertheless.)
+        attributes: of the wrapper, by name, that are attributes of this instead.
+        holds: must a micro-batch be judged whole, before any of it is added?
+        counts: must it be known in which micro-batches a value was not finite?
         wants_norm: must the norm of every window's gradient be known?
         wants_first_alone: must a window's first micro-batch be counted before its sums are added to other ranks'?
         accumulation: the wrapper's, of which this is a part. inner: the optimizer that is wrapped.
     """
 
     key: str | None = None
+    asleep = False
+    attributes: tuple[str, ...] = ()
+    holds = False
+    counts = False
     wants_norm = False
     wants_first_alone = False
     accumulation: Accumulation
@@ -69,6 +84,9 @@ class Extension:
     def micro_batch_opened(self) -> None:
         """A micro-batch is open."""
 
+    def admit(self) -> None:
+        """A backward pass begins, in a window that is open. May raise, which refuses it."""
+
     def micro_batch_ends(self, micro: MicroBatch) -> None:
         """The micro-batch is about to be counted. If this raises, it is not, and still open."""
 
@@ -87,11 +105,29 @@ class Extension:
     def window_dropped(self) -> None:
         """The micro-batches that the open window has counted no longer count."""
 
+    def step_begins(self) -> None:
+        """``step()`` was called; the micro-batch that it ends is still open."""
+
+    def ended(self, rejected: Rejected) -> None:
+        """``step()`` has ended the micro-batch; ``rejected`` are those that were left out since the last one."""
+
+    def window_goes_on(self) -> None:
+        """``step()`` has ended a micro-batch, and the window is not complete."""
+
+    def step_ended(self) -> None:
+        """``step()`` returns, or raises."""
+
+    def forgotten(self) -> None:
+        """``reset()`` was called, or another state is loaded: what other code has shown so far does not count."""
+
     def weighed_late(self) -> None:
         """The micro-batches that had no weight are given one, together, at the window's end."""
 
     def closing(self, end: Conclusion) -> None:
         """The window is complete, and ``end`` says what it comes to. May change that."""
+
+    def normed(self, end: Conclusion, sq_norm: Tensor) -> None:
+        """The norm of the window that is closing is known; ``sq_norm`` is that of its sums, squared."""
 
     def window_closed(self) -> None:
         """The next gradient begins a new window. With several ranks, all are notified at the same place between their collectives."""
@@ -109,6 +145,33 @@ class Extension:
         """Parameters have new places in the optimizer, by their old ones; those that are not in ``places`` are gone."""
 
     # -- policies ----------------------------------------------------------------------------------------------
+
+    def scale(self, scale: Scalar) -> Scalar:
+        """What to multiply the open micro-batch's gradients by, in place of ``scale``."""
+        return scale
+
+    def carries(self) -> Scalar:
+        """The factor that the window's sums carry, beside weights."""
+        return 1.0
+
+    def loss_scale(self) -> Tensor | None:
+        """The factor that losses carry which ``opt.backward()`` is given, and that are reported without it."""
+
+    def normalizing(self) -> Scalar:
+        """The factor that ``normalize_()`` leaves in the window's gradient, over the one that its sums carry."""
+        return 1.0
+
+    def judge(self, held: list[Tensor], added: list[Slot]) -> bool:
+        """False if the micro-batch must be left out, whose gradients are ``held``; layers have added those of the slots ``added``."""
+        return True
+
+    def rejects(self, slots: list[Slot], grads: list[Tensor]) -> dict[Slot, Tensor]:
+        """Those of a rejected micro-batch's gradients for which it was rejected, as far as this rank has them."""
+        return {}
+
+    def finished(self, cast: list[Slot]) -> bool:
+        """False if the window must not be applied, now that ``p.grad`` is its gradient, cast to FP16 in the slots ``cast``."""
+        return True
 
     def measures(self) -> bool:
         """True if the adds of the open micro-batch must take norms, and count what is not finite."""
@@ -146,6 +209,9 @@ class Extension:
     def load(self, saved: Any) -> None:
         """Continue from what :meth:`save` has returned."""
 
+    def check_together(self, parts: Sequence[Any]) -> None:
+        """Raises ValueError, on all ranks, if what those of them that hold a part of the open window have saved is not of one window."""
+
     def join(self, parts: Sequence[Any], mine: Sequence[int], ranks: int) -> Any:
         """What to :meth:`load` on one of ``ranks`` ranks, where another number has saved ``parts`` between two micro-batches, and the
         windows of those at ``mine`` continue here.
@@ -158,26 +224,53 @@ class Extensions:
     def __init__(self, extensions: Iterable[Extension]):
         self.all = tuple(extensions)
         self.saved = {e.key: e for e in self.all if e.key is not None}
+        self.attributes = {name: e for e in self.all for name in e.attributes}
+        self._listen()
+
+    def wake(self, extension: Extension) -> None:
+        """From now on the extension is told what happens."""
+        if extension.asleep:
+            extension.asleep = False
+            self._listen()
+
+    def _listen(self) -> None:
         self.window_opened = self._listening("window_opened")
         self.micro_batch_opened = self._listening("micro_batch_opened")
+        self.admit = self._listening("admit")
         self.micro_batch_ends = self._listening("micro_batch_ends")
         self.micro_batch_counted = self._listening("micro_batch_counted")
         self.holds_one = self._listening("holds_one")
         self.micro_batch_rejected = self._listening("micro_batch_rejected")
         self.micro_batch_dropped = self._listening("micro_batch_dropped")
         self.window_dropped = self._listening("window_dropped")
+        self.step_begins = self._listening("step_begins")
+        self.ended = self._listening("ended")
+        self.window_goes_on = self._listening("window_goes_on")
+        self.step_ended = self._listening("step_ended")
+        self.forgotten = self._listening("forgotten")
         self.weighed_late = self._listening("weighed_late")
         self.closing = self._listening("closing")
+        self.normed = self._listening("normed")
         self.window_closed = self._listening("window_closed")
         self.closed = self._listening("closed")
         self.parameters_moved = self._listening("parameters_moved")
         self.loss_given = self._listening("loss_given")
         self.scale_news = self._listening("scale_news")
+        self.scale = self._listening("scale")
+        self.carries = self._listening("carries")
+        self.loss_scale = self._listening("loss_scale")
+        self.normalizing = self._listening("normalizing")
+        self.judge = self._listening("judge")
+        self.rejects = self._listening("rejects")
+        self.finished = self._listening("finished")
         self.measures = self._listening("measures")
         self.lacks_loss = self._listening("lacks_loss")
 
     def _listening(self, event: str) -> tuple[Callable[..., Any], ...]:
-        return tuple(getattr(e, event) for e in self.all if getattr(type(e), event) is not getattr(Extension, event))
+        def overrides(e: Extension) -> bool:
+            return getattr(type(e), event) is not getattr(Extension, event)
+
+        return tuple(getattr(e, event) for e in self.all if not e.asleep and overrides(e))
 
     def of(self, kind: type[Kind]) -> Kind:
         """The one of this kind."""

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 from .extension import Extension, Extensions
 from .extensions.batch_norm import BatchNormStats
+from .extensions.loss_scale import LossScale
 from .extensions.losses import Losses
 from .extensions.noise_scale import NoiseScale
+from .extensions.nonfinite import Raise, SkipMicroBatch, SkipWindow
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -22,8 +24,12 @@ def always(settings: Settings, inner: Optimizer) -> bool:
 
 # When a wrapper of these settings and this inner optimizer has the feature, and what makes it.
 FEATURES: list[tuple[Callable[[Settings, Optimizer], bool], Callable[[], Extension]]] = [
-    (always, Losses),  # divides by what NoiseScale and others do not change
+    (always, Losses),
     (lambda settings, _: settings.noise_scale is not None, NoiseScale),
+    (lambda settings, _: settings.nonfinite == "skip_window", SkipWindow),
+    (lambda settings, _: settings.nonfinite == "skip_micro_batch", SkipMicroBatch),
+    (lambda settings, _: settings.nonfinite == "raise", Raise),
+    (always, LossScale),  # divides after Losses, and reports over what the three above have
     (always, BatchNormStats),
 ]
 

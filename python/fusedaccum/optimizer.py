@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -232,18 +233,20 @@ class AccumulatingOptimizer(Wrapper):
                 refuse_torchs_functions("step()")
             if self._closing.apply_again() or self._closing.step_again(evaluated):
                 return loss
-            overflow = self._closing.meet_scaler(self.__dict__.get("found_inf"))
+            for begins in self._accumulation.extensions.step_begins:
+                begins()
             self._accumulation.end_micro_batch(given)
             if self._accumulation.complete():
-                self._closing.close(overflow, evaluated)
+                self._closing.close(evaluated)
             else:
                 self._sums.warn_written("to which more micro-batches are added")
-                if bool(overflow):
-                    self._closing.add_no_more()
+                for goes_on in self._accumulation.extensions.window_goes_on:
+                    goes_on()
             self._accumulation.step_under_way = False
             return loss
         finally:
-            self._accumulation.loss_scale.forget_step()
+            for ended in self._accumulation.extensions.step_ended:
+                ended()
 
     @outside_graphs
     @without_grad
@@ -268,7 +271,7 @@ class AccumulatingOptimizer(Wrapper):
         if self._ledger.is_open:
             self._ledger.weigh_the_rest(None)
         if self._accumulation.anything_to_flush():
-            self._closing.close(overflow=False)
+            self._closing.close()
         self._accumulation.step_under_way = False
 
     @outside_graphs
@@ -324,13 +327,13 @@ class AccumulatingOptimizer(Wrapper):
             divisor = self._ledger.divisor_at_end()
         if not ranks.alone:
             self._accumulation.end_micro_batch(None)
-            ranks.agree(False)
+            ranks.agree()
             window = self._ledger.window
             if not window.has_any:
                 self._accumulation.reset()
                 raise RuntimeError(NO_GRADIENT)
             divisor = self._ledger.divisor(window.weight)
-        factor = self._accumulation.loss_scale.rescale(self._ledger.window)
+        factor = math.prod((normalizing() for normalizing in self._accumulation.extensions.normalizing), start=1.0)
         self._sums.normalize_(or_one(divisor), factor)
 
     @property
@@ -421,9 +424,10 @@ class AccumulatingOptimizer(Wrapper):
             checkpoint.load(self, own)
 
     def _forget_outside(self) -> None:
-        """Forget forwards that no backward has followed, and the loss scale."""
+        """Forget forwards that no backward has followed, and what other code has shown (a loss scale)."""
         self._ledger.drop_forwards()  # which zero_grad(), often called between forward and backward, leaves alone
-        self._accumulation.loss_scale.live = None
+        for forgotten in self._accumulation.extensions.forgotten:
+            forgotten()
 
     def _begin_step(self) -> None:
         self._accumulation.end_open_pass()

@@ -17,16 +17,16 @@ from .buffers.masters import MasterWeights, states_of
 from .checkpoint import checkpoint
 from .closing.closing import Closing
 from .closing.guard import guard
+from .extension import Extension
 from .features import extensions_for
 from .gathering.accumulation import Accumulation
 from .mistakes import DividedTwice, StepCalled
 from .warn import callers_line
-from .window.amp import LossScale
 from .window.settings import Settings, check_lent, check_parameter
 from .window.window import Schedule
 
-# The wrapper's own attributes, beside those whose names begin with an underscore; GradScaler.step() sets the last.
-OURS = {"optimizer", "settings", "found_inf"}
+# The wrapper's own attributes, beside those whose names begin with an underscore.
+OURS = {"optimizer", "settings"}
 # Its arguments, which are fixed once it is made.
 ARGUMENTS = {field.name for of in (Settings, Schedule) for field in fields(of)} - {"schedule"}
 
@@ -124,6 +124,8 @@ class Wrapper(Optimizer):
         """Any attribute that is not ours is the inner optimizer's, looked up on each access."""
         if name == "optimizer":  # not built yet
             raise AttributeError(name)
+        if name in self._of_extensions:
+            return getattr(self._of_extensions[name], name)
         if name in ARGUMENTS:
             schedule = self.settings.schedule
             return getattr(schedule if hasattr(schedule, name) else self.settings, name)
@@ -140,16 +142,26 @@ class Wrapper(Optimizer):
                 "state over with load_state_dict(state_dict()). For windows of changing length, pass a callable accum_steps"
             )
         inner = getattr(self, "optimizer", None)  # None: a subclass sets its own before it calls __init__
-        if not self._has(name) and hasattr(inner, name):
+        if inner is not None and name in self._of_extensions:
+            setattr(self._of_extensions[name], name, value)
+        elif not self._has(name) and hasattr(inner, name):
             setattr(inner, name, value)  # where it is read: a noise_multiplier that a scheduler moves
         else:
             super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
-        if not self._has(name) and hasattr(self.optimizer, name):
+        if name in self._of_extensions:
+            delattr(self._of_extensions[name], name)
+        elif not self._has(name) and hasattr(self.optimizer, name):
             delattr(self.optimizer, name)
         else:
             super().__delattr__(name)
+
+    @property
+    def _of_extensions(self) -> dict[str, Extension]:
+        """The extensions that have attributes of the wrapper, by these."""
+        accumulation = self.__dict__.get("_accumulation")  # None: not built yet
+        return {} if accumulation is None else accumulation.extensions.attributes
 
     def _has(self, name: str) -> bool:
         """Is it an attribute of the wrapper, before which the inner optimizer's is not looked up?"""
@@ -256,17 +268,3 @@ class Wrapper(Optimizer):
     @_opt_called.setter
     def _opt_called(self, value: bool) -> None:
         pass  # the ledger knows
-
-    # -- GradScaler.step() sets and deletes grad_scale and found_inf around our step() ---------------------------
-
-    @property
-    def grad_scale(self) -> LossScale:
-        return self._accumulation.loss_scale
-
-    @grad_scale.setter
-    def grad_scale(self, value: object) -> None:
-        self._accumulation.loss_scale.scaler_sets(value, self._accumulation.rejected.shown)
-
-    @grad_scale.deleter
-    def grad_scale(self) -> None:
-        pass

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from fusedaccum.distributed import agreement
+from fusedaccum.extensions.loss_scale import all_equal
 from parts import assert_close, contents, sgd, wrapped
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -128,11 +128,7 @@ def test_scales_of_many_ranks_are_told_apart_whatever_their_sums_are_rounded_to(
             scales = [scale] * (ranks - 1) + [other]
             *_, total = itertools.accumulate(scales)
             *_, squares = itertools.accumulate(s**2 for s in scales)
-            numbers = agreement.Numbers(*[0.0] * len(agreement.Numbers._fields))
-            units = numbers._replace(parts=ranks, unit=total, unit_square=squares)
-            assert units.of_equal_units() == (other == scale)
-            live = numbers._replace(scales=ranks, scale=total, scale_square=squares)
-            assert live.of_equal_scales() == (other == scale)
+            assert all_equal(total, squares, ranks) == (other == scale)
 
 
 def normalised_first(rank):

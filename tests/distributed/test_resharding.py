@@ -5,6 +5,7 @@ import pytest
 import torch
 from fusedaccum.checkpoint import resharding
 from fusedaccum.checkpoint.checkpoint import plain
+from fusedaccum.extensions.loss_scale import LossScale
 from fusedaccum.extensions.losses import Loss, Losses
 from fusedaccum.window.window import Window
 from torch import nn
@@ -39,13 +40,13 @@ def test_losses_of_a_window_are_those_of_both_ranks(reduction):
 def test_counts_and_weights_of_a_window_are_those_of_both_ranks():
     opt = alone(accum_steps=9)
     held = [
-        Window(3, 4, micro_batches=2, weight=5.0, dropped=1, nonfinite=1, unit_lost=True),
-        Window(3, 4, micro_batches=1, weight=2.0, dropped=1, nonfinite=1, overflowed=True, carried=3),
+        Window(3, 4, micro_batches=2, weight=5.0, dropped=1, nonfinite=1),
+        Window(3, 4, micro_batches=1, weight=2.0, dropped=1, nonfinite=1, void=True, carried=3),
     ]
     mine = resharding.window(opt, saved(*held, None))
     expected = {"index": 3, "length": 9, "micro_batches": 3, "weight": 7.0, "dropped": 2, "nonfinite": 2}
     # Ranks count what they have dropped, and one process alone does not.
-    expected |= {"unit_lost": True, "overflowed": True, "carried": (2 + 1 + 1 + 1 + 3) - 3}
+    expected |= {"void": True, "carried": (2 + 1 + 1 + 1 + 3) - 3}
     assert {name: mine[name] for name in expected} == expected
     with pytest.raises(ValueError, match=r"holds 8 micro-batches.*accum_steps=9 or more"):
         resharding.window(alone(accum_steps=8), saved(*held))
@@ -70,10 +71,19 @@ def test_a_window_of_which_nothing_fell_to_this_rank_is_not_empty():
 
 
 def test_weights_still_to_come_are_those_of_both_ranks():
-    held = [Window(0, None, micro_batches=n, unweighed=n, unit=torch.tensor(64.0)) for n in (2, 1)]
+    held = [Window(0, None, micro_batches=n, unweighed=n) for n in (2, 1)]
     mine = resharding.window(alone(reduction="sum"), saved(*held))
-    assert mine["unweighed"] == 3 and mine["unit"] == 64.0 and mine["carried"] == 0
+    assert mine["unweighed"] == 3 and mine["carried"] == 0
     assert resharding.window(alone(), saved(Window(0, None), None)) is None
+
+
+def test_a_loss_scale_that_the_sums_carry_goes_on_and_is_lost_where_a_part_of_them_has_lost_it():
+    opt = alone(reduction="sum")
+    scale = opt._accumulation.extensions.of(LossScale)
+    parts = [{"scale": torch.tensor(8.0), "unit": unit, "unit_lost": unit == 1.0} for unit in (None, 64.0, 1.0)]
+    joined = {"scale": torch.tensor(8.0), "unit": 64.0}
+    assert scale.join(parts, mine=[0, 1], ranks=2) == {**joined, "unit_lost": False}
+    assert scale.join(parts, mine=[0, 2], ranks=2) == {**joined, "unit_lost": True}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

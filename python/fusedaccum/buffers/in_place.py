@@ -37,17 +37,17 @@ def way_of(slot: Slot, grad: Tensor | None) -> Way | None:
     return Way.TAKEN_AWAY if taken_away else Way.LEFT if slot.holder.grad is slot.shown else None
 
 
-def check_added(slot: Slot, scale: float, overflowed: bool) -> None:
+def check_added(slot: Slot, scale: float, void: bool) -> None:
     """Raises RuntimeError if the window's sum does not now include ``scale`` times what the layer has added to ``p.grad``.
 
-    ``overflowed``: the window will not be applied.
+    ``void``: the window will not be applied.
     """
     how = f"the layer of parameter {slot.name} has added its gradient to {slot.name}.grad itself"
     if slot.shown is None:
         raise RuntimeError(
             f"{how}, which still held that of a window that had closed; call opt.zero_grad() after opt.step()"
         )
-    if scale != 1.0 and not overflowed:
+    if scale != 1.0 and not void:
         raise RuntimeError(
             f"{how}, unscaled, but the window needs {scale:g} times it: the micro-batch has a weight, or a GradScaler has changed its "
             "scale within the window; use weight 1 (or losses that are sums, and reduction='sum') and one scale per window, or have the "

@@ -55,7 +55,6 @@ def save(opt: Wrapper) -> dict[str, Any]:
         },
         "seed": accumulator.seed,
         "draws": [slot.draws for slot in sums.buffers.slots],
-        "loss_scale": copied(opt._accumulation.loss_scale.live),
         **{key: e.save() for key, e in opt._accumulation.extensions.saved.items()},
         "schedule": None if adaptive is None else adaptive.state_dict(),
     }
@@ -160,7 +159,6 @@ def load(opt: Wrapper, own: dict[str, Any]) -> None:
         accumulator.seed = own["seed"]
     for slot, draws in zip(slots, own["draws"], strict=True):
         slot.draws = draws
-    opt._accumulation.loss_scale.load(own["loss_scale"])
     for key, extension in opt._accumulation.extensions.saved.items():
         if key in own:
             extension.load(own[key])

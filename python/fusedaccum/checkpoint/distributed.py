@@ -176,7 +176,7 @@ def _saved(opt: AccumulatingOptimizer) -> dict[str, Any]:
     ]
     ranks = [_unpacked(one) for one in opt._accumulation.ranks.all_gather(_packed(mine))]
     number = opt._accumulation.ranks.rank
-    _check_together(ranks)
+    _check_together(opt, ranks)
     tensors, plain = dict[str, Tensor](), dict[Any, Any]()
     for index, entry in state["state"].items():
         plain[index] = {k: None if isinstance(v, Tensor) else v for k, v in entry.items()}  # tensors keep their places
@@ -232,7 +232,7 @@ def _unpacked(packed: bytes) -> Any:
     return torch.load(io.BytesIO(packed), map_location="cpu", weights_only=False)
 
 
-def _check_together(ranks: list[dict[str, Any]]) -> None:
+def _check_together(opt: AccumulatingOptimizer, ranks: list[dict[str, Any]]) -> None:
     """Raises, on all ranks, if what they hold is not one window."""
     if any(rank["micro_batch"] is not None for rank in ranks):
         raise RuntimeError("saved between backward() and step(), inside a micro-batch; call opt.step() first")
@@ -250,11 +250,8 @@ def _check_together(ranks: list[dict[str, Any]]) -> None:
             raise ValueError(
                 f"the ranks have accumulated {steps} micro-batches in the open window; save on all ranks after the same micro-batch"
             )
-    units = {None if window.unit is None else float(window.unit) for window in held}
-    if len(units) > 1:
-        raise ValueError(
-            f"the ranks' windows carry different loss scales {units}; use ShardedGradScaler, or save at a window's end"
-        )
+    for key, extension in opt._accumulation.extensions.saved.items():
+        extension.check_together([rank[key] for rank in ranks if rank["window"] is not None])
 
 
 # -- loading ---------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+UNIT = {"unit", "unit_lost", "overflowed"}
 LOSSES = {"loss", "raw_loss", "known_loss", "losses", "unrecorded", "loss_by_backward", "told"}
 SMALL = {"sq_norm": "small_sq_norm", "weight": "small_weight", "square": "small_square"}
 
@@ -11,7 +12,7 @@ SMALL = {"sq_norm": "small_sq_norm", "weight": "small_weight", "square": "small_
 def as_now(own: dict[str, Any], written_as: int | None) -> dict[str, Any]:
     """``own``, in today's format. What is of no format that is known stays as it is, to be refused.
 
-    Format 3 kept what losses and the noise scale need among the numbers of the window and the micro-batch.
+    Format 3 kept what extensions need among the numbers of the window and the micro-batch.
     """
     if written_as != 3:
         return own
@@ -20,8 +21,8 @@ def as_now(own: dict[str, Any], written_as: int | None) -> dict[str, Any]:
     return {
         **{name: value for name, value in own.items() if name != "noise"},
         "format": 4,
-        "window": _without(window, LOSSES | set(SMALL.values())),
-        "micro_batch": _without(micro, LOSSES),
+        "window": window and {**_without(window, UNIT | LOSSES | set(SMALL.values())), "void": window["overflowed"]},
+        "micro_batch": micro and _without(micro, LOSSES),
         "losses": {
             "sum": total or {"known": 0.0, "raw": 0.0},
             "count": 0 if window is None else window["losses"],
@@ -29,6 +30,11 @@ def as_now(own: dict[str, Any], written_as: int | None) -> dict[str, Any]:
             "micro_batch": open_loss,
             "by_caller": open_loss is not None and not micro["loss_by_backward"],
             "passes": 0 if micro is None else micro["told"],
+        },
+        "loss_scale": {
+            "scale": own["loss_scale"],
+            "unit": None if window is None else window["unit"],
+            "unit_lost": window is not None and window["unit_lost"],
         },
         "noise_scale": {"averages": own["noise"], **_small(window)},
     }
@@ -49,5 +55,5 @@ def _small(window: dict[str, Any] | None) -> dict[str, Any]:
     return {"small": {**small, "weight": 1.0, "square": 1.0} if assumed else small, "assumed": assumed}
 
 
-def _without(record: dict[str, Any] | None, names: set[str]) -> dict[str, Any] | None:
-    return None if record is None else {name: value for name, value in record.items() if name not in names}
+def _without(record: dict[str, Any], names: set[str]) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if name not in names}

@@ -55,7 +55,6 @@ def own(opt: Wrapper, header: dict[str, Any]) -> dict[str, Any]:
         "masters": {},
         "seed": first["seed"],
         "draws": first["draws"],
-        "loss_scale": ranks[0]["loss_scale"],
         **extensions,
         "schedule": ranks[0]["schedule"],
     }
@@ -70,13 +69,12 @@ def window(opt: Wrapper, ranks: list[dict[str, Any]]) -> dict[str, Any] | None:
     here = opt._accumulation.ranks
     first = next(iter(held.values()))
     schedule = opt.settings.schedule.resumed(ranks[0]["schedule"])
-    mine = Window(first.index, schedule.length(first.index), unit=first.unit, carried=0)
+    mine = Window(first.index, schedule.length(first.index), carried=0)
     for s, theirs in held.items():
         if falls_to(here, s):
             for name in (*COUNTED, "dropped"):
                 setattr(mine, name, getattr(mine, name) + getattr(theirs, name))
-            mine.unit_lost = mine.unit_lost or theirs.unit_lost
-            mine.overflowed = mine.overflowed or theirs.overflowed
+            mine.void = mine.void or theirs.void
     if mine.length is not None:
         each = count // here.size
         if each >= mine.length:

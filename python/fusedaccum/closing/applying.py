@@ -15,8 +15,8 @@ from ..buffers.masters import MasterWeights
 from ..buffers.offload import STAGE_BYTES
 from ..buffers.sums import Sums
 from ..closures import Evaluated
+from ..gathering.accumulation import Accumulation
 from ..scalars import Scalar, div, identity, to_device_of
-from ..window.settings import Settings
 from .conclusion import Conclusion
 from .guard import is_patched
 
@@ -28,15 +28,15 @@ def fp32_on(value: Scalar, device: torch.device) -> Tensor:
     return torch.full((), value, dtype=torch.float32, device=device)
 
 
-def apply(end: Conclusion, inner: Any, masters: MasterWeights, sums: Sums, settings: Settings) -> bool | Tensor:
+def apply(end: Conclusion, inner: Any, masters: MasterWeights, accumulation: Accumulation) -> bool | Tensor:
     """Step the inner optimizer with the window's gradient, unless that is to be skipped. Returns whether it was applied.
 
     May be called again when the inner optimizer, or writing masters back, has raised.
     """
     if end.applied is False:
-        end.applied = step_all(end, inner, masters, sums, settings)
+        end.applied = step_all(end, inner, masters, accumulation)
     if end.applied is not False:
-        write_back(end, masters, sums)
+        write_back(end, masters, accumulation.sums)
     return end.applied
 
 
@@ -45,8 +45,9 @@ def write_back(end: Conclusion, masters: MasterWeights, sums: Sums) -> None:
     masters.write_back((slot.param for slot in end.slots), sums)
 
 
-def step_all(end: Conclusion, inner: Any, masters: MasterWeights, sums: Sums, settings: Settings) -> bool | Tensor:
+def step_all(end: Conclusion, inner: Any, masters: MasterWeights, accumulation: Accumulation) -> bool | Tensor:
     """All of :func:`apply`, except writing masters back into the model."""
+    sums = accumulation.sums
     fused = not end.finished and inner_scales(inner, masters, end.slots)
     decided_there = fused and isinstance(end.skip, Tensor) and all(inner.state.get(slot.param) for slot in end.slots)
     decided_there = decided_there and sums.over_owners is None  # else it depends on what each rank steps
@@ -56,8 +57,9 @@ def step_all(end: Conclusion, inner: Any, masters: MasterWeights, sums: Sums, se
     if not fused and not end.finished:
         sums.finish_(end.slots, end.divisor, end.coef, masters.of)
         end.finished = True
-    cast = [] if fused else end.slots  # if each rank steps a part, all must ask, even those that cast nothing
-    if settings.nonfinite == "skip_window" and overflowed_in_cast(cast, masters, sums):
+    # If each rank steps a part, all must ask, even those that cast nothing.
+    cast = [] if fused else [slot for slot in end.slots if stepped_of(slot, masters).dtype == torch.float16]
+    if not all(finished(cast) for finished in accumulation.extensions.finished):
         return False
     applied = ~end.skip if decided_there and isinstance(end.skip, Tensor) else True
 
@@ -188,12 +190,3 @@ def inner_scales(inner: Optimizer, masters: MasterWeights, slots: list[Slot]) ->
         and all(slot.dtype.itemsize <= 4 for slot in slots)  # grad_scale is FP32: too coarse for FP64
         and not any(slot.is_dtensor for slot in slots)  # grad_scale is not a DTensor
     )
-
-
-def overflowed_in_cast(slots: list[Slot], masters: MasterWeights, sums: Sums) -> bool:
-    """Has a finite FP32 gradient become infinite in the FP16 that is stepped? (bf16 has FP32's range.) Waits for the device."""
-    cast = [slot.holder.grad for slot in slots if slot.param.dtype == torch.float16 and slot.param not in masters.of]
-    found = sums.count_nonfinite(grad for grad in cast if grad is not None) if cast else 0
-    if sums.over_owners is not None:
-        found = int(sums.over_owners(torch.tensor(found)))
-    return found > 0

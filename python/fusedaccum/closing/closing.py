@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ..buffers.masters import MasterWeights
 from ..closures import Evaluated, evaluates_itself, refused, required_by_step, takes_closure
 from ..gathering.accumulation import Accumulation
-from ..scalars import Scalar, as_tensor
+from ..scalars import Scalar
 from ..window.settings import Settings
 from ..window.window import LastWindow
 from .applying import apply
@@ -44,16 +44,16 @@ class Closing:
         self._reported: Conclusion | None = None  # the last one, where step() may apply it again
         self._needs_loss = "closure" in required_by_step(inner)
 
-    def close(self, overflow: bool | Tensor, evaluated: Evaluated | None = None) -> None:
+    def close(self, evaluated: Evaluated | None = None) -> None:
         """The window is over: the next gradient begins a new one, and this one is applied, unless something forbids it.
 
         Args:
             evaluated: the closure that ``step()`` was given and has called; None if it was given none.
         """
-        overflow = self._accumulation.ranks.agree(overflow)
+        self._accumulation.ranks.agree()
         if self._accumulation.ranks.go_apart:  # their loop averages the parameters, most often through p.data
             self._masters.compare_model()
-        end = conclude(self._accumulation, overflow)
+        end = conclude(self._accumulation)
         end.closure = self._handed_on(evaluated, end)
         self._unapplied = end
         self._ledger.close_window()
@@ -87,41 +87,6 @@ class Closing:
             raise self._lacks_loss()
         return evaluated
 
-    def meet_scaler(self, found_inf: Any) -> bool | Tensor:
-        """Bring the window's loss scale up to date. Returns whether a scaler found an overflow that no policy has dealt with yet.
-
-        Args:
-            found_inf: what GradScaler.step() says about it.
-        """
-        scale = self._accumulation.loss_scale
-        window = self._ledger.window if self._ledger.has_window else None
-        if not scale.through_scaler:
-            scale.step_without_scaler(window, self._accumulation.extensions)
-            return False
-        self._sums.check_shown("GradScaler looks for overflows in p.grad", "use bf16, which needs no loss scale")
-        if window is None or window.overflowed:
-            return False
-        if scale.unscaled and self._accumulation.rejected.put_away and as_tensor(found_inf) != 0:
-            scale.saw_rejected = True  # unscale_() came before the call (normalize_(), say) that put the sums back
-        if scale.saw_rejected and scale.live is None:
-            # If the window ends here, it is unknown what its other micro-batches carry.
-            window.overflowed = self._settings.schedule.caller_owned
-            return False
-        if scale.unscaled:
-            self._sums.norms.invalidate_all()  # GradScaler writes without raising the tensors' versions
-        # normalize_() may have counted the micro-batch already.
-        one_step = window.empty or window.length == 1 or self._settings.schedule.caller_owned
-        scale.step_by_scaler(window, self._accumulation.extensions, one_step)
-        return not self._accumulation.rejected.names and as_tensor(found_inf) != 0
-
-    def add_no_more(self) -> None:
-        """A scaler has found an overflow inside the window, which will not be applied."""
-        window = self._ledger.window
-        window.overflowed = True
-        if self._settings.nonfinite != "skip_window":
-            window.nonfinite = window.nonfinite + (window.nonfinite == 0)  # else a norm has met it
-        self._sums.zero_(self._sums.slots_with_grad())
-
     def step_again(self, evaluated: Evaluated | None) -> bool:
         """A ``step()`` with no backward since the last: in a drop-in, step with the same gradient again, as plain PyTorch does.
 
@@ -150,9 +115,9 @@ class Closing:
         shown = [(slot, slot.shown.clone()) for slot in slots if slot.shown is not None]
         stepped = ranks.slots_with_grad
         self._accumulation.begin_window()
-        overflow = ranks.agree(False)
+        ranks.agree()
         if self._ledger.has_any:
-            self.close(overflow)
+            self.close()
             return True
         self._accumulation.reset()
         for slot, grad in shown:
@@ -178,7 +143,7 @@ class Closing:
     def _apply(self, end: Conclusion) -> None:
         # When the inner optimizer raises, or anything after it, the next step() or flush() goes on from there.
         with self._inner_at_work():
-            applied = apply(end, self._inner, self._masters, self._sums, self._settings)
+            applied = apply(end, self._inner, self._masters, self._accumulation)
         if not end.params_broadcast:
             self._accumulation.ranks.broadcast_params(applied)
             end.params_broadcast = True
@@ -203,7 +168,7 @@ class Closing:
         self._accumulation.updated = applied
         for closed in self._accumulation.extensions.closed:
             closed(end)
-        self.last_window = end.last_window(self._settings, applied)
+        self.last_window = end.last_window(applied)
         adaptive = self._settings.schedule.adaptive
         if adaptive is not None:
             adaptive.window_closed(self.last_window, self._ledger.ranks)
@@ -247,7 +212,7 @@ class Closing:
             if not self._still(end):
                 with torch.no_grad():
                     self._accumulation.end_micro_batch(weight)
-                    end = conclude(self._accumulation, False)
+                    end = conclude(self._accumulation)
                     self._sums.finish_(end.slots, end.divisor, end.coef, {})
                     self._sums.shown_as_is()
             return loss

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..buffers.buffers import Slot
 from ..closures import Evaluated
-from ..scalars import Scalar, as_tensor, to_device, to_device_of, widened
+from ..scalars import Scalar, as_tensor, to_device_of, widened
 from ..warn import warn
-from ..window.settings import Settings
 from ..window.window import LastWindow, Window
 
 if TYPE_CHECKING:
@@ -28,10 +27,9 @@ class Conclusion:
     slots: list[Slot]
     divisor: Scalar
     weightless: bool  # is the sum of its weights 0?
-    overflow: bool | Tensor  # of the last micro-batch, as a GradScaler saw it
-    skip: bool | Tensor
     begun: int  # Sums.begun, which tells whether the buffers still hold it
     coef: Scalar = 1.0
+    skip: bool | Tensor = False
     norm: Tensor | None = None  # of its gradient, before coef
     report: dict[str, Tensor | None] = field(default_factory=dict)  # what extensions say of it, by names of LastWindow
     closure: Evaluated | None = None  # what the inner optimizer's step() gets
@@ -40,26 +38,21 @@ class Conclusion:
     applied: bool | Tensor = False  # has it stepped all, so that applying it again only writes masters back?
     params_broadcast: bool = False  # have the ranks been given what others have stepped?
 
-    def last_window(self, settings: Settings, applied: bool | Tensor) -> LastWindow:
-        window = self.window
-        nonfinite = as_tensor(window.nonfinite + window.dropped)
-        # A scaler's overflow is one more bad micro-batch, unless adds have counted it: under "skip_window" they always do.
-        if settings.nonfinite != "skip_window":
-            nonfinite = nonfinite + to_device_of(self.overflow, nonfinite) * (window.nonfinite == 0)
-        looked = settings.nonfinite != "propagate" or window.overflowed or self.overflow is not False
-        return LastWindow(
-            window.micro_batches,
-            widened(as_tensor(window.weight)),
-            self.norm,
-            nonfinite if looked else None,
-            as_tensor(applied),
+    def last_window(self, applied: bool | Tensor) -> LastWindow:
+        values: dict[str, Any] = dict.fromkeys(of.name for of in fields(LastWindow))
+        values |= {
+            "micro_batches": self.window.micro_batches,
+            "weight": widened(as_tensor(self.window.weight)),
+            "grad_norm": self.norm,
+            "applied": as_tensor(applied),
             **self.report,
-        )
+        }
+        return LastWindow(**values)
 
 
-def conclude(accumulation: Accumulation, overflow: bool | Tensor) -> Conclusion:
+def conclude(accumulation: Accumulation) -> Conclusion:
     """What the open window comes to. Waits for the device if weights are tensors on it."""
-    ledger, sums, settings = accumulation.ledger, accumulation.sums, accumulation.settings
+    ledger, sums = accumulation.ledger, accumulation.sums
     window, slots = ledger.window, sums.slots_with_grad()
     divisor = 1.0 if window.empty else ledger.divisor(window.weight)
     divides = isinstance(divisor, Tensor) or divisor != 1.0
@@ -69,22 +62,19 @@ def conclude(accumulation: Accumulation, overflow: bool | Tensor) -> Conclusion:
     if weightless:
         warn(f"window {window.index} has weight 0 (no tokens?): nothing is applied")
         divisor = 1.0
-    end = Conclusion(window, slots, divisor, weightless, overflow, overflow, sums.begun)
+    end = Conclusion(window, slots, divisor, weightless, sums.begun)
     for closing in accumulation.extensions.closing:
         closing(end)
-    if window.unit is not None:
-        end.divisor = end.divisor * to_device_of(window.unit, end.divisor)
     if accumulation.wants_norm:
         sq_norm = sums.sq_norm(slots)
         end.norm = as_tensor(to_device_of(sq_norm.sqrt(), end.divisor)) / end.divisor
-        if window.overflowed:  # then the sums are not the window's
+        if window.void:  # then the sums are not the window's
             end.norm = torch.full_like(end.norm, math.inf)
-        if settings.nonfinite == "skip_window":
-            bad = to_device(window.nonfinite, sq_norm.device) > 0
-            end.skip = ~torch.isfinite(sq_norm) | bad | to_device(end.skip, sq_norm.device)
-    if weightless or window.overflowed:
+        for normed in accumulation.extensions.normed:
+            normed(end, sq_norm)
+    if weightless or window.void:
         end.skip = True
-    end.coef = clip_coef(settings.max_grad_norm, end.norm)
+    end.coef = clip_coef(accumulation.settings.max_grad_norm, end.norm)
     return end
 
 

@@ -116,19 +116,12 @@ class Alone:
     def flushes(self) -> None:
         """This rank ends the open window, whatever it weighs."""
 
-    def agree(self, overflow: bool | Tensor) -> bool | Tensor:
+    def agree(self) -> None:
         """Before a window is concluded: make it that of all ranks.
-
-        Args:
-            overflow: did a GradScaler find one here?
-
-        Returns:
-            whether one was found on any rank.
 
         Raises:
             RuntimeError: the other ranks cannot be reached, or differ; FSDP2 holds gradients back.
         """
-        return overflow
 
     def anything(self, slots: Collection[Slot]) -> bool:
         """Does the window that has closed, which holds gradients of ``slots``, hold any, here or on another rank?"""

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..buffers.buffers import Slot
+from ..extension import RaisedByAllError
 from ..scalars import Scalar
 from ..window.ledger import Ledger
 
@@ -24,10 +25,6 @@ from ..window.ledger import Ledger
 _OWN: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Own]] = weakref.WeakKeyDictionary()
 _made = 0  # groups, in all
 _STRANDED: list[Group] = []  # kept alive, so that their groups are never reused
-
-
-class RaisedByAllError(RuntimeError):
-    """Raised by all ranks at the same place between their collectives, so they can go on."""
 
 
 @dataclass

@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..buffers.buffers import Buffers
-from ..extension import Extensions
+from ..extension import Extensions, RaisedByAllError
 from ..warn import warn
 from ..window.ledger import Ledger
 from ..window.settings import Settings
 from .ddp import Replicas
-from .group import RaisedByAllError
 
 
 class OwnWindows:

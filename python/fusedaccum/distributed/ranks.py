@@ -7,7 +7,6 @@ every rank calls the same collectives in the same order, however many micro-batc
 from __future__ import annotations
 
 import functools
-import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,16 +20,14 @@ from torch.nn import Parameter
 from ..buffers.buffers import Slot
 from ..buffers.sums import Sums
 from ..engine import outside_graphs, when_backward_ends, within_backward, without_grad
-from ..warn import warn
-from ..window.amp import LossScale
+from ..extension import RaisedByAllError
 from ..window.ledger import Ledger
 from ..window.settings import Settings, check_shared, check_unsharded
-from ..window.window import MicroBatch
-from .agreement import Numbers
+from ..window.window import REDUCED, MicroBatch
 from .alone import Alone
 from .ddp import Replicas
 from .fsdp2 import FullySharded
-from .group import Group, RaisedByAllError
+from .group import Group
 from .own_windows import OwnWindows
 from .reduce_buckets import Phase, ReduceBuckets
 
@@ -43,7 +40,7 @@ class Ranks(Alone):
 
     Args:
         replicas, fully_sharded: the modules, as :func:`modules_of` finds them.
-        sums, ledger, loss_scale, extensions: of this rank. settings: of the wrapper.
+        sums, ledger, extensions: of this rank. settings: of the wrapper.
         drop: a method that drops the open window, called when a collective broke off halfway and left it incomplete. Held weakly.
     """
 
@@ -56,7 +53,6 @@ class Ranks(Alone):
         fully_sharded: FullySharded,
         sums: Sums,
         ledger: Ledger,
-        loss_scale: LossScale,
         extensions: Extensions,
         settings: Settings,
         drop: Callable[[], None],
@@ -64,7 +60,7 @@ class Ranks(Alone):
         super().__init__()
         slots = sums.buffers.slots
         self.replicas, self.fully_sharded = replicas, fully_sharded
-        self._sums, self._ledger, self._loss_scale, self._extensions = sums, ledger, loss_scale, extensions
+        self._sums, self._ledger, self._extensions = sums, ledger, extensions
         self._settings, self._drop = settings, weakref.WeakMethod(drop)
         self._check(process_group, fully_sharded)
         self.group = Group(process_group, slots[0].device if slots else torch.device("cpu"), ledger)
@@ -119,7 +115,6 @@ class Ranks(Alone):
         return self.group.all_gather(mine)
 
     def reset(self) -> None:
-        self._overflow = False  # has a GradScaler found an overflow on any rank?
         self.slots_with_grad = set()
         self._shown = False  # have all ranks told each other, after a backward, which gradients they have?
         self._reducing: MicroBatch | None = None  # whose backward has sent sums, for DistributedDataParallel's sake
@@ -249,7 +244,7 @@ class Ranks(Alone):
             with self._or_dropped():
                 self.group.weight(self._ledger.window.weight, flushes=True)
 
-    def agree(self, overflow: bool | Tensor) -> bool | Tensor:
+    def agree(self) -> None:
         if not self.agreed and self._own.ends(self.replicas):
             self._own.ended()
             self.go_apart = self._compared = True  # there is nothing left to compare
@@ -258,11 +253,10 @@ class Ranks(Alone):
             self.fully_sharded.check_reduced("the window ends")
             self.fully_sharded.reshard()
             with self._or_dropped():
-                self._agree(overflow)
+                self._agree()
             self.replicas.window_ended()
-        return self._overflow or overflow
 
-    def _agree(self, overflow: bool | Tensor) -> None:
+    def _agree(self) -> None:
         """Make the open window's numbers, and the buffers, those of all ranks. Waits for the device."""
         self.reduce_buckets.send_rest()  # first, as on ranks whose last backward has done so
         self.reduce_buckets.arrive()
@@ -276,36 +270,13 @@ class Ranks(Alone):
             compare()
             self._compared = True
         self._own.shared(compare)
-        mine, of_extensions = Numbers.of(window, overflow, self._loss_scale), self._extensions.reduce()
+        mine, of_extensions = [float(getattr(window, name)) for name in REDUCED], self._extensions.reduce()
         totals, with_grad, stale = self._totals(*mine, *of_extensions.values())
-        numbers = self._of_one_scale(mine, Numbers(*totals[: len(mine)]))
-        numbers.put_into(window)
-        self._overflow = bool(numbers.overflow)
+        window.weight, window.micro_batches, window.dropped = totals[0], int(totals[1]), int(totals[2])
+        window.nonfinite, window.void = int(totals[3]), bool(totals[4])
         self.slots_with_grad = set(with_grad)
-        self.reduce_buckets.finish(self.slots_with_grad, stale)
         self._extensions.reduced(dict(zip(of_extensions, totals[len(mine) :], strict=True)), self.group)
-
-    def _of_one_scale(self, mine: Numbers, numbers: Numbers) -> Numbers:
-        """Each rank's scaler has looked at its own gradients only, so scales may have come to differ: all go on with the smallest one.
-
-        Sums that carry different scales cannot be added up: returns ``numbers`` of a window that is not applied. Raises RaisedByAllError
-        if a scale is not known, and so cannot be changed.
-        """
-        if not numbers.of_equal_scales():
-            self._loss_scale.lower(self.group.least(mine.scale or math.inf))
-        if numbers.of_equal_units() or numbers.overflow or numbers.overflowed:
-            return numbers
-        how = f"the loss scale of window {self._ledger.index} is {mine.unit:g} on this rank and another on others"
-        if numbers.scales < numbers.parts:
-            raise RaisedByAllError(
-                f"{how}: every rank's GradScaler has looked at its own gradients only; use "
-                "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler(process_group=...). The window is dropped"
-            )
-        warn(
-            f"{how}, because gradients overflowed on some ranks only, or scales grew at different times: the window is not applied, and "
-            "all ranks go on with the smallest scale"
-        )
-        return numbers._replace(overflowed=1.0)
+        self.reduce_buckets.finish(self.slots_with_grad, stale)
 
     def anything(self, slots: Collection[Slot]) -> bool:
         return bool(slots or self.slots_with_grad)

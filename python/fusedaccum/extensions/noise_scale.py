@@ -79,8 +79,8 @@ class NoiseScale(Extension):
 
         With FSDP2's shards, one micro-batch of each rank, whose squares are summed over the ranks that hold parts: these call it together.
         """
-        window, sums = self.accumulation.ledger.window, self.accumulation.sums
-        unit, slots = 1.0 if window.unit is None else window.unit, sums.slots_with_grad()
+        sums = self.accumulation.sums
+        unit, slots = self.accumulation.sums_carry, sums.slots_with_grad()
         sq_norm = sums.sq_norm(slots) if sums.buffers.has_dtensors else sums.norms.total(slots)
         self._assumed = micro.weight is None
         weight = 1.0 if micro.weight is None else micro.weight
@@ -103,7 +103,7 @@ class NoiseScale(Extension):
     def closed(self, end: Conclusion) -> None:
         small, ledger, window = self._small, self.accumulation.ledger, end.window
         several = window.micro_batches > (ledger.ranks if ledger.mixes_ranks else 1)
-        if small is not None and end.norm is not None and several and not window.overflowed:
+        if small is not None and end.norm is not None and several and not window.void:
             # What the gradient is divided by: under "none" it is a mean over the ranks.
             by = float(ledger.ranks) if ledger.reduction == "none" else to_device(window.weight, end.norm.device)
             self._update(small, Measured((end.norm * by) ** 2, window.weight, window.weight**2))

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..autograd.collector import GradCollector
 from ..autograd.passes import outermost_backward
 from ..buffers.buffers import Slot
-from ..buffers.shards import local_gradient, over_meshes, summed_gradient
+from ..buffers.shards import over_meshes
 from ..engine import recording, runs, within_backward, without_grad
 from ..extension import Extensions, LossFrom
 from ..scalars import Scalar
@@ -56,7 +56,8 @@ class Accumulation(Windows):
         self._adds_before = 0  # of the open micro-batch, when the pass (or group of passes) under way began
         # Slots to which layers have added in a micro-batch that must be seen whole before it is added.
         self._in_place: list[Slot] = []
-        self._collector = GradCollector(self, hold=settings.drops_micro_batches)
+        self._holds = any(e.holds for e in extensions.all)
+        self._collector = GradCollector(self, hold=self._holds)
         self.rejected = Rejected()
         self._idle: MicroBatch | None = None  # one whose block was left without a backward
         self._block: tuple[Scalar | None, bool, bool] = (None, False, False)  # what the latest grouped() gave to open()
@@ -408,11 +409,12 @@ class Accumulation(Windows):
             finally:
                 self.step_under_way = not ledger.has_micro
         rejected, self.rejected = self.rejected, Rejected()
-        if rejected.names and self.settings.nonfinite == "raise":
+        try:
+            for ended in self.extensions.ended:
+                ended(rejected)
+        except BaseException:
             self.step_under_way = False
-            raise FloatingPointError(
-                f"the gradient of {rejected} holds NaN or infinity; the micro-batch was dropped, and training can go on"
-            )
+            raise
         if caller_owned:
             ledger.weigh_the_rest(weight)
 
@@ -447,7 +449,7 @@ class Accumulation(Windows):
         whole before it is added. Raises as a hook would.
         """
         slot = self.sums.buffers.of[parameter]
-        seen_whole = self.settings.drops_micro_batches or slot.low_precision or slot.offloaded or slot.is_dtensor
+        seen_whole = self._holds or slot.low_precision or slot.offloaded or slot.is_dtensor
         if seen_whole or self._attempted or not self._collector.accumulates(slot):
             return False
         with self._collector.within_pass(parameter.device):
@@ -460,7 +462,7 @@ class Accumulation(Windows):
     @property
     def tells_passes_apart(self) -> bool:
         """Would several backward passes now be more than one micro-batch, or be refused?"""
-        return not self.inside and (self.settings.schedule.caller_owned or self.settings.drops_micro_batches)
+        return not self.inside and (self.settings.schedule.caller_owned or self._holds)
 
     @contextmanager
     def attempted(self, weight: Scalar, attempt: Attempt) -> Iterator[None]:
@@ -523,16 +525,8 @@ class Accumulation(Windows):
         other = threads.weighed_by_another(thread, self.ledger)
         if other is not None and not self.ledger.micro.in_loss:
             self._weigh_as(other)
-        if self.ledger.micro.judged:
-            raise RuntimeError(
-                f"nonfinite={self.settings.nonfinite!r} must see a whole micro-batch before any of it is added, but this backward "
-                "continues one that was added already; group its backward passes: `with opt.micro_batch(): ...`"
-            )
-        if self.ledger.window.unit_lost:
-            raise RuntimeError(
-                "scaler.unscale_(opt) inside a window hid the loss scale, which the wrapper has not seen in a plain scaler.step(opt) yet; "
-                "to clip, pass max_grad_norm= and leave out unscale_(), or unscale only complete windows"
-            )
+        for admit in self.extensions.admit:
+            admit()
         self.sums.sum_again()
         micro = self.ledger.micro
         micro.passes += 1
@@ -560,7 +554,7 @@ class Accumulation(Windows):
             if self.ledger.micro.attempt is not None:
                 self.ledger.micro.attempt.mixed = True  # its layer would add these samples again
             self.ranks.check_unsent(slot)
-            if self.settings.drops_micro_batches:
+            if self._holds:
                 self._in_place.append(slot)
         self.accumulator.layer_added(slot, self.measures)
         if not slot.main_grad_enabled:
@@ -570,7 +564,7 @@ class Accumulation(Windows):
         if self.inside or not self.ledger.has_micro:
             return
         self.sums.unhide()
-        bad = self._judge() if self.settings.drops_micro_batches else None
+        bad = self._judge() if self._holds else None
         self.ranks.pass_ends(functools.partial(self._reject, bad))
         if self.settings.schedule.caller_owned:
             self._commit(None)
@@ -580,8 +574,9 @@ class Accumulation(Windows):
             self.rejected.reject(bad, self.sums.buffers.slots)
 
     def _commit(self, weight: Scalar | None) -> None:
-        # Under "propagate" nothing but a GradScaler asks for it, so there is no need to wait for the thread of offloaded gradients.
-        if self.settings.nonfinite != "propagate" or not self.sums.buffers.offloaded:
+        if (
+            self.counts or not self.sums.buffers.offloaded
+        ):  # else it need not wait for the thread of offloaded gradients
             self.accumulator.count()
         window, micro = self.ledger.window, self.ledger.micro
         if not micro.passes and self.sums.normalized_by is None:
@@ -644,31 +639,18 @@ class Accumulation(Windows):
                 "what they added then; both were dropped, and this pass is refused: call opt.reset() after an exception, then go on"
             )
 
-    @without_grad
     def _judge(self) -> dict[Slot, Tensor] | None:
-        """Add the held gradients, or drop the micro-batch and return those that are not finite (waits for the device)."""
+        """Add the held gradients, or drop the micro-batch and return those for which it was rejected."""
         micro, held = self.ledger.micro, self._collector.held
         added, self._in_place = self._in_place, []
         micro.judged = bool(held or added)
-        self.ranks.fully_sharded.check_droppable(self.sums.buffers.slots)
-        self.ranks.fully_sharded.wait()
-        looked_at = [*map(summed_gradient, held), *(slot.buffer for slot in added)]
-        found = self.ranks.of_all_parts(self.sums.count_nonfinite(looked_at))
-        found = over_meshes("SUM", found, self.sums.buffers.slots, self.ranks.size)
-        weightless = float(micro.factor) == 0 and not self.weighs_loss
-        if not found or weightless:
+        if all(judge(held, added) for judge in self.extensions.judge):
             self._collector.release()
             return None
-        if added:
-            raise RuntimeError(
-                f"nonfinite={self.settings.nonfinite!r} met NaN or infinity in a micro-batch that it cannot leave out, because the layer "
-                f"of parameter {added[0].name} has added its gradient to {added[0].name}.grad itself; use 'skip_window', or have the layer "
-                "return its gradient"
-            )
-        micro.bad = True
+        micro.bad, batches = True, self._collector.drop()
         return {
-            slot: part
-            for slots, grads in self._collector.drop()
-            for slot, grad in zip(slots, grads, strict=True)
-            if not torch.isfinite(part := local_gradient(grad, slot.param)).all()
+            slot: grad
+            for rejects in self.extensions.rejects
+            for slots, grads in batches
+            for slot, grad in rejects(slots, grads).items()
         }

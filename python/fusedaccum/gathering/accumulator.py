@@ -14,8 +14,8 @@ from ..buffers import in_place, main_grad
 from ..buffers.buffers import Slot
 from ..buffers.shards import alike, local_gradient
 from ..buffers.sums import Sums
-from ..scalars import Scalar, add, div, identity, to_device, to_device_of, widest
-from ..window.amp import LossScale
+from ..extension import Extensions
+from ..scalars import Scalar, add, div, identity, to_device, widest
 from ..window.ledger import Ledger
 
 # Called with (buffer, scale, overwrite): buffer = (overwrite ? 0 : buffer) + scale * gradient.
@@ -27,15 +27,15 @@ class Accumulator:
     """Adds arriving gradients to the sums, weighted as the ledger's open micro-batch says.
 
     Args:
-        loss_scale: as far as a GradScaler has shown it.
+        extensions: which may change what gradients are multiplied by.
         seed: of the stochastic rounding of 16-bit buffers, below 2**53, and the same on all ranks; None rounds to nearest.
 
     Attributes:
         rank: added to the seed, so that ranks draw different numbers: with equal ones, rounding errors would add up, not average out.
     """
 
-    def __init__(self, sums: Sums, ledger: Ledger, loss_scale: LossScale, seed: int | None):
-        self._sums, self._ledger, self._loss_scale = sums, ledger, loss_scale
+    def __init__(self, sums: Sums, ledger: Ledger, extensions: Extensions, seed: int | None):
+        self._sums, self._ledger, self._extensions = sums, ledger, extensions
         self.seed, self.rank = seed, 0
 
     def add(self, slots: Sequence[Slot], grads: Sequence[Tensor], measure: bool) -> None:
@@ -103,10 +103,10 @@ class Accumulator:
 
     def layer_added(self, slot: Slot, measure: bool) -> None:
         """The layer of a slot has added its gradient, times 1. Waits for the device if there is a loss scale, or a weight, on it."""
-        micro, overflowed = self._ledger.micro, self._ledger.window.overflowed
+        micro, void = self._ledger.micro, self._ledger.window.void
         scale = float(self._contribution(1.0 if slot.main_grad_enabled else micro.factor_left()))
         try:
-            slot.check_added(scale) if slot.main_grad_enabled else in_place.check_added(slot, scale, overflowed)
+            slot.check_added(scale) if slot.main_grad_enabled else in_place.check_added(slot, scale, void)
         except RuntimeError:
             micro.adds += not slot.main_grad_enabled and slot.shown is not None  # the sum is not the window's any more
             raise
@@ -165,14 +165,11 @@ class Accumulator:
         micro.counts = []
 
     def _contribution(self, scale: Scalar) -> Scalar:
-        """``scale`` in the window's unit; 0 if nothing more is to be added."""
-        window = self._ledger.window
-        if window.overflowed:
+        """``scale``, as extensions will have it; 0 if nothing more is to be added."""
+        if self._ledger.window.void:
             return 0.0
-        if window.unit is not None:
-            scale = scale * to_device_of(window.unit, scale)
-            assert self._loss_scale.live is not None  # a window that has lost it refuses further passes
-            scale = scale / to_device_of(self._loss_scale.live, scale)
+        for change in self._extensions.scale:
+            scale = change(scale)
         return scale
 
     def _running_divisor(self) -> Scalar:

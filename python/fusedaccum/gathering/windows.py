@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import FrameType
 
 from torch import Tensor
@@ -11,8 +12,8 @@ from ..distributed.alone import Alone
 from ..distributed.ranks import Ranks, modules_of
 from ..engine import runs
 from ..extension import Extensions
+from ..scalars import Scalar
 from ..warn import warn
-from ..window.amp import LossScale
 from ..window.ledger import Ledger
 from ..window.settings import Settings, check_alone
 from .accumulator import Accumulator
@@ -37,10 +38,10 @@ class Windows:
         self.settings = settings
         self.sums = Sums(settings.buffer_dtype, settings.buffer_device, settings.backend)
         self.extensions = extensions
-        self.wants_norm = settings.wants_norm or any(e.wants_norm for e in extensions.all)
+        self.wants_norm = settings.max_grad_norm is not None or any(e.wants_norm for e in extensions.all)
+        self.counts = any(e.counts for e in extensions.all)
         self.ledger = Ledger(settings.schedule, settings.reduction, self.extensions)
-        self.loss_scale = LossScale()
-        self.accumulator = Accumulator(self.sums, self.ledger, self.loss_scale, seed)
+        self.accumulator = Accumulator(self.sums, self.ledger, extensions, seed)
         self.ranks = Alone()  # which share the windows
         self.counts_left: list[Tensor] = []
         self.step_under_way = False
@@ -70,7 +71,6 @@ class Windows:
             fully_sharded,
             self.sums,
             self.ledger,
-            self.loss_scale,
             self.extensions,
             self.settings,
             self.reset,
@@ -81,7 +81,6 @@ class Windows:
 
     def begin_window(self, backward: bool = False) -> None:
         """``backward``: because a backward begins, for which plain PyTorch would leave what is in ``p.grad``."""
-        unit = self.loss_scale.now()
         self._not_zeroed = False
         if backward and self.settings.drop_in:
             self.sums.part_with_written(False)  # zeroed, perhaps
@@ -89,7 +88,7 @@ class Windows:
         self.sums.begin()
         self.counts_left, self.step_under_way, self._weighed = [], False, None
         self.ranks.reset()
-        self.ledger.begin_window(unit)  # last: if anything above raises, the next call begins it
+        self.ledger.begin_window()  # last: if anything above raises, the next call begins it
 
     def warn_not_zeroed(self) -> None:
         """A window of a drop-in closes: warn, once, if plain PyTorch would have stepped with the gradient of the step before, too."""
@@ -120,11 +119,17 @@ class Windows:
     def measures(self) -> bool:
         """Do adds take norms and count what is not finite? (Norms of sums that go to other ranks are taken when those have arrived.)"""
         takes_norm = self.wants_norm and (self.ranks.alone or self.ledger.mixes_ranks)
-        return (
-            self.settings.nonfinite == "skip_window"
-            or (takes_norm and self.ledger.may_be_last())
-            or any(measures() for measures in self.extensions.measures)
-        )
+        return (takes_norm and self.ledger.may_be_last()) or any(measures() for measures in self.extensions.measures)
+
+    @property
+    def sums_carry(self) -> Scalar:
+        """The factor that the window's sums carry, beside weights."""
+        return math.prod((carries() for carries in self.extensions.carries), start=1.0)
+
+    @property
+    def losses_carry(self) -> Tensor | None:
+        """The factor that losses carry which opt.backward() is given; None if none is known."""
+        return next((scale for known in self.extensions.loss_scale if (scale := known()) is not None), None)
 
     def complete(self) -> bool:
         """Does the window end here?"""
@@ -138,7 +143,7 @@ class Windows:
         if not self.ledger.has_window:
             self.begin_window()
         self.ranks.flushes()
-        self.ranks.agree(False)
+        self.ranks.agree()
         if not self.ledger.has_any:
             self.ledger.drop_window()
         # Dropped micro-batches alone make a window, too: a rank whose step() meets this flush() has closed one.

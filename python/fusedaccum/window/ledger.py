@@ -94,8 +94,8 @@ class Ledger:
             return False
         return self.window.length != 1 or not self.is_open
 
-    def begin_window(self, unit: Scalar | None) -> None:
-        self._window = Window(self.index, self.schedule.length(self.index), unit=unit)
+    def begin_window(self) -> None:
+        self._window = Window(self.index, self.schedule.length(self.index))
         self.restored, self._before_held = False, None
         for opened in self._extensions.window_opened:
             opened()

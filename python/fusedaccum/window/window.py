@@ -145,12 +145,22 @@ class MicroBatch:
         return 1.0 if self.in_loss else self.factor
 
 
+REDUCED = (
+    "weight",
+    "micro_batches",
+    "dropped",
+    "nonfinite",
+    "void",
+)  # what is added up over the ranks that share a window
 COUNTED = ("micro_batches", "weight", "unweighed", "nonfinite")  # what commit() changes in a window
 
 
 @dataclass
 class Window:
-    """The open window. Its buffers hold ``unit * sum(c_i * g_i)``, with c_i = w_i for "mean", else 1 (0 if w_i is 0)."""
+    """The open window. Its buffers hold ``sum(c_i * g_i)``, times what extensions have them carry.
+
+    c_i = w_i for "mean", else 1 (0 if w_i is 0).
+    """
 
     index: int
     length: int | None
@@ -159,9 +169,7 @@ class Window:
     unweighed: int = 0  # micro-batches whose weight is still to come (caller-owned windows of "sum" and "none")
     dropped: int = 0  # micro-batches that were left out because a value was not finite
     nonfinite: Scalar = 0  # micro-batches that were added with such a value
-    unit: Scalar | None = None  # the loss scale the sums carry; None: as far as we know there is none
-    unit_lost: bool = False  # were they unscaled by a scaler that we have not seen, so that later scales are unknown?
-    overflowed: bool = False  # has a GradScaler found an overflow? Then the rest of the window adds nothing
+    void: bool = False  # is it known that it will not be applied? Then the rest of it adds nothing
     # Micro-batches to count beyond those held here, in a window that another number of ranks began.
     carried: int | None = None
 
@@ -223,8 +231,8 @@ class LastWindow:
     grad_norm: Tensor | None
     nonfinite: Tensor | None
     applied: Tensor
-    loss: Tensor | None = None
-    noise_scale: Tensor | None = None
+    loss: Tensor | None
+    noise_scale: Tensor | None
 
     def as_dict(self, prefix: str = "") -> dict[str, float]:
         """Everything known about the window as numbers, for a log: ``writer.add_scalar(*item, step)`` for each, ``wandb.log(...)``.

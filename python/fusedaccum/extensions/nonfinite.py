@@ -1,0 +1,99 @@
+"""``nonfinite=``: windows, or single micro-batches, that hold a NaN or an infinity are left out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..buffers.buffers import Slot
+from ..buffers.shards import local_gradient, over_meshes, summed_gradient
+from ..engine import without_grad
+from ..extension import Extension
+from ..scalars import as_tensor, to_device
+
+if TYPE_CHECKING:
+    from ..closing.conclusion import Conclusion
+    from ..gathering.rejected import Rejected
+
+
+def _report(end: Conclusion) -> None:
+    end.report["nonfinite"] = as_tensor(end.window.nonfinite + end.window.dropped)
+
+
+class SkipWindow(Extension):
+    """``"skip_window"``: adds count what is not finite, and the window's norm shows the rest: nothing waits before its end."""
+
+    wants_norm = True
+    counts = True
+
+    def measures(self) -> bool:
+        return True
+
+    def closing(self, end: Conclusion) -> None:
+        _report(end)
+
+    def normed(self, end: Conclusion, sq_norm: Tensor) -> None:
+        bad = to_device(end.window.nonfinite, sq_norm.device) > 0
+        end.skip = ~torch.isfinite(sq_norm) | bad | to_device(end.skip, sq_norm.device)
+
+    def finished(self, cast: list[Slot]) -> bool:
+        """False if a finite FP32 gradient has become infinite in FP16. (bf16 has FP32's range.) Waits for the device."""
+        sums = self.accumulation.sums
+        found = sums.count_nonfinite(grad for slot in cast if (grad := slot.holder.grad) is not None) if cast else 0
+        if sums.over_owners is not None:
+            found = int(sums.over_owners(torch.tensor(found)))
+        return found == 0
+
+
+class SkipMicroBatch(Extension):
+    """``"skip_micro_batch"``: a micro-batch's gradients are held until its backward is over, and then all of them are added, or none."""
+
+    holds = True
+    counts = True
+
+    def admit(self) -> None:
+        accumulation = self.accumulation
+        if accumulation.ledger.micro.judged:
+            raise RuntimeError(
+                f"nonfinite={accumulation.settings.nonfinite!r} must see a whole micro-batch before any of it is added, but this backward "
+                "continues one that was added already; group its backward passes: `with opt.micro_batch(): ...`"
+            )
+
+    @without_grad
+    def judge(self, held: list[Tensor], added: list[Slot]) -> bool:
+        """Waits for the device."""
+        accumulation = self.accumulation
+        ranks, slots, micro = accumulation.ranks, accumulation.sums.buffers.slots, accumulation.ledger.micro
+        ranks.fully_sharded.check_droppable(slots)
+        ranks.fully_sharded.wait()
+        looked_at = [*map(summed_gradient, held), *(slot.buffer for slot in added)]
+        found = ranks.of_all_parts(accumulation.sums.count_nonfinite(looked_at))
+        found = over_meshes("SUM", found, slots, ranks.size)
+        if not found or (float(micro.factor) == 0 and not accumulation.weighs_loss):
+            return True
+        if added:
+            raise RuntimeError(
+                f"nonfinite={accumulation.settings.nonfinite!r} met NaN or infinity in a micro-batch that it cannot leave out, because the "
+                f"layer of parameter {added[0].name} has added its gradient to {added[0].name}.grad itself; use 'skip_window', or have "
+                "the layer return its gradient"
+            )
+        return False
+
+    def rejects(self, slots: list[Slot], grads: list[Tensor]) -> dict[Slot, Tensor]:
+        pairs = ((slot, local_gradient(grad, slot.param)) for slot, grad in zip(slots, grads, strict=True))
+        return {slot: part for slot, part in pairs if not torch.isfinite(part).all()}
+
+    def closing(self, end: Conclusion) -> None:
+        _report(end)
+
+
+class Raise(SkipMicroBatch):
+    """``"raise"``: as ``"skip_micro_batch"``, and ``step()`` raises."""
+
+    def ended(self, rejected: Rejected) -> None:
+        if rejected.names:
+            raise FloatingPointError(
+                f"the gradient of {rejected} holds NaN or infinity; the micro-batch was dropped, and training can go on"
+            )
