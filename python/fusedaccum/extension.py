@@ -7,10 +7,15 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Parameter
     from torch.optim import Optimizer
 
+    from .buffers.buffers import Slot
     from .distributed.group import Group
     from .gathering.accumulation import Accumulation
+    from .scalars import Scalar
+    from .window.settings import Settings
 
 Kind = TypeVar("Kind", bound="Extension")
 
@@ -28,7 +33,7 @@ class Extension:
     inner: Optimizer
 
     def attach(self, accumulation: Accumulation, inner: Optimizer) -> None:
-        """Become a part of a wrapper, before it has any parameters."""
+        """Become a part of a wrapper, before it has any parameters, or any that it is for."""
         # A proxy, because the accumulation holds its extensions: dropping the wrapper must free the model at once.
         self.accumulation, self.inner = weakref.proxy(accumulation), inner
 
@@ -48,6 +53,39 @@ class Extension:
 
     def parameters_moved(self, places: dict[int, int]) -> None:
         """Parameters have new places in the optimizer, by their old ones; those that are not in ``places`` are gone."""
+
+    def parameters_changed(self, new: Sequence[Slot]) -> None:
+        """The wrapper has other parameters than before. Those of ``new`` have no hook yet; some may have no buffer."""
+
+    def buffers_released(self) -> None:
+        """What the buffers hold is needed no more: the window was applied and reported, or dropped."""
+
+    # -- what it may refuse ------------------------------------------------------------------------------------
+
+    def check_parameter(self, name: str, parameter: Parameter, settings: Settings, left: bool) -> None:
+        """Raises ValueError for a parameter that these settings rule out. ``left``: it is taken over from another wrapper."""
+
+    def check_shared(self) -> None:
+        """Raises ValueError if ranks cannot share windows of these parameters."""
+
+    def check_weight(self, weight: Scalar) -> None:
+        """Raises ValueError for a weight that the micro-batch cannot have."""
+
+    # -- gradients on their way --------------------------------------------------------------------------------
+
+    def added_already(self, slot: Slot, grad: Tensor | None) -> bool:
+        """True if the slot's gradient is in its buffer, so that ``grad``, which autograd brings, is none. It may be used by other code.
+
+        Asked about a gradient that other code holds, too, about None, and about all of a slot with ``main_grad_enabled``.
+        """
+        return False
+
+    def adding(self, slots: Sequence[Slot]) -> None:
+        """Gradients are about to be added to the buffers of ``slots``."""
+
+    def unfinished(self) -> str | None:
+        """If a pass that was broken off has left what no hook has told of: why the next one, if that has begun, is refused."""
+        return None
 
     # -- micro-batches that can only be dropped together -------------------------------------------------------
 
@@ -85,15 +123,41 @@ class Extensions:
     """A wrapper's extensions, and for every event the methods that some of them override: a feature that is off costs no call."""
 
     def __init__(self, extensions: Iterable[Extension]):
-        self.all = tuple(extensions)
+        self.all: tuple[Extension, ...] = ()
+        self._wrapper: tuple[weakref.ref[Accumulation], Optimizer] | None = None
+        self.add(extensions)
+
+    def attach(self, accumulation: Accumulation, inner: Optimizer) -> None:
+        """Make all of them a part of this wrapper, also those that are added later."""
+        self._wrapper = weakref.ref(accumulation), inner
+        for extension in self.all:
+            extension.attach(accumulation, inner)
+
+    def add(self, extensions: Iterable[Extension]) -> None:
+        """Have these, too, which are called after the others."""
+        new = tuple(extensions)
+        self.all += new
+        if self._wrapper is not None:
+            accumulation, inner = self._wrapper[0](), self._wrapper[1]
+            assert accumulation is not None  # it holds this
+            for extension in new:
+                extension.attach(accumulation, inner)
         self.saved = {e.key: e for e in self.all if e.key is not None}
         self.micro_batch_counted = self._listening("micro_batch_counted")
         self.micro_batch_dropped = self._listening("micro_batch_dropped")
         self.window_dropped = self._listening("window_dropped")
         self.window_closed = self._listening("window_closed")
         self.parameters_moved = self._listening("parameters_moved")
+        self.parameters_changed = self._listening("parameters_changed")
+        self.buffers_released = self._listening("buffers_released")
+        self.check_parameter = self._listening("check_parameter")
+        self.check_shared = self._listening("check_shared")
+        self.check_weight = self._listening("check_weight")
+        self.added_already = self._listening("added_already")
+        self.adding = self._listening("adding")
+        self.unfinished = self._listening("unfinished")
 
-    def _listening(self, event: str) -> tuple[Callable[..., None], ...]:
+    def _listening(self, event: str) -> tuple[Callable[..., Any], ...]:
         return tuple(getattr(e, event) for e in self.all if getattr(type(e), event) is not getattr(Extension, event))
 
     def of(self, kind: type[Kind]) -> Kind:
@@ -109,9 +173,9 @@ class Extensions:
         for i, e in enumerate(self.all):
             e.reduced({name: total for (of, name), total in totals.items() if of == i}, group)
 
-    def snapshot(self) -> list[Any]:
-        return [e.snapshot() for e in self.all]
+    def snapshot(self) -> dict[Extension, Any]:
+        return {e: e.snapshot() for e in self.all}
 
-    def roll_back(self, snapshot: list[Any]) -> None:
-        for e, kept in zip(self.all, snapshot, strict=True):
+    def roll_back(self, snapshot: dict[Extension, Any]) -> None:
+        for e, kept in snapshot.items():
             e.roll_back(kept)

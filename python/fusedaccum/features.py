@@ -6,7 +6,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from .extension import Extension, Extensions
+from .extensions import main_grad
 from .extensions.batch_norm import BatchNormStats
+from .extensions.in_place_layers import InPlaceLayers
+from .extensions.main_grad import MainGrads
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -19,11 +22,21 @@ def always(settings: Settings, inner: Optimizer) -> bool:
 
 
 # When a wrapper of these settings and this inner optimizer has the feature, and what makes it.
-FEATURES: list[tuple[Callable[[Settings, Optimizer], bool], Callable[[], Extension]]] = [
+FEATURES: list[tuple[Callable[[Settings, Optimizer], bool], type[Extension]]] = [
     (always, BatchNormStats),
+    (always, InPlaceLayers),
+    (main_grad.any_enabled, MainGrads),
 ]
 
 
 def extensions_for(settings: Settings, inner: Optimizer) -> Extensions:
     """Those of a wrapper of these settings and this inner optimizer."""
-    return Extensions(make() for on, make in FEATURES if on(settings, inner))
+    extensions = Extensions([])
+    extend(extensions, settings, inner)
+    return extensions
+
+
+def extend(extensions: Extensions, settings: Settings, inner: Optimizer) -> None:
+    """Add those that the wrapper has not yet, but has reason for by now."""
+    here = {type(e) for e in extensions.all}
+    extensions.add([make() for on, make in FEATURES if make not in here and on(settings, inner)])

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 KEY = "fusedaccum"
 FORMAT = 3
 
+UNSAVED = {"counts", "in_place"}  # what lasts no longer than a pass: all counted, all judged
+
 Record = TypeVar("Record", Window, MicroBatch)
 
 
@@ -85,7 +87,7 @@ def copied(tensor: Tensor | None) -> Tensor | None:
 def plain(record: Window | MicroBatch) -> dict[str, Any]:
     """Copies of what a record holds, as tensors and plain values."""
     loss = record.loss or Loss()
-    kept = {k: v for k, v in vars(record).items() if k != "counts"}  # all counted
+    kept = {k: v for k, v in vars(record).items() if k not in UNSAVED}
     kept |= {"loss": None if record.loss is None else loss.total, "raw_loss": loss.raw, "known_loss": loss.known}
     return {k: v.clone() if isinstance(v, Tensor) else v for k, v in kept.items()}
 

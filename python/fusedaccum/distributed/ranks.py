@@ -94,8 +94,9 @@ class Ranks(Alone):
     def _check(self, group: dist.ProcessGroup, fully_sharded: FullySharded) -> None:
         slots = self._sums.buffers.slots
         parts = [slot.name for slot in slots if slot.is_dtensor and slot not in fully_sharded.slots]
-        with_main_grad = [slot.name for slot in self._sums.buffers.with_main_grad]
-        check_shared(self._settings, self._sums.buffers.has_dtensors, with_main_grad, parts)
+        check_shared(self._settings, self._sums.buffers.has_dtensors, parts)
+        for check in self._extensions.check_shared:
+            check()
         if fully_sharded.slots:
             check_unsharded(self._settings, [slot.name for slot in slots if not slot.is_dtensor])
         fully_sharded.check_shared_by(group, self._settings.process_group is None)

@@ -7,7 +7,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 
 import torch
@@ -25,7 +25,7 @@ from ..scalars import Scalar
 from ..warn import warn
 from ..window.attempts import Attempt
 from ..window.noise import measure_small
-from ..window.settings import Settings, check_weight_of_main_grad
+from ..window.settings import Settings
 from ..window.window import MicroBatch
 from . import threads
 from .accumulator import Write
@@ -55,8 +55,6 @@ class Accumulation(Windows):
         self.inside = False
         self.refuses_backward: FrameType | None = None
         self._adds_before = 0  # of the open micro-batch, when the pass (or group of passes) under way began
-        # Slots to which layers have added in a micro-batch that must be seen whole before it is added.
-        self._in_place: list[Slot] = []
         self._collector = GradCollector(self, hold=settings.drops_micro_batches)
         self.rejected = Rejected()
         self._idle: MicroBatch | None = None  # one whose block was left without a backward
@@ -73,7 +71,7 @@ class Accumulation(Windows):
             seed = int(self.ranks.least(self.accumulator.seed))  # replicas of a shard round alike
             self.accumulator.seed = over_meshes("MIN", seed, slots)
             self.accumulator.rank = self.ranks.rank
-        self._begin_with(slots)
+        self._hook(slots)
 
     def add_parameters(self, parameters: Iterable[tuple[str, Parameter]]) -> None:
         """Accumulate the gradients of these parameters, too, from now on."""
@@ -84,11 +82,7 @@ class Accumulation(Windows):
         except Exception:
             self.sums.buffers.replace(before)
             raise
-        self._begin_with(slots)
-
-    def _begin_with(self, slots: Sequence[Slot]) -> None:
         self._hook(slots)
-        self.accumulator.provide_main_grads([slot for slot in slots if slot.main_grad_enabled])
 
     def replace(self, parameters: Sequence[tuple[str, Parameter]]) -> list[Parameter]:
         """Accumulate the gradients of these parameters, which checkpoints will know in this order, and of no others.
@@ -108,7 +102,6 @@ class Accumulation(Windows):
             self.ranks.replace(slots)
         except Exception:
             buffers.replace(list(places))
-            self.accumulator.provide_main_grads([slot for slot in buffers.with_main_grad if not slot.placed])
             raise
         for moved in self.extensions.parameters_moved:
             moved({places[slot]: slot.index for slot in slots if slot in places})
@@ -119,7 +112,6 @@ class Accumulation(Windows):
             self.sums.begin()
             buffers.free()
         self._hook([slot for slot in slots if slot not in places])
-        self.accumulator.provide_main_grads([slot for slot in buffers.with_main_grad if not slot.placed])
         return [slot.param for slot in gone]
 
     # -- another wrapper of the same parameters ----------------------------------------------------------------
@@ -164,6 +156,7 @@ class Accumulation(Windows):
             self._collector.unhook(slot)
             del _ACCUMULATION_OF[slot.param]
         self.sums.buffers.replace([])
+        self._tell_changed([])
         self.sums.buffers.free()
 
     def unhook_all(self) -> None:
@@ -177,11 +170,16 @@ class Accumulation(Windows):
         for other in {other for slot in slots if (other := self.of_parameter(slot.param)) not in (None, self)}:
             other._leave(self._name)
             self.sums.buffers.look_again(slots)
+        self._tell_changed(slots)
         with recording():
             for slot in slots:
                 self._collector.hook(slot)
                 _ACCUMULATION_OF[slot.param] = weakref.ref(self)
         self._collector.size_buckets(self.sums.buffers.slots, shared=not self.ranks.alone)
+
+    def _tell_changed(self, new: Sequence[Slot]) -> None:
+        for changed in self.extensions.parameters_changed:
+            changed(new)
 
     def _unhook(self, slots: Iterable[Slot]) -> None:
         for slot in slots:
@@ -197,7 +195,7 @@ class Accumulation(Windows):
             )
         self._collector.end_open_pass()
         self.sums.unhide()
-        if self.accumulator.main_grads_unrecorded:
+        if self._unfinished():
             self._break_off("was broken off by an exception (or its gradients were taken by torch.autograd.grad)")
         self.rejected.withdraw()
 
@@ -218,7 +216,6 @@ class Accumulation(Windows):
 
     def reset(self) -> None:
         self._collector.drop()
-        self._in_place = []
         self.rejected.withdraw()
         self.rejected = Rejected()
         super().reset()
@@ -264,8 +261,9 @@ class Accumulation(Windows):
                 "one; put the backward into its block, or give it a weight of its own"
             )
         self.drop_idle()
-        if weight is not None and self.sums.buffers.with_main_grad and self._settings.reduction == "mean":
-            check_weight_of_main_grad(weight, self.sums.buffers.with_main_grad[0].name)
+        if weight is not None:
+            for check in self.extensions.check_weight:
+                check(weight)
         begins = not ledger.has_micro
         if begins:
             self.updated = False
@@ -448,10 +446,27 @@ class Accumulation(Windows):
             return False
         with self._collector.within_pass(parameter.device):
             self.ranks.before_add([slot])
+            for adding in self.extensions.adding:
+                adding([slot])
             added = self.accumulator.add_by(write, slot, self.measures)
             if added:
                 self.ranks.added([slot])
             return added
+
+    # -- what extensions ask for, about gradients that other code has added to a buffer -------------------------
+
+    def within_pass(self, device: torch.device) -> AbstractContextManager[None]:
+        """A block that is a part of the backward pass running here, and in which sums on ``device`` may be written."""
+        return self._collector.within_pass(device)
+
+    def put(self, slot: Slot, grad: Tensor) -> None:
+        """Queue a gradient that nothing else will write to, as if a hook had brought it."""
+        self._collector.put(slot, grad)
+
+    @without_grad
+    def count_added(self, slot: Slot) -> None:
+        """Within a pass: a gradient has been added to the slot's buffer, as it has to be for the open window."""
+        self.accumulator.count_added(slot, self.measures)
 
     @property
     def tells_passes_apart(self) -> bool:
@@ -479,9 +494,10 @@ class Accumulation(Windows):
                 counted
                 or micro.judged
                 or attempt.mixed
+                or bool(micro.in_place)  # whose layers would add these samples again
                 or self._collector.nested
                 or self.sums.half_written
-                or bool(self.sums.buffers.with_main_grad)
+                or self.sums.written_by_layers
             )
             self.counts_left = micro.counts
             if self.ledger.has_micro:
@@ -547,20 +563,13 @@ class Accumulation(Windows):
         self.ledger.micro.arrived += len(slots)
         self.ranks.fully_sharded.wait()
         self.ranks.before_add(slots)
+        for adding in self.extensions.adding:
+            adding(slots)
         self.accumulator.add(slots, grads, self.measures)
         self.ranks.added(slots)
 
-    @without_grad
-    def layer_added(self, slot: Slot) -> None:
-        if not slot.main_grad_enabled:
-            if self.ledger.micro.attempt is not None:
-                self.ledger.micro.attempt.mixed = True  # its layer would add these samples again
-            self.ranks.check_unsent(slot)
-            if self._settings.drops_micro_batches:
-                self._in_place.append(slot)
-        self.accumulator.layer_added(slot, self.measures)
-        if not slot.main_grad_enabled:
-            self.ranks.added([slot])
+    def added_already(self, slot: Slot, grad: Tensor | None) -> bool:
+        return any(added(slot, grad) for added in self.extensions.added_already)
 
     def pass_ends(self) -> None:
         if self.inside or not self.ledger.has_micro:
@@ -620,30 +629,31 @@ class Accumulation(Windows):
         self.ranks.broke_off()
         if not self.ledger.has_micro or self._attempted:
             return
-        if self.ledger.micro.adds > self._adds_before or self.accumulator.main_grads_unrecorded:
+        if self.ledger.micro.adds > self._adds_before or self._unfinished():
             self._break_off("was broken off by an exception")
         elif self.ledger.micro.adds == 0:
             self.ledger.drop_micro_batch()
 
+    def _unfinished(self) -> str | None:
+        """Why a pass cannot follow one that was broken off, if that has left what no hook has told of."""
+        return next((why for unfinished in self.extensions.unfinished if (why := unfinished())), None)
+
     def _break_off(self, how: str) -> None:
-        mixed = self.accumulator.main_grads_unrecorded and within_backward()
+        refused = self._unfinished() if within_backward() else None
         self.reset()
         instead = "; nonfinite='skip_micro_batch' adds a micro-batch only when it is complete, and loses nothing"
         warn(
             f"backward {how} after part of its gradients had been added, so the open window was dropped"
-            + ("" if self.sums.buffers.with_main_grad else instead)  # which that policy refuses
+            + ("" if self.sums.written_by_layers else instead)  # which that policy refuses
         )
-        if mixed:
-            raise RuntimeError(
-                "the previous backward pass was broken off, and what layers have added to main_grad in this one cannot be told apart from "
-                "what they added then; both were dropped, and this pass is refused: call opt.reset() after an exception, then go on"
-            )
+        if refused:
+            raise RuntimeError(refused)
 
     @without_grad
     def _judge(self) -> dict[Slot, Tensor] | None:
         """Add the held gradients, or drop the micro-batch and return those that are not finite (waits for the device)."""
         micro, held = self.ledger.micro, self._collector.held
-        added, self._in_place = self._in_place, []
+        added, micro.in_place = micro.in_place, []
         micro.judged = bool(held or added)
         self.ranks.fully_sharded.check_droppable(self.sums.buffers.slots)
         self.ranks.fully_sharded.wait()

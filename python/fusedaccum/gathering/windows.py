@@ -108,7 +108,8 @@ class Windows:
         self.ledger.drop_window()
         self.step_under_way = False
         self.sums.begin()
-        self.accumulator.provide_main_grads(self.sums.buffers.with_main_grad)
+        for released in self.extensions.buffers_released:
+            released()
         self.ranks.fully_sharded.drop()
         self.ranks.reset()
 

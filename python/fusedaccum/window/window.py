@@ -17,6 +17,7 @@ from torch import Tensor
 from ..scalars import Scalar, add, checked_count, checked_weight, to_device_of
 
 if TYPE_CHECKING:
+    from ..buffers.buffers import Slot
     from .attempts import Attempt
 
 
@@ -150,6 +151,7 @@ class MicroBatch:
     parts: int = 0  # blocks of passes, and passes outside of any
     arrived: int = 0  # gradients that have been added
     arrived_first: int = 0  # those of the first part
+    in_place: list[Slot] = field(default_factory=list)  # to whose sums their layers have added by themselves
     attempt: Attempt | None = None  # set if it is tried again, in parts, when it breaks off
 
     def value(self) -> Scalar:
