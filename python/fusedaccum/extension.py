@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .gathering.accumulation import Accumulation
     from .scalars import Scalar
     from .window.settings import Settings
+    from .window.window import MicroBatch
 
 Kind = TypeVar("Kind", bound="Extension")
 
@@ -38,6 +39,15 @@ class Extension:
         self.accumulation, self.inner = weakref.proxy(accumulation), inner
 
     # -- events ------------------------------------------------------------------------------------------------
+
+    def block_begins(self, thread: int) -> None:
+        """A block of backward passes that are one micro-batch, which is open, begins in this thread."""
+
+    def block_ends(self) -> None:
+        """The block is over, or was not begun, because an exception came before."""
+
+    def pass_begins(self, thread: int | None) -> None:
+        """A backward pass of the open micro-batch, called by this thread (None: not known), brings its first gradient. May refuse it."""
 
     def micro_batch_counted(self) -> None:
         """The micro-batch is over, and part of the open window."""
@@ -71,6 +81,10 @@ class Extension:
     def check_weight(self, weight: Scalar) -> None:
         """Raises ValueError for a weight that the micro-batch cannot have."""
 
+    def weighed_elsewhere(self, thread: int | None) -> MicroBatch | None:
+        """Another wrapper's micro-batch, if its weight was given to the loss whose backward ``thread`` has called."""
+        return None
+
     # -- gradients on their way --------------------------------------------------------------------------------
 
     def added_already(self, slot: Slot, grad: Tensor | None) -> bool:
@@ -80,8 +94,15 @@ class Extension:
         """
         return False
 
+    def select(self, slots: Sequence[Slot], grads: Sequence[Tensor]) -> tuple[Sequence[Slot], Sequence[Tensor]]:
+        """Those of the gradients of ``slots`` that are to be added."""
+        return slots, grads
+
     def adding(self, slots: Sequence[Slot]) -> None:
         """Gradients are about to be added to the buffers of ``slots``."""
+
+    def added(self, slots: Sequence[Slot]) -> None:
+        """Gradients of ``slots`` were added, in one call."""
 
     def unfinished(self) -> str | None:
         """If a pass that was broken off has left what no hook has told of: why the next one, if that has begun, is refused."""
@@ -143,6 +164,10 @@ class Extensions:
             for extension in new:
                 extension.attach(accumulation, inner)
         self.saved = {e.key: e for e in self.all if e.key is not None}
+        self.block_begins = self._listening("block_begins")
+        self.block_ends = self._listening("block_ends")
+        self.pass_begins = self._listening("pass_begins")
+        self.weighed_elsewhere = self._listening("weighed_elsewhere")
         self.micro_batch_counted = self._listening("micro_batch_counted")
         self.micro_batch_dropped = self._listening("micro_batch_dropped")
         self.window_dropped = self._listening("window_dropped")
@@ -154,7 +179,9 @@ class Extensions:
         self.check_shared = self._listening("check_shared")
         self.check_weight = self._listening("check_weight")
         self.added_already = self._listening("added_already")
+        self.select = self._listening("select")
         self.adding = self._listening("adding")
+        self.added = self._listening("added")
         self.unfinished = self._listening("unfinished")
 
     def _listening(self, event: str) -> tuple[Callable[..., Any], ...]:
@@ -163,6 +190,12 @@ class Extensions:
     def of(self, kind: type[Kind]) -> Kind:
         """The one of this kind."""
         return next(e for e in self.all if isinstance(e, kind))
+
+    def ensure(self, kind: type[Kind]) -> Kind:
+        """The one of this kind, which is added if there is none."""
+        if not any(isinstance(e, kind) for e in self.all):
+            self.add([kind()])
+        return self.of(kind)
 
     def reduce(self) -> dict[tuple[int, str], float]:
         """The numbers of all of them, by whose they are and by name."""

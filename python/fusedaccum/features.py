@@ -10,6 +10,7 @@ from .extensions import main_grad
 from .extensions.batch_norm import BatchNormStats
 from .extensions.in_place_layers import InPlaceLayers
 from .extensions.main_grad import MainGrads
+from .extensions.shared_backward import SharedBackward
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -24,6 +25,7 @@ def always(settings: Settings, inner: Optimizer) -> bool:
 # When a wrapper of these settings and this inner optimizer has the feature, and what makes it.
 FEATURES: list[tuple[Callable[[Settings, Optimizer], bool], type[Extension]]] = [
     (always, BatchNormStats),
+    (always, SharedBackward),
     (always, InPlaceLayers),
     (main_grad.any_enabled, MainGrads),
 ]

@@ -37,6 +37,9 @@ class Owner(Protocol):
     def pass_begins(self, thread: int | None) -> None:
         """An outermost backward pass, called by ``thread``, brings its first gradient. May raise, which refuses the pass."""
 
+    def part_begins(self) -> None:
+        """So does a re-entrant part of it, such as a checkpoint's."""
+
     def add(self, slots: Sequence[Slot], grads: Sequence[Tensor]) -> None:
         """Add these gradients to the buffers of these slots, of which none occurs twice."""
 
@@ -107,8 +110,6 @@ class GradCollector:
         self._last_broken = -1
         self._open = False  # has an outermost pass begun, and not ended?
         self._call: FrameType | None = None  # of that pass; None if it cannot be seen
-        # Has a pass had re-entrant parts, each of which brings a parameter a gradient of its own, since an attempt last set this to False?
-        self.nested = False
 
     def hook(self, slot: Slot) -> None:
         """Take this parameter's gradients from now on."""
@@ -257,7 +258,8 @@ class GradCollector:
             if not self._open:
                 self._owner_now().pass_begins(thread)
                 self._open, self._call = True, call
-            self.nested = self.nested or nested
+            if nested:
+                self._owner_now().part_begins()
             self._tasks.add(task)
             self._queue.expect(task)
             end = functools.partial(_task_ended, weakref.ref(self), task)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 KEY = "fusedaccum"
 FORMAT = 3
 
-UNSAVED = {"counts", "in_place"}  # what lasts no longer than a pass: all counted, all judged
+UNSAVED = {"counts", "in_place", "nested", "repeatable", "partial"}  # what lasts no longer than a pass
 
 Record = TypeVar("Record", Window, MicroBatch)
 
@@ -40,6 +40,8 @@ def save(opt: Wrapper) -> dict[str, Any]:
     gathered = sums.slots_with_grad() if ledger.has_window else []
     window = plain(ledger.window) if ledger.has_window else None
     micro = plain(ledger.micro) if ledger.has_micro and not opt._accumulation.idle_is_open else None
+    if micro is not None:
+        micro["attempt"] = None  # as in earlier versions
     return {
         "format": FORMAT,
         "shapes": [tuple(slot.param.shape) for slot in sums.buffers.slots],
@@ -94,7 +96,7 @@ def plain(record: Window | MicroBatch) -> dict[str, Any]:
 
 def restored(kind: type[Record], saved: dict[str, Any]) -> Record:
     """The record that :func:`plain` was given."""
-    kept = dict(saved)
+    kept = {k: v for k, v in saved.items() if k != "attempt"}
     total, raw, known = kept["loss"], kept.pop("raw_loss"), kept.pop("known_loss", None)
     if total is not None:
         kept["loss"] = Loss(total - raw if known is None else known, raw)  # earlier versions kept the total alone

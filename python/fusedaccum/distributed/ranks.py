@@ -155,7 +155,7 @@ class Ranks(Alone):
 
     def _is_last(self) -> bool:
         """Does the window end with this pass? Under DistributedDataParallel, no_sync() says when it does not."""
-        if self._ledger.micro.attempt is not None:
+        if self._ledger.micro.repeatable:
             return False
         if self._shows_to_replicas:
             # Once per micro-batch: only this rank knows how many passes that takes.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import weakref
@@ -16,18 +15,16 @@ from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..autograd.collector import GradCollector
-from ..autograd.passes import outermost_backward
+from ..autograd.passes import outermost_backward, passes_seen, saw_pass
 from ..buffers.buffers import Slot
 from ..buffers.shards import local_gradient, over_meshes, summed_gradient
 from ..engine import recording, runs, within_backward, without_grad
 from ..extension import Extensions
 from ..scalars import Scalar
 from ..warn import warn
-from ..window.attempts import Attempt
 from ..window.noise import measure_small
 from ..window.settings import Settings
 from ..window.window import MicroBatch
-from . import threads
 from .accumulator import Write
 from .rejected import Rejected
 from .windows import Windows
@@ -228,13 +225,13 @@ class Accumulation(Windows):
         if task == self._hidden_in or all(slot.holder is slot.param for slot in self.ranks.fully_sharded.slots):
             return  # done already; or all of them are another wrapper's now
         thread = outermost_backward().thread
-        other = threads.weighed_by_another(thread, self.ledger)
+        other = next((m for of in self.extensions.weighed_elsewhere if (m := of(thread)) is not None), None)
         if self.weighs_loss and other is not None and not other.in_loss:
             raise RuntimeError(
                 f"the loss of this backward has weight={float(other.value()):g}, which was given to another wrapper, but FSDP2 needs it in "
                 "the loss; call backward() of the wrapper that has FSDP2's parameters"
             )
-        threads.saw_pass(thread)  # of which no hook may tell
+        saw_pass(thread)  # of which no hook may tell
         in_loss = self.weighs_loss and self.ledger.has_micro and self.ledger.micro.in_loss
         if in_loss and not self.inside and other is None:
             raise RuntimeError(
@@ -296,16 +293,16 @@ class Accumulation(Windows):
         """Make all passes in the block one micro-batch, as :meth:`open` has it; an exception drops it."""
         self._block = weight, last, in_loss
         thread = threading.get_ident()
-        before, begins = threads.passes(thread), self.open(*self._block)
-        weighs = self.ledger.micro.weight is not None and self._settings.reduction == "mean"
+        before, begins = passes_seen(thread), self.open(*self._block)
         try:
             self.inside, self._adds_before = True, self.ledger.micro.adds
             self.ledger.micro.begin_part()
-            with threads.weighing(thread, self.ledger) if weighs else contextlib.nullcontext():
-                yield
+            for begun in self.extensions.block_begins:
+                begun(thread)
+            yield
             self._collector.end_open_pass()
             self.inside = False
-            if begins and threads.passes(thread) == before and not self.set_by_hand:
+            if begins and passes_seen(thread) == before and not self.set_by_hand:
                 self._idle = self.ledger.micro
                 self.ledger.drop_forwards()
             if self._settings.schedule.caller_owned:
@@ -318,6 +315,8 @@ class Accumulation(Windows):
             raise
         finally:
             self.inside = False
+            for ended in self.extensions.block_ends:
+                ended()
 
     @property
     def set_by_hand(self) -> bool:
@@ -334,32 +333,6 @@ class Accumulation(Windows):
         if self.idle_is_open:
             self.ledger.withdraw_micro_batch()
 
-    def _weigh_as(self, other: MicroBatch) -> None:
-        """A pass begins, and the weight of its loss was given to another wrapper: it is also the weight of the micro-batch here."""
-        micro, reduction, weight = self.ledger.micro, self._settings.reduction, other.value()
-        if other.in_loss and reduction == "none":
-            raise RuntimeError(
-                f"the loss of this backward was multiplied by weight={float(weight):g} for another wrapper, which has FSDP2's parameters, "
-                "but this one has reduction='none' and takes gradients as they are; give both the same reduction"
-            )
-        if other.in_loss:
-            self.ledger.weigh(weight)
-            micro.in_loss = True
-            return
-        if reduction == "mean" and micro.weight is None and micro.passes == 0:
-            self.open(weight)
-            micro.assumed = True
-            return
-        # A block's own weight is that of all losses in it.
-        ours = micro.assumed or (reduction == "mean" and micro.weight is not None and not self.inside)
-        if ours and micro.weight is not weight and float(micro.value()) != float(weight):
-            raise ValueError(
-                f"the losses of this micro-batch have weights {float(micro.value()):g} and {float(weight):g}, not both given to this "
-                "wrapper; if one is of another model (GAN, actor and critic), keep it out of these parameters: requires_grad_(False) for "
-                "its forward, or backward(inputs=...); if not, call this wrapper's step() after each backward, or give it a weight of its "
-                "own: `with opt.micro_batch(weight=...): ...` around them"
-            )
-
     def keep_micro_batch(self) -> None:
         """``zero_grad()`` was called inside a window. Warn if that leaves in it what plain PyTorch would have dropped."""
         kept = self.ledger.has_micro and self.ledger.micro.passes and not self.ledger.micro.bad
@@ -373,10 +346,6 @@ class Accumulation(Windows):
                 "torch.autograd.backward(parameters, gradients); leave bad ones (NaN) out by nonfinite='skip_micro_batch'. opt.reset() "
                 "drops the whole window. (Further cases are not reported.)"
             )
-
-    @property
-    def _attempted(self) -> bool:
-        return self.ledger.has_micro and self.ledger.micro.attempt is not None
 
     def end_micro_batch(self, weight: Scalar | None) -> None:
         """What ``step()`` and ``flush()`` do before they check whether the window is complete: count the micro-batch, or refuse."""
@@ -421,6 +390,12 @@ class Accumulation(Windows):
         if self.ledger.has_micro or self.losses.lacking or not self.rejected.names:  # else it is of a rejected one
             self.losses.record(loss, by_backward)
 
+    def drop_micro_batch(self) -> None:
+        """Drop the open micro-batch, if any, and its gradients that are queued. What was added stays in the sums."""
+        self._collector.drop()
+        if self.ledger.has_micro:
+            self.ledger.drop_micro_batch()
+
     # -- what layers and recipes ask for -----------------------------------------------------------------------
 
     @staticmethod
@@ -442,7 +417,11 @@ class Accumulation(Windows):
         """
         slot = self.sums.buffers.of[parameter]
         seen_whole = self._settings.drops_micro_batches or slot.low_precision or slot.offloaded or slot.is_dtensor
-        if seen_whole or self._attempted or not self._collector.accumulates(slot):
+        if (
+            seen_whole
+            or (self.ledger.has_micro and self.ledger.micro.repeatable)
+            or not self._collector.accumulates(slot)
+        ):
             return False
         with self._collector.within_pass(parameter.device):
             self.ranks.before_add([slot])
@@ -473,41 +452,10 @@ class Accumulation(Windows):
         """Would several backward passes now be more than one micro-batch, or be refused?"""
         return not self.inside and (self._settings.schedule.caller_owned or self._settings.drops_micro_batches)
 
-    @contextmanager
-    def attempted(self, weight: Scalar, attempt: Attempt) -> Iterator[None]:
-        """As :meth:`grouped`, for one forward and backward that are tried again, in parts, if an exception breaks them off.
-
-        Nothing of them counts then, except for what ``attempt`` notes. Sums go to other ranks only after the window's last pass.
-        """
-        self.open(weight)
-        micro = self.ledger.micro
-        micro.attempt, before = attempt, self.ledger.window.micro_batches
-        micro.counts, self.counts_left = self.counts_left, []
-        self._collector.nested = False  # earlier passes do not matter
-        try:
-            with self.grouped():
-                yield
-        except BaseException:
-            self._collector.drop()
-            counted = self.ledger.window.micro_batches > before
-            attempt.lost = (
-                counted
-                or micro.judged
-                or attempt.mixed
-                or bool(micro.in_place)  # whose layers would add these samples again
-                or self._collector.nested
-                or self.sums.half_written
-                or self.sums.written_by_layers
-            )
-            self.counts_left = micro.counts
-            if self.ledger.has_micro:
-                self.ledger.drop_micro_batch()
-            raise
-
     # -- what the collector calls (its Owner) -----------------------------------------------------------------
 
     def pass_begins(self, thread: int | None) -> None:
-        threads.saw_pass(thread)
+        saw_pass(thread)
         if not self._replicas_checked:
             self._replicas_checked = True
             self.ranks.replicas.check_all_wrapped(self.sums.buffers.of, lambda p: self.of_parameter(p) is not None)
@@ -532,9 +480,8 @@ class Accumulation(Windows):
             )
         elif not self.ledger.has_micro:
             self.open(*self._block)  # again: one that was broken off has left nothing
-        other = threads.weighed_by_another(thread, self.ledger)
-        if other is not None and not self.ledger.micro.in_loss:
-            self._weigh_as(other)
+        for begins in self.extensions.pass_begins:
+            begins(thread)
         if self.ledger.micro.judged:
             raise RuntimeError(
                 f"nonfinite={self._settings.nonfinite!r} must see a whole micro-batch before any of it is added, but this backward "
@@ -550,16 +497,18 @@ class Accumulation(Windows):
         micro.passes += 1
         if not self.inside:
             micro.begin_part()
-        if micro.attempt is not None and micro.attempt.forward:
-            micro.attempt.mixed = True
         self.ranks.pass_begins()
+
+    def part_begins(self) -> None:
+        if self.ledger.has_micro:
+            self.ledger.micro.nested = True
 
     @without_grad
     def add(self, slots: Sequence[Slot], grads: Sequence[Tensor]) -> None:
-        if self.ledger.micro.attempt is not None:
-            slots, grads = self.ledger.micro.attempt.wanted(slots, grads)
-            if not slots:
-                return
+        for select in self.extensions.select:
+            slots, grads = select(slots, grads)
+        if not slots:
+            return
         self.ledger.micro.arrived += len(slots)
         self.ranks.fully_sharded.wait()
         self.ranks.before_add(slots)
@@ -604,8 +553,7 @@ class Accumulation(Windows):
         if micro.passes and self._settings.reduction == "mean":
             self._note_unweighed(micro.weight is not None)
         self.ledger.commit(weight, held)
-        mixed = micro.attempt is not None and micro.attempt.done  # the buffers hold more than this micro-batch
-        if self._settings.noise_scale is not None and first and not (micro.bad or sent or held or mixed):
+        if self._settings.noise_scale is not None and first and not (micro.bad or sent or held or micro.partial):
             measure_small(window, micro, self.sums)
 
     def _note_unweighed(self, weighed: bool) -> None:
@@ -627,7 +575,7 @@ class Accumulation(Windows):
 
     def pass_failed(self) -> None:
         self.ranks.broke_off()
-        if not self.ledger.has_micro or self._attempted:
+        if not self.ledger.has_micro or self.ledger.micro.repeatable:
             return
         if self.ledger.micro.adds > self._adds_before or self._unfinished():
             self._break_off("was broken off by an exception")

@@ -13,6 +13,7 @@ from ..autograd.streams import capturing
 from ..buffers.buffers import Slot
 from ..buffers.shards import alike, local_gradient
 from ..buffers.sums import Sums
+from ..extension import Extensions
 from ..scalars import Scalar, add, div, identity, to_device, to_device_of, widest
 from ..window.amp import LossScale
 from ..window.ledger import Ledger
@@ -33,8 +34,8 @@ class Accumulator:
         rank: added to the seed, so that ranks draw different numbers: with equal ones, rounding errors would add up, not average out.
     """
 
-    def __init__(self, sums: Sums, ledger: Ledger, loss_scale: LossScale, seed: int | None):
-        self._sums, self._ledger, self._loss_scale = sums, ledger, loss_scale
+    def __init__(self, sums: Sums, ledger: Ledger, loss_scale: LossScale, extensions: Extensions, seed: int | None):
+        self._sums, self._ledger, self._loss_scale, self._extensions = sums, ledger, loss_scale, extensions
         self.seed, self.rank = seed, 0
 
     def add(self, slots: Sequence[Slot], grads: Sequence[Tensor], measure: bool) -> None:
@@ -68,8 +69,8 @@ class Accumulator:
             except BaseException:
                 micro.adds += sums.half_written  # one that raises for lack of memory, say, has mostly added nothing
                 raise
-            if micro.attempt is not None:
-                micro.attempt.taken.update(members)
+            for added in self._extensions.added:
+                added(members)
             sums.written(members, divisor, shown=not first)
             if stats is not None:
                 self._measured(stats, members, divisor)

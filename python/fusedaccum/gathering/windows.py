@@ -28,7 +28,6 @@ class Windows:
         extensions: of the wrapper, not attached yet.
 
     Attributes:
-        counts_left: counts of what was not finite, from attempts at the open window that broke off.
         step_under_way: has a step() ended the micro-batch counted last, and not returned?
         inner_call: the call in which the inner optimizer steps, or another of its methods runs.
         updated: did the last step() or flush() change the parameters, and has no micro-batch begun since?
@@ -40,10 +39,9 @@ class Windows:
         self.extensions = extensions
         self.ledger = Ledger(settings.schedule, settings.reduction, self.extensions)
         self.loss_scale = LossScale()
-        self.accumulator = Accumulator(self.sums, self.ledger, self.loss_scale, seed)
+        self.accumulator = Accumulator(self.sums, self.ledger, self.loss_scale, self.extensions, seed)
         self.losses = Losses(self.ledger, self.loss_scale)
         self.ranks = Alone()  # which share the windows
-        self.counts_left: list[Tensor] = []
         self.step_under_way = False
         self.inner_call: FrameType | None = None
         self.updated: bool | Tensor = False
@@ -88,7 +86,7 @@ class Windows:
             self.sums.part_with_written(False)  # zeroed, perhaps
             self._not_zeroed = self.sums.left_in_place
         self.sums.begin()
-        self.counts_left, self.step_under_way, self._weighed = [], False, None
+        self.step_under_way, self._weighed = False, None
         self.ranks.reset()
         self.ledger.begin_window(unit)  # last: if anything above raises, the next call begins it
 

@@ -18,7 +18,6 @@ from ..scalars import Scalar, add, checked_count, checked_weight, to_device_of
 
 if TYPE_CHECKING:
     from ..buffers.buffers import Slot
-    from .attempts import Attempt
 
 
 def checked_steps(steps: Any, name: str = "accum_steps") -> int:
@@ -152,7 +151,11 @@ class MicroBatch:
     arrived: int = 0  # gradients that have been added
     arrived_first: int = 0  # those of the first part
     in_place: list[Slot] = field(default_factory=list)  # to whose sums their layers have added by themselves
-    attempt: Attempt | None = None  # set if it is tried again, in parts, when it breaks off
+    nested: bool = False  # has a pass had re-entrant parts, each of which brings a parameter a gradient of its own?
+    repeatable: bool = (
+        False  # may it be run again, if it breaks off? Then its gradients come through hooks only, and stay here
+    )
+    partial: bool = False  # have some parameters taken its gradient before? Then the buffers hold more than is counted
 
     def value(self) -> Scalar:
         """The weight; 1 if none was given."""
