@@ -32,7 +32,7 @@ ROOMS = {
     "closing": {"buffers", "closures", "gathering", "scalars", "warn", "window"},
     "checkpoint": {"buffers", "engine", "warn", "window"},
     "schedules": {"scalars", "window"},
-    "wrapper": {"buffers", "checkpoint", "closing", "features", "gathering", "mistakes", "warn", "window"},
+    "wrapper": {"buffers", "checkpoint", "closing", "features", "gathering", "mistakes", "window"},
     "optimizer": {
         "autograd",
         "checkpoint",

@@ -72,6 +72,9 @@ class Extension:
 
     # -- what it may refuse ------------------------------------------------------------------------------------
 
+    def check_call(self) -> None:
+        """Raises RuntimeError if the wrapper is not to be called."""
+
     def check_parameter(self, name: str, parameter: Parameter, settings: Settings, left: bool) -> None:
         """Raises ValueError for a parameter that these settings rule out. ``left``: it is taken over from another wrapper."""
 
@@ -175,6 +178,7 @@ class Extensions:
         self.parameters_moved = self._listening("parameters_moved")
         self.parameters_changed = self._listening("parameters_changed")
         self.buffers_released = self._listening("buffers_released")
+        self.check_call = self._listening("check_call")
         self.check_parameter = self._listening("check_parameter")
         self.check_shared = self._listening("check_shared")
         self.check_weight = self._listening("check_weight")

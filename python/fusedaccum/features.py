@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from .extension import Extension, Extensions
 from .extensions import main_grad
 from .extensions.batch_norm import BatchNormStats
+from .extensions.changing_owners import ChangingOwners
 from .extensions.in_place_layers import InPlaceLayers
 from .extensions.main_grad import MainGrads
 from .extensions.shared_backward import SharedBackward
@@ -24,6 +25,7 @@ def always(settings: Settings, inner: Optimizer) -> bool:
 
 # When a wrapper of these settings and this inner optimizer has the feature, and what makes it.
 FEATURES: list[tuple[Callable[[Settings, Optimizer], bool], type[Extension]]] = [
+    (always, ChangingOwners),  # first: others find the parameters that it has taken
     (always, BatchNormStats),
     (always, SharedBackward),
     (always, InPlaceLayers),

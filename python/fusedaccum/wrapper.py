@@ -19,7 +19,6 @@ from .closing.guard import guard
 from .features import extend, extensions_for
 from .gathering.accumulation import Accumulation
 from .mistakes import DividedTwice, StepCalled
-from .warn import callers_line
 from .window.amp import LossScale
 from .window.settings import Settings, check_parameter
 from .window.window import Schedule
@@ -49,8 +48,7 @@ class Wrapper(Optimizer):
         # Optimizer.__init__ is not run: groups, state, defaults and hooks are the inner optimizer's (see __getattr__).
         self.optimizer = optimizer
         self.settings = settings
-        name = f"around {type(optimizer).__name__}, built at {callers_line()}"
-        self._accumulation = Accumulation(settings, seed, extensions_for(settings, optimizer), name)
+        self._accumulation = Accumulation(settings, seed, extensions_for(settings, optimizer))
         self._accumulation.extensions.attach(self._accumulation, optimizer)
         self._ledger, self._sums = self._accumulation.ledger, self._accumulation.sums
         if not type(optimizer).__module__.startswith("torch.optim."):  # PyTorch's own keep copies of gradients
@@ -87,16 +85,14 @@ class Wrapper(Optimizer):
         new = [(name, p) for p, name in self._named().items() if p not in self._sums.buffers.of]
         for name, p in new:
             other = Accumulation.of_parameter(p)
-            if other is not None:  # another wrapper's, which this one takes the parameter from
-                other.check_can_leave(name)
-            check_parameter(name, p, self.settings, other is not None and other.shows(p))
             for check in self._accumulation.extensions.check_parameter:
                 check(name, p, self.settings, anew or other is not None)
+            check_parameter(name, p, self.settings, other is not None and other.shows(p))
         return new
 
     def _follow_groups(self) -> None:
         """The groups have changed."""
-        self._accumulation.check_in_charge()
+        self._accumulation.check_call()
         extend(self._accumulation.extensions, self.settings, self.optimizer)
         named, slots = self._named(), self._sums.buffers.slots
         if len(named) >= len(slots) and all(slot.param is p for slot, p in zip(slots, named, strict=False)):
@@ -242,7 +238,7 @@ class Wrapper(Optimizer):
             self._sums.buffers.check_gathers(self.param_groups)
 
     def _not_inside(self, call: str) -> None:
-        self._accumulation.check_in_charge()
+        self._accumulation.check_call()
         if self._accumulation.inside:
             raise RuntimeError(
                 f"{call} was called inside micro_batch(), which holds one whole micro-batch; call it after the block"

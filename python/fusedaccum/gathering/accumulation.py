@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 
@@ -35,9 +35,6 @@ _ACCUMULATION_OF: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> we
 class Accumulation(Windows):
     """Windows that accumulate the gradients of backward passes, micro-batch by micro-batch. A GradCollector's Owner.
 
-    Args:
-        name: what to call the wrapper where another one's parameters have come to it.
-
     Attributes:
         inside: is the caller within ``micro_batch()``?
         refuses_backward: the call in which the inner optimizer is at work on a window that has closed, so that a backward would belong
@@ -45,10 +42,8 @@ class Accumulation(Windows):
         rejected: the micro-batches that were rejected since the last ``step()``.
     """
 
-    def __init__(self, settings: Settings, seed: int | None, extensions: Extensions, name: str):
+    def __init__(self, settings: Settings, seed: int | None, extensions: Extensions):
         super().__init__(settings, seed, extensions)
-        self._name = name
-        self._successor: str | None = None  # the name of the wrapper that has this one's parameters since
         self.inside = False
         self.refuses_backward: FrameType | None = None
         self._adds_before = 0  # of the open micro-batch, when the pass (or group of passes) under way began
@@ -111,47 +106,18 @@ class Accumulation(Windows):
         self._hook([slot for slot in slots if slot not in places])
         return [slot.param for slot in gone]
 
-    # -- another wrapper of the same parameters ----------------------------------------------------------------
-
     def shows(self, parameter: Parameter) -> bool:
         """True if what is in ``p.grad`` is what this wrapper has accumulated, and not other code's."""
         slot = self.sums.buffers.of[parameter]
         return slot.holder.grad is slot.shown
 
-    def check_can_leave(self, name: str) -> None:
-        """Raises RuntimeError if the parameter of that name cannot be taken by another wrapper now."""
-        self.end_open_pass()
-        if self.inside:
-            raise RuntimeError(
-                f"parameter {name} belongs to an AccumulatingOptimizer {self._name}, which is inside micro_batch(); build another after "
-                "the block"
-            )
-
-    def check_in_charge(self) -> None:
-        """Raises RuntimeError if another wrapper has been built for the parameters since."""
-        if self._successor is not None:
-            raise RuntimeError(
-                f"this AccumulatingOptimizer, {self._name}, has lost its parameters to another one, {self._successor}, because the last "
-                "that is built for a parameter has its gradients: call that one. Of two optimizers for one parameter, wrap only one, and "
-                "that without accum_steps and window_weight"
-            )
-
-    def _leave(self, successor: str) -> None:
-        """Leave all parameters alone: another wrapper has been built for some of them."""
-        if self.ledger.is_open:
-            warn(
-                f"the open window of an AccumulatingOptimizer {self._name}, is dropped, because another one, {successor}, has taken its "
-                "parameters. To apply such a window, call flush() before building another; to drop it, reset()"
-            )
-        self._successor = successor
-        slots = list(self.sums.buffers.slots)
+    def let_go(self) -> None:
+        """Have no parameters any more; the open window is dropped."""
         self._collector.drop()
         self.rejected.withdraw()
         self.ledger.drop_window()
         self.sums.begin()  # the gradient that a closed window has left in p.grad is gone
-        for slot in slots:
-            self._collector.unhook(slot)
-            del _ACCUMULATION_OF[slot.param]
+        self.unhook_all()
         self.sums.buffers.replace([])
         self._tell_changed([])
         self.sums.buffers.free()
@@ -164,9 +130,6 @@ class Accumulation(Windows):
         self.ledger.mixes_ranks = bool(self.ranks.fully_sharded.slots)
         self.ranks.fully_sharded.follow(self._hide_shards, self._settings.reduction == "none", slots)
         self._replicas_checked = False
-        for other in {other for slot in slots if (other := self.of_parameter(slot.param)) not in (None, self)}:
-            other._leave(self._name)
-            self.sums.buffers.look_again(slots)
         self._tell_changed(slots)
         with recording():
             for slot in slots:
@@ -183,9 +146,14 @@ class Accumulation(Windows):
             self._collector.unhook(slot)
             del _ACCUMULATION_OF[slot.param]
 
+    def check_call(self) -> None:
+        """Raises RuntimeError if the wrapper is not to be called."""
+        for check in self.extensions.check_call:
+            check()
+
     def end_open_pass(self) -> None:
         """Every public call begins here: a pass that still seems open is over, or was broken off; ``p.grad`` is ours again."""
-        self.check_in_charge()
+        self.check_call()
         if within_backward():
             raise RuntimeError(
                 "the wrapper was called from inside a backward pass (by a hook?); call it when backward has returned"
@@ -386,7 +354,7 @@ class Accumulation(Windows):
 
     def record_loss(self, loss: Scalar, by_backward: bool = False) -> None:
         """Record the loss of the open micro-batch, or of the one counted last; see :meth:`Losses.record`."""
-        self.check_in_charge()
+        self.check_call()
         if self.ledger.has_micro or self.losses.lacking or not self.rejected.names:  # else it is of a rejected one
             self.losses.record(loss, by_backward)
 
@@ -408,20 +376,23 @@ class Accumulation(Windows):
         """End a pass that still seems open, if its backward has returned."""
         self._collector.end_returned_pass()
 
+    @property
+    def tells_passes_apart(self) -> bool:
+        """Would several backward passes now be more than one micro-batch, or be refused?"""
+        return not self.inside and (self._settings.schedule.caller_owned or self._settings.drops_micro_batches)
+
     @without_grad
-    def add_by(self, write: Write, parameter: Parameter) -> bool:
+    def add_by(self, write: Write, parameter: Parameter, fits: Callable[[torch.dtype], bool]) -> bool:
         """Within a backward pass: let ``write`` add the gradient it makes itself, once, to the parameter's buffer.
 
-        Returns False, and does nothing, if the gradient must come the ordinary way: the pass hands it to other code, or it must be seen
-        whole before it is added. Raises as a hook would.
+        ``fits``: tells whether ``write`` can write a buffer of this dtype. Returns False, and does nothing, if it cannot, or if the
+        gradient must come the ordinary way: the pass hands it to other code, or it must be seen whole before it is added, or may have to
+        be added again. Raises as a hook would.
         """
         slot = self.sums.buffers.of[parameter]
         seen_whole = self._settings.drops_micro_batches or slot.low_precision or slot.offloaded or slot.is_dtensor
-        if (
-            seen_whole
-            or (self.ledger.has_micro and self.ledger.micro.repeatable)
-            or not self._collector.accumulates(slot)
-        ):
+        again = self.ledger.has_micro and self.ledger.micro.repeatable
+        if seen_whole or again or not fits(slot.dtype) or not self._collector.accumulates(slot):
             return False
         with self._collector.within_pass(parameter.device):
             self.ranks.before_add([slot])
@@ -446,11 +417,6 @@ class Accumulation(Windows):
     def count_added(self, slot: Slot) -> None:
         """Within a pass: a gradient has been added to the slot's buffer, as it has to be for the open window."""
         self.accumulator.count_added(slot, self.measures)
-
-    @property
-    def tells_passes_apart(self) -> bool:
-        """Would several backward passes now be more than one micro-batch, or be refused?"""
-        return not self.inside and (self._settings.schedule.caller_owned or self._settings.drops_micro_batches)
 
     # -- what the collector calls (its Owner) -----------------------------------------------------------------
 
