@@ -7,7 +7,7 @@ import fusedaccum.extensions.batch_norm
 import fusedaccum.ops
 import fusedaccum.recipes.micro_batcher
 import torch
-from fusedaccum.window.attempts import Attempt
+from fusedaccum.extensions.retries import Attempt
 from torch import nn
 
 

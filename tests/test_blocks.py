@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from fusedaccum.gathering import threads
+from fusedaccum.autograd.passes import saw_pass
 from training import assert_same_parameters, big_batch_step, data, gradient, mean_loss, model, parts, sgd, twin, wrapped
 
 
@@ -177,6 +177,6 @@ def test_a_backward_of_a_thread_that_is_not_known_may_be_the_blocks():
     opt = wrapped(net)
     mean_loss(net, x, y).backward()
     with opt.micro_batch():
-        threads.saw_pass(None)
+        saw_pass(None)
     opt.step()
     assert opt.last_window.micro_batches == 2

@@ -7,6 +7,7 @@ import warnings
 import fusedaccum as fa
 import pytest
 import torch
+from fusedaccum.extensions.main_grad import MainGrads
 from torch import nn
 from training import assert_same_parameters, data, gradient, mean_loss, model, parts, sgd, twin, wrapped
 
@@ -249,13 +250,10 @@ def test_layers_that_add_to_main_grad_add_to_the_new_ones():
     old = wrapped(layer, 2)
     before = layer.weight.main_grad
     new = wrapped(layer, 2)
-    assert (
-        layer.weight.main_grad is not before
-        and new._sums.buffers.with_main_grad
-        and not old._sums.buffers.with_main_grad
-    )
-    del old
-    assert layer.weight.main_grad is new._sums.buffers.with_main_grad[0].buffer
+    ours, theirs = (opt._accumulation.extensions.of(MainGrads) for opt in (new, old))
+    assert layer.weight.main_grad is not before and ours.slots and not theirs.slots
+    del old, theirs
+    assert layer.weight.main_grad is ours.slots[0].buffer
 
 
 @pytest.mark.parametrize("asked", [None, torch.bfloat16, torch.float32, "any"])

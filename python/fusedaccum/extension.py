@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.nn import Parameter
     from torch.optim import Optimizer
 
     from .buffers.buffers import Slot
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from .gathering.accumulation import Accumulation
     from .gathering.rejected import Rejected
     from .scalars import Scalar
+    from .window.settings import Settings
     from .window.window import MicroBatch
 
 Kind = TypeVar("Kind", bound="Extension")
@@ -68,7 +70,7 @@ class Extension:
     inner: Optimizer
 
     def attach(self, accumulation: Accumulation, inner: Optimizer) -> None:
-        """Become a part of a wrapper, before it has any parameters."""
+        """Become a part of a wrapper, before it has any parameters, or any that it is for."""
         # A proxy, because the accumulation holds its extensions: dropping the wrapper must free the model at once.
         self.accumulation, self.inner = weakref.proxy(accumulation), inner
 
@@ -84,8 +86,14 @@ class Extension:
     def micro_batch_opened(self) -> None:
         """A micro-batch is open."""
 
-    def admit(self) -> None:
-        """A backward pass begins, in a window that is open. May raise, which refuses it."""
+    def block_begins(self, thread: int) -> None:
+        """A block of backward passes that are one micro-batch, which is open, begins in this thread."""
+
+    def block_ends(self) -> None:
+        """The block is over, or was not begun, because an exception came before."""
+
+    def pass_begins(self, thread: int | None) -> None:
+        """A backward pass of the open micro-batch, called by this thread (None: not known), brings its first gradient. May refuse it."""
 
     def micro_batch_ends(self, micro: MicroBatch) -> None:
         """The micro-batch is about to be counted. If this raises, it is not, and still open."""
@@ -181,6 +189,53 @@ class Extension:
         """True if the loss of the micro-batch that is open, or was counted last, is wanted and has not come."""
         return False
 
+    def parameters_changed(self, new: Sequence[Slot]) -> None:
+        """The wrapper has other parameters than before. Those of ``new`` have no hook yet; some may have no buffer."""
+
+    def buffers_released(self) -> None:
+        """What the buffers hold is needed no more: the window was applied and reported, or dropped."""
+
+    # -- what it may refuse ------------------------------------------------------------------------------------
+
+    def check_call(self) -> None:
+        """Raises RuntimeError if the wrapper is not to be called."""
+
+    def check_parameter(self, name: str, parameter: Parameter, settings: Settings, left: bool) -> None:
+        """Raises ValueError for a parameter that these settings rule out. ``left``: it is taken over from another wrapper."""
+
+    def check_shared(self) -> None:
+        """Raises ValueError if ranks cannot share windows of these parameters."""
+
+    def check_weight(self, weight: Scalar) -> None:
+        """Raises ValueError for a weight that the micro-batch cannot have."""
+
+    def weighed_elsewhere(self, thread: int | None) -> MicroBatch | None:
+        """Another wrapper's micro-batch, if its weight was given to the loss whose backward ``thread`` has called."""
+        return None
+
+    # -- gradients on their way --------------------------------------------------------------------------------
+
+    def added_already(self, slot: Slot, grad: Tensor | None) -> bool:
+        """True if the slot's gradient is in its buffer, so that ``grad``, which autograd brings, is none. It may be used by other code.
+
+        Asked about a gradient that other code holds, too, about None, and about all of a slot with ``main_grad_enabled``.
+        """
+        return False
+
+    def select(self, slots: Sequence[Slot], grads: Sequence[Tensor]) -> tuple[Sequence[Slot], Sequence[Tensor]]:
+        """Those of the gradients of ``slots`` that are to be added."""
+        return slots, grads
+
+    def adding(self, slots: Sequence[Slot]) -> None:
+        """Gradients are about to be added to the buffers of ``slots``."""
+
+    def added(self, slots: Sequence[Slot]) -> None:
+        """Gradients of ``slots`` were added, in one call."""
+
+    def unfinished(self) -> str | None:
+        """If a pass that was broken off has left what no hook has told of: why the next one, if that has begun, is refused."""
+        return None
+
     # -- micro-batches that can only be dropped together -------------------------------------------------------
 
     def snapshot(self) -> Any:
@@ -222,55 +277,48 @@ class Extensions:
     """A wrapper's extensions, and for every event the methods that some of them override: a feature that is off costs no call."""
 
     def __init__(self, extensions: Iterable[Extension]):
-        self.all = tuple(extensions)
+        self.all: tuple[Extension, ...] = ()
+        self._listeners: list[str] = []  # events that have been looked up
+        self._wrapper: tuple[weakref.ref[Accumulation], Optimizer] | None = None
+        self.add(extensions)
+
+    def attach(self, accumulation: Accumulation, inner: Optimizer) -> None:
+        """Make all of them a part of this wrapper, also those that are added later."""
+        self._wrapper = weakref.ref(accumulation), inner
+        for extension in self.all:
+            extension.attach(accumulation, inner)
+
+    def add(self, extensions: Iterable[Extension]) -> None:
+        """Have these, too, which are called after the others."""
+        new = tuple(extensions)
+        self.all += new
+        if self._wrapper is not None:
+            accumulation, inner = self._wrapper[0](), self._wrapper[1]
+            assert accumulation is not None  # it holds this
+            for extension in new:
+                extension.attach(accumulation, inner)
         self.saved = {e.key: e for e in self.all if e.key is not None}
         self.attributes = {name: e for e in self.all for name in e.attributes}
-        self._listen()
+        self._forget_listeners()
 
     def wake(self, extension: Extension) -> None:
         """From now on the extension is told what happens."""
         if extension.asleep:
             extension.asleep = False
-            self._listen()
+            self._forget_listeners()
 
-    def _listen(self) -> None:
-        self.window_opened = self._listening("window_opened")
-        self.micro_batch_opened = self._listening("micro_batch_opened")
-        self.admit = self._listening("admit")
-        self.micro_batch_ends = self._listening("micro_batch_ends")
-        self.micro_batch_counted = self._listening("micro_batch_counted")
-        self.holds_one = self._listening("holds_one")
-        self.micro_batch_rejected = self._listening("micro_batch_rejected")
-        self.micro_batch_dropped = self._listening("micro_batch_dropped")
-        self.window_dropped = self._listening("window_dropped")
-        self.step_begins = self._listening("step_begins")
-        self.ended = self._listening("ended")
-        self.window_goes_on = self._listening("window_goes_on")
-        self.step_ended = self._listening("step_ended")
-        self.forgotten = self._listening("forgotten")
-        self.weighed_late = self._listening("weighed_late")
-        self.closing = self._listening("closing")
-        self.normed = self._listening("normed")
-        self.window_closed = self._listening("window_closed")
-        self.closed = self._listening("closed")
-        self.parameters_moved = self._listening("parameters_moved")
-        self.loss_given = self._listening("loss_given")
-        self.scale_news = self._listening("scale_news")
-        self.scale = self._listening("scale")
-        self.carries = self._listening("carries")
-        self.loss_scale = self._listening("loss_scale")
-        self.normalizing = self._listening("normalizing")
-        self.judge = self._listening("judge")
-        self.rejects = self._listening("rejects")
-        self.finished = self._listening("finished")
-        self.measures = self._listening("measures")
-        self.lacks_loss = self._listening("lacks_loss")
+    def __getattr__(self, event: str) -> tuple[Callable[..., Any], ...]:
+        """The methods of this name of those that override it, in order; looked up once."""
+        base = getattr(Extension, event)
+        listening = tuple(getattr(e, event) for e in self.all if not e.asleep and getattr(type(e), event) is not base)
+        vars(self)[event] = listening
+        self._listeners.append(event)
+        return listening
 
-    def _listening(self, event: str) -> tuple[Callable[..., Any], ...]:
-        def overrides(e: Extension) -> bool:
-            return getattr(type(e), event) is not getattr(Extension, event)
-
-        return tuple(getattr(e, event) for e in self.all if not e.asleep and overrides(e))
+    def _forget_listeners(self) -> None:
+        for event in self._listeners:
+            delattr(self, event)
+        self._listeners.clear()
 
     def of(self, kind: type[Kind]) -> Kind:
         """The one of this kind."""
@@ -279,6 +327,12 @@ class Extensions:
     def tell_scale(self, news: ScaleNews, scale: Scalar | None = None) -> None:
         for tell in self.scale_news:
             tell(news, scale)
+
+    def ensure(self, kind: type[Kind]) -> Kind:
+        """The one of this kind, which is added if there is none."""
+        if not any(isinstance(e, kind) for e in self.all):
+            self.add([kind()])
+        return self.of(kind)
 
     def reduce(self) -> dict[tuple[int, str], float]:
         """The numbers of all of them, by whose they are and by name."""
@@ -289,9 +343,9 @@ class Extensions:
         for i, e in enumerate(self.all):
             e.reduced({name: total for (of, name), total in totals.items() if of == i}, group)
 
-    def snapshot(self) -> list[Any]:
-        return [e.snapshot() for e in self.all]
+    def snapshot(self) -> dict[Extension, Any]:
+        return {e: e.snapshot() for e in self.all}
 
-    def roll_back(self, snapshot: list[Any]) -> None:
-        for e, kept in zip(self.all, snapshot, strict=True):
+    def roll_back(self, snapshot: dict[Extension, Any]) -> None:
+        for e, kept in snapshot.items():
             e.roll_back(kept)

@@ -6,11 +6,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from .extension import Extension, Extensions
+from .extensions import main_grad
 from .extensions.batch_norm import BatchNormStats
+from .extensions.changing_owners import ChangingOwners
+from .extensions.in_place_layers import InPlaceLayers
 from .extensions.loss_scale import LossScale
 from .extensions.losses import Losses
+from .extensions.main_grad import MainGrads
 from .extensions.noise_scale import NoiseScale
 from .extensions.nonfinite import Raise, SkipMicroBatch, SkipWindow
+from .extensions.shared_backward import SharedBackward
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -23,7 +28,9 @@ def always(settings: Settings, inner: Optimizer) -> bool:
 
 
 # When a wrapper of these settings and this inner optimizer has the feature, and what makes it.
-FEATURES: list[tuple[Callable[[Settings, Optimizer], bool], Callable[[], Extension]]] = [
+FEATURES: list[tuple[Callable[[Settings, Optimizer], bool], type[Extension]]] = [
+    (always, ChangingOwners),  # first: others find the parameters that it has taken
+    (always, SharedBackward),  # gives the micro-batch its weight before others look at it
     (always, Losses),
     (lambda settings, _: settings.noise_scale is not None, NoiseScale),
     (lambda settings, _: settings.nonfinite == "skip_window", SkipWindow),
@@ -31,9 +38,19 @@ FEATURES: list[tuple[Callable[[Settings, Optimizer], bool], Callable[[], Extensi
     (lambda settings, _: settings.nonfinite == "raise", Raise),
     (always, LossScale),  # divides after Losses, and reports over what the three above have
     (always, BatchNormStats),
+    (always, InPlaceLayers),
+    (main_grad.any_enabled, MainGrads),
 ]
 
 
 def extensions_for(settings: Settings, inner: Optimizer) -> Extensions:
     """Those of a wrapper of these settings and this inner optimizer."""
-    return Extensions(make() for on, make in FEATURES if on(settings, inner))
+    extensions = Extensions([])
+    extend(extensions, settings, inner)
+    return extensions
+
+
+def extend(extensions: Extensions, settings: Settings, inner: Optimizer) -> None:
+    """Add those that the wrapper has not yet, but has reason for by now."""
+    here = {type(e) for e in extensions.all}
+    extensions.add([make() for on, make in FEATURES if make not in here and on(settings, inner)])

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.optim import LBFGS
 from torch.optim.optimizer import Optimizer
 
+from .autograd.passes import saw_pass
 from .checkpoint import checkpoint
 from .checkpoint.distributed import refuse_torchs_functions
 from .closures import Evaluated
 from .engine import outside_graphs, without_grad
 from .extension import LossFrom
-from .gathering import threads
 from .mistakes import check_arguments, check_is_optimizer, suggests_arguments, warn_if_never_stepped
 from .scalars import Scalar, checked_loss, checked_weight, is_number, or_one
 from .window.ledger import NO_GRADIENT
@@ -146,7 +146,7 @@ class AccumulatingOptimizer(Wrapper):
                     self._divided.look(loss, self._closing.last_window)
                 weighed = loss * self._ledger.micro.value() if self._ledger.micro.in_loss else loss
                 weighed.backward(**kwargs)  # its hooks (autograd/) bring the gradients to self._accumulation
-                threads.saw_pass(threading.get_ident())
+                saw_pass(threading.get_ident())
                 if kwargs.get("gradient") is None:  # else the gradients are not of the loss itself
                     self._accumulation.record_loss(loss, LossFrom.PASS)
         finally:

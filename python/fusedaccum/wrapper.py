@@ -12,17 +12,15 @@ from torch.nn import Parameter
 from torch.optim import LBFGS
 from torch.optim.optimizer import Optimizer
 
-from .buffers import main_grad
 from .buffers.masters import MasterWeights, states_of
 from .checkpoint import checkpoint
 from .closing.closing import Closing
 from .closing.guard import guard
 from .extension import Extension
-from .features import extensions_for
+from .features import extend, extensions_for
 from .gathering.accumulation import Accumulation
 from .mistakes import DividedTwice, StepCalled
-from .warn import callers_line
-from .window.settings import Settings, check_lent, check_parameter
+from .window.settings import Settings, check_parameter
 from .window.window import Schedule
 
 # The wrapper's own attributes, beside those whose names begin with an underscore.
@@ -46,20 +44,18 @@ class Wrapper(Optimizer):
     # GradScaler.step() then calls our step() after an overflow too, so that the window keeps its boundary.
     _step_supports_amp_scaling = True
 
-    def _build(self, optimizer: Optimizer, settings: Settings, seed: int | None) -> None:
+    def _build(self, optimizer: Optimizer, settings: Settings, seed: int | None, anew: bool = False) -> None:
         # Optimizer.__init__ is not run: groups, state, defaults and hooks are the inner optimizer's (see __getattr__).
         self.optimizer = optimizer
         self.settings = settings
-        name = f"around {type(optimizer).__name__}, built at {callers_line()}"
-        self._accumulation = Accumulation(settings, seed, extensions_for(settings, optimizer), name)
-        for extension in self._accumulation.extensions.all:
-            extension.attach(self._accumulation, optimizer)
+        self._accumulation = Accumulation(settings, seed, extensions_for(settings, optimizer))
+        self._accumulation.extensions.attach(self._accumulation, optimizer)
         self._ledger, self._sums = self._accumulation.ledger, self._accumulation.sums
         if not type(optimizer).__module__.startswith("torch.optim."):  # PyTorch's own keep copies of gradients
             self._sums.states = functools.partial(states_of, optimizer)
         self._masters = MasterWeights(settings.buffer_device)
         self._closing = Closing(optimizer, self._accumulation, self._masters, settings)
-        self._accumulation.start(self._new())
+        self._accumulation.start(self._new(anew))
         guard(optimizer, self._accumulation)
         if isinstance(optimizer, LBFGS) and not self._accumulation.ranks.alone:
             raise ValueError("process_group does not work with LBFGS, which decides by itself how often it evaluates")
@@ -81,21 +77,23 @@ class Wrapper(Optimizer):
                 named.setdefault(p, name)
         return named
 
-    def _new(self) -> list[tuple[str, Parameter]]:
-        """The parameters in the groups that are not known yet, with names. Raises ValueError for one whose gradients cannot be taken."""
+    def _new(self, anew: bool = False) -> list[tuple[str, Parameter]]:
+        """The parameters in the groups that are not known yet, with names. Raises ValueError for one whose gradients cannot be taken.
+
+        ``anew``: they may have been a wrapper's, or are copies of such.
+        """
         new = [(name, p) for p, name in self._named().items() if p not in self._sums.buffers.of]
         for name, p in new:
             other = Accumulation.of_parameter(p)
-            if other is not None:  # another wrapper's, which this one takes the parameter from
-                other.check_can_leave(name)
+            for check in self._accumulation.extensions.check_parameter:
+                check(name, p, self.settings, anew or other is not None)
             check_parameter(name, p, self.settings, other is not None and other.shows(p))
-            if main_grad.is_enabled(p):
-                check_lent(name, p, self.settings, other is not None)
         return new
 
     def _follow_groups(self) -> None:
         """The groups have changed."""
-        self._accumulation.check_in_charge()
+        self._accumulation.check_call()
+        extend(self._accumulation.extensions, self.settings, self.optimizer)
         named, slots = self._named(), self._sums.buffers.slots
         if len(named) >= len(slots) and all(slot.param is p for slot, p in zip(slots, named, strict=False)):
             self._accumulation.add_parameters(self._new())
@@ -245,15 +243,14 @@ class Wrapper(Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 p.grad = None  # a plain tensor's copy has a copy of the gradient; ours is in the window
-            main_grad.withdraw(group["params"])  # a pickled one's, too
-        self._build(self.optimizer, self.settings, seed)
+        self._build(self.optimizer, self.settings, seed, anew=True)
 
     def _check_groups(self) -> None:
         if not self._accumulation.at_work:  # when they may hold masters
             self._sums.buffers.check_gathers(self.param_groups)
 
     def _not_inside(self, call: str) -> None:
-        self._accumulation.check_in_charge()
+        self._accumulation.check_call()
         if self._accumulation.inside:
             raise RuntimeError(
                 f"{call} was called inside micro_batch(), which holds one whole micro-batch; call it after the block"

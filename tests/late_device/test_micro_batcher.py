@@ -5,7 +5,7 @@ import fusedaccum.autograd.collector
 import fusedaccum.buffers.offload
 import pytest
 import torch
-from fusedaccum.window.attempts import Attempt
+from fusedaccum.extensions.retries import Attempt
 from offloading import made
 
 

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from .. import native
-from ..buffers import in_place, main_grad
 from ..buffers.buffers import Slot
 from ..buffers.shards import ShardHolder, local_of
 from ..engine import outside_graphs, when_backward_ends
@@ -38,11 +37,14 @@ class Owner(Protocol):
     def pass_begins(self, thread: int | None) -> None:
         """An outermost backward pass, called by ``thread``, brings its first gradient. May raise, which refuses the pass."""
 
+    def part_begins(self) -> None:
+        """So does a re-entrant part of it, such as a checkpoint's."""
+
     def add(self, slots: Sequence[Slot], grads: Sequence[Tensor]) -> None:
         """Add these gradients to the buffers of these slots, of which none occurs twice."""
 
-    def layer_added(self, slot: Slot) -> None:
-        """The layer of a slot has added a gradient to its buffer."""
+    def added_already(self, slot: Slot, grad: Tensor | None) -> bool:
+        """As :class:`~fusedaccum.autograd.grad_queue.Listener` has it."""
 
     def pass_ends(self) -> None:
         """The outermost pass is over and its gradients have been handed over (or are held)."""
@@ -108,8 +110,6 @@ class GradCollector:
         self._last_broken = -1
         self._open = False  # has an outermost pass begun, and not ended?
         self._call: FrameType | None = None  # of that pass; None if it cannot be seen
-        # Has a pass had re-entrant parts, each of which brings a parameter a gradient of its own, since an attempt last set this to False?
-        self.nested = False
 
     def hook(self, slot: Slot) -> None:
         """Take this parameter's gradients from now on."""
@@ -206,6 +206,10 @@ class GradCollector:
             self._order.acquire([device])
             yield
 
+    def put(self, slot: Slot, grad: Tensor) -> None:
+        """Queue a gradient that did not come through a hook, and that nothing else will write to."""
+        self._queue.put(slot, grad)
+
     # -- what the hooks call (their Listener) ------------------------------------------------------------------
 
     def refuse_unfit(self, slot: Slot, grad: Any) -> None:
@@ -230,34 +234,8 @@ class GradCollector:
 
     @outside_graphs
     def added_already(self, slot: Slot, grad: Tensor | None) -> bool:
-        """Has the slot's layer added its gradient itself, and sent nothing that counts?"""
-        task = torch._C._current_graph_task_id()
         with self._lock:
-            if slot.main_grad_enabled:
-                if grad is None:
-                    return False
-                self.enter(task)
-                if not main_grad.was_added(slot.param):
-                    return False
-                self._order.acquire([slot.param.device])
-                self._owner_now().layer_added(slot)
-                return not main_grad.clear_added(slot.param)
-            # Before the pass begins, and perhaps a window, which forgets what was written.
-            way = in_place.way_of(slot, grad)
-            if way is None:
-                return False
-            copy = None
-            if grad is not None and way is in_place.Way.LEFT:
-                copy = grad.clone()  # autograd adds it to itself
-            if way is not in_place.Way.LEFT or not slot.block.untouched_by_user:
-                slot.block.written()  # not by other code, of which the pass would warn
-                self.enter(task)
-                self._order.acquire([slot.param.device])
-                if slot.shown is not None or way is in_place.Way.TAKEN_AWAY:
-                    self._owner_now().layer_added(slot)
-            if copy is not None:
-                self._queue.put(slot, copy)
-            return True
+            return self._owner_now().added_already(slot, grad)
 
     @outside_graphs
     def enter(self, task: int) -> None:
@@ -280,7 +258,8 @@ class GradCollector:
             if not self._open:
                 self._owner_now().pass_begins(thread)
                 self._open, self._call = True, call
-            self.nested = self.nested or nested
+            if nested:
+                self._owner_now().part_begins()
             self._tasks.add(task)
             self._queue.expect(task)
             end = functools.partial(_task_ended, weakref.ref(self), task)

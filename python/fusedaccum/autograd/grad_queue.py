@@ -38,9 +38,10 @@ class Listener(Protocol):
         """Raises for a gradient that cannot be accumulated, before it is queued."""
 
     def added_already(self, slot: Slot, grad: Tensor | None) -> bool:
-        """Has the layer of this slot added its gradient itself, so that what has arrived (None: nothing) is not one to be added?
+        """True if the gradient of this slot is in its buffer, so that what has arrived (None: nothing) is not one to be added.
 
-        Asked if the slot has a main_grad, if other code holds what has arrived, or if nothing has. May begin a pass, as :meth:`enter` does.
+        Asked if extensions must see the slot's gradients (``main_grad_enabled``), if other code holds what has arrived, or if nothing has.
+        May begin a pass, as :meth:`enter` does.
         """
 
     def release(self) -> None:

@@ -1,15 +1,28 @@
-"""Which backward passes are under way, in which thread: read off the Python stacks."""
+"""Which backward passes are under way, in which thread: read off the Python stacks. How many each thread has called."""
 
 from __future__ import annotations
 
 import dis
 import sys
 import threading
+from collections import Counter
 from types import FrameType
 from typing import NamedTuple
 
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import _engine_run_backward
+
+_SEEN: Counter[int | None] = Counter()  # passes by the thread that has called them; None: not known
+
+
+def saw_pass(thread: int | None) -> None:
+    """A backward pass that this thread has called is under way, or over, whether or not it reaches any wrapper's parameters."""
+    _SEEN[thread] += 1
+
+
+def passes_seen(thread: int) -> int:
+    """How many were seen that this thread has called, or may have."""
+    return _SEEN[thread] + _SEEN[None]
 
 
 class Outermost(NamedTuple):

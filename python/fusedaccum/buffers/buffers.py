@@ -16,7 +16,6 @@ from torch.nn import Parameter
 from .. import ops
 from ..ops.memory import is_dense, traits
 from ..scalars import Scalar
-from . import main_grad
 from .shards import ShardHolder, fsdp1, is_flattened, is_shard, local_of
 
 ALIGNMENT = 64  # elements: a cache line or more in every dtype, also after cast_in_place_() has halved their size
@@ -74,7 +73,10 @@ class Slot:
     relaid: bool = False  # does the parameter now have other strides than the buffer?
     shown: Tensor | None = None  # what we last put into holder.grad; anything else there is the user's
     divisor: Scalar = 1.0  # 16-bit buffers hold the sum divided by this (a running mean); wider ones the sum
-    clean: bool = False  # with main_grad_enabled: does the buffer hold zeros?
+    prepared: bool = False  # has an extension filled the buffer, and nothing written to it since?
+    main_grad_enabled: bool = (
+        False  # must extensions see its gradients before they are queued? (The queue in C++ knows this name.)
+    )
     draws: int = 0  # adds so far, each of which draws its own random numbers when rounding stochastically
     their_grad_dtype: torch.dtype | None = None  # what the parameter's grad_dtype was before it became ours
     frees_grad: bool = False  # has it been made None, which allows any?
@@ -86,8 +88,6 @@ class Slot:
         # The object whose .grad shows the buffer: the parameter, unless the buffer is on another device, because p.grad cannot be.
         self.offloaded = self.param.device != self.device
         self.holder: Parameter | StandIn | ShardHolder = StandIn() if self.offloaded else self.param
-        # Does its layer add the gradient itself, as Megatron-LM's and TransformerEngine's do? Then it gets the buffer (main_grad.py).
-        self.main_grad_enabled = main_grad.is_enabled(self.param)
         self.is_dtensor = is_shard(self.param)  # whatever has sharded it also adds up the ranks' gradients
         self.averaged_by = 1.0  # and may have divided the sum by this
         if self.is_dtensor:
@@ -150,28 +150,6 @@ class Slot:
         """``p.grad`` as the inner optimizer sees it: for a shard, the DTensor."""
         return self.holder.whole if isinstance(self.holder, ShardHolder) else self.holder.grad
 
-    def check_added(self, scale: float) -> None:
-        """Raises RuntimeError if the window's sum does not now include ``scale`` times what the layer has added to main_grad."""
-        how = f"the layer of parameter {self.name} has added its gradient to main_grad"
-        if scale not in (0.0, 1.0):  # 0: the window will not be applied
-            raise RuntimeError(
-                f"{how} unscaled, but the window needs {scale} times it: the micro-batch has a weight, or a GradScaler has changed its "
-                "scale within the window; use weight 1 and one scale per window, or switch off the layer's gradient accumulation fusion"
-            )
-        if not main_grad.is_provided(self.param, self.buffer):
-            raise RuntimeError(
-                f"{how}, which other code has replaced (Megatron-LM's DistributedDataParallel?); leave main_grad to the wrapper"
-            )
-        if self.param.grad is not self.shown or (self.shown is None and not self.clean):
-            raise RuntimeError(
-                f"{how}, which {self.name}.grad does not show: it was set by hand, or the previous window could not be applied; "
-                "call opt.reset() before backward"
-            )
-        if self.shown is not None and (isinstance(self.divisor, Tensor) or self.divisor != 1.0):
-            raise RuntimeError(
-                f"{how} after opt.normalize_(), when main_grad holds a mean; normalise a window after its last backward"
-            )
-
     def check_unchanged(self) -> None:
         """Raises RuntimeError if the parameter has changed its dtype, device or shape since it was wrapped, or is now FSDP1's.
 
@@ -231,18 +209,11 @@ class Block:
             slot.show(narrow.as_strided(wide.shape, wide.stride(), wide.storage_offset()))
 
 
-def _let_go(slots: list[Slot], with_main_grad: list[Slot]) -> None:
+def _let_go(slots: list[Slot]) -> None:
     """The wrapper is gone: its parameters are as they were, as far as nobody has written to them since."""
-    _withdraw(with_main_grad)
     for slot in slots:
         if slot.param.grad is None:  # one that is still shown stays as it is
             slot.give_back_grad_dtype()
-
-
-def _withdraw(with_main_grad: list[Slot]) -> None:
-    """Take the main_grad of these slots away, where it is still their buffer and not one of another wrapper (or of this one again)."""
-    ours = (slot for slot in with_main_grad if slot.placed and main_grad.is_provided(slot.param, slot.buffer))
-    main_grad.withdraw(slot.param for slot in ours)
 
 
 class Buffers:
@@ -254,8 +225,7 @@ class Buffers:
         self.slots: list[Slot] = []
         self.of: dict[Parameter, Slot] = {}
         self.blocks: list[Block] = []
-        self.with_main_grad: list[Slot] = []  # those whose layers add gradients themselves
-        weakref.finalize(self, _let_go, self.slots, self.with_main_grad).atexit = False
+        weakref.finalize(self, _let_go, self.slots).atexit = False
         self.has_dtensors = False
         self._checked: object = None  # the parameters' traits at the last check
         self._in_groups: list[Parameter] = []  # what was in the optimizer's groups then
@@ -275,8 +245,6 @@ class Buffers:
 
     def replace(self, slots: Sequence[Slot]) -> None:
         """Have these slots, in this order. Others leave; their storage remains until :meth:`free`."""
-        kept = set(slots)
-        _withdraw([slot for slot in self.with_main_grad if slot not in kept])
         self._set(slots)
 
     def free(self) -> None:
@@ -284,7 +252,7 @@ class Buffers:
         for slot in self.slots:
             if slot.placed:
                 del slot.block, slot.buffer
-                slot.placed = slot.clean = False
+                slot.placed = slot.prepared = False
         self.blocks.clear()
 
     def _made(self, name: str, p: Parameter) -> Slot:
@@ -304,7 +272,6 @@ class Buffers:
             before += _set_aside(slot.param)
             self.of[slot.param] = slot
         self._in_groups = []
-        self.with_main_grad[:] = [slot for slot in slots if slot.main_grad_enabled]
         self.has_dtensors = any(slot.is_dtensor for slot in slots)
 
     def allocate(self, slots: Sequence[Slot]) -> None:

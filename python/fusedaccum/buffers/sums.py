@@ -32,6 +32,7 @@ class Sums:
     Attributes:
         begun: how often :meth:`begin` was called: a window that closed before the last time is no longer in the buffers.
         changed_by_user: has other code written to the window's sums?
+        written_by_layers: do layers add to buffers without telling, so that their writes look like those of other code?
         states: the states of an optimizer that may keep ``p.grad`` itself instead of a copy.
         over_owners: sums over the ranks, if each of them steps only a part of the parameters.
         normalized_by: what normalize_() has divided the window's sums by, until the next backward; None if they are sums.
@@ -48,7 +49,7 @@ class Sums:
         # By slot: a tensor that was assigned to p.grad and copied, held weakly, and its version then.
         self._copied: dict[Slot, tuple[weakref.ref[Tensor], int]] = {}
         self.begun = 0
-        self.changed_by_user = self._written_by_user = False
+        self.changed_by_user = self._written_by_user = self.written_by_layers = False
         self.states: Callable[[], Iterable[dict]] = tuple
         self.over_owners: Callable[[Tensor], Tensor] | None = None
         self.normalized_by: Scalar | None = None
@@ -67,7 +68,7 @@ class Sums:
         for block in {slot.block for slot in slots}:
             block.written()
         for slot in slots:
-            slot.divisor, slot.clean = divisor, False
+            slot.divisor, slot.prepared = divisor, False
             if not shown:
                 slot.show(slot.buffer)
 
@@ -210,9 +211,8 @@ class Sums:
 
     def warn_written(self, so: str) -> None:
         """Warn, once, if other code has written to the sums that ``p.grad`` shows as if they were this micro-batch's, or a mean."""
-        layers_write = bool(self.buffers.with_main_grad)
         written = self._written_by_user or not all(block.untouched_by_user for block in self.buffers.blocks)
-        if written and not layers_write and self.normalized_by is None and not self._warned_written:
+        if written and not self.written_by_layers and self.normalized_by is None and not self._warned_written:
             self._warned_written = True
             warn(
                 "p.grad was written to (by clip_grad_norm_, zero_grad(set_to_none=False) or p.grad = ...?), but it is the window's "
@@ -411,8 +411,6 @@ class Sums:
                 scale = to_device(_rescaling(members[0], divisor, coef), members[0].device)
                 block.cast_in_place_(stepped.dtype, scale, members, self.backend)
                 self.written(members, divisor, shown=True)
-                for slot in self.buffers.with_main_grad:
-                    slot.clean = slot.clean and slot.block is not block
 
 
 def _rescaling(slot: Slot, divisor: Scalar, coef: Scalar) -> Scalar:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 KEY = "fusedaccum"
 FORMAT = 4
+UNSAVED = {"counts", "in_place", "nested", "repeatable", "partial"}  # what lasts no longer than a pass
 
 
 def save(opt: Wrapper) -> dict[str, Any]:
@@ -76,7 +77,7 @@ def window_settings(opt: Wrapper) -> dict[str, Any]:
 
 def plain(record: Window | MicroBatch) -> dict[str, Any]:
     """Copies of what a record holds, as tensors and plain values."""
-    return {k: copied(v) for k, v in vars(record).items() if k != "counts"}  # all counted
+    return {k: copied(v) for k, v in vars(record).items() if k not in UNSAVED}
 
 
 def _saved(slot: Slot) -> dict[str, Any]:

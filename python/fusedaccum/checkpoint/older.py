@@ -22,7 +22,7 @@ def as_now(own: dict[str, Any], written_as: int | None) -> dict[str, Any]:
         **{name: value for name, value in own.items() if name != "noise"},
         "format": 4,
         "window": window and {**_without(window, UNIT | LOSSES | set(SMALL.values())), "void": window["overflowed"]},
-        "micro_batch": micro and _without(micro, LOSSES),
+        "micro_batch": micro and _without(micro, LOSSES | {"attempt"}),
         "losses": {
             "sum": total or {"known": 0.0, "raw": 0.0},
             "count": 0 if window is None else window["losses"],

@@ -173,7 +173,8 @@ class Closing:
         if adaptive is not None:
             adaptive.window_closed(self.last_window, self._ledger.ranks)
         self._sums.shown_as_is()
-        self._accumulation.accumulator.provide_main_grads(self._sums.buffers.with_main_grad)
+        for released in self._accumulation.extensions.buffers_released:
+            released()
         end.closure = None  # which may hold a loss with its graph
         self._unapplied, self._reported = None, end if self._settings.drop_in else None
 

@@ -91,8 +91,9 @@ class Ranks(Alone):
     def _check(self, group: dist.ProcessGroup, fully_sharded: FullySharded) -> None:
         slots = self._sums.buffers.slots
         parts = [slot.name for slot in slots if slot.is_dtensor and slot not in fully_sharded.slots]
-        with_main_grad = [slot.name for slot in self._sums.buffers.with_main_grad]
-        check_shared(self._settings, self._sums.buffers.has_dtensors, with_main_grad, parts)
+        check_shared(self._settings, self._sums.buffers.has_dtensors, parts)
+        for check in self._extensions.check_shared:
+            check()
         if fully_sharded.slots:
             check_unsharded(self._settings, [slot.name for slot in slots if not slot.is_dtensor])
         fully_sharded.check_shared_by(group, self._settings.process_group is None)
@@ -150,7 +151,7 @@ class Ranks(Alone):
 
     def _is_last(self) -> bool:
         """Does the window end with this pass? Under DistributedDataParallel, no_sync() says when it does not."""
-        if self._ledger.micro.attempt is not None:
+        if self._ledger.micro.repeatable:
             return False
         if self._shows_to_replicas:
             # Once per micro-batch: only this rank knows how many passes that takes.

@@ -129,7 +129,7 @@ class ReduceBuckets:
 
     def last_pass_begins(self) -> None:
         """From here on buckets are sent as soon as all their gradients are in; those sent before must be sent once more."""
-        if self._sums.buffers.with_main_grad or self._sums.buffers.offloaded:
+        if self._sums.written_by_layers or self._sums.buffers.offloaded:
             return  # what their layers, or a thread, add to a buffer is not reported one by one
         self._divide_up()
         self.undo_all()
@@ -268,7 +268,7 @@ class ReduceBuckets:
         bucket.block.written()
         self._sums.norms.invalidate(bucket.slots)
         for slot in bucket.slots:
-            slot.clean = False  # it gets what others have accumulated, or anything if another rank gets the sum
+            slot.prepared = False  # it gets what others have accumulated, or anything if another rank gets the sum
 
     def _reduce(self, sent: Tensor, owner: int | None, group: dist.ProcessGroup) -> dist.Work | None:
         if owner is None:

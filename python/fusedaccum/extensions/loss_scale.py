@@ -102,7 +102,7 @@ class LossScale(Extension):
     def window_opened(self) -> None:
         self._unit, self._unit_lost, self._overflow_of_ranks = self.now(), False, False
 
-    def admit(self) -> None:
+    def pass_begins(self, thread: int | None) -> None:
         if self._unit_lost:
             raise RuntimeError(
                 "scaler.unscale_(opt) inside a window hid the loss scale, which the wrapper has not seen in a plain scaler.step(opt) yet; "

@@ -53,7 +53,7 @@ class SkipMicroBatch(Extension):
     holds = True
     counts = True
 
-    def admit(self) -> None:
+    def pass_begins(self, thread: int | None) -> None:
         accumulation = self.accumulation
         if accumulation.ledger.micro.judged:
             raise RuntimeError(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 
 import torch
@@ -16,17 +15,15 @@ from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..autograd.collector import GradCollector
-from ..autograd.passes import outermost_backward
+from ..autograd.passes import outermost_backward, passes_seen, saw_pass
 from ..buffers.buffers import Slot
 from ..buffers.shards import over_meshes
 from ..engine import recording, runs, within_backward, without_grad
 from ..extension import Extensions, LossFrom
 from ..scalars import Scalar
 from ..warn import warn
-from ..window.attempts import Attempt
-from ..window.settings import Settings, check_weight_of_main_grad
+from ..window.settings import Settings
 from ..window.window import MicroBatch
-from . import threads
 from .accumulator import Write
 from .rejected import Rejected
 from .windows import Windows
@@ -37,9 +34,6 @@ _ACCUMULATION_OF: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> we
 class Accumulation(Windows):
     """Windows that accumulate the gradients of backward passes, micro-batch by micro-batch. A GradCollector's Owner.
 
-    Args:
-        name: what to call the wrapper where another one's parameters have come to it.
-
     Attributes:
         inside: is the caller within ``micro_batch()``?
         refuses_backward: the call in which the inner optimizer is at work on a window that has closed, so that a backward would belong
@@ -47,15 +41,11 @@ class Accumulation(Windows):
         rejected: the micro-batches that were rejected since the last ``step()``.
     """
 
-    def __init__(self, settings: Settings, seed: int | None, extensions: Extensions, name: str):
+    def __init__(self, settings: Settings, seed: int | None, extensions: Extensions):
         super().__init__(settings, seed, extensions)
-        self._name = name
-        self._successor: str | None = None  # the name of the wrapper that has this one's parameters since
         self.inside = False
         self.refuses_backward: FrameType | None = None
         self._adds_before = 0  # of the open micro-batch, when the pass (or group of passes) under way began
-        # Slots to which layers have added in a micro-batch that must be seen whole before it is added.
-        self._in_place: list[Slot] = []
         self._holds = any(e.holds for e in extensions.all)
         self._collector = GradCollector(self, hold=self._holds)
         self.rejected = Rejected()
@@ -73,7 +63,7 @@ class Accumulation(Windows):
             seed = int(self.ranks.least(self.accumulator.seed))  # replicas of a shard round alike
             self.accumulator.seed = over_meshes("MIN", seed, slots)
             self.accumulator.rank = self.ranks.rank
-        self._begin_with(slots)
+        self._hook(slots)
 
     def add_parameters(self, parameters: Iterable[tuple[str, Parameter]]) -> None:
         """Accumulate the gradients of these parameters, too, from now on."""
@@ -84,11 +74,7 @@ class Accumulation(Windows):
         except Exception:
             self.sums.buffers.replace(before)
             raise
-        self._begin_with(slots)
-
-    def _begin_with(self, slots: Sequence[Slot]) -> None:
         self._hook(slots)
-        self.accumulator.provide_main_grads([slot for slot in slots if slot.main_grad_enabled])
 
     def replace(self, parameters: Sequence[tuple[str, Parameter]]) -> list[Parameter]:
         """Accumulate the gradients of these parameters, which checkpoints will know in this order, and of no others.
@@ -108,7 +94,6 @@ class Accumulation(Windows):
             self.ranks.replace(slots)
         except Exception:
             buffers.replace(list(places))
-            self.accumulator.provide_main_grads([slot for slot in buffers.with_main_grad if not slot.placed])
             raise
         for moved in self.extensions.parameters_moved:
             moved({places[slot]: slot.index for slot in slots if slot in places})
@@ -119,51 +104,22 @@ class Accumulation(Windows):
             self.sums.begin()
             buffers.free()
         self._hook([slot for slot in slots if slot not in places])
-        self.accumulator.provide_main_grads([slot for slot in buffers.with_main_grad if not slot.placed])
         return [slot.param for slot in gone]
-
-    # -- another wrapper of the same parameters ----------------------------------------------------------------
 
     def shows(self, parameter: Parameter) -> bool:
         """True if what is in ``p.grad`` is what this wrapper has accumulated, and not other code's."""
         slot = self.sums.buffers.of[parameter]
         return slot.holder.grad is slot.shown
 
-    def check_can_leave(self, name: str) -> None:
-        """Raises RuntimeError if the parameter of that name cannot be taken by another wrapper now."""
-        self.end_open_pass()
-        if self.inside:
-            raise RuntimeError(
-                f"parameter {name} belongs to an AccumulatingOptimizer {self._name}, which is inside micro_batch(); build another after "
-                "the block"
-            )
-
-    def check_in_charge(self) -> None:
-        """Raises RuntimeError if another wrapper has been built for the parameters since."""
-        if self._successor is not None:
-            raise RuntimeError(
-                f"this AccumulatingOptimizer, {self._name}, has lost its parameters to another one, {self._successor}, because the last "
-                "that is built for a parameter has its gradients: call that one. Of two optimizers for one parameter, wrap only one, and "
-                "that without accum_steps and window_weight"
-            )
-
-    def _leave(self, successor: str) -> None:
-        """Leave all parameters alone: another wrapper has been built for some of them."""
-        if self.ledger.is_open:
-            warn(
-                f"the open window of an AccumulatingOptimizer {self._name}, is dropped, because another one, {successor}, has taken its "
-                "parameters. To apply such a window, call flush() before building another; to drop it, reset()"
-            )
-        self._successor = successor
-        slots = list(self.sums.buffers.slots)
+    def let_go(self) -> None:
+        """Have no parameters any more; the open window is dropped."""
         self._collector.drop()
         self.rejected.withdraw()
         self.ledger.drop_window()
         self.sums.begin()  # the gradient that a closed window has left in p.grad is gone
-        for slot in slots:
-            self._collector.unhook(slot)
-            del _ACCUMULATION_OF[slot.param]
+        self.unhook_all()
         self.sums.buffers.replace([])
+        self._tell_changed([])
         self.sums.buffers.free()
 
     def unhook_all(self) -> None:
@@ -174,30 +130,37 @@ class Accumulation(Windows):
         self.ledger.mixes_ranks = bool(self.ranks.fully_sharded.slots)
         self.ranks.fully_sharded.follow(self._hide_shards, self.settings.reduction == "none", slots)
         self._replicas_checked = False
-        for other in {other for slot in slots if (other := self.of_parameter(slot.param)) not in (None, self)}:
-            other._leave(self._name)
-            self.sums.buffers.look_again(slots)
+        self._tell_changed(slots)
         with recording():
             for slot in slots:
                 self._collector.hook(slot)
                 _ACCUMULATION_OF[slot.param] = weakref.ref(self)
         self._collector.size_buckets(self.sums.buffers.slots, shared=not self.ranks.alone)
 
+    def _tell_changed(self, new: Sequence[Slot]) -> None:
+        for changed in self.extensions.parameters_changed:
+            changed(new)
+
     def _unhook(self, slots: Iterable[Slot]) -> None:
         for slot in slots:
             self._collector.unhook(slot)
             del _ACCUMULATION_OF[slot.param]
 
+    def check_call(self) -> None:
+        """Raises RuntimeError if the wrapper is not to be called."""
+        for check in self.extensions.check_call:
+            check()
+
     def end_open_pass(self) -> None:
         """Every public call begins here: a pass that still seems open is over, or was broken off; ``p.grad`` is ours again."""
-        self.check_in_charge()
+        self.check_call()
         if within_backward():
             raise RuntimeError(
                 "the wrapper was called from inside a backward pass (by a hook?); call it when backward has returned"
             )
         self._collector.end_open_pass()
         self.sums.unhide()
-        if self.accumulator.main_grads_unrecorded:
+        if self._unfinished():
             self._break_off("was broken off by an exception (or its gradients were taken by torch.autograd.grad)")
         self.rejected.withdraw()
 
@@ -218,7 +181,6 @@ class Accumulation(Windows):
 
     def reset(self) -> None:
         self._collector.drop()
-        self._in_place = []
         self.rejected.withdraw()
         self.rejected = Rejected()
         super().reset()
@@ -231,13 +193,13 @@ class Accumulation(Windows):
         if task == self._hidden_in or all(slot.holder is slot.param for slot in self.ranks.fully_sharded.slots):
             return  # done already; or all of them are another wrapper's now
         thread = outermost_backward().thread
-        other = threads.weighed_by_another(thread, self.ledger)
+        other = next((m for of in self.extensions.weighed_elsewhere if (m := of(thread)) is not None), None)
         if self.weighs_loss and other is not None and not other.in_loss:
             raise RuntimeError(
                 f"the loss of this backward has weight={float(other.value()):g}, which was given to another wrapper, but FSDP2 needs it in "
                 "the loss; call backward() of the wrapper that has FSDP2's parameters"
             )
-        threads.saw_pass(thread)  # of which no hook may tell
+        saw_pass(thread)  # of which no hook may tell
         in_loss = self.weighs_loss and self.ledger.has_micro and self.ledger.micro.in_loss
         if in_loss and not self.inside and other is None:
             raise RuntimeError(
@@ -264,8 +226,9 @@ class Accumulation(Windows):
                 "one; put the backward into its block, or give it a weight of its own"
             )
         self.drop_idle()
-        if weight is not None and self.sums.buffers.with_main_grad and self.settings.reduction == "mean":
-            check_weight_of_main_grad(weight, self.sums.buffers.with_main_grad[0].name)
+        if weight is not None:
+            for check in self.extensions.check_weight:
+                check(weight)
         begins = not ledger.has_micro
         if begins:
             self.updated = False
@@ -298,16 +261,16 @@ class Accumulation(Windows):
         """Make all passes in the block one micro-batch, as :meth:`open` has it; an exception drops it."""
         self._block = weight, last, in_loss
         thread = threading.get_ident()
-        before, begins = threads.passes(thread), self.open(*self._block)
-        weighs = self.ledger.micro.weight is not None and self.settings.reduction == "mean"
+        before, begins = passes_seen(thread), self.open(*self._block)
         try:
             self.inside, self._adds_before = True, self.ledger.micro.adds
             self.ledger.micro.begin_part()
-            with threads.weighing(thread, self.ledger) if weighs else contextlib.nullcontext():
-                yield
+            for begun in self.extensions.block_begins:
+                begun(thread)
+            yield
             self._collector.end_open_pass()
             self.inside = False
-            if begins and threads.passes(thread) == before and not self.set_by_hand:
+            if begins and passes_seen(thread) == before and not self.set_by_hand:
                 self._idle = self.ledger.micro
                 self.ledger.drop_forwards()
             if self.settings.schedule.caller_owned:
@@ -320,6 +283,8 @@ class Accumulation(Windows):
             raise
         finally:
             self.inside = False
+            for ended in self.extensions.block_ends:
+                ended()
 
     @property
     def set_by_hand(self) -> bool:
@@ -336,32 +301,6 @@ class Accumulation(Windows):
         if self.idle_is_open:
             self.ledger.withdraw_micro_batch()
 
-    def _weigh_as(self, other: MicroBatch) -> None:
-        """A pass begins, and the weight of its loss was given to another wrapper: it is also the weight of the micro-batch here."""
-        micro, reduction, weight = self.ledger.micro, self.settings.reduction, other.value()
-        if other.in_loss and reduction == "none":
-            raise RuntimeError(
-                f"the loss of this backward was multiplied by weight={float(weight):g} for another wrapper, which has FSDP2's parameters, "
-                "but this one has reduction='none' and takes gradients as they are; give both the same reduction"
-            )
-        if other.in_loss:
-            self.ledger.weigh(weight)
-            micro.in_loss = True
-            return
-        if reduction == "mean" and micro.weight is None and micro.passes == 0:
-            self.open(weight)
-            micro.assumed = True
-            return
-        # A block's own weight is that of all losses in it.
-        ours = micro.assumed or (reduction == "mean" and micro.weight is not None and not self.inside)
-        if ours and micro.weight is not weight and float(micro.value()) != float(weight):
-            raise ValueError(
-                f"the losses of this micro-batch have weights {float(micro.value()):g} and {float(weight):g}, not both given to this "
-                "wrapper; if one is of another model (GAN, actor and critic), keep it out of these parameters: requires_grad_(False) for "
-                "its forward, or backward(inputs=...); if not, call this wrapper's step() after each backward, or give it a weight of its "
-                "own: `with opt.micro_batch(weight=...): ...` around them"
-            )
-
     def keep_micro_batch(self) -> None:
         """``zero_grad()`` was called inside a window. Warn if that leaves in it what plain PyTorch would have dropped."""
         kept = self.ledger.has_micro and self.ledger.micro.passes and not self.ledger.micro.bad
@@ -375,10 +314,6 @@ class Accumulation(Windows):
                 "torch.autograd.backward(parameters, gradients); leave bad ones (NaN) out by nonfinite='skip_micro_batch'. opt.reset() "
                 "drops the whole window. (Further cases are not reported.)"
             )
-
-    @property
-    def _attempted(self) -> bool:
-        return self.ledger.has_micro and self.ledger.micro.attempt is not None
 
     def end_micro_batch(self, weight: Scalar | None) -> None:
         """What ``step()`` and ``flush()`` do before they check whether the window is complete: count the micro-batch, or refuse."""
@@ -420,7 +355,7 @@ class Accumulation(Windows):
 
     def record_loss(self, loss: Scalar, source: LossFrom) -> None:
         """The loss of the open micro-batch, or of the one counted last. Raises RuntimeError if that has one already."""
-        self.check_in_charge()
+        self.check_call()
         for given in self.extensions.loss_given:
             given(loss, source)
 
@@ -428,6 +363,12 @@ class Accumulation(Windows):
     def lacks_loss(self) -> bool:
         """True if the loss of the micro-batch that is open, or was counted last, is wanted and has not come."""
         return any(lacks() for lacks in self.extensions.lacks_loss)
+
+    def drop_micro_batch(self) -> None:
+        """Drop the open micro-batch, if any, and its gradients that are queued. What was added stays in the sums."""
+        self._collector.drop()
+        if self.ledger.has_micro:
+            self.ledger.drop_micro_batch()
 
     # -- what layers and recipes ask for -----------------------------------------------------------------------
 
@@ -441,63 +382,52 @@ class Accumulation(Windows):
         """End a pass that still seems open, if its backward has returned."""
         self._collector.end_returned_pass()
 
-    @without_grad
-    def add_by(self, write: Write, parameter: Parameter) -> bool:
-        """Within a backward pass: let ``write`` add the gradient it makes itself, once, to the parameter's buffer.
-
-        Returns False, and does nothing, if the gradient must come the ordinary way: the pass hands it to other code, or it must be seen
-        whole before it is added. Raises as a hook would.
-        """
-        slot = self.sums.buffers.of[parameter]
-        seen_whole = self._holds or slot.low_precision or slot.offloaded or slot.is_dtensor
-        if seen_whole or self._attempted or not self._collector.accumulates(slot):
-            return False
-        with self._collector.within_pass(parameter.device):
-            self.ranks.before_add([slot])
-            added = self.accumulator.add_by(write, slot, self.measures)
-            if added:
-                self.ranks.added([slot])
-            return added
-
     @property
     def tells_passes_apart(self) -> bool:
         """Would several backward passes now be more than one micro-batch, or be refused?"""
         return not self.inside and (self.settings.schedule.caller_owned or self._holds)
 
-    @contextmanager
-    def attempted(self, weight: Scalar, attempt: Attempt) -> Iterator[None]:
-        """As :meth:`grouped`, for one forward and backward that are tried again, in parts, if an exception breaks them off.
+    @without_grad
+    def add_by(self, write: Write, parameter: Parameter, fits: Callable[[torch.dtype], bool]) -> bool:
+        """Within a backward pass: let ``write`` add the gradient it makes itself, once, to the parameter's buffer.
 
-        Nothing of them counts then, except for what ``attempt`` notes. Sums go to other ranks only after the window's last pass.
+        ``fits``: tells whether ``write`` can write a buffer of this dtype. Returns False, and does nothing, if it cannot, or if the
+        gradient must come the ordinary way: the pass hands it to other code, or it must be seen whole before it is added, or may have to
+        be added again. Raises as a hook would.
         """
-        self.open(weight)
-        micro = self.ledger.micro
-        micro.attempt, before = attempt, self.ledger.window.micro_batches
-        micro.counts, self.counts_left = self.counts_left, []
-        self._collector.nested = False  # earlier passes do not matter
-        try:
-            with self.grouped():
-                yield
-        except BaseException:
-            self._collector.drop()
-            counted = self.ledger.window.micro_batches > before
-            attempt.lost = (
-                counted
-                or micro.judged
-                or attempt.mixed
-                or self._collector.nested
-                or self.sums.half_written
-                or bool(self.sums.buffers.with_main_grad)
-            )
-            self.counts_left = micro.counts
-            if self.ledger.has_micro:
-                self.ledger.drop_micro_batch()
-            raise
+        slot = self.sums.buffers.of[parameter]
+        seen_whole = self._holds or slot.low_precision or slot.offloaded or slot.is_dtensor
+        again = self.ledger.has_micro and self.ledger.micro.repeatable
+        if seen_whole or again or not fits(slot.dtype) or not self._collector.accumulates(slot):
+            return False
+        with self._collector.within_pass(parameter.device):
+            self.ranks.before_add([slot])
+            for adding in self.extensions.adding:
+                adding([slot])
+            added = self.accumulator.add_by(write, slot, self.measures)
+            if added:
+                self.ranks.added([slot])
+            return added
+
+    # -- what extensions ask for, about gradients that other code has added to a buffer -------------------------
+
+    def within_pass(self, device: torch.device) -> AbstractContextManager[None]:
+        """A block that is a part of the backward pass running here, and in which sums on ``device`` may be written."""
+        return self._collector.within_pass(device)
+
+    def put(self, slot: Slot, grad: Tensor) -> None:
+        """Queue a gradient that nothing else will write to, as if a hook had brought it."""
+        self._collector.put(slot, grad)
+
+    @without_grad
+    def count_added(self, slot: Slot) -> None:
+        """Within a pass: a gradient has been added to the slot's buffer, as it has to be for the open window."""
+        self.accumulator.count_added(slot, self.measures)
 
     # -- what the collector calls (its Owner) -----------------------------------------------------------------
 
     def pass_begins(self, thread: int | None) -> None:
-        threads.saw_pass(thread)
+        saw_pass(thread)
         if not self._replicas_checked:
             self._replicas_checked = True
             self.ranks.replicas.check_all_wrapped(self.sums.buffers.of, lambda p: self.of_parameter(p) is not None)
@@ -522,43 +452,35 @@ class Accumulation(Windows):
             )
         elif not self.ledger.has_micro:
             self.open(*self._block)  # again: one that was broken off has left nothing
-        other = threads.weighed_by_another(thread, self.ledger)
-        if other is not None and not self.ledger.micro.in_loss:
-            self._weigh_as(other)
-        for admit in self.extensions.admit:
-            admit()
+        for begins in self.extensions.pass_begins:
+            begins(thread)
         self.sums.sum_again()
         micro = self.ledger.micro
         micro.passes += 1
         if not self.inside:
             micro.begin_part()
-        if micro.attempt is not None and micro.attempt.forward:
-            micro.attempt.mixed = True
         self.ranks.pass_begins()
+
+    def part_begins(self) -> None:
+        if self.ledger.has_micro:
+            self.ledger.micro.nested = True
 
     @without_grad
     def add(self, slots: Sequence[Slot], grads: Sequence[Tensor]) -> None:
-        if self.ledger.micro.attempt is not None:
-            slots, grads = self.ledger.micro.attempt.wanted(slots, grads)
-            if not slots:
-                return
+        for select in self.extensions.select:
+            slots, grads = select(slots, grads)
+        if not slots:
+            return
         self.ledger.micro.arrived += len(slots)
         self.ranks.fully_sharded.wait()
         self.ranks.before_add(slots)
+        for adding in self.extensions.adding:
+            adding(slots)
         self.accumulator.add(slots, grads, self.measures)
         self.ranks.added(slots)
 
-    @without_grad
-    def layer_added(self, slot: Slot) -> None:
-        if not slot.main_grad_enabled:
-            if self.ledger.micro.attempt is not None:
-                self.ledger.micro.attempt.mixed = True  # its layer would add these samples again
-            self.ranks.check_unsent(slot)
-            if self._holds:
-                self._in_place.append(slot)
-        self.accumulator.layer_added(slot, self.measures)
-        if not slot.main_grad_enabled:
-            self.ranks.added([slot])
+    def added_already(self, slot: Slot, grad: Tensor | None) -> bool:
+        return any(added(slot, grad) for added in self.extensions.added_already)
 
     def pass_ends(self) -> None:
         if self.inside or not self.ledger.has_micro:
@@ -594,8 +516,7 @@ class Accumulation(Windows):
         if micro.passes and self.settings.reduction == "mean":
             self._note_unweighed(micro.weight is not None)
         self.ledger.commit(weight, held)
-        mixed = micro.attempt is not None and micro.attempt.done  # the buffers hold more than this micro-batch
-        if first and not (micro.bad or sent or held or mixed):
+        if first and not (micro.bad or sent or held or micro.partial):
             for hold in self.extensions.holds_one:
                 hold(micro)
 
@@ -618,31 +539,32 @@ class Accumulation(Windows):
 
     def pass_failed(self) -> None:
         self.ranks.broke_off()
-        if not self.ledger.has_micro or self._attempted:
+        if not self.ledger.has_micro or self.ledger.micro.repeatable:
             return
-        if self.ledger.micro.adds > self._adds_before or self.accumulator.main_grads_unrecorded:
+        if self.ledger.micro.adds > self._adds_before or self._unfinished():
             self._break_off("was broken off by an exception")
         elif self.ledger.micro.adds == 0:
             self.ledger.drop_micro_batch()
 
+    def _unfinished(self) -> str | None:
+        """Why a pass cannot follow one that was broken off, if that has left what no hook has told of."""
+        return next((why for unfinished in self.extensions.unfinished if (why := unfinished())), None)
+
     def _break_off(self, how: str) -> None:
-        mixed = self.accumulator.main_grads_unrecorded and within_backward()
+        refused = self._unfinished() if within_backward() else None
         self.reset()
         instead = "; nonfinite='skip_micro_batch' adds a micro-batch only when it is complete, and loses nothing"
         warn(
             f"backward {how} after part of its gradients had been added, so the open window was dropped"
-            + ("" if self.sums.buffers.with_main_grad else instead)  # which that policy refuses
+            + ("" if self.sums.written_by_layers else instead)  # which that policy refuses
         )
-        if mixed:
-            raise RuntimeError(
-                "the previous backward pass was broken off, and what layers have added to main_grad in this one cannot be told apart from "
-                "what they added then; both were dropped, and this pass is refused: call opt.reset() after an exception, then go on"
-            )
+        if refused:
+            raise RuntimeError(refused)
 
     def _judge(self) -> dict[Slot, Tensor] | None:
         """Add the held gradients, or drop the micro-batch and return those for which it was rejected."""
         micro, held = self.ledger.micro, self._collector.held
-        added, self._in_place = self._in_place, []
+        added, micro.in_place = micro.in_place, []
         micro.judged = bool(held or added)
         if all(judge(held, added) for judge in self.extensions.judge):
             self._collector.release()

@@ -1,4 +1,4 @@
-"""Adding: every gradient that arrives is scaled and added to its parameter's buffer, bucket by bucket, unless its layer has added it."""
+"""Adding: every gradient that arrives is scaled and added to its parameter's buffer, bucket by bucket."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from .. import ops
 from ..autograd.streams import capturing
-from ..buffers import in_place, main_grad
 from ..buffers.buffers import Slot
 from ..buffers.shards import alike, local_gradient
 from ..buffers.sums import Sums
@@ -45,11 +44,10 @@ class Accumulator:
         """
         sums, micro = self._sums, self._ledger.micro
         sums.place(slots)
-        self._count_layers_first(slots, measure)
         sums.adopt_all(slots)
         if sums.buffers.has_dtensors:
             grads = [local_gradient(grad, slot.param) for slot, grad in zip(slots, grads, strict=True)]
-        scale = self._contribution(micro.factor_left())
+        scale = self.contribution(micro.factor_left())
         for (device, first, narrow, *_), members, theirs in one_call_each(slots, grads, measure):
             divisor = self._running_divisor() if narrow else 1.0
             here = scale * members[0].averaged_by
@@ -70,8 +68,8 @@ class Accumulator:
             except BaseException:
                 micro.adds += sums.half_written  # one that raises for lack of memory, say, has mostly added nothing
                 raise
-            if micro.attempt is not None:
-                micro.attempt.taken.update(members)
+            for added in self._extensions.added:
+                added(members)
             sums.written(members, divisor, shown=not first)
             if stats is not None:
                 self._measured(stats, members, divisor)
@@ -81,67 +79,33 @@ class Accumulator:
 
         Returns False, and does nothing, if the gradient's factor is 0 or not known to the host.
         """
-        sums, scale = self._sums, self._contribution(self._ledger.micro.factor_left())
+        sums, scale = self._sums, self.contribution(self._ledger.micro.factor_left())
         if isinstance(scale, Tensor) and scale.device.type != "cpu":
             return False
         scale = float(scale)
         if scale == 0:
             return False
         sums.place([slot])
-        self._count_layers_first([slot], measure)
         sums.adopt(slot)
         sums.check_whole()
         if slot.shown is not None and identity(slot.divisor) != 1.0:
             sums.divide_([slot], 1.0)  # normalize_() has made it a mean
         try:
             write(slot.buffer, scale, slot.shown is None)
-            self._has_added(slot, measure)
+            self._count_added(slot, measure)
         except BaseException:  # Ctrl-C comes when the product has been written
             self._ledger.micro.adds += sums.half_written
             raise
         return True
 
-    def layer_added(self, slot: Slot, measure: bool) -> None:
-        """The layer of a slot has added its gradient, times 1. Waits for the device if there is a loss scale, or a weight, on it."""
-        micro, void = self._ledger.micro, self._ledger.window.void
-        scale = float(self._contribution(1.0 if slot.main_grad_enabled else micro.factor_left()))
-        try:
-            slot.check_added(scale) if slot.main_grad_enabled else in_place.check_added(slot, scale, void)
-        except RuntimeError:
-            micro.adds += not slot.main_grad_enabled and slot.shown is not None  # the sum is not the window's any more
-            raise
+    def count_added(self, slot: Slot, measure: bool) -> None:
+        """Other code has added a gradient to the buffer of ``slot`` by itself."""
         self._sums.norms.invalidate_block(slot.block)
-        if scale == 0.0:  # the window will not be applied: nothing more is added
+        if self._ledger.window.void:  # it will not be applied: nothing more is added
             slot.buffer.zero_()
-        self._has_added(slot, measure)
+        self._count_added(slot, measure)
 
-    def _count_layers_first(self, slots: Sequence[Slot], measure: bool) -> None:
-        """Count what the layers of ``slots`` have added in this pass, before something else is added to the same buffers."""
-        if self._sums.buffers.with_main_grad:
-            for slot in slots:
-                if slot.main_grad_enabled and main_grad.was_added(slot.param):
-                    self.layer_added(slot, measure)
-
-    @property
-    def main_grads_unrecorded(self) -> bool:
-        """Has a layer added a gradient that never arrived, because its pass was broken off?"""
-        return any(main_grad.was_added(slot.param) for slot in self._sums.buffers.with_main_grad)
-
-    def provide_main_grads(self, slots: Sequence[Slot]) -> None:
-        """Give layers that add their gradients themselves the buffers of ``slots`` for the next window, filled with zeros."""
-        self._sums.buffers.allocate(slots)  # apart from others, whose p.grad is still shown when these are zeroed
-        stale = [slot for slot in slots if not slot.clean or main_grad.was_added(slot.param)]
-        if stale:
-            self._sums.part_with_kept()
-            torch._foreach_zero_([slot.buffer for slot in stale])
-            self._sums.written(stale, 1.0)
-        for slot in slots:
-            slot.show(None)
-            slot.clean = True
-            main_grad.provide(slot.param, slot.buffer)
-
-    def _has_added(self, slot: Slot, measure: bool) -> None:
-        """Other code has added a gradient to the buffer of ``slot``."""
+    def _count_added(self, slot: Slot, measure: bool) -> None:
         self._ledger.micro.adds += 1
         self._sums.written([slot], 1.0)
         if measure:
@@ -164,7 +128,7 @@ class Accumulator:
             micro.nonfinite = add(micro.nonfinite, found)
         micro.counts = []
 
-    def _contribution(self, scale: Scalar) -> Scalar:
+    def contribution(self, scale: Scalar) -> Scalar:
         """``scale``, as extensions will have it; 0 if nothing more is to be added."""
         if self._ledger.window.void:
             return 0.0

@@ -28,7 +28,6 @@ class Windows:
         extensions: of the wrapper, not attached yet.
 
     Attributes:
-        counts_left: counts of what was not finite, from attempts at the open window that broke off.
         step_under_way: has a step() ended the micro-batch counted last, and not returned?
         inner_call: the call in which the inner optimizer steps, or another of its methods runs.
         updated: did the last step() or flush() change the parameters, and has no micro-batch begun since?
@@ -43,7 +42,6 @@ class Windows:
         self.ledger = Ledger(settings.schedule, settings.reduction, self.extensions)
         self.accumulator = Accumulator(self.sums, self.ledger, extensions, seed)
         self.ranks = Alone()  # which share the windows
-        self.counts_left: list[Tensor] = []
         self.step_under_way = False
         self.inner_call: FrameType | None = None
         self.updated: bool | Tensor = False
@@ -86,7 +84,7 @@ class Windows:
             self.sums.part_with_written(False)  # zeroed, perhaps
             self._not_zeroed = self.sums.left_in_place
         self.sums.begin()
-        self.counts_left, self.step_under_way, self._weighed = [], False, None
+        self.step_under_way, self._weighed = False, None
         self.ranks.reset()
         self.ledger.begin_window()  # last: if anything above raises, the next call begins it
 
@@ -106,7 +104,8 @@ class Windows:
         self.ledger.drop_window()
         self.step_under_way = False
         self.sums.begin()
-        self.accumulator.provide_main_grads(self.sums.buffers.with_main_grad)
+        for released in self.extensions.buffers_released:
+            released()
         self.ranks.fully_sharded.drop()
         self.ranks.reset()
 

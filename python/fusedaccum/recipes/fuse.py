@@ -177,9 +177,7 @@ def _added(
     missed = weight._backward_hooks or weight._post_accumulate_grad_hooks  # they would miss the gradient
     if torch.is_grad_enabled() or not weight.requires_grad or missed or accumulation is None or dtype != weight.dtype:
         return False
-    return can(dtype, accumulation.sums.buffers.of[weight].dtype, weight.device.type) and accumulation.add_by(
-        write, weight
-    )
+    return accumulation.add_by(write, weight, lambda buffer_dtype: can(dtype, buffer_dtype, weight.device.type))
 
 
 def add_product(buffer: Tensor, a: Tensor, b: Tensor, scale: float, keep: float) -> None:

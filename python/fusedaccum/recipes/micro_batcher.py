@@ -18,11 +18,11 @@ from torch.utils.data import DataLoader
 
 from ..buffers.buffers import Slot
 from ..extension import LossFrom
+from ..extensions.retries import Attempt, Retries
 from ..gathering.accumulation import Accumulation
 from ..modules import modules_alive, name_of
 from ..optimizer import AccumulatingOptimizer
 from ..scalars import Scalar, checked_weight
-from ..window.attempts import Attempt
 from . import nested
 from .cached import parameters_under
 from .memory_errors import is_out_of_memory, make_room
@@ -213,12 +213,13 @@ class MicroBatcher:
         Returns rather than raises, because an exception keeps the tensors of all frames that it has passed.
         """
         random = RandomState(p for group in self._opt.param_groups for p in group["params"])
+        retries = self._opt._accumulation.extensions.ensure(Retries)
         try:
             micro_batch = nested.cut(batch, part.start, part.stop)
             weight = checked_weight(self._weight(micro_batch))
-            with self._opt._accumulation.attempted(weight, attempt):
+            with retries.attempted(weight, attempt):
                 loss = self._loss(micro_batch, None if part.samples == whole else part.samples)
-                attempt.forward = False
+                retries.loss_computed()
                 loss = self._scaler.scale(loss)
                 loss.backward()
                 self._opt._accumulation.record_loss(loss, LossFrom.BACKWARD)
@@ -338,7 +339,7 @@ def _check_repeatable(opt: AccumulatingOptimizer) -> None:
             "micro_batch_size='auto' repeats what did not fit, but one rank alone cannot repeat a forward that gathers shards (FSDP2, "
             "DTensor); give a number"
         )
-    for slot in buffers.with_main_grad:
+    for slot in (slot for slot in buffers.slots if slot.main_grad_enabled):
         raise ValueError(
             "micro_batch_size='auto' must leave out gradients that were added before an error, but the layer of parameter "
             f"{name_of(slot.param) or slot.name} adds to main_grad by itself; give a number, or switch off the layer's gradient "

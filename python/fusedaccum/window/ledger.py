@@ -14,7 +14,7 @@ from ..scalars import Scalar, add, checked_weight, or_one
 from .window import MicroBatch, Schedule, Window
 
 if TYPE_CHECKING:
-    from ..extension import Extensions
+    from ..extension import Extension, Extensions
 
 MISSING_WEIGHT = (
     "reduction='sum' divides by the sum of the weights, and this micro-batch was given none; "
@@ -52,7 +52,7 @@ class Ledger:
         self._window: Window | None = None
         self._micro: MicroBatch | None = None
         # What the window, and the extensions, had counted before the first micro-batch whose gradients FSDP2 still holds back.
-        self._before_held: tuple[dict[str, Any], list[Any]] | None = None
+        self._before_held: tuple[dict[str, Any], dict[Extension, Any]] | None = None
 
     @property
     def has_window(self) -> bool:

@@ -14,12 +14,11 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
-from ..buffers.buffers import buffer_dtype, gradient_dtype
 from ..buffers.masters import inside
 from ..buffers.shards import fsdp1, is_flattened, is_shard
 from ..closures import check_steps_alone
 from ..ops import backends
-from ..scalars import Scalar, is_number
+from ..scalars import is_number
 from .window import Schedule
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -85,18 +84,9 @@ class Settings:
             raise ValueError(f"{how}={backend!r} adds on a GPU, and with buffer_device='cpu' the CPU does; use 'auto'")
 
     @property
-    def drops_micro_batches(self) -> bool:
-        """Must a micro-batch be known to be finite before any of it is added?"""
-        return self.nonfinite in ("skip_micro_batch", "raise")
-
-    @property
     def drop_in(self) -> bool:
         """True where a loop that was written for plain PyTorch stays as it is: no window divides anything, and each ends with step()."""
         return self.reduction == "none" and self.schedule.caller_owned
-
-    @property
-    def wants_norm(self) -> bool:
-        return self.max_grad_norm is not None or self.nonfinite == "skip_window"
 
 
 def one_of(name: str, value: Any, allowed: tuple) -> None:
@@ -268,41 +258,6 @@ def check_noise_scale(decay: Any, schedule: Schedule) -> None:
         )
 
 
-def check_lent(name: str, parameter: Tensor, settings: Settings, left: bool) -> None:
-    """Raises ValueError for a parameter whose layer adds its gradients itself, if the settings rule that out.
-
-    ``left``: True if its ``main_grad`` is that of another wrapper, which is left behind.
-    """
-    how = f"parameter {name} has the attribute grad_added_to_main_grad, so its layer adds gradients to a buffer itself"
-    if settings.drops_micro_batches:
-        raise ValueError(
-            f"{how}, but nonfinite={settings.nonfinite!r} must see them first; use 'skip_window', or delete the attribute and "
-            "switch off the layer's gradient accumulation fusion"
-        )
-    if buffer_dtype(gradient_dtype(parameter), settings.buffer_dtype).itemsize < 4:
-        raise ValueError(
-            f"{how}, but cannot keep the running mean that 16-bit buffers hold; use buffer_dtype=torch.float32"
-        )
-    if settings.buffer_device is not None and parameter.device != settings.buffer_device:
-        raise ValueError(
-            f"{how}, but with buffer_device='cpu' the buffers are out of its reach; leave buffer_device out, or delete the attribute "
-            "and switch off the layer's gradient accumulation fusion"
-        )
-    if getattr(parameter, "main_grad", None) is not None and not left:
-        raise ValueError(
-            f"{how}, but it already has a main_grad from elsewhere (Megatron-LM's DistributedDataParallel?); leave that out"
-        )
-
-
-def check_weight_of_main_grad(weight: Scalar, name: str) -> None:
-    """Raises ValueError for a weight by which the gradients of such parameters would have to be multiplied."""
-    if isinstance(weight, Tensor) or weight != 1:
-        raise ValueError(
-            f"weight is {weight} and reduction='mean', but the layer of parameter {name} adds its gradients to main_grad as they are; "
-            "make the loss a sum over the micro-batch's items and use reduction='sum'"
-        )
-
-
 def check_group(process_group: Any) -> None:
     """Raises TypeError for anything but a process group or None."""
     if process_group is not None and not (dist.is_available() and isinstance(process_group, dist.ProcessGroup)):
@@ -320,21 +275,16 @@ def check_alone(settings: Settings) -> None:
             )
 
 
-def check_shared(settings: Settings, sharded: bool, with_main_grad: list[str], parts: list[str]) -> None:
+def check_shared(settings: Settings, sharded: bool, parts: list[str]) -> None:
     """Raises ValueError for what does not work over several ranks, or not with ``shard=True``.
 
     Args:
-        sharded: there are DTensors. with_main_grad: parameters whose layers add to main_grad. parts: DTensors that are not FSDP2's.
+        sharded: there are DTensors. parts: DTensors that are not FSDP2's.
     """
     if parts:
         raise ValueError(
             f"parameter {parts[0]} is a DTensor that FSDP2 does not add up over the ranks of process_group; call fully_shard on the model "
             "with the mesh of these ranks, or leave process_group out where all ranks see the same micro-batches (tensor parallelism alone)"
-        )
-    if with_main_grad and settings.schedule.caller_owned:
-        raise ValueError(
-            f"the layer of parameter {with_main_grad[0]} adds to main_grad itself, and with caller-owned windows nothing says when that "
-            "has to be added up over the ranks; pass accum_steps, or switch off the layer's gradient accumulation fusion"
         )
     if settings.nonfinite == "raise":
         raise ValueError(

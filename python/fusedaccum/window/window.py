@@ -17,7 +17,7 @@ from torch import Tensor
 from ..scalars import Scalar, add, checked_count, checked_weight
 
 if TYPE_CHECKING:
-    from .attempts import Attempt
+    from ..buffers.buffers import Slot
 
 
 def checked_steps(steps: Any, name: str = "accum_steps") -> int:
@@ -123,7 +123,12 @@ class MicroBatch:
     parts: int = 0  # blocks of passes, and passes outside of any
     arrived: int = 0  # gradients that have been added
     arrived_first: int = 0  # those of the first part
-    attempt: Attempt | None = None  # set if it is tried again, in parts, when it breaks off
+    in_place: list[Slot] = field(default_factory=list)  # to whose sums their layers have added by themselves
+    nested: bool = False  # has a pass had re-entrant parts, each of which brings a parameter a gradient of its own?
+    repeatable: bool = (
+        False  # may it be run again, if it breaks off? Then its gradients come through hooks only, and stay here
+    )
+    partial: bool = False  # have some parameters taken its gradient before? Then the buffers hold more than is counted
 
     def value(self) -> Scalar:
         """The weight; 1 if none was given."""

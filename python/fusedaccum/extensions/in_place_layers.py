@@ -8,12 +8,12 @@ returns ``p.grad`` and leaves it where it is, and then autograd adds that to its
 from __future__ import annotations
 
 from enum import Enum, auto
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .buffers import Slot
+from ..buffers.buffers import Slot
+from ..engine import without_grad
+from ..extension import Extension
 
 
 class Way(Enum):
@@ -22,6 +22,42 @@ class Way(Enum):
     TAKEN_AWAY = auto()  # p.grad is None, and what has arrived is the tensor that it was
     NOTHING = auto()  # nothing has arrived, but p.grad was written to
     LEFT = auto()  # what has arrived is p.grad, or a part of its memory: another gradient, too
+
+
+class InPlaceLayers(Extension):
+    """Finds out that a layer has added to ``p.grad``, and counts it."""
+
+    def added_already(self, slot: Slot, grad: Tensor | None) -> bool:
+        way = None if slot.main_grad_enabled else way_of(slot, grad)
+        if way is None:
+            return False
+        copy = None
+        if grad is not None and way is Way.LEFT:
+            copy = grad.clone()  # autograd adds it to itself
+        if way is not Way.LEFT or not slot.block.untouched_by_user:
+            # Not by other code, of which the pass would warn. Before the pass begins, and perhaps a window, which forgets what was written.
+            slot.block.written()
+            with self.accumulation.within_pass(slot.param.device):
+                if slot.shown is not None or way is Way.TAKEN_AWAY:
+                    self._count(slot)
+        if copy is not None:
+            self.accumulation.put(slot, copy)
+        return True
+
+    @without_grad
+    def _count(self, slot: Slot) -> None:
+        """The layer of a slot has added its gradient, times 1. Waits for the device if there is a loss scale, or a weight, on it."""
+        accumulation, ledger = self.accumulation, self.accumulation.ledger
+        accumulation.ranks.check_unsent(slot)
+        ledger.micro.in_place.append(slot)
+        scale = float(accumulation.accumulator.contribution(ledger.micro.factor_left()))
+        try:
+            check_added(slot, scale, ledger.window.void)
+        except RuntimeError:
+            ledger.micro.adds += slot.shown is not None  # the sum is not the window's any more
+            raise
+        accumulation.count_added(slot)
+        accumulation.ranks.added([slot])
 
 
 def way_of(slot: Slot, grad: Tensor | None) -> Way | None:

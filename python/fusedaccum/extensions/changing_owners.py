@@ -1,0 +1,60 @@
+"""Several wrappers built for the same parameters, one after another: the last has their gradients, as with plain optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from ..buffers.buffers import Slot
+from ..extension import Extension
+from ..warn import callers_line, warn
+
+if TYPE_CHECKING:
+    from ..gathering.accumulation import Accumulation
+    from ..window.settings import Settings
+
+
+class ChangingOwners(Extension):
+    """Takes parameters from the wrapper that had them, which is told apart by where it was built, and refuses to be called from then on."""
+
+    def attach(self, accumulation: Accumulation, inner: Optimizer) -> None:
+        super().attach(accumulation, inner)
+        self._name = f"around {type(inner).__name__}, built at {callers_line()}"
+        self._successor: str | None = None  # the name of the wrapper that has the parameters since
+
+    def check_call(self) -> None:
+        if self._successor is not None:
+            raise RuntimeError(
+                f"this AccumulatingOptimizer, {self._name}, has lost its parameters to another one, {self._successor}, because the last "
+                "that is built for a parameter has its gradients: call that one. Of two optimizers for one parameter, wrap only one, and "
+                "that without accum_steps and window_weight"
+            )
+
+    def check_parameter(self, name: str, parameter: Parameter, settings: Settings, left: bool) -> None:
+        other = self.accumulation.of_parameter(parameter)
+        if other is not None:
+            other.end_open_pass()
+            if other.inside:
+                raise RuntimeError(
+                    f"parameter {name} belongs to an AccumulatingOptimizer {other.extensions.of(ChangingOwners)._name}, which is inside "
+                    "micro_batch(); build another after the block"
+                )
+
+    def parameters_changed(self, new: Sequence[Slot]) -> None:
+        owners = {owner for slot in new if (owner := self.accumulation.of_parameter(slot.param)) is not None}
+        for other in {owner.extensions.of(ChangingOwners) for owner in owners} - {self}:
+            other._leave(self._name)
+            self.accumulation.sums.buffers.look_again(new)
+
+    def _leave(self, successor: str) -> None:
+        """Another wrapper has been built for some of the parameters."""
+        if self.accumulation.ledger.is_open:
+            warn(
+                f"the open window of an AccumulatingOptimizer {self._name}, is dropped, because another one, {successor}, has taken its "
+                "parameters. To apply such a window, call flush() before building another; to drop it, reset()"
+            )
+        self._successor = successor
+        self.accumulation.let_go()

@@ -1,0 +1,75 @@
+"""One loss, and several wrappers that accumulate its gradients: the weight that one of them was given for it is that of all."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..extension import Extension
+
+if TYPE_CHECKING:
+    from ..window.window import MicroBatch
+
+_WEIGHING: dict[int, SharedBackward] = {}  # by thread: whose open micro-batch was given the weight of the losses
+
+
+class SharedBackward(Extension):
+    """Gives the open micro-batch the weight that another wrapper was given, where that is reduction="mean" and the loss is the same."""
+
+    def __init__(self) -> None:
+        self._around: tuple[int, SharedBackward | None] | None = (
+            None  # in a block with a weight: its thread, and who weighed around it
+        )
+
+    def block_begins(self, thread: int) -> None:
+        ledger = self.accumulation.ledger
+        if ledger.micro.weight is not None and ledger.reduction == "mean":
+            self._around = thread, _WEIGHING.get(thread)
+            _WEIGHING[thread] = self
+
+    def block_ends(self) -> None:
+        if self._around is not None:
+            thread, around = self._around
+            self._around = None
+            if around is None:
+                _WEIGHING.pop(thread, None)
+            else:
+                _WEIGHING[thread] = around
+
+    def weighed_elsewhere(self, thread: int | None) -> MicroBatch | None:
+        other = None if thread is None else _WEIGHING.get(thread)
+        if other is None or other is self or not other.accumulation.ledger.has_micro:
+            return None
+        return other.accumulation.ledger.micro
+
+    def pass_begins(self, thread: int | None) -> None:
+        other, micro = self.weighed_elsewhere(thread), self.accumulation.ledger.micro
+        if other is not None and not micro.in_loss:
+            self._weigh_as(other, micro)
+
+    def _weigh_as(self, other: MicroBatch, micro: MicroBatch) -> None:
+        """The weight of the pass's loss was given to another wrapper: it is also the weight of the micro-batch here."""
+        ledger, weight = self.accumulation.ledger, other.value()
+        if other.in_loss and ledger.reduction == "none":
+            raise RuntimeError(
+                f"the loss of this backward was multiplied by weight={float(weight):g} for another wrapper, which has FSDP2's parameters, "
+                "but this one has reduction='none' and takes gradients as they are; give both the same reduction"
+            )
+        if other.in_loss:
+            ledger.weigh(weight)
+            micro.in_loss = True
+            return
+        if ledger.reduction == "mean" and micro.weight is None and micro.passes == 0:
+            self.accumulation.open(weight)
+            micro.assumed = True
+            return
+        # A block's own weight is that of all losses in it.
+        ours = micro.assumed or (
+            ledger.reduction == "mean" and micro.weight is not None and not self.accumulation.inside
+        )
+        if ours and micro.weight is not weight and float(micro.value()) != float(weight):
+            raise ValueError(
+                f"the losses of this micro-batch have weights {float(micro.value()):g} and {float(weight):g}, not both given to this "
+                "wrapper; if one is of another model (GAN, actor and critic), keep it out of these parameters: requires_grad_(False) for "
+                "its forward, or backward(inputs=...); if not, call this wrapper's step() after each backward, or give it a weight of its "
+                "own: `with opt.micro_batch(weight=...): ...` around them"
+            )
