@@ -9,6 +9,7 @@ from .recipes.cached import cached_backward
 from .recipes.explaining import Explanation, explain
 from .recipes.fuse import fuse_embedding, fuse_linear, unfuse
 from .recipes.micro_batcher import MicroBatcher
+from .window.settings import TimesMean
 from .window.window import LastWindow
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "Explanation",
     "LastWindow",
     "MicroBatcher",
+    "TimesMean",
     "__version__",
     "accumulate_batchnorm",
     "cached_backward",

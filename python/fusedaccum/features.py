@@ -15,6 +15,7 @@ from .extensions.losses import Losses
 from .extensions.main_grad import MainGrads
 from .extensions.noise_scale import NoiseScale
 from .extensions.nonfinite import Raise, SkipMicroBatch, SkipWindow
+from .extensions.norm_spike import NormSpike
 from .extensions.shared_backward import SharedBackward
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ FEATURES: list[tuple[Callable[[Settings, Optimizer], bool], type[Extension]]] = 
     (lambda settings, _: settings.nonfinite == "skip_window", SkipWindow),
     (lambda settings, _: settings.nonfinite == "skip_micro_batch", SkipMicroBatch),
     (lambda settings, _: settings.nonfinite == "raise", Raise),
+    (lambda settings, _: settings.skip_norm is not None, NormSpike),
     (always, LossScale),  # divides after Losses, and reports over what the three above have
     (always, BatchNormStats),
     (always, InPlaceLayers),

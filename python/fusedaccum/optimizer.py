@@ -23,7 +23,7 @@ from .extension import LossFrom
 from .mistakes import check_arguments, check_is_optimizer, suggests_arguments, warn_if_never_stepped
 from .scalars import Scalar, checked_loss, checked_weight, is_number, or_one
 from .window.ledger import NO_GRADIENT
-from .window.settings import Settings, check_optimizer, checked_device
+from .window.settings import Settings, TimesMean, check_optimizer, checked_device
 from .window.window import LastWindow, Schedule
 from .wrapper import Wrapper
 
@@ -66,13 +66,15 @@ class AccumulatingOptimizer(Wrapper):
             Sums are reduced to the rank that steps them, which distributes the stepped parameters. ``state_dict()`` is a rank's own.
         noise_scale: measure the gradient noise scale ``tr(Sigma) / |G|^2``, as ``last_window.noise_scale``. The number is the decay of its
             running averages per window, at least 0 and less than 1 (such as 0.95). McCandlish et al., 2018, appendix A.1.
+        skip_norm: do not apply a window whose gradient's 2-norm, before ``max_grad_norm``, is above this number, or not finite;
+            ``fusedaccum.TimesMean(3.0)``: above three times the running mean of the norms of earlier windows.
 
     Raises:
         TypeError, ValueError: an invalid argument, optimizer or parameter; the message names it and the fix.
         RuntimeError: a backend that is not available.
 
-    Waits for the device only where a decision needs it: ``nonfinite`` (once per window for ``"skip_window"``, unless a fused optimizer
-    skips on the device; once per micro-batch for the two that drop one), weights that are device tensors (once per window; with
+    Waits for the device only where a decision needs it: ``nonfinite`` and ``skip_norm`` (once per window, unless a fused optimizer skips
+    on the device; once per micro-batch for the two policies that drop one), weights that are device tensors (once per window; with
     ``window_weight``, once per micro-batch), a GradScaler (once per micro-batch), other ranks (at each window's end).
     """
 
@@ -94,6 +96,7 @@ class AccumulatingOptimizer(Wrapper):
         comm_dtype: torch.dtype | None = None,
         shard: bool = False,
         noise_scale: float | None = None,
+        skip_norm: float | TimesMean | None = None,
     ):
         check_is_optimizer(optimizer)
         settings = Settings(
@@ -110,6 +113,7 @@ class AccumulatingOptimizer(Wrapper):
             comm_dtype=comm_dtype,
             shard=shard,
             noise_scale=noise_scale,
+            skip_norm=skip_norm,
         )
         check_optimizer(optimizer, settings, AccumulatingOptimizer)
         seed = int(torch.randint(2**53, (), device="cpu")) if rounding == "stochastic" else None

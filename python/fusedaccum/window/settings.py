@@ -18,7 +18,7 @@ from ..buffers.masters import inside
 from ..buffers.shards import fsdp1, is_flattened, is_shard
 from ..closures import check_steps_alone
 from ..ops import backends
-from ..scalars import is_number
+from ..scalars import checked_count, is_number
 from .window import Schedule
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -30,6 +30,38 @@ COLLECTIVES = {
     *("reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor"),
 }
 BUFFER_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True)
+class TimesMean:
+    """A limit that follows what it limits: ``factor`` times the running mean.
+
+    Args:
+        factor: greater than 1.
+        decay: of the exponential average, per window: 0.98 averages over about the last 50.
+        after: windows to look at before the limit holds.
+
+    Raises:
+        TypeError, ValueError: not a number, or out of range.
+    """
+
+    factor: float
+    decay: float = 0.98
+    after: int = 20
+
+    def __post_init__(self) -> None:
+        for name, value in (("factor", self.factor), ("decay", self.decay)):
+            if not is_number(value):
+                raise TypeError(f"{name} must be a number, got {value!r}")
+        if not 1 < self.factor < math.inf:
+            raise ValueError(
+                f"factor must be greater than 1, and finite, got {self.factor}; half of all values are above their mean"
+            )
+        if not 0 <= self.decay < 1:
+            raise ValueError(
+                f"decay must be at least 0 and less than 1, got {self.decay}; 0.98 averages over about 50 windows"
+            )
+        checked_count(self.after, "after", "; it is the number of windows that the mean is of before it decides")
 
 
 @dataclass(frozen=True)
@@ -49,6 +81,7 @@ class Settings:
     comm_dtype: torch.dtype | None
     shard: bool
     noise_scale: float | None
+    skip_norm: float | TimesMean | None = None
 
     def __post_init__(self) -> None:
         one_of("reduction", self.reduction, REDUCTIONS)
@@ -67,13 +100,11 @@ class Settings:
                 "use buffer_dtype=torch.float32"
             )
         if self.max_grad_norm is not None:
-            norm = self.max_grad_norm
-            if not is_number(norm):
-                raise TypeError(f"max_grad_norm must be a number or None, got {norm!r}")
-            if math.isnan(norm) or norm <= 0:
-                raise ValueError(
-                    f"max_grad_norm must be greater than 0, got {norm}; None does not clip, math.inf only measures"
-                )
+            check_norm("max_grad_norm", self.max_grad_norm, "None does not clip, math.inf only measures")
+        if self.skip_norm is not None and not isinstance(self.skip_norm, TimesMean):
+            check_norm(
+                "skip_norm", self.skip_norm, "None applies every window, fusedaccum.TimesMean(3.0) follows their norms"
+            )
         check_group(self.process_group)
         one_of("comm_dtype", self.comm_dtype, COMM_DTYPES)
         one_of("shard", self.shard, (True, False))
@@ -93,6 +124,14 @@ def one_of(name: str, value: Any, allowed: tuple) -> None:
     """Raises ValueError unless ``value`` is one of ``allowed``."""
     if not any(value is a or value == a for a in allowed):
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def check_norm(name: str, norm: Any, hint: str) -> None:
+    """Raises TypeError or ValueError for what is no limit of a norm."""
+    if not is_number(norm):
+        raise TypeError(f"{name} must be a number or None, got {norm!r}")
+    if math.isnan(norm) or norm <= 0:
+        raise ValueError(f"{name} must be greater than 0, got {norm}; {hint}")
 
 
 def checked_device(buffer_device: Any) -> torch.device | None:

@@ -227,6 +227,7 @@ class LastWindow:
         loss: 0-d float64 tensor, the window's loss, combined from the micro-batches' losses as its gradient is from their gradients
             (``sum(w_i * loss_i) / sum(w_i)`` for ``reduction="mean"``), without a loss scale. None unless every micro-batch's loss is
             known: from ``opt.backward(loss)``, a closure, or ``opt.record_loss(loss)``.
+        norm_limit: 0-d float64 tensor, what ``skip_norm=TimesMean(...)`` compared the norm with; None without it.
         noise_scale: 0-d float64 tensor, the simple gradient noise scale in units of the weights, averaged over windows; infinite while
             the gradient is hidden in the noise; None unless ``noise_scale=`` asked for it and a window has been long enough to measure it.
     """
@@ -238,6 +239,7 @@ class LastWindow:
     applied: Tensor
     loss: Tensor | None
     noise_scale: Tensor | None
+    norm_limit: Tensor | None = None
 
     def as_dict(self, prefix: str = "") -> dict[str, float]:
         """Everything known about the window as numbers, for a log: ``writer.add_scalar(*item, step)`` for each, ``wandb.log(...)``.

@@ -1,0 +1,96 @@
+"""``skip_norm=``: a window whose gradient has a norm above a limit is not applied."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS
+
+from ..extension import Extension
+from ..scalars import copied, to_device, widened
+from ..window.settings import TimesMean
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from ..closing.conclusion import Conclusion
+    from ..gathering.accumulation import Accumulation
+
+
+class NormSpike(Extension):
+    """Compares each window's norm with a number, or with a multiple of the running mean of the norms before it.
+
+    Decides on the device. A norm above the limit enters the mean as the limit: one spike hardly moves it, and norms that stay higher are
+    let through after some windows.
+    """
+
+    key = "norm_spike"
+    wants_norm = True
+
+    def __init__(self) -> None:
+        # Sum of the decayed norms, sum of their weights, and how many there were, as one tensor, always the same one on a device,
+        # so that each replay of a CUDA graph continues from the one before.
+        self._seen: Tensor | None = None
+        self._seen_then: Tensor | None = None  # the same, once the window that is closing is over
+
+    def attach(self, accumulation: Accumulation, inner: Optimizer) -> None:
+        super().attach(accumulation, inner)
+        if isinstance(inner, LBFGS):
+            raise ValueError(
+                "skip_norm does not work with LBFGS, which evaluates and applies within one step; leave it out, and pass line_search_fn="
+                "'strong_wolfe', which looks for a step that lowers the loss"
+            )
+        limit = accumulation.settings.skip_norm
+        self._mean = limit if isinstance(limit, TimesMean) else None
+        self._limit = math.inf if limit is None or isinstance(limit, TimesMean) else float(limit)
+
+    def needs_all_ranks(self) -> str | None:
+        """Ranks that have seen different windows would have different means, and then decide differently on one that they share."""
+        return None if self._mean is None else f"skip_norm={self._mean}"
+
+    def normed(self, end: Conclusion, sq_norm: Tensor) -> None:
+        assert end.norm is not None
+        norm = widened(end.norm)
+        limit = torch.full_like(norm, self._limit)
+        finite = torch.isfinite(norm)
+        if self._mean is not None:
+            seen = self._seen_by(norm)
+            total, weight, count = seen
+            limit = torch.where(count >= self._mean.after, self._mean.factor * total / weight, limit)
+            decay = self._mean.decay
+            kept = torch.stack([total * decay, weight * decay, count])
+            new = torch.stack(
+                [torch.minimum(norm, limit) * (1 - decay), torch.full_like(norm, 1 - decay), torch.ones_like(norm)]
+            )
+            counts = finite & bool(end.slots and not end.weightless)
+            self._seen_then = torch.where(counts, kept + new, seen)
+            end.report["norm_limit"] = limit
+        end.skip = ~(finite & (norm <= limit)) | to_device(end.skip, norm.device)
+
+    def _seen_by(self, norm: Tensor) -> Tensor:
+        if self._seen is None:
+            self._seen = torch.zeros(3, dtype=norm.dtype, device=norm.device)
+        elif self._seen.device != norm.device:  # a checkpoint's, perhaps
+            self._seen = self._seen.to(norm.device, norm.dtype)
+        return self._seen
+
+    def closed(self, end: Conclusion) -> None:
+        if self._seen is not None and self._seen_then is not None:
+            self._seen.copy_(self._seen_then)
+
+    def save(self) -> dict[str, Any]:
+        return {"seen": copied(self._seen)}
+
+    def load(self, saved: dict[str, Any]) -> None:
+        self._seen_then = None
+        if self._seen is None or saved["seen"] is None:
+            self._seen = copied(saved["seen"])
+        else:
+            self._seen.copy_(saved["seen"])
+
+    def join(self, parts: Sequence[dict[str, Any]], mine: Sequence[int], ranks: int) -> dict[str, Any]:
+        return parts[0]  # the same on all ranks
