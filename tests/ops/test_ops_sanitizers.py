@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # Unoptimized, so that the sanitizers see every access as it is written. Null and size checks would double the time to compile, and
 # AddressSanitizer finds such accesses anyway.
 FLAGS = [
@@ -18,7 +18,7 @@ FLAGS = [
 ]
 X86 = platform.machine() in ("x86_64", "AMD64")
 ISA_FLAGS = {"avx2": ["-mavx2", "-mf16c"], "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mf16c"]}
-SOURCES = [*sorted((ROOT / "csrc/cpu").glob("*.cpp")), ROOT / "tests/cpp/test_kernels.cpp"]
+SOURCES = [*sorted((ROOT / "csrc/cpu").glob("*.cpp")), ROOT / "tests/ops/cpp/test_kernels.cpp"]
 
 pytestmark = [
     pytest.mark.slow,

@@ -8,6 +8,7 @@ import pytest
 import torch
 from fusedaccum import schedules
 from torch import nn
+from training import closed
 
 
 def wrapped(parameters, lr=0.0, **settings):
@@ -345,11 +346,6 @@ def test_schedule_makes_windows_as_large_as_the_noise_scale():
         opt.backward((model.weight[0] * g).sum(), weight=4)
         opt.step()
     assert schedule.steps == schedule(0) == pytest.approx(40 / 4, rel=0.3)
-
-
-def closed(noise_scale, weight=80.0, micro_batches=10):
-    of = torch.tensor
-    return fa.LastWindow(micro_batches, of(weight), None, None, of(True), None, of(noise_scale))
 
 
 def test_schedule_looks_every_so_often_and_keeps_its_bounds():

@@ -6,7 +6,7 @@ import fusedaccum as fa
 import pytest
 import torch
 from fusedaccum.autograd.passes import outermost_backward
-from gpu import DEVICE
+from gpu_cases import DEVICE
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import assert_same_parameters, big_batch_step, data, mean_loss, model, parts, twin

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from fusedaccum import schedules
-from test_noise_scale import closed
+from training import closed
 
 
 def test_schedule_learns_nothing_from_a_window_without_micro_batches_or_weight():

@@ -457,7 +457,7 @@ torch.save(net.state_dict(), out)
 
 def test_run_killed_inside_a_window_and_resumed_ends_bit_identical(tmp_path):
     script = tmp_path / "run.py"
-    script.write_text(textwrap.dedent(RUN.format(tests=os.path.dirname(__file__))))
+    script.write_text(textwrap.dedent(RUN.format(tests=os.path.dirname(os.path.dirname(__file__)))))
 
     def run(checkpoint, kill_at, out):
         command = [sys.executable, str(script), str(tmp_path / checkpoint), str(kill_at), str(tmp_path / out)]

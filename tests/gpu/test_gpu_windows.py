@@ -3,7 +3,7 @@
 import fusedaccum as fa
 import pytest
 import torch
-from gpu import DEVICE, batches, every_kernel, needs_gpu
+from gpu_cases import DEVICE, batches, every_kernel, needs_gpu
 from torch import nn
 from training import assert_same_parameters, big_batch_step, data, mean_loss, model, parts, sgd, twin
 

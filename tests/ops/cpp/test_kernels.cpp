@@ -13,10 +13,10 @@
 #include <memory>
 #include <thread>
 
-#include "../../csrc/chunks.h"
-#include "../../csrc/cpu/dispatch.h"
-#include "../../csrc/cpu/launch.h"
-#include "../../csrc/formulas.h"
+#include "../../../csrc/chunks.h"
+#include "../../../csrc/cpu/dispatch.h"
+#include "../../../csrc/cpu/launch.h"
+#include "../../../csrc/formulas.h"
 
 using namespace fusedaccum;
 using namespace fusedaccum::cpu;

@@ -17,8 +17,8 @@ import torch
 from fusedaccum.ops import Stats, StochasticRounding, reference
 from ops_cases import assert_same_bits, assert_same_stats, child_environment, values, with_nonfinite
 
-ROOT = Path(__file__).parents[1]
-SHIM = ROOT / "tests/cuda_shim"
+ROOT = Path(__file__).parents[2]
+SHIM = ROOT / "tests/gpu/cuda_shim"
 WITH_ADDRESSES = os.environ.get("SHIM_LIBRARY")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # in the order of csrc/cuda/kernels.h
 NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -46,7 +46,7 @@ def compiled(target, *flags, sanitizers="undefined"):
 
 
 def loaded(library):
-    """The C function of tests/cuda_shim/kernels.cpp: run(op, pairs, …) -> number of launches."""
+    """The C function of tests/gpu/cuda_shim/kernels.cpp: run(op, pairs, …) -> number of launches."""
     run = ctypes.CDLL(library).run
     number, flag = ctypes.c_double, ctypes.c_bool
     run.argtypes = (

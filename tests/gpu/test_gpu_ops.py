@@ -7,7 +7,7 @@ import pytest
 import torch
 from fusedaccum import ops
 from fusedaccum.ops import Stats, StochasticRounding, backends, reference
-from gpu import DEVICE, KERNELS, SIZES, every_kernel, made, needs_gpu, there
+from gpu_cases import DEVICE, KERNELS, SIZES, every_kernel, made, needs_gpu, there
 from ops_cases import DTYPES, OPS, PAIR_IDS, PAIRS, assert_same_bits, assert_same_stats, copies, values, with_nonfinite
 
 every_pair = pytest.mark.parametrize(("out", "x"), [(DTYPES[o], DTYPES[x]) for o, x in PAIRS], ids=PAIR_IDS)

@@ -337,7 +337,7 @@ def test_weights_that_differ_within_one_micro_batch():
     opt = wrapped(net, 2)
     opt.backward(mean_loss(net, x, y), weight=4)
     opt.backward(mean_loss(net, x, y), weight=4)
-    page = Path(__file__).parents[1] / "docs/questions/different-denominators.md"
+    page = Path(__file__).parents[2] / "docs/questions/different-denominators.md"
     for_terms = (
         rf"reduction='none', each divided by the window's count .*'{page.read_text().partition(chr(10))[0][2:]}'"
     )

@@ -4,7 +4,7 @@ import fusedaccum as fa
 import pytest
 import torch
 from fusedaccum.recipes import fuse
-from gpu import DEVICE, needs_gpu
+from gpu_cases import DEVICE, needs_gpu
 from torch import nn
 
 # -- side streams ----------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 import torch
 from fusedaccum import native
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.skipif("_cuda" not in native.build().built, reason="the CUDA extension was not built here")
 

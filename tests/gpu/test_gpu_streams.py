@@ -8,7 +8,7 @@ import torch
 from fusedaccum import ops
 from fusedaccum.autograd import collector
 from fusedaccum.ops import Stats, reference
-from gpu import DEVICE, GPU, KERNELS, batches, every_kernel, made, needs_gpu, there
+from gpu_cases import DEVICE, GPU, KERNELS, batches, every_kernel, made, needs_gpu, there
 from ops_cases import assert_same_bits, assert_same_stats
 from torch import nn
 from torch.autograd.graph import get_gradient_edge

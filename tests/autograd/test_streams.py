@@ -1,4 +1,4 @@
-"""Gradients queued on one CUDA stream and added on another, with stand-ins for streams and tensors; tests/test_gpu*.py use real ones."""
+"""Gradients queued on one CUDA stream and added on another, with stand-ins for streams and tensors; tests/gpu use real ones."""
 
 import contextlib
 

@@ -1,5 +1,5 @@
 // csrc/cuda/kernels.cu itself, behind a C function that ctypes can call.
-#include "../../csrc/cuda/kernels.cu"
+#include "../../../csrc/cuda/kernels.cu"
 
 namespace cuda = fusedaccum::cuda;
 
