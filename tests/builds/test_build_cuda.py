@@ -14,7 +14,10 @@ from fusedaccum import native
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.skipif("_cuda" not in native.build().built, reason="the CUDA extension was not built here")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif("_cuda" not in native.build().built, reason="the CUDA extension was not built here"),
+]
 
 
 def cuobjdump():

@@ -10,6 +10,8 @@ import torch
 from fusedaccum import __main__, _sources, native
 from fusedaccum.ops import backends
 
+pytestmark = pytest.mark.long
+
 
 def test_report_names_every_backend_and_what_was_built():
     text, verbose = (

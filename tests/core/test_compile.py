@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from training import assert_same_parameters, big_batch_step, data, model, parts, sgd, twin, wrapped
 
 # PyTorch 2.13 warns itself when its compiler is loaded.
-pytestmark = pytest.mark.usefixtures("compiled_anew")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("compiled_anew")]
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 WINDOWS = 4  # enough for a CUDA graph to be warmed up, recorded and replayed

@@ -13,6 +13,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from training import assert_same_parameters, data, mean_loss, model, twin, wrapped
 
+pytestmark = pytest.mark.long
+
 
 class Fault(BaseException):
     """Raised where no code expects it, as Ctrl-C is."""

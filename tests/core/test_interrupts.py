@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from training import assert_same_parameters, twin
 
+pytestmark = pytest.mark.long
+
 
 class Interrupt(KeyboardInterrupt):
     pass

@@ -43,6 +43,8 @@ from benchmarks import (
 )
 from benchmarks.bench_accumulate import DTYPES
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize(
     ("name", "elements", "tensors"),

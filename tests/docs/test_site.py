@@ -6,6 +6,8 @@ import fusedaccum as fa
 import pytest
 from pages import PAGES, ROOT
 
+pytestmark = pytest.mark.long
+
 QUESTIONS = sorted(ROOT.glob("docs/questions/[!i]*.md"))
 SITE = (ROOT / "mkdocs.yml").read_text()
 # Pages of the site whose source is outside docs/: see docs/site.py.

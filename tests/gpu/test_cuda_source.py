@@ -26,7 +26,7 @@ ACCUMULATE, CAST, STATS = range(3)
 SIZES = (0, 1, 7, 8, 9, 1023, 2049, 4096, 8191, 8192, 8193, 50_001)
 SENTINEL = 77.0
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+pytestmark = [pytest.mark.long, pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")]
 
 
 class Pair(ctypes.Structure):

@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1",
-    reason="needs Triton's compiler",
-)
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(
+        importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1",
+        reason="needs Triton's compiler",
+    ),
+]
 
 DTYPES = ("fp64", "fp32", "bf16", "fp16")
 PAIRS = [(out, x) for out in DTYPES for x in DTYPES]

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 # PyTorch 2.13 warns itself when its compiler is loaded.
-pytestmark = pytest.mark.usefixtures("compiled_anew")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("compiled_anew")]
 
 BACKENDS = ["reference", *(["triton"] if NATIVE == ["triton"] else ["cpu"] if NATIVE else [])]
 every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=[f"backend={name}" for name in BACKENDS])

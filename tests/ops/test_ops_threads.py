@@ -21,6 +21,8 @@ from ops_cases import (
     values,
 )
 
+pytestmark = pytest.mark.long
+
 every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=[f"backend={name}" for name in BACKENDS])
 native_only = pytest.mark.skipif(not NATIVE, reason="the extension fusedaccum._cpu was not built")
 SIZES = [100_003, 5, 0, 1, 16384, 40_000, 3, 16385, 300, 7]

@@ -8,7 +8,7 @@ import torch
 from contrastive import SAMPLES, SupCon, Tower, clip
 from torch import nn
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_thread")]
 
 
 def refused(message, *, error=ValueError, loss_fn=None, encoders=None, inputs=None, **settings):

@@ -9,7 +9,7 @@ from contrastive import WAYS, Clip, Tower, assert_close, both, clip, gradients, 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_thread")]
 
 
 def wrapped(parts, **settings):

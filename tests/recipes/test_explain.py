@@ -10,6 +10,8 @@ pytest.importorskip("tqdm")
 
 from benchmarks import memory
 
+pytestmark = pytest.mark.long
+
 BATCH, MICRO_BATCH = 32, 8
 SETTINGS = {
     "FP32 buffers": {},

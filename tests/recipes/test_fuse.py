@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from training import assert_same_parameters, twin
 
+pytestmark = pytest.mark.long
+
 VOCABULARY, WIDTH, CLASSES = 50, 12, 7
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-13}
 

@@ -9,6 +9,8 @@ from fusedaccum.recipes import fuse
 from torch import nn
 from training import assert_same_parameters, twin
 
+pytestmark = pytest.mark.long
+
 
 def fused(net):
     return fa.fuse_embedding(fa.fuse_linear(net))

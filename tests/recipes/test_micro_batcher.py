@@ -18,7 +18,7 @@ from out_of_memory import Memory, Net, assert_close, batch, function, made, orac
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-pytestmark = pytest.mark.usefixtures("small_buckets")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("small_buckets")]
 
 
 # -- batches and splits --------------------------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ import torch
 from out_of_memory import Memory, Points, assert_close, batch, function, made, oracle, sgd, weight
 from torch import nn
 
+pytestmark = pytest.mark.long
+
 
 def test_one_sample_that_does_not_fit():
     memory = Memory(7)

@@ -16,7 +16,7 @@ from out_of_memory import Net, Points, assert_close, batch, function, made, orac
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-pytestmark = pytest.mark.usefixtures("small_buckets")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("small_buckets")]
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

@@ -14,6 +14,8 @@ from fusedaccum.recipes import splitting
 from torch import nn
 from torch.nn import functional as F
 
+pytestmark = pytest.mark.long
+
 SAMPLES = 12
 
 

@@ -10,7 +10,7 @@ from pooling import assert_same_statistics, backward, big_batches, micro_batches
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_thread")]
 
 
 LAYERS = {

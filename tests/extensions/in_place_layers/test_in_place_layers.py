@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from training import assert_same_parameters, data, mean_loss, parts, sgd, sum_loss, twin
 
-pytestmark = pytest.mark.usefixtures("each_intake")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("each_intake")]
 
 
 class AddsItself(torch.autograd.Function):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 from training import assert_same_parameters, data, mean_loss, parts, sgd, sum_loss
 
-pytestmark = pytest.mark.usefixtures("each_intake")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("each_intake")]
 RTOL = 1e-12
 
 
