@@ -23,21 +23,15 @@ NATIVE := setup.py pyproject.toml $(shell find csrc -type f)
 PACKAGE := $(shell find python triton_kernels -name '*.py')
 CPP := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 # The tests of the ops, most of them in one file, where NumPy, in which Triton interprets, may warn of the overflows that they are about.
-INTERPRETED := -n auto --dist worksteal -m "not slow" -W ignore::RuntimeWarning $(foreach t,bits memory oracles properties rounding,tests/test_ops_$(t).py) \
-	tests/test_gpu_ops.py::test_a_scale_that_is_written_too_is_read_before
+INTERPRETED := -n auto --dist worksteal -m "not slow" -W ignore::RuntimeWarning $(foreach t,bits memory oracles properties rounding,tests/ops/test_ops_$(t).py) \
+	tests/gpu/test_gpu_ops.py::test_a_scale_that_is_written_too_is_read_before
 # A process a core, and a file's tests, which share what they build, in one; each of them with a second thread would make them wait
-# for each other. (Tests of ranks have processes of their own.) In the order of tests/conftest.py, not the file of most tests first.
-SPREAD := -n auto --dist loadfile --no-loadscope-reorder
+# for each other. In the order of tests/conftest.py, not the file of most tests first. Tests of ranks have processes of their own, and
+# those of devices and frameworks a run of their own: pyproject.toml leaves them out.
+SPREAD := -n auto --dist loadfile --no-loadscope-reorder --ignore tests/distributed
 QUICK := $(SPREAD) -m "not slow"
-# What `make test` leaves out besides slow tests: whole files that compile, simulate GPUs, break every call once, start processes, or
-# measure; and those of features beside the core.
-LONG := $(foreach t,benchmarks build_cuda build_native build_package build_setup compile cuda_source explain faults interrupts \
-	micro_batcher_memory ops_compile ops_sanitizers ops_threads site triton_compiled \
-	batchnorm batchnorm_modules cached_backward cached_backward_broken cached_backward_windows fuse fuse_layers in_place_layers \
-	main_grad main_grad_broken micro_batcher micro_batcher_broken splitting,tests/test_$(t).py)
-APART := $(foreach folder,distributed frameworks late_device,--ignore tests/$(folder))
 # What the version of torch has no part in.
-WITHOUT_TORCH := $(foreach t,benchmarks cuda_source rooms site,--ignore tests/test_$(t).py)
+WITHOUT_TORCH := $(foreach t,docs/test_benchmarks docs/test_site gpu/test_cuda_source test_rooms,--ignore tests/$(t).py)
 # Without PyTorch's own caching of memory, so that an access outside of a tensor is one outside of an allocation.
 SANITIZED := PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --report-api-errors no --error-exitcode 1
 SAY = @printf '\n== %s\n'
@@ -60,7 +54,7 @@ docs: $(BUILT)  ## the documentation as a site, in build/site; a link that leads
 
 test: lint docs $(BUILT)  ## lint, build, and run the tests of the core, against one version of torch: minutes
 	$(SAY) "Tests of the core"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(QUICK) $(APART) $(LONG:%=--ignore %)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(SPREAD) -m "not slow and not long"
 	$(BIN)/python -m pytest -q -m "not slow" tests/distributed/test_ddp_loops.py tests/distributed/test_collectives.py
 	$(SAY) "Passed. The rest (all ranks, frameworks, compilers, sanitizers, another version of torch): make test-all"
 
@@ -69,20 +63,19 @@ test-all: test  ## and all other tests, against two versions of torch: half an h
 
 rest: $(WHOLE) $(if $(SECOND_TORCH),$(SECOND_VENV)/built)
 	$(SAY) "Slow tests, and files of long ones"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(SPREAD) $(LONG)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(SPREAD) -m slow $(APART) $(LONG:%=--ignore %)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(SPREAD) -m "slow or long"
 	$(SAY) "Ranks"
 	$(BIN)/python -m pytest -q tests/distributed
 	$(SAY) "Buffers in CPU memory, for parameters on a device made for that"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal tests/late_device
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal tests/devices
 	$(SAY) "Accelerate, Hugging Face Trainer, Lightning"
 	$(BIN)/python -m pytest -q tests/frameworks
 	$(SAY) "Triton kernels, interpreted on the CPU"
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(INTERPRETED)
 	$(if $(SECOND_TORCH),$(SAY) "Tests against torch $(SECOND_TORCH)")
-	$(if $(SECOND_TORCH),OMP_NUM_THREADS=1 $(SECOND_BIN)/python -m pytest -q $(QUICK) --ignore tests/distributed $(WITHOUT_TORCH))
+	$(if $(SECOND_TORCH),OMP_NUM_THREADS=1 $(SECOND_BIN)/python -m pytest -q $(QUICK) $(WITHOUT_TORCH))
 	$(if $(SECOND_TORCH),$(SECOND_BIN)/python -m pytest -q -m "not slow" tests/distributed)
-	$(if $(SECOND_TORCH),OMP_NUM_THREADS=1 $(SECOND_BIN)/python -m pytest -q -n auto --dist worksteal tests/late_device)
+	$(if $(SECOND_TORCH),OMP_NUM_THREADS=1 $(SECOND_BIN)/python -m pytest -q -n auto --dist worksteal tests/devices)
 
 bench: $(BUILT)  ## measure against plain PyTorch; writes benchmarks/results
 	$(SAY) "Benchmarks"
@@ -92,17 +85,17 @@ bench: $(BUILT)  ## measure against plain PyTorch; writes benchmarks/results
 test-gpu: $(BUILT)  ## the tests where there is a CUDA device, and `make sanitize`
 	$(SAY) "Tests on a GPU"
 	$(NEEDS_GPU)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(QUICK) --ignore tests/distributed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(QUICK)
 	$(BIN)/python -m pytest -q tests/distributed/test_devices.py
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal tests/late_device
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal tests/devices
 	@$(MAKE) --no-print-directory sanitize
 
 sanitize: $(BUILT)  ## the kernels on a CUDA device, under compute-sanitizer
 	$(SAY) "Kernels under compute-sanitizer"
 	$(NEEDS_GPU)
 	@command -v compute-sanitizer > /dev/null || { echo "compute-sanitizer is not on PATH: install it with the CUDA toolkit"; exit 1; }
-	$(SANITIZED) --tool memcheck $(BIN)/python -m pytest -q tests/test_gpu_ops.py -k "test_scale or test_stochastic or ((test_accumulate or test_cast) and f32 and bf16)"
-	$(foreach tool,racecheck initcheck,$(SANITIZED) --tool $(tool) $(BIN)/python -m pytest -q tests/test_gpu_ops.py -k "test_scale or (test_accumulate and f32 and bf16)" &&) true
+	$(SANITIZED) --tool memcheck $(BIN)/python -m pytest -q tests/gpu/test_gpu_ops.py -k "test_scale or test_stochastic or ((test_accumulate or test_cast) and f32 and bf16)"
+	$(foreach tool,racecheck initcheck,$(SANITIZED) --tool $(tool) $(BIN)/python -m pytest -q tests/gpu/test_gpu_ops.py -k "test_scale or (test_accumulate and f32 and bf16)" &&) true
 
 bench-gpu: $(BUILT)  ## measure on a CUDA device; writes benchmarks/results/gpu
 	$(SAY) "Benchmarks on a GPU"

@@ -1,4 +1,4 @@
-"""As tests/test_old_checkpoints.py, of two ranks."""
+"""As tests/core/test_old_checkpoints.py, of two ranks."""
 
 import torch
 import torch.distributed as dist

@@ -1,0 +1,214 @@
+"""Ctrl-C at every point of a call where Python looks for it: nothing outside the wrapper stays changed, and training goes on right.
+
+Python looks for signals where one of its functions begins, and where a call of a C function has returned. A profiler is called there, too.
+"""
+
+import inspect
+import os
+import sys
+import warnings
+
+import fusedaccum as fa
+import pytest
+import torch
+from torch import nn
+from training import assert_same_parameters, twin
+
+pytestmark = pytest.mark.long
+
+
+class Interrupt(KeyboardInterrupt):
+    pass
+
+
+def interrupted(call, at):
+    """Call it, with an interrupt at point number ``at``. Returns the exception, None if there are not so many points."""
+    points = 0
+
+    def look(frame, event, _):
+        nonlocal points
+        points += event in ("call", "c_return") and not within_pytorchs_step(frame)
+        if points == at:
+            sys.setprofile(None)
+            raise Interrupt
+
+    sys.setprofile(look)
+    try:
+        call()
+    except Interrupt as interrupt:
+        return interrupt
+    finally:
+        sys.setprofile(None)
+    return Interrupt() if points == at else None  # a callback of the garbage collector's may have swallowed it
+
+
+PYTORCHS = inspect.getfile(torch.optim.Optimizer)
+
+
+def within_pytorchs_step(frame):
+    """What that leaves half done is not the wrapper's business: it does more when the optimizer's own step has returned."""
+    while frame is not None:
+        if frame.f_code.co_filename == PYTORCHS:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def modes():
+    """What is global, or the model's."""
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), torch.get_rng_state()
+
+
+def model(dtype):
+    net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)).to(dtype)
+    net[1].bias.requires_grad_(False)
+    return net
+
+
+def made(dtype, **settings):
+    net = model(dtype)
+    return net, fa.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), 2, **settings)
+
+
+def backward(net, x):
+    net(x).square().mean().backward()
+
+
+def in_a_block(net, opt, x):
+    with opt.micro_batch(weight=1):
+        backward(net, x)
+
+
+def closing(call):
+    """A call that is to be interrupted at a window's end."""
+
+    def prepare(net, opt, x):
+        backward(net, x)
+        opt.step()
+        backward(net, x)
+        return lambda: call(opt)
+
+    return prepare
+
+
+def inside(call):
+    """A call that is to be interrupted inside a window."""
+
+    def prepare(net, opt, x):
+        backward(net, x)
+        return lambda: call(net, opt, x)
+
+    return prepare
+
+
+CALLS = {
+    "the closing step": closing(lambda opt: opt.step()),
+    "a step inside a window": inside(lambda net, opt, x: opt.step()),
+    "flush": inside(lambda net, opt, x: opt.flush()),
+    "normalize_": closing(lambda opt: opt.normalize_()),
+    "backward": inside(lambda net, opt, x: backward(net, x)),
+    "opt.backward": inside(lambda net, opt, x: opt.backward(net(x).square().mean())),
+    "a block": lambda net, opt, x: lambda: in_a_block(net, opt, x),
+    "reset": inside(lambda net, opt, x: opt.reset()),
+    "zero_grad": inside(lambda net, opt, x: opt.zero_grad()),
+    "state_dict": inside(lambda net, opt, x: opt.state_dict()),
+    "load_state_dict": inside(lambda net, opt, x: opt.load_state_dict(opt.state_dict())),
+    "add_param_group": inside(lambda net, opt, x: opt.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})),
+}
+MOST = 3000  # points that a call may have
+# From one of them that is tried to the next; 1 tries all, in ten minutes.
+EVERY = int(os.environ.get("INTERRUPT_EVERY", 23))
+
+
+def points():
+    return range(1, MOST, EVERY)
+
+
+@pytest.fixture(autouse=True)
+def no_search_for_batch_norm(monkeypatch):
+    """Which goes through all objects that there are, at the end of every wrapper's first window."""
+    monkeypatch.setattr("fusedaccum.extensions.batch_norm.modules_alive", lambda *_: [])
+
+
+# Python says so of what is interrupted in a callback of the garbage collector's.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(
+    "settings", [{}, {"nonfinite": "skip_window", "max_grad_norm": 1e9}, {"master_weights": True}], ids=str
+)
+@pytest.mark.parametrize("name", CALLS)
+def test_nothing_outside_stays_changed_and_training_goes_on(name, settings, monkeypatch):
+    """By turns, gradients come through the hooks in C++ and in Python, and the traceback is forgotten and stays alive."""
+    dtype = torch.bfloat16 if settings.get("master_weights") else torch.float32
+    kept = []
+    for at in points():
+        remembered = at % 2
+        monkeypatch.setenv("FUSEDACCUM_INTAKE", "python" if at % 4 > 1 else "auto")
+        net, opt = made(dtype, **settings)
+        x, parameters = torch.randn(4, 3, dtype=dtype), list(net.parameters())
+        call = CALLS[name](net, opt, x)
+        before, frozen = modes(), [p.requires_grad for p in parameters]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            interrupt = interrupted(call, at)
+        if interrupt is None:
+            break
+        if remembered:
+            kept = [interrupt]
+        del interrupt
+        assert before[:3] == modes()[:3] and torch.equal(before[3], torch.get_rng_state()), at
+        assert [p.requires_grad for p in parameters] == frozen, at
+        held = [p for group in opt.param_groups for p in group["params"]]
+        assert all(a is b for a, b in zip(held, parameters, strict=False)), at
+        assert set(opt.state) <= set(held), at
+        if remembered and name == "a block":
+            continue  # of which Python may not have left the end yet
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the open window was dropped
+            opt.reset()
+        if name == "add_param_group":
+            continue
+        plain = twin(net)
+        for _ in range(2):
+            backward(net, x)
+            opt.step()
+        assert opt.updated and opt.last_window.micro_batches == 2, at
+        if dtype is torch.float32:
+            backward(plain, x)
+            torch.optim.SGD(plain.parameters(), lr=0.1).step()
+            assert_same_parameters(net, plain, 1e-6)
+    assert 20 < at < MOST - EVERY and kept
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("settings", [{}, {"nonfinite": "skip_window"}, {"master_weights": True}], ids=str)
+def test_a_step_that_was_interrupted_is_called_again(settings):
+    """It goes on from there; or says that the sums are half divided, and then the window is repeated."""
+    dtype = torch.bfloat16 if settings.get("master_weights") else torch.float32
+    start, batches, repeated = model(dtype), torch.randn(2, 4, 3, dtype=dtype), 0
+
+    def window(net, opt, at):
+        """Returns whether there was an interrupt in its last step."""
+        backward(net, batches[0])
+        opt.step()
+        backward(net, batches[1])
+        return interrupted(opt.step, at) is not None
+
+    def trained(at):
+        net = twin(start)
+        opt = fa.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), 2, **settings)
+        return net, opt, window(net, opt, at)
+
+    expected, _, _ = trained(MOST)
+    for at in points():
+        net, opt, stopped = trained(at)
+        if not stopped:
+            break
+        try:
+            opt.step()
+        except RuntimeError as error:
+            assert "call opt.reset(), and repeat" in str(error)
+            repeated += 1
+            opt.reset()
+            window(net, opt, MOST)
+        assert_same_parameters(net, expected, 0)
+    assert at > 100 and repeated < at / 3
