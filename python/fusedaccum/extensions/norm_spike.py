@@ -49,7 +49,7 @@ class NormSpike(Extension):
         self._limit = math.inf if limit is None or isinstance(limit, TimesMean) else float(limit)
 
     def needs_all_ranks(self) -> str | None:
-        """Ranks that have seen different windows would have different means, and then decide differently on one that they share."""
+        """Ranks that saw other windows have other means, and decide differently."""
         return None if self._mean is None else f"skip_norm={self._mean}"
 
     def normed(self, end: Conclusion, sq_norm: Tensor) -> None:
