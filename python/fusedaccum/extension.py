@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from .buffers.buffers import Slot
     from .distributed.group import Group
     from .gathering.accumulation import Accumulation
+    from .window.settings import Settings
 
 Kind = TypeVar("Kind", bound="Extension")
 
@@ -20,12 +25,18 @@ class Extension:
 
     Attributes:
         key: of the feature's entry in a checkpoint; None for one that has nothing to continue from.
+        by_parameter: True if that entry is tensors by the index of their parameter's slot, which ranks save as parts of one tensor.
         accumulation: the wrapper's, of which this is a part. inner: the optimizer that is wrapped.
     """
 
     key: str | None = None
+    by_parameter = False
     accumulation: Accumulation
     inner: Optimizer
+
+    @classmethod
+    def refuses(cls, settings: Settings, inner: Optimizer) -> None:
+        """Raises TypeError or ValueError for settings or an optimizer with which the feature does not work."""
 
     def attach(self, accumulation: Accumulation, inner: Optimizer) -> None:
         """Become a part of a wrapper, before it has any parameters."""
@@ -46,8 +57,37 @@ class Extension:
     def window_closed(self) -> None:
         """The open window is complete. With several ranks, all are notified at the same place between their collectives."""
 
+    def newly_wrapped(self) -> None:
+        """The inner optimizer, and the state that it has, come from outside; the wrapper is no copy of another."""
+
+    def parameters_added(self, slots: Sequence[Slot]) -> None:
+        """The windows take these slots, too, from now on, with the ranks that share them."""
+
     def parameters_moved(self, places: dict[int, int]) -> None:
         """Parameters have new places in the optimizer, by their old ones; those that are not in ``places`` are gone."""
+
+    # -- the inner optimizer's work ----------------------------------------------------------------------------
+
+    def stands_in(self) -> bool:
+        """True if the inner optimizer steps other tensors than the model's parameters: some :attr:`Slot.stepped`."""
+        return False
+
+    def stepping(self, slots: Sequence[Slot], call: FrameType) -> AbstractContextManager[None]:
+        """In the block, which is in ``call``, the inner optimizer is at work, and steps ``slots`` if it steps."""
+        return nullcontext()
+
+    def calling(self, slots: Sequence[Slot], call: FrameType) -> AbstractContextManager[None]:
+        """In the block, which is in ``call``, another method of the inner optimizer runs; ``slots`` are all that there are."""
+        return nullcontext()
+
+    def recover(self) -> None:
+        """``param_groups`` are read: end a block of :meth:`stepping` whose call has ended without it (by Ctrl-C)."""
+
+    def others_may_have_written(self, slots: Sequence[Slot]) -> None:
+        """Other code may have written to the model; and replaced gradients of ``slots``, with which the inner optimizer is at work."""
+
+    def stepped(self, slots: Sequence[Slot]) -> None:
+        """The inner optimizer has stepped these. May come again, if an exception has broken off what follows a step."""
 
     # -- micro-batches that can only be dropped together -------------------------------------------------------
 
@@ -82,23 +122,54 @@ class Extension:
 
 
 class Extensions:
-    """A wrapper's extensions, and for every event the methods that some of them override: a feature that is off costs no call."""
+    """A wrapper's extensions, and for every event the methods that some of them override: a feature that is off costs no call.
 
-    def __init__(self, extensions: Iterable[Extension]):
+    Args:
+        off: features that the wrapper does not have.
+    """
+
+    def __init__(self, extensions: Iterable[Extension], off: Iterable[type[Extension]]):
         self.all = tuple(extensions)
         self.saved = {e.key: e for e in self.all if e.key is not None}
+        self._empty: dict[str, Any] = {e.key: {} for e in off if e.by_parameter and e.key is not None}
+        self.by_parameter = [*self._empty, *(key for key, e in self.saved.items() if e.by_parameter)]
         self.micro_batch_counted = self._listening("micro_batch_counted")
         self.micro_batch_dropped = self._listening("micro_batch_dropped")
         self.window_dropped = self._listening("window_dropped")
         self.window_closed = self._listening("window_closed")
+        self.newly_wrapped = self._listening("newly_wrapped")
+        self.parameters_added = self._listening("parameters_added")
         self.parameters_moved = self._listening("parameters_moved")
+        self._stands_in = self._listening("stands_in")
+        self._stepping = self._listening("stepping")
+        self._calling = self._listening("calling")
+        self.recover = self._listening("recover")
+        self.others_may_have_written = self._listening("others_may_have_written")
+        self.stepped = self._listening("stepped")
 
-    def _listening(self, event: str) -> tuple[Callable[..., None], ...]:
+    def _listening(self, event: str) -> tuple[Callable[..., Any], ...]:
         return tuple(getattr(e, event) for e in self.all if getattr(type(e), event) is not getattr(Extension, event))
 
     def of(self, kind: type[Kind]) -> Kind:
         """The one of this kind."""
         return next(e for e in self.all if isinstance(e, kind))
+
+    @property
+    def stand_in(self) -> bool:
+        """True if the inner optimizer steps other tensors than the model's parameters."""
+        return any(stands_in() for stands_in in self._stands_in)
+
+    def stepping(self, slots: Sequence[Slot]) -> ExitStack:
+        """What all of them want around a block of the caller's in which the inner optimizer is at work."""
+        return _entered(self._stepping, slots, sys._getframe(1))
+
+    def calling(self, slots: Sequence[Slot]) -> ExitStack:
+        """What all of them want around a block of the caller's in which another method of the inner optimizer runs."""
+        return _entered(self._calling, slots, sys._getframe(1))
+
+    def save(self) -> dict[str, Any]:
+        """Their entries in a checkpoint, and empty ones where features that are off have tensors."""
+        return self._empty | {key: e.save() for key, e in self.saved.items()}
 
     def reduce(self) -> dict[tuple[int, str], float]:
         """The numbers of all of them, by whose they are and by name."""
@@ -115,3 +186,10 @@ class Extensions:
     def roll_back(self, snapshot: list[Any]) -> None:
         for e, kept in zip(self.all, snapshot, strict=True):
             e.roll_back(kept)
+
+
+def _entered(wanted: Sequence[Callable[..., Any]], slots: Sequence[Slot], call: FrameType) -> ExitStack:
+    with ExitStack() as stack:
+        for around in wanted:
+            stack.enter_context(around(slots, call))
+        return stack.pop_all()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from .extension import Extension, Extensions
 from .extensions.batch_norm import BatchNormStats
+from .extensions.master_weights import MasterWeights
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -18,12 +19,29 @@ def always(settings: Settings, inner: Optimizer) -> bool:
     return True
 
 
+def asked_for_masters(settings: Settings, inner: Optimizer) -> bool:
+    return settings.master_weights
+
+
 # When a wrapper of these settings and this inner optimizer has the feature, and what makes it.
-FEATURES: list[tuple[Callable[[Settings, Optimizer], bool], Callable[[], Extension]]] = [
+FEATURES: list[tuple[Callable[[Settings, Optimizer], bool], type[Extension]]] = [
     (always, BatchNormStats),
+    (asked_for_masters, MasterWeights),
 ]
+
+
+def check(settings: Settings, inner: Optimizer) -> None:
+    """Raises as the features do that do not work with these settings, or this optimizer."""
+    for on, feature in FEATURES:
+        if on(settings, inner):
+            feature.refuses(settings, inner)
 
 
 def extensions_for(settings: Settings, inner: Optimizer) -> Extensions:
     """Those of a wrapper of these settings and this inner optimizer."""
-    return Extensions(make() for on, make in FEATURES if on(settings, inner))
+    has = [on(settings, inner) for on, _ in FEATURES]
+    features = [feature for _, feature in FEATURES]
+    return Extensions(
+        [feature() for feature, on in zip(features, has, strict=True) if on],
+        [feature for feature, on in zip(features, has, strict=True) if not on],
+    )

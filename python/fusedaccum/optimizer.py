@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import LBFGS
 from torch.optim.optimizer import Optimizer
 
+from . import features
 from .checkpoint import checkpoint
 from .checkpoint.distributed import refuse_torchs_functions
 from .closures import Evaluated
@@ -110,9 +111,11 @@ class AccumulatingOptimizer(Wrapper):
             noise_scale=noise_scale,
         )
         check_optimizer(optimizer, settings, AccumulatingOptimizer)
+        features.check(settings, optimizer)
         seed = int(torch.randint(2**53, (), device="cpu")) if rounding == "stochastic" else None
         self._build(optimizer, settings, seed)
-        self._masters.take_state(optimizer, self._masters.of)
+        for newly_wrapped in self._accumulation.extensions.newly_wrapped:
+            newly_wrapped()
 
     # -- what a training loop calls ----------------------------------------------------------------------------
 
@@ -385,7 +388,7 @@ class AccumulatingOptimizer(Wrapper):
         self._accumulation.end_open_pass()
         self._check_groups()
         self._accumulation.ranks.fully_sharded.check_reduced("state_dict() would lose gradients of the open window")
-        with self._masters.at_work(self.optimizer):
+        with self._accumulation.extensions.stepping(()):
             inner = self.optimizer.state_dict()
         return {**inner, checkpoint.KEY: checkpoint.save(self)}
 
@@ -409,7 +412,7 @@ class AccumulatingOptimizer(Wrapper):
         if self._accumulation.outdated:
             self._accumulation.unhook_all()
             self._build_anew(self._accumulation.accumulator.seed)
-        with self._masters.at_work(self.optimizer):
+        with self._accumulation.extensions.stepping(()):
             self.optimizer.load_state_dict({k: v for k, v in state_dict.items() if k != checkpoint.KEY})
         self._accumulation.ranks.forget_others(self.state)
         brings_window = own is not None and own["window"] is not None

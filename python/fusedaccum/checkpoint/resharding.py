@@ -44,11 +44,13 @@ def own(opt: Wrapper, header: dict[str, Any]) -> dict[str, Any]:
         # A rank's sums of squares are of what it held; shards may be laid out differently now.
         "norms": first["norms"] if same and not buffers.has_dtensors else [],
         "unseen": sorted({index for rank in mine for index in rank["unseen"]} - seen),
-        "masters": {},
         "seed": first["seed"],
         "draws": first["draws"],
         "loss_scale": ranks[0]["loss_scale"],
-        **{key: e.join([rank[key] for rank in mine]) for key, e in opt._accumulation.extensions.saved.items()},
+        **{
+            key: {} if e.by_parameter else e.join([rank[key] for rank in mine])
+            for key, e in opt._accumulation.extensions.saved.items()
+        },
         "noise": ranks[0]["noise"],
         "schedule": ranks[0]["schedule"],
     }

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..buffers.masters import MasterWeights
 from ..closures import Evaluated, evaluates_itself, refused, required_by_step, takes_closure
 from ..gathering.accumulation import Accumulation
 from ..scalars import Scalar, as_tensor
@@ -28,8 +27,7 @@ class Closing:
 
     Args:
         inner: the optimizer that applies them.
-        accumulation: of the windows. masters: what the inner optimizer steps in place of parameters.
-        settings: of the wrapper.
+        accumulation: of the windows. settings: of the wrapper.
 
     Attributes:
         last_window: what is known about the last one.
@@ -37,9 +35,10 @@ class Closing:
         noise: the noise scale, if it was asked for.
     """
 
-    def __init__(self, inner: Optimizer, accumulation: Accumulation, masters: MasterWeights, settings: Settings):
+    def __init__(self, inner: Optimizer, accumulation: Accumulation, settings: Settings):
         self._inner = inner
-        self._accumulation, self._masters, self._settings = accumulation, masters, settings
+        self._accumulation, self._settings = accumulation, settings
+        self._extensions = accumulation.extensions
         self._sums, self._ledger = accumulation.sums, accumulation.ledger
         self.last_window: LastWindow | None = None
         self.noise = None if settings.noise_scale is None else NoiseScale(settings.noise_scale)
@@ -54,8 +53,6 @@ class Closing:
             evaluated: the closure that ``step()`` was given and has called; None if it was given none.
         """
         overflow = self._accumulation.ranks.agree(overflow)
-        if self._accumulation.ranks.go_apart:  # their loop averages the parameters, most often through p.data
-            self._masters.compare_model()
         end = conclude(self._ledger, self._sums, self._settings, overflow)
         end.closure = self._handed_on(evaluated, end)
         self._unapplied = end
@@ -180,7 +177,7 @@ class Closing:
     def _apply(self, end: Conclusion) -> None:
         # When the inner optimizer raises, or anything after it, the next step() or flush() goes on from there.
         with self._inner_at_work():
-            applied = apply(end, self._inner, self._masters, self._sums, self._settings)
+            applied = apply(end, self._inner, self._extensions, self._sums, self._settings)
         if not end.params_broadcast:
             self._accumulation.ranks.broadcast_params(applied)
             end.params_broadcast = True
@@ -191,7 +188,7 @@ class Closing:
         accumulation, here = self._accumulation, sys._getframe(2)
         before = accumulation.refuses_backward, accumulation.inner_call
         # The backward of an inner optimizer that steps the parameters themselves (SAM) is an ordinary one in a caller-owned window.
-        apart = self._masters.of or self._sums.buffers.offloaded
+        apart = self._extensions.stand_in or self._sums.buffers.offloaded
         accumulation.refuses_backward = here if apart or not self._settings.schedule.caller_owned else None
         accumulation.inner_call = here
         try:
@@ -219,17 +216,10 @@ class Closing:
         self._unapplied, self._reported = None, end if self._settings.drop_in else None
 
     def call(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Call another method of the inner optimizer (``eval()``, ``second_step()``) on what it steps: the masters."""
+        """Call another method of the inner optimizer (``eval()``, ``second_step()``) on what it steps."""
         self._accumulation.end_open_pass()
-        slots = self._sums.buffers.slots
-        self._masters.follow_model()
-        before = self._masters.fingerprints()
-        try:
-            with self._inner_at_work(), self._masters.at_work(self._inner, slots):
-                result = method(*args, **kwargs)
-                self._masters.return_gradients(slots)
-        finally:  # what a method that raises has done stays, as in plain PyTorch
-            self._masters.write_back(self._masters.of, self._sums, before)
+        with self._inner_at_work(), self._extensions.calling(self._sums.buffers.slots):
+            result = method(*args, **kwargs)
         if self._settings.schedule.caller_owned and self._sums.taken_away:
             self._accumulation.reset()  # as its zero_grad() does, which SAM's steps call if asked to
         return result
@@ -254,7 +244,7 @@ class Closing:
                 with torch.no_grad():
                     self._accumulation.end_micro_batch(weight)
                     end = conclude(self._ledger, self._sums, self._settings, False)
-                    self._sums.finish_(end.slots, end.divisor, end.coef, {})
+                    self._sums.finish_(end.slots, end.divisor, end.coef)
                     self._sums.shown_as_is()
             return loss
 

@@ -89,11 +89,16 @@ class Accumulation(Windows):
     def _begin_with(self, slots: Sequence[Slot]) -> None:
         self._hook(slots)
         self.accumulator.provide_main_grads([slot for slot in slots if slot.main_grad_enabled])
+        self._tell_added(slots)
 
-    def replace(self, parameters: Sequence[tuple[str, Parameter]]) -> list[Parameter]:
+    def _tell_added(self, slots: Sequence[Slot]) -> None:
+        for added in self.extensions.parameters_added:
+            added(slots)
+
+    def replace(self, parameters: Sequence[tuple[str, Parameter]]) -> None:
         """Accumulate the gradients of these parameters, which checkpoints will know in this order, and of no others.
 
-        Returns the parameters that are gone. Raises ValueError if the ranks' parameters differ, RuntimeError if they share an open window.
+        Raises ValueError if the ranks' parameters differ, RuntimeError if they share an open window.
         """
         if self.ledger.is_open and not self.ranks.alone:
             raise RuntimeError(
@@ -118,9 +123,10 @@ class Accumulation(Windows):
         if not self.ledger.is_open:
             self.sums.begin()
             buffers.free()
-        self._hook([slot for slot in slots if slot not in places])
+        new = [slot for slot in slots if slot not in places]
+        self._hook(new)
         self.accumulator.provide_main_grads([slot for slot in buffers.with_main_grad if not slot.placed])
-        return [slot.param for slot in gone]
+        self._tell_added(new)
 
     # -- another wrapper of the same parameters ----------------------------------------------------------------
 

@@ -15,7 +15,6 @@ from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from ..buffers.buffers import buffer_dtype, gradient_dtype
-from ..buffers.masters import inside
 from ..buffers.shards import fsdp1, is_flattened, is_shard
 from ..closures import check_steps_alone
 from ..ops import backends
@@ -135,28 +134,12 @@ def check_optimizer(optimizer: Any, settings: Settings, wrapper: type) -> None:
             f"optimizer is Accelerate's, which steps once for every {accelerates.num_steps} calls, so that most windows would be lost; "
             "wrap the optimizer before accelerator.prepare()"
         )
-    if settings.master_weights:
-        ours = {id(group["params"]) for group in optimizer.param_groups}
-        for name, other in inside(optimizer):
-            if any(id(group["params"]) not in ours for group in other.param_groups):
-                raise ValueError(
-                    f"master_weights=True does not work with {type(optimizer).__name__}, which steps through another optimizer (.{name}) "
-                    "whose own lists would still hold the model's parameters; wrap a plain optimizer (instead of ZeroRedundancyOptimizer, "
-                    "pass shard=True)"
-                )
     if settings.shard and (how := shares_out(optimizer)):
         raise ValueError(
             f"shard=True has each rank step a part of the parameters, but so has {type(optimizer).__name__} ({how}), and what falls to one "
             "rank here and to another there would be stepped by none; leave shard out, or wrap a plain optimizer: shard=True keeps its "
             "state in parts, too"
         )
-    if settings.buffer_device is not None and settings.master_weights:
-        group = next((group for group in optimizer.param_groups if group.get("capturable")), None)
-        if group is not None and any(p.device != settings.buffer_device for p in group["params"]):
-            raise ValueError(
-                "capturable=True is for optimizers that step on a GPU, but with buffer_device='cpu' and master_weights=True this one "
-                "steps on the CPU; build it without capturable"
-            )
     if isinstance(optimizer, LBFGS):
         _check_lbfgs(settings)
     elif not settings.schedule.caller_owned:
@@ -268,7 +251,7 @@ def check_noise_scale(decay: Any, schedule: Schedule) -> None:
         )
 
 
-def check_lent(name: str, parameter: Tensor, settings: Settings, left: bool) -> None:
+def check_with_main_grad(name: str, parameter: Tensor, settings: Settings, left: bool) -> None:
     """Raises ValueError for a parameter whose layer adds its gradients itself, if the settings rule that out.
 
     ``left``: True if its ``main_grad`` is that of another wrapper, which is left behind.
