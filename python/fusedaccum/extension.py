@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from .buffers.buffers import Slot
+    from .closing.closing import Closing
     from .distributed.group import Group
     from .gathering.accumulation import Accumulation
+    from .scalars import Scalar
     from .window.settings import Settings
 
 Kind = TypeVar("Kind", bound="Extension")
@@ -83,6 +85,12 @@ class Extension:
     def recover(self) -> None:
         """``param_groups`` are read: end a block of :meth:`stepping` whose call has ended without it (by Ctrl-C)."""
 
+    def run_step(self, closing: Closing, closure: Callable[[], Any] | None, weight: Scalar | None) -> Any:
+        """Do what ``step()`` is for, in place of the core, and return what the closure has returned."""
+
+    def flush_begins(self) -> None:
+        """``flush()`` was called. May raise, if it cannot apply the open window."""
+
     def others_may_have_written(self, slots: Sequence[Slot]) -> None:
         """Other code may have written to the model; and replaced gradients of ``slots``, with which the inner optimizer is at work."""
 
@@ -128,7 +136,7 @@ class Extensions:
         off: features that the wrapper does not have.
     """
 
-    def __init__(self, extensions: Iterable[Extension], off: Iterable[type[Extension]]):
+    def __init__(self, extensions: Iterable[Extension], off: Iterable[type[Extension]] = ()):
         self.all = tuple(extensions)
         self.saved = {e.key: e for e in self.all if e.key is not None}
         self._empty: dict[str, Any] = {e.key: {} for e in off if e.by_parameter and e.key is not None}
@@ -144,6 +152,8 @@ class Extensions:
         self._stepping = self._listening("stepping")
         self._calling = self._listening("calling")
         self.recover = self._listening("recover")
+        self.run_step = next(iter(self._listening("run_step")), None)  # in place of the core's
+        self.flush_begins = self._listening("flush_begins")
         self.others_may_have_written = self._listening("others_may_have_written")
         self.stepped = self._listening("stepped")
 

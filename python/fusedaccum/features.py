@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from torch.optim import LBFGS
+
 from .extension import Extension, Extensions
 from .extensions.batch_norm import BatchNormStats
+from .extensions.lbfgs import EvaluatedWindows
 from .extensions.master_weights import MasterWeights
 
 if TYPE_CHECKING:
@@ -23,10 +26,15 @@ def asked_for_masters(settings: Settings, inner: Optimizer) -> bool:
     return settings.master_weights
 
 
+def is_lbfgs(settings: Settings, inner: Optimizer) -> bool:
+    return isinstance(inner, LBFGS)
+
+
 # When a wrapper of these settings and this inner optimizer has the feature, and what makes it.
 FEATURES: list[tuple[Callable[[Settings, Optimizer], bool], type[Extension]]] = [
     (always, BatchNormStats),
     (asked_for_masters, MasterWeights),
+    (is_lbfgs, EvaluatedWindows),
 ]
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import LBFGS
 from torch.optim.optimizer import Optimizer
 
 from . import features
@@ -218,9 +217,10 @@ class AccumulatingOptimizer(Wrapper):
         try:
             self._not_inside("step()")
             given = self._ledger.late_weight(weight)
-            if isinstance(self.optimizer, LBFGS):
+            run_step = self._accumulation.extensions.run_step
+            if run_step is not None:
                 self._begin_step()
-                return self._closing.step_lbfgs(closure, given)
+                return run_step(self._closing, closure, given)
             self._closing.check_closure(closure)
             loss, evaluated = None, None
             if closure is not None:
@@ -261,8 +261,8 @@ class AccumulatingOptimizer(Wrapper):
         self._accumulation.updated = False
         self._not_inside("flush()")
         self._begin_step()
-        if isinstance(self.optimizer, LBFGS) and self._ledger.is_open:
-            raise TypeError("flush(): LBFGS steps only in step(closure), whose closure runs the window's micro-batches")
+        for flush_begins in self._accumulation.extensions.flush_begins:
+            flush_begins()
         self._closing.apply_again()
         self._accumulation.drop_idle()
         if self._ledger.has_micro or self._accumulation.rejected.names:

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch.compiler import is_dynamo_compiling as is_compiling
 from torch.nn import Parameter
-from torch.optim import LBFGS
 from torch.optim.optimizer import Optimizer
 
 from .buffers import main_grad
@@ -60,8 +59,6 @@ class Wrapper(Optimizer):
         self._closing = Closing(optimizer, self._accumulation, settings)
         self._accumulation.start(self._new())
         guard(optimizer, self._accumulation)
-        if isinstance(optimizer, LBFGS) and not self._accumulation.ranks.alone:
-            raise ValueError("process_group does not work with LBFGS, which decides by itself how often it evaluates")
         self._divided = DividedTwice(self._ledger) if settings.reduction == "mean" else None
         stepped = vars(optimizer).get("_opt_called") is True
         optimizer._opt_called = StepCalled(self._ledger, stepped)  # type: ignore[attr-defined]

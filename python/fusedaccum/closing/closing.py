@@ -8,13 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ..closures import Evaluated, evaluates_itself, refused, required_by_step, takes_closure
 from ..gathering.accumulation import Accumulation
-from ..scalars import Scalar, as_tensor
+from ..scalars import as_tensor
 from ..window.noise import NoiseScale, measured
 from ..window.settings import Settings
 from ..window.window import LastWindow
@@ -33,6 +32,7 @@ class Closing:
         last_window: what is known about the last one.
         updated: did the last ``step()`` or ``flush()`` change the parameters?
         noise: the noise scale, if it was asked for.
+        reported: the last window, where step() may apply it again.
     """
 
     def __init__(self, inner: Optimizer, accumulation: Accumulation, settings: Settings):
@@ -43,7 +43,7 @@ class Closing:
         self.last_window: LastWindow | None = None
         self.noise = None if settings.noise_scale is None else NoiseScale(settings.noise_scale)
         self._unapplied: Conclusion | None = None  # a closed window, until it is applied and reported
-        self._reported: Conclusion | None = None  # the last one, where step() may apply it again
+        self.reported: Conclusion | None = None
         self._needs_loss = "closure" in required_by_step(inner)
 
     def close(self, overflow: bool | Tensor, evaluated: Evaluated | None = None) -> None:
@@ -126,8 +126,8 @@ class Closing:
 
         Returns False if that is not what it is: there are gradients to come to a window's end with, if only such as were set by hand.
         """
-        end = self._reported
-        if end is None or not self._still(end):
+        end = self.reported
+        if end is None or not self.still_shows(end):
             return False
         again = dataclasses.replace(end, stepped=set(), applied=False, params_broadcast=False)
         again.closure = self._handed_on(evaluated, end)
@@ -213,7 +213,7 @@ class Closing:
         self._sums.shown_as_is()
         self._accumulation.accumulator.provide_main_grads(self._sums.buffers.with_main_grad)
         end.closure = None  # which may hold a loss with its graph
-        self._unapplied, self._reported = None, end if self._settings.drop_in else None
+        self._unapplied, self.reported = None, end if self._settings.drop_in else None
 
     def call(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call another method of the inner optimizer (``eval()``, ``second_step()``) on what it steps."""
@@ -224,37 +224,19 @@ class Closing:
             self._accumulation.reset()  # as its zero_grad() does, which SAM's steps call if asked to
         return result
 
-    def step_lbfgs(self, closure: Callable[[], Any] | None, weight: Scalar | None) -> Any:
-        """LBFGS evaluates the closure as often as it likes; each time it runs a whole window."""
-        if closure is None:
-            raise TypeError(
-                "step() with LBFGS needs a closure that runs the window's micro-batches and returns the loss"
-            )
-        end = self._reported
+    def show_gradient(self) -> Conclusion:
+        """The open window is complete: make ``p.grad`` its gradient, for an extension that has the inner optimizer step with it."""
+        end = conclude(self._ledger, self._sums, self._settings, False)
+        self._sums.finish_(end.slots, end.divisor, end.coef)
+        self._sums.shown_as_is()
+        return end
 
-        def evaluate() -> Any:
-            nonlocal end
-            if not self._settings.drop_in:
-                self._accumulation.reset()
-            elif end is not None and end.begun == self._sums.begun:
-                self._ledger.drop_window()  # its gradient stays until a backward comes, as in plain PyTorch
-            loss = closure()
-            self._accumulation.end_open_pass()
-            if not self._still(end):
-                with torch.no_grad():
-                    self._accumulation.end_micro_batch(weight)
-                    end = conclude(self._ledger, self._sums, self._settings, False)
-                    self._sums.finish_(end.slots, end.divisor, end.coef)
-                    self._sums.shown_as_is()
-            return loss
-
-        loss = self._inner.step(evaluate)
-        assert end is not None  # LBFGS has evaluated it
+    def stepped_with(self, end: Conclusion) -> None:
+        """The inner optimizer has stepped with the gradient of this window."""
         self._accumulation.warn_not_zeroed()
         self._ledger.close_window()
         self._report(end, not end.skip)
-        return loss
 
-    def _still(self, end: Conclusion | None) -> bool:
+    def still_shows(self, end: Conclusion | None) -> bool:
         """True if ``p.grad`` still is the gradient of this window, which has closed: neither a backward nor other code has changed it."""
         return end is not None and not self._ledger.has_window and end.begun == self._sums.begun and self._sums.as_shown

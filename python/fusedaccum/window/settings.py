@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parameter import is_lazy
-from torch.optim import LBFGS, Optimizer, SparseAdam
+from torch.optim import Optimizer, SparseAdam
 
 from ..buffers.buffers import buffer_dtype, gradient_dtype
 from ..buffers.shards import fsdp1, is_flattened, is_shard
@@ -140,32 +140,8 @@ def check_optimizer(optimizer: Any, settings: Settings, wrapper: type) -> None:
             "rank here and to another there would be stepped by none; leave shard out, or wrap a plain optimizer: shard=True keeps its "
             "state in parts, too"
         )
-    if isinstance(optimizer, LBFGS):
-        _check_lbfgs(settings)
-    elif not settings.schedule.caller_owned:
-        check_steps_alone(optimizer)
-
-
-def _check_lbfgs(settings: Settings) -> None:
-    """Raises ValueError for settings that LBFGS rules out."""
     if not settings.schedule.caller_owned:
-        raise ValueError(
-            "optimizer is LBFGS, which evaluates its closure several times per step, so one step() cannot be one micro-batch; "
-            "leave out accum_steps and window_weight and run the window's micro-batches inside the closure"
-        )
-    if settings.nonfinite == "skip_window":
-        raise ValueError(
-            "nonfinite='skip_window' does not work with LBFGS, which evaluates and applies within one step; "
-            "use 'skip_micro_batch' or 'raise'"
-        )
-    if settings.buffer_device is not None:
-        raise ValueError(
-            "buffer_device='cpu' does not work with LBFGS, which reads p.grad while it evaluates; leave it out"
-        )
-    if settings.master_weights:
-        raise ValueError(
-            "master_weights=True does not work with LBFGS, which keeps its own list of parameters; keep the model in FP32"
-        )
+        check_steps_alone(optimizer)
 
 
 def shares_out(optimizer: Optimizer) -> str:
