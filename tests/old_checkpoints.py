@@ -51,7 +51,7 @@ def ended(net, opt):
     has closed since the checkpoint.
     """
     now = opt.state_dict()
-    masters = {f"master.{i}": master for i, master in now["fusedaccum"]["masters"].items()}
+    masters = {f"master.{i}": master for i, master in now["fusedaccum"].get("masters", {}).items()}
     state = {f"{name}.{i}": value for i, of in now["state"].items() for name, value in of.items()}
     return net.state_dict() | masters | state | {"loss": opt.last_window.loss}
 

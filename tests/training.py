@@ -35,6 +35,10 @@ def wrapped(net, *args, make=sgd, **kwargs):
     return fa.AccumulatingOptimizer(make(net.parameters()), *args, **kwargs)
 
 
+def masters_of(opt):
+    return {slot.param: slot.stepped for slot in opt._sums.buffers.slots if slot.stepped is not slot.param}
+
+
 def zeros(n=1, dtype=torch.float32):
     return nn.Parameter(torch.zeros(n, dtype=dtype))
 

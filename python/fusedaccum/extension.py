@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from enum import Enum, auto
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -13,6 +16,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from .buffers.buffers import Slot
+    from .closing.closing import Closing
     from .closing.conclusion import Conclusion
     from .distributed.group import Group
     from .gathering.accumulation import Accumulation
@@ -50,6 +54,7 @@ class Extension:
 
     Attributes:
         key: of the feature's entry in a checkpoint; None for one that has nothing to continue from.
+        by_parameter: True if that entry is tensors by the index of their parameter's slot, which ranks save as parts of one tensor.
         asleep: is it not told of anything, until :meth:`Extensions.wake`? (Ranks and checkpoints have its numbers nevertheless.)
         attributes: of the wrapper, by name, that are attributes of this instead.
         holds: must a micro-batch be judged whole, before any of it is added?
@@ -60,6 +65,7 @@ class Extension:
     """
 
     key: str | None = None
+    by_parameter = False
     asleep = False
     attributes: tuple[str, ...] = ()
     holds = False
@@ -68,6 +74,10 @@ class Extension:
     wants_first_alone = False
     accumulation: Accumulation
     inner: Optimizer
+
+    @classmethod
+    def refuses(cls, settings: Settings, inner: Optimizer) -> None:
+        """Raises TypeError or ValueError for settings or an optimizer with which the feature does not work."""
 
     def attach(self, accumulation: Accumulation, inner: Optimizer) -> None:
         """Become a part of a wrapper, before it has any parameters, or any that it is for."""
@@ -148,6 +158,12 @@ class Extension:
 
     def scale_news(self, news: ScaleNews, scale: Scalar | None) -> None:
         """Something has become known of the loss scale; ``scale`` is what it is, if it is known now."""
+
+    def newly_wrapped(self) -> None:
+        """The inner optimizer, and the state that it has, come from outside; the wrapper is no copy of another."""
+
+    def parameters_added(self, slots: Sequence[Slot]) -> None:
+        """The windows take these slots, too, from now on, with the ranks that share them."""
 
     def parameters_moved(self, places: dict[int, int]) -> None:
         """Parameters have new places in the optimizer, by their old ones; those that are not in ``places`` are gone."""
@@ -235,6 +251,35 @@ class Extension:
     def unfinished(self) -> str | None:
         """If a pass that was broken off has left what no hook has told of: why the next one, if that has begun, is refused."""
         return None
+
+    # -- the inner optimizer's work ----------------------------------------------------------------------------
+
+    def stands_in(self) -> bool:
+        """True if the inner optimizer steps other tensors than the model's parameters: some :attr:`Slot.stepped`."""
+        return False
+
+    def stepping(self, slots: Sequence[Slot], call: FrameType) -> AbstractContextManager[None]:
+        """In the block, which is in ``call``, the inner optimizer is at work, and steps ``slots`` if it steps."""
+        return nullcontext()
+
+    def calling(self, slots: Sequence[Slot], call: FrameType) -> AbstractContextManager[None]:
+        """In the block, which is in ``call``, another method of the inner optimizer runs; ``slots`` are all that there are."""
+        return nullcontext()
+
+    def recover(self) -> None:
+        """``param_groups`` are read: end a block of :meth:`stepping` whose call has ended without it (by Ctrl-C)."""
+
+    def run_step(self, closing: Closing, closure: Callable[[], Any] | None, weight: Scalar | None) -> Any:
+        """Do what ``step()`` is for, in place of the core, and return what the closure has returned."""
+
+    def flush_begins(self) -> None:
+        """``flush()`` was called. May raise, if it cannot apply the open window."""
+
+    def others_may_have_written(self, slots: Sequence[Slot]) -> None:
+        """Other code may have written to the model; and replaced gradients of ``slots``, with which the inner optimizer is at work."""
+
+    def stepped(self, slots: Sequence[Slot]) -> None:
+        """The inner optimizer has stepped these. May come again, if an exception has broken off what follows a step."""
 
     # -- micro-batches that can only be dropped together -------------------------------------------------------
 
@@ -334,6 +379,19 @@ class Extensions:
             self.add([kind()])
         return self.of(kind)
 
+    @property
+    def stand_in(self) -> bool:
+        """True if the inner optimizer steps other tensors than the model's parameters."""
+        return any(stands_in() for stands_in in self.stands_in)
+
+    def inner_steps(self, slots: Sequence[Slot]) -> ExitStack:
+        """What all of them want around a block of the caller's in which the inner optimizer is at work."""
+        return _entered(self.stepping, slots, sys._getframe(1))
+
+    def inner_called(self, slots: Sequence[Slot]) -> ExitStack:
+        """What all of them want around a block of the caller's in which another method of the inner optimizer runs."""
+        return _entered(self.calling, slots, sys._getframe(1))
+
     def reduce(self) -> dict[tuple[int, str], float]:
         """The numbers of all of them, by whose they are and by name."""
         return {(i, name): number for i, e in enumerate(self.all) for name, number in e.reduce().items()}
@@ -349,3 +407,10 @@ class Extensions:
     def roll_back(self, snapshot: dict[Extension, Any]) -> None:
         for e, kept in snapshot.items():
             e.roll_back(kept)
+
+
+def _entered(wanted: Sequence[Callable[..., Any]], slots: Sequence[Slot], call: FrameType) -> ExitStack:
+    with ExitStack() as stack:
+        for around in wanted:
+            stack.enter_context(around(slots, call))
+        return stack.pop_all()

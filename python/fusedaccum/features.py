@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from torch.optim import LBFGS
+
 from .extension import Extension, Extensions
 from .extensions import main_grad
 from .extensions.batch_norm import BatchNormStats
 from .extensions.changing_owners import ChangingOwners
 from .extensions.in_place_layers import InPlaceLayers
+from .extensions.lbfgs import EvaluatedWindows
 from .extensions.loss_scale import LossScale
 from .extensions.losses import Losses
 from .extensions.main_grad import MainGrads
+from .extensions.master_weights import MasterWeights
 from .extensions.noise_scale import NoiseScale
 from .extensions.nonfinite import Raise, SkipMicroBatch, SkipWindow
 from .extensions.norm_spike import NormSpike
@@ -42,7 +46,16 @@ FEATURES: list[tuple[Callable[[Settings, Optimizer], bool], type[Extension]]] = 
     (always, BatchNormStats),
     (always, InPlaceLayers),
     (main_grad.any_enabled, MainGrads),
+    (lambda settings, _: settings.master_weights, MasterWeights),
+    (lambda _, inner: isinstance(inner, LBFGS), EvaluatedWindows),
 ]
+
+
+def check(settings: Settings, inner: Optimizer) -> None:
+    """Raises as the features do that do not work with these settings, or this optimizer."""
+    for on, feature in FEATURES:
+        if on(settings, inner):
+            feature.refuses(settings, inner)
 
 
 def extensions_for(settings: Settings, inner: Optimizer) -> Extensions:

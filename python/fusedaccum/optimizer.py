@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import LBFGS
 from torch.optim.optimizer import Optimizer
 
+from . import features
 from .autograd.passes import saw_pass
 from .checkpoint import checkpoint
 from .checkpoint.distributed import refuse_torchs_functions
@@ -116,9 +116,11 @@ class AccumulatingOptimizer(Wrapper):
             skip_norm=skip_norm,
         )
         check_optimizer(optimizer, settings, AccumulatingOptimizer)
+        features.check(settings, optimizer)
         seed = int(torch.randint(2**53, (), device="cpu")) if rounding == "stochastic" else None
         self._build(optimizer, settings, seed)
-        self._masters.take_state(optimizer, self._masters.of)
+        for newly_wrapped in self._accumulation.extensions.newly_wrapped:
+            newly_wrapped()
 
     # -- what a training loop calls ----------------------------------------------------------------------------
 
@@ -220,9 +222,9 @@ class AccumulatingOptimizer(Wrapper):
         try:
             self._not_inside("step()")
             given = self._ledger.late_weight(weight)
-            if isinstance(self.optimizer, LBFGS):
+            for run_step in self._accumulation.extensions.run_step:  # one at most
                 self._begin_step()
-                return self._closing.step_lbfgs(closure, given)
+                return run_step(self._closing, closure, given)
             self._closing.check_closure(closure)
             loss, evaluated = None, None
             if closure is not None:
@@ -265,8 +267,8 @@ class AccumulatingOptimizer(Wrapper):
         self._accumulation.updated = False
         self._not_inside("flush()")
         self._begin_step()
-        if isinstance(self.optimizer, LBFGS) and self._ledger.is_open:
-            raise TypeError("flush(): LBFGS steps only in step(closure), whose closure runs the window's micro-batches")
+        for flush_begins in self._accumulation.extensions.flush_begins:
+            flush_begins()
         self._closing.apply_again()
         self._accumulation.drop_idle()
         if self._ledger.has_micro or self._accumulation.rejected.names:
@@ -392,7 +394,7 @@ class AccumulatingOptimizer(Wrapper):
         self._accumulation.end_open_pass()
         self._check_groups()
         self._accumulation.ranks.fully_sharded.check_reduced("state_dict() would lose gradients of the open window")
-        with self._masters.at_work(self.optimizer):
+        with self._accumulation.extensions.inner_steps(()):
             inner = self.optimizer.state_dict()
         return {**inner, checkpoint.KEY: checkpoint.save(self)}
 
@@ -416,7 +418,7 @@ class AccumulatingOptimizer(Wrapper):
         if self._accumulation.outdated:
             self._accumulation.unhook_all()
             self._build_anew(self._accumulation.accumulator.seed)
-        with self._masters.at_work(self.optimizer):
+        with self._accumulation.extensions.inner_steps(()):
             self.optimizer.load_state_dict({k: v for k, v in state_dict.items() if k != checkpoint.KEY})
         self._accumulation.ranks.forget_others(self.state)
         brings_window = own is not None and own["window"] is not None

@@ -9,16 +9,15 @@ from typing import Any
 
 from torch.compiler import is_dynamo_compiling as is_compiling
 from torch.nn import Parameter
-from torch.optim import LBFGS
 from torch.optim.optimizer import Optimizer
 
-from .buffers.masters import MasterWeights, states_of
 from .checkpoint import checkpoint
 from .closing.closing import Closing
 from .closing.guard import guard
 from .extension import Extension
 from .features import extend, extensions_for
 from .gathering.accumulation import Accumulation
+from .inner import states_of
 from .mistakes import DividedTwice, StepCalled
 from .window.settings import Settings, check_parameter
 from .window.window import Schedule
@@ -53,15 +52,9 @@ class Wrapper(Optimizer):
         self._ledger, self._sums = self._accumulation.ledger, self._accumulation.sums
         if not type(optimizer).__module__.startswith("torch.optim."):  # PyTorch's own keep copies of gradients
             self._sums.states = functools.partial(states_of, optimizer)
-        self._masters = MasterWeights(settings.buffer_device)
-        self._closing = Closing(optimizer, self._accumulation, self._masters, settings)
+        self._closing = Closing(optimizer, self._accumulation, settings)
         self._accumulation.start(self._new(anew))
         guard(optimizer, self._accumulation)
-        if isinstance(optimizer, LBFGS) and not self._accumulation.ranks.alone:
-            raise ValueError("process_group does not work with LBFGS, which decides by itself how often it evaluates")
-        self._make_masters()
-        if self.settings.master_weights:
-            self._masters.watch(optimizer)
         self._divided = DividedTwice(self._ledger) if settings.reduction == "mean" else None
         stepped = vars(optimizer).get("_opt_called") is True
         optimizer._opt_called = StepCalled(self._ledger, stepped)  # type: ignore[attr-defined]
@@ -69,12 +62,13 @@ class Wrapper(Optimizer):
     def _named(self) -> dict[Parameter, str]:
         """The parameters in the groups, each once: a tied one may be in its group twice."""
         named: dict[Parameter, str] = {}
+        model = {slot.stepped: slot.param for slot in self._sums.buffers.slots}  # the inner optimizer may be at work
         for g, group in enumerate(self.param_groups):
             names = group.get("param_names", [])
             if len(names) != len(group["params"]):  # other code has changed only one of the two
                 names = [f"param_groups[{g}]['params'][{i}]" for i in range(len(group["params"]))]
-            for name, p in zip(names, map(self._masters.model_of, group["params"]), strict=True):
-                named.setdefault(p, name)
+            for name, p in zip(names, group["params"], strict=True):
+                named.setdefault(model.get(p, p), name)
         return named
 
     def _new(self, anew: bool = False) -> list[tuple[str, Parameter]]:
@@ -97,7 +91,6 @@ class Wrapper(Optimizer):
         named, slots = self._named(), self._sums.buffers.slots
         if len(named) >= len(slots) and all(slot.param is p for slot, p in zip(slots, named, strict=False)):
             self._accumulation.add_parameters(self._new())
-            self._masters.take_state(self.optimizer, self._make_masters())
             return
         if self._closing.broke_off or self._accumulation.at_work:
             raise RuntimeError(
@@ -106,17 +99,7 @@ class Wrapper(Optimizer):
             )
         self._accumulation.end_open_pass()
         self._new()  # raises before anything has changed
-        self._masters.drop(self._accumulation.replace([(name, p) for p, name in named.items()]))
-        self._make_masters()
-        self._masters.take_state(self.optimizer, self._masters.of)
-
-    def _make_masters(self) -> list[Parameter]:
-        """Returns the parameters that have them since this call."""
-        if not self.settings.master_weights:
-            return []
-        return self._masters.add(
-            self._accumulation.ranks.owned([p for group in self.param_groups for p in group["params"]])
-        )
+        self._accumulation.replace([(name, p) for p, name in named.items()])
 
     def __getattr__(self, name: str) -> Any:
         """Any attribute that is not ours is the inner optimizer's, looked up on each access."""
@@ -128,7 +111,7 @@ class Wrapper(Optimizer):
             schedule = self.settings.schedule
             return getattr(schedule if hasattr(schedule, name) else self.settings, name)
         value = getattr(self.optimizer, name)
-        if self._masters.of and inspect.ismethod(value) and not name.startswith("_"):
+        if self._accumulation.extensions.stand_in and inspect.ismethod(value) and not name.startswith("_"):
             # It expects what the optimizer steps.
             return functools.wraps(value)(functools.partial(self._closing.call, value))
         return value
@@ -175,7 +158,8 @@ class Wrapper(Optimizer):
         accumulation = self.__dict__.get("_accumulation")  # None: not built yet
         if accumulation is not None and not is_compiling():
             accumulation.end_returned_pass()
-            self._masters.come_back()
+            for recover in accumulation.extensions.recover:
+                recover()
         return self.optimizer.param_groups
 
     @param_groups.setter
@@ -220,7 +204,6 @@ class Wrapper(Optimizer):
             )
         self._accumulation.end_open_pass()
         self._check_groups()
-        self._masters.fit_state(self.optimizer)  # what a copy finds there is taken to be meant
         return {
             "optimizer": self.optimizer,
             # Of a fused optimizer, which PyTorch's copies lose: they would leave the scaling to a pass of ours, and round otherwise.
@@ -246,7 +229,7 @@ class Wrapper(Optimizer):
         self._build(self.optimizer, self.settings, seed, anew=True)
 
     def _check_groups(self) -> None:
-        if not self._accumulation.at_work:  # when they may hold masters
+        if not self._accumulation.at_work:  # when they may hold what it steps in place of parameters
             self._sums.buffers.check_gathers(self.param_groups)
 
     def _not_inside(self, call: str) -> None:

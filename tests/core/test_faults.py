@@ -6,7 +6,7 @@ import random
 from contextlib import contextmanager
 
 import fusedaccum as fa
-import fusedaccum.buffers.masters as masters
+import fusedaccum.extensions.master_weights as masters
 import pytest
 import torch
 from torch import nn
@@ -155,14 +155,14 @@ def test_an_interrupt_while_masters_leave_their_places_leaves_the_models_there()
 
     class Interrupted(dict):
         def clear(self):
-            failing._masters._lent = {}
+            failing._accumulation.extensions.of(masters.MasterWeights)._gradients = {}
             raise KeyboardInterrupt
 
     for window in range(3):
         for net, opt in zip(nets, (failing, plain), strict=True):
             mean_loss(net, x, y).backward()
             if opt is failing and window == 1:
-                opt._masters._lent = Interrupted()
+                opt._accumulation.extensions.of(masters.MasterWeights)._gradients = Interrupted()
                 with pytest.raises(KeyboardInterrupt):
                     opt.step()
                 assert all(a is b for a, b in zip(opt.param_groups[0]["params"], net.parameters(), strict=True))

@@ -10,7 +10,7 @@ import torch
 from fusedaccum.ops import memory
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from training import assert_same_parameters, data, mean_loss, model, parts, wrapper_of, zeros
+from training import assert_same_parameters, data, masters_of, mean_loss, model, parts, wrapper_of, zeros
 
 
 class Lookahead(Optimizer):
@@ -113,8 +113,8 @@ def window(net, x, y, opt):
 def assert_rounded(net, opt, copies):
     """Check that the masters are what plain FP32 training gives, and that the model is the masters rounded."""
     for p, m in zip(net.parameters(), copies, strict=True):
-        torch.testing.assert_close(opt._masters.of[p].detach(), m.detach(), rtol=1e-5, atol=1e-6)
-        assert torch.equal(p, opt._masters.of[p].bfloat16())
+        torch.testing.assert_close(masters_of(opt)[p].detach(), m.detach(), rtol=1e-5, atol=1e-6)
+        assert torch.equal(p, masters_of(opt)[p].bfloat16())
 
 
 @pytest.mark.parametrize("stepped_before", [False, True])

@@ -17,6 +17,7 @@ from training import (
     assert_same_parameters,
     data,
     gradient,
+    masters_of,
     mean_loss,
     model,
     parts,
@@ -706,7 +707,7 @@ def test_masters_are_stepped_again_too():
     for p, was, g in zip(net.parameters(), before, expected, strict=True):
         for _ in range(3):
             was = was - 1e-3 * g.float()
-        torch.testing.assert_close(opt._masters.of[p], was, rtol=0, atol=1e-8)
+        torch.testing.assert_close(masters_of(opt)[p], was, rtol=0, atol=1e-8)
 
 
 @pytest.mark.parametrize("settings", [{}, {"reduction": "sum"}, {"accum_steps": 1}], ids=str)

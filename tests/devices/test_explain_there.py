@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from training import masters_of
 
 SETTINGS = {
     "buffers in CPU memory": {},
@@ -37,7 +38,7 @@ def test_cpu_side_of_buffers_in_cpu_memory(device, small, monkeypatch, name, dty
         sum((p.float() ** 2).sum() for p in net.parameters()).backward()
         opt.step()
     buffers = sum(block.flat.nbytes for block in opt._sums.buffers.blocks)
-    masters = sum(m.nbytes for m in opt._masters.of.values())
+    masters = sum(m.nbytes for m in masters_of(opt).values())
     ring = sum(stage.there.nbytes for ring in opt._sums.offload._rings.values() for stage in ring)
     assert mode.cpu == {"buffers": buffers, "ring": ring, **({"masters": masters} if masters else {})}
     assert mode.memory["ring"] == ring

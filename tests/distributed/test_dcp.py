@@ -13,6 +13,7 @@ from parts import adamw, assert_close, full, made, mean_loss, micro_batches, sgd
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from training import masters_of
 
 WINDOWS, COUNT = 2, 8
 INSIDE = COUNT + 4  # micro-batches of all ranks: half of the second window
@@ -77,7 +78,7 @@ def load(path, module, opt):
 
 def contents(module, opt):
     state = [value for entry in opt.state.values() for value in entry.values() if isinstance(value, torch.Tensor)]
-    masters = [opt._masters.of[p] for p in module.parameters() if p in opt._masters.of]
+    masters = [masters_of(opt)[p] for p in module.parameters() if p in masters_of(opt)]
     return [full(x) for x in [*module.parameters(), *state, *masters]]
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from parts import adamw, assert_close, big_batch, made, mean_loss, sgd, share, wrapped
 from torch import nn
+from training import masters_of
 
 WINDOWS, COUNT = 3, 8
 
@@ -46,7 +47,7 @@ def train(rank, make, settings, dtype=torch.float32, ddp=False, at=-1, folder=No
         assert opt.updated and opt.last_window.micro_batches == COUNT
         norms.append(opt.last_window.grad_norm)
     state = [value for entry in opt.state.values() for value in entry.values() if isinstance(value, torch.Tensor)]
-    kept = sum(x.numel() for x in state), sum(p.numel() for p in opt._masters.of.values()), len(opt.state)
+    kept = sum(x.numel() for x in state), sum(p.numel() for p in masters_of(opt).values()), len(opt.state)
     return [p.detach().clone() for p in model.parameters()], [None if n is None else float(n) for n in norms], kept
 
 

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from training import masters_of
 
 WINDOWS, COUNT = 3, 8
 
@@ -165,14 +166,14 @@ def low_precision(rank, kind):
     settings = {"master_weights": True} if kind == "bf16 model" else {}
     with pytest.warns(RuntimeWarning, match=NARROW):
         opt = fa.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), 64, **settings)
-    before = full(opt._masters.of[model.weight] if settings else model.weight)
+    before = full(masters_of(opt)[model.weight] if settings else model.weight)
     for number in range(64):
         (model(torch.ones(1, 4, dtype=model.weight.dtype)).sum() * (256.0 if number == 0 else 0.5)).backward()
         if number == 5:
             assert model.weight.grad.dtype == torch.float32 and isinstance(model.weight.grad, DTensor)
         opt.step()
         opt.zero_grad()
-    after = full(opt._masters.of[model.weight] if settings else model.weight)
+    after = full(masters_of(opt)[model.weight] if settings else model.weight)
     if settings:
         assert torch.equal(full(model.weight), after.bfloat16())
         state = opt.state_dict()
@@ -180,7 +181,7 @@ def low_precision(rank, kind):
         with pytest.warns(RuntimeWarning, match=NARROW):
             other = fa.AccumulatingOptimizer(torch.optim.SGD(fresh.parameters(), lr=1.0), 64, **settings)
         other.load_state_dict(state)
-        assert torch.equal(full(next(iter(other._masters.of.values()))), after)
+        assert torch.equal(full(next(iter(masters_of(other).values()))), after)
     return before - after
 
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 from fusedaccum.recipes import calibration
 from torch import nn
+from training import masters_of
 
 pytest.importorskip("tqdm")
 
@@ -165,7 +166,7 @@ def test_masters_of_frozen_parameters_take_memory_too():
     model = layers(torch.bfloat16)
     model[0].requires_grad_(False)
     opt = fa.AccumulatingOptimizer(torch.optim.SGD(model.parameters()), accum_steps=4, master_weights=True)
-    made = sum(master.nbytes for master in opt._masters.of.values())
+    made = sum(master.nbytes for master in masters_of(opt).values())
     assert modes(model)["master weights"].memory["masters"] == made == 4 * sum(p.numel() for p in model.parameters())
 
 

@@ -92,6 +92,9 @@ class Slot:
         self.averaged_by = 1.0  # and may have divided the sum by this
         if self.is_dtensor:
             self.holder = ShardHolder(self.param)
+        self.stepped: Tensor = (
+            self.param
+        )  # what the inner optimizer steps: the parameter, or what an extension has put in its place
         self.node: Any = None  # its AccumulateGrad node, when that is hooked
 
     def set_dtype(self, dtype: torch.dtype) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from .. import ops
 from ..engine import outside_graphs, without_grad
@@ -388,9 +387,7 @@ class Sums:
             for slot in slots:
                 slot.param.grad = None
 
-    def finish_(
-        self, slots: Sequence[Slot], divisor: Scalar, coef: Scalar, masters: Mapping[Parameter, Parameter]
-    ) -> None:
+    def finish_(self, slots: Sequence[Slot], divisor: Scalar, coef: Scalar) -> None:
         """Make ``p.grad`` the gradient ``coef * sum / divisor`` that the inner optimizer takes, in the dtype of what it steps.
 
         A dtype narrower than the buffer's goes into the buffer's own storage; the scaling is part of that cast.
@@ -398,7 +395,7 @@ class Sums:
         same: list[Slot] = []
         cast: dict[Block, list[Slot]] = {}
         for slot in slots:
-            if slot.dtype == masters.get(slot.param, slot.param).dtype:
+            if slot.dtype == slot.stepped.dtype:
                 same.append(slot)
             else:
                 cast.setdefault(slot.block, []).append(slot)
@@ -407,9 +404,8 @@ class Sums:
             for block, members in cast.items():
                 if len({identity(slot.divisor) for slot in members}) > 1:
                     self._divide_(members, divisor)
-                stepped = masters.get(members[0].param, members[0].param)
                 scale = to_device(_rescaling(members[0], divisor, coef), members[0].device)
-                block.cast_in_place_(stepped.dtype, scale, members, self.backend)
+                block.cast_in_place_(members[0].stepped.dtype, scale, members, self.backend)
                 self.written(members, divisor, shown=True)
 
 

@@ -49,11 +49,6 @@ def save(opt: Wrapper) -> dict[str, Any]:
         "buffers": {slot.index: _saved(slot) for slot in gathered},
         "changed_by_user": sums.changed_by_user,
         "unseen": sorted(slot.index for slot in ranks.shown_for_others),
-        "masters": {
-            slot.index: opt._masters.of[slot.param].detach()
-            for slot in sums.buffers.slots
-            if slot.param in opt._masters.of
-        },
         "seed": accumulator.seed,
         "draws": [slot.draws for slot in sums.buffers.slots],
         **{key: e.save() for key, e in opt._accumulation.extensions.saved.items()},
@@ -152,9 +147,6 @@ def load(opt: Wrapper, own: dict[str, Any]) -> None:
     sums.changed_by_user = own["changed_by_user"]
     sums.norms.load(own["norms"], slots)
     opt._accumulation.ranks.shown_for_others.update(slots[index] for index in own["unseen"])
-    opt._masters.load(
-        {slots[i].param: saved for i, saved in own["masters"].items() if slots[i].param in opt._masters.of}
-    )
     accumulator = opt._accumulation.accumulator
     if None not in (accumulator.seed, own["seed"]):  # saved and loaded with stochastic rounding
         accumulator.seed = own["seed"]

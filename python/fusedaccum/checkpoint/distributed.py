@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from ..optimizer import AccumulatingOptimizer
 
 HEADER = "fusedaccum"
-# What checkpoint.save() returns beside a rank's own plain values.
-ELSEWHERE = {"buffers", "masters", "shapes", "format"}
+# What checkpoint.save() returns beside a rank's own plain values and the extensions' tensors.
+ELSEWHERE = {"buffers", "shapes", "format"}
 
 
 class DistributedState:
@@ -91,10 +91,10 @@ class DistributedState:
             index, _, rest = rest.partition(".")
             if kind == "state":
                 state[int(index)][rest] = value
-            elif kind == "masters":
-                own["masters"][int(index)] = value
             elif kind == "sums":
                 rows.setdefault(int(index), {})[int(rest)] = local_of(value)
+            elif kind != HEADER:
+                own[kind][int(index)] = value
         own["buffers"] = {index: resharding.added_up(opt, index, of, header["ranks"]) for index, of in rows.items()}
         opt.load_state_dict({"state": state, "param_groups": header["param_groups"], checkpoint.KEY: own})
 
@@ -113,13 +113,12 @@ class DistributedState:
         self._check(resharding.own(self._opt, header), header["ranks"])
         of_state = _slots_of_state(self._opt, header["param_groups"])
         result: dict[str, Any] = {HEADER: _Unread()}
+        tensors = [key for key, e in self._opt._accumulation.extensions.saved.items() if e.by_parameter]
         for name, stored in metadata.state_dict_metadata.items():
             kind, _, rest = name.removeprefix(prefix).partition(".")
-            if name.startswith(prefix) and kind in ("state", "masters", "sums"):
+            if name.startswith(prefix) and kind in ("state", "sums", *tensors):
                 index, _, rest = rest.partition(".")
                 slot = of_state[int(index)] if kind == "state" else self._opt._sums.buffers.slots[int(index)]
-                if kind == "masters" and slot.param not in self._opt._masters.of:
-                    continue
                 if kind == "sums" and not (
                     slot.is_dtensor or resharding.falls_to(self._opt._accumulation.ranks, int(rest))
                 ):
@@ -163,7 +162,8 @@ def _saved(opt: AccumulatingOptimizer) -> dict[str, Any]:
     """The tensors that this rank has or has a part of, and the header."""
     state = opt.state_dict()
     own = state[checkpoint.KEY]
-    mine = {k: v for k, v in own.items() if k not in ELSEWHERE}
+    by_parameter = [key for key, e in opt._accumulation.extensions.saved.items() if e.by_parameter]
+    mine = {k: v for k, v in own.items() if k not in {*ELSEWHERE, *by_parameter}}
     slots, of_state = opt._sums.buffers.slots, _slots_of_state(opt, state["param_groups"])
     mine["divisors"] = {index: saved["divisor"] for index, saved in own["buffers"].items()}
     mine["shards"] = [slot.index for slot in slots if slot.is_dtensor]
@@ -183,8 +183,7 @@ def _saved(opt: AccumulatingOptimizer) -> dict[str, Any]:
         for name, value in entry.items():
             if isinstance(value, Tensor):
                 tensors[f"state.{index}.{name}"] = value
-    for index, master in own["masters"].items():
-        tensors[f"masters.{index}"] = master
+    tensors |= {f"{key}.{index}": tensor for key in by_parameter for index, tensor in own[key].items()}
     for index, saved in own["buffers"].items():
         # 16-bit buffers hold means, and each rank has its own divisor. As sums in FP32 they make one tensor, and round to the same bits.
         value = saved["sum"].float() * float(saved["divisor"]) if slots[index].low_precision else saved["sum"]

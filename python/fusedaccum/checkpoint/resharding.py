@@ -35,11 +35,13 @@ def own(opt: Wrapper, header: dict[str, Any]) -> dict[str, Any]:
     seen = {index for rank in mine for index in rank["divisors"] if index not in rank["unseen"]}
     first = mine[0] if mine else ranks[0]  # all ranks have the same seed
     places = [s for s in range(len(ranks)) if falls_to(here, s)]
+    saved = opt._accumulation.extensions.saved
     extensions = {
         key: ranks[here.rank][key] if same else e.join([rank[key] for rank in ranks], places, here.size)
-        for key, e in opt._accumulation.extensions.saved.items()
+        for key, e in saved.items()
         if key in ranks[0]
     }
+    extensions |= {key: {} for key, e in saved.items() if e.by_parameter}  # its tensors are on their way
     return {
         "format": FORMAT if header["format"] == 3 else header["format"],
         "shapes": header["shapes"],
@@ -52,7 +54,6 @@ def own(opt: Wrapper, header: dict[str, Any]) -> dict[str, Any]:
         # A rank's sums of squares are of what it held; shards may be laid out differently now.
         "norms": first["norms"] if same and not buffers.has_dtensors else [],
         "unseen": sorted({index for rank in mine for index in rank["unseen"]} - seen),
-        "masters": {},
         "seed": first["seed"],
         "draws": first["draws"],
         **extensions,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ..buffers.buffers import Slot
-from ..buffers.masters import MasterWeights
 from ..buffers.offload import STAGE_BYTES
 from ..buffers.sums import Sums
 from ..closures import Evaluated
+from ..extension import Extensions
 from ..gathering.accumulation import Accumulation
 from ..scalars import Scalar, div, identity, to_device_of
 from .conclusion import Conclusion
@@ -28,64 +28,68 @@ def fp32_on(value: Scalar, device: torch.device) -> Tensor:
     return torch.full((), value, dtype=torch.float32, device=device)
 
 
-def apply(end: Conclusion, inner: Any, masters: MasterWeights, accumulation: Accumulation) -> bool | Tensor:
+def apply(end: Conclusion, inner: Any, accumulation: Accumulation) -> bool | Tensor:
     """Step the inner optimizer with the window's gradient, unless that is to be skipped. Returns whether it was applied.
 
-    May be called again when the inner optimizer, or writing masters back, has raised.
+    May be called again when the inner optimizer, or an extension after it, has raised.
     """
     if end.applied is False:
-        end.applied = step_all(end, inner, masters, accumulation)
+        end.applied = step_all(end, inner, accumulation)
     if end.applied is not False:
-        write_back(end, masters, accumulation.sums)
+        tell_stepped(end, accumulation.extensions)
     return end.applied
 
 
-def write_back(end: Conclusion, masters: MasterWeights, sums: Sums) -> None:
-    """Round what was stepped into the model."""
-    masters.write_back((slot.param for slot in end.slots), sums)
+def tell_stepped(end: Conclusion, extensions: Extensions) -> None:
+    for stepped in extensions.stepped:
+        stepped(end.slots)
 
 
-def step_all(end: Conclusion, inner: Any, masters: MasterWeights, accumulation: Accumulation) -> bool | Tensor:
-    """All of :func:`apply`, except writing masters back into the model."""
-    sums = accumulation.sums
-    fused = not end.finished and inner_scales(inner, masters, end.slots)
+def step_all(end: Conclusion, inner: Any, accumulation: Accumulation) -> bool | Tensor:
+    """All of :func:`apply`, except telling the extensions that it has stepped."""
+    sums, extensions = accumulation.sums, accumulation.extensions
+
+    def others_may_have_written(slots: Sequence[Slot]) -> None:
+        for may_have_written in extensions.others_may_have_written:
+            may_have_written(slots)
+
+    fused = not end.finished and inner_scales(inner, end.slots)
     decided_there = fused and isinstance(end.skip, Tensor) and all(inner.state.get(slot.param) for slot in end.slots)
     decided_there = decided_there and sums.over_owners is None  # else it depends on what each rank steps
     if not decided_there and bool(end.skip):
         return False
-    masters.follow_model()
+    others_may_have_written(())
     if not fused and not end.finished:
-        sums.finish_(end.slots, end.divisor, end.coef, masters.of)
+        sums.finish_(end.slots, end.divisor, end.coef)
         end.finished = True
     # If each rank steps a part, all must ask, even those that cast nothing.
-    cast = [] if fused else [slot for slot in end.slots if stepped_of(slot, masters).dtype == torch.float16]
-    if not all(finished(cast) for finished in accumulation.extensions.finished):
+    cast = [] if fused else [slot for slot in end.slots if slot.stepped.dtype == torch.float16]
+    if not all(finished(cast) for finished in extensions.finished):
         return False
     applied = ~end.skip if decided_there and isinstance(end.skip, Tensor) else True
 
-    def pre_hooks_have_run() -> None:  # which may have written to the model, or replaced p.grad
-        masters.follow_model()
-        masters.take_gradients(end.slots)
+    def pre_hooks_have_run() -> None:
+        others_may_have_written(end.slots)
         if end.closure is not None:
             end.closure.begin(inner)
 
     def post_hooks_follow() -> None:  # which look at the model, and may raise
         end.applied = applied
-        write_back(end, masters, sums)
+        tell_stepped(end, extensions)
 
     try:
         if fused:
             # It divides by grad_scale, and heeds found_inf, in its own pass over the gradients.
-            device = stepped_of(end.slots[0], masters).device
+            device = end.slots[0].stepped.device
             divisor = end.slots[0].divisor
             grad_scale = div(end.divisor, to_device_of(end.coef, divisor) * divisor)
             inner.grad_scale = fp32_on(grad_scale, device)
             inner.found_inf = fp32_on(end.skip, device) if decided_there else None
-        with masters.at_work(inner, end.slots):
+        with extensions.inner_steps(end.slots):
             with among_hooks(inner, pre_hooks_have_run, post_hooks_follow):
-                step(inner, end, masters, sums)
+                step(inner, end, sums)
                 end.applied = applied
-            masters.follow_model()
+            others_may_have_written(())
     finally:
         for name in ("grad_scale", "found_inf") if fused else ():
             vars(inner).pop(name, None)
@@ -111,14 +115,9 @@ def among_hooks(
             handle.remove()
 
 
-def stepped_of(slot: Slot, masters: MasterWeights) -> Tensor:
-    """What the inner optimizer steps: the parameter or its master."""
-    return masters.of.get(slot.param, slot.param)
-
-
-def step(inner: Optimizer, end: Conclusion, masters: MasterWeights, sums: Sums) -> None:
+def step(inner: Optimizer, end: Conclusion, sums: Sums) -> None:
     """One step of the inner optimizer; in several calls, each with a part of the gradients, if these have to be brought to the device."""
-    away = [slot for slot in end.slots if slot.offloaded and slot.param not in masters.of]
+    away = [slot for slot in end.slots if slot.offloaded and slot.stepped is slot.param]
     if not away:
         step_once(inner, end.closure)
         return
@@ -174,7 +173,7 @@ def without_gradients(slots: list[Slot]) -> Iterator[None]:
             slot.param.grad = grad
 
 
-def inner_scales(inner: Optimizer, masters: MasterWeights, slots: list[Slot]) -> bool:
+def inner_scales(inner: Optimizer, slots: list[Slot]) -> bool:
     """Can the inner optimizer scale the gradients itself? Not if a step pre-hook, or a step() around PyTorch's, sees them first."""
     return (
         # Its own attribute: an optimizer that shows another one's would not hand grad_scale on to that.
@@ -185,8 +184,8 @@ def inner_scales(inner: Optimizer, masters: MasterWeights, slots: list[Slot]) ->
         )
         and not is_patched(inner)
         and not (inner._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
-        and len({(identity(slot.divisor), stepped_of(slot, masters).device) for slot in slots}) == 1
-        and all(slot.dtype == stepped_of(slot, masters).dtype for slot in slots)
+        and len({(identity(slot.divisor), slot.stepped.device) for slot in slots}) == 1
+        and all(slot.dtype == slot.stepped.dtype for slot in slots)
         and all(slot.dtype.itemsize <= 4 for slot in slots)  # grad_scale is FP32: too coarse for FP64
         and not any(slot.is_dtensor for slot in slots)  # grad_scale is not a DTensor
     )

@@ -8,14 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..buffers.masters import MasterWeights
 from ..closures import Evaluated, evaluates_itself, refused, required_by_step, takes_closure
 from ..gathering.accumulation import Accumulation
-from ..scalars import Scalar
 from ..window.settings import Settings
 from ..window.window import LastWindow
 from .applying import apply
@@ -27,21 +24,22 @@ class Closing:
 
     Args:
         inner: the optimizer that applies them.
-        accumulation: of the windows. masters: what the inner optimizer steps in place of parameters.
-        settings: of the wrapper.
+        accumulation: of the windows. settings: of the wrapper.
 
     Attributes:
         last_window: what is known about the last one.
         updated: did the last ``step()`` or ``flush()`` change the parameters?
+        reported: the last window, where step() may apply it again.
     """
 
-    def __init__(self, inner: Optimizer, accumulation: Accumulation, masters: MasterWeights, settings: Settings):
+    def __init__(self, inner: Optimizer, accumulation: Accumulation, settings: Settings):
         self._inner = inner
-        self._accumulation, self._masters, self._settings = accumulation, masters, settings
+        self._accumulation, self._settings = accumulation, settings
+        self._extensions = accumulation.extensions
         self._sums, self._ledger = accumulation.sums, accumulation.ledger
         self.last_window: LastWindow | None = None
         self._unapplied: Conclusion | None = None  # a closed window, until it is applied and reported
-        self._reported: Conclusion | None = None  # the last one, where step() may apply it again
+        self.reported: Conclusion | None = None
         self._needs_loss = "closure" in required_by_step(inner)
 
     def close(self, evaluated: Evaluated | None = None) -> None:
@@ -51,8 +49,6 @@ class Closing:
             evaluated: the closure that ``step()`` was given and has called; None if it was given none.
         """
         self._accumulation.ranks.agree()
-        if self._accumulation.ranks.go_apart:  # their loop averages the parameters, most often through p.data
-            self._masters.compare_model()
         end = conclude(self._accumulation)
         end.closure = self._handed_on(evaluated, end)
         self._unapplied = end
@@ -92,8 +88,8 @@ class Closing:
 
         Returns False if that is not what it is: there are gradients to come to a window's end with, if only such as were set by hand.
         """
-        end = self._reported
-        if end is None or not self._still(end):
+        end = self.reported
+        if end is None or not self.still_shows(end):
             return False
         again = dataclasses.replace(end, stepped=set(), applied=False, params_broadcast=False)
         again.closure = self._handed_on(evaluated, end)
@@ -143,7 +139,7 @@ class Closing:
     def _apply(self, end: Conclusion) -> None:
         # When the inner optimizer raises, or anything after it, the next step() or flush() goes on from there.
         with self._inner_at_work():
-            applied = apply(end, self._inner, self._masters, self._accumulation)
+            applied = apply(end, self._inner, self._accumulation)
         if not end.params_broadcast:
             self._accumulation.ranks.broadcast_params(applied)
             end.params_broadcast = True
@@ -154,7 +150,7 @@ class Closing:
         accumulation, here = self._accumulation, sys._getframe(2)
         before = accumulation.refuses_backward, accumulation.inner_call
         # The backward of an inner optimizer that steps the parameters themselves (SAM) is an ordinary one in a caller-owned window.
-        apart = self._masters.of or self._sums.buffers.offloaded
+        apart = self._extensions.stand_in or self._sums.buffers.offloaded
         accumulation.refuses_backward = here if apart or not self._settings.schedule.caller_owned else None
         accumulation.inner_call = here
         try:
@@ -176,55 +172,30 @@ class Closing:
         for released in self._accumulation.extensions.buffers_released:
             released()
         end.closure = None  # which may hold a loss with its graph
-        self._unapplied, self._reported = None, end if self._settings.drop_in else None
+        self._unapplied, self.reported = None, end if self._settings.drop_in else None
 
     def call(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Call another method of the inner optimizer (``eval()``, ``second_step()``) on what it steps: the masters."""
+        """Call another method of the inner optimizer (``eval()``, ``second_step()``) on what it steps."""
         self._accumulation.end_open_pass()
-        slots = self._sums.buffers.slots
-        self._masters.follow_model()
-        before = self._masters.fingerprints()
-        try:
-            with self._inner_at_work(), self._masters.at_work(self._inner, slots):
-                result = method(*args, **kwargs)
-                self._masters.return_gradients(slots)
-        finally:  # what a method that raises has done stays, as in plain PyTorch
-            self._masters.write_back(self._masters.of, self._sums, before)
+        with self._inner_at_work(), self._extensions.inner_called(self._sums.buffers.slots):
+            result = method(*args, **kwargs)
         if self._settings.schedule.caller_owned and self._sums.taken_away:
             self._accumulation.reset()  # as its zero_grad() does, which SAM's steps call if asked to
         return result
 
-    def step_lbfgs(self, closure: Callable[[], Any] | None, weight: Scalar | None) -> Any:
-        """LBFGS evaluates the closure as often as it likes; each time it runs a whole window."""
-        if closure is None:
-            raise TypeError(
-                "step() with LBFGS needs a closure that runs the window's micro-batches and returns the loss"
-            )
-        end = self._reported
+    def show_gradient(self) -> Conclusion:
+        """The open window is complete: make ``p.grad`` its gradient, for an extension that has the inner optimizer step with it."""
+        end = conclude(self._accumulation)
+        self._sums.finish_(end.slots, end.divisor, end.coef)
+        self._sums.shown_as_is()
+        return end
 
-        def evaluate() -> Any:
-            nonlocal end
-            if not self._settings.drop_in:
-                self._accumulation.reset()
-            elif end is not None and end.begun == self._sums.begun:
-                self._ledger.drop_window()  # its gradient stays until a backward comes, as in plain PyTorch
-            loss = closure()
-            self._accumulation.end_open_pass()
-            if not self._still(end):
-                with torch.no_grad():
-                    self._accumulation.end_micro_batch(weight)
-                    end = conclude(self._accumulation)
-                    self._sums.finish_(end.slots, end.divisor, end.coef, {})
-                    self._sums.shown_as_is()
-            return loss
-
-        loss = self._inner.step(evaluate)
-        assert end is not None  # LBFGS has evaluated it
+    def stepped_with(self, end: Conclusion) -> None:
+        """The inner optimizer has stepped with the gradient of this window."""
         self._accumulation.warn_not_zeroed()
         self._ledger.close_window()
         self._report(end, not end.skip)
-        return loss
 
-    def _still(self, end: Conclusion | None) -> bool:
+    def still_shows(self, end: Conclusion | None) -> bool:
         """True if ``p.grad`` still is the gradient of this window, which has closed: neither a backward nor other code has changed it."""
         return end is not None and not self._ledger.has_window and end.begun == self._sums.begun and self._sums.as_shown

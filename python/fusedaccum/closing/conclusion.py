@@ -35,7 +35,7 @@ class Conclusion:
     closure: Evaluated | None = None  # what the inner optimizer's step() gets
     finished: bool = False  # has the gradient been made, so that applying it again only steps?
     stepped: set[Slot] = field(default_factory=set)  # slots stepped already, if the optimizer steps in parts
-    applied: bool | Tensor = False  # has it stepped all, so that applying it again only writes masters back?
+    applied: bool | Tensor = False  # has it stepped all, so that applying it again only tells the extensions?
     params_broadcast: bool = False  # have the ranks been given what others have stepped?
 
     def last_window(self, applied: bool | Tensor) -> LastWindow:

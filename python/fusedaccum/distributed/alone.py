@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.nn import Parameter
 
 from ..buffers.buffers import Slot
 from .ddp import Replicas, replicas_of
@@ -54,9 +53,9 @@ class Alone:
         """Share these slots, and no others. Raises as :meth:`add_slots` does, and then changes nothing."""
         self.add_slots(slots)
 
-    def owned(self, parameters: Collection[Parameter]) -> list[Parameter]:
-        """The parameters that this rank steps."""
-        return list(parameters)
+    def owned(self, slots: Sequence[Slot]) -> list[Slot]:
+        """Those of ``slots`` that this rank steps."""
+        return list(slots)
 
     def least(self, mine: float) -> float:
         """The smallest of the ranks' numbers; waits for the device."""

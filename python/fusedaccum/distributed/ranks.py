@@ -105,9 +105,8 @@ class Ranks(Alone):
             # Those that have one keep it: the optimizer's state is there.
             self.owners.update(owners([slot for slot in slots if slot not in self.owners], self.size))
 
-    def owned(self, parameters: Collection[Parameter]) -> list[Parameter]:
-        slots = [self._sums.buffers.of[p] for p in parameters]
-        return [slot.param for slot in slots if self.owners.get(slot, self.rank) == self.rank]
+    def owned(self, slots: Sequence[Slot]) -> list[Slot]:
+        return [slot for slot in slots if self.owners.get(slot, self.rank) == self.rank]
 
     def least(self, mine: float) -> float:
         return self.group.least(mine)
@@ -125,7 +124,8 @@ class Ranks(Alone):
     def forget_others(self, state: dict[Tensor, Any]) -> None:
         if self._settings.shard:
             known = [p for p in state if isinstance(p, Parameter)]
-            for p in set(known).difference(self.owned(known)):
+            owned = {slot.param for slot in self.owned(self._sums.buffers.slots)}
+            for p in set(known) - owned:
                 del state[p]
 
     @contextmanager

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.optim import LBFGS
 
 from ..extension import Extension
 from ..scalars import copied, to_device, widened
@@ -39,11 +38,6 @@ class NormSpike(Extension):
 
     def attach(self, accumulation: Accumulation, inner: Optimizer) -> None:
         super().attach(accumulation, inner)
-        if isinstance(inner, LBFGS):
-            raise ValueError(
-                "skip_norm does not work with LBFGS, which evaluates and applies within one step; leave it out, and pass line_search_fn="
-                "'strong_wolfe', which looks for a step that lowers the loss"
-            )
         limit = accumulation.settings.skip_norm
         self._mean = limit if isinstance(limit, TimesMean) else None
         self._limit = math.inf if limit is None or isinstance(limit, TimesMean) else float(limit)

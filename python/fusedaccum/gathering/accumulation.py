@@ -63,6 +63,7 @@ class Accumulation(Windows):
             self.accumulator.seed = over_meshes("MIN", seed, slots)
             self.accumulator.rank = self.ranks.rank
         self._hook(slots)
+        self._tell_added(slots)
 
     def add_parameters(self, parameters: Iterable[tuple[str, Parameter]]) -> None:
         """Accumulate the gradients of these parameters, too, from now on."""
@@ -74,11 +75,16 @@ class Accumulation(Windows):
             self.sums.buffers.replace(before)
             raise
         self._hook(slots)
+        self._tell_added(slots)
 
-    def replace(self, parameters: Sequence[tuple[str, Parameter]]) -> list[Parameter]:
+    def _tell_added(self, slots: Sequence[Slot]) -> None:
+        for added in self.extensions.parameters_added:
+            added(slots)
+
+    def replace(self, parameters: Sequence[tuple[str, Parameter]]) -> None:
         """Accumulate the gradients of these parameters, which checkpoints will know in this order, and of no others.
 
-        Returns the parameters that are gone. Raises ValueError if the ranks' parameters differ, RuntimeError if they share an open window.
+        Raises ValueError if the ranks' parameters differ, RuntimeError if they share an open window.
         """
         if self.ledger.is_open and not self.ranks.alone:
             raise RuntimeError(
@@ -102,8 +108,9 @@ class Accumulation(Windows):
         if not self.ledger.is_open:
             self.sums.begin()
             buffers.free()
-        self._hook([slot for slot in slots if slot not in places])
-        return [slot.param for slot in gone]
+        new = [slot for slot in slots if slot not in places]
+        self._hook(new)
+        self._tell_added(new)
 
     def shows(self, parameter: Parameter) -> bool:
         """True if what is in ``p.grad`` is what this wrapper has accumulated, and not other code's."""

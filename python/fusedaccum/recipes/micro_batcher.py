@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim import LBFGS
 from torch.utils.data import DataLoader
 
 from ..buffers.buffers import Slot
@@ -314,9 +313,10 @@ def _check_optimizer(opt: Any) -> None:
             "opt closes windows itself, and here each batch is a window, in as many micro-batches as it takes; leave accum_steps and "
             "window_weight out of fa.AccumulatingOptimizer(...)"
         )
-    if isinstance(opt.optimizer, LBFGS):
+    if opt._accumulation.extensions.run_step:
         raise ValueError(
-            "opt is LBFGS, which evaluates a window as often as it likes; run its micro-batches in a closure: opt.step(closure)"
+            f"opt is {type(opt.optimizer).__name__}, which evaluates a window as often as it likes; run its micro-batches in a closure: "
+            "opt.step(closure)"
         )
 
 

@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parameter import is_lazy
-from torch.optim import LBFGS, Optimizer, SparseAdam
+from torch.optim import Optimizer, SparseAdam
 
-from ..buffers.masters import inside
 from ..buffers.shards import fsdp1, is_flattened, is_shard
 from ..closures import check_steps_alone
 from ..ops import backends
@@ -164,54 +163,14 @@ def check_optimizer(optimizer: Any, settings: Settings, wrapper: type) -> None:
             f"optimizer is Accelerate's, which steps once for every {accelerates.num_steps} calls, so that most windows would be lost; "
             "wrap the optimizer before accelerator.prepare()"
         )
-    if settings.master_weights:
-        ours = {id(group["params"]) for group in optimizer.param_groups}
-        for name, other in inside(optimizer):
-            if any(id(group["params"]) not in ours for group in other.param_groups):
-                raise ValueError(
-                    f"master_weights=True does not work with {type(optimizer).__name__}, which steps through another optimizer (.{name}) "
-                    "whose own lists would still hold the model's parameters; wrap a plain optimizer (instead of ZeroRedundancyOptimizer, "
-                    "pass shard=True)"
-                )
     if settings.shard and (how := shares_out(optimizer)):
         raise ValueError(
             f"shard=True has each rank step a part of the parameters, but so has {type(optimizer).__name__} ({how}), and what falls to one "
             "rank here and to another there would be stepped by none; leave shard out, or wrap a plain optimizer: shard=True keeps its "
             "state in parts, too"
         )
-    if settings.buffer_device is not None and settings.master_weights:
-        group = next((group for group in optimizer.param_groups if group.get("capturable")), None)
-        if group is not None and any(p.device != settings.buffer_device for p in group["params"]):
-            raise ValueError(
-                "capturable=True is for optimizers that step on a GPU, but with buffer_device='cpu' and master_weights=True this one "
-                "steps on the CPU; build it without capturable"
-            )
-    if isinstance(optimizer, LBFGS):
-        _check_lbfgs(settings)
-    elif not settings.schedule.caller_owned:
-        check_steps_alone(optimizer)
-
-
-def _check_lbfgs(settings: Settings) -> None:
-    """Raises ValueError for settings that LBFGS rules out."""
     if not settings.schedule.caller_owned:
-        raise ValueError(
-            "optimizer is LBFGS, which evaluates its closure several times per step, so one step() cannot be one micro-batch; "
-            "leave out accum_steps and window_weight and run the window's micro-batches inside the closure"
-        )
-    if settings.nonfinite == "skip_window":
-        raise ValueError(
-            "nonfinite='skip_window' does not work with LBFGS, which evaluates and applies within one step; "
-            "use 'skip_micro_batch' or 'raise'"
-        )
-    if settings.buffer_device is not None:
-        raise ValueError(
-            "buffer_device='cpu' does not work with LBFGS, which reads p.grad while it evaluates; leave it out"
-        )
-    if settings.master_weights:
-        raise ValueError(
-            "master_weights=True does not work with LBFGS, which keeps its own list of parameters; keep the model in FP32"
-        )
+        check_steps_alone(optimizer)
 
 
 def shares_out(optimizer: Optimizer) -> str:

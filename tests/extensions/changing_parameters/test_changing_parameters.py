@@ -12,7 +12,7 @@ from adding import Adding, marked
 from fusedaccum.extensions.noise_scale import NoiseScale
 from torch import nn
 from torch.nn import Parameter
-from training import assert_same_parameters, data, mean_loss, model, parts, sgd, twin, wrapped, wrapper_of
+from training import assert_same_parameters, data, masters_of, mean_loss, model, parts, sgd, twin, wrapped, wrapper_of
 
 pytestmark = pytest.mark.usefixtures("each_intake")
 
@@ -171,13 +171,13 @@ def test_the_rest_of_the_wrapper_goes_on():
 
     window(opt)
     window(opt)
-    last, masters = opt.last_window, {p: opt._masters.of[p].detach().clone() for p in net.parameters()}
+    last, masters = opt.last_window, {p: masters_of(opt)[p].detach().clone() for p in net.parameters()}
     averages = opt._accumulation.extensions.of(NoiseScale).averages.clone()
     *most, _ = net.parameters()
     opt.param_groups = [{**opt.param_groups[0], "params": most[::-1]}]
     assert opt.last_window is last and opt.updated and opt.progress["window"] == 2
     assert torch.equal(opt._accumulation.extensions.of(NoiseScale).averages, averages)
-    assert set(opt._masters.of) == set(most) and all(torch.equal(opt._masters.of[p], masters[p]) for p in most)
+    assert set(masters_of(opt)) == set(most) and all(torch.equal(masters_of(opt)[p], masters[p]) for p in most)
     window(opt)
     assert opt.updated and set(lengths) >= {0, 1, 2} and max(lengths) <= 3
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import Parameter
-from training import assert_same_parameters, data, mean_loss, model, parts, twin, wrapped
+from training import assert_same_parameters, data, masters_of, mean_loss, model, parts, twin, wrapped
 
 
 def one(value, dtype, n=1):
@@ -386,7 +386,7 @@ def test_master_weights_train_as_an_fp32_model_fed_the_same_gradients(kind, step
         for p, m in zip(net.parameters(), masters, strict=True):
             torch.testing.assert_close(p.detach(), m.detach().bfloat16(), rtol=0, atol=2**-9)
     for p, m in zip(net.parameters(), masters, strict=True):
-        torch.testing.assert_close(opt._masters.of[p].detach(), m.detach(), rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(masters_of(opt)[p].detach(), m.detach(), rtol=1e-5, atol=1e-7)
 
 
 def test_master_weights_keep_updates_that_bf16_would_lose():

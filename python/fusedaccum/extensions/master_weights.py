@@ -10,9 +10,8 @@ Outside code (schedulers, checkpoints, logging) finds the model's own parameters
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -23,171 +22,218 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from .. import ops
+from ..buffers.buffers import Slot
+from ..buffers.shards import local_of
 from ..engine import runs, without_grad
-from .buffers import Slot
-from .shards import local_of
+from ..extension import Extension
+from ..inner import inside, states_of, with_those_inside
 
 if TYPE_CHECKING:
-    from .sums import Sums
+    from ..window.settings import Settings
 
 
-class MasterWeights:
-    """A copy, in FP32 or wider, of every parameter of an optimizer that needs one.
+class MasterWeights(Extension):
+    """A copy, in FP32 or wider, of every parameter of an optimizer that needs one."""
 
-    Args:
-        device: where the gradients are; None for the parameters' own.
-    """
+    key = "masters"
+    by_parameter = True
 
-    def __init__(self, device: torch.device | None) -> None:
-        self._device = device
+    def __init__(self) -> None:
         self.of: dict[Parameter, Parameter] = {}
         self._model: dict[Parameter, Parameter] = {}
-        self._seen: dict[Parameter, tuple[int, int] | None] = {}  # version and address, as of the last write_back()
+        self._seen: dict[Parameter, tuple[int, int] | None] = {}  # version and address, as of the last write-back
         self._meant: dict[Parameter, set[Any]] = {}  # keys of state that the optimizer itself keeps unlike the master
         # While the inner optimizer is at work: the gradients, and the masters' gradients made from them.
-        self._lent: dict[Slot, tuple[Tensor | None, Tensor | None]] = {}
+        self._gradients: dict[Slot, tuple[Tensor | None, Tensor | None]] = {}
         # The call in which the inner optimizer is at work, and what has to be done at its end.
         self._works: tuple[FrameType, Callable[[], None]] | None = None
+        self._watches = False  # is the inner optimizer's load_state_dict() followed?
 
-    def add(self, parameters: Iterable[Parameter]) -> list[Parameter]:
-        """Make masters of parameters that are 16 bits wide, or on another device than their gradients. Returns those that had none."""
+    @classmethod
+    def refuses(cls, settings: Settings, inner: Optimizer) -> None:
+        ours = {id(group["params"]) for group in inner.param_groups}
+        for name, other in inside(inner):
+            if any(id(group["params"]) not in ours for group in other.param_groups):
+                raise ValueError(
+                    f"master_weights=True does not work with {type(inner).__name__}, which steps through another optimizer (.{name}) "
+                    "whose own lists would still hold the model's parameters; wrap a plain optimizer (instead of ZeroRedundancyOptimizer, "
+                    "pass shard=True)"
+                )
+        group = next((group for group in inner.param_groups if group.get("capturable")), None)
+        where = settings.buffer_device
+        if where is not None and group is not None and any(p.device != where for p in group["params"]):
+            raise ValueError(
+                "capturable=True is for optimizers that step on a GPU, but with buffer_device='cpu' and master_weights=True this one "
+                "steps on the CPU; build it without capturable"
+            )
+
+    # -- parameters and the optimizer's state ------------------------------------------------------------------
+
+    def parameters_added(self, slots: Sequence[Slot]) -> None:
+        """Make masters of parameters that are 16 bits wide, or on another device than their gradients, and that have none."""
         fresh = []
-        for p in parameters:
-            device = self._device or p.device
-            if p not in self.of and (p.dtype.itemsize < 4 or p.device != device):
-                copy = p.detach().to(device, torch.promote_types(p.dtype, torch.float32))
+        for slot in self.accumulation.ranks.owned(self.accumulation.sums.buffers.slots):
+            p = slot.param
+            if p not in self.of and (p.dtype.itemsize < 4 or slot.offloaded):
+                copy = p.detach().to(slot.device, torch.promote_types(p.dtype, torch.float32))
                 master = Parameter(copy, requires_grad=p.requires_grad)
                 if type(p) in (Parameter, Tensor):  # subclasses keep data of their own there
                     master.__dict__ = p.__dict__  # attributes that optimizers read (p.lr_mul), whenever they are set
                 self.of[p], self._model[master], self._seen[p] = master, p, _fingerprint(p)
+                slot.stepped = master
                 fresh.append(p)
-        return fresh
+        if self._watches:
+            self._take_state(fresh)
+        else:
+            self._watch()
 
-    def model_of(self, p: Parameter) -> Parameter:
-        """The model's parameter, if ``p`` is a master."""
-        return self._model.get(p, p)
-
-    def drop(self, parameters: Iterable[Parameter]) -> None:
-        """Forget the masters of these parameters, if they have any."""
-        for p in self.of.keys() & set(parameters):
+    def parameters_moved(self, places: dict[int, int]) -> None:
+        for p in self.of.keys() - self.accumulation.sums.buffers.of.keys():
             del self._model[self.of.pop(p)], self._seen[p]
             self._meant.pop(p, None)
 
-    def take_state(self, inner: Optimizer, parameters: Iterable[Parameter]) -> None:
-        """Make the state that ``inner`` already has of these parameters fit their masters, as its load_state_dict would.
+    def newly_wrapped(self) -> None:
+        self._take_state(self.of)
+
+    def _take_state(self, parameters: Iterable[Parameter]) -> None:
+        """Make the state that the inner optimizer already has of these parameters fit their masters, as its load_state_dict would.
 
         (Adagrad's constructor makes one.) That ends with ``__setstate__``, where optimizers that keep some state in 16 bits cast it back.
         """
-        entries = [(p, state[p]) for state in states_of(inner) for p in parameters if state.get(p)]
+        entries = [(p, state[p]) for state in states_of(self.inner) for p in parameters if state.get(p)]
         for p, entry in entries:
             _fit(entry, p, self.of[p])
-        for optimizer in _all(inner) if entries else ():
+        for optimizer in with_those_inside(self.inner) if entries else ():
             optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
-        self._note_meant(inner, parameters)
+        self._note_meant(parameters)
 
-    def fit_state(self, inner: Optimizer) -> None:
+    def _fit_state(self) -> None:
         """Make state that other code has made like the model's parameter (``torch.zeros_like(p.data)``) fit the master.
 
         What is unlike the master, and was so when the optimizer was last at work, is the optimizer's own choice: it stays.
         """
-        for entry, p, key in list(self._unlike(inner, self.of)):
+        for entry, p, key in list(self._unlike(self.of)):
             if key not in self._meant.get(p, ()):
                 entry[key] = _fit(entry[key], p, self.of[p], key)
 
-    def _note_meant(self, inner: Optimizer, parameters: Iterable[Parameter]) -> None:
+    def _note_meant(self, parameters: Iterable[Parameter]) -> None:
         """All that the state of these parameters holds now is meant to be as it is."""
         for p in parameters if self._meant else ():
             self._meant.pop(p, None)
-        for _, p, key in self._unlike(inner, parameters):
+        for _, p, key in self._unlike(parameters):
             self._meant.setdefault(p, set()).add(key)
 
-    def _unlike(self, inner: Optimizer, parameters: Iterable[Parameter]) -> Iterator[tuple[dict, Parameter, Any]]:
+    def _unlike(self, parameters: Iterable[Parameter]) -> Iterator[tuple[dict, Parameter, Any]]:
         """Where the state of these parameters holds what :func:`_fit` would change: its entry, the parameter, the entry's key."""
-        for state in states_of(inner):
-            if self._device is None and not _holds_narrow(state):
+        apart = any(p.device != master.device for p, master in self.of.items())
+        for state in states_of(self.inner):
+            if not apart and not _holds_narrow(state):
                 continue
             for p in parameters:
                 entry, master = state.get(p), self.of[p]
                 if isinstance(entry, dict):
-                    device = None if self._device is None or p.device == master.device else master.device
+                    device = None if p.device == master.device else master.device
                     for key, value in entry.items():
                         if not _fits(value, master.dtype, device, key):
                             yield entry, p, key
 
-    def watch(self, inner: Optimizer) -> None:
-        """Call :meth:`take_state` whenever a state is loaded into ``inner`` itself: PyTorch casts that to the model's dtypes.
+    def _watch(self) -> None:
+        """Call :meth:`_take_state` whenever a state is loaded into the inner optimizer itself: PyTorch casts that to the model's dtypes.
 
         What its state holds now is meant to be as it is (the wrapper may be a copy).
         """
-        self._note_meant(inner, self.of)
+        self._watches = True
+        self._note_meant(self.of)
         alive = weakref.ref(self)
 
-        def loaded(optimizer: Optimizer) -> None:
+        def loaded(_: Optimizer) -> None:
             masters = alive()
             if masters is not None:
-                masters.take_state(optimizer, masters.of)
+                masters._take_state(masters.of)
 
-        for optimizer in _all(inner):
+        for optimizer in with_those_inside(self.inner):
             # Optimizers that delegate everything to another one may lack PyTorch's hooks.
             if hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):
                 weakref.finalize(self, optimizer.register_load_state_dict_post_hook(loaded).remove).atexit = False
 
+    # -- while the inner optimizer is at work ------------------------------------------------------------------
+
+    def stands_in(self) -> bool:
+        return bool(self.of)
+
     @contextmanager
-    def at_work(self, inner: Optimizer, slots: Iterable[Slot] = ()) -> Iterator[None]:
+    def stepping(self, slots: Sequence[Slot], call: FrameType) -> Iterator[None]:
         """Within the block, the inner optimizer's groups and state hold the masters, and the masters of ``slots`` their gradients."""
-        self.come_back()
+        self.recover()
         if self._works or not self.of:  # a step hook may call the wrapper
             yield
             return
         slots = [slot for slot in slots if slot.param in self.of]
-        for optimizer in _all(inner):
+        for optimizer in with_those_inside(self.inner):
             # bitsandbytes' first step calls it: it looks for parameters by id(), and would meet the masters.
             if hasattr(optimizer, "check_overrides"):
                 optimizer.check_overrides()
-        self.fit_state(inner)
-        self._works = sys._getframe(2), functools.partial(self._leave, inner, slots)
+        self._fit_state()
+        self._works = call, functools.partial(self._leave, slots)
         try:
-            _exchange(inner, self.of)
-            self.take_gradients(slots)
+            _exchange(self.inner, self.of)
+            self._take_gradients(slots)
             yield
-            self._leave(inner, slots)
+            self._leave(slots)
         except BaseException:
-            self._leave(inner, slots)  # once more, if Ctrl-C came meanwhile
+            self._leave(slots)  # once more, if Ctrl-C came meanwhile
             raise
 
-    def _leave(self, inner: Optimizer, slots: Iterable[Slot]) -> None:
-        _exchange(inner, self._model)  # first, because it must not be lost to an interrupt
+    def _leave(self, slots: Iterable[Slot]) -> None:
+        _exchange(self.inner, self._model)  # first, because it must not be lost to an interrupt
         self._works = None
-        self._lent.clear()
+        self._gradients.clear()
         for slot in slots:
             self.of[slot.param].grad = None
-        self._note_meant(inner, self.of)
+        self._note_meant(self.of)
 
-    def come_back(self) -> None:
+    def recover(self) -> None:
         """Give the model's parameters their places in the inner optimizer, if a call that has taken them was ended without that."""
         if self._works is not None and not runs(self._works[0]):
             self._works[1]()
 
-    def take_gradients(self, slots: Iterable[Slot]) -> None:
+    def _take_gradients(self, slots: Iterable[Slot]) -> None:
         """Give the masters of ``slots`` their gradients, unless they were given the same ones before."""
         for slot in slots:
             grad = slot.stepped_grad
-            if slot.param in self.of and grad is not self._lent.get(slot, (None, None))[0]:
+            if slot.param in self.of and grad is not self._gradients.get(slot, (None, None))[0]:
                 master = self.of[slot.param]
                 master.grad = None if grad is None else _in_the_form_of(master, grad)
-                self._lent[slot] = grad, master.grad
+                self._gradients[slot] = grad, master.grad
 
-    def return_gradients(self, slots: Iterable[Slot]) -> None:
+    def _return_gradients(self, slots: Iterable[Slot]) -> None:
         """If the inner optimizer has replaced or removed a master's gradient, do the same to ``p.grad``."""
         for slot in slots:
             left = self.of[slot.param].grad if slot.param in self.of else None
-            if left is not self._lent.get(slot, (None, None))[1]:
+            if left is not self._gradients.get(slot, (None, None))[1]:
                 holder = slot.holder if slot.offloaded else slot.param
                 slot.assign(holder, left)
 
+    @contextmanager
+    def calling(self, slots: Sequence[Slot], call: FrameType) -> Iterator[None]:
+        self.others_may_have_written(())
+        before = {p: _fingerprint(master) for p, master in self.of.items()}
+        try:
+            with self.stepping(slots, call):
+                yield
+                self._return_gradients(slots)
+        finally:  # what a method that raises has done stays, as in plain PyTorch
+            self._write_back(self.of, before)
+
+    # -- the model ---------------------------------------------------------------------------------------------
+
+    def others_may_have_written(self, slots: Sequence[Slot]) -> None:
+        self._follow_model()
+        self._take_gradients(slots)
+
     @without_grad
-    def follow_model(self) -> None:
-        """Take over what other code has written into the model since the last :meth:`write_back` (such as loaded weights).
+    def _follow_model(self) -> None:
+        """Take over what other code has written into the model since the last :meth:`_write_back` (such as loaded weights).
 
         The parameters' versions and memory tell, so writes into ``p.data`` go unnoticed. Where a parameter still equals its rounded
         master, the master keeps its FP32 bits: so a model's and an optimizer's checkpoint can be loaded in either order.
@@ -199,15 +245,21 @@ class MasterWeights:
                 master.copy_(torch.where(master.to(p.dtype) == theirs, master, theirs.to(master.dtype)))
                 self._seen[p] = _fingerprint(p)
 
+    def window_closed(self) -> None:
+        if self.accumulation.ranks.go_apart:  # their loop averages the parameters, most often through p.data
+            self._seen.update(dict.fromkeys(self._seen))  # compare all values, once
+
+    def stepped(self, slots: Sequence[Slot]) -> None:
+        self._write_back(slot.param for slot in slots)
+
     @without_grad
-    def write_back(
-        self, stepped: Iterable[Parameter], sums: Sums, before: Mapping[Parameter, Any] | None = None
-    ) -> None:
+    def _write_back(self, stepped: Iterable[Parameter], before: Mapping[Parameter, Any] | None = None) -> None:
         """Round the masters of these parameters into the model: one call per device.
 
         A parameter whose master looks as it did ``before`` is written through ``.data``, which keeps its version: the master was written
         through ``.data`` too, if at all. So a method that only reads may be called between a forward and its backward.
         """
+        sums = self.accumulation.sums
         by_device: dict[tuple[torch.device, bool], list[Parameter]] = {}
         for p in stepped:
             if p in self.of:
@@ -222,20 +274,19 @@ class MasterWeights:
             for p in parameters:
                 self._seen[p] = _fingerprint(p)
 
-    def compare_model(self) -> None:
-        """Have :meth:`follow_model` compare all values, once: the model may have been written to through ``p.data``."""
-        self._seen.update(dict.fromkeys(self._seen))
+    # -- checkpoints -------------------------------------------------------------------------------------------
 
-    def fingerprints(self) -> dict[Parameter, tuple[int, int]]:
-        """By parameter: the version and address of its master, which tell whether it has been written to."""
-        return {p: _fingerprint(master) for p, master in self.of.items()}
+    def save(self) -> dict[int, Tensor]:
+        self._fit_state()  # what a copy finds in the optimizer's state is taken to be meant
+        slots = self.accumulation.sums.buffers.slots
+        return {slot.index: self.of[slot.param].detach() for slot in slots if slot.param in self.of}
 
-    def load(self, masters: dict[Parameter, Tensor]) -> None:
-        """Load saved masters."""
-        with torch.no_grad():
-            for p, saved in masters.items():
-                self.of[p].copy_(saved)
-                self._seen[p] = None  # the model may hold others: follow_model() compares
+    def load(self, saved: dict[int, Tensor]) -> None:
+        for index, master in saved.items():
+            p = self.accumulation.sums.buffers.slots[index].param
+            if p in self.of:
+                self.of[p].copy_(master)
+                self._seen[p] = None  # the model may hold others: _follow_model() compares
 
 
 def _in_the_form_of(master: Parameter, grad: Tensor) -> Tensor:
@@ -300,25 +351,3 @@ def _exchange(inner: Optimizer, table: Mapping[Any, Any]) -> None:
         exchanged = {table.get(key, key): value for key, value in state.items()}
         state.clear()
         state.update(exchanged)  # at once, so that Ctrl-C loses nothing
-
-
-def _all(inner: Optimizer) -> list[Optimizer]:
-    """The optimizer and those inside it (Lookahead's): they share its groups (see check_optimizer), but may keep a state of their own."""
-    found = [inner]
-    for optimizer in found:
-        found += [other for _, other in inside(optimizer) if other not in found]
-    return found
-
-
-def inside(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
-    """The optimizers that this one has as attributes, or in a list, tuple or dict that is one; with the attribute's name."""
-    for name, value in vars(optimizer).items():
-        several = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
-        for other in several:
-            if isinstance(other, Optimizer):
-                yield name, other
-
-
-def states_of(inner: Optimizer) -> list[dict]:
-    """The optimizer's state, and those of the optimizers inside it."""
-    return list({id(optimizer.state): optimizer.state for optimizer in _all(inner)}.values())

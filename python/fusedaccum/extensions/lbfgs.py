@@ -1,0 +1,83 @@
+"""LBFGS decides by itself how often it evaluates its closure within one step, and each time that runs a whole window."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from ..buffers.buffers import Slot
+from ..extension import Extension
+from ..scalars import Scalar
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ..closing.closing import Closing
+    from ..window.settings import Settings
+
+
+class EvaluatedWindows(Extension):
+    """Runs ``step()`` for LBFGS: p.grad is made a window's gradient whenever the closure has run, and the last one counts."""
+
+    @classmethod
+    def refuses(cls, settings: Settings, inner: Optimizer) -> None:
+        if not settings.schedule.caller_owned:
+            raise ValueError(
+                "optimizer is LBFGS, which evaluates its closure several times per step, so one step() cannot be one micro-batch; "
+                "leave out accum_steps and window_weight and run the window's micro-batches inside the closure"
+            )
+        if settings.nonfinite == "skip_window":
+            raise ValueError(
+                "nonfinite='skip_window' does not work with LBFGS, which evaluates and applies within one step; "
+                "use 'skip_micro_batch' or 'raise'"
+            )
+        if settings.skip_norm is not None:
+            raise ValueError(
+                "skip_norm does not work with LBFGS, which evaluates and applies within one step; leave it out, and pass "
+                "line_search_fn='strong_wolfe', which looks for a step that lowers the loss"
+            )
+        if settings.buffer_device is not None:
+            raise ValueError(
+                "buffer_device='cpu' does not work with LBFGS, which reads p.grad while it evaluates; leave it out"
+            )
+        if settings.master_weights:
+            raise ValueError(
+                "master_weights=True does not work with LBFGS, which keeps its own list of parameters; keep the model in FP32"
+            )
+
+    def parameters_added(self, slots: Sequence[Slot]) -> None:
+        if not self.accumulation.ranks.alone:
+            raise ValueError("process_group does not work with LBFGS, which decides by itself how often it evaluates")
+
+    def flush_begins(self) -> None:
+        if self.accumulation.ledger.is_open:
+            raise TypeError("flush(): LBFGS steps only in step(closure), whose closure runs the window's micro-batches")
+
+    def run_step(self, closing: Closing, closure: Callable[[], Any] | None, weight: Scalar | None) -> Any:
+        if closure is None:
+            raise TypeError(
+                "step() with LBFGS needs a closure that runs the window's micro-batches and returns the loss"
+            )
+        accumulation, ledger, end = self.accumulation, self.accumulation.ledger, closing.reported
+
+        def evaluate() -> Any:
+            nonlocal end
+            if ledger.reduction != "none":
+                accumulation.reset()
+            elif end is not None and end.begun == accumulation.sums.begun:
+                ledger.drop_window()  # its gradient stays until a backward comes, as in plain PyTorch
+            loss = closure()
+            accumulation.end_open_pass()
+            if not closing.still_shows(end):
+                with torch.no_grad():
+                    accumulation.end_micro_batch(weight)
+                    end = closing.show_gradient()
+            return loss
+
+        loss = self.inner.step(evaluate)
+        assert end is not None  # LBFGS has evaluated it
+        closing.stepped_with(end)
+        return loss

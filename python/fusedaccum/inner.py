@@ -1,0 +1,29 @@
+"""An inner optimizer may have others inside it (Lookahead's): they share its groups, but may keep a state of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch.optim import Optimizer
+
+
+def with_those_inside(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizer and those inside it."""
+    found = [optimizer]
+    for one in found:
+        found += [other for _, other in inside(one) if other not in found]
+    return found
+
+
+def inside(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
+    """The optimizers that this one has as attributes, or in a list, tuple or dict that is one; with the attribute's name."""
+    for name, value in vars(optimizer).items():
+        several = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
+        for other in several:
+            if isinstance(other, Optimizer):
+                yield name, other
+
+
+def states_of(optimizer: Optimizer) -> list[dict]:
+    """The optimizer's state, and those of the optimizers inside it."""
+    return list({id(one.state): one.state for one in with_those_inside(optimizer)}.values())
