@@ -1,12 +1,13 @@
 """The examples in README and docs run, and their links are not dead."""
 
+import ast
 import functools
 import re
 import socket
 
 import pytest
 import torch
-from pages import OF_FRAMEWORKS, PAGES, run_examples
+from pages import OF_FRAMEWORKS, PAGES, ROOT, run_examples
 
 
 @pytest.mark.filterwarnings("ignore:This instance was constructed with capturable")  # a warm-up, on a GPU
@@ -38,3 +39,12 @@ def test_links_within_the_project_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), target
+
+
+def test_the_page_about_extensions_shows_the_file_that_it_explains():
+    page = (ROOT / "docs/extensions.md").read_text()
+    file = ast.parse((ROOT / "python/fusedaccum/extensions/norm_spike.py").read_text())
+    (extension,) = (node for node in file.body if isinstance(node, ast.ClassDef))
+    members = {ast.dump(node) for node in extension.body}
+    shown = [node for code in re.findall(r"^```py\n(.*?)^```", page, re.M | re.S) for node in ast.parse(code).body]
+    assert len(shown) == 6 and all(ast.dump(node) in members for node in shown)
