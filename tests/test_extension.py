@@ -57,3 +57,23 @@ def test_numbers_of_the_same_name_come_back_to_whose_they_are():
     assert list(numbers.values()) == [3, 5]
     extensions.reduced({name: 10 * number for name, number in numbers.items()}, "group")
     assert one.of_all == ({"micro_batches": 30}, "group") and other.of_all == ({"micro_batches": 50}, "group")
+
+
+class Windows:
+    """Stands for the accumulation."""
+
+
+def test_one_that_comes_later_becomes_a_part_of_the_wrapper_and_is_called_after_the_others():
+    first, other, windows = Counts("first"), Counts("other"), Windows()
+    extensions = Extensions([first])
+    extensions.attach(windows, "inner")
+    later = extensions.ensure(Silent)
+    assert extensions.ensure(Silent) is later and extensions.ensure(Counts) is first
+    before = extensions.snapshot()
+    extensions.add([other])
+    assert all(e.inner == "inner" and isinstance(e.accumulation, Windows) for e in (first, later, other))
+    assert extensions.micro_batch_counted == (first.micro_batch_counted, other.micro_batch_counted)
+    assert extensions.saved == {"first": first, "silent": later, "other": other}
+    other.micro_batches = 3
+    extensions.roll_back(before)  # to when it was not there
+    assert other.micro_batches == 3

@@ -173,8 +173,8 @@ def test_fused_layers(monkeypatch):
     expected = oracle([batch()])[0]
     model, opt = made(net=fused)
     calls = []
-    add_by = opt._accumulation.accumulator.add_by
-    monkeypatch.setattr(opt._accumulation.accumulator, "add_by", lambda *args: calls.append(args) or add_by(*args))
+    prepare = opt._accumulation.prepare
+    monkeypatch.setattr(opt._accumulation, "prepare", lambda *args: calls.append(args) or prepare(*args))
     fa.MicroBatcher(function(model), opt, 4, weight=lambda part: float(weight(part))).step(batch())
     assert_close(model, expected, 1e-12)
     assert calls

@@ -56,7 +56,7 @@ class InPlaceLayers(Extension):
         except RuntimeError:
             ledger.micro.adds += slot.shown is not None  # the sum is not the window's any more
             raise
-        accumulation.count_added(slot)
+        accumulation.count_added(slot, prepared=False)
         accumulation.ranks.added([slot])
 
 

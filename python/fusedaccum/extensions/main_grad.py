@@ -141,7 +141,7 @@ class MainGrads(Extension):
     def _count(self, slot: Slot) -> None:
         """The layer of a slot has added its gradient, times 1. Waits for the device if there is a loss scale on it."""
         check_added(slot, float(self.accumulation.accumulator.in_unit(1.0)))
-        self.accumulation.count_added(slot)
+        self.accumulation.count_added(slot, prepared=False)
 
 
 def was_added(parameter: Tensor) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 
@@ -25,7 +25,6 @@ from ..warn import warn
 from ..window.noise import measure_small
 from ..window.settings import Settings
 from ..window.window import MicroBatch
-from .accumulator import Write
 from .rejected import Rejected
 from .windows import Windows
 
@@ -381,42 +380,37 @@ class Accumulation(Windows):
         """Would several backward passes now be more than one micro-batch, or be refused?"""
         return not self.inside and (self._settings.schedule.caller_owned or self._settings.drops_micro_batches)
 
-    @without_grad
-    def add_by(self, write: Write, parameter: Parameter, fits: Callable[[torch.dtype], bool]) -> bool:
-        """Within a backward pass: let ``write`` add the gradient it makes itself, once, to the parameter's buffer.
+    # -- the way in for layers that write a gradient into its buffer themselves ---------------------------------
 
-        ``fits``: tells whether ``write`` can write a buffer of this dtype. Returns False, and does nothing, if it cannot, or if the
-        gradient must come the ordinary way: the pass hands it to other code, or it must be seen whole before it is added, or may have to
-        be added again. Raises as a hook would.
-        """
-        slot = self.sums.buffers.of[parameter]
+    def takes_directly(self, slot: Slot) -> bool:
+        """True if the pass that is running here has a gradient for the slot's ``p.grad`` that may be added at once, unseen, for good."""
         seen_whole = self._settings.drops_micro_batches or slot.low_precision or slot.offloaded or slot.is_dtensor
         again = self.ledger.has_micro and self.ledger.micro.repeatable
-        if seen_whole or again or not fits(slot.dtype) or not self._collector.accumulates(slot):
-            return False
-        with self._collector.within_pass(parameter.device):
-            self.ranks.before_add([slot])
-            for adding in self.extensions.adding:
-                adding([slot])
-            added = self.accumulator.add_by(write, slot, self.measures)
-            if added:
-                self.ranks.added([slot])
-            return added
-
-    # -- what extensions ask for, about gradients that other code has added to a buffer -------------------------
+        return not (seen_whole or again) and self._collector.accumulates(slot)
 
     def within_pass(self, device: torch.device) -> AbstractContextManager[None]:
         """A block that is a part of the backward pass running here, and in which sums on ``device`` may be written."""
         return self._collector.within_pass(device)
 
+    def prepare(self, slot: Slot) -> None:
+        """Within a pass: the slot's buffer is about to be written. If ``slot.shown`` is not None, it then holds a plain sum to add to."""
+        self.ranks.before_add([slot])
+        for adding in self.extensions.adding:
+            adding([slot])
+        self.accumulator.prepare(slot)
+
+    @without_grad
+    def count_added(self, slot: Slot, prepared: bool = True) -> None:
+        """Within a pass: a gradient was added to the slot's buffer, scaled as the open window needs it. ``prepared``: after prepare()."""
+        if not prepared:
+            self.sums.norms.invalidate_block(slot.block)
+            if self.ledger.window.overflowed:  # it will not be applied: nothing more is added
+                slot.buffer.zero_()
+        self.accumulator.count_added(slot, self.measures)
+
     def put(self, slot: Slot, grad: Tensor) -> None:
         """Queue a gradient that nothing else will write to, as if a hook had brought it."""
         self._collector.put(slot, grad)
-
-    @without_grad
-    def count_added(self, slot: Slot) -> None:
-        """Within a pass: a gradient has been added to the slot's buffer, as it has to be for the open window."""
-        self.accumulator.count_added(slot, self.measures)
 
     # -- what the collector calls (its Owner) -----------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -18,8 +18,6 @@ from ..scalars import Scalar, add, div, identity, to_device, to_device_of, wides
 from ..window.amp import LossScale
 from ..window.ledger import Ledger
 
-# Called with (buffer, scale, overwrite): buffer = (overwrite ? 0 : buffer) + scale * gradient.
-Write = Callable[[Tensor, float, bool], None]
 DRAWS_APART = 1 << 44  # random numbers set aside for one add of all parameters, when rounding stochastically
 
 
@@ -75,38 +73,17 @@ class Accumulator:
             if stats is not None:
                 self._measured(stats, members, divisor)
 
-    def add_by(self, write: Write, slot: Slot, measure: bool) -> bool:
-        """Let ``write`` add a gradient that it makes itself to a buffer of 32 bits or more.
-
-        Returns False, and does nothing, if the gradient's factor is 0 or not known to the host.
-        """
-        sums, scale = self._sums, self.in_unit(self._ledger.micro.factor_left())
-        if isinstance(scale, Tensor) and scale.device.type != "cpu":
-            return False
-        scale = float(scale)
-        if scale == 0:
-            return False
+    def prepare(self, slot: Slot) -> None:
+        """Make the slot's buffer hold the window's plain sum, or anything if ``slot.shown`` is None: other code is about to add to it."""
+        sums = self._sums
         sums.place([slot])
         sums.adopt(slot)
         sums.check_whole()
         if slot.shown is not None and identity(slot.divisor) != 1.0:
             sums.divide_([slot], 1.0)  # normalize_() has made it a mean
-        try:
-            write(slot.buffer, scale, slot.shown is None)
-            self._count_added(slot, measure)
-        except BaseException:  # Ctrl-C comes when the product has been written
-            self._ledger.micro.adds += sums.half_written
-            raise
-        return True
 
     def count_added(self, slot: Slot, measure: bool) -> None:
-        """Other code has added a gradient to the buffer of ``slot`` by itself."""
-        self._sums.norms.invalidate_block(slot.block)
-        if self._ledger.window.overflowed:  # it will not be applied: nothing more is added
-            slot.buffer.zero_()
-        self._count_added(slot, measure)
-
-    def _count_added(self, slot: Slot, measure: bool) -> None:
+        """Other code has added a gradient to the slot's buffer."""
         self._ledger.micro.adds += 1
         self._sums.written([slot], 1.0)
         if measure:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter, functional
 
 from ..engine import outside_graphs
+from ..extensions.fused_layers import Write, add_by
 from ..gathering.accumulation import Accumulation
-from ..gathering.accumulator import Write
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -177,7 +177,7 @@ def _added(
     missed = weight._backward_hooks or weight._post_accumulate_grad_hooks  # they would miss the gradient
     if torch.is_grad_enabled() or not weight.requires_grad or missed or accumulation is None or dtype != weight.dtype:
         return False
-    return accumulation.add_by(write, weight, lambda buffer_dtype: can(dtype, buffer_dtype, weight.device.type))
+    return add_by(accumulation, write, weight, lambda buffer_dtype: can(dtype, buffer_dtype, weight.device.type))
 
 
 def add_product(buffer: Tensor, a: Tensor, b: Tensor, scale: float, keep: float) -> None:
