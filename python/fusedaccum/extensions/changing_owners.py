@@ -17,21 +17,22 @@ if TYPE_CHECKING:
     from ..window.settings import Settings
 
 
+class Refuses(Extension):
+    """Refuses all calls of a wrapper."""
+
+    def __init__(self, why: str):
+        self._why = why
+
+    def check_call(self) -> None:
+        raise RuntimeError(self._why)
+
+
 class ChangingOwners(Extension):
-    """Takes parameters from the wrapper that had them, which is told apart by where it was built, and refuses to be called from then on."""
+    """Takes parameters from the wrapper that had them, which refuses calls from then on. Wrappers are named by where they were built."""
 
     def attach(self, accumulation: Accumulation, inner: Optimizer) -> None:
         super().attach(accumulation, inner)
         self._name = f"around {type(inner).__name__}, built at {callers_line()}"
-        self._successor: str | None = None  # the name of the wrapper that has the parameters since
-
-    def check_call(self) -> None:
-        if self._successor is not None:
-            raise RuntimeError(
-                f"this AccumulatingOptimizer, {self._name}, has lost its parameters to another one, {self._successor}, because the last "
-                "that is built for a parameter has its gradients: call that one. Of two optimizers for one parameter, wrap only one, and "
-                "that without accum_steps and window_weight"
-            )
 
     def check_parameter(self, name: str, parameter: Parameter, settings: Settings, left: bool) -> None:
         other = self.accumulation.of_parameter(parameter)
@@ -56,5 +57,10 @@ class ChangingOwners(Extension):
                 f"the open window of an AccumulatingOptimizer {self._name}, is dropped, because another one, {successor}, has taken its "
                 "parameters. To apply such a window, call flush() before building another; to drop it, reset()"
             )
-        self._successor = successor
+        lost = (
+            f"this AccumulatingOptimizer, {self._name}, has lost its parameters to another one, {successor}, because the last that is "
+            "built for a parameter has its gradients: call that one. Of two optimizers for one parameter, wrap only one, and that without "
+            "accum_steps and window_weight"
+        )
+        self.accumulation.extensions.add([Refuses(lost)])
         self.accumulation.let_go()

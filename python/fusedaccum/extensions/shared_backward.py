@@ -13,7 +13,7 @@ _WEIGHING: dict[int, SharedBackward] = {}  # by thread: whose open micro-batch w
 
 
 class SharedBackward(Extension):
-    """Gives the open micro-batch the weight that another wrapper was given, where that is reduction="mean" and the loss is the same."""
+    """Gives the open micro-batch the weight that another wrapper, with reduction="mean", was given for the same loss."""
 
     def __init__(self) -> None:
         self._around: tuple[int, SharedBackward | None] | None = (
@@ -42,9 +42,10 @@ class SharedBackward(Extension):
         return other.accumulation.ledger.micro
 
     def pass_begins(self, thread: int | None) -> None:
-        other, micro = self.weighed_elsewhere(thread), self.accumulation.ledger.micro
-        if other is not None and not micro.in_loss:
-            self._weigh_as(other, micro)
+        if _WEIGHING:
+            other, micro = self.weighed_elsewhere(thread), self.accumulation.ledger.micro
+            if other is not None and not micro.in_loss:
+                self._weigh_as(other, micro)
 
     def _weigh_as(self, other: MicroBatch, micro: MicroBatch) -> None:
         """The weight of the pass's loss was given to another wrapper: it is also the weight of the micro-batch here."""
