@@ -416,7 +416,7 @@ class AccumulatingOptimizer(Wrapper):
         if own is not None:
             checkpoint.check(self, own)
         if self._accumulation.outdated:
-            self._accumulation.unhook_all()
+            self._accumulation.let_go()
             self._build_anew(self._accumulation.accumulator.seed)
         with self._accumulation.extensions.inner_steps(()):
             self.optimizer.load_state_dict({k: v for k, v in state_dict.items() if k != checkpoint.KEY})

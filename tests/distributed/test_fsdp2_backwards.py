@@ -269,7 +269,7 @@ def taken_over(rank):
     """Another wrapper gets the parameters of one that lives on."""
     model = sharded(None, "head")
     before = fa.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.3), COUNT)
-    before._accumulation.unhook_all()
+    before._accumulation.let_go()
     opt = fa.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9), COUNT)
     for window in range(WINDOWS):
         for x, y in micro_batches(window, rank, False):

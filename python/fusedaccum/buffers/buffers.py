@@ -74,9 +74,7 @@ class Slot:
     shown: Tensor | None = None  # what we last put into holder.grad; anything else there is the user's
     divisor: Scalar = 1.0  # 16-bit buffers hold the sum divided by this (a running mean); wider ones the sum
     prepared: bool = False  # has an extension filled the buffer, and nothing written to it since?
-    main_grad_enabled: bool = (
-        False  # must extensions see its gradients before they are queued? (The queue in C++ knows this name.)
-    )
+    main_grad_enabled: bool = False  # do extensions see its gradients before they are queued? (C++ reads it.)
     draws: int = 0  # adds so far, each of which draws its own random numbers when rounding stochastically
     their_grad_dtype: torch.dtype | None = None  # what the parameter's grad_dtype was before it became ours
     frees_grad: bool = False  # has it been made None, which allows any?

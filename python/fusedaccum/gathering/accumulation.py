@@ -123,14 +123,10 @@ class Accumulation(Windows):
         self.rejected.withdraw()
         self.ledger.drop_window()
         self.sums.begin()  # the gradient that a closed window has left in p.grad is gone
-        self.unhook_all()
+        self._unhook(self.sums.buffers.slots)
         self.sums.buffers.replace([])
         self._tell_changed([])
         self.sums.buffers.free()
-
-    def unhook_all(self) -> None:
-        """Leave the gradients of all parameters to whoever takes them next."""
-        self._unhook(self.sums.buffers.slots)
 
     def _hook(self, slots: Sequence[Slot]) -> None:
         self.ledger.mixes_ranks = bool(self.ranks.fully_sharded.slots)
