@@ -246,7 +246,7 @@ def _is_mean_of(node: Any, by: int) -> bool:
 
 def warn_if_never_stepped(ledger: Ledger) -> None:
     """``flush()`` ends the first micro-batch of all, which holds more backward passes than a window has micro-batches."""
-    if not (ledger.has_micro and ledger.window.empty and ledger.index == 0) or ledger.window.length is None:
+    if not (ledger.micro is not None and ledger.window.empty and ledger.index == 0) or ledger.window.length is None:
         return
     micro = ledger.micro
     if micro.parts > max(ledger.window.length, 2) and micro.parts_alike:
@@ -276,7 +276,7 @@ class StepCalled:
         ledger = self._ledger()
         if ledger is None or ledger.index > 0 or ledger.schedule.caller_owned:
             return self._stepped or (ledger is not None and ledger.index > 0)
-        inside = ledger.has_window and ledger.window.has_any
+        inside = ledger.window is not None and ledger.window.has_any
         if inside and ledger.steps <= 1 and not self._told:
             self._told = True
             warn(

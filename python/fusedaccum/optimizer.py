@@ -228,14 +228,14 @@ class AccumulatingOptimizer(Wrapper):
             self._closing.check_closure(closure)
             loss, evaluated = None, None
             if closure is not None:
-                whole = not (self._ledger.has_micro and self._ledger.micro.passes)
+                whole = not (self._ledger.micro is not None and self._ledger.micro.passes)
                 with torch.enable_grad():
                     loss = closure()
                 evaluated = Evaluated(loss)
                 if whole:  # else it is the loss of a part of the micro-batch
                     self._record_result(loss)
             self._begin_step()
-            if not self._ledger.has_window:
+            if self._ledger.window is None:
                 refuse_torchs_functions("step()")
             if self._closing.apply_again() or self._closing.step_again(evaluated):
                 return loss
@@ -271,7 +271,7 @@ class AccumulatingOptimizer(Wrapper):
             flush_begins()
         self._closing.apply_again()
         self._accumulation.drop_idle()
-        if self._ledger.has_micro or self._accumulation.rejected.names:
+        if self._ledger.micro is not None or self._accumulation.rejected.names:
             warn_if_never_stepped(self._ledger)
             self._accumulation.end_micro_batch(None)
         if self._ledger.is_open:
@@ -422,7 +422,7 @@ class AccumulatingOptimizer(Wrapper):
             self.optimizer.load_state_dict({k: v for k, v in state_dict.items() if k != checkpoint.KEY})
         self._accumulation.ranks.forget_others(self.state)
         brings_window = own is not None and own["window"] is not None
-        if self._ledger.has_window or self._closing.broke_off or brings_window:
+        if self._ledger.window is not None or self._closing.broke_off or brings_window:
             self.reset()
         else:  # the last window's gradient stays in p.grad
             self._forget_outside()

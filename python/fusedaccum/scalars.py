@@ -64,12 +64,16 @@ def to_device_of(scalar: Scalar, other: Scalar) -> Scalar:
 
 def add(a: Scalar, b: Scalar) -> Scalar:
     """The sum, wherever the two are."""
+    if not isinstance(a, Tensor) and not isinstance(b, Tensor):
+        return a + b
     a = to_device_of(a, b)
     return a + to_device_of(b, a)
 
 
 def div(a: Scalar, b: Scalar) -> Scalar:
     """The quotient, wherever the two are."""
+    if not isinstance(a, Tensor) and not isinstance(b, Tensor):
+        return a / b
     a = to_device_of(a, b)
     return a / to_device_of(b, a)
 

@@ -101,7 +101,10 @@ class Slot:
 
     def show(self, grad: Tensor | None) -> None:
         """Make ``p.grad`` this tensor of ours."""
-        self.assign(self.holder, grad)
+        try:
+            self.holder.grad = grad
+        except RuntimeError:  # of another dtype than p.grad_dtype, which other code has set
+            self.assign(self.holder, grad)
         self.shown = grad
 
     def assign(self, holder: Any, grad: Tensor | None) -> None:
@@ -228,6 +231,7 @@ class Buffers:
         self.blocks: list[Block] = []
         weakref.finalize(self, _let_go, self.slots).atexit = False
         self.has_dtensors = False
+        self.offloaded = False  # are any buffers on another device than their parameter?
         self._checked: object = None  # the parameters' traits at the last check
         self._in_groups: list[Parameter] = []  # what was in the optimizer's groups then
 
@@ -255,6 +259,7 @@ class Buffers:
                 del slot.block, slot.buffer
                 slot.placed = slot.prepared = False
         self.blocks.clear()
+        self.offloaded = False
 
     def _made(self, name: str, p: Parameter) -> Slot:
         return Slot(p, name, buffer_dtype(gradient_dtype(p), self._asked), self._device or p.device)
@@ -297,15 +302,11 @@ class Buffers:
             torch._foreach_zero_([block.flat[offset + size : offset + padded(size)] for _, size, offset in places])
             block.written()
             self.blocks.append(block)
+            self.offloaded = self.offloaded or block.offloaded
             for slot, _, offset in places:
                 slot.block, slot.buffer = block, block.view(slot, offset)
                 slot.offset, slot.address, slot.relaid = offset, slot.buffer.data_ptr(), False
                 slot.placed = True  # last: Ctrl-C may come before
-
-    @property
-    def offloaded(self) -> bool:
-        """Are any buffers on another device than their parameter?"""
-        return any(block.offloaded for block in self.blocks)
 
     @property
     def moved(self) -> bool:

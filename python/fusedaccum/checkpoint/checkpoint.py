@@ -32,11 +32,11 @@ def save(opt: Wrapper) -> dict[str, Any]:
     opt._accumulation.drop_taken_away()
     ranks.undo_reduce()
     sums.offload.wait()
-    if ledger.has_micro:
+    if ledger.micro is not None:
         accumulator.count()
-    gathered = sums.slots_with_grad() if ledger.has_window else []
-    window = plain(ledger.window) if ledger.has_window else None
-    micro = plain(ledger.micro) if ledger.has_micro and not opt._accumulation.idle_is_open else None
+    gathered = sums.slots_with_grad() if ledger.window is not None else []
+    window = plain(ledger.window) if ledger.window is not None else None
+    micro = plain(ledger.micro) if ledger.micro is not None and not opt._accumulation.idle_is_open else None
     return {
         "format": FORMAT,
         "shapes": [tuple(slot.param.shape) for slot in sums.buffers.slots],
@@ -138,7 +138,7 @@ def load(opt: Wrapper, own: dict[str, Any]) -> None:
         None if window is None else Window(**window),
         None if micro is None else MicroBatch(**micro),
     )
-    if opt._ledger.has_window and not opt._ledger.is_open:
+    if opt._ledger.window is not None and not opt._ledger.is_open:
         # It holds nothing (its micro-batches were dropped), so check() has let another accum_steps pass.
         opt._ledger.window.length = opt.settings.schedule.length(own["index"])
     opt._accumulation.rejected.names = list(own["rejected"])

@@ -198,4 +198,4 @@ class Closing:
 
     def still_shows(self, end: Conclusion | None) -> bool:
         """True if ``p.grad`` still is the gradient of this window, which has closed: neither a backward nor other code has changed it."""
-        return end is not None and not self._ledger.has_window and end.begun == self._sums.begun and self._sums.as_shown
+        return end is not None and self._ledger.window is None and end.begun == self._sums.begun and self._sums.as_shown

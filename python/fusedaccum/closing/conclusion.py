@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from ..gathering.accumulation import Accumulation
 
 
+UNKNOWN: dict[str, Any] = dict.fromkeys(of.name for of in fields(LastWindow))
+
+
 @dataclass
 class Conclusion:
     """A complete window: its gradient is ``coef * sum / divisor`` in every slot, and ``skip`` forbids applying it."""
@@ -39,8 +42,7 @@ class Conclusion:
     params_broadcast: bool = False  # have the ranks been given what others have stepped?
 
     def last_window(self, applied: bool | Tensor) -> LastWindow:
-        values: dict[str, Any] = dict.fromkeys(of.name for of in fields(LastWindow))
-        values |= {
+        values: dict[str, Any] = UNKNOWN | {
             "micro_batches": self.window.micro_batches,
             "weight": widened(as_tensor(self.window.weight)),
             "grad_norm": self.norm,

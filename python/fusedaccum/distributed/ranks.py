@@ -233,7 +233,7 @@ class Ranks(Alone):
 
     @property
     def agreed(self) -> bool:
-        return self._ledger.has_window and self.reduce_buckets.phase is Phase.AGREED
+        return self._ledger.window is not None and self.reduce_buckets.phase is Phase.AGREED
 
     def before_weighing(self) -> None:
         if self._settings.schedule.window_weight is not None and not self.agreed:
@@ -294,7 +294,7 @@ class Ranks(Alone):
                 "opt.normalize_() has added up this window's sums over the ranks, so no rank holds its own part any more; call opt.step() "
                 "before state_dict()"
             )
-        if self._ledger.has_window:
+        if self._ledger.window is not None:
             self.reduce_buckets.undo_all()
 
 

@@ -135,7 +135,7 @@ class LossScale(Extension):
     def step_begins(self) -> None:
         """Bring the window's unit up to date, and note whether the scaler has found an overflow that no policy has dealt with yet."""
         accumulation, ledger = self.accumulation, self.accumulation.ledger
-        window = ledger.window if ledger.has_window else None
+        window = ledger.window if ledger.window is not None else None
         if self._step is Step.PLAIN:
             self._meet_none(window)
             return
@@ -292,7 +292,7 @@ class LossScale(Extension):
             self.live.fill_(least)
 
     def save(self) -> dict[str, Any]:
-        here = self.accumulation.ledger.has_window
+        here = self.accumulation.ledger.window is not None
         unit, lost = (self._unit, self._unit_lost) if here else (None, False)
         return {"scale": copied(self.live), "unit": copied(unit), "unit_lost": lost}
 

@@ -72,7 +72,7 @@ class Losses(Extension):
         raw = source is not LossFrom.CALLER and scale is None
         if scale is not None:
             loss = loss / to_device_of(scale, loss)
-        if ledger.has_micro:
+        if ledger.micro is not None:
             if self._micro is not None and self._by_caller is not (source is LossFrom.CALLER):
                 raise RuntimeError(
                     "opt.backward() records a micro-batch's loss; leave record_loss() out, or call loss.backward()"
@@ -93,10 +93,14 @@ class Losses(Extension):
 
     def lacks_loss(self) -> bool:
         ledger = self.accumulation.ledger
-        return self._micro is None if ledger.has_micro else ledger.has_window and self._unrecorded is not None
+        return (
+            self._micro is None
+            if ledger.micro is not None
+            else ledger.window is not None and self._unrecorded is not None
+        )
 
     def scale_news(self, news: ScaleNews, scale: Scalar | None) -> None:
-        micro = self._micro if self.accumulation.ledger.has_micro else None
+        micro = self._micro if self.accumulation.ledger.micro is not None else None
         if news is ScaleNews.KNOWN:
             assert scale is not None
             self._sum = self._sum.unscaled(scale)
@@ -159,7 +163,7 @@ class Losses(Extension):
         self._sum, self._count = Loss(totals["sum"] / (group.size if normalised else 1)), int(totals["count"])
 
     def save(self) -> dict[str, Any]:
-        micro = self._micro if self.accumulation.ledger.has_micro else None
+        micro = self._micro if self.accumulation.ledger.micro is not None else None
         return {
             "sum": self._sum.save(),
             "count": self._count,

@@ -37,7 +37,7 @@ class SharedBackward(Extension):
 
     def weighed_elsewhere(self, thread: int | None) -> MicroBatch | None:
         other = None if thread is None else _WEIGHING.get(thread)
-        if other is None or other is self or not other.accumulation.ledger.has_micro:
+        if other is None or other is self or other.accumulation.ledger.micro is None:
             return None
         return other.accumulation.ledger.micro
 

@@ -202,13 +202,13 @@ class Accumulation(Windows):
                 "the loss; call backward() of the wrapper that has FSDP2's parameters"
             )
         saw_pass(thread)  # of which no hook may tell
-        in_loss = self.weighs_loss and self.ledger.has_micro and self.ledger.micro.in_loss
+        in_loss = self.weighs_loss and self.ledger.micro is not None and self.ledger.micro.in_loss
         if in_loss and not self.inside and other is None:
             raise RuntimeError(
                 "this micro-batch has a weight, which FSDP2 needs in the loss of all its backward passes; use opt.backward(loss) for each. "
                 "For a pass that begins at gradients of losses that had it (a loss in chunks): `with opt.micro_batch(): h.backward(h_grad)`"
             )
-        if self.ledger.has_window:
+        if self.ledger.window is not None:
             self.sums.adopt_all(self.sums.buffers.slots)  # FSDP2 would add to what is not hidden
         self.sums.hide()
         if any(slot.param.requires_grad for slot in self.ranks.fully_sharded.slots):
@@ -231,14 +231,14 @@ class Accumulation(Windows):
         if weight is not None:
             for check in self.extensions.check_weight:
                 check(weight)
-        begins = not ledger.has_micro
+        begins = ledger.micro is None
         if begins:
             self.updated = False
             self.rejected.withdraw()
             self.rejected.put_away = False
             self.sums.follow_copied()
             self.drop_taken_away()
-            if not ledger.has_window:
+            if ledger.window is None:
                 self.begin_window(backward=True)
             if not self.ranks.alone:
                 self.sums.bring_back()  # before anything is sent
@@ -296,7 +296,7 @@ class Accumulation(Windows):
     @property
     def idle_is_open(self) -> bool:
         """Does the open micro-batch count for nothing, unless ``step()`` follows?"""
-        return self.ledger.has_micro and self.ledger.micro is self._idle
+        return self.ledger.micro is not None and self.ledger.micro is self._idle
 
     def drop_idle(self) -> None:
         """Forget a micro-batch that was opened and left without a backward (by ``continue``), unless a ``step()`` has counted it."""
@@ -305,7 +305,7 @@ class Accumulation(Windows):
 
     def keep_micro_batch(self) -> None:
         """``zero_grad()`` was called inside a window. Warn if that leaves in it what plain PyTorch would have dropped."""
-        kept = self.ledger.has_micro and self.ledger.micro.passes and not self.ledger.micro.bad
+        kept = self.ledger.micro is not None and self.ledger.micro.passes and not self.ledger.micro.bad
         if kept and not self._warned_kept:
             self._warned_kept = True
             warn(
@@ -327,24 +327,24 @@ class Accumulation(Windows):
                     "with the backward: opt.backward(loss, weight=n)"
                 )
             return
-        between = self.ranks.alone and ledger.has_window and not ledger.has_micro
+        between = self.ranks.alone and ledger.window is not None and ledger.micro is None
         if between and not caller_owned and (self.step_under_way or ledger.complete()):
             return  # a step() has done this, and broke off later
-        if not ledger.has_window:
+        if ledger.window is None:
             # No backward has followed, so this step() is meant for it.
             self.sums.part_with_written(self.settings.drop_in)
             self.begin_window()
         nothing = not ledger.window.has_any
-        if not ledger.has_micro and (
+        if ledger.micro is None and (
             not caller_owned or (nothing and set(self.sums.slots_with_grad()) - self.ranks.shown_for_others)
         ):
             # One without gradients; or, if passes are counted and there was none, with gradients that were put into p.grad by hand.
             ledger.begin_micro_batch()
-        if ledger.has_micro:
+        if ledger.micro is not None:
             try:
                 self._commit(None if caller_owned else weight)
             finally:
-                self.step_under_way = not ledger.has_micro
+                self.step_under_way = ledger.micro is None
         rejected, self.rejected = self.rejected, Rejected()
         try:
             for ended in self.extensions.ended:
@@ -369,7 +369,7 @@ class Accumulation(Windows):
     def drop_micro_batch(self) -> None:
         """Drop the open micro-batch, if any, and its gradients that are queued. What was added stays in the sums."""
         self._collector.drop()
-        if self.ledger.has_micro:
+        if self.ledger.micro is not None:
             self.ledger.drop_micro_batch()
 
     # -- what layers and recipes ask for -----------------------------------------------------------------------
@@ -394,7 +394,7 @@ class Accumulation(Windows):
     def takes_directly(self, slot: Slot) -> bool:
         """True if the pass that is running here has a gradient for the slot's ``p.grad`` that may be added at once, unseen, for good."""
         seen_whole = self._holds or slot.low_precision or slot.offloaded or slot.is_dtensor
-        again = self.ledger.has_micro and self.ledger.micro.repeatable
+        again = self.ledger.micro is not None and self.ledger.micro.repeatable
         return not (seen_whole or again) and self._collector.accumulates(slot)
 
     def within_pass(self, device: torch.device) -> AbstractContextManager[None]:
@@ -442,12 +442,12 @@ class Accumulation(Windows):
         if not self.inside:
             self.open(None)
             self._adds_before = self.ledger.micro.adds
-        elif not self.ledger.has_window:
+        elif self.ledger.window is None:
             raise RuntimeError(
                 "a backward of this block, `with opt.micro_batch():`, was broken off after part of its gradients had been added, which "
                 "dropped the window, so that nothing can join it; let the exception leave the block, and repeat the window"
             )
-        elif not self.ledger.has_micro:
+        elif self.ledger.micro is None:
             self.open(*self._block)  # again: one that was broken off has left nothing
         for begins in self.extensions.pass_begins:
             begins(thread)
@@ -459,7 +459,7 @@ class Accumulation(Windows):
         self.ranks.pass_begins()
 
     def part_begins(self) -> None:
-        if self.ledger.has_micro:
+        if self.ledger.micro is not None:
             self.ledger.micro.nested = True
 
     @without_grad
@@ -480,7 +480,7 @@ class Accumulation(Windows):
         return any(added(slot, grad) for added in self.extensions.added_already)
 
     def pass_ends(self) -> None:
-        if self.inside or not self.ledger.has_micro:
+        if self.inside or self.ledger.micro is None:
             return
         self.sums.unhide()
         bad = self._judge() if self._holds else None
@@ -536,7 +536,7 @@ class Accumulation(Windows):
 
     def pass_failed(self) -> None:
         self.ranks.broke_off()
-        if not self.ledger.has_micro or self.ledger.micro.repeatable:
+        if self.ledger.micro is None or self.ledger.micro.repeatable:
             return
         if self.ledger.micro.adds > self._adds_before or self._unfinished():
             self._break_off("was broken off by an exception")

@@ -45,7 +45,8 @@ class Rejected:
 
     def withdraw(self) -> None:
         """Put back what ``p.grad`` was."""
-        self.put_away = self.put_away or self.shown
+        if self._hidden:
+            self.put_away = True
         for slot, grad in self._hidden:
             slot.param.grad = grad
         self._hidden = []

@@ -51,7 +51,7 @@ class Windows:
     @property
     def at_work(self) -> bool:
         """True while the inner optimizer is at work."""
-        return runs(self.inner_call)
+        return self.inner_call is not None and runs(self.inner_call)
 
     def share(self) -> None:
         """Share the windows with the ranks of the process group; if none was given, with those of the DistributedDataParallel or FSDP2
@@ -139,7 +139,7 @@ class Windows:
         """Has the open window accumulated anything, on this rank or another? With several ranks, it is that of all ranks afterwards."""
         if self.ranks.alone:
             return self.ledger.is_open
-        if not self.ledger.has_window:
+        if self.ledger.window is None:
             self.begin_window()
         self.ranks.flushes()
         self.ranks.agree()

@@ -160,7 +160,7 @@ class MicroBatcher:
                 _raise_if_out_of_memory(error, f"micro_batch_size={size} does not fit; give a smaller one, or 'auto'")
                 raise
         ledger = self._opt._accumulation.ledger
-        if not ledger.has_window or ledger.window.micro_batches + ledger.window.dropped != parts:
+        if ledger.window is None or ledger.window.micro_batches + ledger.window.dropped != parts:
             raise RuntimeError(
                 "model_or_fn has ended the window or dropped a part of it; it must only compute a loss, and leave opt.step(), "
                 "opt.zero_grad() and opt.reset() to MicroBatcher"

@@ -32,8 +32,8 @@ class Ledger:
 
     Attributes:
         index: of the open window, or else of the next one.
-        has_window: False when the last window is closed (its gradient still readable) and no micro-batch has come since.
-        has_micro: is a micro-batch open? False between two.
+        window: the open one; None when the last is closed (its gradient still readable) and no micro-batch has come since.
+        micro: the open micro-batch; None between two.
         restored: has a checkpoint brought the open window?
         ranks: how many share a window.
         over_ranks: sums a weight over them.
@@ -49,40 +49,21 @@ class Ledger:
         self.mixes_ranks = False
         self.restored = False
         self.index = 0
-        self._window: Window | None = None
-        self._micro: MicroBatch | None = None
+        # Any stands for None: nearly all uses are where there is one.
+        self.window: Window | Any = None
+        self.micro: MicroBatch | Any = None
         # What the window, and the extensions, had counted before the first micro-batch whose gradients FSDP2 still holds back.
         self._before_held: tuple[dict[str, Any], dict[Extension, Any]] | None = None
 
     @property
-    def has_window(self) -> bool:
-        return self._window is not None
-
-    @property
-    def window(self) -> Window:
-        """The open window."""
-        assert self._window is not None
-        return self._window
-
-    @property
-    def has_micro(self) -> bool:
-        return self._micro is not None
-
-    @property
-    def micro(self) -> MicroBatch:
-        """The open micro-batch."""
-        assert self._micro is not None
-        return self._micro
-
-    @property
     def is_open(self) -> bool:
         """Has the window accumulated anything, or begun to?"""
-        return self.has_micro or (self.has_window and not self.window.empty)
+        return self.micro is not None or (self.window is not None and not self.window.empty)
 
     @property
     def has_any(self) -> bool:
         """Is the window open, or has it at least dropped a micro-batch?"""
-        return self.has_micro or (self.has_window and self.window.has_any)
+        return self.micro is not None or (self.window is not None and self.window.has_any)
 
     @property
     def keeps(self) -> bool:
@@ -95,13 +76,13 @@ class Ledger:
         return self.window.length != 1 or not self.is_open
 
     def begin_window(self) -> None:
-        self._window = Window(self.index, self.schedule.length(self.index))
+        self.window = Window(self.index, self.schedule.length(self.index))
         self.restored, self._before_held = False, None
         for opened in self._extensions.window_opened:
             opened()
 
     def begin_micro_batch(self) -> None:
-        self._micro = MicroBatch()
+        self.micro = MicroBatch()
         for opened in self._extensions.micro_batch_opened:
             opened()
 
@@ -111,7 +92,7 @@ class Ledger:
 
     def withdraw_micro_batch(self) -> None:
         """As if it had not been opened; forwards since then belong to the next one."""
-        self._micro = None
+        self.micro = None
 
     def drop_forwards(self) -> None:
         """What the extensions have seen since a micro-batch was counted belongs to none."""
@@ -119,20 +100,20 @@ class Ledger:
             dropped()
 
     def drop_window(self) -> None:
-        if self.has_micro:
+        if self.micro is not None:
             self.drop_micro_batch()
-        self._window = None
+        self.window = None
         for dropped in self._extensions.window_dropped:
             dropped()
 
     def close_window(self) -> None:
-        self._window, self.index = None, self.index + 1
+        self.window, self.index = None, self.index + 1
         for closed in self._extensions.window_closed:
             closed()
 
     def restore(self, index: int, window: Window | None, micro: MicroBatch | None) -> None:
         """Continue from a checkpoint."""
-        self.index, self._window, self._micro, self._before_held = index, window, micro, None
+        self.index, self.window, self.micro, self._before_held = index, window, micro, None
         self.restored = window is not None
 
     def weigh(self, weight: Scalar) -> None:
@@ -189,7 +170,7 @@ class Ledger:
         for ends in self._extensions.micro_batch_ends:
             ends(micro)
         window.commit(micro, weight)
-        self._micro, micro.weight = None, weight
+        self.micro, micro.weight = None, weight
         for counted in self._extensions.micro_batch_counted:
             counted(micro)
 
@@ -243,7 +224,7 @@ class Ledger:
     @property
     def progress(self) -> dict[str, int | str]:
         """The open window's index (or the next one's), and how far it has come, as far as the host knows."""
-        window = self._window
+        window = self.window
         shown: dict[str, int | str] = {"window": self.index}
         length = self.schedule.length(self.index) if window is None else window.length
         count = 0 if window is None else self.steps
@@ -301,10 +282,10 @@ class Ledger:
         window = self.window
         count, weight = self.steps, window.weight
         last: Scalar | None = 0.0
-        if self.has_micro and not self.micro.bad:
+        if self.micro is not None and not self.micro.bad:
             count, last = count + 1, self._weight_of(self.micro, None)
             weight = add(weight, 0.0 if last is None else last)
-        elif self.has_micro and self.ranks > 1:
+        elif self.micro is not None and self.ranks > 1:
             count += 1
         if self.reduction == "sum" and (window.unweighed or last is None):
             raise ValueError(MISSING_WEIGHT)

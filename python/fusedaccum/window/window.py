@@ -71,9 +71,9 @@ class Schedule:
     def adaptive(self) -> AdaptiveSteps | None:
         return self.accum_steps if isinstance(self.accum_steps, AdaptiveSteps) else None
 
-    @property
+    @functools.cached_property
     def caller_owned(self) -> bool:
-        """Does every ``step()`` close the window?"""
+        """True if every ``step()`` closes the window."""
         return self.accum_steps is None and self.window_weight is None
 
     def length(self, index: int) -> int | None:
