@@ -57,6 +57,7 @@ SETTINGS = {
     "skip-window": {"nonfinite": "skip_window", "max_grad_norm": 0.05},
     "skip-micro-batch": {"nonfinite": "skip_micro_batch"},
     "noise-scale": {"noise_scale": 0.9},
+    "norm-spike": {"skip_norm": fa.TimesMean(1.1, after=1)},
     "16-bit": {"buffer_dtype": torch.bfloat16, "rounding": "stochastic", "max_grad_norm": 0.05},
     "masters": {"master_weights": True, "max_grad_norm": 0.05},
 }

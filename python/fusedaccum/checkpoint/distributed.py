@@ -250,7 +250,8 @@ def _check_together(opt: AccumulatingOptimizer, ranks: list[dict[str, Any]]) -> 
                 f"the ranks have accumulated {steps} micro-batches in the open window; save on all ranks after the same micro-batch"
             )
     for key, extension in opt._accumulation.extensions.saved.items():
-        extension.check_together([rank[key] for rank in ranks if rank["window"] is not None])
+        if not extension.by_parameter:  # whose entries are not here
+            extension.check_together([rank[key] for rank in ranks if rank["window"] is not None])
 
 
 # -- loading ---------------------------------------------------------------------------------------------------------------

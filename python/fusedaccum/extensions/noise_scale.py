@@ -9,7 +9,7 @@ one is a window when it holds its first micro-batch, the large one is the whole 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -137,7 +137,7 @@ class NoiseScale(Extension):
 
     def reduce(self) -> dict[str, float]:
         small = self._small or Measured(0.0, 0.0, 0.0)
-        return {name: float(value) for name, value in asdict(small).items()} | {"ranks": self._small is not None}
+        return {name: float(value) for name, value in vars(small).items()} | {"ranks": self._small is not None}
 
     def reduced(self, totals: dict[str, float], group: Group) -> None:
         measured_by, ledger = totals.pop("ranks"), self.accumulation.ledger
@@ -149,7 +149,7 @@ class NoiseScale(Extension):
             self._small = Measured(sq_norm, totals["weight"], totals["weight"] ** 2)
 
     def save(self) -> dict[str, Any]:
-        small = None if self._small is None else {name: copied(value) for name, value in asdict(self._small).items()}
+        small = None if self._small is None else {name: copied(value) for name, value in vars(self._small).items()}
         return {"averages": copied(self.averages), "small": small, "assumed": self._assumed}
 
     def load(self, saved: dict[str, Any]) -> None:
