@@ -55,12 +55,12 @@ class Extension:
     Attributes:
         key: of the feature's entry in a checkpoint; None for one that has nothing to continue from.
         by_parameter: True if that entry is tensors by the index of their parameter's slot, which ranks save as parts of one tensor.
-        asleep: is it not told of anything, until :meth:`Extensions.wake`? (Ranks and checkpoints have its numbers nevertheless.)
-        attributes: of the wrapper, by name, that are attributes of this instead.
-        holds: must a micro-batch be judged whole, before any of it is added?
-        counts: must it be known in which micro-batches a value was not finite?
-        wants_norm: must the norm of every window's gradient be known?
-        wants_first_alone: must a window's first micro-batch be counted before its sums are added to other ranks'?
+        asleep: True if it is told of nothing until :meth:`Extensions.wake`. (Ranks and checkpoints have its numbers nevertheless.)
+        attributes: names of attributes of the wrapper that are attributes of this instead.
+        holds: True if a micro-batch must be judged whole, before any of it is added.
+        counts: True if it must be known in which micro-batches a value was not finite.
+        wants_norm: True if the norm of every window's gradient must be known.
+        wants_first_alone: True if a window's first micro-batch must be counted before its sums are added to other ranks'.
         accumulation: the wrapper's, of which this is a part. inner: the optimizer that is wrapped.
     """
 
@@ -75,23 +75,34 @@ class Extension:
     accumulation: Accumulation
     inner: Optimizer
 
-    @classmethod
-    def refuses(cls, settings: Settings, inner: Optimizer) -> None:
-        """Raises TypeError or ValueError for settings or an optimizer with which the feature does not work."""
-
     def attach(self, accumulation: Accumulation, inner: Optimizer) -> None:
         """Become a part of a wrapper, before it has any parameters, or any that it is for."""
         # A proxy, because the accumulation holds its extensions: dropping the wrapper must free the model at once.
         self.accumulation, self.inner = weakref.proxy(accumulation), inner
 
+    # -- what it does not work with ----------------------------------------------------------------------------
+
+    @classmethod
+    def refuses(cls, settings: Settings, inner: Optimizer) -> None:
+        """Raises TypeError or ValueError for settings or an optimizer with which the feature does not work."""
+
+    def check_parameter(self, name: str, parameter: Parameter, settings: Settings, left: bool) -> None:
+        """Raises ValueError for a parameter that these settings rule out. ``left``: it is taken over from another wrapper."""
+
+    def check_shared(self) -> None:
+        """Raises ValueError if ranks cannot share windows of these parameters."""
+
+    def check_weight(self, weight: Scalar) -> None:
+        """Raises ValueError for a weight that the micro-batch cannot have."""
+
+    def check_call(self) -> None:
+        """Raises RuntimeError if the wrapper is not to be called."""
+
     def needs_all_ranks(self) -> str | None:
         """The argument for which every window must be that of all ranks, as the caller has written it; None if none does."""
         return None
 
-    # -- events ------------------------------------------------------------------------------------------------
-
-    def window_opened(self) -> None:
-        """A window is open, and empty."""
+    # -- a micro-batch -----------------------------------------------------------------------------------------
 
     def micro_batch_opened(self) -> None:
         """A micro-batch is open."""
@@ -104,6 +115,18 @@ class Extension:
 
     def pass_begins(self, thread: int | None) -> None:
         """A backward pass of the open micro-batch, called by this thread (None: not known), brings its first gradient. May refuse it."""
+
+    def weighed_elsewhere(self, thread: int | None) -> MicroBatch | None:
+        """Another wrapper's micro-batch, if its weight was given to the loss whose backward ``thread`` has called."""
+        return None
+
+    def judge(self, held: list[Tensor], added: list[Slot]) -> bool:
+        """False if the micro-batch must be left out, whose gradients are ``held``; layers have added those of the slots ``added``."""
+        return True
+
+    def rejects(self, slots: list[Slot], grads: list[Tensor]) -> dict[Slot, Tensor]:
+        """Those of a rejected micro-batch's gradients for which it was rejected, as far as this rank has them."""
+        return {}
 
     def micro_batch_ends(self, micro: MicroBatch) -> None:
         """The micro-batch is about to be counted. If this raises, it is not, and still open."""
@@ -120,8 +143,53 @@ class Extension:
     def micro_batch_dropped(self) -> None:
         """What has happened since the last micro-batch was counted belongs to none."""
 
-    def window_dropped(self) -> None:
-        """The micro-batches that the open window has counted no longer count."""
+    # -- its gradients on their way ----------------------------------------------------------------------------
+
+    def select(self, slots: Sequence[Slot], grads: Sequence[Tensor]) -> tuple[Sequence[Slot], Sequence[Tensor]]:
+        """Those of the gradients of ``slots`` that are to be added."""
+        return slots, grads
+
+    def scale(self, scale: Scalar) -> Scalar:
+        """What to multiply the open micro-batch's gradients by, in place of ``scale``."""
+        return scale
+
+    def added_already(self, slot: Slot, grad: Tensor | None) -> bool:
+        """True if the slot's gradient is in its buffer, so that ``grad``, which autograd brings, is none. It may be used by other code.
+
+        Asked about a gradient that other code holds, too, about None, and about all of a slot with ``main_grad_enabled``.
+        """
+        return False
+
+    def adding(self, slots: Sequence[Slot]) -> None:
+        """Gradients are about to be added to the buffers of ``slots``."""
+
+    def added(self, slots: Sequence[Slot]) -> None:
+        """Gradients of ``slots`` were added, in one call."""
+
+    def unfinished(self) -> str | None:
+        """If a pass that was broken off has left what no hook has told of: why the next one, if that has begun, is refused."""
+        return None
+
+    def measures(self) -> bool:
+        """True if the adds of the open micro-batch must take norms, and count what is not finite."""
+        return False
+
+    # -- its loss ----------------------------------------------------------------------------------------------
+
+    def loss_given(self, loss: Scalar, source: LossFrom) -> None:
+        """The loss of the open micro-batch, or of the one counted last."""
+
+    def lacks_loss(self) -> bool:
+        """True if the loss of the micro-batch that is open, or was counted last, is wanted and has not come."""
+        return False
+
+    def loss_scale(self) -> Tensor | None:
+        """The factor that losses carry which ``opt.backward()`` is given, and that are reported without it."""
+
+    def scale_news(self, news: ScaleNews, scale: Scalar | None) -> None:
+        """Something has become known of the loss scale; ``scale`` is what it is, if it is known now."""
+
+    # -- a call of step() or flush() ---------------------------------------------------------------------------
 
     def step_begins(self) -> None:
         """``step()`` was called; the micro-batch that it ends is still open."""
@@ -135,8 +203,27 @@ class Extension:
     def step_ended(self) -> None:
         """``step()`` returns, or raises."""
 
+    def flush_begins(self) -> None:
+        """``flush()`` was called. May raise, if it cannot apply the open window."""
+
+    def run_step(self, closing: Closing, closure: Callable[[], Any] | None, weight: Scalar | None) -> Any:
+        """Do what ``step()`` is for, in place of the core, and return what the closure has returned."""
+
     def forgotten(self) -> None:
         """``reset()`` was called, or another state is loaded: what other code has shown so far does not count."""
+
+    # -- a window ----------------------------------------------------------------------------------------------
+
+    def window_opened(self) -> None:
+        """A window is open, and empty."""
+
+    def carries(self) -> Scalar:
+        """The factor that the window's sums carry, beside weights."""
+        return 1.0
+
+    def normalizing(self) -> Scalar:
+        """The factor that ``normalize_()`` leaves in the window's gradient, over the one that its sums carry."""
+        return 1.0
 
     def weighed_late(self) -> None:
         """The micro-batches that had no weight are given one, together, at the window's end."""
@@ -153,104 +240,11 @@ class Extension:
     def closed(self, end: Conclusion) -> None:
         """The window has been applied, or skipped. May be called again for the same window, if something raised meanwhile."""
 
-    def loss_given(self, loss: Scalar, source: LossFrom) -> None:
-        """The loss of the open micro-batch, or of the one counted last."""
-
-    def scale_news(self, news: ScaleNews, scale: Scalar | None) -> None:
-        """Something has become known of the loss scale; ``scale`` is what it is, if it is known now."""
-
-    def newly_wrapped(self) -> None:
-        """The inner optimizer, and the state that it has, come from outside; the wrapper is no copy of another."""
-
-    def parameters_added(self, slots: Sequence[Slot]) -> None:
-        """The windows take these slots, too, from now on, with the ranks that share them."""
-
-    def parameters_moved(self, places: dict[int, int]) -> None:
-        """Parameters have new places in the optimizer, by their old ones; those that are not in ``places`` are gone."""
-
-    # -- policies ----------------------------------------------------------------------------------------------
-
-    def scale(self, scale: Scalar) -> Scalar:
-        """What to multiply the open micro-batch's gradients by, in place of ``scale``."""
-        return scale
-
-    def carries(self) -> Scalar:
-        """The factor that the window's sums carry, beside weights."""
-        return 1.0
-
-    def loss_scale(self) -> Tensor | None:
-        """The factor that losses carry which ``opt.backward()`` is given, and that are reported without it."""
-
-    def normalizing(self) -> Scalar:
-        """The factor that ``normalize_()`` leaves in the window's gradient, over the one that its sums carry."""
-        return 1.0
-
-    def judge(self, held: list[Tensor], added: list[Slot]) -> bool:
-        """False if the micro-batch must be left out, whose gradients are ``held``; layers have added those of the slots ``added``."""
-        return True
-
-    def rejects(self, slots: list[Slot], grads: list[Tensor]) -> dict[Slot, Tensor]:
-        """Those of a rejected micro-batch's gradients for which it was rejected, as far as this rank has them."""
-        return {}
-
-    def finished(self, cast: list[Slot]) -> bool:
-        """False if the window must not be applied, now that ``p.grad`` is its gradient, cast to FP16 in the slots ``cast``."""
-        return True
-
-    def measures(self) -> bool:
-        """True if the adds of the open micro-batch must take norms, and count what is not finite."""
-        return False
-
-    def lacks_loss(self) -> bool:
-        """True if the loss of the micro-batch that is open, or was counted last, is wanted and has not come."""
-        return False
-
-    def parameters_changed(self, new: Sequence[Slot]) -> None:
-        """The wrapper has other parameters than before. Those of ``new`` have no hook yet; some may have no buffer."""
+    def window_dropped(self) -> None:
+        """The micro-batches that the open window has counted no longer count."""
 
     def buffers_released(self) -> None:
         """What the buffers hold is needed no more: the window was applied and reported, or dropped."""
-
-    # -- what it may refuse ------------------------------------------------------------------------------------
-
-    def check_call(self) -> None:
-        """Raises RuntimeError if the wrapper is not to be called."""
-
-    def check_parameter(self, name: str, parameter: Parameter, settings: Settings, left: bool) -> None:
-        """Raises ValueError for a parameter that these settings rule out. ``left``: it is taken over from another wrapper."""
-
-    def check_shared(self) -> None:
-        """Raises ValueError if ranks cannot share windows of these parameters."""
-
-    def check_weight(self, weight: Scalar) -> None:
-        """Raises ValueError for a weight that the micro-batch cannot have."""
-
-    def weighed_elsewhere(self, thread: int | None) -> MicroBatch | None:
-        """Another wrapper's micro-batch, if its weight was given to the loss whose backward ``thread`` has called."""
-        return None
-
-    # -- gradients on their way --------------------------------------------------------------------------------
-
-    def added_already(self, slot: Slot, grad: Tensor | None) -> bool:
-        """True if the slot's gradient is in its buffer, so that ``grad``, which autograd brings, is none. It may be used by other code.
-
-        Asked about a gradient that other code holds, too, about None, and about all of a slot with ``main_grad_enabled``.
-        """
-        return False
-
-    def select(self, slots: Sequence[Slot], grads: Sequence[Tensor]) -> tuple[Sequence[Slot], Sequence[Tensor]]:
-        """Those of the gradients of ``slots`` that are to be added."""
-        return slots, grads
-
-    def adding(self, slots: Sequence[Slot]) -> None:
-        """Gradients are about to be added to the buffers of ``slots``."""
-
-    def added(self, slots: Sequence[Slot]) -> None:
-        """Gradients of ``slots`` were added, in one call."""
-
-    def unfinished(self) -> str | None:
-        """If a pass that was broken off has left what no hook has told of: why the next one, if that has begun, is refused."""
-        return None
 
     # -- the inner optimizer's work ----------------------------------------------------------------------------
 
@@ -269,17 +263,29 @@ class Extension:
     def recover(self) -> None:
         """``param_groups`` are read: end a block of :meth:`stepping` whose call has ended without it (by Ctrl-C)."""
 
-    def run_step(self, closing: Closing, closure: Callable[[], Any] | None, weight: Scalar | None) -> Any:
-        """Do what ``step()`` is for, in place of the core, and return what the closure has returned."""
-
-    def flush_begins(self) -> None:
-        """``flush()`` was called. May raise, if it cannot apply the open window."""
+    def finished(self, cast: list[Slot]) -> bool:
+        """False if the window must not be applied, now that ``p.grad`` is its gradient, cast to FP16 in the slots ``cast``."""
+        return True
 
     def others_may_have_written(self, slots: Sequence[Slot]) -> None:
         """Other code may have written to the model; and replaced gradients of ``slots``, with which the inner optimizer is at work."""
 
     def stepped(self, slots: Sequence[Slot]) -> None:
         """The inner optimizer has stepped these. May come again, if an exception has broken off what follows a step."""
+
+    # -- parameters --------------------------------------------------------------------------------------------
+
+    def newly_wrapped(self) -> None:
+        """The inner optimizer, and the state that it has, come from outside; the wrapper is no copy of another."""
+
+    def parameters_added(self, slots: Sequence[Slot]) -> None:
+        """The windows take these slots, too, from now on, with the ranks that share them."""
+
+    def parameters_changed(self, new: Sequence[Slot]) -> None:
+        """The wrapper has other parameters than before. Those of ``new`` have no hook yet; some may have no buffer."""
+
+    def parameters_moved(self, places: dict[int, int]) -> None:
+        """Parameters have new places in the optimizer, by their old ones; those that are not in ``places`` are gone."""
 
     # -- micro-batches that can only be dropped together -------------------------------------------------------
 
