@@ -131,7 +131,7 @@ def fused(task: Task, model: nn.Module) -> tuple:
         return total / len(window)
 
     def weights() -> list[Tensor]:
-        masters = opt.state_dict()["fusedaccum"]["masters"]  # by the parameter's position; none for FP32 models
+        masters = opt.state_dict()["fusedaccum"].get("masters", {})  # by the parameter's position; none for FP32 models
         return [masters.get(i, p) for i, p in enumerate(model.parameters())]
 
     return step, weights

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 from ..extension import Extension
 
 if TYPE_CHECKING:
+    from ..window.ledger import Ledger
     from ..window.window import MicroBatch
 
-_WEIGHING: dict[int, SharedBackward] = {}  # by thread: whose open micro-batch was given the weight of the losses
+# By thread: whose open micro-batch was given the weight of the losses. Ctrl-C may leave one here, whose wrapper is dropped then.
+_WEIGHING: weakref.WeakValueDictionary[int, Ledger] = weakref.WeakValueDictionary()
 
 
 class SharedBackward(Extension):
     """Gives the open micro-batch the weight that another wrapper, with reduction="mean", was given for the same loss."""
 
     def __init__(self) -> None:
-        self._around: tuple[int, SharedBackward | None] | None = (
-            None  # in a block with a weight: its thread, and who weighed around it
+        self._around: tuple[int, Ledger | None] | None = (
+            None  # of a block with a weight: its thread, and who weighed around it
         )
 
     def block_begins(self, thread: int) -> None:
         ledger = self.accumulation.ledger
         if ledger.micro.weight is not None and ledger.reduction == "mean":
             self._around = thread, _WEIGHING.get(thread)
-            _WEIGHING[thread] = self
+            _WEIGHING[thread] = ledger
 
     def block_ends(self) -> None:
         if self._around is not None:
@@ -37,9 +40,7 @@ class SharedBackward(Extension):
 
     def weighed_elsewhere(self, thread: int | None) -> MicroBatch | None:
         other = None if thread is None else _WEIGHING.get(thread)
-        if other is None or other is self or other.accumulation.ledger.micro is None:
-            return None
-        return other.accumulation.ledger.micro
+        return None if other is None or other is self.accumulation.ledger else other.micro
 
     def pass_begins(self, thread: int | None) -> None:
         if _WEIGHING:
