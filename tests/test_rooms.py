@@ -146,6 +146,28 @@ def test_every_folder_of_extensions_tests_is_named_after_an_extension():
     assert folders - {path.stem for path in (PACKAGE / "extensions").glob("*.py")} == TO_EXTRACT
 
 
+# What accumulates, and knows no feature by name. (LastWindow, in window.py, has the public names of what features report.)
+CORE = [
+    path
+    for room in ("autograd", "buffers", "gathering", "closing", "checkpoint")
+    for path in files(room)
+    if path.name != "older.py"  # reads checkpoints in which the core had features
+] + [PACKAGE / "window/ledger.py"]
+FEATURES = re.compile(r"scaler|noise|lbfgs|batch_?norm|master|retr(?:y|ies)|spike|unscale", re.I)
+
+
+@pytest.mark.parametrize("path", CORE, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_the_core_names_no_feature(path):
+    tree = ast.walk(ast.parse(path.read_text()))
+    names = {
+        name
+        for node in tree
+        for kind in ("id", "attr", "arg", "name")
+        if isinstance(name := getattr(node, kind, None), str)
+    }
+    assert not set(filter(FEATURES.search, names))
+
+
 @pytest.mark.parametrize("module", OPS)
 def test_functional_layer_knows_nothing_of_optimizers(module):
     found = imports(PACKAGE / f"ops/{module}.py")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -21,7 +20,7 @@ from .closures import Evaluated
 from .engine import outside_graphs, without_grad
 from .extension import LossFrom
 from .mistakes import check_arguments, check_is_optimizer, suggests_arguments, warn_if_never_stepped
-from .scalars import Scalar, checked_loss, checked_weight, is_number, or_one
+from .scalars import Scalar, checked_loss, checked_weight, is_number, or_one, product
 from .window.ledger import NO_GRADIENT
 from .window.settings import Settings, TimesMean, check_optimizer, checked_device
 from .window.window import LastWindow, Schedule
@@ -339,8 +338,8 @@ class AccumulatingOptimizer(Wrapper):
                 self._accumulation.reset()
                 raise RuntimeError(NO_GRADIENT)
             divisor = self._ledger.divisor(window.weight)
-        factor = math.prod((normalizing() for normalizing in self._accumulation.extensions.normalizing), start=1.0)
-        self._sums.normalize_(or_one(divisor), factor)
+        factors = [normalizing() for normalizing in self._accumulation.extensions.normalizing]
+        self._sums.normalize_(or_one(divisor), product(factors))
 
     @property
     def progress(self) -> dict[str, int | str]:

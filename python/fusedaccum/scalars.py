@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
+from collections.abc import Iterable
 from numbers import Real
 from typing import Any
 
@@ -81,6 +83,12 @@ def div(a: Scalar, b: Scalar) -> Scalar:
 def copied(scalar: Scalar | None) -> Any:
     """A tensor's copy, a number or None as it is."""
     return scalar.clone() if isinstance(scalar, Tensor) else scalar
+
+
+def product(factors: Iterable[Scalar]) -> Scalar:
+    """The product, 1 if there are none; of a single one, itself. (``math.prod`` multiplies it by 1, a kernel more.)"""
+    found = list(factors)
+    return functools.reduce(operator.mul, found) if found else 1.0
 
 
 def or_one(divisor: Scalar) -> Scalar:

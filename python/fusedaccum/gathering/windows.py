@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from types import FrameType
 
 from torch import Tensor
@@ -12,7 +11,7 @@ from ..distributed.alone import Alone
 from ..distributed.ranks import Ranks, modules_of
 from ..engine import runs
 from ..extension import Extensions
-from ..scalars import Scalar
+from ..scalars import Scalar, product
 from ..warn import warn
 from ..window.ledger import Ledger
 from ..window.settings import Settings, check_alone
@@ -123,7 +122,7 @@ class Windows:
     @property
     def sums_carry(self) -> Scalar:
         """The factor that the window's sums carry, beside weights."""
-        return math.prod((carries() for carries in self.extensions.carries), start=1.0)
+        return product(carries() for carries in self.extensions.carries)
 
     @property
     def losses_carry(self) -> Tensor | None:
