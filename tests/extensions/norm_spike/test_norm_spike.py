@@ -262,3 +262,24 @@ def test_bad_means_are_refused(arguments, error, match):
 def test_lbfgs_is_refused():
     with pytest.raises(ValueError, match="skip_norm does not work with LBFGS"):
         wrapped(model(), make=torch.optim.LBFGS, skip_norm=1.0)
+
+
+@pytest.mark.parametrize("limit", [math.inf, fa.TimesMean(3.0)], ids=["inf", "mean"])
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_norm_that_is_not_finite_is_above_a_limit_that_is_not_known_yet(value, limit):
+    p = zeros(2)
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 1, skip_norm=limit)
+    (p * value).sum().backward()
+    opt.step()
+    assert not opt.updated and p.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.filterwarnings("ignore:p.grad was written to")
+def test_a_window_that_another_rule_leaves_out_is_left_out():
+    """What was not finite has been replaced by hand, so that only the count of the adds tells."""
+    p = zeros(2)
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 1, skip_norm=10.0, nonfinite="skip_window")
+    (p * math.nan).sum().backward()
+    p.grad = torch.ones_like(p)
+    opt.step()
+    assert not opt.updated and opt.last_window.grad_norm.isfinite()
