@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from fusedaccum.checkpoint.older import as_now
 from old_checkpoints import AFTER, BEFORE, OF, resumed, started, train
 
 
@@ -22,3 +23,12 @@ def test_the_noise_scale_goes_on_from_the_window_that_was_open():
     train("window", whole_net, whole, range(BEFORE + AFTER), 0)
     ours, theirs = opt.last_window.noise_scale, whole.last_window.noise_scale
     assert theirs.isfinite() and ours.item() == pytest.approx(theirs.item(), rel=1e-3)
+
+
+@pytest.mark.parametrize("overflowed", [False, True])
+def test_a_window_that_will_not_be_applied_is_still_known_to_be(overflowed):
+    own = torch.load(OF / "window0.pt")["opt"]["fusedaccum"]
+    own["window"] |= {"overflowed": overflowed, "unit": 64.0, "unit_lost": overflowed}
+    now = as_now(own, 3)
+    assert now["window"]["void"] is overflowed
+    assert now["loss_scale"] == {"scale": None, "unit": 64.0, "unit_lost": overflowed}

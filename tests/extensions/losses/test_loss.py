@@ -458,3 +458,13 @@ def test_a_window_of_weight_0_has_no_loss():
         opt.backward(mean_loss(net, x, y), weight=0)
         opt.step()
     assert opt.last_window.micro_batches == 2 and opt.last_window.loss is None
+
+
+def test_a_window_without_micro_batches_has_no_loss():
+    """All that it had was left out, so that its loss is unknown, and not 0."""
+    net = model()
+    opt = wrapped(net, nonfinite="skip_micro_batch")
+    x, y = data()
+    opt.backward(mean_loss(net, x * float("nan"), y))
+    opt.step()
+    assert opt.last_window.micro_batches == 0 and opt.last_window.loss is None
