@@ -315,6 +315,9 @@ class Extension:
     def load(self, saved: Any) -> None:
         """Continue from what :meth:`save` has returned."""
 
+    def started_anew(self) -> None:
+        """A state was loaded that has no entry of this: go on as if the wrapper were new."""
+
     def check_together(self, parts: Sequence[Any]) -> None:
         """Raises ValueError, on all ranks, if what those of them that hold a part of the open window have saved is not of one window."""
 
@@ -362,13 +365,13 @@ class Extensions:
         """The methods of this name of those that override it, in order; looked up once."""
         base = getattr(Extension, event)
         listening = tuple(getattr(e, event) for e in self.all if not e.asleep and getattr(type(e), event) is not base)
+        self._listeners.append(event)  # first: Ctrl-C may come between
         vars(self)[event] = listening
-        self._listeners.append(event)
         return listening
 
     def _forget_listeners(self) -> None:
         for event in self._listeners:
-            delattr(self, event)
+            vars(self).pop(event, None)
         self._listeners.clear()
 
     def of(self, kind: type[Kind]) -> Kind:

@@ -1,5 +1,6 @@
 """The boundary between the core and its extensions: who is called, and with whose numbers."""
 
+import pytest
 from fusedaccum.extension import Extension, Extensions
 
 
@@ -77,3 +78,19 @@ def test_one_that_comes_later_becomes_a_part_of_the_wrapper_and_is_called_after_
     other.micro_batches = 3
     extensions.roll_back(before)  # to when it was not there
     assert other.micro_batches == 3
+
+
+def test_an_interrupt_while_an_event_is_looked_up_leaves_nothing_behind():
+    class Interrupted(list):
+        def append(self, event):
+            raise KeyboardInterrupt
+
+    sleeps = Counts("one")
+    sleeps.asleep = True
+    extensions = Extensions([sleeps])
+    extensions._listeners = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        extensions.micro_batch_counted  # noqa: B018
+    extensions._listeners = []
+    extensions.wake(sleeps)
+    assert extensions.micro_batch_counted == (sleeps.micro_batch_counted,)

@@ -1,7 +1,9 @@
 """A checkpoint inside a window that an earlier version has written goes on as it did there."""
 
+import fusedaccum as fa
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from fusedaccum.checkpoint.older import as_now
 from old_checkpoints import AFTER, BEFORE, OF, resumed, started, train
 
@@ -32,3 +34,28 @@ def test_a_window_that_will_not_be_applied_is_still_known_to_be(overflowed):
     now = as_now(own, 3)
     assert now["window"]["void"] is overflowed
     assert now["loss_scale"] == {"scale": None, "unit": 64.0, "unit_lost": overflowed}
+
+
+def distributed_state():
+    p = torch.nn.Parameter(torch.ones(4))
+    return p, fa.AccumulatingOptimizer(torch.optim.AdamW([p], lr=0.1), 3, noise_scale=0.5)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated")
+def test_a_distributed_state_of_an_open_window_goes_on():
+    """Five micro-batches of losses (1 + i) * sum(p) had run, without anything that moved p otherwise."""
+    path = OF.parent / "6c1f5ed/dcp"
+    (p, opt), (q, whole) = distributed_state(), distributed_state()
+    dcp.load({"opt": fa.DistributedState(opt, path)}, checkpoint_id=path)
+    assert opt.progress == {"window": 1, "micro_batch": "2/3"}
+    for i in range(6):
+        whole.backward((q * (1 + i)).sum())
+        whole.step()
+        whole.zero_grad()
+        if i == 2:
+            p.data.copy_(q.data)
+    opt.backward((p * 6).sum())
+    opt.step()
+    torch.testing.assert_close(p, q)
+    assert opt.last_window.loss.item() == pytest.approx(whole.last_window.loss.item())
+    torch.testing.assert_close(opt.last_window.noise_scale, whole.last_window.noise_scale, equal_nan=True)

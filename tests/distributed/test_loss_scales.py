@@ -4,6 +4,7 @@ import itertools
 import re
 import warnings
 
+import fusedaccum as fa
 import pytest
 import torch
 import torch.distributed as dist
@@ -192,3 +193,26 @@ def test_a_rank_without_data_takes_off_the_others_loss_scale(worlds, others):
         opt.step()
     for ours in worlds(others + 1).run(without_data):
         assert_close(ours, contents(model, opt))
+
+
+def one_has_seen_no_scaler(rank):
+    p = nn.Parameter(torch.ones(4))
+    opt = wrapped_parameter(p)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    if rank == 0:
+        scaler.scale(p.sum()).backward()
+        opt.flush()
+    else:
+        for factor in (1.0, float("inf")):
+            scaler.scale((p * factor).sum()).backward()
+            scaler.step(opt)
+            scaler.update()
+    return p.tolist(), bool(opt.last_window.applied)
+
+
+def wrapped_parameter(p):
+    return fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=0.1), 2, process_group=dist.group.WORLD)
+
+
+def test_an_overflow_on_another_rank_skips_the_window_of_one_that_has_seen_no_scaler(worlds):
+    assert worlds(2).run(one_has_seen_no_scaler) == [([1.0] * 4, False)] * 2

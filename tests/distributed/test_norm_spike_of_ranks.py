@@ -83,3 +83,32 @@ def alone(rank, limit):
 def test_ranks_that_step_alone_have_no_common_mean_but_may_have_a_number(worlds):
     assert worlds(2).run(alone, limit=LIMIT) == [None, None]
     assert worlds(2).run(alone, limit=1e-9) == [False, False]
+
+
+def one_owner(rank):
+    p = nn.Parameter(torch.ones(4))
+    limit = fa.TimesMean(2.0, after=2)
+    opt = fa.AccumulatingOptimizer(sgd([p]), 1, process_group=dist.group.WORLD, shard=True, skip_norm=limit)
+    told = []
+    for window in range(5):
+        opt.backward((p * (100.0 if window == 3 else 1.0)).sum())
+        opt.step()
+        opt.zero_grad()
+        told.append((bool(opt.last_window.applied), float(opt.last_window.norm_limit)))
+    return told
+
+
+def test_a_rank_that_steps_nothing_has_the_same_mean(worlds):
+    one, other = worlds(2).run(one_owner)
+    assert one == other and [applied for applied, _ in one] == [True, True, True, False, True]
+
+
+def measures_on_one_rank(rank):
+    p = nn.Parameter(torch.ones(4))
+    settings = {"noise_scale": 0.5} if rank == 0 else {}
+    with pytest.raises(ValueError, match="the ranks' wrappers have different features"):
+        fa.AccumulatingOptimizer(sgd([p]), 2, process_group=dist.group.WORLD, **settings)
+
+
+def test_features_on_one_rank_alone_are_refused_by_all(worlds):
+    worlds(2).run(measures_on_one_rank)

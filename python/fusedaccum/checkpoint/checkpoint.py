@@ -1,4 +1,4 @@
-"""The wrapper's own part of a checkpoint: the open window with its buffers and batch statistics, and master weights."""
+"""The wrapper's own part of a checkpoint: the open window with its buffers, and an entry for each extension."""
 
 from __future__ import annotations
 
@@ -155,3 +155,5 @@ def load(opt: Wrapper, own: dict[str, Any]) -> None:
     for key, extension in opt._accumulation.extensions.saved.items():
         if key in own:
             extension.load(own[key])
+        else:
+            extension.started_anew()

@@ -22,6 +22,7 @@ from ..buffers.buffers import Slot
 from ..buffers.shards import is_shard, local_of, whole
 from ..window.window import Window
 from . import checkpoint, resharding
+from .older import as_now
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -83,7 +84,7 @@ class DistributedState:
                 "DistributedState(opt) only saves; to load, name the checkpoint, because what it holds depends on whether a window was "
                 "open: dcp.load({'opt': fusedaccum.DistributedState(opt, path)}, checkpoint_id=path)"
             )
-        opt, header = self._opt, _unpacked(state_dict[HEADER])
+        opt, header = self._opt, _header(state_dict[HEADER])
         own, state = resharding.own(opt, header), header["state"]
         rows: dict[int, dict[int, Tensor]] = {}
         for name, value in state_dict.items():
@@ -109,7 +110,7 @@ class DistributedState:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it warns that it reads in a single process, which is intended
             load(placed, storage_reader=reader, no_dist=True)
-        header = _unpacked(placed[prefix + HEADER])
+        header = _header(placed[prefix + HEADER])
         self._check(resharding.own(self._opt, header), header["ranks"])
         of_state = _slots_of_state(self._opt, header["param_groups"])
         result: dict[str, Any] = {HEADER: _Unread()}
@@ -229,6 +230,13 @@ def _packed(value: Any) -> bytes:
 def _unpacked(packed: bytes) -> Any:
     # DCP reads it with weights_only=False itself, and param_groups may hold anything.
     return torch.load(io.BytesIO(packed), map_location="cpu", weights_only=False)
+
+
+def _header(packed: bytes) -> dict[str, Any]:
+    """The header, in today's format."""
+    header = _unpacked(packed)
+    ranks = [as_now(rank, header["format"]) for rank in header["ranks"]]
+    return {**header, "ranks": ranks, "format": checkpoint.FORMAT if header["format"] == 3 else header["format"]}
 
 
 def _check_together(opt: AccumulatingOptimizer, ranks: list[dict[str, Any]]) -> None:

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ..window.window import COUNTED, Window
-from .checkpoint import FORMAT, plain, window_settings
-from .older import as_now
+from .checkpoint import plain, window_settings
 
 if TYPE_CHECKING:
     from ..buffers.buffers import Slot
@@ -24,8 +23,7 @@ def falls_to(here: Alone, saved_rank: int) -> bool:
 
 def own(opt: Wrapper, header: dict[str, Any]) -> dict[str, Any]:
     """What this rank would have saved itself, except for the tensors."""
-    ranks = [as_now(rank, header["format"]) for rank in header["ranks"]]
-    here, buffers = opt._accumulation.ranks, opt._sums.buffers
+    ranks, here, buffers = header["ranks"], opt._accumulation.ranks, opt._sums.buffers
     same = here.size == len(ranks)
     settings = {**ranks[0]["settings"], "rank": here.name}
     if not same:
@@ -43,7 +41,7 @@ def own(opt: Wrapper, header: dict[str, Any]) -> dict[str, Any]:
     }
     extensions |= {key: {} for key, e in saved.items() if e.by_parameter}  # its tensors are on their way
     return {
-        "format": FORMAT if header["format"] == 3 else header["format"],
+        "format": header["format"],
         "shapes": header["shapes"],
         "settings": settings,
         "index": ranks[0]["index"],

@@ -66,6 +66,13 @@ class Ranks(Alone):
         self.group = Group(process_group, slots[0].device if slots else torch.device("cpu"), ledger)
         self.size, self.rank = self.group.size, self.group.rank
         self.name = f"{self.rank} of {self.size}"
+        features = [e.key for e in extensions.all if e.key is not None]
+        for theirs in self.group.all_gather(features):
+            if theirs != features:
+                raise ValueError(
+                    f"the ranks' wrappers have different features, {features} here and {theirs} on another rank, whose numbers could not "
+                    "be added up; build all of them with the same arguments"
+                )
         self.owners: dict[Slot, int] = {}  # empty unless ``shard``
         self.reduce_buckets = ReduceBuckets(self.group, settings.comm_dtype, sums, ledger, self.owners)
         self.shown_for_others = self.reduce_buckets.shown_for_others

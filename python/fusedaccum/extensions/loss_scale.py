@@ -135,7 +135,7 @@ class LossScale(Extension):
     def step_begins(self) -> None:
         """Bring the window's unit up to date, and note whether the scaler has found an overflow that no policy has dealt with yet."""
         accumulation, ledger = self.accumulation, self.accumulation.ledger
-        window = ledger.window if ledger.window is not None else None
+        window: Window | None = ledger.window
         if self._step is Step.PLAIN:
             self._meet_none(window)
             return
@@ -270,7 +270,8 @@ class LossScale(Extension):
             self._lower(group.least(mine["scale"] or math.inf))
         if not mine["parts"]:
             self._unit = totals["unit"] / totals["parts"] if totals["unit"] else None
-            self.accumulation.extensions.wake(self)  # it may have seen no scaler
+        if totals["overflow"] or totals["unit"] or window.void:
+            self.accumulation.extensions.wake(self)  # for closing(), even if this rank has seen no scaler
         self._overflow_of_ranks = bool(totals["overflow"])
         if self._overflow_of_ranks or window.void or all_equal(totals["unit"], totals["unit_square"], totals["parts"]):
             return

@@ -125,6 +125,9 @@ class Losses(Extension):
     def window_dropped(self) -> None:
         self._forget_window()
 
+    def window_closed(self) -> None:
+        self._forget_window()
+
     def micro_batch_opened(self) -> None:
         self._micro, self._by_caller, self._passes = None, False, 0
 

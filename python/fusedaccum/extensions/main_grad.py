@@ -94,9 +94,7 @@ class MainGrads(Extension):
         """Give layers the buffers of ``slots`` for the next window, filled with zeros."""
         sums = self.accumulation.sums
         sums.buffers.allocate(slots)  # apart from others, whose p.grad is still shown when these are zeroed
-        # A window's gradient in another dtype is cast within the blocks, over the buffers that got none.
-        cast = {slot.block for slot in slots if not slot.prepared and slot.dtype != slot.made_for.dtype}
-        stale = [slot for slot in slots if not slot.prepared or slot.block in cast or was_added(slot.param)]
+        stale = [slot for slot in slots if not slot.prepared or was_added(slot.param)]
         if stale:
             sums.part_with_kept()
             torch._foreach_zero_([slot.buffer for slot in stale])

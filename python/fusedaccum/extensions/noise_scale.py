@@ -58,6 +58,7 @@ class NoiseScale(Extension):
             None  # the open window, when it held one micro-batch per rank; None: not measured
         )
         self._assumed = False  # was that given no weight, and counts as 1?
+        self._small_of_closed: Measured | None = None  # the same of the window that is being applied
 
     def attach(self, accumulation: Accumulation, inner: Optimizer) -> None:
         super().attach(accumulation, inner)
@@ -86,6 +87,9 @@ class NoiseScale(Extension):
         weight = 1.0 if micro.weight is None else micro.weight
         self._small = Measured(sq_norm / to_device(unit, sq_norm.device) ** 2, weight, weight**2)
 
+    def window_dropped(self) -> None:
+        self._small = None
+
     def weighed_late(self) -> None:
         if self._assumed:
             self._small = None
@@ -97,17 +101,19 @@ class NoiseScale(Extension):
     # -- the whole window --------------------------------------------------------------------------------------
 
     def closing(self, end: Conclusion) -> None:
+        # The inner optimizer may run a backward, which opens the next window.
+        self._small_of_closed, self._small = self._small, None
         if self.accumulation.sums.changed_by_user:  # clipped by hand, say: then the two norms are of different things
-            self._small = None
+            self._small_of_closed = None
 
     def closed(self, end: Conclusion) -> None:
-        small, ledger, window = self._small, self.accumulation.ledger, end.window
+        small, ledger, window = self._small_of_closed, self.accumulation.ledger, end.window
         several = window.micro_batches > (ledger.ranks if ledger.mixes_ranks else 1)
         if small is not None and end.norm is not None and several and not window.void:
             # What the gradient is divided by: under "none" it is a mean over the ranks.
             by = float(ledger.ranks) if ledger.reduction == "none" else to_device(window.weight, end.norm.device)
             self._update(small, Measured((end.norm * by) ** 2, window.weight, window.weight**2))
-        self._small = None
+        self._small_of_closed = None
         end.report["noise_scale"] = self.value
 
     def _update(self, small: Measured, large: Measured) -> None:
@@ -147,6 +153,9 @@ class NoiseScale(Extension):
         ):  # all ranks have measured the same sum, or mean, of their micro-batches
             sq_norm = totals["sq_norm"] * (group.size if ledger.reduction == "none" else 1 / group.size)
             self._small = Measured(sq_norm, totals["weight"], totals["weight"] ** 2)
+
+    def started_anew(self) -> None:
+        self.averages = self._small = None
 
     def save(self) -> dict[str, Any]:
         small = None if self._small is None else {name: copied(value) for name, value in vars(self._small).items()}

@@ -24,7 +24,7 @@ class NormSpike(Extension):
     """Compares each window's norm with a number, or with a multiple of the running mean of the norms before it.
 
     Decides on the device. A norm above the limit enters the mean as the limit: one spike hardly moves it, and norms that stay higher are
-    let through after some windows.
+    let through after some windows. One of 0, from which no multiple would rise, does not enter it.
     """
 
     key = "norm_spike"
@@ -60,7 +60,8 @@ class NormSpike(Extension):
             new = torch.stack(
                 [torch.minimum(norm, limit) * (1 - decay), torch.full_like(norm, 1 - decay), torch.ones_like(norm)]
             )
-            counts = finite & bool(end.slots and not end.weightless)
+            counted = self.accumulation.ranks.anything(end.slots) and not end.weightless
+            counts = finite & (norm > 0) & counted
             self._seen_then = torch.where(counts, kept + new, seen)
             end.report["norm_limit"] = limit
         end.skip = ~(finite & (norm <= limit)) | to_device(end.skip, norm.device)
@@ -75,6 +76,9 @@ class NormSpike(Extension):
     def closed(self, end: Conclusion) -> None:
         if self._seen is not None and self._seen_then is not None:
             self._seen.copy_(self._seen_then)
+
+    def started_anew(self) -> None:
+        self._seen = self._seen_then = None
 
     def save(self) -> dict[str, Any]:
         return {"seen": copied(self._seen)}

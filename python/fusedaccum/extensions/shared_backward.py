@@ -26,7 +26,8 @@ class SharedBackward(Extension):
     def block_begins(self, thread: int) -> None:
         ledger = self.accumulation.ledger
         if ledger.micro.weight is not None and ledger.reduction == "mean":
-            self._around = thread, _WEIGHING.get(thread)
+            around = _WEIGHING.get(thread)
+            self._around = thread, None if around is ledger else around  # its own: of a block that Ctrl-C has ended
             _WEIGHING[thread] = ledger
 
     def block_ends(self) -> None:

@@ -207,7 +207,7 @@ class Window:
         """Count a finished micro-batch of this weight (None: it comes later). If an addition raises, nothing has been counted."""
         nonfinite = add(self.nonfinite, micro.nonfinite > 0)
         weights = self.weight if weight is None else add(self.weight, weight)
-        # No call lies between here and the end of what Ledger.commit() does, so neither an error nor Ctrl-C leaves a part of it.
+        # No call lies between here and the end of it, so neither an error nor Ctrl-C leaves a part of the window's counts.
         self.nonfinite, self.weight = nonfinite, weights
         self.micro_batches += 1
         self.unweighed += weight is None

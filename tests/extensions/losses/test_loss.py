@@ -468,3 +468,12 @@ def test_a_window_without_micro_batches_has_no_loss():
     opt.backward(mean_loss(net, x * float("nan"), y))
     opt.step()
     assert opt.last_window.micro_batches == 0 and opt.last_window.loss is None
+
+
+def test_a_checkpoint_between_windows_holds_no_loss():
+    net = model()
+    opt = wrapped(net)
+    opt.backward(mean_loss(net, *data()))
+    opt.step()
+    saved = opt.state_dict()["fusedaccum"]["losses"]
+    assert saved["count"] == 0 and saved["sum"] == {"known": 0.0, "raw": 0.0}

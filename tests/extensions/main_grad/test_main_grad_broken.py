@@ -312,3 +312,50 @@ def test_an_unapplied_window_is_forgotten_when_another_has_begun(mark):
     with pytest.warns(RuntimeWarning, match="dropped") if mark else nullcontext():
         opt.step()
     assert not opt.updated and opt.last_window is None
+
+
+class BreaksOnce(torch.optim.SGD):
+    broken = False
+
+    def step(self, closure=None):
+        if not self.broken:
+            self.broken = True
+            raise ArithmeticError("once")
+        return super().step(closure)
+
+
+@pytest.mark.filterwarnings("ignore:backward was broken off")
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_buffer_that_another_parameters_cast_has_written_over_takes_no_gradient(turned):
+    """The step has broken off when the gradient of ``a`` had been cast to bf16, into the memory that ``b`` has next to it."""
+    a, b = (nn.Parameter(torch.ones(64, dtype=torch.bfloat16)) for _ in range(2))
+    for p in (a, b):
+        p.grad_added_to_main_grad = False
+    opt = fa.AccumulatingOptimizer(BreaksOnce([b, a] if turned else [a, b], lr=0.5), 1)
+    add_to_main_grad(a, 2.0)
+    with pytest.raises(ArithmeticError):
+        opt.step()
+    with pytest.raises(RuntimeError, match=r"call opt.reset\(\) before backward"):
+        add_to_main_grad(b, 3.0)
+    opt.reset()
+    add_to_main_grad(b, 3.0)
+    assert b.grad.tolist() == [3.0] * 64
+
+
+class AddsNumber(torch.autograd.Function):
+    """``(p * factor).sum()``, whose backward adds the gradient to main_grad."""
+
+    @staticmethod
+    def forward(ctx, p, factor):
+        ctx.p, ctx.factor = p, factor
+        return (p.float() * factor).sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.p.main_grad.data.add_(grad * ctx.factor)
+        ctx.p.grad_added_to_main_grad = True
+        return torch.zeros_like(ctx.p), None
+
+
+def add_to_main_grad(p, factor):
+    AddsNumber.apply(p, factor).backward()

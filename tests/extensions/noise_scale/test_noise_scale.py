@@ -490,3 +490,47 @@ def test_a_checkpoint_is_not_written_to_and_one_of_the_beginning_forgets_the_ave
         assert run(opt, data[1]) == pytest.approx(of_paper(model, data, 0.9), rel=1e-9)
         del opt
         model.zero_grad()
+
+
+class LooksAround(torch.optim.SGD):
+    """As SAM does: a backward of its own in step(), whose gradient it does not step with."""
+
+    def step(self, closure=None):
+        (p,) = self.param_groups[0]["params"]
+        grad = p.grad.clone()
+        with torch.enable_grad():
+            (p * torch.arange(4.0)).square().sum().backward()
+        p.grad = grad
+        return super().step()
+
+
+def test_a_backward_of_the_inner_optimizer_is_not_taken_for_a_part_of_the_window_that_it_steps():
+    said = []
+    for kind in (torch.optim.SGD, LooksAround):
+        torch.manual_seed(0)
+        p = nn.Parameter(torch.ones(4))
+        opt = fa.AccumulatingOptimizer(kind([p], lr=0.0), reduction="sum", noise_scale=0.5)
+        for _ in range(3):
+            for _ in range(4):
+                opt.backward((p * (1 + torch.randn(4))).sum(), weight=1.0)
+            opt.step()
+            said.append(opt.last_window.noise_scale.item())
+            opt.zero_grad()
+    assert said[:3] == said[3:] and math.isfinite(said[0])
+
+
+def test_a_state_without_averages_begins_new_ones():
+    def run(p, opt, *factors):
+        for factor in factors:
+            opt.backward((p * factor).sum())
+            opt.step()
+            opt.zero_grad()
+
+    p, q = (nn.Parameter(torch.ones(4)) for _ in range(2))
+    plain = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=0.0), 3)
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([q], lr=0.0), 3, noise_scale=0.5)
+    run(p, plain, 1.0, 2.0)
+    run(q, opt, 1.0, 2.0, 3.0, 1000.0)
+    opt.load_state_dict(plain.state_dict())
+    run(q, opt, 3.0)
+    assert opt.last_window.noise_scale is None

@@ -283,3 +283,25 @@ def test_a_window_that_another_rule_leaves_out_is_left_out():
     p.grad = torch.ones_like(p)
     opt.step()
     assert not opt.updated and opt.last_window.grad_norm.isfinite()
+
+
+def test_norms_of_zero_do_not_make_every_other_one_too_large():
+    """Rewards, say, that only come after a while."""
+    p = zeros(2)
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 1, skip_norm=fa.TimesMean(3.0, after=3))
+    said = []
+    for factor in [0.0] * 5 + [1.0] * 5:
+        opt.backward((p * factor).sum())
+        opt.step()
+        said.append(opt.updated)
+    assert all(said) and opt.last_window.norm_limit == pytest.approx(3 * math.sqrt(2))
+
+
+def test_a_state_without_a_mean_begins_a_new_one():
+    net = model()
+    opt = wrapped(net, 3, make=sgd, skip_norm=fa.TimesMean(2.0, after=1))
+    other = wrapped(model(), 3, make=sgd)
+    run(opt, net, *data(24), 1.0)
+    opt.load_state_dict(other.state_dict())
+    run(opt, net, *data(24), 100.0)
+    assert opt.updated and opt.last_window.norm_limit == math.inf

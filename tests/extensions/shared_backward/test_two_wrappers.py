@@ -252,3 +252,21 @@ def test_one_that_was_dropped_in_a_reference_cycle_leaves_its_parameters_to_the_
         freeze()
     del opt
     fa.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), 2)
+
+
+@pytest.mark.filterwarnings("ignore:backward was broken off")
+def test_a_block_that_an_interrupt_has_left_gives_its_weight_to_no_later_loss():
+    p, q = (nn.Parameter(torch.ones(1)) for _ in range(2))
+    opt, other = (fa.AccumulatingOptimizer(torch.optim.SGD([x], lr=0.1), 4) for x in (p, q))
+    block = opt.micro_batch(weight=2.0)
+    block.__enter__()
+    p.sum().backward()
+    opt._accumulation.inside = False  # Ctrl-C has come in place of the block's end
+    with opt.micro_batch(weight=2.0):
+        p.sum().backward()
+    del block
+    opt.reset()
+    other.reset()
+    opt.backward(p.sum(), weight=8.0)  # the micro-batch stays open
+    q.sum().backward()  # another loss, of the other wrapper alone
+    assert q.grad.item() == 1.0
