@@ -134,7 +134,7 @@ class Extension:
     def micro_batch_counted(self, micro: MicroBatch) -> None:
         """The micro-batch is over, and part of the open window."""
 
-    def holds_one(self, micro: MicroBatch) -> None:
+    def counted_alone(self, micro: MicroBatch) -> None:
         """The buffers hold the gradients of this micro-batch, which was counted, of this rank, and nothing else."""
 
     def micro_batch_rejected(self) -> None:

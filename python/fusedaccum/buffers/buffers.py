@@ -103,19 +103,23 @@ class Slot:
         """Make ``p.grad`` this tensor of ours."""
         try:
             self.holder.grad = grad
-        except RuntimeError:  # of another dtype than p.grad_dtype, which other code has set
-            self.assign(self.holder, grad)
+        except RuntimeError as refusal:
+            self._assign_any(self.holder, grad, refusal)
         self.shown = grad
 
     def assign(self, holder: Any, grad: Tensor | None) -> None:
-        """Make ``holder.grad`` this tensor, of whatever dtype, even if other code has set the parameter's grad_dtype meanwhile."""
+        """Make ``holder.grad`` this tensor, of whatever dtype."""
         try:
             holder.grad = grad
-        except RuntimeError:
-            if self.param.grad_dtype is None:
-                raise
-            self.free_grad_dtype()
-            holder.grad = grad
+        except RuntimeError as refusal:
+            self._assign_any(holder, grad, refusal)
+
+    def _assign_any(self, holder: Any, grad: Tensor | None, refusal: RuntimeError) -> None:
+        """The same, after PyTorch has refused it, because other code has set the parameter's grad_dtype meanwhile."""
+        if self.param.grad_dtype is None:
+            raise refusal
+        self.free_grad_dtype()
+        holder.grad = grad
 
     def free_grad_dtype(self) -> None:
         """Allow ``p.grad`` to be of any dtype: the buffer's, and that of what is stepped."""

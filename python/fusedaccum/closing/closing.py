@@ -28,7 +28,6 @@ class Closing:
 
     Attributes:
         last_window: what is known about the last one.
-        updated: did the last ``step()`` or ``flush()`` change the parameters?
         reported: the last window, where step() may apply it again.
     """
 

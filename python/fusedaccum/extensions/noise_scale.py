@@ -54,9 +54,8 @@ class NoiseScale(Extension):
 
     def __init__(self) -> None:
         self.averages: Tensor | None = None
-        self._small: Measured | None = (
-            None  # the open window, when it held one micro-batch per rank; None: not measured
-        )
+        # The open window, when it held one micro-batch per rank; None: not measured.
+        self._small: Measured | None = None
         self._assumed = False  # was that given no weight, and counts as 1?
         self._small_of_closed: Measured | None = None  # the same of the window that is being applied
 
@@ -75,7 +74,7 @@ class NoiseScale(Extension):
     def window_opened(self) -> None:
         self._small = None
 
-    def holds_one(self, micro: MicroBatch) -> None:
+    def counted_alone(self, micro: MicroBatch) -> None:
         """Note the norm of the one micro-batch in the window, as its adds have taken it: this rank's, because no sums have been sent yet.
 
         With FSDP2's shards, one micro-batch of each rank, whose squares are summed over the ranks that hold parts: these call it together.

@@ -493,9 +493,8 @@ class Accumulation(Windows):
             self.rejected.reject(bad, self.sums.buffers.slots)
 
     def _commit(self, weight: Scalar | None) -> None:
-        if (
-            self.counts or not self.sums.buffers.offloaded
-        ):  # else it need not wait for the thread of offloaded gradients
+        # Where nothing asks for the count, this need not wait for the thread of offloaded gradients.
+        if self.counts or not self.sums.buffers.offloaded:
             self.accumulator.count()
         window, micro = self.ledger.window, self.ledger.micro
         if not micro.passes and self.sums.normalized_by is None:
@@ -514,8 +513,8 @@ class Accumulation(Windows):
             self._note_unweighed(micro.weight is not None)
         self.ledger.commit(weight, held)
         if first and not (micro.bad or sent or held or micro.partial):
-            for hold in self.extensions.holds_one:
-                hold(micro)
+            for alone in self.extensions.counted_alone:
+                alone(micro)
 
     def _note_unweighed(self, weighed: bool) -> None:
         """Warn, once, if a micro-batch that was given no weight, and counts as 1, meets weights of others or of a window's end."""

@@ -125,9 +125,8 @@ class MicroBatch:
     arrived_first: int = 0  # those of the first part
     in_place: list[Slot] = field(default_factory=list)  # to whose sums their layers have added by themselves
     nested: bool = False  # has a pass had re-entrant parts, each of which brings a parameter a gradient of its own?
-    repeatable: bool = (
-        False  # may it be run again, if it breaks off? Then its gradients come through hooks only, and stay here
-    )
+    # May it be run again, if it breaks off? Then its gradients come through hooks only, and stay here.
+    repeatable: bool = False
     partial: bool = False  # have some parameters taken its gradient before? Then the buffers hold more than is counted
 
     def value(self) -> Scalar:

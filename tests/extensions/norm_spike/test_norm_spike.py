@@ -9,6 +9,7 @@ import fusedaccum as fa
 import pytest
 import torch
 from fusedaccum.extensions.norm_spike import NormSpike
+from pages import ROOT
 from torch import nn
 from training import assert_same_parameters, data, mean_loss, model, parts, twin, wrapped, zeros
 
@@ -305,3 +306,17 @@ def test_a_state_without_a_mean_begins_a_new_one():
     opt.load_state_dict(other.state_dict())
     run(opt, net, *data(24), 100.0)
     assert opt.updated and opt.last_window.norm_limit == math.inf
+
+
+def test_the_guide_says_how_long_norms_that_stay_higher_are_left_out():
+    (said,) = re.findall(
+        r"\(of ten times the\s+norm, with these numbers, after (\d+)\)", (ROOT / "docs/guide.md").read_text()
+    )
+    p = zeros(1, torch.float64)
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=0.0), 1, skip_norm=fa.TimesMean(3.0))
+    left_out = 0
+    for norm in [1.0] * 200 + [10.0] * 100:
+        (p * norm).sum().backward()
+        opt.step()
+        left_out += not opt.updated
+    assert left_out == int(said)
