@@ -310,7 +310,7 @@ def test_a_state_without_a_mean_begins_a_new_one():
 
 def test_the_guide_says_how_long_norms_that_stay_higher_are_left_out():
     (said,) = re.findall(
-        r"\(of ten times the\s+norm, with these numbers, after (\d+)\)", (ROOT / "docs/guide.md").read_text()
+        r"\(of ten times\s+the\s+norm, with these numbers, after (\d+)\)", (ROOT / "docs/guide.md").read_text()
     )
     p = zeros(1, torch.float64)
     opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=0.0), 1, skip_norm=fa.TimesMean(3.0))
