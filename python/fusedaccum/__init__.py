@@ -2,15 +2,15 @@
 
 from . import ops, schedules
 from ._version import __version__
-from .checkpoint.distributed import DistributedState
-from .optimizer import AccumulatingOptimizer
+from .core.config import TimesMean
+from .core.optimizer import AccumulatingOptimizer
+from .core.window import LastWindow
+from .distributed.checkpoint import DistributedState
 from .recipes.batchnorm import accumulate_batchnorm, restore_batchnorm
 from .recipes.cached import cached_backward
 from .recipes.explaining import Explanation, explain
 from .recipes.fuse import fuse_embedding, fuse_linear, unfuse
 from .recipes.micro_batcher import MicroBatcher
-from .window.settings import TimesMean
-from .window.window import LastWindow
 
 __all__ = [
     "AccumulatingOptimizer",

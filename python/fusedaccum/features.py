@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch.optim import LBFGS
 
-from .extension import Extension, Extensions
+from .core.extension import Extension, Extensions
 from .extensions import main_grad
 from .extensions.batch_norm import BatchNormStats
 from .extensions.changing_owners import ChangingOwners
@@ -25,7 +25,7 @@ from .extensions.shared_backward import SharedBackward
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from .window.settings import Settings
+    from .core.config import Settings
 
 
 def always(settings: Settings, inner: Optimizer) -> bool:

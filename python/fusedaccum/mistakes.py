@@ -18,8 +18,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from .warn import warn
 
 if TYPE_CHECKING:
-    from .window.ledger import Ledger
-    from .window.window import LastWindow, MicroBatch
+    from .core.ledger import Ledger
+    from .core.window import LastWindow, MicroBatch
 
 P = ParamSpec("P")
 R = TypeVar("R")

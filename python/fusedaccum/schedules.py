@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from .core.window import LastWindow, checked_steps
 from .scalars import checked_count, is_number
-from .window.window import LastWindow, checked_steps
 
 Steps = Callable[[int], int]
 

@@ -9,7 +9,7 @@ import fusedaccum.autograd.collector
 import pytest
 import torch
 from fusedaccum.autograd.grad_queue import _fresh_holders
-from fusedaccum.gathering.accumulation import Accumulation
+from fusedaccum.core.accumulation import Accumulation
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from training import assert_same_parameters, data, mean_loss, model, parts, twin, wrapped

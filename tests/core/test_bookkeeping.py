@@ -4,9 +4,8 @@ import fusedaccum as fa
 import pytest
 import torch
 from fusedaccum.autograd import collector
-from fusedaccum.buffers import norms
-from fusedaccum.gathering import accumulator
-from fusedaccum.window.window import Schedule
+from fusedaccum.core import accumulator, norms
+from fusedaccum.core.window import Schedule
 from torch import nn
 from training import assert_same_parameters, big_batch_step, data, mean_loss, model, parts, sgd, twin, wrapped
 

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import fusedaccum as fa
 import pytest
 import torch
-from fusedaccum.closures import takes_closure
+from fusedaccum.core.closures import takes_closure
 from torch import nn
 from training import assert_same_parameters, data, mean_loss, model, parts, twin, wrapped, wrapper_of, zeros
 

@@ -1,7 +1,7 @@
 """The boundary between the core and its extensions: who is called, and with whose numbers."""
 
 import pytest
-from fusedaccum.extension import Extension, Extensions
+from fusedaccum.core.extension import Extension, Extensions
 
 
 class Counts(Extension):

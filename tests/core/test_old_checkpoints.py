@@ -4,7 +4,7 @@ import fusedaccum as fa
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from fusedaccum.checkpoint.older import as_now
+from fusedaccum.older_checkpoints import as_now
 from old_checkpoints import AFTER, BEFORE, OF, resumed, started, train
 
 

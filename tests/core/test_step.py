@@ -9,9 +9,9 @@ import types
 from contextlib import contextmanager
 
 import fusedaccum as fa
-import fusedaccum.closing.applying
-import fusedaccum.closing.closing
-import fusedaccum.closing.conclusion
+import fusedaccum.core.apply
+import fusedaccum.core.closing
+import fusedaccum.core.conclusion
 import pytest
 import torch
 from fusedaccum.autograd import collector
@@ -192,7 +192,7 @@ def test_an_lr_scheduler_is_no_reason_to_bring_all_offloaded_gradients_at_once(p
     if patched:
         inner.step = types.MethodType(lambda self, closure=None: None, inner)
     torch.optim.lr_scheduler.StepLR(inner, 1)
-    assert fusedaccum.closing.applying.steps_each_alone(inner) is not patched
+    assert fusedaccum.core.apply.steps_each_alone(inner) is not patched
 
 
 def test_no_limit_leaves_a_window_alone_whose_norm_overflows():
@@ -550,7 +550,7 @@ def test_a_step_that_breaks_off_at_the_windows_end_can_be_called_again(monkeypat
         nn.functional.mse_loss(net(x[part::2]), y[part::2]).backward()
         if part:
             with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-                patched.setattr(fusedaccum.closing.closing, "conclude", interrupted)
+                patched.setattr(fusedaccum.core.closing, "conclude", interrupted)
                 opt.step()
         opt.step()
     assert opt.last_window.micro_batches == 2
@@ -572,9 +572,9 @@ def test_a_step_that_breaks_off_after_it_has_stepped_can_be_called_again(monkeyp
             if window == 1 and part == 1:
                 with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
                     if where == "step":
-                        patched.setattr(fusedaccum.closing.applying, "among_hooks", interrupted_after)
+                        patched.setattr(fusedaccum.core.apply, "among_hooks", interrupted_after)
                     elif where == "report":
-                        patched.setattr(fusedaccum.closing.conclusion.Conclusion, "last_window", interrupted)
+                        patched.setattr(fusedaccum.core.conclusion.Conclusion, "last_window", interrupted)
                     else:
                         patched.setattr(NoiseScale, "_update", interrupted)
                     failing.step()

@@ -5,8 +5,8 @@ import itertools
 
 import fusedaccum as fa
 import fusedaccum.autograd.collector
-import fusedaccum.buffers.offload
-import fusedaccum.closing.applying
+import fusedaccum.core.apply
+import fusedaccum.extensions.cpu_offload
 import pytest
 import torch
 from offloading import CountsSteps, Net, adamw, assert_same, contents, made, micro_batches, moved, sgd, train

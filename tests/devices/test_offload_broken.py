@@ -9,12 +9,12 @@ from contextlib import contextmanager
 
 import fusedaccum as fa
 import fusedaccum.autograd.collector
-import fusedaccum.buffers.offload
-import fusedaccum.closing.applying
+import fusedaccum.core.apply
+import fusedaccum.extensions.cpu_offload
 import pytest
 import torch
-from fusedaccum.buffers.offload import Offload
-from fusedaccum.buffers.sums import Sums
+from fusedaccum.core.sums import Sums
+from fusedaccum.extensions.cpu_offload import Offload
 from offloading import assert_same, contents, made, micro_batches, moved, sgd, train
 from torch import nn
 
@@ -57,14 +57,14 @@ def test_an_interrupt_while_gradients_are_on_their_way(device, monkeypatch):
     straight, its = made(device, accum_steps=2)
     train(straight, its, device, count=2)
     model, opt = made(device, accum_steps=2, buffer_device="cpu")
-    plain, calls = fusedaccum.buffers.offload._free_stage, itertools.count()
+    plain, calls = fusedaccum.extensions.cpu_offload._free_stage, itertools.count()
 
     def interrupted(ring):
         if next(calls) == 5:
             raise KeyboardInterrupt
         return plain(ring)
 
-    monkeypatch.setattr(fusedaccum.buffers.offload, "_free_stage", interrupted)
+    monkeypatch.setattr(fusedaccum.extensions.cpu_offload, "_free_stage", interrupted)
     with pytest.warns(RuntimeWarning, match="so the open window was dropped"), pytest.raises(KeyboardInterrupt):
         train(model, opt, device, count=2)
     train(model, opt, device, count=2)
@@ -230,7 +230,7 @@ def test_reset_waits_for_a_failure_on_its_way(device, monkeypatch):
         raise MemoryError("injected")
 
     with monkeypatch.context() as broken:
-        broken.setattr(fusedaccum.buffers.offload, "_add", fails_late)
+        broken.setattr(fusedaccum.extensions.cpu_offload, "_add", fails_late)
         p.sum().backward()
     opt.reset()
     for _ in range(2):

@@ -4,11 +4,11 @@ import gc
 
 import fusedaccum as fa
 import fusedaccum.autograd.collector
-import fusedaccum.buffers.offload
-import fusedaccum.closing.applying
+import fusedaccum.core.apply
+import fusedaccum.extensions.cpu_offload
 import pytest
 import torch
-from fusedaccum.buffers.offload import Offload, loads
+from fusedaccum.extensions.cpu_offload import Offload, loads
 from offloading import assert_same
 from torch import nn
 
@@ -34,7 +34,7 @@ def test_memory_for_gradients_is_bounded_by_the_ring(late_device, device, monkey
     if late_device is None:
         pytest.skip("counts what the device of late_device.cpp allocates; benchmarks/bench_memory.py measures a GPU's")
     stage = 1 << 14
-    for module in (fusedaccum.buffers.offload, fusedaccum.closing.applying):
+    for module in (fusedaccum.extensions.cpu_offload, fusedaccum.core.apply):
         monkeypatch.setattr(module, "STAGE_BYTES", stage)
     monkeypatch.setattr(fusedaccum.autograd.collector, "bucket_bytes", lambda _: 1 << 40)  # as on a large GPU
     monkeypatch.setattr(fusedaccum.autograd.collector, "SENT_BYTES", stage)
@@ -48,14 +48,14 @@ def test_memory_for_gradients_is_bounded_by_the_ring(late_device, device, monkey
         before = late_device.allocated()
         late_device.reset_peak()
         x.sum().backward()
-        ring = 0 if opt.last_window or len(opt.state) else fusedaccum.buffers.offload.STAGES
+        ring = 0 if opt.last_window or len(opt.state) else fusedaccum.extensions.cpu_offload.STAGES
         during = (late_device.peak() - before) / stage
         assert (
             during < ring + 1 + max(sizes) + 0.2
         )  # the ring if it is yet to be made, the bucket, and the gradient that fills it
         late_device.reset_peak()
         opt.step()
-        assert (late_device.peak() - before) / stage < fusedaccum.buffers.offload.STAGES + 2 * max(
+        assert (late_device.peak() - before) / stage < fusedaccum.extensions.cpu_offload.STAGES + 2 * max(
             sizes
         ) + 0.2  # SGD makes a temporary
         assert all(p.grad is None for p in params)
@@ -157,13 +157,13 @@ def test_loads_hold_every_element_once_and_fit_into_a_stage(sizes):
     tensors = [torch.empty(size, dtype=torch.bfloat16 if k % 2 else torch.float32) for k, size in enumerate(sizes)]
     found = []
     for load, used in loads(tensors):
-        ends = fusedaccum.buffers.offload.HEAD
+        ends = fusedaccum.extensions.cpu_offload.HEAD
         for cut in load:
             nbytes = (cut.end - cut.begin) * tensors[cut.tensor].itemsize
             assert cut.place % 64 == 0 and cut.place >= ends and nbytes > 0
             ends = cut.place + nbytes
             found += [(cut.tensor, element) for element in range(cut.begin, cut.end)]
-        assert load and ends <= used <= fusedaccum.buffers.offload.STAGE_BYTES
+        assert load and ends <= used <= fusedaccum.extensions.cpu_offload.STAGE_BYTES
     assert found == [(k, element) for k, size in enumerate(sizes) for element in range(size)]
 
 

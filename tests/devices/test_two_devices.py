@@ -7,7 +7,7 @@ import fusedaccum as fa
 import fusedaccum.autograd.collector
 import pytest
 import torch
-from fusedaccum.gathering.accumulation import Accumulation
+from fusedaccum.core.accumulation import Accumulation
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fusedaccum.checkpoint import resharding
+from fusedaccum.distributed import resharding
 from parts import adamw, assert_close, full, made, mean_loss, micro_batches, sgd, wrapped
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_model_state_dict

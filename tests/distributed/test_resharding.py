@@ -3,11 +3,11 @@
 import fusedaccum as fa
 import pytest
 import torch
-from fusedaccum.checkpoint import resharding
-from fusedaccum.checkpoint.checkpoint import plain
+from fusedaccum.core.checkpoint import plain
+from fusedaccum.core.window import Window
+from fusedaccum.distributed import resharding
 from fusedaccum.extensions.loss_scale import LossScale
 from fusedaccum.extensions.losses import Loss, Losses
-from fusedaccum.window.window import Window
 from torch import nn
 
 

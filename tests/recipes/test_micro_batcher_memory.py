@@ -11,7 +11,7 @@ import fusedaccum.ops
 import fusedaccum.recipes.micro_batcher
 import pytest
 import torch
-from fusedaccum.extension import Extension, Extensions
+from fusedaccum.core.extension import Extension, Extensions
 from out_of_memory import Net, Points, assert_close, batch, function, made, oracle, ran, sgd, weight
 from torch import nn
 from torch.utils.checkpoint import checkpoint

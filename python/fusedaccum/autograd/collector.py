@@ -17,18 +17,20 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from .. import native
-from ..buffers.buffers import Slot
-from ..buffers.shards import ShardHolder, local_of
+from ..distributed.shards import ShardHolder, local_of
 from ..engine import outside_graphs, when_backward_ends
 from . import grad_queue
 from .passes import broke_off, outermost_backward, returned, running_backward, under_way
 from .streams import StreamOrder, join, keep
+
+if TYPE_CHECKING:
+    from ..core.buffers import Slot
 
 
 class Owner(Protocol):

@@ -13,19 +13,21 @@ import sys
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
-from ..buffers.buffers import Slot
-from ..buffers.shards import is_shard
+from ..distributed.shards import is_shard
 from ..engine import outside_graphs, outside_modes, recording
 from .streams import StreamName, current_name
 
-Batch = tuple[list[Slot], list[Tensor]]  # slots, none of them twice, and their gradients
+if TYPE_CHECKING:
+    from ..core.buffers import Slot
+
+Batch = tuple[list["Slot"], list[Tensor]]  # slots, none of them twice, and their gradients
 
 
 class Listener(Protocol):

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..buffers.buffers import Slot
+from ..core.buffers import Slot
 from .ddp import Replicas, replicas_of
 from .fsdp2 import FullySharded
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import ops
-from ..buffers.buffers import padded
+from ..core.buffers import padded
 from .group import Group
 
 # Its new name, and the one that PyTorch 2.13 and older have.

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
-from ..buffers.buffers import Slot
+from ..core.buffers import Slot
 from ..engine import outside_graphs
 from ..modules import modules_alive
 from .fsdp2_reductions import Reductions, partly_reduced, unreduced

@@ -12,10 +12,10 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from ..buffers.buffers import Slot
-from ..buffers.shards import is_shard
+from ..core.buffers import Slot
 from ..engine import outside_graphs, within_backward
 from ..warn import warn
+from .shards import is_shard
 
 # FSDP2's records of parameters that are sent together -> those whose wrappers have some of them.
 _FOLLOWERS: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Reductions]] = weakref.WeakKeyDictionary()

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..buffers.buffers import Slot
-from ..extension import RaisedByAllError
+from ..core.buffers import Slot
+from ..core.extension import RaisedByAllError
+from ..core.ledger import Ledger
 from ..scalars import Scalar
-from ..window.ledger import Ledger
 
 # By the caller's group. PyTorch keeps groups alive until they are destroyed, and nobody should after that: their threads end with them, and
 # one that still runs when Python ends may abort the process (gloo's, which needs Python to free the tensors of its last collective).

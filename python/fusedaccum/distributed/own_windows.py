@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..buffers.buffers import Buffers
-from ..extension import Extensions, RaisedByAllError
+from ..core.buffers import Buffers
+from ..core.config import Settings
+from ..core.extension import Extensions, RaisedByAllError
+from ..core.ledger import Ledger
 from ..warn import warn
-from ..window.ledger import Ledger
-from ..window.settings import Settings
 from .ddp import Replicas
 
 

@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..buffers.buffers import Slot
-from ..buffers.sums import Sums
+from ..core.buffers import Slot
+from ..core.config import Settings, check_shared, check_unsharded
+from ..core.extension import RaisedByAllError
+from ..core.ledger import Ledger
+from ..core.sums import Sums
+from ..core.window import REDUCED, MicroBatch
 from ..engine import outside_graphs, when_backward_ends, within_backward, without_grad
-from ..extension import RaisedByAllError
-from ..window.ledger import Ledger
-from ..window.settings import Settings, check_shared, check_unsharded
-from ..window.window import REDUCED, MicroBatch
 from .alone import Alone
 from .ddp import Replicas
 from .fsdp2 import FullySharded
@@ -32,7 +32,7 @@ from .own_windows import OwnWindows
 from .reduce_buckets import Phase, ReduceBuckets
 
 if TYPE_CHECKING:
-    from ..extension import Extensions
+    from ..core.extension import Extensions
 
 
 class Ranks(Alone):

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import ops
-from ..buffers.buffers import Block, Slot
-from ..buffers.sums import Sums
+from ..core.buffers import Block, Slot
+from ..core.ledger import Ledger
+from ..core.sums import Sums
 from ..engine import without_grad
 from ..scalars import Scalar, or_one
-from ..window.ledger import Ledger
 from .comm_dtype import Narrowed, put_in_place
 from .group import Group
 

@@ -16,17 +16,17 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..buffers.buffers import Buffers
+from ..core.buffers import Buffers
+from ..core.extension import Extension
 from ..engine import without_grad
-from ..extension import Extension
 from ..modules import modules_alive, name_of
 from ..scalars import widened, widest
 from ..warn import warn
 from .moments import Total, merge, summed
 
 if TYPE_CHECKING:
+    from ..core.window import MicroBatch
     from ..distributed.group import Group
-    from ..window.window import MicroBatch
 
 Key = tuple[int, int]  # the slot by which a layer follows its wrapper, and its number among the model's modules
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ..buffers.buffers import Slot
-from ..extension import Extension
+from ..core.buffers import Slot
+from ..core.extension import Extension
 from ..warn import callers_line, warn
 
 if TYPE_CHECKING:
-    from ..gathering.accumulation import Accumulation
-    from ..window.settings import Settings
+    from ..core.accumulation import Accumulation
+    from ..core.config import Settings
 
 
 class Refuses(Extension):

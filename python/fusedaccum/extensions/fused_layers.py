@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from ..engine import without_grad
 
 if TYPE_CHECKING:
-    from ..gathering.accumulation import Accumulation
+    from ..core.accumulation import Accumulation
 
 # Called with (buffer, scale, overwrite): buffer = (overwrite ? 0 : buffer) + scale * gradient.
 Write = Callable[[Tensor, float, bool], None]

@@ -11,9 +11,9 @@ from enum import Enum, auto
 
 from torch import Tensor
 
-from ..buffers.buffers import Slot
+from ..core.buffers import Slot
+from ..core.extension import Extension
 from ..engine import without_grad
-from ..extension import Extension
 
 
 class Way(Enum):

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from ..buffers.buffers import Slot
-from ..extension import Extension
+from ..core.buffers import Slot
+from ..core.extension import Extension
 from ..scalars import Scalar
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ..closing.closing import Closing
-    from ..window.settings import Settings
+    from ..core.closing import Closing
+    from ..core.config import Settings
 
 
 class EvaluatedWindows(Extension):

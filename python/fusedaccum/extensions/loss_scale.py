@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..extension import Extension, RaisedByAllError, ScaleNews
+from ..core.extension import Extension, RaisedByAllError, ScaleNews
 from ..scalars import Scalar, as_tensor, copied, div, to_device_of, widest
 from ..warn import warn
 
 if TYPE_CHECKING:
-    from ..closing.conclusion import Conclusion
+    from ..core.conclusion import Conclusion
+    from ..core.window import Window
     from ..distributed.group import Group
-    from ..window.window import Window
 
 
 class Step(Enum):

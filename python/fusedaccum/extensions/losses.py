@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..extension import Extension, LossFrom, ScaleNews
+from ..core.extension import Extension, LossFrom, ScaleNews
 from ..scalars import Scalar, add, as_tensor, copied, mul, to_device_of, widened
 
 if TYPE_CHECKING:
-    from ..closing.conclusion import Conclusion
+    from ..core.conclusion import Conclusion
+    from ..core.window import MicroBatch
     from ..distributed.group import Group
-    from ..window.window import MicroBatch
 
 LOST = -1  # for the count of losses, which then stays below the micro-batches: the window's loss is unknown for good
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..buffers.buffers import Slot, buffer_dtype, gradient_dtype
-from ..extension import Extension
+from ..core.buffers import Slot, buffer_dtype, gradient_dtype
+from ..core.extension import Extension
 from ..scalars import Scalar
 
 if TYPE_CHECKING:
-    from ..window.settings import Settings
+    from ..core.config import Settings
 
 
 def is_enabled(parameter: Tensor) -> bool:

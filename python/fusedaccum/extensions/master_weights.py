@@ -22,14 +22,14 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from .. import ops
-from ..buffers.buffers import Slot
-from ..buffers.shards import local_of
+from ..core.buffers import Slot
+from ..core.extension import Extension
+from ..core.inner import inside, states_of, with_those_inside
+from ..distributed.shards import local_of
 from ..engine import runs, without_grad
-from ..extension import Extension
-from ..inner import inside, states_of, with_those_inside
 
 if TYPE_CHECKING:
-    from ..window.settings import Settings
+    from ..core.config import Settings
 
 
 class MasterWeights(Extension):

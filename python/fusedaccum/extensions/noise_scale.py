@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..extension import Extension, ScaleNews
+from ..core.extension import Extension, ScaleNews
 from ..scalars import Scalar, as_tensor, copied, to_device, widened
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from ..closing.conclusion import Conclusion
+    from ..core.accumulation import Accumulation
+    from ..core.conclusion import Conclusion
+    from ..core.window import MicroBatch
     from ..distributed.group import Group
-    from ..gathering.accumulation import Accumulation
-    from ..window.window import MicroBatch
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..buffers.buffers import Slot
-from ..buffers.shards import local_gradient, over_meshes, summed_gradient
+from ..core.buffers import Slot
+from ..core.extension import Extension
+from ..distributed.shards import local_gradient, over_meshes, summed_gradient
 from ..engine import without_grad
-from ..extension import Extension
 from ..scalars import as_tensor, to_device
 
 if TYPE_CHECKING:
-    from ..closing.conclusion import Conclusion
-    from ..gathering.rejected import Rejected
+    from ..core.conclusion import Conclusion
+    from ..core.rejected import Rejected
 
 
 def _report(end: Conclusion) -> None:

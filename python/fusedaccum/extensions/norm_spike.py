@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..extension import Extension
+from ..core.config import TimesMean
+from ..core.extension import Extension
 from ..scalars import copied, to_device, widened
-from ..window.settings import TimesMean
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from ..closing.conclusion import Conclusion
-    from ..gathering.accumulation import Accumulation
+    from ..core.accumulation import Accumulation
+    from ..core.conclusion import Conclusion
 
 
 class NormSpike(Extension):

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ..buffers.buffers import Slot
-from ..extension import Extension
+from ..core.buffers import Slot
+from ..core.extension import Extension
 from ..scalars import Scalar
 
 if TYPE_CHECKING:
-    from ..window.window import MicroBatch, Window
+    from ..core.window import MicroBatch, Window
 
 
 @dataclass

@@ -5,11 +5,11 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING
 
-from ..extension import Extension
+from ..core.extension import Extension
 
 if TYPE_CHECKING:
-    from ..window.ledger import Ledger
-    from ..window.window import MicroBatch
+    from ..core.ledger import Ledger
+    from ..core.window import MicroBatch
 
 # By thread: whose open micro-batch was given the weight of the losses. Ctrl-C may leave one here, whose wrapper is dropped then.
 _WEIGHING: weakref.WeakValueDictionary[int, Ledger] = weakref.WeakValueDictionary()

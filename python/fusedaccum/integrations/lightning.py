@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from fusedaccum import AccumulatingOptimizer
+from .. import AccumulatingOptimizer
 
 WINDOW = "fusedaccum"  # the key that the wrapper's state_dict() adds to PyTorch's
 

@@ -19,9 +19,9 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointFunction
 
+from ..core.accumulation import Accumulation
 from ..engine import outside_graphs, within_backward
 from ..extensions.batch_norm import LAYERS, BatchNormStats, Key
-from ..gathering.accumulation import Accumulation
 from ..modules import collect_garbage
 
 Model = TypeVar("Model", bound=nn.Module)

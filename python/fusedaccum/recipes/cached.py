@@ -16,9 +16,9 @@ from torch.nn import Module, ModuleList
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 
-from ..extension import LossFrom
-from ..gathering.accumulation import Accumulation
-from ..optimizer import AccumulatingOptimizer
+from ..core.accumulation import Accumulation
+from ..core.extension import LossFrom
+from ..core.optimizer import AccumulatingOptimizer
 from ..scalars import Scalar, checked_count
 from .batchnorm import Pooled
 from .nested import batch_size, call, cut, leaves, mapped

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..buffers.buffers import Block, padded
-from ..buffers.offload import STAGE_BYTES, recorded
-from ..optimizer import AccumulatingOptimizer
+from ..core.buffers import Block, padded
+from ..core.optimizer import AccumulatingOptimizer
+from ..extensions.cpu_offload import STAGE_BYTES, recorded
 from .modes import Kernel, buckets
 
 SAMPLE = 1 << 26  # elements, of the parameters whose gradients come first

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter, functional
 
+from ..core.accumulation import Accumulation
 from ..engine import outside_graphs
 from ..extensions.fused_layers import Write, add_by
-from ..gathering.accumulation import Accumulation
 
 Model = TypeVar("Model", bound=nn.Module)
 

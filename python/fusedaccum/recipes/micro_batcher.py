@@ -15,12 +15,12 @@ from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader
 
-from ..buffers.buffers import Slot
-from ..extension import LossFrom
+from ..core.accumulation import Accumulation
+from ..core.buffers import Slot
+from ..core.extension import LossFrom
+from ..core.optimizer import AccumulatingOptimizer
 from ..extensions.retries import Attempt, Retries
-from ..gathering.accumulation import Accumulation
 from ..modules import modules_alive, name_of
-from ..optimizer import AccumulatingOptimizer
 from ..scalars import Scalar, checked_weight
 from . import nested
 from .cached import parameters_under

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..autograd.collector import full_at
-from ..buffers.buffers import buffer_dtype, gradient_dtype, padded
-from ..buffers.offload import STAGE_BYTES, STAGES
-from ..buffers.shards import local_of
+from ..core.buffers import buffer_dtype, gradient_dtype, padded
+from ..distributed.shards import local_of
+from ..extensions.cpu_offload import STAGE_BYTES, STAGES
 from .fuse import Embedding, Linear, has_product, has_unfused_option
 
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..window.window import COUNTED, Window
-from .checkpoint import plain, window_settings
+from ..core.checkpoint import plain, window_settings
+from ..core.window import COUNTED, Window
 
 if TYPE_CHECKING:
-    from ..buffers.buffers import Slot
-    from ..distributed.alone import Alone
-    from ..wrapper import Wrapper
+    from ..core.buffers import Slot
+    from ..core.proxy import Wrapper
+    from .alone import Alone
 
 
 def falls_to(here: Alone, saved_rank: int) -> bool:

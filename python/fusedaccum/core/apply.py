@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from ..buffers.buffers import Slot
-from ..buffers.offload import STAGE_BYTES
-from ..buffers.sums import Sums
-from ..closures import Evaluated
-from ..extension import Extensions
-from ..gathering.accumulation import Accumulation
+from ..extensions.cpu_offload import STAGE_BYTES
 from ..scalars import Scalar, div, identity, to_device_of
+from .accumulation import Accumulation
+from .buffers import Slot
+from .closures import Evaluated
 from .conclusion import Conclusion
+from .extension import Extensions
 from .guard import is_patched
+from .sums import Sums
 
 
 def fp32_on(value: Scalar, device: torch.device) -> Tensor:

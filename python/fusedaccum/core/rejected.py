@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..buffers.buffers import Slot
-from ..buffers.shards import local_of, whole
+from ..distributed.shards import local_of, whole
+from .buffers import Slot
 
 
 @dataclass

@@ -11,16 +11,16 @@ from torch.compiler import is_dynamo_compiling as is_compiling
 from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer
 
-from .checkpoint import checkpoint
-from .closing.closing import Closing
-from .closing.guard import guard
+from ..features import extend, extensions_for
+from ..mistakes import DividedTwice, StepCalled
+from . import checkpoint
+from .accumulation import Accumulation
+from .closing import Closing
+from .config import Settings, check_parameter
 from .extension import Extension
-from .features import extend, extensions_for
-from .gathering.accumulation import Accumulation
+from .guard import guard
 from .inner import states_of
-from .mistakes import DividedTwice, StepCalled
-from .window.settings import Settings, check_parameter
-from .window.window import Schedule
+from .window import Schedule
 
 # The wrapper's own attributes, beside those whose names begin with an underscore.
 OURS = {"optimizer", "settings"}

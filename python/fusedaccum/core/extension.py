@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
     from torch.optim import Optimizer
 
-    from .buffers.buffers import Slot
-    from .closing.closing import Closing
-    from .closing.conclusion import Conclusion
-    from .distributed.group import Group
-    from .gathering.accumulation import Accumulation
-    from .gathering.rejected import Rejected
-    from .scalars import Scalar
-    from .window.settings import Settings
-    from .window.window import MicroBatch
+    from ..distributed.group import Group
+    from ..scalars import Scalar
+    from .accumulation import Accumulation
+    from .buffers import Slot
+    from .closing import Closing
+    from .conclusion import Conclusion
+    from .config import Settings
+    from .rejected import Rejected
+    from .window import MicroBatch
 
 Kind = TypeVar("Kind", bound="Extension")
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 if TYPE_CHECKING:
-    from ..gathering.accumulation import Accumulation
+    from .accumulation import Accumulation
 
 NAME = "_fusedaccum_guard"  # the inner optimizer's attribute
 

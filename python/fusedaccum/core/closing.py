@@ -11,12 +11,12 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..closures import Evaluated, evaluates_itself, refused, required_by_step, takes_closure
-from ..gathering.accumulation import Accumulation
-from ..window.settings import Settings
-from ..window.window import LastWindow
-from .applying import apply
+from .accumulation import Accumulation
+from .apply import apply
+from .closures import Evaluated, evaluates_itself, refused, required_by_step, takes_closure
 from .conclusion import Conclusion, conclude
+from .config import Settings
+from .window import LastWindow
 
 
 class Closing:

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..buffers.buffers import Slot
-from ..closures import Evaluated
 from ..scalars import Scalar, as_tensor, to_device_of, widened
 from ..warn import warn
-from ..window.window import LastWindow, Window
+from .buffers import Slot
+from .closures import Evaluated
+from .window import LastWindow, Window
 
 if TYPE_CHECKING:
-    from ..gathering.accumulation import Accumulation
+    from .accumulation import Accumulation
 
 
 UNKNOWN: dict[str, Any] = dict.fromkeys(of.name for of in fields(LastWindow))

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..scalars import Scalar, add, checked_count, checked_weight
 
 if TYPE_CHECKING:
-    from ..buffers.buffers import Slot
+    from .buffers import Slot
 
 
 def checked_steps(steps: Any, name: str = "accum_steps") -> int:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..buffers.buffers import Slot
-from ..buffers.shards import local_of, whole
+from ..distributed.shards import local_of, whole
 from ..engine import without_grad
+from ..older_checkpoints import as_now
 from ..scalars import copied
 from ..warn import warn
-from ..window.window import MicroBatch, Window
-from .older import as_now
+from .buffers import Slot
+from .window import MicroBatch, Window
 
 if TYPE_CHECKING:
-    from ..wrapper import Wrapper
+    from .proxy import Wrapper
 
 KEY = "fusedaccum"
 FORMAT = 4

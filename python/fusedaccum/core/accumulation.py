@@ -16,15 +16,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..autograd.collector import GradCollector
 from ..autograd.passes import outermost_backward, passes_seen, saw_pass
-from ..buffers.buffers import Slot
-from ..buffers.shards import over_meshes
+from ..distributed.shards import over_meshes
 from ..engine import recording, runs, within_backward, without_grad
-from ..extension import Extensions, LossFrom
 from ..scalars import Scalar
 from ..warn import warn
-from ..window.settings import Settings
-from ..window.window import MicroBatch
+from .buffers import Slot
+from .config import Settings
+from .extension import Extensions, LossFrom
 from .rejected import Rejected
+from .window import MicroBatch
 from .windows import Windows
 
 _ACCUMULATION_OF: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak reference to a Accumulation

@@ -1,6 +1,6 @@
 """The ledger of windows: which one is open, what its micro-batches weigh, when it is complete, what divides its sum.
 
-Counts and weights only; the sums themselves are in :mod:`fusedaccum.buffers.sums`.
+Counts and weights only; the sums themselves are in :mod:`fusedaccum.core.sums`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..scalars import Scalar, add, checked_weight, or_one
 from .window import MicroBatch, Schedule, Window
 
 if TYPE_CHECKING:
-    from ..extension import Extension, Extensions
+    from .extension import Extension, Extensions
 
 MISSING_WEIGHT = (
     "reduction='sum' divides by the sum of the weights, and this micro-batch was given none; "

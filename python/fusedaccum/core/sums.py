@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..distributed.shards import ShardHolder, alike, local_of, sum_over_shards
 from ..engine import outside_graphs, without_grad
+from ..extensions.cpu_offload import Offload
 from ..ops.memory import address
 from ..scalars import Scalar, div, identity, to_device, to_device_of
 from ..warn import warn
 from .buffers import Block, Buffers, Slot
 from .norms import SquaredNorms
-from .offload import Offload
-from .shards import ShardHolder, alike, local_of, sum_over_shards
 
 
 class Sums:

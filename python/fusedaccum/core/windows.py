@@ -6,16 +6,16 @@ from types import FrameType
 
 from torch import Tensor
 
-from ..buffers.sums import Sums
 from ..distributed.alone import Alone
 from ..distributed.ranks import Ranks, modules_of
 from ..engine import runs
-from ..extension import Extensions
 from ..scalars import Scalar, product
 from ..warn import warn
-from ..window.ledger import Ledger
-from ..window.settings import Settings, check_alone
 from .accumulator import Accumulator
+from .config import Settings, check_alone
+from .extension import Extensions
+from .ledger import Ledger
+from .sums import Sums
 
 
 class Windows:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 if TYPE_CHECKING:
-    from .buffers import Slot
+    from ..core.buffers import Slot
 
 if dist.is_available():
     from torch.distributed.tensor import DTensor, Replicate

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer, SparseAdam
 
-from ..buffers.shards import fsdp1, is_flattened, is_shard
-from ..closures import check_steps_alone
+from ..distributed.shards import fsdp1, is_flattened, is_shard
 from ..ops import backends
 from ..scalars import checked_count, is_number
+from .closures import check_steps_alone
 from .window import Schedule
 
 REDUCTIONS = ("mean", "sum", "none")

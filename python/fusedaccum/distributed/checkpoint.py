@@ -18,17 +18,18 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ..buffers.buffers import Slot
-from ..buffers.shards import is_shard, local_of, whole
-from ..window.window import Window
-from . import checkpoint, resharding
-from .older import as_now
+from ..core import checkpoint
+from ..core.buffers import Slot
+from ..core.window import Window
+from ..older_checkpoints import as_now
+from . import resharding
+from .shards import is_shard, local_of, whole
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.storage import StorageReader
 
-    from ..optimizer import AccumulatingOptimizer
+    from ..core.optimizer import AccumulatingOptimizer
 
 HEADER = "fusedaccum"
 # What checkpoint.save() returns beside a rank's own plain values and the extensions' tensors.

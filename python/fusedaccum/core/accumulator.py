@@ -10,12 +10,12 @@ from torch import Tensor
 
 from .. import ops
 from ..autograd.streams import capturing
-from ..buffers.buffers import Slot
-from ..buffers.shards import alike, local_gradient
-from ..buffers.sums import Sums
-from ..extension import Extensions
+from ..distributed.shards import alike, local_gradient
 from ..scalars import Scalar, add, div, identity, to_device, widest
-from ..window.ledger import Ledger
+from .buffers import Slot
+from .extension import Extensions
+from .ledger import Ledger
+from .sums import Sums
 
 DRAWS_APART = 1 << 44  # random numbers set aside for one add of all parameters, when rounding stochastically
 

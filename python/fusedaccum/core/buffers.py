@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .. import ops
+from ..distributed.shards import ShardHolder, fsdp1, is_flattened, is_shard, local_of
 from ..ops.memory import is_dense, traits
 from ..scalars import Scalar
-from .shards import ShardHolder, fsdp1, is_flattened, is_shard, local_of
 
 ALIGNMENT = 64  # elements: a cache line or more in every dtype, also after cast_in_place_() has halved their size
 NARROW_HEAD = 1 << 16  # elements that cast_in_place_() moves through a temporary before it can work in place

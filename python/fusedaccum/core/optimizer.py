@@ -12,19 +12,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from . import features
-from .autograd.passes import saw_pass
-from .checkpoint import checkpoint
-from .checkpoint.distributed import refuse_torchs_functions
+from .. import features
+from ..autograd.passes import saw_pass
+from ..distributed.checkpoint import refuse_torchs_functions
+from ..engine import outside_graphs, without_grad
+from ..mistakes import check_arguments, check_is_optimizer, suggests_arguments, warn_if_never_stepped
+from ..scalars import Scalar, checked_loss, checked_weight, is_number, or_one, product
+from . import checkpoint
 from .closures import Evaluated
-from .engine import outside_graphs, without_grad
+from .config import Settings, TimesMean, check_optimizer, checked_device
 from .extension import LossFrom
-from .mistakes import check_arguments, check_is_optimizer, suggests_arguments, warn_if_never_stepped
-from .scalars import Scalar, checked_loss, checked_weight, is_number, or_one, product
-from .window.ledger import NO_GRADIENT
-from .window.settings import Settings, TimesMean, check_optimizer, checked_device
-from .window.window import LastWindow, Schedule
-from .wrapper import Wrapper
+from .ledger import NO_GRADIENT
+from .proxy import Wrapper
+from .window import LastWindow, Schedule
 
 BACKWARD = ("weight", "last", "gradient", "retain_graph", "create_graph", "inputs")  # Tensor.backward's, and ours
 

@@ -1,1 +1,0 @@
-"""A window's end: what it comes to, whether it may be applied, and the inner optimizer's step."""
