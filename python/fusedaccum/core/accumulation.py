@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,7 +22,6 @@ from ..warn import warn
 from .buffers import Slot
 from .config import Settings
 from .extension import Extensions, LossFrom
-from .rejected import Rejected
 from .window import MicroBatch
 from .windows import Windows
 
@@ -37,7 +35,7 @@ class Accumulation(Windows):
         inside: is the caller within ``micro_batch()``?
         refuses_backward: the call in which the inner optimizer is at work on a window that has closed, so that a backward would belong
             to the next one.
-        rejected: the micro-batches that were rejected since the last ``step()``.
+        rejected: the parameters whose gradients micro-batches were rejected for since the last ``step()``, by name.
     """
 
     def __init__(self, settings: Settings, seed: int | None, extensions: Extensions):
@@ -47,7 +45,7 @@ class Accumulation(Windows):
         self._adds_before = 0  # of the open micro-batch, when the pass (or group of passes) under way began
         self._holds = any(e.holds for e in extensions.all)
         self._collector = GradCollector(self, hold=self._holds)
-        self.rejected = Rejected()
+        self.rejected: list[str] = []
         self._idle: MicroBatch | None = None  # one whose block was left without a backward
         self._block: tuple[Scalar | None, bool, bool] = (None, False, False)  # what the latest grouped() gave to open()
         self._hidden_in = -1  # the graph task that p.grad was last hidden for
@@ -120,7 +118,7 @@ class Accumulation(Windows):
     def let_go(self) -> None:
         """Have no parameters any more; the open window is dropped."""
         self._collector.drop()
-        self.rejected.withdraw()
+        self.unhide()
         self.ledger.drop_window()
         self.sums.begin()  # the gradient that a closed window has left in p.grad is gone
         self._unhook(self.sums.buffers.slots)
@@ -164,7 +162,12 @@ class Accumulation(Windows):
         self.sums.unhide()
         if self._unfinished():
             self._break_off("was broken off by an exception (or its gradients were taken by torch.autograd.grad)")
-        self.rejected.withdraw()
+        self.unhide()
+
+    def unhide(self) -> None:
+        """Have ``p.grad`` show the sums again, where an extension has put something else there."""
+        for unhide in self.extensions.unhide:
+            unhide()
 
     def check(self) -> None:
         """Raises RuntimeError if a parameter has changed, gradients have gone past the hooks, or sums are lost."""
@@ -183,8 +186,8 @@ class Accumulation(Windows):
 
     def reset(self) -> None:
         self._collector.drop()
-        self.rejected.withdraw()
-        self.rejected = Rejected()
+        self.unhide()
+        self.rejected = []
         super().reset()
 
     # -- a micro-batch -----------------------------------------------------------------------------------------
@@ -234,8 +237,7 @@ class Accumulation(Windows):
         begins = ledger.micro is None
         if begins:
             self.updated = False
-            self.rejected.withdraw()
-            self.rejected.put_away = False
+            self.unhide()
             self.sums.follow_copied()
             self.drop_taken_away()
             if ledger.window is None:
@@ -345,7 +347,7 @@ class Accumulation(Windows):
                 self._commit(None if caller_owned else weight)
             finally:
                 self.step_under_way = ledger.micro is None
-        rejected, self.rejected = self.rejected, Rejected()
+        rejected, self.rejected = self.rejected, []
         try:
             for ended in self.extensions.ended:
                 ended(rejected)
@@ -483,14 +485,15 @@ class Accumulation(Windows):
         if self.inside or self.ledger.micro is None:
             return
         self.sums.unhide()
-        bad = self._judge() if self._holds else None
-        self.ranks.pass_ends(functools.partial(self._reject, bad))
+        if self._holds:
+            self._judge()
+        self.ranks.pass_ends(self._sums_are_shown)
         if self.settings.schedule.caller_owned:
             self._commit(None)
 
-    def _reject(self, bad: dict[Slot, Tensor] | None) -> None:
-        if bad is not None:
-            self.rejected.reject(bad, self.sums.buffers.slots)
+    def _sums_are_shown(self) -> None:
+        for shown in self.extensions.sums_shown:
+            shown()
 
     def _commit(self, weight: Scalar | None) -> None:
         # Where nothing asks for the count, this need not wait for the thread of offloaded gradients.
@@ -557,18 +560,14 @@ class Accumulation(Windows):
         if refused:
             raise RuntimeError(refused)
 
-    def _judge(self) -> dict[Slot, Tensor] | None:
-        """Add the held gradients, or drop the micro-batch and return those for which it was rejected."""
+    def _judge(self) -> None:
+        """Add the held gradients, or drop the micro-batch."""
         micro, held = self.ledger.micro, self._collector.held
         added, micro.in_place = micro.in_place, []
         micro.judged = bool(held or added)
         if all(judge(held, added) for judge in self.extensions.judge):
             self._collector.release()
-            return None
+            return
         micro.bad, batches = True, self._collector.drop()
-        return {
-            slot: grad
-            for rejects in self.extensions.rejects
-            for slots, grads in batches
-            for slot, grad in rejects(slots, grads).items()
-        }
+        for rejected in self.extensions.rejected:
+            self.rejected += rejected(batches)

@@ -44,7 +44,7 @@ def save(opt: Wrapper) -> dict[str, Any]:
         "index": ledger.index,
         "window": window,
         "micro_batch": micro,
-        "rejected": list(opt._accumulation.rejected.names),
+        "rejected": list(opt._accumulation.rejected),
         "norms": [] if window is None else sums.norms.save(),
         "buffers": {slot.index: _saved(slot) for slot in gathered},
         "changed_by_user": sums.changed_by_user,
@@ -141,7 +141,7 @@ def load(opt: Wrapper, own: dict[str, Any]) -> None:
     if opt._ledger.window is not None and not opt._ledger.is_open:
         # It holds nothing (its micro-batches were dropped), so check() has let another accum_steps pass.
         opt._ledger.window.length = opt.settings.schedule.length(own["index"])
-    opt._accumulation.rejected.names = list(own["rejected"])
+    opt._accumulation.rejected = list(own["rejected"])
     for index, saved in own["buffers"].items():
         sums.restore(slots[index], local_of(saved["sum"]), saved["divisor"])
     sums.changed_by_user = own["changed_by_user"]

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from .closing import Closing
     from .conclusion import Conclusion
     from .config import Settings
-    from .rejected import Rejected
     from .window import MicroBatch
 
 Kind = TypeVar("Kind", bound="Extension")
@@ -43,6 +42,14 @@ class ScaleNews(Enum):
     UNKNOWN = auto()  # it will not become known
     ANOTHER = auto()  # since the last step() it was another one than assumed
     NONE = auto()  # the open micro-batch carries none
+
+
+class Instead(Enum):
+    """What ``p.grad`` shows, or has shown, instead of the sums."""
+
+    NOTHING = auto()
+    REJECTED = auto()  # a gradient of a rejected micro-batch
+    WAS_REJECTED = auto()  # one, until a call put the sums back; no micro-batch has begun since
 
 
 class RaisedByAllError(RuntimeError):
@@ -124,9 +131,19 @@ class Extension:
         """False if the micro-batch must be left out, whose gradients are ``held``; layers have added those of the slots ``added``."""
         return True
 
-    def rejects(self, slots: list[Slot], grads: list[Tensor]) -> dict[Slot, Tensor]:
-        """Those of a rejected micro-batch's gradients for which it was rejected, as far as this rank has them."""
-        return {}
+    def rejected(self, batches: Sequence[tuple[list[Slot], list[Tensor]]]) -> list[str]:
+        """The micro-batch of these gradients is left out: the names of the parameters for which it is."""
+        return []
+
+    def sums_shown(self) -> None:
+        """A backward pass is over, and what ``p.grad`` shows does not change any more before the next call or backward."""
+
+    def shown_instead(self) -> Instead:
+        """What the extension has put in the place of the sums in ``p.grad``."""
+        return Instead.NOTHING
+
+    def unhide(self) -> None:
+        """Have ``p.grad`` show the sums again, if it shows something else."""
 
     def micro_batch_ends(self, micro: MicroBatch) -> None:
         """The micro-batch is about to be counted. If this raises, it is not, and still open."""
@@ -194,8 +211,8 @@ class Extension:
     def step_begins(self) -> None:
         """``step()`` was called; the micro-batch that it ends is still open."""
 
-    def ended(self, rejected: Rejected) -> None:
-        """``step()`` has ended the micro-batch; ``rejected`` are those that were left out since the last one."""
+    def ended(self, rejected: list[str]) -> None:
+        """``step()`` has ended the micro-batch; others were left out since the last one for parameters named ``rejected``."""
 
     def window_goes_on(self) -> None:
         """``step()`` has ended a micro-batch, and the window is not complete."""

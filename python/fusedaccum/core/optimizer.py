@@ -270,7 +270,7 @@ class AccumulatingOptimizer(Wrapper):
             flush_begins()
         self._closing.apply_again()
         self._accumulation.drop_idle()
-        if self._ledger.micro is not None or self._accumulation.rejected.names:
+        if self._ledger.micro is not None or self._accumulation.rejected:
             warn_if_never_stepped(self._ledger)
             self._accumulation.end_micro_batch(None)
         if self._ledger.is_open:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..core.extension import Extension, RaisedByAllError, ScaleNews
+from ..core.extension import Extension, Instead, RaisedByAllError, ScaleNews
 from ..scalars import Scalar, as_tensor, copied, div, to_device_of, widest
 from ..warn import warn
 
@@ -76,11 +76,15 @@ class LossScale(Extension):
         """Our own object, or None, if the gradients are unscaled already."""
         self.accumulation.extensions.wake(self)
         self._step = Step.UNSCALED if value is self or value is None else Step.SCALED
-        self._saw_rejected = self.accumulation.rejected.shown
+        self._saw_rejected = self._gradient_was(Instead.REJECTED)
 
     @grad_scale.deleter
     def grad_scale(self) -> None:
         pass
+
+    def _gradient_was(self, kind: Instead) -> bool:
+        """True if the gradient that a scaler has found in ``p.grad`` was this, and not the window's."""
+        return any(instead() is kind for instead in self.accumulation.extensions.shown_instead)
 
     def __rmul__(self, scale: Tensor) -> Tensor:
         """``scale * optimizer.grad_scale``: keeps the tensor, changes nothing."""
@@ -143,7 +147,7 @@ class LossScale(Extension):
         if window is None or window.void:
             return
         found_inf: Any = self.found_inf
-        if self._step is Step.UNSCALED and accumulation.rejected.put_away and as_tensor(found_inf) != 0:
+        if self._step is Step.UNSCALED and self._gradient_was(Instead.WAS_REJECTED) and as_tensor(found_inf) != 0:
             self._saw_rejected = True  # unscale_() came before the call (normalize_(), say) that put the sums back
         if self._saw_rejected and self.live is None:
             # If the window ends here, it is unknown what its other micro-batches carry.
@@ -153,7 +157,7 @@ class LossScale(Extension):
             accumulation.sums.norms.invalidate_all()  # GradScaler writes without raising the tensors' versions
         # normalize_() may have counted the micro-batch already.
         self._meet_scaler(window.empty or window.length == 1 or ledger.schedule.caller_owned)
-        self._overflow = not accumulation.rejected.names and as_tensor(found_inf) != 0
+        self._overflow = not accumulation.rejected and as_tensor(found_inf) != 0
 
     def _meet_none(self, window: Window | None) -> None:
         """``step()`` was not called by a scaler: the gradients of ``window`` carry no loss scale."""

@@ -85,7 +85,7 @@ class Losses(Extension):
             assert self._unrecorded is not None
             self._sum, self._count = self._sum + _of(mul(self._unrecorded, loss), raw), self._count + 1
             self._unrecorded = None
-        elif not accumulation.rejected.names:  # else it is of a rejected one
+        elif not accumulation.rejected:  # else it is of a rejected one
             raise RuntimeError(
                 "record_loss() found no micro-batch that lacks its loss; call it once per micro-batch, after its backward and before "
                 "step() (opt.backward(loss) needs no such call)"

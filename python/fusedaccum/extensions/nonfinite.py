@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..core.buffers import Slot
-from ..core.extension import Extension
-from ..distributed.shards import local_gradient, over_meshes, summed_gradient
+from ..core.extension import Extension, Instead
+from ..distributed.shards import local_gradient, local_of, over_meshes, summed_gradient, whole
 from ..engine import without_grad
 from ..scalars import as_tensor, to_device
 
 if TYPE_CHECKING:
     from ..core.conclusion import Conclusion
-    from ..core.rejected import Rejected
 
 
 def _report(end: Conclusion) -> None:
@@ -48,10 +48,21 @@ class SkipWindow(Extension):
 
 
 class SkipMicroBatch(Extension):
-    """``"skip_micro_batch"``: a micro-batch's gradients are held until its backward is over, and then all of them are added, or none."""
+    """``"skip_micro_batch"``: a micro-batch's gradients are held until its backward is over, and then all of them are added, or none.
+
+    Until the next call, ``p.grad`` of one parameter then shows a gradient that is not finite, and that of all others is None: so a
+    GradScaler, which looks there, learns of the overflow, and nothing that it or other code does to ``p.grad`` reaches a buffer.
+    """
 
     holds = True
     counts = True
+
+    def __init__(self) -> None:
+        self._bad: dict[Slot, Tensor] | None = (
+            None  # gradients for which the open micro-batch is rejected, until p.grad shows one
+        )
+        self._hidden: list[tuple[Slot, Tensor | None]] = []  # what p.grad was
+        self._instead = Instead.NOTHING
 
     def pass_begins(self, thread: int | None) -> None:
         accumulation = self.accumulation
@@ -81,9 +92,47 @@ class SkipMicroBatch(Extension):
             )
         return False
 
-    def rejects(self, slots: list[Slot], grads: list[Tensor]) -> dict[Slot, Tensor]:
-        pairs = ((slot, local_gradient(grad, slot.param)) for slot, grad in zip(slots, grads, strict=True))
-        return {slot: part for slot, part in pairs if not torch.isfinite(part).all()}
+    def rejected(self, batches: Sequence[tuple[list[Slot], list[Tensor]]]) -> list[str]:
+        pairs = ((slot, local_gradient(grad, slot.param)) for of in batches for slot, grad in zip(*of, strict=True))
+        self._bad = {slot: part for slot, part in pairs if not torch.isfinite(part).all()}
+        return [slot.name for slot in self._bad] or ["a shard on another rank"]
+
+    def sums_shown(self) -> None:
+        """Hide the sums behind a rejected gradient: that of the same parameter on all ranks if it is a shard, whichever rank has the bad
+        part, because PyTorch unscales a DTensor by a collective.
+        """
+        bad, self._bad = self._bad, None
+        if bad is None:
+            return
+        slots = self.accumulation.sums.buffers.slots
+        self._hidden, self._instead = [(slot, slot.param.grad) for slot in slots], Instead.REJECTED
+        for slot in slots:
+            slot.param.grad = None
+        shard = next((slot for slot in slots if slot.is_dtensor and slot.param.requires_grad), None)
+        if shard is not None:
+            shard.param.grad = whole(torch.full_like(local_of(shard.param.detach()), torch.nan), shard.param)
+        elif bad:
+            slot, grad = next(iter(bad.items()))
+            slot.param.grad = grad.clone()  # which can be written in place, as p.grad can: not one number, expanded
+
+    def shown_instead(self) -> Instead:
+        return self._instead
+
+    def unhide(self) -> None:
+        if self._hidden:
+            self._instead = Instead.WAS_REJECTED
+        for slot, grad in self._hidden:
+            slot.param.grad = grad
+        self._hidden = []
+
+    def micro_batch_opened(self) -> None:
+        self._instead = Instead.NOTHING
+
+    def ended(self, rejected: list[str]) -> None:
+        self._instead = Instead.NOTHING
+
+    def buffers_released(self) -> None:
+        self._instead, self._bad = Instead.NOTHING, None
 
     def closing(self, end: Conclusion) -> None:
         _report(end)
@@ -92,8 +141,11 @@ class SkipMicroBatch(Extension):
 class Raise(SkipMicroBatch):
     """``"raise"``: as ``"skip_micro_batch"``, and ``step()`` raises."""
 
-    def ended(self, rejected: Rejected) -> None:
-        if rejected.names:
+    def ended(self, rejected: list[str]) -> None:
+        super().ended(rejected)
+        if rejected:
+            more = len(rejected) - 5
+            names = ", ".join(rejected[:5]) + (f" and {more} more parameters" if more > 0 else "")
             raise FloatingPointError(
-                f"the gradient of {rejected} holds NaN or infinity; the micro-batch was dropped, and training can go on"
+                f"the gradient of {names} holds NaN or infinity; the micro-batch was dropped, and training can go on"
             )
