@@ -37,9 +37,9 @@ ROOMS = {
         "warn",
     },
     "distributed": {"core", "distributed/shards", "engine", "modules", "older_checkpoints", "ops", "scalars", "warn"},
-    "extensions": {"core", "distributed/shards", "engine", "modules", "ops", "scalars", "warn"},
+    "extensions": {"core", "distributed/shards", "engine", "mistakes", "modules", "ops", "scalars", "warn"},
     "features": {"core", "extensions"},
-    "core/proxy": {"core", "features", "mistakes"},
+    "core/proxy": {"core", "features"},
     "core/optimizer": {"autograd", "core", "core/proxy", "distributed", "engine", "features", "mistakes", "scalars"},
     "schedules": {"core", "scalars"},
     "recipes": {

@@ -12,7 +12,9 @@ from .extensions import main_grad
 from .extensions.batch_norm import BatchNormStats
 from .extensions.changing_owners import ChangingOwners
 from .extensions.in_place_layers import InPlaceLayers
+from .extensions.inner_guard import InnerGuard
 from .extensions.lbfgs import EvaluatedWindows
+from .extensions.loop_warnings import LoopWarnings
 from .extensions.loss_scale import LossScale
 from .extensions.losses import Losses
 from .extensions.main_grad import MainGrads
@@ -35,6 +37,8 @@ def always(settings: Settings, inner: Optimizer) -> bool:
 # When a wrapper of these settings and this inner optimizer has the feature, and what makes it.
 FEATURES: list[tuple[Callable[[Settings, Optimizer], bool], type[Extension]]] = [
     (always, ChangingOwners),  # first: others find the parameters that it has taken
+    (always, InnerGuard),
+    (always, LoopWarnings),  # looks at a window that closes before others change what it comes to
     (always, SharedBackward),  # gives the micro-batch its weight before others look at it
     (always, Losses),
     (lambda settings, _: settings.noise_scale is not None, NoiseScale),

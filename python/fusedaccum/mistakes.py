@@ -19,7 +19,7 @@ from .warn import warn
 
 if TYPE_CHECKING:
     from .core.ledger import Ledger
-    from .core.window import LastWindow, MicroBatch
+    from .core.window import MicroBatch
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -145,13 +145,14 @@ class DividedTwice:
     """
 
     def __init__(self, ledger: Ledger):
-        self._ledger = ledger
+        self._ledger = weakref.proxy(ledger)  # because it holds the extension that holds this
         self._told = False
         self._first: MicroBatch | None = None  # of the window looked at last
         self._index = -1  # of that window
         self._divisors: list[int] = []  # of its loss
+        self.closed: int | None = None  # micro-batches of the window that closed last
 
-    def look(self, loss: Tensor, last_window: LastWindow | None) -> None:
+    def look(self, loss: Tensor) -> None:
         """``opt.backward()`` was given this loss, for the open micro-batch. Neither waits for a device nor allocates on one."""
         ledger = self._ledger
         count = ledger.window.micro_batches
@@ -163,8 +164,8 @@ class DividedTwice:
         elif self._first is ledger.micro:
             self._divisors = []
         else:
-            if ledger.schedule.caller_owned and self._index + 1 == ledger.index and last_window is not None:
-                self._tell(last_window.micro_batches)  # only now it is known how many the window had
+            if ledger.schedule.caller_owned and self._index + 1 == ledger.index and self.closed is not None:
+                self._tell(self.closed)  # only now it is known how many the window had
             self._first, self._index = ledger.micro, ledger.index
             self._divisors = _divisors(loss, ledger.micro.weight)
 

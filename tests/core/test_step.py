@@ -10,8 +10,6 @@ from contextlib import contextmanager
 
 import fusedaccum as fa
 import fusedaccum.core.apply
-import fusedaccum.core.closing
-import fusedaccum.core.conclusion
 import pytest
 import torch
 from fusedaccum.autograd import collector
@@ -550,7 +548,7 @@ def test_a_step_that_breaks_off_at_the_windows_end_can_be_called_again(monkeypat
         nn.functional.mse_loss(net(x[part::2]), y[part::2]).backward()
         if part:
             with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-                patched.setattr(fusedaccum.core.closing, "conclude", interrupted)
+                patched.setattr(fusedaccum.core.apply, "conclude", interrupted)
                 opt.step()
         opt.step()
     assert opt.last_window.micro_batches == 2
@@ -574,7 +572,7 @@ def test_a_step_that_breaks_off_after_it_has_stepped_can_be_called_again(monkeyp
                     if where == "step":
                         patched.setattr(fusedaccum.core.apply, "among_hooks", interrupted_after)
                     elif where == "report":
-                        patched.setattr(fusedaccum.core.conclusion.Conclusion, "last_window", interrupted)
+                        patched.setattr(fusedaccum.core.apply.Conclusion, "last_window", interrupted)
                     else:
                         patched.setattr(NoiseScale, "_update", interrupted)
                     failing.step()

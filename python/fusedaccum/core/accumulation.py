@@ -50,7 +50,6 @@ class Accumulation(Windows):
         self._block: tuple[Scalar | None, bool, bool] = (None, False, False)  # what the latest grouped() gave to open()
         self._hidden_in = -1  # the graph task that p.grad was last hidden for
         self._replicas_checked = False  # are all parameters of DistributedDataParallel modules known to be gathered?
-        self._warned_unweighed = self._warned_kept = False
 
     def start(self, parameters: Iterable[tuple[str, Parameter]]) -> None:
         """Accumulate the gradients of these parameters, the first, with the ranks that share their windows. Raises as Ranks does."""
@@ -305,20 +304,6 @@ class Accumulation(Windows):
         if self.idle_is_open:
             self.ledger.withdraw_micro_batch()
 
-    def keep_micro_batch(self) -> None:
-        """``zero_grad()`` was called inside a window. Warn if that leaves in it what plain PyTorch would have dropped."""
-        kept = self.ledger.micro is not None and self.ledger.micro.passes and not self.ledger.micro.bad
-        if kept and not self._warned_kept:
-            self._warned_kept = True
-            warn(
-                "opt.zero_grad() inside a window keeps the gradients of a backward not yet followed by opt.step(), which plain PyTorch "
-                "drops: they are part of the next micro-batch. Keep another model's loss (GAN, actor and critic) out of these parameters "
-                "by requires_grad_(False) for that forward, or backward(inputs=...); take gradients that you combine or only look at "
-                "(PCGrad, an adversarial attack) by torch.autograd.grad(loss, parameters), and add what is to be stepped by "
-                "torch.autograd.backward(parameters, gradients); leave bad ones (NaN) out by nonfinite='skip_micro_batch'. opt.reset() "
-                "drops the whole window. (Further cases are not reported.)"
-            )
-
     def end_micro_batch(self, weight: Scalar | None) -> None:
         """What ``step()`` and ``flush()`` do before they check whether the window is complete: count the micro-batch, or refuse."""
         ledger, caller_owned = self.ledger, self.settings.schedule.caller_owned
@@ -504,37 +489,10 @@ class Accumulation(Windows):
             # What was put into p.grad by hand may have taken the place of the window's sum; step() warns of that.
             self.sums.adopt_all(self.sums.buffers.slots)
         first, sent, held = window.empty, self.ranks.sent, self.ranks.fully_sharded.holds_back
-        # Two are often of two losses.
-        if first and window.index == 0 and window.length == micro.parts > 2 and micro.parts_alike:
-            warn(
-                f"the first micro-batch had {micro.parts} backward passes, and accum_steps={micro.parts} such micro-batches make a window: "
-                f"is step() called only after every {micro.parts} (`if (i + 1) % {micro.parts} == 0:`)? Call it after each; it counts. "
-                "If a framework decides when, and divides the loss, leave out accum_steps and pass reduction='none'. If the passes do "
-                "belong to one micro-batch (several losses of it, adversarial steps), put them into one `with opt.micro_batch():`"
-            )
-        if micro.passes and self.settings.reduction == "mean":
-            self._note_unweighed(micro.weight is not None)
         self.ledger.commit(weight, held)
         if first and not (micro.bad or sent or held or micro.partial):
             for alone in self.extensions.counted_alone:
                 alone(micro)
-
-    def _note_unweighed(self, weighed: bool) -> None:
-        """Warn, once, if a micro-batch that was given no weight, and counts as 1, meets weights of others or of a window's end."""
-        before, self._weighed = self._weighed, weighed
-        if self._warned_unweighed:
-            return
-        if before is not None and before != weighed:
-            how = "some micro-batches of this window were given a weight and others were not"
-        elif not weighed and self.settings.schedule.window_weight is not None:
-            how = f"window_weight={self.settings.schedule.window_weight:g}, but this micro-batch was given no weight"
-        else:
-            return
-        self._warned_unweighed = True
-        warn(
-            f"{how}: without one it counts as 1. Give every micro-batch its weight, opt.backward(loss, weight=n); two losses of one "
-            "micro-batch belong into one `with opt.micro_batch(weight=n):`"
-        )
 
     def pass_failed(self) -> None:
         self.ranks.broke_off()

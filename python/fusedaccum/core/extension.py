@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from ..distributed.group import Group
     from ..scalars import Scalar
     from .accumulation import Accumulation
+    from .apply import Closing, Conclusion
     from .buffers import Slot
-    from .closing import Closing
-    from .conclusion import Conclusion
     from .config import Settings
     from .window import MicroBatch
 
@@ -193,6 +192,9 @@ class Extension:
 
     # -- its loss ----------------------------------------------------------------------------------------------
 
+    def backward_begins(self, loss: Tensor) -> None:
+        """``opt.backward()`` was given this loss, for the open micro-batch, and runs its backward next."""
+
     def loss_given(self, loss: Scalar, source: LossFrom) -> None:
         """The loss of the open micro-batch, or of the one counted last."""
 
@@ -230,6 +232,12 @@ class Extension:
         """``reset()`` was called, or another state is loaded: what other code has shown so far does not count."""
 
     # -- a window ----------------------------------------------------------------------------------------------
+
+    def window_begins(self, backward: bool) -> None:
+        """A window is about to be opened, because a ``backward`` begins, or without one; ``p.grad`` still shows the last one's gradient."""
+
+    def window_kept(self) -> None:
+        """``zero_grad()`` was called, and has left the open window as it is."""
 
     def window_opened(self) -> None:
         """A window is open, and empty."""

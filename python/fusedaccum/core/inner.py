@@ -27,3 +27,21 @@ def inside(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
 def states_of(optimizer: Optimizer) -> list[dict]:
     """The optimizer's state, and those of the optimizers inside it."""
     return list({id(one.state): one.state for one in with_those_inside(optimizer)}.values())
+
+
+GUARD = (
+    "_fusedaccum_guard"  # the attribute of an optimizer under which a wrapper keeps what it has put around its methods
+)
+
+
+def is_patched(inner: Optimizer) -> bool:
+    """True if other code has put a ``step()`` of its own into this optimizer. (A scheduler only notes that it was called at all.)"""
+    patch, found = vars(inner).get("step"), vars(inner).get(GUARD)
+    while patch is not None:
+        if found is not None and patch in found.patches:
+            patch = found.step
+        elif hasattr(patch, "_wrapped_by_lr_sched"):
+            patch = patch.__wrapped__
+        else:
+            return patch is not type(inner).step
+    return False

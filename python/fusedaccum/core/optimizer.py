@@ -16,7 +16,7 @@ from .. import features
 from ..autograd.passes import saw_pass
 from ..distributed.checkpoint import refuse_torchs_functions
 from ..engine import outside_graphs, without_grad
-from ..mistakes import check_arguments, check_is_optimizer, suggests_arguments, warn_if_never_stepped
+from ..mistakes import check_arguments, check_is_optimizer, suggests_arguments
 from ..scalars import Scalar, checked_loss, checked_weight, is_number, or_one, product
 from . import checkpoint
 from .closures import Evaluated
@@ -147,8 +147,8 @@ class AccumulatingOptimizer(Wrapper):
         block = self._grouped(weight, last, in_loss)
         try:
             with block:
-                if self._divided is not None:
-                    self._divided.look(loss, self._closing.last_window)
+                for begins in self._accumulation.extensions.backward_begins:
+                    begins(loss)
                 weighed = loss * self._ledger.micro.value() if self._ledger.micro.in_loss else loss
                 weighed.backward(**kwargs)  # its hooks (autograd/) bring the gradients to self._accumulation
                 saw_pass(threading.get_ident())
@@ -244,7 +244,6 @@ class AccumulatingOptimizer(Wrapper):
             if self._accumulation.complete():
                 self._closing.close(evaluated)
             else:
-                self._sums.warn_written("to which more micro-batches are added")
                 for goes_on in self._accumulation.extensions.window_goes_on:
                     goes_on()
             self._accumulation.step_under_way = False
@@ -271,7 +270,6 @@ class AccumulatingOptimizer(Wrapper):
         self._closing.apply_again()
         self._accumulation.drop_idle()
         if self._ledger.micro is not None or self._accumulation.rejected:
-            warn_if_never_stepped(self._ledger)
             self._accumulation.end_micro_batch(None)
         if self._ledger.is_open:
             self._ledger.weigh_the_rest(None)
@@ -300,7 +298,9 @@ class AccumulatingOptimizer(Wrapper):
         """
         self._accumulation.end_open_pass()
         if self._ledger.keeps:
-            return self._accumulation.keep_micro_batch()
+            for kept in self._accumulation.extensions.window_kept:
+                kept()
+            return
         self._not_inside("zero_grad()")
         zeroed = [] if set_to_none else self._sums.buffers.slots_with_grad()
         self._accumulation.reset()

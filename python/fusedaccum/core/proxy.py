@@ -12,13 +12,11 @@ from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer
 
 from ..features import extend, extensions_for
-from ..mistakes import DividedTwice, StepCalled
 from . import checkpoint
 from .accumulation import Accumulation
-from .closing import Closing
+from .apply import Closing
 from .config import Settings, check_parameter
 from .extension import Extension
-from .guard import guard
 from .inner import states_of
 from .window import Schedule
 
@@ -54,10 +52,6 @@ class Wrapper(Optimizer):
             self._sums.states = functools.partial(states_of, optimizer)
         self._closing = Closing(optimizer, self._accumulation, settings)
         self._accumulation.start(self._new(anew))
-        guard(optimizer, self._accumulation)
-        self._divided = DividedTwice(self._ledger) if settings.reduction == "mean" else None
-        stepped = vars(optimizer).get("_opt_called") is True
-        optimizer._opt_called = StepCalled(self._ledger, stepped)  # type: ignore[attr-defined]
 
     def _named(self) -> dict[Parameter, str]:
         """The parameters in the groups, each once: a tied one may be in its group twice."""

@@ -44,7 +44,7 @@ class Sums:
         self.offload = Offload()
         self.norms = SquaredNorms(backend)
         self.backend = backend
-        self._warned_dropped = self._warned_written = False
+        self._warned_dropped = False
         # By slot: a tensor that was assigned to p.grad and copied, held weakly, and its version then.
         self._copied: dict[Slot, tuple[weakref.ref[Tensor], int]] = {}
         self.begun = 0
@@ -208,16 +208,12 @@ class Sums:
                 "cases are not reported.)"
             )
 
-    def warn_written(self, so: str) -> None:
-        """Warn, once, if other code has written to the sums that ``p.grad`` shows as if they were this micro-batch's, or a mean."""
-        written = self._written_by_user or not all(block.untouched_by_user for block in self.buffers.blocks)
-        if written and not self.written_by_layers and self.normalized_by is None and not self._warned_written:
-            self._warned_written = True
-            warn(
-                "p.grad was written to (by clip_grad_norm_, zero_grad(set_to_none=False) or p.grad = ...?), but it is the window's "
-                f"sum, {so}. Instead, clip with max_grad_norm= or after opt.normalize_(), zero with opt.zero_grad(), add gradients of "
-                "your own with torch.autograd.backward(parameters, gradients), or divide the losses yourself under reduction='none'."
-            )
+    @property
+    def written_by_user(self) -> bool:
+        """True if other code has written to the sums that ``p.grad`` shows, or replaced them, as far as that can be told."""
+        if self.written_by_layers or self.normalized_by is not None:
+            return False
+        return self._written_by_user or not all(block.untouched_by_user for block in self.buffers.blocks)
 
     # -- the window's ends -------------------------------------------------------------------------------------
 

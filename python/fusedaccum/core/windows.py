@@ -10,7 +10,6 @@ from ..distributed.alone import Alone
 from ..distributed.ranks import Ranks, modules_of
 from ..engine import runs
 from ..scalars import Scalar, product
-from ..warn import warn
 from .accumulator import Accumulator
 from .config import Settings, check_alone
 from .extension import Extensions
@@ -44,8 +43,6 @@ class Windows:
         self.step_under_way = False
         self.inner_call: FrameType | None = None
         self.updated: bool | Tensor = False
-        self._weighed: bool | None = None  # was the micro-batch counted last, in the open window, given a weight?
-        self._not_zeroed = self._warned_not_zeroed = False
 
     @property
     def at_work(self) -> bool:
@@ -78,23 +75,14 @@ class Windows:
 
     def begin_window(self, backward: bool = False) -> None:
         """``backward``: because a backward begins, for which plain PyTorch would leave what is in ``p.grad``."""
-        self._not_zeroed = False
         if backward and self.settings.drop_in:
             self.sums.part_with_written(False)  # zeroed, perhaps
-            self._not_zeroed = self.sums.left_in_place
+        for begins in self.extensions.window_begins:
+            begins(backward)
         self.sums.begin()
-        self.step_under_way, self._weighed = False, None
+        self.step_under_way = False
         self.ranks.reset()
         self.ledger.begin_window()  # last: if anything above raises, the next call begins it
-
-    def warn_not_zeroed(self) -> None:
-        """A window of a drop-in closes: warn, once, if plain PyTorch would have stepped with the gradient of the step before, too."""
-        if self._not_zeroed and not self._warned_not_zeroed:
-            self._warned_not_zeroed = True
-            warn(
-                "a backward came after step() with no zero_grad() between: it has begun a new window, where plain PyTorch would have added "
-                "to the gradient that the step had left. Call opt.zero_grad() between the two. (Further cases are not reported.)"
-            )
 
     def reset(self) -> None:
         """Drop what the open window has accumulated, and what was put into ``p.grad`` meanwhile."""

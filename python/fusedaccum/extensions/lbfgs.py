@@ -15,7 +15,7 @@ from ..scalars import Scalar
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ..core.closing import Closing
+    from ..core.apply import Closing
     from ..core.config import Settings
 
 

@@ -20,7 +20,7 @@ from ..scalars import Scalar, as_tensor, copied, div, to_device_of, widest
 from ..warn import warn
 
 if TYPE_CHECKING:
-    from ..core.conclusion import Conclusion
+    from ..core.apply import Conclusion
     from ..core.window import Window
     from ..distributed.group import Group
 

@@ -12,7 +12,7 @@ from ..core.extension import Extension, LossFrom, ScaleNews
 from ..scalars import Scalar, add, as_tensor, copied, mul, to_device_of, widened
 
 if TYPE_CHECKING:
-    from ..core.conclusion import Conclusion
+    from ..core.apply import Conclusion
     from ..core.window import MicroBatch
     from ..distributed.group import Group
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ..core.accumulation import Accumulation
-    from ..core.conclusion import Conclusion
+    from ..core.apply import Conclusion
     from ..core.window import MicroBatch
     from ..distributed.group import Group
 

@@ -15,7 +15,7 @@ from ..engine import without_grad
 from ..scalars import as_tensor, to_device
 
 if TYPE_CHECKING:
-    from ..core.conclusion import Conclusion
+    from ..core.apply import Conclusion
 
 
 def _report(end: Conclusion) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ..core.accumulation import Accumulation
-    from ..core.conclusion import Conclusion
+    from ..core.apply import Conclusion
 
 
 class NormSpike(Extension):

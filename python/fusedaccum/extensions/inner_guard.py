@@ -10,10 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-if TYPE_CHECKING:
-    from .accumulation import Accumulation
+from ..core.extension import Extension
+from ..core.inner import GUARD
 
-NAME = "_fusedaccum_guard"  # the inner optimizer's attribute
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ..core.accumulation import Accumulation
+    from ..core.buffers import Slot
 
 
 class Guard:
@@ -27,7 +31,7 @@ class Guard:
 
     def __init__(self, inner: Optimizer):
         self.step: Any = vars(inner).get("step")
-        self._accumulation: weakref.ref[Accumulation] | None = None
+        self._of: weakref.ref[InnerGuard] | None = None
         self.patches: list[Callable[..., Any]] = []
         self._patch(inner, "step", self._check_step)
         self._patch(inner, "zero_grad", self._check_zero_grad)
@@ -54,13 +58,14 @@ class Guard:
         self.patches += [guarded, as_function]
         setattr(inner, name, guarded)
 
-    def watch(self, accumulation: Accumulation) -> None:
-        """Guard these windows, of the last wrapper that was built for the optimizer, for as long as they live."""
-        self._accumulation = weakref.ref(accumulation)
+    def watch(self, extension: InnerGuard) -> None:
+        """Guard the windows of this extension's wrapper."""
+        self._of = weakref.ref(extension)
 
     def _interrupted(self) -> Accumulation | None:
         """The windows, if other code has called, and one of them is open."""
-        accumulation = None if self._accumulation is None else self._accumulation()
+        extension = None if self._of is None else self._of()
+        accumulation = None if extension is None else extension.accumulation
         return None if accumulation is None or accumulation.at_work or not accumulation.ledger.is_open else accumulation
 
     def _check_step(self) -> None:
@@ -93,23 +98,12 @@ def _where(accumulation: Accumulation) -> str:
     return f"window {ledger.index}, of which {ledger.progress['micro_batch']} micro-batches are in"
 
 
-def guard(inner: Optimizer, accumulation: Accumulation) -> None:
-    """Guard the inner optimizer of these windows. One that was wrapped before has a guard already."""
-    found = vars(inner).get(NAME)
-    if found is None:
-        found = Guard(inner)
-        setattr(inner, NAME, found)
-    found.watch(accumulation)
+class InnerGuard(Extension):
+    """Guards the inner optimizer of the last wrapper that was built for it, for as long as that lives."""
 
-
-def is_patched(inner: Optimizer) -> bool:
-    """True if other code has put a ``step()`` of its own into this optimizer. (A scheduler only notes that it was called at all.)"""
-    patch, found = vars(inner).get("step"), vars(inner).get(NAME)
-    while patch is not None:
-        if found is not None and patch in found.patches:
-            patch = found.step
-        elif hasattr(patch, "_wrapped_by_lr_sched"):
-            patch = patch.__wrapped__
-        else:
-            return patch is not type(inner).step
-    return False
+    def parameters_added(self, slots: Sequence[Slot]) -> None:
+        found = vars(self.inner).get(GUARD)  # of a wrapper before
+        if found is None:
+            found = Guard(self.inner)
+            setattr(self.inner, GUARD, found)
+        found.watch(self)
