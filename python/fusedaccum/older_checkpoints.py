@@ -12,7 +12,7 @@ SMALL = {"sq_norm": "small_sq_norm", "weight": "small_weight", "square": "small_
 def as_now(own: dict[str, Any], written_as: int | None) -> dict[str, Any]:
     """``own``, in today's format. What is of no format that is known stays as it is, to be refused.
 
-    Format 3 kept what extensions need among the numbers of the window and the micro-batch.
+    Format 3 kept what extensions need among the numbers of the window and the micro-batch, and the state of that as two booleans.
     """
     if written_as != 3:
         return own
@@ -22,7 +22,7 @@ def as_now(own: dict[str, Any], written_as: int | None) -> dict[str, Any]:
         **{name: value for name, value in own.items() if name != "noise"},
         "format": 4,
         "window": window and {**_without(window, UNIT | LOSSES | set(SMALL.values())), "void": window["overflowed"]},
-        "micro_batch": micro and _without(micro, LOSSES | {"attempt"}),
+        "micro_batch": micro and {**_without(micro, LOSSES | {"attempt", "bad", "judged"}), "state": _state(micro)},
         "losses": {
             "sum": total or {"known": 0.0, "raw": 0.0},
             "count": 0 if window is None else window["losses"],
@@ -38,6 +38,10 @@ def as_now(own: dict[str, Any], written_as: int | None) -> dict[str, Any]:
         },
         "noise_scale": {"averages": own["noise"], **_small(window)},
     }
+
+
+def _state(micro: dict[str, Any]) -> str:
+    return "REJECTED" if micro["bad"] else "ADDED" if micro["judged"] else "OPEN"
 
 
 def _loss(record: dict[str, Any] | None) -> dict[str, Any] | None:

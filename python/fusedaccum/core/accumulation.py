@@ -22,7 +22,7 @@ from ..warn import warn
 from .buffers import Slot
 from .config import Settings
 from .extension import Extensions, LossFrom
-from .window import MicroBatch
+from .window import MicroBatchState
 from .windows import Windows
 
 _ACCUMULATION_OF: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak reference to a Accumulation
@@ -46,7 +46,6 @@ class Accumulation(Windows):
         self._holds = any(e.holds for e in extensions.all)
         self._collector = GradCollector(self, hold=self._holds)
         self.rejected: list[str] = []
-        self._idle: MicroBatch | None = None  # one whose block was left without a backward
         self._block: tuple[Scalar | None, bool, bool] = (None, False, False)  # what the latest grouped() gave to open()
         self._hidden_in = -1  # the graph task that p.grad was last hidden for
         self._replicas_checked = False  # are all parameters of DistributedDataParallel modules known to be gathered?
@@ -224,7 +223,7 @@ class Accumulation(Windows):
         """
         ledger = self.ledger
         if weight is None and self.idle_is_open and ledger.micro.weight is not None:
-            self._idle = None
+            ledger.micro.state = MicroBatchState.OPEN
             warn(
                 "a backward without a weight joins the micro-batch of a block, `with opt.micro_batch(weight=...)`, that had ended without "
                 "one; put the backward into its block, or give it a weight of its own"
@@ -274,7 +273,7 @@ class Accumulation(Windows):
             self._collector.end_open_pass()
             self.inside = False
             if begins and passes_seen(thread) == before and not self.set_by_hand:
-                self._idle = self.ledger.micro
+                self.ledger.micro.state = MicroBatchState.IDLE
                 self.ledger.drop_forwards()
             if self.settings.schedule.caller_owned:
                 self.drop_idle()
@@ -297,7 +296,7 @@ class Accumulation(Windows):
     @property
     def idle_is_open(self) -> bool:
         """Does the open micro-batch count for nothing, unless ``step()`` follows?"""
-        return self.ledger.micro is not None and self.ledger.micro is self._idle
+        return self.ledger.micro is not None and self.ledger.micro.state is MicroBatchState.IDLE
 
     def drop_idle(self) -> None:
         """Forget a micro-batch that was opened and left without a backward (by ``continue``), unless a ``step()`` has counted it."""
@@ -490,7 +489,7 @@ class Accumulation(Windows):
             self.sums.adopt_all(self.sums.buffers.slots)
         first, sent, held = window.empty, self.ranks.sent, self.ranks.fully_sharded.holds_back
         self.ledger.commit(weight, held)
-        if first and not (micro.bad or sent or held or micro.partial):
+        if first and not (micro.rejected or sent or held or micro.partial):
             for alone in self.extensions.counted_alone:
                 alone(micro)
 
@@ -522,10 +521,11 @@ class Accumulation(Windows):
         """Add the held gradients, or drop the micro-batch."""
         micro, held = self.ledger.micro, self._collector.held
         added, micro.in_place = micro.in_place, []
-        micro.judged = bool(held or added)
         if all(judge(held, added) for judge in self.extensions.judge):
+            if held or added:
+                micro.state = MicroBatchState.ADDED
             self._collector.release()
             return
-        micro.bad, batches = True, self._collector.drop()
+        micro.state, batches = MicroBatchState.REJECTED, self._collector.drop()
         for rejected in self.extensions.rejected:
             self.rejected += rejected(batches)

@@ -26,7 +26,7 @@ from .config import Settings
 from .extension import Extensions
 from .inner import is_patched
 from .sums import Sums
-from .window import LastWindow, Window
+from .window import LastWindow, Window, WindowState
 
 if TYPE_CHECKING:
     from .accumulation import Accumulation
@@ -48,10 +48,10 @@ class Conclusion:
     norm: Tensor | None = None  # of its gradient, before coef
     report: dict[str, Tensor | None] = field(default_factory=dict)  # what extensions say of it, by names of LastWindow
     closure: Evaluated | None = None  # what the inner optimizer's step() gets
-    finished: bool = False  # has the gradient been made, so that applying it again only steps?
+    state: WindowState = WindowState.CLOSED
+    finished: bool = False  # is p.grad its gradient? Not if the inner optimizer divides by itself
     stepped: set[Slot] = field(default_factory=set)  # slots stepped already, if the optimizer steps in parts
-    applied: bool | Tensor = False  # has it stepped all, so that applying it again only tells the extensions?
-    params_broadcast: bool = False  # have the ranks been given what others have stepped?
+    applied: bool | Tensor = False  # has the inner optimizer stepped with it?
 
     def last_window(self, applied: bool | Tensor) -> LastWindow:
         values: dict[str, Any] = UNKNOWN | {
@@ -166,10 +166,10 @@ class Closing:
         end = self.reported
         if end is None or not self.still_shows(end):
             return False
-        again = dataclasses.replace(end, stepped=set(), applied=False, params_broadcast=False)
-        again.closure = self._handed_on(evaluated, end)
         # PyTorch's fused optimizers have written the scaled gradient back.
-        again.finished = end.finished or type(self._inner).step.__module__.startswith("torch.optim.")
+        finished = end.finished or type(self._inner).step.__module__.startswith("torch.optim.")
+        again = dataclasses.replace(end, state=WindowState.CLOSED, stepped=set(), applied=False, finished=finished)
+        again.closure = self._handed_on(evaluated, end)
         if not self._accumulation.ranks.alone:
             if self._others_close():
                 return True
@@ -215,9 +215,9 @@ class Closing:
         # When the inner optimizer raises, or anything after it, the next step() or flush() goes on from there.
         with self._inner_at_work():
             applied = apply(end, self._inner, self._accumulation)
-        if not end.params_broadcast:
+        if end.state < WindowState.BROADCAST:
             self._accumulation.ranks.broadcast_params(applied)
-            end.params_broadcast = True
+            end.state = WindowState.BROADCAST
         self._report(end, applied)
 
     @contextmanager
@@ -287,8 +287,9 @@ def apply(end: Conclusion, inner: Any, accumulation: Accumulation) -> bool | Ten
 
     May be called again when the inner optimizer, or an extension after it, has raised.
     """
-    if end.applied is False:
+    if end.state is WindowState.CLOSED:
         end.applied = step_all(end, inner, accumulation)
+        end.state = WindowState.STEPPED
     if end.applied is not False:
         tell_stepped(end, accumulation.extensions)
     return end.applied
@@ -328,7 +329,7 @@ def step_all(end: Conclusion, inner: Any, accumulation: Accumulation) -> bool | 
             end.closure.begin(inner)
 
     def post_hooks_follow() -> None:  # which look at the model, and may raise
-        end.applied = applied
+        end.applied, end.state = applied, WindowState.STEPPED
         tell_stepped(end, extensions)
 
     try:
@@ -342,7 +343,7 @@ def step_all(end: Conclusion, inner: Any, accumulation: Accumulation) -> bool | 
         with extensions.inner_steps(end.slots):
             with among_hooks(inner, pre_hooks_have_run, post_hooks_follow):
                 step(inner, end, sums)
-                end.applied = applied
+                end.applied, end.state = applied, WindowState.STEPPED
             others_may_have_written(())
     finally:
         for name in ("grad_scale", "found_inf") if fused else ():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from ..distributed.shards import local_of, whole
@@ -10,7 +11,7 @@ from ..older_checkpoints import as_now
 from ..scalars import copied
 from ..warn import warn
 from .buffers import Slot
-from .window import MicroBatch, Window
+from .window import MicroBatch, MicroBatchState, Window
 
 if TYPE_CHECKING:
     from .proxy import Wrapper
@@ -72,7 +73,7 @@ def window_settings(opt: Wrapper) -> dict[str, Any]:
 
 def plain(record: Window | MicroBatch) -> dict[str, Any]:
     """Copies of what a record holds, as tensors and plain values."""
-    return {k: copied(v) for k, v in vars(record).items() if k not in UNSAVED}
+    return {k: v.name if isinstance(v, Enum) else copied(v) for k, v in vars(record).items() if k not in UNSAVED}
 
 
 def _saved(slot: Slot) -> dict[str, Any]:
@@ -136,7 +137,7 @@ def load(opt: Wrapper, own: dict[str, Any]) -> None:
     opt._ledger.restore(
         own["index"],
         None if window is None else Window(**window),
-        None if micro is None else MicroBatch(**micro),
+        None if micro is None else MicroBatch(**{**micro, "state": MicroBatchState[micro["state"]]}),
     )
     if opt._ledger.window is not None and not opt._ledger.is_open:
         # It holds nothing (its micro-batches were dropped), so check() has let another accum_steps pass.

@@ -155,7 +155,7 @@ class Ledger:
         ``held``: will its gradients come with those of a later micro-batch? Then the two can only be rejected together.
         """
         window, micro = self.window, self.micro
-        if micro.bad:
+        if micro.rejected:
             before = self._before_held
             window.drop(None if before is None else before[0])
             if before is not None:
@@ -282,7 +282,7 @@ class Ledger:
         window = self.window
         count, weight = self.steps, window.weight
         last: Scalar | None = 0.0
-        if self.micro is not None and not self.micro.bad:
+        if self.micro is not None and not self.micro.rejected:
             count, last = count + 1, self._weight_of(self.micro, None)
             weight = add(weight, 0.0 if last is None else last)
         elif self.micro is not None and self.ranks > 1:

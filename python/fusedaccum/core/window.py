@@ -10,6 +10,7 @@ import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from enum import Enum, IntEnum, auto
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -104,9 +105,36 @@ class Schedule:
         return self.complete(length, micro_batches, weight)
 
 
+class MicroBatchState(Enum):
+    """How far the open micro-batch has come.
+
+    OPEN -> ADDED or REJECTED, where an extension judges it whole; OPEN <-> IDLE. ``step()`` counts it, in whichever of them it is.
+    """
+
+    OPEN = auto()  # backward passes add to it
+    IDLE = (
+        auto()
+    )  # its block was left without a backward (by ``continue``): it counts for nothing, unless step() follows at once
+    ADDED = auto()  # its gradients were held, judged and added: no more may follow
+    REJECTED = auto()  # its gradients were held, judged and dropped: it is counted as one that is left out
+
+
+class WindowState(IntEnum):
+    """How far a window has come that is complete. (One that is not is :class:`Window`, in the ledger.)
+
+    If something raises on the way, the next ``step()`` or ``flush()`` goes on from there.
+    """
+
+    CLOSED = auto()  # it is known what it comes to; the next gradient begins another
+    STEPPED = auto()  # the inner optimizer has stepped with it, or it is skipped
+    BROADCAST = auto()  # the other ranks have what this one has stepped; what is left is to report it
+
+
 @dataclass
 class MicroBatch:
     """The open micro-batch: everything between two commits."""
+
+    state: MicroBatchState = MicroBatchState.OPEN
 
     weight: Scalar | None = None  # None: not given
     assumed: bool = False  # is it the weight that another wrapper was given for the same loss?
@@ -114,11 +142,9 @@ class MicroBatch:
     in_loss: bool = False  # has the loss been multiplied by the weight, so that the gradient comes with it?
     last: bool = False  # has the caller said that the window ends with it?
     adds: int = 0  # calls that have added part of it; after one, a weight comes too late
-    judged: bool = False  # have its gradients been checked, and added or dropped? Then no more may follow
     divisor: Scalar | None = None  # of 16-bit buffers, once it is in them
     nonfinite: Scalar = 0  # elements that were not finite, as far as they were counted
     counts: list[Tensor] = field(default_factory=list)  # counts that are not part of ``nonfinite`` yet
-    bad: bool = False  # dropped, because a gradient was not finite
     passes: int = 0  # outermost backward passes
     parts: int = 0  # blocks of passes, and passes outside of any
     arrived: int = 0  # gradients that have been added
@@ -128,6 +154,15 @@ class MicroBatch:
     # May it be run again, if it breaks off? Then its gradients come through hooks only, and stay here.
     repeatable: bool = False
     partial: bool = False  # have some parameters taken its gradient before? Then the buffers hold more than is counted
+
+    @property
+    def judged(self) -> bool:
+        """True if it was judged whole, so that no more may follow."""
+        return self.state in (MicroBatchState.ADDED, MicroBatchState.REJECTED)
+
+    @property
+    def rejected(self) -> bool:
+        return self.state is MicroBatchState.REJECTED
 
     def value(self) -> Scalar:
         """The weight; 1 if none was given."""

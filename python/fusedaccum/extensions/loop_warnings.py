@@ -87,7 +87,7 @@ class LoopWarnings(Extension):
 
     def window_kept(self) -> None:
         micro = self.accumulation.ledger.micro
-        if micro is not None and micro.passes and not micro.bad:
+        if micro is not None and micro.passes and not micro.rejected:
             self._tell(
                 "kept",
                 "opt.zero_grad() inside a window keeps the gradients of a backward not yet followed by opt.step(), which plain PyTorch "
