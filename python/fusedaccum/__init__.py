@@ -4,8 +4,8 @@ from . import ops, schedules
 from ._version import __version__
 from .core.config import TimesMean
 from .core.optimizer import AccumulatingOptimizer
-from .core.window import LastWindow
 from .distributed.checkpoint import DistributedState
+from .last_window import LastWindow
 from .recipes.batchnorm import accumulate_batchnorm, restore_batchnorm
 from .recipes.cached import cached_backward
 from .recipes.explaining import Explanation, explain

@@ -7,7 +7,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .core.window import LastWindow, checked_steps
+from .core.window import checked_steps
+from .last_window import LastWindow
 from .scalars import checked_count, is_number
 
 Steps = Callable[[int], int]

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ..extensions.cpu_offload import STAGE_BYTES
+from ..last_window import LastWindow
 from ..scalars import Scalar, as_tensor, div, identity, to_device_of, widened
 from ..warn import warn
 from .buffers import Slot
@@ -26,7 +27,7 @@ from .config import Settings
 from .extension import Extensions
 from .inner import is_patched
 from .sums import Sums
-from .window import LastWindow, Window, WindowState
+from .window import Window, WindowState
 
 if TYPE_CHECKING:
     from .accumulation import Accumulation

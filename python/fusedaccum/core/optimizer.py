@@ -16,6 +16,7 @@ from .. import features
 from ..autograd.passes import saw_pass
 from ..distributed.checkpoint import refuse_torchs_functions
 from ..engine import outside_graphs, without_grad
+from ..last_window import LastWindow
 from ..mistakes import check_arguments, check_is_optimizer, suggests_arguments
 from ..scalars import Scalar, checked_loss, checked_weight, is_number, or_one, product
 from . import checkpoint
@@ -24,7 +25,7 @@ from .config import Settings, TimesMean, check_optimizer, checked_device
 from .extension import LossFrom
 from .ledger import NO_GRADIENT
 from .proxy import Wrapper
-from .window import LastWindow, Schedule
+from .window import Schedule
 
 BACKWARD = ("weight", "last", "gradient", "retain_graph", "create_graph", "inputs")  # Tensor.backward's, and ours
 
