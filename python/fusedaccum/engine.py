@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
@@ -56,14 +56,17 @@ def recording() -> Any:
 
 def runs(frame: FrameType | None) -> bool:
     """Is this call still running, in any thread? Ctrl-C may have ended it without what it does at its end."""
-    # Not in a variable: what holds its own frame holds all that its callers have.
-    return frame is not None and any(frame in _callers(stack) for stack in sys._current_frames().values())
-
-
-def _callers(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+    stacks = [] if frame is None else list(sys._current_frames().values())
+    try:
+        for caller in stacks:
+            while caller is not None:
+                if caller is frame:
+                    return True
+                caller = caller.f_back  # type: ignore[assignment]
+        return False
+    finally:
+        stacks.clear()  # what holds its own frame holds all that its callers have
+        caller = None  # type: ignore[assignment]
 
 
 def within_backward() -> bool:

@@ -9,7 +9,7 @@ from torch.optim import LBFGS
 
 from .core.extension import Extension, Extensions
 from .extensions import main_grad
-from .extensions.batch_norm import BatchNormStats
+from .extensions.batch_norm import BatchNormsLeftOut, BatchNormStats
 from .extensions.changing_owners import ChangingOwners
 from .extensions.in_place_layers import InPlaceLayers
 from .extensions.inner_guard import InnerGuard
@@ -48,6 +48,7 @@ FEATURES: list[tuple[Callable[[Settings, Optimizer], bool], type[Extension]]] = 
     (lambda settings, _: settings.skip_norm is not None, NormSpike),
     (always, LossScale),  # divides after Losses, and reports over what the three above have
     (always, BatchNormStats),
+    (always, BatchNormsLeftOut),
     (always, InPlaceLayers),
     (main_grad.any_enabled, MainGrads),
     (lambda settings, _: settings.master_weights, MasterWeights),

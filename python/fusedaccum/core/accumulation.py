@@ -504,7 +504,10 @@ class Accumulation(Windows):
 
     def _unfinished(self) -> str | None:
         """Why a pass cannot follow one that was broken off, if that has left what no hook has told of."""
-        return next((why for unfinished in self.extensions.unfinished if (why := unfinished())), None)
+        for unfinished in self.extensions.unfinished:
+            if why := unfinished():
+                return why
+        return None
 
     def _break_off(self, how: str) -> None:
         refused = self._unfinished() if within_backward() else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from dataclasses import dataclass
@@ -113,7 +114,7 @@ class Settings:
             how = "backend" if self.backend == backend else "the environment variable FUSEDACCUM_BACKEND"
             raise ValueError(f"{how}={backend!r} adds on a GPU, and with buffer_device='cpu' the CPU does; use 'auto'")
 
-    @property
+    @functools.cached_property
     def drop_in(self) -> bool:
         """True where a loop that was written for plain PyTorch stays as it is: no window divides anything, and each ends with step()."""
         return self.reduction == "none" and self.schedule.caller_owned

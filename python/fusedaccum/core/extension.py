@@ -416,7 +416,7 @@ class Extensions:
     @property
     def stand_in(self) -> bool:
         """True if the inner optimizer steps other tensors than the model's parameters."""
-        return any(stands_in() for stands_in in self.stands_in)
+        return bool(self.stands_in) and any(stands_in() for stands_in in self.stands_in)
 
     def inner_steps(self, slots: Sequence[Slot]) -> ExitStack:
         """What all of them want around a block of the caller's in which the inner optimizer is at work."""

@@ -25,6 +25,7 @@ from ..warn import warn
 from .moments import Total, merge, summed
 
 if TYPE_CHECKING:
+    from ..core.apply import Conclusion
     from ..core.window import MicroBatch
     from ..distributed.group import Group
 
@@ -66,16 +67,16 @@ class BatchNormStats(Extension):
     """Keeps calls pending until their micro-batch is counted, and totals until their window closes."""
 
     key = "batch_statistics"
+    asleep = True  # until a layer brings statistics
 
     def __init__(self) -> None:
-        self._searched = False  # has note_unpooled() looked for layers that should be here?
-        self._micro_batches = 0  # counted since a window closed
         self._pending: dict[Key, list[Call]] = {}
         self._in_part: Counter[Key] = Counter()  # calls in the part of a micro-batch that is under way
         self._counted: dict[Key, list[Total]] = {}
 
     def record(self, key: Key, n: int, moments: Tensor, ranks: int) -> None:
         """A forward, as :class:`Call` has it."""
+        self.accumulation.extensions.wake(self)
         self._pending.setdefault(key, []).append(Call(self._in_part[key], n, moments, ranks))
         self._in_part[key] += 1
 
@@ -97,7 +98,6 @@ class BatchNormStats(Extension):
 
     @without_grad
     def micro_batch_counted(self, micro: MicroBatch) -> None:
-        self._micro_batches += 1
         rounds: list[tuple[list[Total], list[Call]]] = []  # no total occurs twice in one
         for key, pending in self._pending.items():
             counted, times = self._counted.setdefault(key, []), Counter[int]()
@@ -118,28 +118,22 @@ class BatchNormStats(Extension):
         self._pending.clear()
         self._in_part.clear()
 
-    def snapshot(self) -> tuple[int, dict[Key, list[Total]]]:
-        copies = {key: [Total(t.n, t.moments.clone()) for t in of] for key, of in self._counted.items()}
-        return self._micro_batches, copies
+    def snapshot(self) -> dict[Key, list[Total]]:
+        return {key: [Total(t.n, t.moments.clone()) for t in of] for key, of in self._counted.items()}
 
-    def roll_back(self, snapshot: tuple[int, dict[Key, list[Total]]]) -> None:
-        self._micro_batches, self._counted = snapshot
+    def roll_back(self, snapshot: dict[Key, list[Total]]) -> None:
+        self._counted = snapshot
 
     def window_dropped(self) -> None:
         self._counted.clear()
-        self._micro_batches = 0
 
     @without_grad
     def window_closed(self) -> None:
-        micro_batches, self._micro_batches = self._micro_batches, 0
         counted, self._counted = self._counted, {}
         for key, layer in self._layers():
             if layer.running_mean is not None:  # else they have been taken away since
                 for total in counted.get(key, ()):
                     move(layer, total)
-        if micro_batches > 1 and not self._searched:
-            self._searched = True
-            note_unpooled(self.accumulation.sums.buffers)
 
     def reduce(self) -> dict[str, float]:
         return {"pools": bool(self._counted)}
@@ -147,6 +141,7 @@ class BatchNormStats(Extension):
     @without_grad
     def reduced(self, totals: dict[str, float], group: Group) -> None:
         if totals["pools"]:
+            self.accumulation.extensions.wake(self)
             self._counted = over_ranks(group, self._counted)
 
     def _layers(self) -> list[tuple[Key, Layer]]:
@@ -155,7 +150,6 @@ class BatchNormStats(Extension):
 
     def save(self) -> dict[str, Any]:
         return {
-            "micro_batches": self._micro_batches,
             "pending": [
                 [*key, [[c.k, c.n, c.moments.clone(), c.ranks] for c in of]] for key, of in self._pending.items()
             ],
@@ -176,7 +170,8 @@ class BatchNormStats(Extension):
             device = self.accumulation.sums.buffers.slots[slot].param.device
             return moments.to(device, widest(device), copy=True)
 
-        self._micro_batches = saved["micro_batches"]
+        if saved["pending"] or saved["counted"]:
+            self.accumulation.extensions.wake(self)
         self._pending = {
             (slot, number): [Call(k, n, here(moments, slot), ranks) for k, n, moments, ranks in of]
             for slot, number, of in saved["pending"]
@@ -198,7 +193,7 @@ class BatchNormStats(Extension):
                         totals.append(Total(0.0, torch.zeros_like(moments)))
                     merge([totals[k]], [Total(n, moments)])
         saved = [[*key, [[t.n, t.moments] for t in of]] for key, of in counted.items()]
-        return {"micro_batches": sum(part["micro_batches"] for part in here), "pending": [], "counted": saved}
+        return {"pending": [], "counted": saved}
 
 
 def parts_of(calls: list[Call], totals: list[Total]) -> list[Total]:
@@ -236,6 +231,18 @@ def move(layer: Layer, total: Total) -> None:
     for running, pooled in ((layer.running_mean, mean), (layer.running_var, var)):
         moved = widened(running) * (1 - momentum) + pooled * momentum
         running.copy_(torch.where(finite, moved.to(running.dtype), running))
+
+
+class BatchNormsLeftOut(Extension):
+    """Looks, at the end of the first window of several micro-batches, for layers that should be in :class:`BatchNormStats`."""
+
+    def __init__(self) -> None:
+        self._searched = False
+
+    def closed(self, end: Conclusion) -> None:
+        if not self._searched and end.window.micro_batches > self.accumulation.ranks.size:
+            self._searched = True
+            note_unpooled(self.accumulation.sums.buffers)
 
 
 _noted = False
