@@ -240,7 +240,7 @@ def test_reentrant_passes_deeper_than_a_thread_of_the_engines(settings):
 def test_the_environment_chooses_the_hooks(each_intake):
     p = nn.Parameter(torch.zeros(1))
     opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0))
-    made_by = type(opt._accumulation._collector._queue).__module__
+    made_by = type(opt._accumulation.collector._queue).__module__
     assert made_by == ("fusedaccum._intake" if each_intake == "native" else "fusedaccum.autograd.grad_queue")
 
 

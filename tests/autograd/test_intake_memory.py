@@ -184,7 +184,7 @@ def test_hooks_do_not_keep_model_or_wrapper_alive():
     opt = wrapped(net, 2)
     mean_loss(net, x, y).backward()
     opt.step()
-    watch = [weakref.ref(opt), weakref.ref(net[0].weight), weakref.ref(opt._accumulation._collector)]
+    watch = [weakref.ref(opt), weakref.ref(net[0].weight), weakref.ref(opt._accumulation.collector)]
     del opt, net
     gc.collect()
     assert [ref() for ref in watch] == [None] * 3

@@ -162,7 +162,7 @@ def test_the_adds_of_a_pass_take_turns(current, buckets):
 
     def added_by_layer(_):
         moved_to(current, layers)
-        with opt._accumulation._collector.within_pass(DEVICE):
+        with opt._accumulation.collector.within_pass(DEVICE):
             pass
 
     hidden = net[0](torch.ones(2, 3))

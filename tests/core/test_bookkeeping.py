@@ -4,7 +4,7 @@ import fusedaccum as fa
 import pytest
 import torch
 from fusedaccum.autograd import collector
-from fusedaccum.core import accumulator, norms
+from fusedaccum.core import adding, norms
 from fusedaccum.core.window import Schedule
 from torch import nn
 from training import assert_same_parameters, big_batch_step, data, mean_loss, model, parts, sgd, twin, wrapped
@@ -243,7 +243,7 @@ def test_out_of_memory_while_a_bucket_is_added_counts_nothing_twice_and_loses_no
     halves = parts(x, y, (12, 12))
     mean_loss(net, *halves[0]).backward()
     opt.step()
-    calls, accumulate_ = 0, accumulator.ops.accumulate_
+    calls, accumulate_ = 0, adding.ops.accumulate_
 
     def short_of_memory(*args, **kwargs):
         nonlocal calls
@@ -252,7 +252,7 @@ def test_out_of_memory_while_a_bucket_is_added_counts_nothing_twice_and_loses_no
             raise torch.OutOfMemoryError("CUDA out of memory")
         return accumulate_(*args, **kwargs)
 
-    monkeypatch.setattr(accumulator.ops, "accumulate_", short_of_memory)
+    monkeypatch.setattr(adding.ops, "accumulate_", short_of_memory)
     with pytest.raises(torch.OutOfMemoryError):
         mean_loss(net, *halves[1]).backward()
     if fails_at == 1:  # nothing of the micro-batch was added: it may be repeated

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from types import FrameType
 
 import torch
@@ -19,6 +19,7 @@ from ..distributed.shards import over_meshes
 from ..engine import recording, runs, within_backward, without_grad
 from ..scalars import Scalar
 from ..warn import warn
+from . import adding
 from .buffers import Slot
 from .config import Settings
 from .extension import Extensions, LossFrom
@@ -43,8 +44,8 @@ class Accumulation(Windows):
         self.inside = False
         self.refuses_backward: FrameType | None = None
         self._adds_before = 0  # of the open micro-batch, when the pass (or group of passes) under way began
-        self._holds = any(e.holds for e in extensions.all)
-        self._collector = GradCollector(self, hold=self._holds)
+        self.holds = any(e.holds for e in extensions.all)
+        self.collector = GradCollector(self, hold=self.holds)
         self.rejected: list[str] = []
         self._block: tuple[Scalar | None, bool, bool] = (None, False, False)  # what the latest grouped() gave to open()
         self._hidden_in = -1  # the graph task that p.grad was last hidden for
@@ -54,10 +55,10 @@ class Accumulation(Windows):
         """Accumulate the gradients of these parameters, the first, with the ranks that share their windows. Raises as Ranks does."""
         slots = self.sums.buffers.add(parameters)
         self.share()
-        if self.accumulator.seed is not None:
-            seed = int(self.ranks.least(self.accumulator.seed))  # replicas of a shard round alike
-            self.accumulator.seed = over_meshes("MIN", seed, slots)
-            self.accumulator.rank = self.ranks.rank
+        if self.seed is not None:
+            seed = int(self.ranks.least(self.seed))  # replicas of a shard round alike
+            self.seed = over_meshes("MIN", seed, slots)
+            self.rank = self.ranks.rank
         self._hook(slots)
         self._tell_added(slots)
 
@@ -115,7 +116,7 @@ class Accumulation(Windows):
 
     def let_go(self) -> None:
         """Have no parameters any more; the open window is dropped."""
-        self._collector.drop()
+        self.collector.drop()
         self.unhide()
         self.ledger.drop_window()
         self.sums.begin()  # the gradient that a closed window has left in p.grad is gone
@@ -131,9 +132,9 @@ class Accumulation(Windows):
         self._tell_changed(slots)
         with recording():
             for slot in slots:
-                self._collector.hook(slot)
+                self.collector.hook(slot)
                 _ACCUMULATION_OF[slot.param] = weakref.ref(self)
-        self._collector.size_buckets(self.sums.buffers.slots, shared=not self.ranks.alone)
+        self.collector.size_buckets(self.sums.buffers.slots, shared=not self.ranks.alone)
 
     def _tell_changed(self, new: Sequence[Slot]) -> None:
         for changed in self.extensions.parameters_changed:
@@ -141,7 +142,7 @@ class Accumulation(Windows):
 
     def _unhook(self, slots: Iterable[Slot]) -> None:
         for slot in slots:
-            self._collector.unhook(slot)
+            self.collector.unhook(slot)
             del _ACCUMULATION_OF[slot.param]
 
     def check_call(self) -> None:
@@ -156,7 +157,7 @@ class Accumulation(Windows):
             raise RuntimeError(
                 "the wrapper was called from inside a backward pass (by a hook?); call it when backward has returned"
             )
-        self._collector.end_open_pass()
+        self.collector.end_open_pass()
         self.sums.unhide()
         if self._unfinished():
             self._break_off("was broken off by an exception (or its gradients were taken by torch.autograd.grad)")
@@ -170,7 +171,7 @@ class Accumulation(Windows):
     def check(self) -> None:
         """Raises RuntimeError if a parameter has changed, gradients have gone past the hooks, or sums are lost."""
         self.sums.check()
-        self._collector.check_hooked()
+        self.collector.check_hooked()
         self.sums.follow_copied()
 
     @property
@@ -178,12 +179,12 @@ class Accumulation(Windows):
         """Must the wrapper be built again, for parameters that were moved, cast or put into a DistributedDataParallel module?"""
         return (
             self.sums.buffers.moved
-            or bool(self._collector.unhooked)
+            or bool(self.collector.unhooked)
             or self.ranks.replicas.outdated(self.sums.buffers.of)
         )
 
     def reset(self) -> None:
-        self._collector.drop()
+        self.collector.drop()
         self.unhide()
         self.rejected = []
         super().reset()
@@ -213,7 +214,7 @@ class Accumulation(Windows):
             self.sums.adopt_all(self.sums.buffers.slots)  # FSDP2 would add to what is not hidden
         self.sums.hide()
         if any(slot.param.requires_grad for slot in self.ranks.fully_sharded.slots):
-            self._collector.begin_pass()  # of this micro-batch, even if FSDP2 holds back its gradients
+            self.collector.begin_pass()  # of this micro-batch, even if FSDP2 holds back its gradients
         self._hidden_in = task
 
     def open(self, weight: Scalar | None, last: bool = False, in_loss: bool = False) -> bool:
@@ -270,7 +271,7 @@ class Accumulation(Windows):
             for begun in self.extensions.block_begins:
                 begun(thread)
             yield
-            self._collector.end_open_pass()
+            self.collector.end_open_pass()
             self.inside = False
             if begins and passes_seen(thread) == before and not self.set_by_hand:
                 self.ledger.micro.state = MicroBatchState.IDLE
@@ -279,8 +280,8 @@ class Accumulation(Windows):
                 self.drop_idle()
             self.pass_ends()
         except BaseException:
-            self._collector.end_open_pass()
-            self._collector.drop()
+            self.collector.end_open_pass()
+            self.collector.drop()
             self.pass_failed()
             raise
         finally:
@@ -354,7 +355,7 @@ class Accumulation(Windows):
 
     def drop_micro_batch(self) -> None:
         """Drop the open micro-batch, if any, and its gradients that are queued. What was added stays in the sums."""
-        self._collector.drop()
+        self.collector.drop()
         if self.ledger.micro is not None:
             self.ledger.drop_micro_batch()
 
@@ -368,44 +369,12 @@ class Accumulation(Windows):
 
     def end_returned_pass(self) -> None:
         """End a pass that still seems open, if its backward has returned."""
-        self._collector.end_returned_pass()
+        self.collector.end_returned_pass()
 
     @property
     def tells_passes_apart(self) -> bool:
         """Would several backward passes now be more than one micro-batch, or be refused?"""
-        return not self.inside and (self.settings.schedule.caller_owned or self._holds)
-
-    # -- the way in for layers that write a gradient into its buffer themselves ---------------------------------
-
-    def takes_directly(self, slot: Slot) -> bool:
-        """True if the pass that is running here has a gradient for the slot's ``p.grad`` that may be added at once, unseen, for good."""
-        seen_whole = self._holds or slot.low_precision or slot.offloaded or slot.is_dtensor
-        again = self.ledger.micro is not None and self.ledger.micro.repeatable
-        return not (seen_whole or again) and self._collector.accumulates(slot)
-
-    def within_pass(self, device: torch.device) -> AbstractContextManager[None]:
-        """A block that is a part of the backward pass running here, and in which sums on ``device`` may be written."""
-        return self._collector.within_pass(device)
-
-    def prepare(self, slot: Slot) -> None:
-        """Within a pass: the slot's buffer is about to be written. If ``slot.shown`` is not None, it then holds a plain sum to add to."""
-        self.ranks.before_add([slot])
-        for adding in self.extensions.adding:
-            adding([slot])
-        self.accumulator.prepare(slot)
-
-    @without_grad
-    def count_added(self, slot: Slot, prepared: bool = True) -> None:
-        """Within a pass: a gradient was added to the slot's buffer, scaled as the open window needs it. ``prepared``: after prepare()."""
-        if not prepared:
-            self.sums.norms.invalidate_block(slot.block)
-            if self.ledger.window.void:  # it will not be applied: nothing more is added
-                slot.buffer.zero_()
-        self.accumulator.count_added(slot, self.measures)
-
-    def put(self, slot: Slot, grad: Tensor) -> None:
-        """Queue a gradient that nothing else will write to, as if a hook had brought it."""
-        self._collector.put(slot, grad)
+        return not self.inside and (self.settings.schedule.caller_owned or self.holds)
 
     # -- what the collector calls (its Owner) -----------------------------------------------------------------
 
@@ -450,17 +419,7 @@ class Accumulation(Windows):
 
     @without_grad
     def add(self, slots: Sequence[Slot], grads: Sequence[Tensor]) -> None:
-        for select in self.extensions.select:
-            slots, grads = select(slots, grads)
-        if not slots:
-            return
-        self.ledger.micro.arrived += len(slots)
-        self.ranks.fully_sharded.wait()
-        self.ranks.before_add(slots)
-        for adding in self.extensions.adding:
-            adding(slots)
-        self.accumulator.add(slots, grads, self.measures)
-        self.ranks.added(slots)
+        adding.add(self, slots, grads)
 
     def added_already(self, slot: Slot, grad: Tensor | None) -> bool:
         return any(added(slot, grad) for added in self.extensions.added_already)
@@ -469,7 +428,7 @@ class Accumulation(Windows):
         if self.inside or self.ledger.micro is None:
             return
         self.sums.unhide()
-        if self._holds:
+        if self.holds:
             self._judge()
         self.ranks.pass_ends(self._sums_are_shown)
         if self.settings.schedule.caller_owned:
@@ -482,7 +441,7 @@ class Accumulation(Windows):
     def _commit(self, weight: Scalar | None) -> None:
         # Where nothing asks for the count, this need not wait for the thread of offloaded gradients.
         if self.counts or not self.sums.buffers.offloaded:
-            self.accumulator.count()
+            adding.count_nonfinite(self)
         window, micro = self.ledger.window, self.ledger.micro
         if not micro.passes and self.sums.normalized_by is None:
             # What was put into p.grad by hand may have taken the place of the window's sum; step() warns of that.
@@ -522,13 +481,13 @@ class Accumulation(Windows):
 
     def _judge(self) -> None:
         """Add the held gradients, or drop the micro-batch."""
-        micro, held = self.ledger.micro, self._collector.held
+        micro, held = self.ledger.micro, self.collector.held
         added, micro.in_place = micro.in_place, []
         if all(judge(held, added) for judge in self.extensions.judge):
             if held or added:
                 micro.state = MicroBatchState.ADDED
-            self._collector.release()
+            self.collector.release()
             return
-        micro.state, batches = MicroBatchState.REJECTED, self._collector.drop()
+        micro.state, batches = MicroBatchState.REJECTED, self.collector.drop()
         for rejected in self.extensions.rejected:
             self.rejected += rejected(batches)

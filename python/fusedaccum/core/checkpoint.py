@@ -10,6 +10,7 @@ from ..engine import without_grad
 from ..older_checkpoints import as_now
 from ..scalars import copied
 from ..warn import warn
+from . import adding
 from .buffers import Slot
 from .window import MicroBatch, MicroBatchState, Window
 
@@ -23,7 +24,7 @@ UNSAVED = {"counts", "in_place", "nested", "repeatable", "partial"}  # what last
 
 def save(opt: Wrapper) -> dict[str, Any]:
     """Everything needed to continue bit-identically, as tensors and plain values; parameters by position."""
-    sums, ledger, accumulator = opt._sums, opt._ledger, opt._accumulation.accumulator
+    sums, ledger, accumulation = opt._sums, opt._ledger, opt._accumulation
     ranks, adaptive = opt._accumulation.ranks, opt.settings.schedule.adaptive
     if opt._closing.broke_off:
         warn(
@@ -34,7 +35,7 @@ def save(opt: Wrapper) -> dict[str, Any]:
     ranks.undo_reduce()
     sums.offload.wait()
     if ledger.micro is not None:
-        accumulator.count()
+        adding.count_nonfinite(accumulation)
     gathered = sums.slots_with_grad() if ledger.window is not None else []
     window = plain(ledger.window) if ledger.window is not None else None
     micro = plain(ledger.micro) if ledger.micro is not None and not opt._accumulation.idle_is_open else None
@@ -50,7 +51,7 @@ def save(opt: Wrapper) -> dict[str, Any]:
         "buffers": {slot.index: _saved(slot) for slot in gathered},
         "changed_by_user": sums.changed_by_user,
         "unseen": sorted(slot.index for slot in ranks.shown_for_others),
-        "seed": accumulator.seed,
+        "seed": accumulation.seed,
         "draws": [slot.draws for slot in sums.buffers.slots],
         **{key: e.save() for key, e in opt._accumulation.extensions.saved.items()},
         "schedule": None if adaptive is None else adaptive.state_dict(),
@@ -148,9 +149,8 @@ def load(opt: Wrapper, own: dict[str, Any]) -> None:
     sums.changed_by_user = own["changed_by_user"]
     sums.norms.load(own["norms"], slots)
     opt._accumulation.ranks.shown_for_others.update(slots[index] for index in own["unseen"])
-    accumulator = opt._accumulation.accumulator
-    if None not in (accumulator.seed, own["seed"]):  # saved and loaded with stochastic rounding
-        accumulator.seed = own["seed"]
+    if None not in (opt._accumulation.seed, own["seed"]):  # saved and loaded with stochastic rounding
+        opt._accumulation.seed = own["seed"]
     for slot, draws in zip(slots, own["draws"], strict=True):
         slot.draws = draws
     for key, extension in opt._accumulation.extensions.saved.items():

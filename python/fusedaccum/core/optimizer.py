@@ -417,7 +417,7 @@ class AccumulatingOptimizer(Wrapper):
             checkpoint.check(self, own)
         if self._accumulation.outdated:
             self._accumulation.let_go()
-            self._build_anew(self._accumulation.accumulator.seed)
+            self._build_anew(self._accumulation.seed)
         with self._accumulation.extensions.inner_steps(()):
             self.optimizer.load_state_dict({k: v for k, v in state_dict.items() if k != checkpoint.KEY})
         self._accumulation.ranks.forget_others(self.state)

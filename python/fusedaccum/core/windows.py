@@ -10,7 +10,6 @@ from ..distributed.alone import Alone
 from ..distributed.ranks import Ranks, modules_of
 from ..engine import runs
 from ..scalars import Scalar, product
-from .accumulator import Accumulator
 from .config import Settings, check_alone
 from .extension import Extensions
 from .ledger import Ledger
@@ -22,10 +21,11 @@ class Windows:
 
     Args:
         settings: of the wrapper.
-        seed: of stochastic rounding, None for rounding to nearest.
+        seed: of the stochastic rounding of 16-bit buffers, below 2**53, and the same on all ranks; None rounds to nearest.
         extensions: of the wrapper, not attached yet.
 
     Attributes:
+        rank: is added to the seed.
         step_under_way: has a step() ended the micro-batch counted last, and not returned?
         inner_call: the call in which the inner optimizer steps, or another of its methods runs.
         updated: did the last step() or flush() change the parameters, and has no micro-batch begun since?
@@ -38,7 +38,7 @@ class Windows:
         self.wants_norm = settings.max_grad_norm is not None or any(e.wants_norm for e in extensions.all)
         self.counts = any(e.counts for e in extensions.all)
         self.ledger = Ledger(settings.schedule, settings.reduction, self.extensions)
-        self.accumulator = Accumulator(self.sums, self.ledger, extensions, seed)
+        self.seed, self.rank = seed, 0
         self.ranks = Alone()  # which share the windows
         self.step_under_way = False
         self.inner_call: FrameType | None = None
@@ -100,12 +100,6 @@ class Windows:
     def weighs_loss(self) -> bool:
         """Must a weight be in the loss, because FSDP2 adds up the ranks' gradients before they get here?"""
         return self.ledger.mixes_ranks and self.settings.reduction == "mean"
-
-    @property
-    def measures(self) -> bool:
-        """Do adds take norms and count what is not finite? (Norms of sums that go to other ranks are taken when those have arrived.)"""
-        takes_norm = self.wants_norm and (self.ranks.alone or self.ledger.mixes_ranks)
-        return (takes_norm and self.ledger.may_be_last()) or any(measures() for measures in self.extensions.measures)
 
     @property
     def sums_carry(self) -> Scalar:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ..core import adding
 from ..engine import without_grad
 
 if TYPE_CHECKING:
@@ -26,19 +27,19 @@ def add_by(accumulation: Accumulation, write: Write, parameter: Parameter, fits:
     come the ordinary way, or if its factor is 0 or not known to the host. Raises as a hook would.
     """
     slot, ledger = accumulation.sums.buffers.of[parameter], accumulation.ledger
-    if not fits(slot.dtype) or not accumulation.takes_directly(slot):
+    if not fits(slot.dtype) or not adding.takes_directly(accumulation, slot):
         return False
-    with accumulation.within_pass(parameter.device):
-        scale = accumulation.accumulator.contribution(ledger.micro.factor_left())
+    with accumulation.collector.within_pass(parameter.device):
+        scale = adding.contribution(accumulation, ledger.micro.factor_left())
         if isinstance(scale, Tensor) and scale.device.type != "cpu":
             return False
         scale = float(scale)
         if scale == 0:
             return False
-        accumulation.prepare(slot)
+        adding.prepare(accumulation, slot)
         try:
             write(slot.buffer, scale, slot.shown is None)
-            accumulation.count_added(slot)
+            adding.count_added(accumulation, slot)
         except BaseException:  # Ctrl-C comes when the product has been written
             ledger.micro.adds += accumulation.sums.half_written
             raise

@@ -11,6 +11,7 @@ from enum import Enum, auto
 
 from torch import Tensor
 
+from ..core import adding
 from ..core.buffers import Slot
 from ..core.extension import Extension
 from ..engine import without_grad
@@ -37,11 +38,11 @@ class InPlaceLayers(Extension):
         if way is not Way.LEFT or not slot.block.untouched_by_user:
             # Not by other code, of which the pass would warn. Before the pass begins, and perhaps a window, which forgets what was written.
             slot.block.written()
-            with self.accumulation.within_pass(slot.param.device):
+            with self.accumulation.collector.within_pass(slot.param.device):
                 if slot.shown is not None or way is Way.TAKEN_AWAY:
                     self._count(slot)
         if copy is not None:
-            self.accumulation.put(slot, copy)
+            self.accumulation.collector.put(slot, copy)
         return True
 
     @without_grad
@@ -50,13 +51,13 @@ class InPlaceLayers(Extension):
         accumulation, ledger = self.accumulation, self.accumulation.ledger
         accumulation.ranks.check_unsent(slot)
         ledger.micro.in_place.append(slot)
-        scale = float(accumulation.accumulator.contribution(ledger.micro.factor_left()))
+        scale = float(adding.contribution(accumulation, ledger.micro.factor_left()))
         try:
             check_added(slot, scale, ledger.window.void)
         except RuntimeError:
             ledger.micro.adds += slot.shown is not None  # the sum is not the window's any more
             raise
-        accumulation.count_added(slot, prepared=False)
+        adding.count_added(accumulation, slot, prepared=False)
         accumulation.ranks.added([slot])
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..core import adding
 from ..core.buffers import Slot, buffer_dtype, gradient_dtype
 from ..core.extension import Extension
 from ..scalars import Scalar
@@ -117,7 +118,7 @@ class MainGrads(Extension):
     def added_already(self, slot: Slot, grad: Tensor | None) -> bool:
         if grad is None or not slot.main_grad_enabled or not was_added(slot.param):
             return False
-        with self.accumulation.within_pass(slot.param.device):
+        with self.accumulation.collector.within_pass(slot.param.device):
             if not was_added(slot.param):  # to begin the pass has dropped a window, and zeroed this
                 return False
             self._count(slot)
@@ -138,8 +139,8 @@ class MainGrads(Extension):
 
     def _count(self, slot: Slot) -> None:
         """The layer of a slot has added its gradient, times 1. Waits for the device if there is a loss scale on it."""
-        check_added(slot, float(self.accumulation.accumulator.contribution(1.0)))
-        self.accumulation.count_added(slot, prepared=False)
+        check_added(slot, float(adding.contribution(self.accumulation, 1.0)))
+        adding.count_added(self.accumulation, slot, prepared=False)
 
 
 def was_added(parameter: Tensor) -> bool:

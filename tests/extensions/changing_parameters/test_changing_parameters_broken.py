@@ -161,4 +161,4 @@ def test_what_has_no_hook_cannot_be_unhooked():
     p = Parameter(torch.zeros(1))
     opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0))
     with pytest.raises(KeyError):
-        opt._accumulation._collector._queue.unhook(object())
+        opt._accumulation.collector._queue.unhook(object())

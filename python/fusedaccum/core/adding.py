@@ -1,0 +1,208 @@
+"""Adding: every gradient that arrives is scaled and added to its parameter's buffer, bucket by bucket.
+
+Layers that write a gradient into its buffer themselves come in here, too: takes_directly(), prepare(), count_added().
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..autograd.streams import capturing
+from ..distributed.shards import alike, local_gradient
+from ..engine import without_grad
+from ..scalars import Scalar, div, identity, to_device, widest
+from ..scalars import add as add_scalars
+from .buffers import Slot
+
+if TYPE_CHECKING:
+    from .accumulation import Accumulation
+
+DRAWS_APART = 1 << 44  # random numbers set aside for one add of all parameters, when rounding stochastically
+
+
+def add(accumulation: Accumulation, slots: Sequence[Slot], grads: Sequence[Tensor]) -> None:
+    """``buffer += c * g`` for a bucket, as the open micro-batch is weighted: one call per device and kind of add; the first touch of a
+    parameter overwrites.
+    """
+    sums, micro, extensions = accumulation.sums, accumulation.ledger.micro, accumulation.extensions
+    for select in extensions.select:
+        slots, grads = select(slots, grads)
+    if not slots:
+        return
+    micro.arrived += len(slots)
+    accumulation.ranks.fully_sharded.wait()
+    accumulation.ranks.before_add(slots)
+    for adding in extensions.adding:
+        adding(slots)
+    measure = measures(accumulation)
+    sums.place(slots)
+    sums.adopt_all(slots)
+    if sums.buffers.has_dtensors:
+        grads = [local_gradient(grad, slot.param) for slot, grad in zip(slots, grads, strict=True)]
+    scale = contribution(accumulation, micro.factor_left())
+    for (device, first, narrow, *_), members, theirs in one_call_each(slots, grads, measure):
+        divisor = _running_divisor(accumulation) if narrow else 1.0
+        here = scale * members[0].averaged_by
+        stats = _room_for_stats(members[0]) if measure else None
+        accumulate_ = sums.offload.accumulate_ if members[0].offloaded else ops.accumulate_
+        try:
+            accumulate_(
+                [slot.buffer for slot in members],
+                theirs,
+                to_device(div(here, divisor) if narrow else here, device),
+                overwrite=first,
+                decay=1.0 if first else to_device(div(members[0].divisor, divisor), device),
+                rounding=_rounding(accumulation, members) if narrow else None,
+                stats=stats,
+                backend=sums.backend,
+            )
+            micro.adds += 1
+        except BaseException:
+            micro.adds += sums.half_written  # one that raises for lack of memory, say, has mostly added nothing
+            raise
+        for added in extensions.added:
+            added(members)
+        sums.written(members, divisor, shown=not first)
+        if stats is not None:
+            _measured(accumulation, stats, members, divisor)
+    accumulation.ranks.added(slots)
+
+
+def measures(accumulation: Accumulation) -> bool:
+    """True if adds take norms and count what is not finite. (Norms of sums that go to other ranks are taken when those have arrived.)"""
+    ledger = accumulation.ledger
+    takes_norm = accumulation.wants_norm and (accumulation.ranks.alone or ledger.mixes_ranks)
+    if takes_norm and ledger.may_be_last():
+        return True
+    return bool(accumulation.extensions.measures) and any(asks() for asks in accumulation.extensions.measures)
+
+
+def contribution(accumulation: Accumulation, scale: Scalar) -> Scalar:
+    """``scale``, as extensions will have it; 0 if nothing more is to be added."""
+    if accumulation.ledger.window.void:
+        return 0.0
+    for change in accumulation.extensions.scale:
+        scale = change(scale)
+    return scale
+
+
+def takes_directly(accumulation: Accumulation, slot: Slot) -> bool:
+    """True if the pass that is running here has a gradient for the slot's ``p.grad`` that may be added at once, unseen, for good."""
+    seen_whole = accumulation.holds or slot.low_precision or slot.offloaded or slot.is_dtensor
+    micro = accumulation.ledger.micro
+    again = micro is not None and micro.repeatable
+    return not (seen_whole or again) and accumulation.collector.accumulates(slot)
+
+
+def prepare(accumulation: Accumulation, slot: Slot) -> None:
+    """Within a pass: a layer is about to write the slot's buffer. If ``slot.shown`` is not None, it then holds the window's plain sum."""
+    sums = accumulation.sums
+    accumulation.ranks.before_add([slot])
+    for adding in accumulation.extensions.adding:
+        adding([slot])
+    sums.place([slot])
+    sums.adopt(slot)
+    sums.check_whole()
+    if slot.shown is not None and identity(slot.divisor) != 1.0:
+        sums.divide_([slot], 1.0)  # normalize_() has made it a mean
+
+
+@without_grad
+def count_added(accumulation: Accumulation, slot: Slot, prepared: bool = True) -> None:
+    """Within a pass: a layer has added a gradient to the slot's buffer, scaled as the open window needs it. ``prepared``: after
+    :func:`prepare`.
+    """
+    sums = accumulation.sums
+    if not prepared:
+        sums.norms.invalidate_block(slot.block)
+        if accumulation.ledger.window.void:  # it will not be applied: nothing more is added
+            slot.buffer.zero_()
+    accumulation.ledger.micro.adds += 1
+    sums.written([slot], 1.0)
+    if measures(accumulation):
+        _measured(accumulation, ops.stats([slot.buffer], backend=sums.backend), [slot], 1.0)
+
+
+def _measured(accumulation: Accumulation, stats: ops.Stats, slots: Sequence[Slot], divisor: Scalar) -> None:
+    """Keep ``stats`` of the buffers of ``slots``, which the micro-batch was the last to write."""
+    accumulation.sums.norms.record(stats, slots, divisor)
+    accumulation.ledger.micro.counts.append(stats.nonfinite)
+
+
+def count_nonfinite(accumulation: Accumulation) -> None:
+    """Add up what the micro-batch's adds have counted as not finite. Waits if gradients are offloaded."""
+    accumulation.sums.offload.wait()
+    micro = accumulation.ledger.micro
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for count in micro.counts:
+        by_device.setdefault(count.device, []).append(count)
+    for counts in by_device.values():
+        found = counts[0] if len(counts) == 1 else torch.stack(counts).sum()
+        micro.nonfinite = add_scalars(micro.nonfinite, found)
+    micro.counts = []
+
+
+def _running_divisor(accumulation: Accumulation) -> Scalar:
+    """The divisor of the open micro-batch, fixed when its first gradients were added."""
+    micro = accumulation.ledger.micro
+    if micro.divisor is None:
+        micro.divisor = accumulation.ledger.running_divisor()
+    return micro.divisor
+
+
+def _rounding(accumulation: Accumulation, slots: Sequence[Slot]) -> ops.StochasticRounding | None:
+    if accumulation.seed is None:
+        return None
+    if capturing(slots[0].device):
+        raise RuntimeError(
+            "rounding='stochastic' cannot be captured in a CUDA graph: every replay would draw the same numbers; "
+            "use rounding='nearest', or FP32 buffers (buffer_dtype=torch.float32)"
+        )
+    counters = [(slot.draws * DRAWS_APART + slot.before) % (1 << 64) for slot in slots]
+    for slot in slots:
+        slot.draws += 1
+    # Ranks draw different numbers: with equal ones, their rounding errors would add up, and not average out.
+    return ops.StochasticRounding(accumulation.seed + (0 if slots[0].is_dtensor else accumulation.rank), counters)
+
+
+def _room_for_stats(slot: Slot) -> ops.Stats:
+    if slot.offloaded:  # its adds add up what they measure
+        return ops.Stats.empty(slot.device)
+    new = functools.partial(torch.empty, (), device=slot.device)  # no kernels that fill with zeros what is overwritten
+    return ops.Stats(new(dtype=widest(slot.device)), new(dtype=torch.int64))
+
+
+def one_call_each(
+    slots: Sequence[Slot], grads: Sequence[Tensor], measure: bool
+) -> Iterator[tuple[tuple, Sequence[Slot], Sequence[Tensor]]]:
+    """Each call that an add takes: ``(gradients' device, first touch, narrow, divisor, averaged by, ...)``, its slots and its gradients.
+
+    ``measure``: are norms taken? They can be added up over the ranks only for shards that are laid out alike.
+    """
+    calls: dict[tuple, list[int]] = {}
+    for i in range(1 if _agree(slots) else len(slots)):  # where they agree, the first stands for all
+        slot, first = slots[i], slots[i].shown is None
+        # After normalize_(), parameters that no pass has reached since still hold a mean.
+        divisor, layout = None if first else identity(slot.divisor), alike(slot) if measure else None
+        key = (slot.made_for.device, first, slot.low_precision, divisor, slot.averaged_by, layout, slot.is_dtensor)
+        calls.setdefault(key, []).append(i)
+    if len(calls) == 1:  # as nearly always
+        yield next(iter(calls)), slots, grads
+        return
+    for key, members in calls.items():
+        yield key, [slots[i] for i in members], [grads[i] for i in members]
+
+
+def _agree(slots: Sequence[Slot]) -> bool:
+    """Do they agree in all that the calls differ in, as nearly always?"""
+    one, first = slots[0], slots[0].shown is None
+    for slot in slots:
+        if slot.block is not one.block or slot.divisor is not one.divisor or (slot.shown is None) is not first:
+            return False
+    return not one.is_dtensor
