@@ -11,6 +11,7 @@ from .core.extension import Extension, Extensions
 from .extensions import main_grad
 from .extensions.batch_norm import BatchNormsLeftOut, BatchNormStats
 from .extensions.changing_owners import ChangingOwners
+from .extensions.changing_parameters import ChangingParameters
 from .extensions.in_place_layers import InPlaceLayers
 from .extensions.inner_guard import InnerGuard
 from .extensions.lbfgs import EvaluatedWindows
@@ -37,6 +38,7 @@ def always(settings: Settings, inner: Optimizer) -> bool:
 # When a wrapper of these settings and this inner optimizer has the feature, and what makes it.
 FEATURES: list[tuple[Callable[[Settings, Optimizer], bool], type[Extension]]] = [
     (always, ChangingOwners),  # first: others find the parameters that it has taken
+    (always, ChangingParameters),
     (always, InnerGuard),
     (always, LoopWarnings),  # looks at a window that closes before others change what it comes to
     (always, SharedBackward),  # gives the micro-batch its weight before others look at it

@@ -92,7 +92,7 @@ ON = {
 }
 ELSEWHERE = {
     "EvaluatedWindows",  # LBFGS runs its windows inside step(): test_closures
-    *("BatchNormsLeftOut", "InnerGuard", "LoopWarnings"),  # look on in each of these pairs
+    *("BatchNormsLeftOut", "ChangingParameters", "InnerGuard", "LoopWarnings"),  # look on in each of these pairs
 }
 REFUSED = {("SkipMicroBatch", "MainGrads"), ("Raise", "MainGrads")}  # which layers' gradients are not seen by
 

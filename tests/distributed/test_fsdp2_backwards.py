@@ -6,6 +6,7 @@ from functools import partial
 import fusedaccum as fa
 import pytest
 import torch
+from fusedaccum.core.parameters import let_go
 from parts import assert_close, full
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -269,7 +270,7 @@ def taken_over(rank):
     """Another wrapper gets the parameters of one that lives on."""
     model = sharded(None, "head")
     before = fa.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.3), COUNT)
-    before._accumulation.let_go()
+    let_go(before._accumulation)
     opt = fa.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9), COUNT)
     for window in range(WINDOWS):
         for x, y in micro_batches(window, rank, False):

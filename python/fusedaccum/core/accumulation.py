@@ -4,35 +4,45 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..autograd.collector import GradCollector
 from ..autograd.passes import outermost_backward, passes_seen, saw_pass
-from ..distributed.shards import over_meshes
-from ..engine import recording, runs, within_backward, without_grad
+from ..distributed.alone import Alone
+from ..distributed.ranks import Ranks, modules_of
+from ..engine import runs, within_backward, without_grad
 from ..scalars import Scalar
 from ..warn import warn
 from . import adding
 from .buffers import Slot
-from .config import Settings
+from .config import Settings, check_alone
 from .extension import Extensions, LossFrom
+from .ledger import Ledger
+from .parameters import accumulation_of
+from .sums import Sums
 from .window import MicroBatchState
-from .windows import Windows
-
-_ACCUMULATION_OF: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak reference to a Accumulation
 
 
-class Accumulation(Windows):
+class Accumulation:
     """Windows that accumulate the gradients of backward passes, micro-batch by micro-batch. A GradCollector's Owner.
 
+    Joins the ledger (what micro-batches count for), the sums (where their gradients go) and the ranks (who has the others).
+
+    Args:
+        settings: of the wrapper. extensions: of the wrapper, not attached yet.
+        seed: of the stochastic rounding of 16-bit buffers, below 2**53, and the same on all ranks; None rounds to nearest.
+
     Attributes:
+        rank: is added to the seed.
+        wants_norm, counts, holds: as the extensions have them; the norm is also wanted for clipping.
+        step_under_way: has a step() ended the micro-batch counted last, and not returned?
+        inner_call: the call in which the inner optimizer steps, or another of its methods runs.
+        updated: did the last step() or flush() change the parameters, and has no micro-batch begun since?
         inside: is the caller within ``micro_batch()``?
         refuses_backward: the call in which the inner optimizer is at work on a window that has closed, so that a backward would belong
             to the next one.
@@ -40,110 +50,59 @@ class Accumulation(Windows):
     """
 
     def __init__(self, settings: Settings, seed: int | None, extensions: Extensions):
-        super().__init__(settings, seed, extensions)
-        self.inside = False
-        self.refuses_backward: FrameType | None = None
-        self._adds_before = 0  # of the open micro-batch, when the pass (or group of passes) under way began
+        self.reference = weakref.ref(self)  # extensions have a proxy, of which none can be made
+        self.settings, self.extensions = settings, extensions
+        self.sums = Sums(settings.buffer_dtype, settings.buffer_device, settings.backend)
+        self.ledger = Ledger(settings.schedule, settings.reduction, extensions)
+        self.ranks = Alone()  # which share the windows
+        self.wants_norm = settings.max_grad_norm is not None or any(e.wants_norm for e in extensions.all)
+        self.counts = any(e.counts for e in extensions.all)
         self.holds = any(e.holds for e in extensions.all)
         self.collector = GradCollector(self, hold=self.holds)
+        self.seed, self.rank = seed, 0
+        self.inside = self.step_under_way = False
+        self.inner_call: FrameType | None = None
+        self.refuses_backward: FrameType | None = None
+        self.updated: bool | Tensor = False
         self.rejected: list[str] = []
+        self._adds_before = 0  # of the open micro-batch, when the pass (or group of passes) under way began
         self._block: tuple[Scalar | None, bool, bool] = (None, False, False)  # what the latest grouped() gave to open()
         self._hidden_in = -1  # the graph task that p.grad was last hidden for
         self._replicas_checked = False  # are all parameters of DistributedDataParallel modules known to be gathered?
 
-    def start(self, parameters: Iterable[tuple[str, Parameter]]) -> None:
-        """Accumulate the gradients of these parameters, the first, with the ranks that share their windows. Raises as Ranks does."""
-        slots = self.sums.buffers.add(parameters)
-        self.share()
-        if self.seed is not None:
-            seed = int(self.ranks.least(self.seed))  # replicas of a shard round alike
-            self.seed = over_meshes("MIN", seed, slots)
-            self.rank = self.ranks.rank
-        self._hook(slots)
-        self._tell_added(slots)
+    @property
+    def at_work(self) -> bool:
+        """True while the inner optimizer is at work."""
+        return self.inner_call is not None and runs(self.inner_call)
 
-    def add_parameters(self, parameters: Iterable[tuple[str, Parameter]]) -> None:
-        """Accumulate the gradients of these parameters, too, from now on."""
-        before = list(self.sums.buffers.slots)
-        slots = self.sums.buffers.add(parameters)
-        try:
-            self.ranks.add_slots(slots)
-        except Exception:
-            self.sums.buffers.replace(before)
-            raise
-        self._hook(slots)
-        self._tell_added(slots)
-
-    def _tell_added(self, slots: Sequence[Slot]) -> None:
-        for added in self.extensions.parameters_added:
-            added(slots)
-
-    def replace(self, parameters: Sequence[tuple[str, Parameter]]) -> None:
-        """Accumulate the gradients of these parameters, which checkpoints will know in this order, and of no others.
-
-        Raises ValueError if the ranks' parameters differ, RuntimeError if they share an open window.
+    def share(self) -> None:
+        """Share the windows with the ranks of the process group; if none was given, with those of the DistributedDataParallel or FSDP2
+        modules, if any.
         """
-        if self.ledger.is_open and not self.ranks.alone:
-            raise RuntimeError(
-                "inside a window that ranks share, an assignment to opt.param_groups can only add parameters after the others; this one "
-                "removes, replaces or reorders some: assign when a step(), flush() or reset() has closed the window on all ranks"
-            )
-        buffers = self.sums.buffers
-        places = {slot: slot.index for slot in buffers.slots}
-        slots = buffers.arrange(parameters)
-        buffers.replace(slots)
-        try:
-            self.ranks.replace(slots)
-        except Exception:
-            buffers.replace(list(places))
-            raise
-        for moved in self.extensions.parameters_moved:
-            moved({places[slot]: slot.index for slot in slots if slot in places})
-        gone = [slot for slot in places if slot.param not in buffers.of]
-        self.sums.drop(gone)
-        self._unhook(gone)
-        if not self.ledger.is_open:
-            self.sums.begin()
-            buffers.free()
-        new = [slot for slot in slots if slot not in places]
-        self._hook(new)
-        self._tell_added(new)
+        replicas, fully_sharded = modules_of(self.sums.buffers.slots)
+        group = self.settings.process_group or replicas.group or fully_sharded.group
+        if group is None:
+            check_alone(self.settings)
+            self.ranks.looked = True
+            return
+        self.ranks = ranks = Ranks(
+            group,
+            replicas,
+            fully_sharded,
+            self.sums,
+            self.ledger,
+            self.extensions,
+            self.settings,
+            self.reset,
+        )
+        self.ledger.ranks, self.ledger.over_ranks = ranks.size, ranks.group.weight
+        if self.settings.shard:
+            self.sums.over_owners = ranks.group.sum
 
-    def shows(self, parameter: Parameter) -> bool:
-        """True if what is in ``p.grad`` is what this wrapper has accumulated, and not other code's."""
-        slot = self.sums.buffers.of[parameter]
-        return slot.holder.grad is slot.shown
-
-    def let_go(self) -> None:
-        """Have no parameters any more; the open window is dropped."""
-        self.collector.drop()
-        self.unhide()
-        self.ledger.drop_window()
-        self.sums.begin()  # the gradient that a closed window has left in p.grad is gone
-        self._unhook(self.sums.buffers.slots)
-        self.sums.buffers.replace([])
-        self._tell_changed([])
-        self.sums.buffers.free()
-
-    def _hook(self, slots: Sequence[Slot]) -> None:
+    def follow_shards(self, slots: Sequence[Slot]) -> None:
         self.ledger.mixes_ranks = bool(self.ranks.fully_sharded.slots)
         self.ranks.fully_sharded.follow(self._hide_shards, self.settings.reduction == "none", slots)
         self._replicas_checked = False
-        self._tell_changed(slots)
-        with recording():
-            for slot in slots:
-                self.collector.hook(slot)
-                _ACCUMULATION_OF[slot.param] = weakref.ref(self)
-        self.collector.size_buckets(self.sums.buffers.slots, shared=not self.ranks.alone)
-
-    def _tell_changed(self, new: Sequence[Slot]) -> None:
-        for changed in self.extensions.parameters_changed:
-            changed(new)
-
-    def _unhook(self, slots: Iterable[Slot]) -> None:
-        for slot in slots:
-            self.collector.unhook(slot)
-            del _ACCUMULATION_OF[slot.param]
 
     def check_call(self) -> None:
         """Raises RuntimeError if the wrapper is not to be called."""
@@ -174,20 +133,41 @@ class Accumulation(Windows):
         self.collector.check_hooked()
         self.sums.follow_copied()
 
-    @property
-    def outdated(self) -> bool:
-        """Must the wrapper be built again, for parameters that were moved, cast or put into a DistributedDataParallel module?"""
-        return (
-            self.sums.buffers.moved
-            or bool(self.collector.unhooked)
-            or self.ranks.replicas.outdated(self.sums.buffers.of)
-        )
+    def begin_window(self, backward: bool = False) -> None:
+        """``backward``: because a backward begins, for which plain PyTorch would leave what is in ``p.grad``."""
+        if backward and self.settings.drop_in:
+            self.sums.part_with_written(False)  # zeroed, perhaps
+        for begins in self.extensions.window_begins:
+            begins(backward)
+        self.sums.begin()
+        self.step_under_way = False
+        self.ranks.reset()
+        self.ledger.begin_window()  # last: if anything above raises, the next call begins it
 
     def reset(self) -> None:
+        """Drop what the open window has accumulated, and what was put into ``p.grad`` meanwhile."""
         self.collector.drop()
         self.unhide()
         self.rejected = []
-        super().reset()
+        if self.ledger.is_open:
+            self.sums.clear()
+        self.ledger.drop_window()
+        self.step_under_way = False
+        self.sums.begin()
+        for released in self.extensions.buffers_released:
+            released()
+        self.ranks.fully_sharded.drop()
+        self.ranks.reset()
+
+    @property
+    def weighs_loss(self) -> bool:
+        """Must a weight be in the loss, because FSDP2 adds up the ranks' gradients before they get here?"""
+        return self.ledger.mixes_ranks and self.settings.reduction == "mean"
+
+    def complete(self) -> bool:
+        """Does the window end here?"""
+        self.ranks.before_weighing()
+        return self.ranks.agreed or self.ledger.complete()
 
     # -- a micro-batch -----------------------------------------------------------------------------------------
 
@@ -361,12 +341,6 @@ class Accumulation(Windows):
 
     # -- what layers and recipes ask for -----------------------------------------------------------------------
 
-    @staticmethod
-    def of_parameter(parameter: Tensor) -> Accumulation | None:
-        """The one that accumulates this parameter's gradients, if any."""
-        accumulation = _ACCUMULATION_OF.get(parameter)
-        return None if accumulation is None else accumulation()
-
     def end_returned_pass(self) -> None:
         """End a pass that still seems open, if its backward has returned."""
         self.collector.end_returned_pass()
@@ -382,7 +356,7 @@ class Accumulation(Windows):
         saw_pass(thread)
         if not self._replicas_checked:
             self._replicas_checked = True
-            self.ranks.replicas.check_all_wrapped(self.sums.buffers.of, lambda p: self.of_parameter(p) is not None)
+            self.ranks.replicas.check_all_wrapped(self.sums.buffers.of, lambda p: accumulation_of(p) is not None)
         self.ranks.replicas.silence_pass()
         if runs(self.refuses_backward):
             raise RuntimeError(

@@ -132,6 +132,20 @@ class Closing:
         self._ledger.close_window()
         self._apply(end)
 
+    def anything_to_flush(self) -> bool:
+        """Has the open window accumulated anything, on this rank or another? With several ranks, it is that of all ranks afterwards."""
+        ranks = self._accumulation.ranks
+        if ranks.alone:
+            return self._ledger.is_open
+        if self._ledger.window is None:
+            self._accumulation.begin_window()
+        ranks.flushes()
+        ranks.agree()
+        if not self._ledger.has_any:
+            self._ledger.drop_window()
+        # Dropped micro-batches alone make a window, too: a rank whose step() meets this flush() has closed one.
+        return self._ledger.has_any
+
     def check_closure(self, closure: Callable[[], Any] | None) -> None:
         """Raises TypeError if the inner optimizer could not step with what ``step()`` has been given."""
         if closure is not None and evaluates_itself(self._inner):

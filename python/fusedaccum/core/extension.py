@@ -10,6 +10,8 @@ from enum import Enum, auto
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ..scalars import product
+
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Parameter
@@ -309,6 +311,13 @@ class Extension:
     def parameters_changed(self, new: Sequence[Slot]) -> None:
         """The wrapper has other parameters than before. Those of ``new`` have no hook yet; some may have no buffer."""
 
+    def rearrange(self, parameters: Sequence[tuple[str, Parameter]]) -> None:
+        """The optimizer's groups hold these parameters now, in this order, and no others; some of those before are gone, or elsewhere."""
+
+    def outdated(self) -> bool:
+        """True if the wrapper must be built again before it can load a state."""
+        return False
+
     def parameters_moved(self, places: dict[int, int]) -> None:
         """Parameters have new places in the optimizer, by their old ones; those that are not in ``places`` are gone."""
 
@@ -425,6 +434,14 @@ class Extensions:
     def inner_called(self, slots: Sequence[Slot]) -> ExitStack:
         """What all of them want around a block of the caller's in which another method of the inner optimizer runs."""
         return _entered(self.calling, slots, sys._getframe(1))
+
+    def sums_carry(self) -> Scalar:
+        """The factor that the window's sums carry, beside weights."""
+        return product(carries() for carries in self.carries)
+
+    def losses_carry(self) -> Tensor | None:
+        """The factor that losses carry which opt.backward() is given; None if none is known."""
+        return next((scale for known in self.loss_scale if (scale := known()) is not None), None)
 
     def reduce(self) -> dict[tuple[int, str], float]:
         """The numbers of all of them, by whose they are and by name."""

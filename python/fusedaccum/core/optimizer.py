@@ -24,6 +24,7 @@ from .closures import Evaluated
 from .config import Settings, TimesMean, check_optimizer, checked_device
 from .extension import LossFrom
 from .ledger import NO_GRADIENT
+from .parameters import let_go
 from .proxy import Wrapper
 from .window import Schedule
 
@@ -274,7 +275,7 @@ class AccumulatingOptimizer(Wrapper):
             self._accumulation.end_micro_batch(None)
         if self._ledger.is_open:
             self._ledger.weigh_the_rest(None)
-        if self._accumulation.anything_to_flush():
+        if self._closing.anything_to_flush():
             self._closing.close()
         self._accumulation.step_under_way = False
 
@@ -415,8 +416,8 @@ class AccumulatingOptimizer(Wrapper):
         own = state_dict.get(checkpoint.KEY)
         if own is not None:
             checkpoint.check(self, own)
-        if self._accumulation.outdated:
-            self._accumulation.let_go()
+        if any(outdated() for outdated in self._accumulation.extensions.outdated):
+            let_go(self._accumulation)
             self._build_anew(self._accumulation.seed)
         with self._accumulation.extensions.inner_steps(()):
             self.optimizer.load_state_dict({k: v for k, v in state_dict.items() if k != checkpoint.KEY})

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer
 
 from ..features import extend, extensions_for
-from . import checkpoint
+from . import checkpoint, parameters
 from .accumulation import Accumulation
 from .apply import Closing
 from .config import Settings, check_parameter
@@ -51,7 +51,7 @@ class Wrapper(Optimizer):
         if not type(optimizer).__module__.startswith("torch.optim."):  # PyTorch's own keep copies of gradients
             self._sums.states = functools.partial(states_of, optimizer)
         self._closing = Closing(optimizer, self._accumulation, settings)
-        self._accumulation.start(self._new(anew))
+        parameters.start(self._accumulation, self._new(anew))
 
     def _named(self) -> dict[Parameter, str]:
         """The parameters in the groups, each once: a tied one may be in its group twice."""
@@ -72,10 +72,10 @@ class Wrapper(Optimizer):
         """
         new = [(name, p) for p, name in self._named().items() if p not in self._sums.buffers.of]
         for name, p in new:
-            other = Accumulation.of_parameter(p)
+            other = parameters.accumulation_of(p)
             for check in self._accumulation.extensions.check_parameter:
                 check(name, p, self.settings, anew or other is not None)
-            check_parameter(name, p, self.settings, other is not None and other.shows(p))
+            check_parameter(name, p, self.settings, other is not None and other.sums.shows(p))
         return new
 
     def _follow_groups(self) -> None:
@@ -84,7 +84,7 @@ class Wrapper(Optimizer):
         extend(self._accumulation.extensions, self.settings, self.optimizer)
         named, slots = self._named(), self._sums.buffers.slots
         if len(named) >= len(slots) and all(slot.param is p for slot, p in zip(slots, named, strict=False)):
-            self._accumulation.add_parameters(self._new())
+            parameters.add(self._accumulation, self._new())
             return
         if self._closing.broke_off or self._accumulation.at_work:
             raise RuntimeError(
@@ -93,7 +93,8 @@ class Wrapper(Optimizer):
             )
         self._accumulation.end_open_pass()
         self._new()  # raises before anything has changed
-        self._accumulation.replace([(name, p) for p, name in named.items()])
+        for rearrange in self._accumulation.extensions.rearrange:
+            rearrange([(name, p) for p, name in named.items()])
 
     def __getattr__(self, name: str) -> Any:
         """Any attribute that is not ours is the inner optimizer's, looked up on each access."""

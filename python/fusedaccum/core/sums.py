@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from .. import ops
 from ..distributed.shards import ShardHolder, alike, local_of, sum_over_shards
@@ -179,6 +180,11 @@ class Sums:
                 home.copy_(slot.buffer.clone())
                 slot.buffer.data, slot.relaid = home, False  # still the same object, which p.grad is
                 slot.block.written()
+
+    def shows(self, parameter: Parameter) -> bool:
+        """True if what is in ``p.grad`` is ours, and not other code's."""
+        slot = self.buffers.of[parameter]
+        return slot.holder.grad is slot.shown
 
     @property
     def taken_away(self) -> bool:

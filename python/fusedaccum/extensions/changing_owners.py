@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from ..core.buffers import Slot
 from ..core.extension import Extension
+from ..core.parameters import accumulation_of, let_go
 from ..warn import callers_line, warn
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class ChangingOwners(Extension):
         self._name = f"around {type(inner).__name__}, built at {callers_line()}"
 
     def check_parameter(self, name: str, parameter: Parameter, settings: Settings, left: bool) -> None:
-        other = self.accumulation.of_parameter(parameter)
+        other = accumulation_of(parameter)
         if other is not None:
             other.end_open_pass()
             if other.inside:
@@ -45,7 +46,7 @@ class ChangingOwners(Extension):
                 )
 
     def parameters_changed(self, new: Sequence[Slot]) -> None:
-        owners = {owner for slot in new if (owner := self.accumulation.of_parameter(slot.param)) is not None}
+        owners = {owner for slot in new if (owner := accumulation_of(slot.param)) is not None}
         for other in {owner.extensions.of(ChangingOwners) for owner in owners} - {self}:
             other._leave(self._name)
             self.accumulation.sums.buffers.look_again(new)
@@ -63,4 +64,4 @@ class ChangingOwners(Extension):
             "accum_steps and window_weight"
         )
         self.accumulation.extensions.add([Refuses(lost)])
-        self.accumulation.let_go()
+        let_go(self.accumulation)

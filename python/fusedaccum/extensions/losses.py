@@ -68,7 +68,7 @@ class Losses(Extension):
 
     def loss_given(self, loss: Scalar, source: LossFrom) -> None:
         accumulation, ledger = self.accumulation, self.accumulation.ledger
-        scale = accumulation.losses_carry if source is not LossFrom.CALLER else None
+        scale = accumulation.extensions.losses_carry() if source is not LossFrom.CALLER else None
         raw = source is not LossFrom.CALLER and scale is None
         if scale is not None:
             loss = loss / to_device_of(scale, loss)

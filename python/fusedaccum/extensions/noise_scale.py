@@ -80,7 +80,7 @@ class NoiseScale(Extension):
         With FSDP2's shards, one micro-batch of each rank, whose squares are summed over the ranks that hold parts: these call it together.
         """
         sums = self.accumulation.sums
-        unit, slots = self.accumulation.sums_carry, sums.slots_with_grad()
+        unit, slots = self.accumulation.extensions.sums_carry(), sums.slots_with_grad()
         sq_norm = sums.sq_norm(slots) if sums.buffers.has_dtensors else sums.norms.total(slots)
         self._assumed = micro.weight is None
         weight = 1.0 if micro.weight is None else micro.weight

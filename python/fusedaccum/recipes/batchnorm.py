@@ -20,6 +20,7 @@ from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointFunction
 
 from ..core.accumulation import Accumulation
+from ..core.parameters import accumulation_of
 from ..engine import outside_graphs, within_backward
 from ..extensions.batch_norm import LAYERS, BatchNormStats, Key
 from ..modules import collect_garbage
@@ -173,7 +174,7 @@ class Pooled(_BatchNorm):
     def _followed(self) -> tuple[Accumulation, Key] | None:
         number, near = self._place
         for p in (*self._parameters.values(), *near):
-            accumulation = None if p is None else Accumulation.of_parameter(p)
+            accumulation = None if p is None else accumulation_of(p)
             if p is not None and accumulation is not None:
                 return accumulation, (accumulation.sums.buffers.of[p].index, number)
         return None

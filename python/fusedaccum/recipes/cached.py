@@ -16,9 +16,9 @@ from torch.nn import Module, ModuleList
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 
-from ..core.accumulation import Accumulation
 from ..core.extension import LossFrom
 from ..core.optimizer import AccumulatingOptimizer
+from ..core.parameters import accumulation_of
 from ..scalars import Scalar, checked_count
 from .batchnorm import Pooled
 from .nested import batch_size, call, cut, leaves, mapped
@@ -280,7 +280,7 @@ def _one_micro_batch(opt: Any, weight: Scalar | None) -> AbstractContextManager[
 def _check_grouped(parameters: Iterable[Tensor]) -> None:
     """Raises RuntimeError if a wrapper accumulates these parameters' gradients and counts every pass as a micro-batch of its own."""
     for parameter in parameters:
-        accumulation = Accumulation.of_parameter(parameter) if parameter.requires_grad else None
+        accumulation = accumulation_of(parameter) if parameter.requires_grad else None
         if accumulation is not None and accumulation.tells_passes_apart:
             raise RuntimeError(
                 "an AccumulatingOptimizer accumulates these parameters' gradients and would count every backward pass of cached_backward "

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter, functional
 
-from ..core.accumulation import Accumulation
+from ..core.parameters import accumulation_of
 from ..engine import outside_graphs
 from ..extensions.fused_layers import Write, add_by
 
@@ -95,7 +95,7 @@ def _may_fuse(weight: Tensor, input: Tensor) -> bool:
         not torch.compiler.is_compiling()  # first, because a compiler must not look at the rest
         and weight.requires_grad
         and torch.is_grad_enabled()
-        and Accumulation.of_parameter(weight) is not None
+        and accumulation_of(weight) is not None
         and input.layout is torch.strided
         and not input.is_nested
         and not torch.is_autocast_enabled(weight.device.type)
@@ -173,7 +173,7 @@ def _added(
     weight: Parameter, dtype: torch.dtype, write: Write, can: Callable[[torch.dtype, torch.dtype, str], bool]
 ) -> bool:
     """Let ``write`` add a gradient of this dtype to the weight's buffer; False if the gradient must go through autograd instead."""
-    accumulation = Accumulation.of_parameter(weight)
+    accumulation = accumulation_of(weight)
     missed = weight._backward_hooks or weight._post_accumulate_grad_hooks  # they would miss the gradient
     if torch.is_grad_enabled() or not weight.requires_grad or missed or accumulation is None or dtype != weight.dtype:
         return False

@@ -15,10 +15,10 @@ from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader
 
-from ..core.accumulation import Accumulation
 from ..core.buffers import Slot
 from ..core.extension import LossFrom
 from ..core.optimizer import AccumulatingOptimizer
+from ..core.parameters import accumulation_of
 from ..extensions.retries import Attempt, Retries
 from ..modules import modules_alive, name_of
 from ..scalars import Scalar, checked_weight
@@ -323,7 +323,7 @@ def _check_optimizer(opt: Any) -> None:
 def _check_alone(opt: AccumulatingOptimizer, loss: Tensor) -> None:
     """Raises ValueError if another wrapper takes some of the loss's gradients: it would not know the micro-batches' weights."""
     for parameter in parameters_under([loss]):
-        if Accumulation.of_parameter(parameter) not in (None, opt._accumulation):
+        if accumulation_of(parameter) not in (None, opt._accumulation):
             raise ValueError(
                 f"a parameter of shape {tuple(parameter.shape)}, {name_of(parameter) or 'which no module holds'}, that the loss depends on "
                 "belongs to another AccumulatingOptimizer, whose windows MicroBatcher does not run; give all parameters to one optimizer, "

@@ -1,0 +1,46 @@
+"""Parameters that are removed, replaced, reordered, moved or cast after their optimizer was wrapped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.nn import Parameter
+
+from ..core.extension import Extension
+from ..core.parameters import hook, unhook
+
+
+class ChangingParameters(Extension):
+    """Follows an assignment to ``opt.param_groups``, and tells when ``load_state_dict()`` must build the wrapper again."""
+
+    def outdated(self) -> bool:
+        """True if parameters were moved or cast."""
+        accumulation = self.accumulation
+        return accumulation.sums.buffers.moved or bool(accumulation.collector.unhooked)
+
+    def rearrange(self, parameters: Sequence[tuple[str, Parameter]]) -> None:
+        """Raises ValueError if the ranks' parameters differ, RuntimeError if they share an open window."""
+        accumulation = self.accumulation
+        sums, buffers = accumulation.sums, accumulation.sums.buffers
+        if accumulation.ledger.is_open and not accumulation.ranks.alone:
+            raise RuntimeError(
+                "inside a window that ranks share, an assignment to opt.param_groups can only add parameters after the others; this one "
+                "removes, replaces or reorders some: assign when a step(), flush() or reset() has closed the window on all ranks"
+            )
+        places = {slot: slot.index for slot in buffers.slots}
+        slots = buffers.arrange(parameters)
+        buffers.replace(slots)
+        try:
+            accumulation.ranks.replace(slots)
+        except Exception:
+            buffers.replace(list(places))
+            raise
+        for moved in accumulation.extensions.parameters_moved:
+            moved({places[slot]: slot.index for slot in slots if slot in places})
+        gone = [slot for slot in places if slot.param not in buffers.of]
+        sums.drop(gone)
+        unhook(accumulation, gone)
+        if not accumulation.ledger.is_open:
+            sums.begin()
+            buffers.free()
+        hook(accumulation, [slot for slot in slots if slot not in places])
