@@ -23,19 +23,8 @@ ROOMS = {
     "mistakes": {"warn"},
     "ops": {"native", "scalars", "warn"},
     "distributed/shards": set(),
-    "extensions/cpu_offload": {"ops", "scalars"},
     "autograd": {"distributed/shards", "engine", "native"},
-    "core": {
-        "autograd",
-        "distributed",
-        "distributed/shards",
-        "engine",
-        "extensions/cpu_offload",
-        "older_checkpoints",
-        "ops",
-        "scalars",
-        "warn",
-    },
+    "core": {"autograd", "distributed", "distributed/shards", "engine", "older_checkpoints", "ops", "scalars", "warn"},
     "distributed": {"core", "distributed/shards", "engine", "modules", "older_checkpoints", "ops", "scalars", "warn"},
     "extensions": {"core", "distributed/shards", "engine", "modules", "ops", "scalars", "warn"},
     "features": {"core", "extensions"},
@@ -49,7 +38,6 @@ ROOMS = {
         "distributed/shards",
         "engine",
         "extensions",
-        "extensions/cpu_offload",
         "modules",
         "ops",
         "scalars",
@@ -75,7 +63,8 @@ BEYOND_OPS = {
     "core/config.py": {"backends"},  # to check a backend's name
     "__main__.py": {"backends"},  # to list those that are available
     "core/buffers.py": {"memory"},
-    "extensions/cpu_offload.py": {"memory"},
+    "extensions/cpu_offload.py": {"backends", "memory"},
+    "extensions/ring.py": {"memory"},
     "core/sums.py": {"memory"},  # to tell what other code keeps of the sums' memory
 }
 

@@ -393,7 +393,7 @@ class Accumulation(Windows):
 
     def takes_directly(self, slot: Slot) -> bool:
         """True if the pass that is running here has a gradient for the slot's ``p.grad`` that may be added at once, unseen, for good."""
-        seen_whole = self._holds or slot.low_precision or slot.offloaded or slot.is_dtensor
+        seen_whole = self._holds or slot.low_precision or slot.private or slot.is_dtensor
         again = self.ledger.micro is not None and self.ledger.micro.repeatable
         return not (seen_whole or again) and self._collector.accumulates(slot)
 
@@ -493,8 +493,8 @@ class Accumulation(Windows):
             self.rejected.reject(bad, self.sums.buffers.slots)
 
     def _commit(self, weight: Scalar | None) -> None:
-        # Where nothing asks for the count, this need not wait for the thread of offloaded gradients.
-        if self.counts or not self.sums.buffers.offloaded:
+        # Where nothing asks for the count, this need not wait for adds that end late.
+        if self.counts or not self.sums.buffers.private:
             self.accumulator.count()
         window, micro = self.ledger.window, self.ledger.micro
         if not micro.passes and self.sums.normalized_by is None:
