@@ -90,7 +90,10 @@ ON = {
     "MainGrads": On(sums=True, prepare=mark),
     "MasterWeights": On({"master_weights": True}),
 }
-ELSEWHERE = {"EvaluatedWindows"}  # LBFGS runs its windows inside step(): test_closures
+ELSEWHERE = {
+    "EvaluatedWindows",  # LBFGS runs its windows inside step(): test_closures
+    "CpuOffload",  # needs another device: tests/devices
+}
 REFUSED = {("SkipMicroBatch", "MainGrads"), ("Raise", "MainGrads")}  # which layers' gradients are not seen by
 
 

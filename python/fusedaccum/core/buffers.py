@@ -76,9 +76,7 @@ class Slot:
     divisor: Scalar = 1.0  # 16-bit buffers hold the sum divided by this (a running mean); wider ones the sum
     prepared: bool = False  # has an extension filled the buffer, and nothing written to it since?
     main_grad_enabled: bool = False  # do extensions see its gradients before they are queued? (C++ reads it.)
-    private: bool = (
-        False  # is the buffer out of other code's reach, because p.grad does not show it? Its adds may end late
-    )
+    private: bool = False  # is the buffer out of other code's reach, as p.grad does not show it? Its adds may end late
     ops: Any = ops  # has the accumulate_() that adds to the buffer, and the cast_() from there to the parameter
     draws: int = 0  # adds so far, each of which draws its own random numbers when rounding stochastically
     their_grad_dtype: torch.dtype | None = None  # what the parameter's grad_dtype was before it became ours

@@ -209,6 +209,10 @@ class Extension:
     def flush_begins(self) -> None:
         """``flush()`` was called. May raise, if it cannot apply the open window."""
 
+    def half_added(self) -> bool:
+        """True if an add that has raised may have written a part of what it should have, where no version of a tensor tells."""
+        return False
+
     def check_sums(self) -> None:
         """Raises RuntimeError if the buffers are known not to hold the sums of all gradients."""
 

@@ -96,7 +96,8 @@ class Sums:
     @property
     def half_written(self) -> bool:
         """Has a call that raised written some of what it should have written?"""
-        return not all(block.untouched_by_user for block in self.buffers.blocks)
+        told = any(half_added() for half_added in self._extensions.half_added)
+        return told or not all(block.untouched_by_user for block in self.buffers.blocks)
 
     # -- what others do to p.grad ------------------------------------------------------------------------------
 

@@ -134,8 +134,6 @@ class CpuOffload(Extension):
         except BaseException as error:
             if begun:
                 self._failure = error
-            if self._failure is not None:
-                self.accumulation.ledger.micro.adds += 1  # or a part of one
             raise
 
     def cast_(self, outs: Sequence[Tensor], ins: Sequence[Tensor], *, backend: str) -> None:
@@ -179,6 +177,9 @@ class CpuOffload(Extension):
             self._last.result()
             self._last = None
         self._check_added()
+
+    def half_added(self) -> bool:
+        return self._failure is not None
 
     def check_sums(self) -> None:
         for slot in self.accumulation.sums.buffers.slots:
