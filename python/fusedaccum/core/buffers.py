@@ -86,7 +86,7 @@ class Slot:
         # The parameter as it was when wrapped, for check_unchanged() to compare with.
         self.made_for = Form.of(self.param)
         self.set_dtype(self.dtype)
-        self.holder: GradView | ShardHolder = self.param  # the object whose .grad shows the buffer
+        self.holder: GradView = self.param  # the object whose .grad shows the buffer
         self.is_dtensor = is_shard(self.param)  # whatever has sharded it also adds up the ranks' gradients
         self.averaged_by = 1.0  # and may have divided the sum by this
         if self.is_dtensor:

@@ -90,7 +90,7 @@ class Closing:
         end = self.reported
         if end is None or not self.still_shows(end):
             return False
-        again = dataclasses.replace(end, stepped=set(), applied=False, params_broadcast=False)
+        again = dataclasses.replace(end, applied=False, params_broadcast=False)
         again.closure = self._handed_on(evaluated, end)
         # PyTorch's fused optimizers have written the scaled gradient back.
         again.finished = end.finished or type(self._inner).step.__module__.startswith("torch.optim.")

@@ -177,6 +177,10 @@ class Extension:
     def finish_adds(self) -> None:
         """The buffers are about to be read: return when they hold all that was added. Raises RuntimeError if they will not."""
 
+    def half_added(self) -> bool:
+        """True if an add that has raised may have written a part of what it should have, where no version of a tensor tells."""
+        return False
+
     # -- its loss ----------------------------------------------------------------------------------------------
 
     def loss_given(self, loss: Scalar, source: LossFrom) -> None:
@@ -208,10 +212,6 @@ class Extension:
 
     def flush_begins(self) -> None:
         """``flush()`` was called. May raise, if it cannot apply the open window."""
-
-    def half_added(self) -> bool:
-        """True if an add that has raised may have written a part of what it should have, where no version of a tensor tells."""
-        return False
 
     def check_sums(self) -> None:
         """Raises RuntimeError if the buffers are known not to hold the sums of all gradients."""

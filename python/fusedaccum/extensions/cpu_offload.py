@@ -52,6 +52,9 @@ class CpuOffload(Extension):
         self._thread = ThreadPoolExecutor(1, "fusedaccum-offload")
         self._last: Future | None = None  # the last work that the thread was given
         self._failure: BaseException | None = None  # why something could not be added
+        self._stepped: frozenset[int] = (
+            frozenset()
+        )  # by index: slots of the window that is being applied that were stepped already
 
     # -- what it does not work with ----------------------------------------------------------------------------
 
@@ -201,7 +204,7 @@ class CpuOffload(Extension):
     def sums_dropped(self) -> None:
         if self._last is not None:
             self._last.result()
-        self._failure = None
+        self._failure, self._stepped = None, frozenset()
 
     def _ring(self, device: torch.device) -> list[Stage]:
         """The device's ring, made with the first gradients, before anything is added."""
@@ -214,14 +217,19 @@ class CpuOffload(Extension):
         away = [slot for slot in end.slots if slot.private and slot.stepped is slot.param]
         if not away:
             return False
-        left = [slot for slot in away if slot not in end.stepped]
+        left = [slot for slot in away if slot.index not in self._stepped]
         brought = set(away)
         here = [slot for slot in end.slots if slot not in brought]  # stepped with the first part
         for part in parts(left) if steps_each_alone(self.inner) else filter(None, [left]):
-            with without_gradients([slot for slot in here if slot in end.stepped]), self.brought(part):
+            with without_gradients([slot for slot in here if slot.index in self._stepped]), self.brought(part):
                 step()
-                end.stepped |= {*part, *here}  # before anything else, which may be interrupted
+                self._stepped |= {
+                    slot.index for slot in (*part, *here)
+                }  # before anything else, which may be interrupted
         return True
+
+    def closed(self, end: Conclusion) -> None:
+        self._stepped = frozenset()
 
     @contextmanager
     def brought(self, slots: Sequence[Slot]) -> Iterator[None]:
