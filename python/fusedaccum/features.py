@@ -12,6 +12,7 @@ from .extensions import main_grad
 from .extensions.batch_norm import BatchNormsLeftOut, BatchNormStats
 from .extensions.changing_owners import ChangingOwners
 from .extensions.changing_parameters import ChangingParameters
+from .extensions.cpu_offload import CpuOffload
 from .extensions.in_place_layers import InPlaceLayers
 from .extensions.inner_guard import InnerGuard
 from .extensions.lbfgs import EvaluatedWindows
@@ -53,7 +54,8 @@ FEATURES: list[tuple[Callable[[Settings, Optimizer], bool], type[Extension]]] = 
     (always, BatchNormsLeftOut),
     (always, InPlaceLayers),
     (main_grad.any_enabled, MainGrads),
-    (lambda settings, _: settings.master_weights, MasterWeights),
+    (lambda settings, _: settings.buffer_device is not None, CpuOffload),
+    (lambda settings, _: settings.master_weights, MasterWeights),  # are made where the one above puts their gradients
     (lambda _, inner: isinstance(inner, LBFGS), EvaluatedWindows),
 ]
 

@@ -52,7 +52,7 @@ class Accumulation:
     def __init__(self, settings: Settings, seed: int | None, extensions: Extensions):
         self.reference = weakref.ref(self)  # extensions have a proxy, of which none can be made
         self.settings, self.extensions = settings, extensions
-        self.sums = Sums(settings.buffer_dtype, settings.buffer_device, settings.backend)
+        self.sums = Sums(settings.buffer_dtype, extensions, settings.backend)
         self.ledger = Ledger(settings.schedule, settings.reduction, extensions)
         self.ranks = Alone()  # which share the windows
         self.wants_norm = settings.max_grad_norm is not None or any(e.wants_norm for e in extensions.all)
@@ -413,8 +413,8 @@ class Accumulation:
             shown()
 
     def _commit(self, weight: Scalar | None) -> None:
-        # Where nothing asks for the count, this need not wait for the thread of offloaded gradients.
-        if self.counts or not self.sums.buffers.offloaded:
+        # Where nothing asks for the count, this need not wait for adds that end late.
+        if self.counts or not self.sums.buffers.private:
             adding.count_nonfinite(self)
         window, micro = self.ledger.window, self.ledger.micro
         if not micro.passes and self.sums.normalized_by is None:

@@ -50,9 +50,8 @@ def add(accumulation: Accumulation, slots: Sequence[Slot], grads: Sequence[Tenso
         divisor = _running_divisor(accumulation) if narrow else 1.0
         here = scale * members[0].averaged_by
         stats = _room_for_stats(members[0]) if measure else None
-        accumulate_ = sums.offload.accumulate_ if members[0].offloaded else ops.accumulate_
         try:
-            accumulate_(
+            members[0].ops.accumulate_(
                 [slot.buffer for slot in members],
                 theirs,
                 to_device(div(here, divisor) if narrow else here, device),
@@ -94,7 +93,7 @@ def contribution(accumulation: Accumulation, scale: Scalar) -> Scalar:
 
 def takes_directly(accumulation: Accumulation, slot: Slot) -> bool:
     """True if the pass that is running here has a gradient for the slot's ``p.grad`` that may be added at once, unseen, for good."""
-    seen_whole = accumulation.holds or slot.low_precision or slot.offloaded or slot.is_dtensor
+    seen_whole = accumulation.holds or slot.low_precision or slot.private or slot.is_dtensor
     micro = accumulation.ledger.micro
     again = micro is not None and micro.repeatable
     return not (seen_whole or again) and accumulation.collector.accumulates(slot)
@@ -136,8 +135,9 @@ def _measured(accumulation: Accumulation, stats: ops.Stats, slots: Sequence[Slot
 
 
 def count_nonfinite(accumulation: Accumulation) -> None:
-    """Add up what the micro-batch's adds have counted as not finite. Waits if gradients are offloaded."""
-    accumulation.sums.offload.wait()
+    """Add up what the micro-batch's adds have counted as not finite. Waits for adds that end late."""
+    for finish in accumulation.extensions.finish_adds:
+        finish()
     micro = accumulation.ledger.micro
     by_device: dict[torch.device, list[Tensor]] = {}
     for count in micro.counts:
@@ -172,8 +172,6 @@ def _rounding(accumulation: Accumulation, slots: Sequence[Slot]) -> ops.Stochast
 
 
 def _room_for_stats(slot: Slot) -> ops.Stats:
-    if slot.offloaded:  # its adds add up what they measure
-        return ops.Stats.empty(slot.device)
     new = functools.partial(torch.empty, (), device=slot.device)  # no kernels that fill with zeros what is overwritten
     return ops.Stats(new(dtype=widest(slot.device)), new(dtype=torch.int64))
 

@@ -1,4 +1,4 @@
-"""A window's end: what it comes to, whether that may be applied, and the inner optimizer's step with it, in parts if need be.
+"""A window's end: what it comes to, whether that may be applied, and the inner optimizer's step with it.
 
 A window that has closed stays until it is applied and reported: if something raises on the way, the next call goes on from there.
 """
@@ -6,6 +6,7 @@ A window that has closed stays until it is applied and reported: if something ra
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from ..extensions.cpu_offload import STAGE_BYTES
 from ..last_window import LastWindow
 from ..scalars import Scalar, as_tensor, div, identity, to_device_of, widened
 from ..warn import warn
@@ -26,7 +26,6 @@ from .closures import Evaluated, evaluates_itself, refused, required_by_step, ta
 from .config import Settings
 from .extension import Extensions
 from .inner import is_patched
-from .sums import Sums
 from .window import Window, WindowState
 
 if TYPE_CHECKING:
@@ -51,7 +50,6 @@ class Conclusion:
     closure: Evaluated | None = None  # what the inner optimizer's step() gets
     state: WindowState = WindowState.CLOSED
     finished: bool = False  # is p.grad its gradient? Not if the inner optimizer divides by itself
-    stepped: set[Slot] = field(default_factory=set)  # slots stepped already, if the optimizer steps in parts
     applied: bool | Tensor = False  # has the inner optimizer stepped with it?
 
     def last_window(self, applied: bool | Tensor) -> LastWindow:
@@ -183,7 +181,7 @@ class Closing:
             return False
         # PyTorch's fused optimizers have written the scaled gradient back.
         finished = end.finished or type(self._inner).step.__module__.startswith("torch.optim.")
-        again = dataclasses.replace(end, state=WindowState.CLOSED, stepped=set(), applied=False, finished=finished)
+        again = dataclasses.replace(end, state=WindowState.CLOSED, applied=False, finished=finished)
         again.closure = self._handed_on(evaluated, end)
         if not self._accumulation.ranks.alone:
             if self._others_close():
@@ -239,8 +237,9 @@ class Closing:
     def _inner_at_work(self) -> Iterator[None]:
         accumulation, here = self._accumulation, sys._getframe(2)
         before = accumulation.refuses_backward, accumulation.inner_call
-        # The backward of an inner optimizer that steps the parameters themselves (SAM) is an ordinary one in a caller-owned window.
-        apart = self._extensions.stand_in or self._sums.buffers.offloaded
+        # The backward of an inner optimizer that steps the parameters themselves (SAM), with the sums that p.grad shows, is an ordinary one
+        # in a caller-owned window.
+        apart = self._extensions.stand_in or self._sums.buffers.private
         accumulation.refuses_backward = here if apart or not self._settings.schedule.caller_owned else None
         accumulation.inner_call = here
         try:
@@ -357,7 +356,7 @@ def step_all(end: Conclusion, inner: Any, accumulation: Accumulation) -> bool | 
             inner.found_inf = fp32_on(end.skip, device) if decided_there else None
         with extensions.inner_steps(end.slots):
             with among_hooks(inner, pre_hooks_have_run, post_hooks_follow):
-                step(inner, end, sums)
+                step(inner, end, extensions)
                 end.applied, end.state = applied, WindowState.STEPPED
             others_may_have_written(())
     finally:
@@ -385,19 +384,12 @@ def among_hooks(
             handle.remove()
 
 
-def step(inner: Optimizer, end: Conclusion, sums: Sums) -> None:
-    """One step of the inner optimizer; in several calls, each with a part of the gradients, if these have to be brought to the device."""
-    away = [slot for slot in end.slots if slot.offloaded and slot.stepped is slot.param]
-    if not away:
-        step_once(inner, end.closure)
-        return
-    left = [slot for slot in away if slot not in end.stepped]
-    brought = set(away)
-    here = [slot for slot in end.slots if slot not in brought]  # stepped with the first part
-    for part in parts(left) if steps_each_alone(inner) else filter(None, [left]):
-        with without_gradients([slot for slot in here if slot in end.stepped]), sums.brought(part):
-            step_once(inner, end.closure)
-            end.stepped |= {*part, *here}  # before anything else, which may be interrupted
+def step(inner: Optimizer, end: Conclusion, extensions: Extensions) -> None:
+    """One step of the inner optimizer, in one call if no extension needs several."""
+    for step_inner in extensions.step_inner:
+        if step_inner(end, functools.partial(step_once, inner, end.closure)):
+            return
+    step_once(inner, end.closure)
 
 
 def step_once(inner: Optimizer, closure: Evaluated | None) -> None:
@@ -406,41 +398,6 @@ def step_once(inner: Optimizer, closure: Evaluated | None) -> None:
     else:
         closure.begin(inner)
         inner.step(closure)
-
-
-def steps_each_alone(inner: Optimizer) -> bool:
-    """Is stepping some parameters, then the others, equivalent? It is for PyTorch's own optimizers, if no hook counts the steps."""
-    hooks = (inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks)
-    everybody = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
-    return type(inner).__module__.startswith("torch.optim.") and not is_patched(inner) and not any((*hooks, *everybody))
-
-
-def parts(slots: list[Slot]) -> Iterator[list[Slot]]:
-    """``slots`` in parts whose gradients take as much memory as a stage of the ring."""
-    part: list[Slot] = []
-    taken = 0
-    for slot in slots:
-        needed = slot.param.nbytes
-        if part and taken + needed > STAGE_BYTES:
-            yield part
-            part, taken = [], 0
-        part.append(slot)
-        taken += needed
-    if part:
-        yield part
-
-
-@contextmanager
-def without_gradients(slots: list[Slot]) -> Iterator[None]:
-    """In the block, ``p.grad`` of these slots is None."""
-    grads = [slot.param.grad for slot in slots]
-    for slot in slots:
-        slot.param.grad = None
-    try:
-        yield
-    finally:
-        for slot, grad in zip(slots, grads, strict=True):
-            slot.param.grad = grad
 
 
 def inner_scales(inner: Optimizer, slots: list[Slot]) -> bool:

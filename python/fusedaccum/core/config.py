@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer, SparseAdam
 
-from ..distributed.shards import fsdp1, is_flattened, is_shard
+from ..distributed.shards import fsdp1, is_flattened
 from ..ops import backends
 from ..scalars import checked_count, is_number
 from .closures import check_steps_alone
@@ -109,10 +109,7 @@ class Settings:
         one_of("comm_dtype", self.comm_dtype, COMM_DTYPES)
         one_of("shard", self.shard, (True, False))
         check_noise_scale(self.noise_scale, self.schedule)
-        backend = backends.check(self.backend)
-        if self.buffer_device is not None and backend in ("cuda", "triton"):
-            how = "backend" if self.backend == backend else "the environment variable FUSEDACCUM_BACKEND"
-            raise ValueError(f"{how}={backend!r} adds on a GPU, and with buffer_device='cpu' the CPU does; use 'auto'")
+        backends.check(self.backend)
 
     @functools.cached_property
     def drop_in(self) -> bool:
@@ -216,10 +213,6 @@ def check_parameter(name: str, parameter: Tensor, settings: Settings, left: bool
         )
     if is_flattened(parameter):
         raise ValueError(fsdp1(name))
-    if settings.buffer_device is not None and is_shard(parameter):
-        raise ValueError(
-            f"buffer_device='cpu' does not work with parameter {name}, which is a DTensor; leave it out, or use FSDP2's CPUOffloadPolicy"
-        )
     if parameter.is_complex():
         raise ValueError(
             f"parameter {name} is {parameter.dtype}; only real floating-point parameters can be accumulated "
@@ -294,8 +287,6 @@ def check_shared(settings: Settings, sharded: bool, parts: list[str]) -> None:
         raise ValueError(
             "shard=True is for parameters that every rank holds, but these are shards already; leave it out"
         )
-    if settings.shard and settings.buffer_device is not None:
-        raise ValueError("shard=True does not work with buffer_device='cpu'; leave one of them out")
 
 
 def check_unsharded(settings: Settings, names: list[str]) -> None:
