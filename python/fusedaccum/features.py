@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch.optim import LBFGS
 
 from .core.extension import Extension, Extensions
+from .distributed.data_parallel import DataParallel
 from .extensions import main_grad
 from .extensions.batch_norm import BatchNormStats
 from .extensions.changing_owners import ChangingOwners
@@ -35,6 +36,7 @@ def always(settings: Settings, inner: Optimizer) -> bool:
 # When a wrapper of these settings and this inner optimizer has the feature, and what makes it.
 FEATURES: list[tuple[Callable[[Settings, Optimizer], bool], type[Extension]]] = [
     (always, ChangingOwners),  # first: others find the parameters that it has taken
+    (always, DataParallel),
     (always, SharedBackward),  # gives the micro-batch its weight before others look at it
     (always, Losses),
     (lambda settings, _: settings.noise_scale is not None, NoiseScale),

@@ -15,8 +15,7 @@ from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..autograd.collector import GradCollector
-from ..autograd.passes import outermost_backward, passes_seen, saw_pass
-from ..distributed.shards import over_meshes
+from ..autograd.passes import passes_seen, saw_pass
 from ..engine import recording, runs, within_backward, without_grad
 from ..scalars import Scalar
 from ..warn import warn
@@ -50,27 +49,15 @@ class Accumulation(Windows):
         self.rejected = Rejected()
         self._idle: MicroBatch | None = None  # one whose block was left without a backward
         self._block: tuple[Scalar | None, bool, bool] = (None, False, False)  # what the latest grouped() gave to open()
-        self._hidden_in = -1  # the graph task that p.grad was last hidden for
-        self._replicas_checked = False  # are all parameters of DistributedDataParallel modules known to be gathered?
         self._warned_unweighed = self._warned_kept = False
 
-    def start(self, parameters: Iterable[tuple[str, Parameter]]) -> None:
-        """Accumulate the gradients of these parameters, the first, with the ranks that share their windows. Raises as Ranks does."""
-        slots = self.sums.buffers.add(parameters)
-        self.share()
-        if self.accumulator.seed is not None:
-            seed = int(self.ranks.least(self.accumulator.seed))  # replicas of a shard round alike
-            self.accumulator.seed = over_meshes("MIN", seed, slots)
-            self.accumulator.rank = self.ranks.rank
-        self._hook(slots)
-        self._tell_added(slots)
-
     def add_parameters(self, parameters: Iterable[tuple[str, Parameter]]) -> None:
-        """Accumulate the gradients of these parameters, too, from now on."""
+        """Accumulate the gradients of these parameters, too, from now on. Raises as extensions do."""
         before = list(self.sums.buffers.slots)
         slots = self.sums.buffers.add(parameters)
         try:
-            self.ranks.add_slots(slots)
+            for come in self.extensions.parameters_come:
+                come(slots, False)
         except Exception:
             self.sums.buffers.replace(before)
             raise
@@ -96,7 +83,8 @@ class Accumulation(Windows):
         slots = buffers.arrange(parameters)
         buffers.replace(slots)
         try:
-            self.ranks.replace(slots)
+            for come in self.extensions.parameters_come:
+                come(slots, True)
         except Exception:
             buffers.replace(list(places))
             raise
@@ -129,9 +117,6 @@ class Accumulation(Windows):
         self.sums.buffers.free()
 
     def _hook(self, slots: Sequence[Slot]) -> None:
-        self.ledger.mixes_ranks = bool(self.ranks.fully_sharded.slots)
-        self.ranks.fully_sharded.follow(self._hide_shards, self.settings.reduction == "none", slots)
-        self._replicas_checked = False
         self._tell_changed(slots)
         with recording():
             for slot in slots:
@@ -161,7 +146,7 @@ class Accumulation(Windows):
                 "the wrapper was called from inside a backward pass (by a hook?); call it when backward has returned"
             )
         self._collector.end_open_pass()
-        self.sums.unhide()
+        self._tell_over()
         if self._unfinished():
             self._break_off("was broken off by an exception (or its gradients were taken by torch.autograd.grad)")
         self.rejected.withdraw()
@@ -174,12 +159,9 @@ class Accumulation(Windows):
 
     @property
     def outdated(self) -> bool:
-        """Must the wrapper be built again, for parameters that were moved, cast or put into a DistributedDataParallel module?"""
-        return (
-            self.sums.buffers.moved
-            or bool(self._collector.unhooked)
-            or self.ranks.replicas.outdated(self.sums.buffers.of)
-        )
+        """True if the wrapper must be built again, for parameters that were moved, or cast, or for what extensions have found."""
+        moved = self.sums.buffers.moved or bool(self._collector.unhooked)
+        return moved or any(outdated() for outdated in self.extensions.outdated)
 
     def reset(self) -> None:
         self._collector.drop()
@@ -188,32 +170,6 @@ class Accumulation(Windows):
         super().reset()
 
     # -- a micro-batch -----------------------------------------------------------------------------------------
-
-    def _hide_shards(self) -> None:
-        """FSDP2 takes part in a backward: hide ``p.grad`` from it. Raises RuntimeError if its loss lacks the micro-batch's weight."""
-        task = torch._C._current_graph_task_id()
-        if task == self._hidden_in or all(slot.holder is slot.param for slot in self.ranks.fully_sharded.slots):
-            return  # done already; or all of them are another wrapper's now
-        thread = outermost_backward().thread
-        other = next((m for of in self.extensions.weighed_elsewhere if (m := of(thread)) is not None), None)
-        if self.weighs_loss and other is not None and not other.in_loss:
-            raise RuntimeError(
-                f"the loss of this backward has weight={float(other.value()):g}, which was given to another wrapper, but FSDP2 needs it in "
-                "the loss; call backward() of the wrapper that has FSDP2's parameters"
-            )
-        saw_pass(thread)  # of which no hook may tell
-        in_loss = self.weighs_loss and self.ledger.micro is not None and self.ledger.micro.in_loss
-        if in_loss and not self.inside and other is None:
-            raise RuntimeError(
-                "this micro-batch has a weight, which FSDP2 needs in the loss of all its backward passes; use opt.backward(loss) for each. "
-                "For a pass that begins at gradients of losses that had it (a loss in chunks): `with opt.micro_batch(): h.backward(h_grad)`"
-            )
-        if self.ledger.window is not None:
-            self.sums.adopt_all(self.sums.buffers.slots)  # FSDP2 would add to what is not hidden
-        self.sums.hide()
-        if any(slot.param.requires_grad for slot in self.ranks.fully_sharded.slots):
-            self._collector.begin_pass()  # of this micro-batch, even if FSDP2 holds back its gradients
-        self._hidden_in = task
 
     def open(self, weight: Scalar | None, last: bool = False, in_loss: bool = False) -> bool:
         """Open a micro-batch (and return True), or join the one that is open already. Raises as Ledger.weigh does.
@@ -397,13 +353,16 @@ class Accumulation(Windows):
         again = self.ledger.micro is not None and self.ledger.micro.repeatable
         return not (seen_whole or again) and self._collector.accumulates(slot)
 
+    def begin_pass(self) -> None:
+        """Begin a pass for the backward that is running here, even if it has not brought a gradient yet."""
+        self._collector.begin_pass()
+
     def within_pass(self, device: torch.device) -> AbstractContextManager[None]:
         """A block that is a part of the backward pass running here, and in which sums on ``device`` may be written."""
         return self._collector.within_pass(device)
 
     def prepare(self, slot: Slot) -> None:
         """Within a pass: the slot's buffer is about to be written. If ``slot.shown`` is not None, it then holds a plain sum to add to."""
-        self.ranks.before_add([slot])
         for adding in self.extensions.adding:
             adding([slot])
         self.accumulator.prepare(slot)
@@ -425,10 +384,8 @@ class Accumulation(Windows):
 
     def pass_begins(self, thread: int | None) -> None:
         saw_pass(thread)
-        if not self._replicas_checked:
-            self._replicas_checked = True
-            self.ranks.replicas.check_all_wrapped(self.sums.buffers.of, lambda p: self.of_parameter(p) is not None)
-        self.ranks.replicas.silence_pass()
+        for comes in self.extensions.pass_comes:
+            comes()
         if runs(self.refuses_backward):
             raise RuntimeError(
                 "the inner optimizer, or a hook of its step, ran a backward inside step(), and its gradients would join the next window; "
@@ -456,7 +413,6 @@ class Accumulation(Windows):
         micro.passes += 1
         if not self.inside:
             micro.begin_part()
-        self.ranks.pass_begins()
 
     def part_begins(self) -> None:
         if self.ledger.micro is not None:
@@ -469,12 +425,14 @@ class Accumulation(Windows):
         if not slots:
             return
         self.ledger.micro.arrived += len(slots)
-        self.ranks.fully_sharded.wait()
-        self.ranks.before_add(slots)
         for adding in self.extensions.adding:
             adding(slots)
         self.accumulator.add(slots, grads, self.measures)
-        self.ranks.added(slots)
+        self.tell_arrived(slots)
+
+    def tell_arrived(self, slots: Sequence[Slot]) -> None:
+        for arrived in self.extensions.arrived:
+            arrived(slots)
 
     def added_already(self, slot: Slot, grad: Tensor | None) -> bool:
         return any(added(slot, grad) for added in self.extensions.added_already)
@@ -482,11 +440,15 @@ class Accumulation(Windows):
     def pass_ends(self) -> None:
         if self.inside or self.ledger.micro is None:
             return
-        self.sums.unhide()
+        self._tell_over()
         bad = self._judge() if self._holds else None
         self.ranks.pass_ends(functools.partial(self._reject, bad))
         if self.settings.schedule.caller_owned:
             self._commit(None)
+
+    def _tell_over(self) -> None:
+        for over in self.extensions.passes_over:
+            over()
 
     def _reject(self, bad: dict[Slot, Tensor] | None) -> None:
         if bad is not None:
@@ -500,7 +462,7 @@ class Accumulation(Windows):
         if not micro.passes and self.sums.normalized_by is None:
             # What was put into p.grad by hand may have taken the place of the window's sum; step() warns of that.
             self.sums.adopt_all(self.sums.buffers.slots)
-        first, sent, held = window.empty, self.ranks.sent, self.ranks.fully_sharded.holds_back
+        first, sent, held = window.empty, self.ranks.sent, self.ranks.holds_back
         # Two are often of two losses.
         if first and window.index == 0 and window.length == micro.parts > 2 and micro.parts_alike:
             warn(
@@ -534,7 +496,8 @@ class Accumulation(Windows):
         )
 
     def pass_failed(self) -> None:
-        self.ranks.broke_off()
+        for failed in self.extensions.pass_failed:
+            failed()
         if self.ledger.micro is None or self.ledger.micro.repeatable:
             return
         if self.ledger.micro.adds > self._adds_before or self._unfinished():

@@ -107,6 +107,9 @@ class Extension:
     def micro_batch_opened(self) -> None:
         """A micro-batch is open."""
 
+    def pass_comes(self) -> None:
+        """A backward pass brings its first gradient, and has opened nothing yet. May refuse it."""
+
     def block_begins(self, thread: int) -> None:
         """A block of backward passes that are one micro-batch, which is open, begins in this thread."""
 
@@ -115,6 +118,12 @@ class Extension:
 
     def pass_begins(self, thread: int | None) -> None:
         """A backward pass of the open micro-batch, called by this thread (None: not known), brings its first gradient. May refuse it."""
+
+    def passes_over(self) -> None:
+        """The pass is over, or a call of the wrapper finds that none is under way: ``p.grad`` is the wrapper's again."""
+
+    def pass_failed(self) -> None:
+        """A pass broke off."""
 
     def weighed_elsewhere(self, thread: int | None) -> MicroBatch | None:
         """Another wrapper's micro-batch, if its weight was given to the loss whose backward ``thread`` has called."""
@@ -165,6 +174,9 @@ class Extension:
 
     def added(self, slots: Sequence[Slot]) -> None:
         """Gradients of ``slots`` were added, in one call."""
+
+    def arrived(self, slots: Sequence[Slot]) -> None:
+        """What a backward has brought for ``slots`` is in their sums."""
 
     def unfinished(self) -> str | None:
         """If a pass that was broken off has left what no hook has told of: why the next one, if that has begun, is refused."""
@@ -277,6 +289,16 @@ class Extension:
 
     def newly_wrapped(self) -> None:
         """The inner optimizer, and the state that it has, come from outside; the wrapper is no copy of another."""
+
+    def parameters_come(self, slots: Sequence[Slot], all_of_them: bool) -> None:
+        """The wrapper has these slots, too, or, if they are ``all_of_them``, no others.
+
+        Raises ValueError, and changes nothing, if it cannot have them.
+        """
+
+    def outdated(self) -> bool:
+        """True if the wrapper must be built again, for what other code has done to its parameters since."""
+        return False
 
     def parameters_added(self, slots: Sequence[Slot]) -> None:
         """The windows take these slots, too, from now on, with the ranks that share them."""

@@ -53,7 +53,7 @@ class Wrapper(Optimizer):
         if not type(optimizer).__module__.startswith("torch.optim."):  # PyTorch's own keep copies of gradients
             self._sums.states = functools.partial(states_of, optimizer)
         self._closing = Closing(optimizer, self._accumulation, settings)
-        self._accumulation.start(self._new(anew))
+        self._accumulation.add_parameters(self._new(anew))
         guard(optimizer, self._accumulation)
         self._divided = DividedTwice(self._ledger) if settings.reduction == "mean" else None
         stepped = vars(optimizer).get("_opt_called") is True

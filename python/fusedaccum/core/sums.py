@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..distributed.shards import ShardHolder, alike, local_of, sum_over_shards
+from ..distributed.shards import alike, local_of, sum_over_shards
 from ..engine import outside_graphs, without_grad
 from ..extensions.cpu_offload import Offload
 from ..ops.memory import address
@@ -313,18 +313,6 @@ class Sums:
                 part = sum_over_shards(part.to(first.device), first)
             parts.append(part)
         return torch.stack([part.to(parts[0].device) for part in parts]).sum()
-
-    def unhide(self) -> None:
-        """Show what is hidden from FSDP2."""
-        for slot in self.buffers.slots if self.buffers.has_dtensors else ():
-            if isinstance(slot.holder, ShardHolder):
-                slot.holder.unhide()
-
-    def hide(self) -> None:
-        """Hide the sums of shards while a pass may bring gradients."""
-        for slot in self.buffers.slots:
-            if isinstance(slot.holder, ShardHolder):
-                slot.holder.hide()
 
     def count_nonfinite(self, grads: Iterable[Tensor]) -> int:
         """How many elements are NaN or infinite; waits for the device."""

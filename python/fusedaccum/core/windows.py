@@ -6,15 +6,14 @@ from types import FrameType
 
 from torch import Tensor
 
-from ..distributed.alone import Alone
-from ..distributed.ranks import Ranks, modules_of
 from ..engine import runs
 from ..scalars import Scalar, product
 from ..warn import warn
 from .accumulator import Accumulator
-from .config import Settings, check_alone
+from .config import Settings
 from .extension import Extensions
 from .ledger import Ledger
+from .ranks import Alone
 from .sums import Sums
 
 
@@ -40,7 +39,7 @@ class Windows:
         self.counts = any(e.counts for e in extensions.all)
         self.ledger = Ledger(settings.schedule, settings.reduction, self.extensions)
         self.accumulator = Accumulator(self.sums, self.ledger, extensions, seed)
-        self.ranks = Alone()  # which share the windows
+        self.ranks = Alone()  # until an extension finds others that share the windows
         self.step_under_way = False
         self.inner_call: FrameType | None = None
         self.updated: bool | Tensor = False
@@ -52,30 +51,6 @@ class Windows:
         """True while the inner optimizer is at work."""
         return self.inner_call is not None and runs(self.inner_call)
 
-    def share(self) -> None:
-        """Share the windows with the ranks of the process group; if none was given, with those of the DistributedDataParallel or FSDP2
-        modules, if any.
-        """
-        replicas, fully_sharded = modules_of(self.sums.buffers.slots)
-        group = self.settings.process_group or replicas.group or fully_sharded.group
-        if group is None:
-            check_alone(self.settings)
-            self.ranks.looked = True
-            return
-        self.ranks = ranks = Ranks(
-            group,
-            replicas,
-            fully_sharded,
-            self.sums,
-            self.ledger,
-            self.extensions,
-            self.settings,
-            self.reset,
-        )
-        self.ledger.ranks, self.ledger.over_ranks = ranks.size, ranks.group.weight
-        if self.settings.shard:
-            self.sums.over_owners = ranks.group.sum
-
     def begin_window(self, backward: bool = False) -> None:
         """``backward``: because a backward begins, for which plain PyTorch would leave what is in ``p.grad``."""
         self._not_zeroed = False
@@ -84,7 +59,6 @@ class Windows:
             self._not_zeroed = self.sums.left_in_place
         self.sums.begin()
         self.step_under_way, self._weighed = False, None
-        self.ranks.reset()
         self.ledger.begin_window()  # last: if anything above raises, the next call begins it
 
     def warn_not_zeroed(self) -> None:
@@ -105,12 +79,10 @@ class Windows:
         self.sums.begin()
         for released in self.extensions.buffers_released:
             released()
-        self.ranks.fully_sharded.drop()
-        self.ranks.reset()
 
     @property
     def weighs_loss(self) -> bool:
-        """Must a weight be in the loss, because FSDP2 adds up the ranks' gradients before they get here?"""
+        """True if a weight must be in the loss, because the ranks' gradients are added up before they get here."""
         return self.ledger.mixes_ranks and self.settings.reduction == "mean"
 
     @property

@@ -13,7 +13,7 @@ from ..core.window import COUNTED, Window
 if TYPE_CHECKING:
     from ..core.buffers import Slot
     from ..core.proxy import Wrapper
-    from .alone import Alone
+    from ..core.ranks import Alone
 
 
 def falls_to(here: Alone, saved_rank: int) -> bool:

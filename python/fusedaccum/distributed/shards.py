@@ -119,6 +119,20 @@ class ShardHolder:
         return local_gradient(now, self._parameter)
 
 
+def unhide(slots: Iterable[Slot]) -> None:
+    """Show what is hidden from FSDP2."""
+    for slot in slots:
+        if isinstance(slot.holder, ShardHolder):
+            slot.holder.unhide()
+
+
+def hide(slots: Iterable[Slot]) -> None:
+    """Hide the sums of shards while a pass may bring gradients."""
+    for slot in slots:
+        if isinstance(slot.holder, ShardHolder):
+            slot.holder.hide()
+
+
 def sum_over_shards(value: Tensor, slot: Slot) -> Tensor:
     """``value`` of the local shards, summed over the ranks that hold others; ranks that hold the same shards are not counted twice."""
     mesh, placements = slot.param.device_mesh, slot.param.placements  # type: ignore[attr-defined]

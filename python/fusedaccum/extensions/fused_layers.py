@@ -42,5 +42,5 @@ def add_by(accumulation: Accumulation, write: Write, parameter: Parameter, fits:
         except BaseException:  # Ctrl-C comes when the product has been written
             ledger.micro.adds += accumulation.sums.half_written
             raise
-        accumulation.ranks.added([slot])
+        accumulation.tell_arrived([slot])
     return True

@@ -57,7 +57,7 @@ class InPlaceLayers(Extension):
             ledger.micro.adds += slot.shown is not None  # the sum is not the window's any more
             raise
         accumulation.count_added(slot, prepared=False)
-        accumulation.ranks.added([slot])
+        accumulation.tell_arrived([slot])
 
 
 def way_of(slot: Slot, grad: Tensor | None) -> Way | None:

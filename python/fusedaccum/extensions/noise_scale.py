@@ -74,6 +74,16 @@ class NoiseScale(Extension):
     def window_opened(self) -> None:
         self._small = None
 
+    def check_shared(self) -> None:
+        buffers = self.accumulation.sums.buffers
+        beside = [slot.name for slot in buffers.slots if not slot.is_dtensor]
+        if buffers.has_dtensors and beside:
+            raise ValueError(
+                f"noise_scale={self.accumulation.settings.noise_scale}: FSDP2 shards other parameters but not {beside[0]}. After a first "
+                "micro-batch its gradient is this rank's own, while theirs is summed over all ranks already, so there is no one norm to "
+                "measure. Shard it too (fully_shard on the module that holds it), or leave noise_scale out"
+            )
+
     def counted_alone(self, micro: MicroBatch) -> None:
         """Note the norm of the one micro-batch in the window, as its adds have taken it: this rank's, because no sums have been sent yet.
 

@@ -66,8 +66,7 @@ class SkipMicroBatch(Extension):
         """Waits for the device."""
         accumulation = self.accumulation
         ranks, slots, micro = accumulation.ranks, accumulation.sums.buffers.slots, accumulation.ledger.micro
-        ranks.fully_sharded.check_droppable(slots)
-        ranks.fully_sharded.wait()
+        ranks.check_droppable(slots)
         looked_at = [*map(summed_gradient, held), *(slot.buffer for slot in added)]
         found = ranks.of_all_parts(accumulation.sums.count_nonfinite(looked_at))
         found = over_meshes("SUM", found, slots, ranks.size)
@@ -91,6 +90,12 @@ class SkipMicroBatch(Extension):
 
 class Raise(SkipMicroBatch):
     """``"raise"``: as ``"skip_micro_batch"``, and ``step()`` raises."""
+
+    def check_shared(self) -> None:
+        raise ValueError(
+            "nonfinite='raise' would raise on one rank while the others wait for it; use 'skip_micro_batch' or 'skip_window', and look "
+            "at last_window.nonfinite"
+        )
 
     def ended(self, rejected: Rejected) -> None:
         if rejected.names:

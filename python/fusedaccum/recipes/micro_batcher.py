@@ -153,7 +153,7 @@ class MicroBatcher:
             micro_batch = nested.cut(batch, start, stop)
             weight, last = checked_weight(self._weight(micro_batch)), stop == samples
             try:
-                with contextlib.nullcontext() if last else self._opt._accumulation.ranks.replicas.unsynced():
+                with contextlib.nullcontext() if last else self._opt._accumulation.ranks.unsynced():
                     loss = self._loss(micro_batch, None if parts == 1 else stop - start)
                     self._opt.backward(self._scaler.scale(loss), weight=weight, last=last)
             except Exception as error:
