@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from ..core.buffers import Slot
+from ..core.config import one_of
 from ..core.extension import Extension
 from .ddp import Replicas, replicas_of
 from .fsdp2 import FullySharded
 from .ranks import Ranks, modules_of
-from .shards import over_meshes
+from .shards import fsdp1, is_flattened, is_shard, over_meshes
+
+if TYPE_CHECKING:
+    from ..core.config import Settings
+
+COMM_DTYPES = (None, torch.float32, torch.bfloat16)
+COLLECTIVES = {
+    *("all_gather", "all_gather_into_tensor", "all_gather_single", "all_reduce", "all_to_all", "all_to_all_single"),
+    *("reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor"),
+}
 
 
 class DataParallel(Extension):
@@ -18,6 +36,27 @@ class DataParallel(Extension):
     def __init__(self) -> None:
         self._looked = False  # for ranks that share the windows, with the first parameters
         self._checked = False  # are all parameters of DistributedDataParallel modules known to be a wrapper's?
+
+    @classmethod
+    def refuses(cls, settings: Settings, inner: Optimizer) -> None:
+        _check_group(settings.process_group)
+        one_of("comm_dtype", settings.comm_dtype, COMM_DTYPES)
+        one_of("shard", settings.shard, (True, False))
+        if settings.shard and (how := _shares_out(inner)):
+            raise ValueError(
+                f"shard=True has each rank step a part of the parameters, but so has {type(inner).__name__} ({how}), and what falls to one "
+                "rank here and to another there would be stepped by none; leave shard out, or wrap a plain optimizer: shard=True keeps its "
+                "state in parts, too"
+            )
+
+    def check_parameter(self, name: str, parameter: Parameter, settings: Settings, left: bool) -> None:
+        if is_flattened(parameter):
+            raise ValueError(fsdp1(name))
+        if settings.buffer_device is not None and is_shard(parameter):
+            raise ValueError(
+                f"buffer_device='cpu' does not work with parameter {name}, which is a DTensor; leave it out, or use FSDP2's "
+                "CPUOffloadPolicy"
+            )
 
     def parameters_come(self, slots: Sequence[Slot], all_of_them: bool) -> None:
         """Raises ValueError if the first parameters were this rank's alone, and some of these several ranks share; or as Ranks does."""
@@ -82,3 +121,27 @@ def _check_unshared(slots: Sequence[Slot]) -> None:
             f"parameter {slot.name} is in {kind} module, but the optimizer was wrapped without any, so its windows are this rank's "
             "alone; wrap the optimizer when it already has these parameters, or wrap it with process_group="
         )
+
+
+def _check_group(process_group: Any) -> None:
+    """Raises TypeError for anything but a process group or None."""
+    if process_group is not None and not (dist.is_available() and isinstance(process_group, dist.ProcessGroup)):
+        raise TypeError(
+            f"process_group must be a torch.distributed.ProcessGroup (torch.distributed.group.WORLD) or None, got {process_group!r}"
+        )
+
+
+def _shares_out(optimizer: Optimizer) -> str:
+    """What shows that an optimizer shares out its parameters among ranks itself; empty if nothing does."""
+    for name, value in vars(optimizer).items():
+        if name == "world_size" or (dist.is_available() and isinstance(value, dist.ProcessGroup)):
+            return f"it has a .{name}"
+    called = sorted(COLLECTIVES & _names(getattr(inspect.unwrap(type(optimizer).step), "__code__", None)))
+    return f"its step() calls {called[0]}()" if called else ""
+
+
+def _names(code: CodeType | None) -> set[str]:
+    """What a function calls by name, functions inside it included."""
+    if code is None:
+        return set()
+    return set(code.co_names).union(*(_names(const) for const in code.co_consts if isinstance(const, CodeType)))
