@@ -10,7 +10,6 @@ from torch import Tensor
 
 from .. import ops
 from ..autograd.streams import capturing
-from ..distributed.shards import alike, local_gradient
 from ..scalars import Scalar, add, div, identity, to_device, widest
 from .buffers import Slot
 from .extension import Extensions
@@ -43,8 +42,11 @@ class Accumulator:
         sums, micro = self._sums, self._ledger.micro
         sums.place(slots)
         sums.adopt_all(slots)
-        if sums.buffers.has_dtensors:
-            grads = [local_gradient(grad, slot.param) for slot, grad in zip(slots, grads, strict=True)]
+        if sums.buffers.has_parts:
+            grads = [
+                grad if slot.part is None else slot.part.local_gradient(grad)
+                for slot, grad in zip(slots, grads, strict=True)
+            ]
         scale = self.contribution(micro.factor_left())
         for (device, first, narrow, *_), members, theirs in one_call_each(slots, grads, measure):
             divisor = self._running_divisor() if narrow else 1.0
@@ -131,7 +133,7 @@ class Accumulator:
         counters = [(slot.draws * DRAWS_APART + slot.before) % (1 << 64) for slot in slots]
         for slot in slots:
             slot.draws += 1
-        return ops.StochasticRounding(self.seed + (0 if slots[0].is_dtensor else self.rank), counters)
+        return ops.StochasticRounding(self.seed + (self.rank if slots[0].part is None else 0), counters)
 
 
 def _room_for_stats(slot: Slot) -> ops.Stats:
@@ -146,14 +148,14 @@ def one_call_each(
 ) -> Iterator[tuple[tuple, Sequence[Slot], Sequence[Tensor]]]:
     """Each call that an add takes: ``(gradients' device, first touch, narrow, divisor, averaged by, ...)``, its slots and its gradients.
 
-    ``measure``: are norms taken? They can be added up over the ranks only for shards that are laid out alike.
+    ``measure``: are norms taken? They can be added up over the ranks only for parts that are laid out alike.
     """
     calls: dict[tuple, list[int]] = {}
     for i in range(1 if _agree(slots) else len(slots)):  # where they agree, the first stands for all
         slot, first = slots[i], slots[i].shown is None
         # After normalize_(), parameters that no pass has reached since still hold a mean.
-        divisor, layout = None if first else identity(slot.divisor), alike(slot) if measure else None
-        key = (slot.made_for.device, first, slot.low_precision, divisor, slot.averaged_by, layout, slot.is_dtensor)
+        divisor, layout = None if first else identity(slot.divisor), slot.layout if measure else None
+        key = (slot.made_for.device, first, slot.low_precision, divisor, slot.averaged_by, layout, slot.part is None)
         calls.setdefault(key, []).append(i)
     if len(calls) == 1:  # as nearly always
         yield next(iter(calls)), slots, grads
@@ -168,4 +170,4 @@ def _agree(slots: Sequence[Slot]) -> bool:
     for slot in slots:
         if slot.block is not one.block or slot.divisor is not one.divisor or (slot.shown is None) is not first:
             return False
-    return not one.is_dtensor
+    return one.part is None

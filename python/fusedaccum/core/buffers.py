@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, NamedTuple
@@ -14,12 +14,17 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .. import ops
-from ..distributed.shards import ShardHolder, fsdp1, is_flattened, is_shard, local_of
 from ..ops.memory import is_dense, traits
+from ..parts import local_of
 from ..scalars import Scalar
+from .grad_views import GradView, StandIn
 
 ALIGNMENT = 64  # elements: a cache line or more in every dtype, also after cast_in_place_() has halved their size
 NARROW_HEAD = 1 << 16  # elements that cast_in_place_() moves through a temporary before it can work in place
+
+
+# Makers of what stands for a parameter of which this process holds a part; each returns None for others.
+Views = Sequence[Callable[[Parameter], GradView | None]]
 
 
 def padded(elements: int) -> int:
@@ -35,12 +40,6 @@ def buffer_dtype(parameter: torch.dtype, asked: torch.dtype | None) -> torch.dty
 def gradient_dtype(p: Tensor) -> torch.dtype:
     """The dtype that the gradients of ``p`` fit into, as far as it says: with ``p.grad_dtype = None`` they may be of any."""
     return p.dtype if p.grad_dtype is None else torch.promote_types(p.dtype, p.grad_dtype)
-
-
-class StandIn:
-    """Stands for a parameter that is on another device than its buffer."""
-
-    grad: Tensor | None = None
 
 
 class Form(NamedTuple):
@@ -63,6 +62,7 @@ class Slot:
     name: str
     dtype: torch.dtype  # of the buffer
     device: torch.device  # of the buffer
+    part: GradView | None = None  # if this process holds a part of the parameter: what stands for that part
     index: int = field(init=False)  # position among the optimizer's parameters, each counted once
     before: int = field(init=False)  # random numbers that an add reserves for the parameters before it
     block: Block = field(init=False)
@@ -85,11 +85,8 @@ class Slot:
         self.set_dtype(self.dtype)
         # The object whose .grad shows the buffer: the parameter, unless the buffer is on another device, because p.grad cannot be.
         self.offloaded = self.param.device != self.device
-        self.holder: Parameter | StandIn | ShardHolder = StandIn() if self.offloaded else self.param
-        self.is_dtensor = is_shard(self.param)  # whatever has sharded it also adds up the ranks' gradients
-        self.averaged_by = 1.0  # and may have divided the sum by this
-        if self.is_dtensor:
-            self.holder = ShardHolder(self.param)
+        self.holder: Parameter | StandIn | GradView = self.part or (StandIn() if self.offloaded else self.param)
+        self.averaged_by = 1.0  # by which gradients were divided that are sums over processes
         self.stepped: Tensor = (
             self.param
         )  # what the inner optimizer steps: the parameter, or what an extension has put in its place
@@ -155,17 +152,20 @@ class Slot:
 
     @property
     def stepped_grad(self) -> Tensor | None:
-        """``p.grad`` as the inner optimizer sees it: for a shard, the DTensor."""
-        return self.holder.whole if isinstance(self.holder, ShardHolder) else self.holder.grad
+        """``p.grad`` as the inner optimizer sees it: all of it, also where this process holds a part."""
+        return self.part.whole if self.part is not None and self.holder is self.part else self.holder.grad
+
+    @property
+    def layout(self) -> Hashable:
+        """A key shared by the slots whose norms can be added up together; None for those that this process holds whole."""
+        return None if self.part is None else self.part.layout
 
     def check_unchanged(self) -> None:
-        """Raises RuntimeError if the parameter has changed its dtype, device or shape since it was wrapped, or is now FSDP1's.
+        """Raises RuntimeError if the parameter has changed its dtype, device or shape since it was wrapped.
 
         Other strides are no error: they are noted in :attr:`relaid`.
         """
         p = self.param
-        if is_flattened(p):
-            raise RuntimeError(fsdp1(self.name))
         if Form.of(p) != self.made_for:
             was, now = (f"{form.dtype} {tuple(form.shape)} on {form.device}" for form in (self.made_for, Form.of(p)))
             raise RuntimeError(
@@ -178,7 +178,7 @@ class Slot:
 
 @dataclass(eq=False)
 class Block:
-    """A flat stretch of storage, shared by slots that agree in device and dtype of parameter and buffer; all of them shards, or none."""
+    """A flat stretch of storage, shared by slots that agree in device and dtype of parameter and buffer; all of them parts, or none."""
 
     flat: Tensor
     offloaded: bool  # is it on another device than the parameters? Then p.grad is no view of it, and other code does not see it
@@ -234,20 +234,20 @@ class Buffers:
         self.of: dict[Parameter, Slot] = {}
         self.blocks: list[Block] = []
         weakref.finalize(self, _let_go, self.slots).atexit = False
-        self.has_dtensors = False
+        self.has_parts = False  # are any slots parts of parameters?
         self.offloaded = False  # are any buffers on another device than their parameter?
         self._checked: object = None  # the parameters' traits at the last check
         self._in_groups: list[Parameter] = []  # what was in the optimizer's groups then
 
-    def add(self, parameters: Iterable[tuple[str, Parameter]]) -> list[Slot]:
+    def add(self, parameters: Iterable[tuple[str, Parameter]], views: Views) -> list[Slot]:
         """Make slots for parameters that have none yet."""
-        fresh = [self._made(name, p) for name, p in parameters]
+        fresh = [self._made(name, p, views) for name, p in parameters]
         self._set([*self.slots, *fresh])
         return fresh
 
-    def arrange(self, parameters: Sequence[tuple[str, Parameter]]) -> list[Slot]:
+    def arrange(self, parameters: Sequence[tuple[str, Parameter]], views: Views) -> list[Slot]:
         """The slots of these parameters, some of which may have none yet: theirs are not here before :meth:`replace`."""
-        slots = [self.of.get(p) or self._made(name, p) for name, p in parameters]
+        slots = [self.of.get(p) or self._made(name, p, views) for name, p in parameters]
         for slot, (name, _) in zip(slots, parameters, strict=True):
             slot.name = name
         return slots
@@ -265,8 +265,9 @@ class Buffers:
         self.blocks.clear()
         self.offloaded = False
 
-    def _made(self, name: str, p: Parameter) -> Slot:
-        return Slot(p, name, buffer_dtype(gradient_dtype(p), self._asked), self._device or p.device)
+    def _made(self, name: str, p: Parameter, views: Views) -> Slot:
+        part = next((part for view in views if (part := view(p)) is not None), None)
+        return Slot(p, name, buffer_dtype(gradient_dtype(p), self._asked), self._device or p.device, part)
 
     def look_again(self, slots: Sequence[Slot]) -> None:
         """Another wrapper, which had these parameters until now, has given their grad_dtype back."""
@@ -282,14 +283,14 @@ class Buffers:
             before += _set_aside(slot.param)
             self.of[slot.param] = slot
         self._in_groups = []
-        self.has_dtensors = any(slot.is_dtensor for slot in slots)
+        self.has_parts = any(slot.part is not None for slot in slots)
 
     def allocate(self, slots: Sequence[Slot]) -> None:
         """Allocate storage for those of ``slots`` that have none."""
         groups: dict[tuple, list[Slot]] = {}
         for slot in slots:
             if not slot.placed:
-                kind = (slot.param.device, slot.device, slot.dtype, slot.param.dtype, slot.is_dtensor)
+                kind = (slot.param.device, slot.device, slot.dtype, slot.param.dtype, slot.part is None)
                 groups.setdefault(kind, []).append(slot)
         for (home, device, dtype, _, _), members in groups.items():
             if home.type == "meta":
@@ -318,11 +319,15 @@ class Buffers:
         pairs = ((slot.made_for, slot.param) for slot in self.slots)
         return any((was.dtype, was.device) != (p.dtype, p.device) for was, p in pairs)
 
-    def check_unchanged(self) -> None:
-        """Raises as :meth:`Slot.check_unchanged` does, and RuntimeError for a ``p.grad`` set by hand whose buffer is on another device."""
+    def check_unchanged(self, checks: Sequence[Callable[[Slot], None]]) -> None:
+        """Raises as :meth:`Slot.check_unchanged` and these ``checks`` do, and RuntimeError for a ``p.grad`` set by hand whose buffer is on
+        another device.
+        """
         # Every step() calls this, so it compares what is cheap and nearly always shows a change. The rest shows when a gradient arrives.
         if traits([*self.of]) != self._checked:
             for slot in self.slots:
+                for check in checks:
+                    check(slot)
                 slot.check_unchanged()
             self._checked = traits([*self.of])
         for slot in () if self._device is None else self.slots:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..distributed.shards import local_of, whole
 from ..engine import without_grad
 from ..older_checkpoints import as_now
+from ..parts import local_of
 from ..scalars import copied
 from ..warn import warn
 from .buffers import Slot
@@ -77,7 +77,7 @@ def plain(record: Window | MicroBatch) -> dict[str, Any]:
 
 def _saved(slot: Slot) -> dict[str, Any]:
     kept = slot.buffer.clone()
-    return {"sum": whole(kept, slot.param) if slot.is_dtensor else kept, "divisor": slot.divisor}
+    return {"sum": kept if slot.part is None else slot.part.wrap(kept), "divisor": slot.divisor}
 
 
 def check(opt: Wrapper, own: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .closing import Closing
     from .conclusion import Conclusion
     from .config import Settings
+    from .grad_views import GradView
     from .rejected import Rejected
     from .window import MicroBatch
 
@@ -88,6 +89,9 @@ class Extension:
 
     def check_parameter(self, name: str, parameter: Parameter, settings: Settings, left: bool) -> None:
         """Raises ValueError for a parameter that these settings rule out. ``left``: it is taken over from another wrapper."""
+
+    def check_changed(self, slot: Slot) -> None:
+        """Raises RuntimeError if the slot's parameter, of which other code has changed something, is now one that cannot be accumulated."""
 
     def check_shared(self) -> None:
         """Raises ValueError if ranks cannot share windows of these parameters."""
@@ -289,6 +293,9 @@ class Extension:
 
     def newly_wrapped(self) -> None:
         """The inner optimizer, and the state that it has, come from outside; the wrapper is no copy of another."""
+
+    def grad_view(self, parameter: Parameter) -> GradView | None:
+        """What stands for a new parameter of which this process holds a part."""
 
     def parameters_come(self, slots: Sequence[Slot], all_of_them: bool) -> None:
         """The wrapper has these slots, too, or, if they are ``all_of_them``, no others.

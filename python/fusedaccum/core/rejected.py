@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..distributed.shards import local_of, whole
+from ..parts import local_of
 from .buffers import Slot
 
 
@@ -17,8 +17,8 @@ class Rejected:
     """Micro-batches that ``nonfinite`` has rejected since the last ``step()``.
 
     Until the next one, ``p.grad`` of one parameter shows a gradient that is not finite, and that of all others is None: so a GradScaler,
-    which looks there, learns of the overflow, and nothing that it or other code does to ``p.grad`` reaches a buffer. With shards it is the
-    same parameter on all ranks, whichever rank has the bad part: PyTorch unscales a DTensor by a collective.
+    which looks there, learns of the overflow, and nothing that it or other code does to ``p.grad`` reaches a buffer. If processes hold
+    parts of parameters, it is the same one in all, whichever has the bad part: PyTorch unscales such a tensor by a collective.
     """
 
     names: list[str] = field(default_factory=list)  # of the parameters; none as long as nothing was rejected
@@ -31,9 +31,9 @@ class Rejected:
         self._hidden = [(slot, slot.param.grad) for slot in slots]
         for slot in slots:
             slot.param.grad = None
-        shard = next((slot for slot in slots if slot.is_dtensor and slot.param.requires_grad), None)
-        if shard is not None:
-            shard.param.grad = whole(torch.full_like(local_of(shard.param.detach()), torch.nan), shard.param)
+        spread = next((slot for slot in slots if slot.part is not None and slot.param.requires_grad), None)
+        if spread is not None and spread.part is not None:
+            spread.param.grad = spread.part.wrap(torch.full_like(local_of(spread.param.detach()), torch.nan))
         elif bad:
             slot, grad = next(iter(bad.items()))
             slot.param.grad = grad.clone()  # which can be written in place, as p.grad can: not one number, expanded

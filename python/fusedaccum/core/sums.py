@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..distributed.shards import alike, local_of, sum_over_shards
 from ..engine import outside_graphs, without_grad
 from ..extensions.cpu_offload import Offload
 from ..ops.memory import address
+from ..parts import local_of
 from ..scalars import Scalar, div, identity, to_device, to_device_of
 from ..warn import warn
 from .buffers import Block, Buffers, Slot
@@ -71,9 +71,11 @@ class Sums:
             if not shown:
                 slot.show(slot.buffer)
 
-    def check(self) -> None:
-        """Raises RuntimeError if a parameter has changed, or sums are lost, because gradients could not be added, or not be divided."""
-        self.buffers.check_unchanged()
+    def check(self, parameter_checks: Sequence[Callable[[Slot], None]]) -> None:
+        """Raises RuntimeError if a parameter has changed, or fails these checks, or sums are lost, because gradients could not be added, or
+        not be divided.
+        """
+        self.buffers.check_unchanged(parameter_checks)
         self.offload.check()
         self.check_whole()
 
@@ -297,20 +299,21 @@ class Sums:
         self.written(slots, 1.0)
 
     def sq_norm(self, slots: Sequence[Slot]) -> Tensor:
-        """Sum of squares of the sums of ``slots``; free if the last adds have measured it. Shards are summed over their ranks."""
-        if not self.buffers.has_dtensors:
+        """Sum of squares of the sums of ``slots``; free if the last adds have measured it. Parts are summed over their processes."""
+        if not self.buffers.has_parts:
             total = self.norms.total(slots)
             return total if self.over_owners is None else self.over_owners(total)
-        # The same groups, in the same order, on all ranks.
-        groups: dict[tuple | None, list[Slot]] = {alike(slot): [] for slot in self.buffers.slots}
+        # The same groups, in the same order, in all processes.
+        groups: dict[Hashable, list[Slot]] = {slot.layout: [] for slot in self.buffers.slots}
         for slot in slots:
-            groups[alike(slot)].append(slot)
+            groups[slot.layout].append(slot)
         parts = []
         for key, members in groups.items():
             part = self.norms.total(members)
             if key is not None:
-                first = next(slot for slot in self.buffers.slots if alike(slot) == key)
-                part = sum_over_shards(part.to(first.device), first)
+                first = next(slot for slot in self.buffers.slots if slot.layout == key)
+                assert first.part is not None
+                part = first.part.sum_over_parts(part.to(first.device))
             parts.append(part)
         return torch.stack([part.to(parts[0].device) for part in parts]).sum()
 

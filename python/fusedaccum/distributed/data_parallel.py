@@ -18,7 +18,7 @@ from ..core.extension import Extension
 from .ddp import Replicas, replicas_of
 from .fsdp2 import FullySharded
 from .ranks import Ranks, modules_of
-from .shards import fsdp1, is_flattened, is_shard, over_meshes
+from .shards import ShardHolder, fsdp1, is_flattened, is_shard, over_meshes
 
 if TYPE_CHECKING:
     from ..core.config import Settings
@@ -57,6 +57,13 @@ class DataParallel(Extension):
                 f"buffer_device='cpu' does not work with parameter {name}, which is a DTensor; leave it out, or use FSDP2's "
                 "CPUOffloadPolicy"
             )
+
+    def check_changed(self, slot: Slot) -> None:
+        if is_flattened(slot.param):
+            raise RuntimeError(fsdp1(slot.name))
+
+    def grad_view(self, parameter: Parameter) -> ShardHolder | None:
+        return ShardHolder(parameter) if is_shard(parameter) else None
 
     def parameters_come(self, slots: Sequence[Slot], all_of_them: bool) -> None:
         """Raises ValueError if the first parameters were this rank's alone, and some of these several ranks share; or as Ranks does."""

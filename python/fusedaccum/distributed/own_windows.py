@@ -52,7 +52,7 @@ class OwnWindows:
     def ends(self, replicas: Replicas) -> bool:
         """If the open window ends now, is it this rank's own? Raises RuntimeError, and loses nothing, if the settings rule that out."""
         own = not self.synced and (replicas.off or (self._drop_in and self._synced is False))
-        needs_all = [*self._needs_all, *(["FSDP2's fully_shard"] if self._buffers.has_dtensors else [])]
+        needs_all = [*self._needs_all, *(["FSDP2's fully_shard"] if self._buffers.has_parts else [])]
         if own and needs_all:
             raise RuntimeError(
                 f"a window that ends within no_sync() is this rank's own (local SGD), but with {needs_all[0]} window "

@@ -98,7 +98,7 @@ class Ranks(Alone, Extension):
 
     def _check(self, group: dist.ProcessGroup, fully_sharded: FullySharded) -> None:
         slots = self._sums.buffers.slots
-        parts = [slot.name for slot in slots if slot.is_dtensor and slot not in fully_sharded.slots]
+        parts = [slot.name for slot in slots if slot.part is not None and slot not in fully_sharded.slots]
         if parts:
             raise ValueError(
                 f"parameter {parts[0]} is a DTensor that FSDP2 does not add up over the ranks of process_group; call fully_shard on the "
@@ -107,7 +107,7 @@ class Ranks(Alone, Extension):
             )
         for check in self._extensions.check_shared:
             check()
-        if self._settings.shard and self._sums.buffers.has_dtensors:
+        if self._settings.shard and self._sums.buffers.has_parts:
             raise ValueError(
                 "shard=True is for parameters that every rank holds, but these are shards already; leave it out"
             )
@@ -299,14 +299,14 @@ class Ranks(Alone, Extension):
         return totals[:first], [slot for slot, ranks in has if ranks], totals[end:]
 
     def passes_over(self) -> None:
-        unhide(self._sums.buffers.slots if self._sums.buffers.has_dtensors else ())
+        unhide(self._sums.buffers.slots if self._sums.buffers.has_parts else ())
 
     def pass_failed(self) -> None:
         if self.reduce_buckets.phase is Phase.REDUCING and self.reduce_buckets.any_in_flight:
             self.group.out_of_step()
 
     def of_all_parts(self, found: int) -> int:
-        return int(self.group.total([found])[0]) if self._sums.buffers.has_dtensors else found
+        return int(self.group.total([found])[0]) if self._sums.buffers.has_parts else found
 
     # -- a window's end ----------------------------------------------------------------------------------------
 
@@ -344,7 +344,7 @@ class Ranks(Alone, Extension):
             self._show()  # as at the end of the others' last backward
         window = self._ledger.window
         compare = functools.partial(
-            self.group.compare_values, [slot for slot in self._sums.buffers.slots if not slot.is_dtensor]
+            self.group.compare_values, [slot for slot in self._sums.buffers.slots if slot.part is None]
         )
         if not self._compared:
             compare()

@@ -334,7 +334,7 @@ def _check_alone(opt: AccumulatingOptimizer, loss: Tensor) -> None:
 def _check_repeatable(opt: AccumulatingOptimizer) -> None:
     """Raises ValueError for an optimizer whose micro-batches cannot be repeated in parts."""
     buffers = opt._accumulation.sums.buffers
-    if buffers.has_dtensors:
+    if buffers.has_parts:
         raise ValueError(
             "micro_batch_size='auto' repeats what did not fit, but one rank alone cannot repeat a forward that gathers shards (FSDP2, "
             "DTensor); give a number"
