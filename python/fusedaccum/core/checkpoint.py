@@ -66,7 +66,7 @@ def window_settings(opt: Wrapper) -> dict[str, Any]:
         "window_weight": settings.schedule.window_weight,
         "buffer_dtype": str(settings.buffer_dtype),
         "rank": opt._accumulation.ranks.name,
-        "shard": settings.shard,
+        **{name: value for more in opt._accumulation.extensions.window_settings for name, value in more().items()},
     }
 
 
@@ -102,12 +102,9 @@ def check(opt: Wrapper, own: dict[str, Any]) -> None:
     for key, extension in opt._accumulation.extensions.saved.items():
         if key in own:
             extension.check(own[key])
-    mine, rank = window_settings(opt), own["settings"]["rank"]
-    if own["settings"]["shard"] and mine["rank"] != rank:
-        raise ValueError(
-            f"the checkpoint was saved with shard=True and holds what rank {rank} steps, which this rank is not; load on every rank what "
-            "it saved itself, with the same number of ranks"
-        )
+    mine = window_settings(opt)
+    for check_settings in opt._accumulation.extensions.check_settings:
+        check_settings(own["settings"])
     if own["micro_batch"] is None and (own["window"] is None or Window(**own["window"]).empty):
         return
     for name in mine:

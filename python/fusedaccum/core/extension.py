@@ -347,6 +347,13 @@ class Extension:
     def started_anew(self) -> None:
         """A state was loaded that has no entry of this: go on as if the wrapper were new."""
 
+    def window_settings(self) -> dict[str, Any]:
+        """Settings that must be the same for an open window to continue, as plain values."""
+        return {}
+
+    def check_settings(self, saved: dict[str, Any]) -> None:
+        """Raises ValueError if a wrapper of these settings of windows has saved what cannot be loaded here, even between two windows."""
+
     def check_together(self, parts: Sequence[Any]) -> None:
         """Raises ValueError, on all ranks, if what those of them that hold a part of the open window have saved is not of one window."""
 

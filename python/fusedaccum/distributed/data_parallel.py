@@ -112,6 +112,16 @@ class DataParallel(Extension):
     def outdated(self) -> bool:
         return self._replicas.outdated(self.accumulation.sums.buffers.of)
 
+    def window_settings(self) -> dict[str, Any]:
+        return {"shard": self.accumulation.settings.shard}
+
+    def check_settings(self, saved: dict[str, Any]) -> None:
+        if saved["shard"] and saved["rank"] != self.accumulation.ranks.name:
+            raise ValueError(
+                f"the checkpoint was saved with shard=True and holds what rank {saved['rank']} steps, which this rank is not; load on "
+                "every rank what it saved itself, with the same number of ranks"
+            )
+
     @property
     def _replicas(self) -> Replicas:
         ranks = self.accumulation.ranks

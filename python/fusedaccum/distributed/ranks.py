@@ -53,12 +53,10 @@ class Ranks(Alone, Extension):
     ):
         super().__init__()
         self.replicas, self.fully_sharded = replicas, fully_sharded
-        self._sums, self._settings = sums, settings = accumulation.sums, accumulation.settings
-        # Proxies, because the ledger, too, holds the extensions, of which this is one.
-        self._ledger, self._extensions = ledger, extensions = (
-            weakref.proxy(accumulation.ledger),
-            weakref.proxy(accumulation.extensions),
-        )
+        # Proxies, because the accumulation's parts hold the extensions, of which this is one.
+        self._sums, self._ledger = sums, ledger = weakref.proxy(accumulation.sums), weakref.proxy(accumulation.ledger)
+        self._extensions = extensions = weakref.proxy(accumulation.extensions)
+        self._settings = settings = accumulation.settings
         self._drop = weakref.WeakMethod(accumulation.reset)
         slots = sums.buffers.slots
         self._check(process_group, fully_sharded)
@@ -76,7 +74,7 @@ class Ranks(Alone, Extension):
                 )
         self.owners: dict[Slot, int] = {}  # empty unless ``shard``
         self.reduce_buckets = ReduceBuckets(self.group, settings.comm_dtype, sums, ledger, self.owners)
-        self._own = OwnWindows(settings, ledger, sums.buffers, extensions)
+        self._own = OwnWindows(settings, ledger, sums, extensions)
         self._wants_first_alone = any(e.wants_first_alone for e in extensions.all)
         self._share(slots)
         self.reset()
