@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch.optim import LBFGS
 
 from .core.extension import Extension, Extensions
+from .distributed.data_parallel import DataParallel
 from .extensions import main_grad
 from .extensions.batch_norm import BatchNormsLeftOut, BatchNormStats
 from .extensions.changing_owners import ChangingOwners
@@ -39,6 +40,7 @@ def always(settings: Settings, inner: Optimizer) -> bool:
 # When a wrapper of these settings and this inner optimizer has the feature, and what makes it.
 FEATURES: list[tuple[Callable[[Settings, Optimizer], bool], type[Extension]]] = [
     (always, ChangingOwners),  # first: others find the parameters that it has taken
+    (always, DataParallel),
     (always, ChangingParameters),
     (always, InnerGuard),
     (always, LoopWarnings),  # looks at a window that closes before others change what it comes to

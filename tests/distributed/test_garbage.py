@@ -190,14 +190,14 @@ def a_second_wrapper(rank, at, cycle):
 
 def test_ranks_that_have_not_all_collected_a_wrapper_take_a_new_group_together(worlds):
     for at in range(2):
-        first, second = worlds(2).run(a_second_wrapper, at=at, cycle=False)
+        first, second = worlds(2).run(a_second_wrapper, at=at, cycle=True)
         assert first == second and first[0] != first[1]
 
 
-def test_a_dropped_wrapper_in_a_cycle_is_in_nobodys_way(worlds):
+def test_the_group_of_a_dropped_wrapper_that_is_in_no_cycle_is_free_at_once(worlds):
     for at in range(2):
-        first, second = worlds(2).run(a_second_wrapper, at=at, cycle=True)
-        assert first == second
+        first, second = worlds(2).run(a_second_wrapper, at=at, cycle=False)
+        assert first == second and first[0] == first[1]
 
 
 def destroyed(rank):

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from .. import native
-from ..distributed.shards import ShardHolder, local_of
 from ..engine import outside_graphs, when_backward_ends
+from ..parts import local_of
 from . import grad_queue
 from .passes import broke_off, outermost_backward, returned, running_backward, under_way
 from .streams import StreamOrder, join, keep
@@ -123,7 +123,7 @@ class GradCollector:
             # of no elements.)
             slot.node = grad_queue.nodes_of([p])[0]
             self._queue.hook(slot)
-            if slot.is_dtensor:
+            if slot.part is not None:
                 p.register_post_accumulate_grad_hook(self._taker(slot))
         finally:
             p.requires_grad_(not frozen)
@@ -167,8 +167,8 @@ class GradCollector:
         @outside_graphs
         def take(_: Tensor) -> None:
             queue, slot = queue_now(), place()
-            if queue is not None and slot is not None and isinstance(slot.holder, ShardHolder):
-                grad = slot.holder.take()
+            if queue is not None and slot is not None and slot.part is not None and slot.holder is slot.part:
+                grad = slot.part.take()
                 if grad is not None:
                     keep(grad)
                     queue.put(slot, grad)

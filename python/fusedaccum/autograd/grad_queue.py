@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
-from ..distributed.shards import is_shard
 from ..engine import outside_graphs, outside_modes, recording
 from .streams import StreamName, current_name
 
@@ -154,7 +153,7 @@ class GradQueue:
 
 def copied(grad: Tensor) -> Tensor:
     """A copy. PyTorch 2.13's ``clone()`` of a DTensor adds up what the ranks hold parts of, in the dtype that it has."""
-    return grad * 1 if is_shard(grad) else grad.clone()
+    return grad * 1 if hasattr(grad, "to_local") else grad.clone()
 
 
 @outside_graphs

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ..distributed.shards import local_of
+from ..parts import local_of
 
 StreamName = tuple[int, int, int]  # a CUDA stream's stream_id, device_index and device_type
 

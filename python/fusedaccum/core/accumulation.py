@@ -8,22 +8,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-import torch
 from torch import Tensor
 
 from ..autograd.collector import GradCollector
-from ..autograd.passes import outermost_backward, passes_seen, saw_pass
-from ..distributed.alone import Alone
-from ..distributed.ranks import Ranks, modules_of
+from ..autograd.passes import passes_seen, saw_pass
 from ..engine import runs, within_backward, without_grad
 from ..scalars import Scalar
 from ..warn import warn
 from . import adding
 from .buffers import Slot
-from .config import Settings, check_alone
+from .config import Settings
 from .extension import Extensions, LossFrom
 from .ledger import Ledger
-from .parameters import accumulation_of
+from .ranks import Alone
 from .sums import Sums
 from .window import MicroBatchState
 
@@ -54,7 +51,7 @@ class Accumulation:
         self.settings, self.extensions = settings, extensions
         self.sums = Sums(settings.buffer_dtype, extensions, settings.backend)
         self.ledger = Ledger(settings.schedule, settings.reduction, extensions)
-        self.ranks = Alone()  # which share the windows
+        self.ranks = Alone()  # until an extension finds others that share the windows
         self.wants_norm = settings.max_grad_norm is not None or any(e.wants_norm for e in extensions.all)
         self.counts = any(e.counts for e in extensions.all)
         self.holds = any(e.holds for e in extensions.all)
@@ -67,42 +64,11 @@ class Accumulation:
         self.rejected: list[str] = []
         self._adds_before = 0  # of the open micro-batch, when the pass (or group of passes) under way began
         self._block: tuple[Scalar | None, bool, bool] = (None, False, False)  # what the latest grouped() gave to open()
-        self._hidden_in = -1  # the graph task that p.grad was last hidden for
-        self._replicas_checked = False  # are all parameters of DistributedDataParallel modules known to be gathered?
 
     @property
     def at_work(self) -> bool:
         """True while the inner optimizer is at work."""
         return self.inner_call is not None and runs(self.inner_call)
-
-    def share(self) -> None:
-        """Share the windows with the ranks of the process group; if none was given, with those of the DistributedDataParallel or FSDP2
-        modules, if any.
-        """
-        replicas, fully_sharded = modules_of(self.sums.buffers.slots)
-        group = self.settings.process_group or replicas.group or fully_sharded.group
-        if group is None:
-            check_alone(self.settings)
-            self.ranks.looked = True
-            return
-        self.ranks = ranks = Ranks(
-            group,
-            replicas,
-            fully_sharded,
-            self.sums,
-            self.ledger,
-            self.extensions,
-            self.settings,
-            self.reset,
-        )
-        self.ledger.ranks, self.ledger.over_ranks = ranks.size, ranks.group.weight
-        if self.settings.shard:
-            self.sums.over_owners = ranks.group.sum
-
-    def follow_shards(self, slots: Sequence[Slot]) -> None:
-        self.ledger.mixes_ranks = bool(self.ranks.fully_sharded.slots)
-        self.ranks.fully_sharded.follow(self._hide_shards, self.settings.reduction == "none", slots)
-        self._replicas_checked = False
 
     def check_call(self) -> None:
         """Raises RuntimeError if the wrapper is not to be called."""
@@ -117,7 +83,7 @@ class Accumulation:
                 "the wrapper was called from inside a backward pass (by a hook?); call it when backward has returned"
             )
         self.collector.end_open_pass()
-        self.sums.unhide()
+        self._tell_over()
         if self._unfinished():
             self._break_off("was broken off by an exception (or its gradients were taken by torch.autograd.grad)")
         self.unhide()
@@ -141,7 +107,6 @@ class Accumulation:
             begins(backward)
         self.sums.begin()
         self.step_under_way = False
-        self.ranks.reset()
         self.ledger.begin_window()  # last: if anything above raises, the next call begins it
 
     def reset(self) -> None:
@@ -156,12 +121,10 @@ class Accumulation:
         self.sums.begin()
         for released in self.extensions.buffers_released:
             released()
-        self.ranks.fully_sharded.drop()
-        self.ranks.reset()
 
     @property
     def weighs_loss(self) -> bool:
-        """Must a weight be in the loss, because FSDP2 adds up the ranks' gradients before they get here?"""
+        """True if a weight must be in the loss, because the ranks' gradients are added up before they get here."""
         return self.ledger.mixes_ranks and self.settings.reduction == "mean"
 
     def complete(self) -> bool:
@@ -170,32 +133,6 @@ class Accumulation:
         return self.ranks.agreed or self.ledger.complete()
 
     # -- a micro-batch -----------------------------------------------------------------------------------------
-
-    def _hide_shards(self) -> None:
-        """FSDP2 takes part in a backward: hide ``p.grad`` from it. Raises RuntimeError if its loss lacks the micro-batch's weight."""
-        task = torch._C._current_graph_task_id()
-        if task == self._hidden_in or all(slot.holder is slot.param for slot in self.ranks.fully_sharded.slots):
-            return  # done already; or all of them are another wrapper's now
-        thread = outermost_backward().thread
-        other = next((m for of in self.extensions.weighed_elsewhere if (m := of(thread)) is not None), None)
-        if self.weighs_loss and other is not None and not other.in_loss:
-            raise RuntimeError(
-                f"the loss of this backward has weight={float(other.value()):g}, which was given to another wrapper, but FSDP2 needs it in "
-                "the loss; call backward() of the wrapper that has FSDP2's parameters"
-            )
-        saw_pass(thread)  # of which no hook may tell
-        in_loss = self.weighs_loss and self.ledger.micro is not None and self.ledger.micro.in_loss
-        if in_loss and not self.inside and other is None:
-            raise RuntimeError(
-                "this micro-batch has a weight, which FSDP2 needs in the loss of all its backward passes; use opt.backward(loss) for each. "
-                "For a pass that begins at gradients of losses that had it (a loss in chunks): `with opt.micro_batch(): h.backward(h_grad)`"
-            )
-        if self.ledger.window is not None:
-            self.sums.adopt_all(self.sums.buffers.slots)  # FSDP2 would add to what is not hidden
-        self.sums.hide()
-        if any(slot.param.requires_grad for slot in self.ranks.fully_sharded.slots):
-            self.collector.begin_pass()  # of this micro-batch, even if FSDP2 holds back its gradients
-        self._hidden_in = task
 
     def open(self, weight: Scalar | None, last: bool = False, in_loss: bool = False) -> bool:
         """Open a micro-batch (and return True), or join the one that is open already. Raises as Ledger.weigh does.
@@ -354,10 +291,8 @@ class Accumulation:
 
     def pass_begins(self, thread: int | None) -> None:
         saw_pass(thread)
-        if not self._replicas_checked:
-            self._replicas_checked = True
-            self.ranks.replicas.check_all_wrapped(self.sums.buffers.of, lambda p: accumulation_of(p) is not None)
-        self.ranks.replicas.silence_pass()
+        for comes in self.extensions.pass_comes:
+            comes()
         if runs(self.refuses_backward):
             raise RuntimeError(
                 "the inner optimizer, or a hook of its step, ran a backward inside step(), and its gradients would join the next window; "
@@ -385,7 +320,6 @@ class Accumulation:
         micro.passes += 1
         if not self.inside:
             micro.begin_part()
-        self.ranks.pass_begins()
 
     def part_begins(self) -> None:
         if self.ledger.micro is not None:
@@ -401,12 +335,16 @@ class Accumulation:
     def pass_ends(self) -> None:
         if self.inside or self.ledger.micro is None:
             return
-        self.sums.unhide()
+        self._tell_over()
         if self.holds:
             self._judge()
         self.ranks.pass_ends(self._sums_are_shown)
         if self.settings.schedule.caller_owned:
             self._commit(None)
+
+    def _tell_over(self) -> None:
+        for over in self.extensions.passes_over:
+            over()
 
     def _sums_are_shown(self) -> None:
         for shown in self.extensions.sums_shown:
@@ -420,14 +358,15 @@ class Accumulation:
         if not micro.passes and self.sums.normalized_by is None:
             # What was put into p.grad by hand may have taken the place of the window's sum; step() warns of that.
             self.sums.adopt_all(self.sums.buffers.slots)
-        first, sent, held = window.empty, self.ranks.sent, self.ranks.fully_sharded.holds_back
+        first, sent, held = window.empty, self.ranks.sent, self.ranks.holds_back
         self.ledger.commit(weight, held)
         if first and not (micro.rejected or sent or held or micro.partial):
             for alone in self.extensions.counted_alone:
                 alone(micro)
 
     def pass_failed(self) -> None:
-        self.ranks.broke_off()
+        for failed in self.extensions.pass_failed:
+            failed()
         if self.ledger.micro is None or self.ledger.micro.repeatable:
             return
         if self.ledger.micro.adds > self._adds_before or self._unfinished():

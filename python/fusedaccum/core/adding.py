@@ -14,7 +14,6 @@ from torch import Tensor
 
 from .. import ops
 from ..autograd.streams import capturing
-from ..distributed.shards import alike, local_gradient
 from ..engine import without_grad
 from ..scalars import Scalar, div, identity, to_device, widest
 from ..scalars import add as add_scalars
@@ -36,15 +35,16 @@ def add(accumulation: Accumulation, slots: Sequence[Slot], grads: Sequence[Tenso
     if not slots:
         return
     micro.arrived += len(slots)
-    accumulation.ranks.fully_sharded.wait()
-    accumulation.ranks.before_add(slots)
     for adding in extensions.adding:
         adding(slots)
     measure = measures(accumulation)
     sums.place(slots)
     sums.adopt_all(slots)
-    if sums.buffers.has_dtensors:
-        grads = [local_gradient(grad, slot.param) for slot, grad in zip(slots, grads, strict=True)]
+    if sums.buffers.has_parts:
+        grads = [
+            grad if slot.part is None else slot.part.local_gradient(grad)
+            for slot, grad in zip(slots, grads, strict=True)
+        ]
     scale = contribution(accumulation, micro.factor_left())
     for (device, first, narrow, *_), members, theirs in one_call_each(slots, grads, measure):
         divisor = _running_divisor(accumulation) if narrow else 1.0
@@ -70,7 +70,12 @@ def add(accumulation: Accumulation, slots: Sequence[Slot], grads: Sequence[Tenso
         sums.written(members, divisor, shown=not first)
         if stats is not None:
             _measured(accumulation, stats, members, divisor)
-    accumulation.ranks.added(slots)
+    tell_arrived(accumulation, slots)
+
+
+def tell_arrived(accumulation: Accumulation, slots: Sequence[Slot]) -> None:
+    for arrived in accumulation.extensions.arrived:
+        arrived(slots)
 
 
 def measures(accumulation: Accumulation) -> bool:
@@ -93,7 +98,7 @@ def contribution(accumulation: Accumulation, scale: Scalar) -> Scalar:
 
 def takes_directly(accumulation: Accumulation, slot: Slot) -> bool:
     """True if the pass that is running here has a gradient for the slot's ``p.grad`` that may be added at once, unseen, for good."""
-    seen_whole = accumulation.holds or slot.low_precision or slot.private or slot.is_dtensor
+    seen_whole = accumulation.holds or slot.low_precision or slot.private or slot.part is not None
     micro = accumulation.ledger.micro
     again = micro is not None and micro.repeatable
     return not (seen_whole or again) and accumulation.collector.accumulates(slot)
@@ -102,7 +107,6 @@ def takes_directly(accumulation: Accumulation, slot: Slot) -> bool:
 def prepare(accumulation: Accumulation, slot: Slot) -> None:
     """Within a pass: a layer is about to write the slot's buffer. If ``slot.shown`` is not None, it then holds the window's plain sum."""
     sums = accumulation.sums
-    accumulation.ranks.before_add([slot])
     for adding in accumulation.extensions.adding:
         adding([slot])
     sums.place([slot])
@@ -168,7 +172,7 @@ def _rounding(accumulation: Accumulation, slots: Sequence[Slot]) -> ops.Stochast
     for slot in slots:
         slot.draws += 1
     # Ranks draw different numbers: with equal ones, their rounding errors would add up, and not average out.
-    return ops.StochasticRounding(accumulation.seed + (0 if slots[0].is_dtensor else accumulation.rank), counters)
+    return ops.StochasticRounding(accumulation.seed + (accumulation.rank if slots[0].part is None else 0), counters)
 
 
 def _room_for_stats(slot: Slot) -> ops.Stats:
@@ -181,14 +185,14 @@ def one_call_each(
 ) -> Iterator[tuple[tuple, Sequence[Slot], Sequence[Tensor]]]:
     """Each call that an add takes: ``(gradients' device, first touch, narrow, divisor, averaged by, ...)``, its slots and its gradients.
 
-    ``measure``: are norms taken? They can be added up over the ranks only for shards that are laid out alike.
+    ``measure``: are norms taken? They can be added up over the ranks only for parts that are laid out alike.
     """
     calls: dict[tuple, list[int]] = {}
     for i in range(1 if _agree(slots) else len(slots)):  # where they agree, the first stands for all
         slot, first = slots[i], slots[i].shown is None
         # After normalize_(), parameters that no pass has reached since still hold a mean.
-        divisor, layout = None if first else identity(slot.divisor), alike(slot) if measure else None
-        key = (slot.made_for.device, first, slot.low_precision, divisor, slot.averaged_by, layout, slot.is_dtensor)
+        divisor, layout = None if first else identity(slot.divisor), slot.layout if measure else None
+        key = (slot.made_for.device, first, slot.low_precision, divisor, slot.averaged_by, layout, slot.part is None)
         calls.setdefault(key, []).append(i)
     if len(calls) == 1:  # as nearly always
         yield next(iter(calls)), slots, grads
@@ -203,4 +207,4 @@ def _agree(slots: Sequence[Slot]) -> bool:
     for slot in slots:
         if slot.block is not one.block or slot.divisor is not one.divisor or (slot.shown is None) is not first:
             return False
-    return not one.is_dtensor
+    return one.part is None

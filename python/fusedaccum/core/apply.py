@@ -414,5 +414,5 @@ def inner_scales(inner: Optimizer, slots: list[Slot]) -> bool:
         and len({(identity(slot.divisor), slot.stepped.device) for slot in slots}) == 1
         and all(slot.dtype == slot.stepped.dtype for slot in slots)
         and all(slot.dtype.itemsize <= 4 for slot in slots)  # grad_scale is FP32: too coarse for FP64
-        and not any(slot.is_dtensor for slot in slots)  # grad_scale is not a DTensor
+        and not any(slot.part is not None for slot in slots)  # grad_scale is no such tensor
     )

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import is_
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from .. import ops
-from ..distributed.shards import ShardHolder, fsdp1, is_flattened, is_shard, local_of
 from ..ops.memory import is_dense, traits
+from ..parts import local_of
 from ..scalars import Scalar
 from .extension import Extensions
+from .grad_views import GradView, PartView
 
 ALIGNMENT = 64  # elements: a cache line or more in every dtype, also after cast_in_place_() has halved their size
 NARROW_HEAD = 1 << 16  # elements that cast_in_place_() moves through a temporary before it can work in place
@@ -36,12 +37,6 @@ def buffer_dtype(parameter: torch.dtype, asked: torch.dtype | None) -> torch.dty
 def gradient_dtype(p: Tensor) -> torch.dtype:
     """The dtype that the gradients of ``p`` fit into, as far as it says: with ``p.grad_dtype = None`` they may be of any."""
     return p.dtype if p.grad_dtype is None else torch.promote_types(p.dtype, p.grad_dtype)
-
-
-class GradView(Protocol):
-    """What shows a slot's buffer, in its ``grad``: the parameter, or what stands for it."""
-
-    grad: Tensor | None
 
 
 class Form(NamedTuple):
@@ -64,6 +59,7 @@ class Slot:
     name: str
     dtype: torch.dtype  # of the buffer
     device: torch.device  # of the buffer
+    part: PartView | None = None  # if this process holds a part of the parameter: what stands for that part
     index: int = field(init=False)  # position among the optimizer's parameters, each counted once
     before: int = field(init=False)  # random numbers that an add reserves for the parameters before it
     block: Block = field(init=False)
@@ -87,10 +83,7 @@ class Slot:
         self.made_for = Form.of(self.param)
         self.set_dtype(self.dtype)
         self.holder: GradView = self.param  # the object whose .grad shows the buffer
-        self.is_dtensor = is_shard(self.param)  # whatever has sharded it also adds up the ranks' gradients
-        self.averaged_by = 1.0  # and may have divided the sum by this
-        if self.is_dtensor:
-            self.holder = ShardHolder(self.param)
+        self.averaged_by = 1.0  # by which gradients were divided that are sums over processes
         self.stepped: Tensor = (
             self.param
         )  # what the inner optimizer steps: the parameter, or what an extension has put in its place
@@ -156,17 +149,20 @@ class Slot:
 
     @property
     def stepped_grad(self) -> Tensor | None:
-        """``p.grad`` as the inner optimizer sees it: for a shard, the DTensor."""
-        return self.holder.whole if isinstance(self.holder, ShardHolder) else self.holder.grad
+        """``p.grad`` as the inner optimizer sees it: all of it, also where this process holds a part."""
+        return self.part.whole if self.part is not None and self.holder is self.part else self.holder.grad
+
+    @property
+    def layout(self) -> Hashable:
+        """A key shared by the slots whose norms can be added up together; None for those that this process holds whole."""
+        return None if self.part is None else self.part.layout
 
     def check_unchanged(self) -> None:
-        """Raises RuntimeError if the parameter has changed its dtype, device or shape since it was wrapped, or is now FSDP1's.
+        """Raises RuntimeError if the parameter has changed its dtype, device or shape since it was wrapped.
 
         Other strides are no error: they are noted in :attr:`relaid`.
         """
         p = self.param
-        if is_flattened(p):
-            raise RuntimeError(fsdp1(self.name))
         if Form.of(p) != self.made_for:
             was, now = (f"{form.dtype} {tuple(form.shape)} on {form.device}" for form in (self.made_for, Form.of(p)))
             raise RuntimeError(
@@ -179,7 +175,7 @@ class Slot:
 
 @dataclass(eq=False)
 class Block:
-    """A flat stretch of storage, shared by slots that agree in device and dtype of parameter and buffer; all of them shards, or none."""
+    """A flat stretch of storage, shared by slots that agree in device and dtype of parameter and buffer; all of them parts, or none."""
 
     flat: Tensor
     private: bool  # are its slots?
@@ -234,8 +230,8 @@ class Buffers:
         self.of: dict[Parameter, Slot] = {}
         self.blocks: list[Block] = []
         weakref.finalize(self, _let_go, self.slots).atexit = False
-        self.has_dtensors = False
-        self.private = False  # are some of them?
+        self.has_parts = False  # are any slots parts of parameters?
+        self.private = False  # are any buffers out of other code's reach?
         self._checked: object = None  # the parameters' traits at the last check
         self._in_groups: list[Parameter] = []  # what was in the optimizer's groups then
 
@@ -285,14 +281,14 @@ class Buffers:
             before += _set_aside(slot.param)
             self.of[slot.param] = slot
         self._in_groups = []
-        self.has_dtensors = any(slot.is_dtensor for slot in slots)
+        self.has_parts = any(slot.part is not None for slot in slots)
 
     def allocate(self, slots: Sequence[Slot]) -> None:
         """Allocate storage for those of ``slots`` that have none."""
         groups: dict[tuple, list[Slot]] = {}
         for slot in slots:
             if not slot.placed:
-                kind = (slot.param.device, slot.device, slot.dtype, slot.param.dtype, slot.is_dtensor)
+                kind = (slot.param.device, slot.device, slot.dtype, slot.param.dtype, slot.part is None)
                 groups.setdefault(kind, []).append(slot)
         for (home, device, dtype, _, _), members in groups.items():
             if home.type == "meta":
@@ -322,10 +318,12 @@ class Buffers:
         return any((was.dtype, was.device) != (p.dtype, p.device) for was, p in pairs)
 
     def check_unchanged(self) -> None:
-        """Raises as :meth:`Slot.check_unchanged` does."""
+        """Raises as :meth:`Slot.check_unchanged` and extensions do."""
         # Every step() calls this, so it compares what is cheap and nearly always shows a change. The rest shows when a gradient arrives.
         if traits([*self.of]) != self._checked:
             for slot in self.slots:
+                for check in self._extensions.check_changed:
+                    check(slot)
                 slot.check_unchanged()
             self._checked = traits([*self.of])
 

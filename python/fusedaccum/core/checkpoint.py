@@ -5,9 +5,9 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from ..distributed.shards import local_of, whole
 from ..engine import without_grad
 from ..older_checkpoints import as_now
+from ..parts import local_of
 from ..scalars import copied
 from ..warn import warn
 from . import adding
@@ -67,7 +67,7 @@ def window_settings(opt: Wrapper) -> dict[str, Any]:
         "window_weight": settings.schedule.window_weight,
         "buffer_dtype": str(settings.buffer_dtype),
         "rank": opt._accumulation.ranks.name,
-        "shard": settings.shard,
+        **{name: value for more in opt._accumulation.extensions.window_settings for name, value in more().items()},
     }
 
 
@@ -78,7 +78,7 @@ def plain(record: Window | MicroBatch) -> dict[str, Any]:
 
 def _saved(slot: Slot) -> dict[str, Any]:
     kept = slot.buffer.clone()
-    return {"sum": whole(kept, slot.param) if slot.is_dtensor else kept, "divisor": slot.divisor}
+    return {"sum": kept if slot.part is None else slot.part.wrap(kept), "divisor": slot.divisor}
 
 
 def check(opt: Wrapper, own: dict[str, Any]) -> None:
@@ -103,12 +103,9 @@ def check(opt: Wrapper, own: dict[str, Any]) -> None:
     for key, extension in opt._accumulation.extensions.saved.items():
         if key in own:
             extension.check(own[key])
-    mine, rank = window_settings(opt), own["settings"]["rank"]
-    if own["settings"]["shard"] and mine["rank"] != rank:
-        raise ValueError(
-            f"the checkpoint was saved with shard=True and holds what rank {rank} steps, which this rank is not; load on every rank what "
-            "it saved itself, with the same number of ranks"
-        )
+    mine = window_settings(opt)
+    for check_settings in opt._accumulation.extensions.check_settings:
+        check_settings(own["settings"])
     if own["micro_batch"] is None and (own["window"] is None or Window(**own["window"]).empty):
         return
     for name in mine:

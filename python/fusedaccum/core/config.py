@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 from dataclasses import dataclass
-from types import CodeType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer, SparseAdam
+from torch.optim import SparseAdam
 
-from ..distributed.shards import fsdp1, is_flattened
 from ..ops import backends
 from ..scalars import checked_count, is_number
 from .closures import check_steps_alone
@@ -24,11 +21,6 @@ from .window import Schedule
 REDUCTIONS = ("mean", "sum", "none")
 ROUNDINGS = ("nearest", "stochastic")
 NONFINITE = ("propagate", "skip_window", "skip_micro_batch", "raise")
-COMM_DTYPES = (None, torch.float32, torch.bfloat16)
-COLLECTIVES = {
-    *("all_gather", "all_gather_into_tensor", "all_gather_single", "all_reduce", "all_to_all", "all_to_all_single"),
-    *("reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor"),
-}
 BUFFER_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -105,9 +97,6 @@ class Settings:
             check_norm(
                 "skip_norm", self.skip_norm, "None applies every window, fusedaccum.TimesMean(3.0) follows their norms"
             )
-        check_group(self.process_group)
-        one_of("comm_dtype", self.comm_dtype, COMM_DTYPES)
-        one_of("shard", self.shard, (True, False))
         check_noise_scale(self.noise_scale, self.schedule)
         backends.check(self.backend)
 
@@ -161,30 +150,8 @@ def check_optimizer(optimizer: Any, settings: Settings, wrapper: type) -> None:
             f"optimizer is Accelerate's, which steps once for every {accelerates.num_steps} calls, so that most windows would be lost; "
             "wrap the optimizer before accelerator.prepare()"
         )
-    if settings.shard and (how := shares_out(optimizer)):
-        raise ValueError(
-            f"shard=True has each rank step a part of the parameters, but so has {type(optimizer).__name__} ({how}), and what falls to one "
-            "rank here and to another there would be stepped by none; leave shard out, or wrap a plain optimizer: shard=True keeps its "
-            "state in parts, too"
-        )
     if not settings.schedule.caller_owned:
         check_steps_alone(optimizer)
-
-
-def shares_out(optimizer: Optimizer) -> str:
-    """What shows that an optimizer shares out its parameters among ranks itself; empty if nothing does."""
-    for name, value in vars(optimizer).items():
-        if name == "world_size" or (dist.is_available() and isinstance(value, dist.ProcessGroup)):
-            return f"it has a .{name}"
-    called = sorted(COLLECTIVES & _names(getattr(inspect.unwrap(type(optimizer).step), "__code__", None)))
-    return f"its step() calls {called[0]}()" if called else ""
-
-
-def _names(code: CodeType | None) -> set[str]:
-    """What a function calls by name, functions inside it included."""
-    if code is None:
-        return set()
-    return set(code.co_names).union(*(_names(const) for const in code.co_consts if isinstance(const, CodeType)))
 
 
 def check_parameter(name: str, parameter: Tensor, settings: Settings, left: bool) -> None:
@@ -211,8 +178,6 @@ def check_parameter(name: str, parameter: Tensor, settings: Settings, left: bool
             "counts as computed), and gradients accumulate in leaves only. Give the optimizer that tensor, or a leaf of its own, "
             "torch.nn.Parameter(parameter.detach()); an optimizer that is differentiated through steps without a wrapper"
         )
-    if is_flattened(parameter):
-        raise ValueError(fsdp1(name))
     if parameter.is_complex():
         raise ValueError(
             f"parameter {name} is {parameter.dtype}; only real floating-point parameters can be accumulated "
@@ -247,53 +212,4 @@ def check_noise_scale(decay: Any, schedule: Schedule) -> None:
         raise ValueError(
             f"noise_scale must be at least 0 and less than 1, got {decay}; it is the decay of its averages per window: 0.95 averages over "
             "about the last 20 windows"
-        )
-
-
-def check_group(process_group: Any) -> None:
-    """Raises TypeError for anything but a process group or None."""
-    if process_group is not None and not (dist.is_available() and isinstance(process_group, dist.ProcessGroup)):
-        raise TypeError(
-            f"process_group must be a torch.distributed.ProcessGroup (torch.distributed.group.WORLD) or None, got {process_group!r}"
-        )
-
-
-def check_alone(settings: Settings) -> None:
-    """Raises ValueError for settings that are meant for several ranks; called if there is no process group."""
-    for name, value in (("comm_dtype", settings.comm_dtype), ("shard", settings.shard or None)):
-        if value is not None:
-            raise ValueError(
-                f"{name}={value} is for windows that ranks share, but there is no process_group; leave it out"
-            )
-
-
-def check_shared(settings: Settings, sharded: bool, parts: list[str]) -> None:
-    """Raises ValueError for what does not work over several ranks, or not with ``shard=True``.
-
-    Args:
-        sharded: there are DTensors. parts: DTensors that are not FSDP2's.
-    """
-    if parts:
-        raise ValueError(
-            f"parameter {parts[0]} is a DTensor that FSDP2 does not add up over the ranks of process_group; call fully_shard on the model "
-            "with the mesh of these ranks, or leave process_group out where all ranks see the same micro-batches (tensor parallelism alone)"
-        )
-    if settings.nonfinite == "raise":
-        raise ValueError(
-            "nonfinite='raise' would raise on one rank while the others wait for it; use 'skip_micro_batch' or 'skip_window', and look "
-            "at last_window.nonfinite"
-        )
-    if settings.shard and sharded:
-        raise ValueError(
-            "shard=True is for parameters that every rank holds, but these are shards already; leave it out"
-        )
-
-
-def check_unsharded(settings: Settings, names: list[str]) -> None:
-    """Raises ValueError for parameters that FSDP2 does not shard beside those that it does, if a setting needs all of one kind."""
-    if names and settings.noise_scale is not None:
-        raise ValueError(
-            f"noise_scale={settings.noise_scale}: FSDP2 shards other parameters but not {names[0]}. After a first micro-batch its gradient "
-            "is this rank's own, while theirs is summed over all ranks already, so there is no one norm to measure. Shard it too "
-            "(fully_shard on the module that holds it), or leave noise_scale out"
         )

@@ -97,6 +97,9 @@ class Extension:
     def check_parameter(self, name: str, parameter: Parameter, settings: Settings, left: bool) -> None:
         """Raises ValueError for a parameter that these settings rule out. ``left``: it is taken over from another wrapper."""
 
+    def check_changed(self, slot: Slot) -> None:
+        """Raises RuntimeError if the slot's parameter, of which other code has changed something, is now one that cannot be accumulated."""
+
     def check_shared(self) -> None:
         """Raises ValueError if ranks cannot share windows of these parameters."""
 
@@ -115,6 +118,9 @@ class Extension:
     def micro_batch_opened(self) -> None:
         """A micro-batch is open."""
 
+    def pass_comes(self) -> None:
+        """A backward pass brings its first gradient, and has opened nothing yet. May refuse it."""
+
     def block_begins(self, thread: int) -> None:
         """A block of backward passes that are one micro-batch, which is open, begins in this thread."""
 
@@ -123,6 +129,12 @@ class Extension:
 
     def pass_begins(self, thread: int | None) -> None:
         """A backward pass of the open micro-batch, called by this thread (None: not known), brings its first gradient. May refuse it."""
+
+    def passes_over(self) -> None:
+        """The pass is over, or a call of the wrapper finds that none is under way: ``p.grad`` is the wrapper's again."""
+
+    def pass_failed(self) -> None:
+        """A pass broke off."""
 
     def weighed_elsewhere(self, thread: int | None) -> MicroBatch | None:
         """Another wrapper's micro-batch, if its weight was given to the loss whose backward ``thread`` has called."""
@@ -183,6 +195,9 @@ class Extension:
 
     def added(self, slots: Sequence[Slot]) -> None:
         """Gradients of ``slots`` were added, in one call."""
+
+    def arrived(self, slots: Sequence[Slot]) -> None:
+        """What a backward has brought for ``slots`` is in their sums."""
 
     def unfinished(self) -> str | None:
         """If a pass that was broken off has left what no hook has told of: why the next one, if that has begun, is refused."""
@@ -328,6 +343,12 @@ class Extension:
     def slot_made(self, slot: Slot) -> None:
         """A parameter has a slot, which has no buffer yet. May say where that will be, what adds to it, and what shows it."""
 
+    def parameters_come(self, slots: Sequence[Slot], all_of_them: bool) -> None:
+        """The wrapper has these slots, too, or, if they are ``all_of_them``, no others.
+
+        Raises ValueError, and changes nothing, if it cannot have them.
+        """
+
     def parameters_added(self, slots: Sequence[Slot]) -> None:
         """The windows take these slots, too, from now on, with the ranks that share them."""
 
@@ -374,6 +395,13 @@ class Extension:
 
     def started_anew(self) -> None:
         """A state was loaded that has no entry of this: go on as if the wrapper were new."""
+
+    def window_settings(self) -> dict[str, Any]:
+        """Settings that must be the same for an open window to continue, as plain values."""
+        return {}
+
+    def check_settings(self, saved: dict[str, Any]) -> None:
+        """Raises ValueError if a wrapper of these settings of windows has saved what cannot be loaded here, even between two windows."""
 
     def check_together(self, parts: Sequence[Any]) -> None:
         """Raises ValueError, on all ranks, if what those of them that hold a part of the open window have saved is not of one window."""

@@ -37,7 +37,7 @@ class Ledger:
         restored: has a checkpoint brought the open window?
         ranks: how many share a window.
         over_ranks: sums a weight over them.
-        mixes_ranks: do gradients arrive already summed over the ranks, by FSDP2? A weight of 0 on this rank must not drop the others' part.
+        mixes_ranks: do gradients arrive already summed over the ranks? A weight of 0 on this rank must not drop the others' part.
     """
 
     def __init__(self, schedule: Schedule, reduction: str, extensions: Extensions):
@@ -52,7 +52,7 @@ class Ledger:
         # Any stands for None: nearly all uses are where there is one.
         self.window: Window | Any = None
         self.micro: MicroBatch | Any = None
-        # What the window, and the extensions, had counted before the first micro-batch whose gradients FSDP2 still holds back.
+        # What the window, and the extensions, had counted before the first micro-batch whose gradients are still held back.
         self._before_held: tuple[dict[str, Any], dict[Extension, Any]] | None = None
 
     @property
@@ -265,7 +265,8 @@ class Ledger:
         if self.reduction == "none":
             return 1.0
         if self.mixes_ranks:
-            # Must be the same on all ranks, as their weights (which are in the gradients) are not: replicas of a shard have to round alike.
+            # Must be the same on all ranks, as their weights (which are in the gradients) are not: those that hold the same part have to
+            # round alike.
             return self.ranks * (self.steps + 1.0)
         if self.reduction == "sum":
             return self.window.micro_batches + 1.0

@@ -394,7 +394,7 @@ class AccumulatingOptimizer(Wrapper):
         refuse_torchs_functions("state_dict()")
         self._accumulation.end_open_pass()
         self._check_groups()
-        self._accumulation.ranks.fully_sharded.check_reduced("state_dict() would lose gradients of the open window")
+        self._accumulation.ranks.check_reduced("state_dict() would lose gradients of the open window")
         with self._accumulation.extensions.inner_steps(()):
             inner = self.optimizer.state_dict()
         return {**inner, checkpoint.KEY: checkpoint.save(self)}

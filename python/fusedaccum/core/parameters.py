@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..distributed.shards import over_meshes
 from ..engine import recording
 from .buffers import Slot
 
@@ -25,24 +24,14 @@ def accumulation_of(parameter: Tensor) -> Accumulation | None:
     return None if accumulation is None else accumulation()
 
 
-def start(accumulation: Accumulation, parameters: Iterable[tuple[str, Parameter]]) -> None:
-    """Accumulate the gradients of these parameters, the first, with the ranks that share their windows. Raises as Ranks does."""
-    slots = accumulation.sums.buffers.add(parameters)
-    accumulation.share()
-    if accumulation.seed is not None:
-        seed = int(accumulation.ranks.least(accumulation.seed))  # replicas of a shard round alike
-        accumulation.seed = over_meshes("MIN", seed, slots)
-        accumulation.rank = accumulation.ranks.rank
-    hook(accumulation, slots)
-
-
 def add(accumulation: Accumulation, parameters: Iterable[tuple[str, Parameter]]) -> None:
-    """Accumulate the gradients of these parameters, too, from now on."""
+    """Accumulate the gradients of these parameters, too, from now on. Raises as extensions do."""
     buffers = accumulation.sums.buffers
     before = list(buffers.slots)
     slots = buffers.add(parameters)
     try:
-        accumulation.ranks.add_slots(slots)
+        for come in accumulation.extensions.parameters_come:
+            come(slots, False)
     except Exception:
         buffers.replace(before)
         raise
@@ -51,7 +40,6 @@ def add(accumulation: Accumulation, parameters: Iterable[tuple[str, Parameter]])
 
 def hook(accumulation: Accumulation, new: Sequence[Slot]) -> None:
     """Take the gradients of these slots from now on; all that there are have been added to the buffers, or removed."""
-    accumulation.follow_shards(new)
     _tell_changed(accumulation, new)
     with recording():
         for slot in new:

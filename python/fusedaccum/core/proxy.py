@@ -51,7 +51,7 @@ class Wrapper(Optimizer):
         if not type(optimizer).__module__.startswith("torch.optim."):  # PyTorch's own keep copies of gradients
             self._sums.states = functools.partial(states_of, optimizer)
         self._closing = Closing(optimizer, self._accumulation, settings)
-        parameters.start(self._accumulation, self._new(anew))
+        parameters.add(self._accumulation, self._new(anew))
 
     def _named(self) -> dict[Parameter, str]:
         """The parameters in the groups, each once: a tied one may be in its group twice."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .. import ops
-from ..distributed.shards import ShardHolder, alike, local_of, sum_over_shards
 from ..engine import outside_graphs, without_grad
 from ..ops.memory import address
+from ..parts import local_of
 from ..scalars import Scalar, div, identity, to_device, to_device_of
 from ..warn import warn
 from .buffers import Block, Buffers, Slot
@@ -310,34 +310,23 @@ class Sums:
         self.written(slots, 1.0)
 
     def sq_norm(self, slots: Sequence[Slot]) -> Tensor:
-        """Sum of squares of the sums of ``slots``; free if the last adds have measured it. Shards are summed over their ranks."""
-        if not self.buffers.has_dtensors:
+        """Sum of squares of the sums of ``slots``; free if the last adds have measured it. Parts are summed over their processes."""
+        if not self.buffers.has_parts:
             total = self.norms.total(slots)
             return total if self.over_owners is None else self.over_owners(total)
-        # The same groups, in the same order, on all ranks.
-        groups: dict[tuple | None, list[Slot]] = {alike(slot): [] for slot in self.buffers.slots}
+        # The same groups, in the same order, in all processes.
+        groups: dict[Hashable, list[Slot]] = {slot.layout: [] for slot in self.buffers.slots}
         for slot in slots:
-            groups[alike(slot)].append(slot)
+            groups[slot.layout].append(slot)
         parts = []
         for key, members in groups.items():
             part = self.norms.total(members)
             if key is not None:
-                first = next(slot for slot in self.buffers.slots if alike(slot) == key)
-                part = sum_over_shards(part.to(first.device), first)
+                first = next(slot for slot in self.buffers.slots if slot.layout == key)
+                assert first.part is not None
+                part = first.part.sum_over_parts(part.to(first.device))
             parts.append(part)
         return torch.stack([part.to(parts[0].device) for part in parts]).sum()
-
-    def unhide(self) -> None:
-        """Show what is hidden from FSDP2."""
-        for slot in self.buffers.slots if self.buffers.has_dtensors else ():
-            if isinstance(slot.holder, ShardHolder):
-                slot.holder.unhide()
-
-    def hide(self) -> None:
-        """Hide the sums of shards while a pass may bring gradients."""
-        for slot in self.buffers.slots:
-            if isinstance(slot.holder, ShardHolder):
-                slot.holder.hide()
 
     def count_nonfinite(self, grads: Iterable[Tensor]) -> int:
         """How many elements are NaN or infinite; waits for the device."""

@@ -22,8 +22,9 @@ from ..core import checkpoint
 from ..core.buffers import Slot
 from ..core.window import Window
 from ..older_checkpoints import as_now
+from ..parts import local_of
 from . import resharding
-from .shards import is_shard, local_of, whole
+from .shards import is_shard, whole
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -122,7 +123,7 @@ class DistributedState:
                 index, _, rest = rest.partition(".")
                 slot = of_state[int(index)] if kind == "state" else self._opt._sums.buffers.slots[int(index)]
                 if kind == "sums" and not (
-                    slot.is_dtensor or resharding.falls_to(self._opt._accumulation.ranks, int(rest))
+                    slot.part is not None or resharding.falls_to(self._opt._accumulation.ranks, int(rest))
                 ):
                     continue
                 result[name.removeprefix(prefix)] = _room(slot, stored)
@@ -168,7 +169,7 @@ def _saved(opt: AccumulatingOptimizer) -> dict[str, Any]:
     mine = {k: v for k, v in own.items() if k not in {*ELSEWHERE, *by_parameter}}
     slots, of_state = opt._sums.buffers.slots, _slots_of_state(opt, state["param_groups"])
     mine["divisors"] = {index: saved["divisor"] for index, saved in own["buffers"].items()}
-    mine["shards"] = [slot.index for slot in slots if slot.is_dtensor]
+    mine["shards"] = [slot.index for slot in slots if slot.part is not None]
     mine["narrow"] = [slot.index for slot in slots if slot.low_precision]
     mine["apart"] = [
         f"{name!r} of parameter {of_state[index].name}"
@@ -189,7 +190,7 @@ def _saved(opt: AccumulatingOptimizer) -> dict[str, Any]:
     for index, saved in own["buffers"].items():
         # 16-bit buffers hold means, and each rank has its own divisor. As sums in FP32 they make one tensor, and round to the same bits.
         value = saved["sum"].float() * float(saved["divisor"]) if slots[index].low_precision else saved["sum"]
-        tensors[f"sums.{index}.{0 if slots[index].is_dtensor else number}"] = value
+        tensors[f"sums.{index}.{number if slots[index].part is None else 0}"] = value
     header = {
         "format": own["format"],
         "shapes": own["shapes"],
@@ -269,7 +270,7 @@ def _check_together(opt: AccumulatingOptimizer, ranks: list[dict[str, Any]]) -> 
 def _room(slot: Slot, stored: Any) -> Any:
     """Memory for a stored tensor of this parameter, laid out as the parameter is here."""
     dtype = stored.properties.dtype
-    if slot.is_dtensor and stored.size == slot.param.shape:
+    if slot.part is not None and stored.size == slot.param.shape:
         return whole(torch.empty_like(local_of(slot.param.detach()), dtype=dtype), slot.param)
     return torch.empty(stored.size, dtype=dtype)
 

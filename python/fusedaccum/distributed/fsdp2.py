@@ -36,11 +36,11 @@ class FullySharded:
     """
 
     def __init__(self, slots: Sequence[Slot]):
-        shards = {id(slot.param) for slot in slots if slot.is_dtensor}
+        shards = {id(slot.param) for slot in slots if slot.part is not None}
         modules: list[Any] = modules_alive(FSDPModule) if shards else []
         ours: set[int] = set()  # modules that hold some of the slots' parameters
         found: dict[int, tuple[Any, Any]] = {}  # FSDP2's records of a parameter, and of those that are sent with it
-        plain = {id(slot.param): slot.name for slot in slots if not slot.is_dtensor}
+        plain = {id(slot.param): slot.name for slot in slots if slot.part is None}
         for module in modules:
             for group in _parameter_groups(module):
                 _check_ungathered(group, plain)

@@ -210,6 +210,6 @@ class Group:
 
 def strides(slot: Slot) -> tuple[int, ...]:
     """The strides of a buffer, whose memory travels as it is; nothing for a shard, whose memory does not travel."""
-    if slot.is_dtensor:
+    if slot.part is not None:
         return ()
     return tuple(stride for stride, size in zip(slot.strides, slot.param.shape, strict=True) if size != 1)

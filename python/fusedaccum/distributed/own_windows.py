@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..core.buffers import Buffers
 from ..core.config import Settings
 from ..core.extension import Extensions, RaisedByAllError
 from ..core.ledger import Ledger
+from ..core.sums import Sums
 from ..warn import warn
 from .ddp import Replicas
 
@@ -22,9 +22,9 @@ class OwnWindows:
     caller has left it to the wrapper to add up the ranks' sums, once per window, and ``no_sync()`` round a backward does not say more.
     """
 
-    def __init__(self, settings: Settings, ledger: Ledger, buffers: Buffers, extensions: Extensions):
+    def __init__(self, settings: Settings, ledger: Ledger, sums: Sums, extensions: Extensions):
         schedule = settings.schedule
-        self._ledger, self._buffers, self._counted = ledger, buffers, not schedule.caller_owned
+        self._ledger, self._sums, self._counted = ledger, sums, not schedule.caller_owned
         self._drop_in = schedule.caller_owned and settings.reduction == "none"
         needs = {
             "shard": settings.shard or None,
@@ -52,7 +52,7 @@ class OwnWindows:
     def ends(self, replicas: Replicas) -> bool:
         """If the open window ends now, is it this rank's own? Raises RuntimeError, and loses nothing, if the settings rule that out."""
         own = not self.synced and (replicas.off or (self._drop_in and self._synced is False))
-        needs_all = [*self._needs_all, *(["FSDP2's fully_shard"] if self._buffers.has_dtensors else [])]
+        needs_all = [*self._needs_all, *(["FSDP2's fully_shard"] if self._sums.buffers.has_parts else [])]
         if own and needs_all:
             raise RuntimeError(
                 f"a window that ends within no_sync() is this rank's own (local SGD), but with {needs_all[0]} window "

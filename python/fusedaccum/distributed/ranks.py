@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,31 +17,29 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from ..autograd.passes import outermost_backward, saw_pass
 from ..core.buffers import Slot
-from ..core.config import Settings, check_shared, check_unsharded
-from ..core.extension import RaisedByAllError
-from ..core.ledger import Ledger
-from ..core.sums import Sums
+from ..core.extension import Extension, RaisedByAllError
+from ..core.ranks import Alone
 from ..core.window import REDUCED, MicroBatch
 from ..engine import outside_graphs, when_backward_ends, within_backward, without_grad
-from .alone import Alone
 from .ddp import Replicas
 from .fsdp2 import FullySharded
 from .group import Group
 from .own_windows import OwnWindows
 from .reduce_buckets import Phase, ReduceBuckets
+from .shards import hide, unhide
 
 if TYPE_CHECKING:
-    from ..core.extension import Extensions
+    from ..core.accumulation import Accumulation
 
 
-class Ranks(Alone):
+class Ranks(Alone, Extension):
     """One rank's side of the windows that a process group shares. See :class:`Alone` for what each call is for.
 
     Args:
         replicas, fully_sharded: the modules, as :func:`modules_of` finds them.
-        sums, ledger, extensions: of this rank. settings: of the wrapper.
-        drop: a method that drops the open window, called when a collective broke off halfway and left it incomplete. Held weakly.
+        accumulation: of this rank. Its ``reset()`` drops a window that a collective which broke off halfway has left incomplete.
     """
 
     alone = False
@@ -51,18 +49,19 @@ class Ranks(Alone):
         process_group: dist.ProcessGroup,
         replicas: Replicas,
         fully_sharded: FullySharded,
-        sums: Sums,
-        ledger: Ledger,
-        extensions: Extensions,
-        settings: Settings,
-        drop: Callable[[], None],
+        accumulation: Accumulation,
     ):
         super().__init__()
-        slots = sums.buffers.slots
         self.replicas, self.fully_sharded = replicas, fully_sharded
-        self._sums, self._ledger, self._extensions = sums, ledger, extensions
-        self._settings, self._drop = settings, weakref.WeakMethod(drop)
+        # Proxies, because the accumulation's parts hold the extensions, of which this is one.
+        self._sums, self._ledger = sums, ledger = weakref.proxy(accumulation.sums), weakref.proxy(accumulation.ledger)
+        self._extensions = extensions = weakref.proxy(accumulation.extensions)
+        self._settings = settings = accumulation.settings
+        self._drop = weakref.WeakMethod(accumulation.reset)
+        slots = sums.buffers.slots
         self._check(process_group, fully_sharded)
+        ledger.mixes_ranks = bool(fully_sharded.slots)
+        self._hidden_in = -1  # the graph task that p.grad was last hidden for
         self.group = Group(process_group, slots[0].device if slots else torch.device("cpu"), ledger)
         self.size, self.rank = self.group.size, self.group.rank
         self.name = f"{self.rank} of {self.size}"
@@ -75,34 +74,41 @@ class Ranks(Alone):
                 )
         self.owners: dict[Slot, int] = {}  # empty unless ``shard``
         self.reduce_buckets = ReduceBuckets(self.group, settings.comm_dtype, sums, ledger, self.owners)
-        self.shown_for_others = self.reduce_buckets.shown_for_others
-        self._own = OwnWindows(settings, ledger, sums.buffers, extensions)
+        self._own = OwnWindows(settings, ledger, sums, extensions)
         self._wants_first_alone = any(e.wants_first_alone for e in extensions.all)
         self._share(slots)
         self.reset()
 
-    def add_slots(self, slots: Sequence[Slot]) -> None:
-        """Share these slots, too. Raises ValueError if ranks differ in them."""
+    def parameters_come(self, slots: Sequence[Slot], all_of_them: bool) -> None:
         replicas, fully_sharded = modules_of(self._sums.buffers.slots)
         self._check(self.group.process_group, fully_sharded)
         self._share(slots)
         self.replicas, self.fully_sharded = replicas, fully_sharded
+        self._ledger.mixes_ranks = bool(fully_sharded.slots)
+        if all_of_them:
+            for slot in self.owners.keys() - set(slots):
+                del self.owners[slot]
+            self.reset()
+            self.reduce_buckets.forget_slots()
 
-    def replace(self, slots: Sequence[Slot]) -> None:
-        self.add_slots(slots)
-        for slot in self.owners.keys() - set(slots):
-            del self.owners[slot]
-        self.reset()
-        self.reduce_buckets.forget_slots()
+    def parameters_added(self, slots: Sequence[Slot]) -> None:
+        self.fully_sharded.follow(self._fsdp2_takes, self._settings.reduction == "none", slots)
 
     def _check(self, group: dist.ProcessGroup, fully_sharded: FullySharded) -> None:
         slots = self._sums.buffers.slots
-        parts = [slot.name for slot in slots if slot.is_dtensor and slot not in fully_sharded.slots]
-        check_shared(self._settings, self._sums.buffers.has_dtensors, parts)
+        parts = [slot.name for slot in slots if slot.part is not None and slot not in fully_sharded.slots]
+        if parts:
+            raise ValueError(
+                f"parameter {parts[0]} is a DTensor that FSDP2 does not add up over the ranks of process_group; call fully_shard on the "
+                "model with the mesh of these ranks, or leave process_group out where all ranks see the same micro-batches (tensor "
+                "parallelism alone)"
+            )
         for check in self._extensions.check_shared:
             check()
-        if fully_sharded.slots:
-            check_unsharded(self._settings, [slot.name for slot in slots if not slot.is_dtensor])
+        if self._settings.shard and self._sums.buffers.has_parts:
+            raise ValueError(
+                "shard=True is for parameters that every rank holds, but these are shards already; leave it out"
+            )
         fully_sharded.check_shared_by(group, self._settings.process_group is None)
 
     def _share(self, slots: Sequence[Slot]) -> None:
@@ -122,11 +128,25 @@ class Ranks(Alone):
         return self.group.all_gather(mine)
 
     def reset(self) -> None:
+        """A window begins, or is dropped."""
         self.slots_with_grad = set()
         self._shown = False  # have all ranks told each other, after a backward, which gradients they have?
         self._reducing: MicroBatch | None = None  # whose backward has sent sums, for DistributedDataParallel's sake
         self._own.reset()
         self.reduce_buckets.reset()
+
+    def window_opened(self) -> None:
+        self.reset()
+
+    def window_dropped(self) -> None:
+        self.reset()
+
+    def buffers_released(self) -> None:
+        self.fully_sharded.drop()
+
+    @property
+    def shown_for_others(self) -> set[Slot]:
+        return self.reduce_buckets.shown_for_others
 
     def forget_others(self, state: dict[Tensor, Any]) -> None:
         if self._settings.shard:
@@ -150,7 +170,10 @@ class Ranks(Alone):
 
     # -- a pass ------------------------------------------------------------------------------------------------
 
-    def pass_begins(self) -> None:
+    def pass_comes(self) -> None:
+        self.replicas.silence_pass()
+
+    def pass_begins(self, thread: int | None) -> None:
         self._own.pass_begins(self.replicas)
         if self._is_last():
             self._reducing = self._ledger.micro
@@ -173,10 +196,41 @@ class Ranks(Alone):
         """Will other code look at ``p.grad`` before the window ends, as under DistributedDataParallel?"""
         return self._settings.schedule.caller_owned and bool(self.replicas.modules)
 
-    def before_add(self, slots: Sequence[Slot]) -> None:
+    def unsynced(self) -> AbstractContextManager[None]:
+        return self.replicas.unsynced()
+
+    def _fsdp2_takes(self) -> None:
+        """FSDP2 takes part in a backward: hide ``p.grad`` from it. Raises RuntimeError if its loss lacks the micro-batch's weight."""
+        task = torch._C._current_graph_task_id()
+        if task == self._hidden_in or all(slot.holder is slot.param for slot in self.fully_sharded.slots):
+            return  # done already; or all of them are another wrapper's now
+        thread = outermost_backward().thread
+        accumulation, micro = self.accumulation, self._ledger.micro
+        other = next((m for of in self._extensions.weighed_elsewhere if (m := of(thread)) is not None), None)
+        if accumulation.weighs_loss and other is not None and not other.in_loss:
+            raise RuntimeError(
+                f"the loss of this backward has weight={float(other.value()):g}, which was given to another wrapper, but FSDP2 needs it in "
+                "the loss; call backward() of the wrapper that has FSDP2's parameters"
+            )
+        saw_pass(thread)  # of which no hook may tell
+        in_loss = accumulation.weighs_loss and micro is not None and micro.in_loss
+        if in_loss and not accumulation.inside and other is None:
+            raise RuntimeError(
+                "this micro-batch has a weight, which FSDP2 needs in the loss of all its backward passes; use opt.backward(loss) for each. "
+                "For a pass that begins at gradients of losses that had it (a loss in chunks): `with opt.micro_batch(): h.backward(h_grad)`"
+            )
+        if self._ledger.window is not None:
+            self._sums.adopt_all(self._sums.buffers.slots)  # FSDP2 would add to what is not hidden
+        hide(self._sums.buffers.slots)
+        if any(slot.param.requires_grad for slot in self.fully_sharded.slots):
+            accumulation.collector.begin_pass()  # of this micro-batch, even if FSDP2 holds back its gradients
+        self._hidden_in = task
+
+    def adding(self, slots: Sequence[Slot]) -> None:
+        self.fully_sharded.wait()
         self.reduce_buckets.before_add(slots)
 
-    def added(self, slots: Sequence[Slot]) -> None:
+    def arrived(self, slots: Sequence[Slot]) -> None:
         self.reduce_buckets.added(slots)
 
     def check_unsent(self, slot: Slot) -> None:
@@ -186,8 +240,19 @@ class Ranks(Alone):
                 "run the window's other backward passes inside no_sync(), or have the layer return its gradient"
             )
 
+    def check_reduced(self, what: str) -> None:
+        self.fully_sharded.check_reduced(what)
+
+    def check_droppable(self, slots: Sequence[Slot]) -> None:
+        self.fully_sharded.check_droppable(slots)
+        self.fully_sharded.wait()
+
     @property
-    def sent(self) -> bool:
+    def holds_back(self) -> bool:  # type: ignore[override]
+        return self.fully_sharded.holds_back
+
+    @property
+    def sent(self) -> bool:  # type: ignore[override]
         return self.reduce_buckets.phase is not Phase.APART
 
     def pass_ends(self, then: Callable[[], None]) -> None:
@@ -229,17 +294,20 @@ class Ranks(Alone):
         has = zip(slots, totals[first:end], strict=True)
         return totals[:first], [slot for slot, ranks in has if ranks], totals[end:]
 
-    def broke_off(self) -> None:
+    def passes_over(self) -> None:
+        unhide(self._sums.buffers.slots if self._sums.buffers.has_parts else ())
+
+    def pass_failed(self) -> None:
         if self.reduce_buckets.phase is Phase.REDUCING and self.reduce_buckets.any_in_flight:
             self.group.out_of_step()
 
     def of_all_parts(self, found: int) -> int:
-        return int(self.group.total([found])[0]) if self._sums.buffers.has_dtensors else found
+        return int(self.group.total([found])[0]) if self._sums.buffers.has_parts else found
 
     # -- a window's end ----------------------------------------------------------------------------------------
 
     @property
-    def agreed(self) -> bool:
+    def agreed(self) -> bool:  # type: ignore[override]
         return self._ledger.window is not None and self.reduce_buckets.phase is Phase.AGREED
 
     def before_weighing(self) -> None:
@@ -272,7 +340,7 @@ class Ranks(Alone):
             self._show()  # as at the end of the others' last backward
         window = self._ledger.window
         compare = functools.partial(
-            self.group.compare_values, [slot for slot in self._sums.buffers.slots if not slot.is_dtensor]
+            self.group.compare_values, [slot for slot in self._sums.buffers.slots if slot.part is None]
         )
         if not self._compared:
             compare()

@@ -233,13 +233,13 @@ class ReduceBuckets:
     def _divide_up(self) -> None:
         """Make buckets of all slots that may hold a gradient on any rank."""
         sums = self._sums
-        sums.place([slot for slot in sums.buffers.slots if slot.param.requires_grad and not slot.is_dtensor])
+        sums.place([slot for slot in sums.buffers.slots if slot.param.requires_grad and slot.part is None])
         if self._blocks == len(sums.buffers.blocks):
             return
         self._blocks = len(sums.buffers.blocks)
         filling: dict[Block, ReduceBucket] = {}
         for slot in reversed(sums.buffers.slots):
-            if not slot.placed or slot.is_dtensor or slot in self._bucket_of:
+            if not slot.placed or slot.part is not None or slot in self._bucket_of:
                 continue
             bucket, owner = filling.get(slot.block), self._owners.get(slot)
             if bucket is None or bucket.memory.nbytes >= BUCKET_BYTES or bucket.owner != owner:

@@ -13,7 +13,7 @@ from ..core.window import COUNTED, Window
 if TYPE_CHECKING:
     from ..core.buffers import Slot
     from ..core.proxy import Wrapper
-    from .alone import Alone
+    from ..core.ranks import Alone
 
 
 def falls_to(here: Alone, saved_rank: int) -> bool:
@@ -50,7 +50,7 @@ def own(opt: Wrapper, header: dict[str, Any]) -> dict[str, Any]:
         "rejected": ranks[here.rank]["rejected"] if same else [],
         "changed_by_user": any(rank["changed_by_user"] for rank in mine),
         # A rank's sums of squares are of what it held; shards may be laid out differently now.
-        "norms": first["norms"] if same and not buffers.has_dtensors else [],
+        "norms": first["norms"] if same and not buffers.has_parts else [],
         "unseen": sorted({index for rank in mine for index in rank["unseen"]} - seen),
         "seed": first["seed"],
         "draws": first["draws"],
@@ -93,7 +93,7 @@ def rescaled(opt: Wrapper, slot: Slot, ranks: list[dict[str, Any]]) -> float:
     """
     if opt.settings.reduction != "none":
         return 1.0
-    return (1 if slot.is_dtensor else opt._accumulation.ranks.size) / (
+    return (1 if slot.part is not None else opt._accumulation.ranks.size) / (
         1 if slot.index in ranks[0]["shards"] else len(ranks)
     )
 

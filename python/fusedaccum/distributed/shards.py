@@ -39,11 +39,6 @@ def is_flattened(tensor: Tensor) -> bool:
     return getattr(tensor, "_fsdp_flattened", False)
 
 
-def local_of(tensor: Tensor) -> Tensor:
-    """The part of a tensor on this rank: a DTensor's shard."""
-    return tensor.to_local() if is_shard(tensor) else tensor  # type: ignore[attr-defined]
-
-
 def local_gradient(grad: Tensor, parameter: Tensor) -> Tensor:
     """The part of a gradient that belongs to this rank's shard of the parameter; summed over the ranks if they hold parts of the sum."""
     if not is_shard(grad):
@@ -80,7 +75,7 @@ def whole(local: Tensor, parameter: Any) -> Tensor:
 
 
 class ShardHolder:
-    """``p.grad`` of a shard: the local part for the code that accumulates it, the whole DTensor for everything else."""
+    """``p.grad`` of a shard: the local part for the code that accumulates it, the whole DTensor for everything else. A GradView."""
 
     def __init__(self, parameter: Parameter):
         self._parameter = parameter
@@ -102,6 +97,25 @@ class ShardHolder:
         if not self._hidden:
             self._parameter.grad = self.whole
 
+    @property
+    def layout(self) -> tuple[Any, Any]:
+        parameter: Any = self._parameter
+        return parameter.device_mesh, parameter.placements
+
+    def local_gradient(self, grad: Tensor) -> Tensor:
+        return local_gradient(grad, self._parameter)
+
+    def wrap(self, local: Tensor) -> Tensor:
+        return whole(local, self._parameter)
+
+    def sum_over_parts(self, value: Tensor) -> Tensor:
+        """``value`` of the local shards, summed over the ranks that hold others; ranks that hold the same are not counted twice."""
+        mesh, placements = self.layout
+        for dimension, placement in enumerate(placements):
+            if not placement.is_replicate():
+                dist.all_reduce(value, group=mesh.get_group(dimension))
+        return value
+
     def hide(self) -> None:
         if self._parameter.grad is self.whole:
             self._parameter.grad, self._hidden = None, True
@@ -119,13 +133,18 @@ class ShardHolder:
         return local_gradient(now, self._parameter)
 
 
-def sum_over_shards(value: Tensor, slot: Slot) -> Tensor:
-    """``value`` of the local shards, summed over the ranks that hold others; ranks that hold the same shards are not counted twice."""
-    mesh, placements = slot.param.device_mesh, slot.param.placements  # type: ignore[attr-defined]
-    for dimension, placement in enumerate(placements):
-        if not placement.is_replicate():
-            dist.all_reduce(value, group=mesh.get_group(dimension))
-    return value
+def unhide(slots: Iterable[Slot]) -> None:
+    """Show what is hidden from FSDP2."""
+    for slot in slots:
+        if isinstance(slot.holder, ShardHolder):
+            slot.holder.unhide()
+
+
+def hide(slots: Iterable[Slot]) -> None:
+    """Hide the sums of shards while a pass may bring gradients."""
+    for slot in slots:
+        if isinstance(slot.holder, ShardHolder):
+            slot.holder.hide()
 
 
 def over_meshes(operation: str, number: int, slots: Iterable[Slot], ranks: int = 0) -> int:
@@ -133,15 +152,10 @@ def over_meshes(operation: str, number: int, slots: Iterable[Slot], ranks: int =
 
     ``ranks``: over how many it has been reduced already. A mesh of no more ranks than that is left out.
     """
-    for mesh in {slot.param.device_mesh: None for slot in slots if slot.is_dtensor}:  # type: ignore[attr-defined]
+    for mesh in {slot.param.device_mesh: None for slot in slots if slot.part is not None}:  # type: ignore[attr-defined]
         if mesh.size() > ranks:
             reduced = torch.tensor(number, device=mesh.device_type)
             for dimension in range(mesh.ndim):
                 dist.all_reduce(reduced, getattr(dist.ReduceOp, operation), group=mesh.get_group(dimension))
             number = int(reduced)
     return number
-
-
-def alike(slot: Slot) -> tuple | None:
-    """A key shared by the shards whose norms can be added up together."""
-    return (slot.param.device_mesh, slot.param.placements) if slot.is_dtensor else None  # type: ignore[attr-defined]

@@ -31,7 +31,8 @@ class ChangingParameters(Extension):
         slots = buffers.arrange(parameters)
         buffers.replace(slots)
         try:
-            accumulation.ranks.replace(slots)
+            for come in accumulation.extensions.parameters_come:
+                come(slots, True)
         except Exception:
             buffers.replace(list(places))
             raise

@@ -43,5 +43,5 @@ def add_by(accumulation: Accumulation, write: Write, parameter: Parameter, fits:
         except BaseException:  # Ctrl-C comes when the product has been written
             ledger.micro.adds += accumulation.sums.half_written
             raise
-        accumulation.ranks.added([slot])
+        adding.tell_arrived(accumulation, [slot])
     return True

@@ -58,12 +58,12 @@ class InPlaceLayers(Extension):
             ledger.micro.adds += slot.shown is not None  # the sum is not the window's any more
             raise
         adding.count_added(accumulation, slot, prepared=False)
-        accumulation.ranks.added([slot])
+        adding.tell_arrived(accumulation, [slot])
 
 
 def way_of(slot: Slot, grad: Tensor | None) -> Way | None:
     """The way in which the layer of this slot has added its gradient, if what arrives (None: nothing) says that it has."""
-    if not slot.placed or slot.private or slot.is_dtensor:
+    if not slot.placed or slot.private or slot.part is not None:
         return None
     if grad is None:
         written = slot.shown is not None and slot.holder.grad is slot.shown and not slot.block.untouched_by_user

@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 from ..core.buffers import Slot
 from ..core.extension import Extension
 from ..core.inner import inside, states_of, with_those_inside
-from ..distributed.shards import local_of
 from ..engine import runs, without_grad
+from ..parts import local_of
 
 if TYPE_CHECKING:
     from ..core.config import Settings

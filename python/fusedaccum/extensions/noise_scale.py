@@ -74,6 +74,16 @@ class NoiseScale(Extension):
     def window_opened(self) -> None:
         self._small = None
 
+    def check_shared(self) -> None:
+        buffers = self.accumulation.sums.buffers
+        beside = [slot.name for slot in buffers.slots if slot.part is None]
+        if buffers.has_parts and beside:
+            raise ValueError(
+                f"noise_scale={self.accumulation.settings.noise_scale}: FSDP2 shards other parameters but not {beside[0]}. After a first "
+                "micro-batch its gradient is this rank's own, while theirs is summed over all ranks already, so there is no one norm to "
+                "measure. Shard it too (fully_shard on the module that holds it), or leave noise_scale out"
+            )
+
     def counted_alone(self, micro: MicroBatch) -> None:
         """Note the norm of the one micro-batch in the window, as its adds have taken it: this rank's, because no sums have been sent yet.
 
@@ -81,7 +91,7 @@ class NoiseScale(Extension):
         """
         sums = self.accumulation.sums
         unit, slots = self.accumulation.extensions.sums_carry(), sums.slots_with_grad()
-        sq_norm = sums.sq_norm(slots) if sums.buffers.has_dtensors else sums.norms.total(slots)
+        sq_norm = sums.sq_norm(slots) if sums.buffers.has_parts else sums.norms.total(slots)
         self._assumed = micro.weight is None
         weight = 1.0 if micro.weight is None else micro.weight
         self._small = Measured(sq_norm / to_device(unit, sq_norm.device) ** 2, weight, weight**2)

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ..core.buffers import Slot
 from ..core.extension import Extension, Instead
-from ..distributed.shards import local_gradient, local_of, over_meshes, summed_gradient, whole
+from ..distributed.shards import local_gradient, over_meshes, summed_gradient
 from ..engine import without_grad
+from ..parts import local_of
 from ..scalars import as_tensor, to_device
 
 if TYPE_CHECKING:
@@ -77,8 +78,7 @@ class SkipMicroBatch(Extension):
         """Waits for the device."""
         accumulation = self.accumulation
         ranks, slots, micro = accumulation.ranks, accumulation.sums.buffers.slots, accumulation.ledger.micro
-        ranks.fully_sharded.check_droppable(slots)
-        ranks.fully_sharded.wait()
+        ranks.check_droppable(slots)
         looked_at = [*map(summed_gradient, held), *(slot.buffer for slot in added)]
         found = ranks.of_all_parts(accumulation.sums.count_nonfinite(looked_at))
         found = over_meshes("SUM", found, slots, ranks.size)
@@ -108,9 +108,9 @@ class SkipMicroBatch(Extension):
         self._hidden, self._instead = [(slot, slot.param.grad) for slot in slots], Instead.REJECTED
         for slot in slots:
             slot.param.grad = None
-        shard = next((slot for slot in slots if slot.is_dtensor and slot.param.requires_grad), None)
-        if shard is not None:
-            shard.param.grad = whole(torch.full_like(local_of(shard.param.detach()), torch.nan), shard.param)
+        spread = next((slot for slot in slots if slot.part is not None and slot.param.requires_grad), None)
+        if spread is not None and spread.part is not None:
+            spread.param.grad = spread.part.wrap(torch.full_like(local_of(spread.param.detach()), torch.nan))
         elif bad:
             slot, grad = next(iter(bad.items()))
             slot.param.grad = grad.clone()  # which can be written in place, as p.grad can: not one number, expanded
@@ -140,6 +140,12 @@ class SkipMicroBatch(Extension):
 
 class Raise(SkipMicroBatch):
     """``"raise"``: as ``"skip_micro_batch"``, and ``step()`` raises."""
+
+    def check_shared(self) -> None:
+        raise ValueError(
+            "nonfinite='raise' would raise on one rank while the others wait for it; use 'skip_micro_batch' or 'skip_window', and look "
+            "at last_window.nonfinite"
+        )
 
     def ended(self, rejected: list[str]) -> None:
         super().ended(rejected)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..distributed.shards import local_of
+from ..parts import local_of
 from ..scalars import checked_count
 from . import calibration
 from .modes import FUSED, HELD, MASTERS, PLAIN, Kernel, Mode, Parameters, priced

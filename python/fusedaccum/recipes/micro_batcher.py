@@ -153,7 +153,7 @@ class MicroBatcher:
             micro_batch = nested.cut(batch, start, stop)
             weight, last = checked_weight(self._weight(micro_batch)), stop == samples
             try:
-                with contextlib.nullcontext() if last else self._opt._accumulation.ranks.replicas.unsynced():
+                with contextlib.nullcontext() if last else self._opt._accumulation.ranks.unsynced():
                     loss = self._loss(micro_batch, None if parts == 1 else stop - start)
                     self._opt.backward(self._scaler.scale(loss), weight=weight, last=last)
             except Exception as error:
@@ -334,7 +334,7 @@ def _check_alone(opt: AccumulatingOptimizer, loss: Tensor) -> None:
 def _check_repeatable(opt: AccumulatingOptimizer) -> None:
     """Raises ValueError for an optimizer whose micro-batches cannot be repeated in parts."""
     buffers = opt._accumulation.sums.buffers
-    if buffers.has_dtensors:
+    if buffers.has_parts:
         raise ValueError(
             "micro_batch_size='auto' repeats what did not fit, but one rank alone cannot repeat a forward that gathers shards (FSDP2, "
             "DTensor); give a number"

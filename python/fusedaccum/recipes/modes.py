@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from ..autograd.collector import full_at
 from ..core.buffers import buffer_dtype, gradient_dtype, padded
-from ..distributed.shards import local_of
 from ..extensions.ring import STAGE_BYTES, STAGES
+from ..parts import local_of
 from .fuse import Embedding, Linear, has_product, has_unfused_option
 
 

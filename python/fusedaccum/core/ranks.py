@@ -1,27 +1,28 @@
-"""One process with windows of its own: nothing of what :class:`fusedaccum.distributed.ranks.Ranks` does with others is needed here."""
+"""One process with windows of its own: nothing is needed here of what ranks do that share windows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..core.buffers import Slot
-from .ddp import Replicas, replicas_of
-from .fsdp2 import FullySharded
+if TYPE_CHECKING:
+    from .buffers import Slot
 
 
 class Alone:
-    """No other ranks to agree with, and none to wait for.
+    """No other ranks to agree with, and none to wait for. What shares windows answers in its place.
 
     Attributes:
-        alone: is there no process group? (One may hold a single rank.)
+        alone: True if there is no process group. (One may hold a single rank.)
         size, rank, name: how many ranks there are, which one this is, and its name in checkpoints.
-        replicas, fully_sharded: the DistributedDataParallel and FSDP2 modules.
-        shown_for_others: slots that show a sum only because some other rank may have a gradient.
         slots_with_grad: slots that hold a gradient on any rank, once the ranks have agreed on a window; else empty.
-        go_apart: have ranks kept windows to themselves, so that their parameters differ until the caller averages them?
+        go_apart: True if ranks have kept windows to themselves, so that their parameters differ until the caller averages them.
+        sent: True if sums of the open window have gone to other ranks.
+        holds_back: True if there are gradients of counted micro-batches that have not come here yet.
+        agreed: True if the open window is that of all ranks already.
     """
 
     alone = True
@@ -29,29 +30,15 @@ class Alone:
     rank: int = 0
     name: str | None = None
     go_apart = False
+    sent = holds_back = agreed = False
 
     def __init__(self) -> None:
-        self.replicas, self.fully_sharded = Replicas([]), FullySharded([])
-        self.shown_for_others: set[Slot] = set()
         self.slots_with_grad: set[Slot] = set()
-        self.looked = False  # have other ranks been looked for, and none found?
 
-    def add_slots(self, slots: Sequence[Slot]) -> None:
-        """Share these slots, too. Raises ValueError if ranks differ in them, or if these are the first that several ranks share."""
-        replicas = replicas_of([slot.param for slot in slots]) if self.looked else []
-        sharded = FullySharded(slots).slots if self.looked else []
-        if replicas or sharded:
-            held = {id(p) for module in replicas for p in module.parameters()}
-            slot = next(slot for slot in slots if slot in sharded or id(slot.param) in held)
-            kind = "a DistributedDataParallel" if replicas else "an FSDP2"
-            raise ValueError(
-                f"parameter {slot.name} is in {kind} module, but the optimizer was wrapped without any, so its windows are this rank's "
-                "alone; wrap the optimizer when it already has these parameters, or wrap it with process_group="
-            )
-
-    def replace(self, slots: Sequence[Slot]) -> None:
-        """Share these slots, and no others. Raises as :meth:`add_slots` does, and then changes nothing."""
-        self.add_slots(slots)
+    @property
+    def shown_for_others(self) -> set[Slot]:
+        """Slots that show a sum only because some other rank may have a gradient."""
+        return set()
 
     def owned(self, slots: Sequence[Slot]) -> list[Slot]:
         """Those of ``slots`` that this rank steps."""
@@ -65,49 +52,33 @@ class Alone:
         """Every rank's plain values; waits for the device."""
         return [mine]
 
-    def reset(self) -> None:
-        """A window begins, or is dropped."""
-        self.shown_for_others.clear()
-
     def forget_others(self, state: dict[Tensor, Any]) -> None:
         """Drop what an optimizer's ``state`` holds for parameters that other ranks step."""
 
     # -- a pass ------------------------------------------------------------------------------------------------
 
-    def pass_begins(self) -> None:
-        """A backward pass brings its first gradient."""
-
-    def before_add(self, slots: Sequence[Slot]) -> None:
-        """Gradients are about to be added to these slots."""
-
-    def added(self, slots: Sequence[Slot]) -> None:
-        """Gradients were added to these slots."""
+    def unsynced(self) -> AbstractContextManager[None]:
+        """A block whose backward passes do not end a window."""
+        return nullcontext()
 
     def check_unsent(self, slot: Slot) -> None:
         """Raises RuntimeError if the sum to which a layer has added its gradient by itself is not this rank's own any more."""
 
-    @property
-    def sent(self) -> bool:
-        """Have sums of the open window gone to other ranks?"""
-        return False
+    def check_reduced(self, what: str) -> None:
+        """Raises RuntimeError if gradients are held back."""
+
+    def check_droppable(self, slots: Sequence[Slot]) -> None:
+        """Before the open micro-batch's gradients are looked at: raises RuntimeError if only a part of it could be dropped."""
 
     def pass_ends(self, then: Callable[[], None]) -> None:
         """The pass is over: call ``then`` once the sums that go to other ranks have arrived from all of them."""
         then()
-
-    def broke_off(self) -> None:
-        """A backward pass of this rank has failed; others may be waiting for buckets that were not sent."""
 
     def of_all_parts(self, found: int) -> int:
         """How many elements are not finite on all ranks, if they hold parts of gradients and drop them together; else ``found``."""
         return found
 
     # -- a window's end ----------------------------------------------------------------------------------------
-
-    @property
-    def agreed(self) -> bool:
-        """Is the open window that of all ranks already?"""
-        return False
 
     def before_weighing(self) -> None:
         """A ``step()`` asks whether the window is complete. Raises RuntimeError if the ranks must add up weights for that, and cannot."""
@@ -119,7 +90,7 @@ class Alone:
         """Before a window is concluded: make it that of all ranks.
 
         Raises:
-            RuntimeError: the other ranks cannot be reached, or differ; FSDP2 holds gradients back.
+            RuntimeError: the other ranks cannot be reached, or differ; gradients are held back.
         """
 
     def anything(self, slots: Collection[Slot]) -> bool:
