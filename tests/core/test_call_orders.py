@@ -209,5 +209,7 @@ class CallOrders(RuleBasedStateMachine):
 
 
 # Orders that look like the mistakes that these warnings are for come up as well: test_step.py and test_loops.py test when they are given.
-TestCallOrders = pytest.mark.filterwarnings("ignore:the first micro-batch had", r"ignore:flush\(\) takes")(CallOrders.TestCase)
+TestCallOrders = pytest.mark.filterwarnings("ignore:the first micro-batch had", r"ignore:flush\(\) takes")(
+    CallOrders.TestCase
+)
 TestCallOrders.settings = settings(max_examples=150, stateful_step_count=25, deadline=None)

@@ -15,7 +15,7 @@ from ..autograd.passes import passes_seen, saw_pass
 from ..engine import runs, within_backward, without_grad
 from ..scalars import Scalar
 from ..warn import warn
-from . import adding
+from . import adding, grad_views
 from .buffers import Slot
 from .config import Settings
 from .extension import Extensions, LossFrom
@@ -97,12 +97,12 @@ class Accumulation:
         """Raises RuntimeError if a parameter has changed, gradients have gone past the hooks, or sums are lost."""
         self.sums.check()
         self.collector.check_hooked()
-        self.sums.follow_copied()
+        grad_views.follow_copied(self.sums)
 
     def begin_window(self, backward: bool = False) -> None:
         """``backward``: because a backward begins, for which plain PyTorch would leave what is in ``p.grad``."""
         if backward and self.settings.drop_in:
-            self.sums.part_with_written(False)  # zeroed, perhaps
+            grad_views.part_with_written(self.sums, False)  # zeroed, perhaps
         for begins in self.extensions.window_begins:
             begins(backward)
         self.sums.begin()
@@ -154,12 +154,12 @@ class Accumulation:
         if begins:
             self.updated = False
             self.unhide()
-            self.sums.follow_copied()
+            grad_views.follow_copied(self.sums)
             self.drop_taken_away()
             if ledger.window is None:
                 self.begin_window(backward=True)
             if not self.ranks.alone:
-                self.sums.bring_back()  # before anything is sent
+                grad_views.bring_back(self.sums)  # before anything is sent
             ledger.begin_micro_batch()
         if weight is not None:
             ledger.weigh(weight)
@@ -173,7 +173,9 @@ class Accumulation:
         """
         if self.settings.schedule.caller_owned and self.ledger.is_open and self.sums.taken_away:
             if self.ledger.restored:
-                self.sums.warn_dropped("every p.grad", "the window, which a checkpoint has brought, is dropped")
+                grad_views.warn_dropped(
+                    self.sums, "every p.grad", "the window, which a checkpoint has brought, is dropped"
+                )
             self.reset()
 
     @contextmanager
@@ -236,7 +238,7 @@ class Accumulation:
             return  # a step() has done this, and broke off later
         if ledger.window is None:
             # No backward has followed, so this step() is meant for it.
-            self.sums.part_with_written(self.settings.drop_in)
+            grad_views.part_with_written(self.sums, self.settings.drop_in)
             self.begin_window()
         nothing = not ledger.window.has_any
         if ledger.micro is None and (
@@ -357,7 +359,7 @@ class Accumulation:
         window, micro = self.ledger.window, self.ledger.micro
         if not micro.passes and self.sums.normalized_by is None:
             # What was put into p.grad by hand may have taken the place of the window's sum; step() warns of that.
-            self.sums.adopt_all(self.sums.buffers.slots)
+            grad_views.adopt_all(self.sums, self.sums.buffers.slots)
         first, sent, held = window.empty, self.ranks.sent, self.ranks.holds_back
         self.ledger.commit(weight, held)
         if first and not (micro.rejected or sent or held or micro.partial):

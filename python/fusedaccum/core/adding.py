@@ -17,6 +17,7 @@ from ..autograd.streams import capturing
 from ..engine import without_grad
 from ..scalars import Scalar, div, identity, to_device, widest
 from ..scalars import add as add_scalars
+from . import grad_views
 from .buffers import Slot
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def add(accumulation: Accumulation, slots: Sequence[Slot], grads: Sequence[Tenso
         adding(slots)
     measure = measures(accumulation)
     sums.place(slots)
-    sums.adopt_all(slots)
+    grad_views.adopt_all(sums, slots)
     if sums.buffers.has_parts:
         grads = [
             grad if slot.part is None else slot.part.local_gradient(grad)
@@ -110,7 +111,7 @@ def prepare(accumulation: Accumulation, slot: Slot) -> None:
     for adding in accumulation.extensions.adding:
         adding([slot])
     sums.place([slot])
-    sums.adopt(slot)
+    grad_views.adopt(sums, slot)
     sums.check_whole()
     if slot.shown is not None and identity(slot.divisor) != 1.0:
         sums.divide_([slot], 1.0)  # normalize_() has made it a mean

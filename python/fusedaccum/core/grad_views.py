@@ -1,11 +1,27 @@
-"""How ``p.grad`` shows a buffer where it cannot simply be the buffer."""
+"""What ``p.grad`` shows of a buffer, and what becomes of it when other code writes to ``p.grad``, replaces it, or keeps it."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Protocol
+import weakref
+from collections import deque
+from collections.abc import Hashable, Sequence
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor
+
+from .. import ops
+from ..engine import without_grad
+from ..ops.memory import address
+from ..parts import local_of
+from ..warn import warn
+
+if TYPE_CHECKING:
+    from .buffers import Slot
+    from .sums import Sums
+
+UNTOUCHED = attrgetter("untouched_by_user")  # faster than a generator, which is resumed for each
 
 
 class GradView(Protocol):
@@ -40,3 +56,143 @@ class PartView(GradView, Protocol):
 
     def take(self) -> Tensor | None:
         """This process's part of what was put into ``p.grad`` in place of ours, which is put back; None if that is there."""
+
+
+def adopt_all(sums: Sums, slots: Sequence[Slot]) -> None:
+    """:func:`adopt` every slot; returns immediately if, as nearly always, no other code has touched any."""
+    touched = not all(map(UNTOUCHED, sums.buffers.blocks))
+    for slot in slots:
+        if touched or slot.holder.grad is not slot.shown:
+            adopt(sums, slot)
+
+
+def adopt(sums: Sums, slot: Slot) -> None:
+    """Take over what other code has put into ``p.grad``, as part of the running sum; notice what it has taken away."""
+    if slot.placed:
+        notice_writes(sums, slot)
+    grad, shown = slot.holder.grad, slot.shown
+    if grad is shown:
+        return
+    sums.changed_by_user = True
+    if grad is None:
+        slot.shown = None
+        sums.norms.invalidate([slot])
+        warn_dropped(
+            sums,
+            f"{slot.name}.grad",
+            "what the window had accumulated for such parameters is dropped, although its micro-batches still count. opt.zero_grad() "
+            "keeps it; opt.reset() drops the window; a gradient that is not for the window (an attack's, as in PGD) is taken by "
+            "torch.autograd.grad(loss, inputs)",
+        )
+        return
+    if grad.layout is not torch.strided:
+        raise RuntimeError(f"{slot.name}.grad is {grad.layout}; only dense gradients can be accumulated")
+    slot.check_width(grad)
+    sums.written_over = sums.written_over or shown is not None
+    sums.place([slot])
+    if _is_ours(sums, grad):
+        # In our own storage: a view of some p.grad, or two that were swapped. First, all such gradients get memory of their own.
+        for other in sums.buffers.slots:
+            theirs = other.holder.grad
+            if theirs is not None and theirs is not other.shown and _is_ours(sums, theirs):
+                other.holder.grad = theirs.clone()
+        return adopt(sums, slot)
+    if slot.param.grad is not None:
+        sums.copied[slot] = weakref.ref(slot.param.grad), grad._version
+    ops.cast_([slot.buffer], [grad.detach()], backend=sums.backend)
+    by_hand = 1.0 if sums.normalized_by is None else sums.normalized_by
+    sums.written([slot], by_hand if shown is None else slot.divisor)
+
+
+def follow_copied(sums: Sums) -> None:
+    """Make ``p.grad`` what was assigned to it and copied, if that has been written to since: in plain PyTorch it still is ``p.grad``.
+    (A3C assigns the gradients of a worker's model once, to a model that all workers share.)
+    """
+    for slot, (source, version) in list(sums.copied.items()):
+        grad = source()
+        if grad is None or slot.shown is None or slot.holder.grad is not slot.shown:
+            del sums.copied[slot]  # p.grad has been replaced or removed since
+        elif local_of(grad)._version != version:
+            slot.param.grad = grad
+
+
+def notice_writes(sums: Sums, slot: Slot) -> None:
+    if not slot.block.untouched_by_user:
+        sums.changed_by_user = sums.written_over = True
+        sums.norms.invalidate_block(slot.block)
+        slot.block.written()
+
+
+@without_grad
+def bring_back(sums: Sums) -> None:
+    """Move buffers back into their blocks, if they lie elsewhere or are laid out unlike their parameters.
+
+    This happens when ``p.grad.data`` is assigned, as ``model.to(...)`` does, which may also have changed the parameter's strides.
+    """
+    for slot in sums.buffers.slots:
+        if slot.placed and (slot.relaid or slot.buffer.data_ptr() != slot.address):
+            notice_writes(sums, slot)
+            sums.norms.invalidate([slot])
+            sums.changed_by_user = True
+            home = slot.block.view(slot, slot.offset)
+            home.copy_(slot.buffer.clone())
+            slot.buffer.data, slot.relaid = home, False  # still the same object, which p.grad is
+            slot.block.written()
+
+
+def part_with_written(sums: Sums, all_of_them: bool) -> None:
+    """Take every ``p.grad`` that other code has written to since its window closed to be a gradient set by hand: give it memory of its
+    own, so that ``begin()`` leaves it and :func:`adopt` takes it over. ``all_of_them``: and those that it has not written to.
+    """
+    for slot in sums.buffers.slots:
+        grad = slot.holder.grad
+        if grad is None or grad is not slot.shown or not slot.placed:
+            continue
+        if all_of_them or not slot.block.untouched_by_user:
+            slot.holder.grad = grad.clone()
+
+
+def part_with_kept(sums: Sums) -> None:
+    """Give the gradients that the optimizer keeps in its state memory of their own, before the buffers are written again."""
+    memory = [(address(block.flat), address(block.flat) + block.flat.nbytes) for block in sums.buffers.blocks]
+    seen: set[int] = set()
+    for state in sums.states():
+        _set_apart(state, memory, seen)
+
+
+def warn_dropped(sums: Sums, which: str, so: str) -> None:
+    if not sums.warned_dropped:
+        sums.warned_dropped = True
+        warn(
+            f"{which} was set to None inside an open window (by zero_grad() of the model, or of the inner optimizer?): {so}. (Further "
+            "cases are not reported.)"
+        )
+
+
+def _is_ours(sums: Sums, grad: Tensor) -> bool:
+    memory = grad.untyped_storage().data_ptr()  # 0 if there are no elements
+    return memory != 0 and any(memory == block.flat.untyped_storage().data_ptr() for block in sums.buffers.blocks)
+
+
+def _set_apart(kept: Any, memory: Sequence[tuple[int, int]], seen: set[int]) -> Any:
+    """``kept``, in which tensors in these stretches of memory have been given their own, as in plain PyTorch after ``zero_grad()``.
+
+    ``seen``: containers that have been gone through, by their ids; they may be shared by many parameters, or contain themselves.
+    """
+    if isinstance(kept, Tensor):
+        local = kept if type(kept) is Tensor else local_of(kept)
+        if type(local) is Tensor and local.layout is torch.strided:
+            at = address(local)
+            if any(begin <= at < end for begin, end in memory):
+                return kept.clone()
+    elif isinstance(kept, (dict, list, deque)):
+        if id(kept) not in seen:
+            seen.add(id(kept))
+            for key, value in list(kept.items() if isinstance(kept, dict) else enumerate(kept)):
+                apart = _set_apart(value, memory, seen)
+                if apart is not value:
+                    kept[key] = apart
+    elif type(kept) is tuple:
+        values = tuple(_set_apart(value, memory, seen) for value in kept)
+        return values if any(a is not b for a, b in zip(values, kept, strict=True)) else kept
+    return kept

@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from .. import ops
-from ..engine import outside_graphs, without_grad
-from ..ops.memory import address
-from ..parts import local_of
+from ..engine import outside_graphs
 from ..scalars import Scalar, div, identity, to_device, to_device_of
-from ..warn import warn
+from . import grad_views
 from .buffers import Block, Buffers, Slot
 from .extension import Extensions
 from .norms import SquaredNorms
 
-PLACED, UNTOUCHED = (
-    attrgetter("placed"),
-    attrgetter("untouched_by_user"),
-)  # faster than a generator, which is resumed for each
+PLACED = attrgetter("placed")
 
 
 class Sums:
@@ -39,6 +32,7 @@ class Sums:
     Attributes:
         begun: how often :meth:`begin` was called: a window that closed before the last time is no longer in the buffers.
         changed_by_user: has other code written to the window's sums?
+        written_over: has it written to them, or replaced them, so that what p.grad shows may be taken for something else?
         written_by_layers: do layers add to buffers without telling, so that their writes look like those of other code?
         states: the states of an optimizer that may keep ``p.grad`` itself instead of a copy.
         over_owners: sums over the ranks, if each of them steps only a part of the parameters.
@@ -52,11 +46,11 @@ class Sums:
         self._extensions = extensions
         self.norms = SquaredNorms(backend)
         self.backend = backend
-        self._warned_dropped = False
+        self.warned_dropped = False  # of a gradient that was removed inside a window
         # By slot: a tensor that was assigned to p.grad and copied, held weakly, and its version then.
-        self._copied: dict[Slot, tuple[weakref.ref[Tensor], int]] = {}
+        self.copied: dict[Slot, tuple[weakref.ref[Tensor], int]] = {}
         self.begun = 0
-        self.changed_by_user = self._written_by_user = self.written_by_layers = False
+        self.changed_by_user = self.written_over = self.written_by_layers = False
         self.states: Callable[[], Iterable[dict]] = tuple
         self.over_owners: Callable[[Tensor], Tensor] | None = None
         self.normalized_by: Scalar | None = None
@@ -108,82 +102,6 @@ class Sums:
 
     # -- what others do to p.grad ------------------------------------------------------------------------------
 
-    def adopt_all(self, slots: Sequence[Slot]) -> None:
-        """:meth:`adopt` every slot; returns immediately if, as nearly always, no other code has touched any."""
-        touched = not all(map(UNTOUCHED, self.buffers.blocks))
-        for slot in slots:
-            if touched or slot.holder.grad is not slot.shown:
-                self.adopt(slot)
-
-    def adopt(self, slot: Slot) -> None:
-        """Take over what other code has put into ``p.grad``, as part of the running sum; notice what it has taken away."""
-        if slot.placed:
-            self.notice_writes(slot)
-        grad, shown = slot.holder.grad, slot.shown
-        if grad is shown:
-            return
-        self.changed_by_user = True
-        if grad is None:
-            slot.shown = None
-            self.norms.invalidate([slot])
-            self.warn_dropped(
-                f"{slot.name}.grad",
-                "what the window had accumulated for such parameters is dropped, although its micro-batches still count. opt.zero_grad() "
-                "keeps it; opt.reset() drops the window; a gradient that is not for the window (an attack's, as in PGD) is taken by "
-                "torch.autograd.grad(loss, inputs)",
-            )
-            return
-        if grad.layout is not torch.strided:
-            raise RuntimeError(f"{slot.name}.grad is {grad.layout}; only dense gradients can be accumulated")
-        slot.check_width(grad)
-        self._written_by_user = self._written_by_user or shown is not None
-        self.place([slot])
-        if self._is_ours(grad):
-            # In our own storage: a view of some p.grad, or two that were swapped. First, all such gradients get memory of their own.
-            for other in self.buffers.slots:
-                theirs = other.holder.grad
-                if theirs is not None and theirs is not other.shown and self._is_ours(theirs):
-                    other.holder.grad = theirs.clone()
-            return self.adopt(slot)
-        if slot.param.grad is not None:
-            self._copied[slot] = weakref.ref(slot.param.grad), grad._version
-        ops.cast_([slot.buffer], [grad.detach()], backend=self.backend)
-        by_hand = 1.0 if self.normalized_by is None else self.normalized_by
-        self.written([slot], by_hand if shown is None else slot.divisor)
-
-    def follow_copied(self) -> None:
-        """Make ``p.grad`` what was assigned to it and copied, if that has been written to since: in plain PyTorch it still is ``p.grad``.
-        (A3C assigns the gradients of a worker's model once, to a model that all workers share.)
-        """
-        for slot, (source, version) in list(self._copied.items()):
-            grad = source()
-            if grad is None or slot.shown is None or slot.holder.grad is not slot.shown:
-                del self._copied[slot]  # p.grad has been replaced or removed since
-            elif local_of(grad)._version != version:
-                slot.param.grad = grad
-
-    def notice_writes(self, slot: Slot) -> None:
-        if not slot.block.untouched_by_user:
-            self.changed_by_user = self._written_by_user = True
-            self.norms.invalidate_block(slot.block)
-            slot.block.written()
-
-    @without_grad
-    def bring_back(self) -> None:
-        """Move buffers back into their blocks, if they lie elsewhere or are laid out unlike their parameters.
-
-        This happens when ``p.grad.data`` is assigned, as ``model.to(...)`` does, which may also have changed the parameter's strides.
-        """
-        for slot in self.buffers.slots:
-            if slot.placed and (slot.relaid or slot.buffer.data_ptr() != slot.address):
-                self.notice_writes(slot)
-                self.norms.invalidate([slot])
-                self.changed_by_user = True
-                home = slot.block.view(slot, slot.offset)
-                home.copy_(slot.buffer.clone())
-                slot.buffer.data, slot.relaid = home, False  # still the same object, which p.grad is
-                slot.block.written()
-
     def shows(self, parameter: Parameter) -> bool:
         """True if what is in ``p.grad`` is ours, and not other code's."""
         slot = self.buffers.of[parameter]
@@ -211,50 +129,20 @@ class Sums:
             for slot in self.buffers.slots
         )
 
-    def _is_ours(self, grad: Tensor) -> bool:
-        memory = grad.untyped_storage().data_ptr()  # 0 if there are no elements
-        return memory != 0 and any(memory == block.flat.untyped_storage().data_ptr() for block in self.buffers.blocks)
-
-    def warn_dropped(self, which: str, so: str) -> None:
-        if not self._warned_dropped:
-            self._warned_dropped = True
-            warn(
-                f"{which} was set to None inside an open window (by zero_grad() of the model, or of the inner optimizer?): {so}. (Further "
-                "cases are not reported.)"
-            )
-
     @property
     def written_by_user(self) -> bool:
         """True if other code has written to the sums that ``p.grad`` shows, or replaced them, as far as that can be told."""
         if self.written_by_layers or self.normalized_by is not None:
             return False
-        return self._written_by_user or not all(map(UNTOUCHED, self.buffers.blocks))
+        return self.written_over or not all(map(grad_views.UNTOUCHED, self.buffers.blocks))
 
     # -- the window's ends -------------------------------------------------------------------------------------
-
-    def part_with_written(self, all_of_them: bool) -> None:
-        """Take every ``p.grad`` that other code has written to since its window closed to be a gradient set by hand: give it memory of its
-        own, so that :meth:`begin` leaves it and :meth:`adopt` takes it over. ``all_of_them``: and those that it has not written to.
-        """
-        for slot in self.buffers.slots:
-            grad = slot.holder.grad
-            if grad is None or grad is not slot.shown or not slot.placed:
-                continue
-            if all_of_them or not slot.block.untouched_by_user:
-                slot.holder.grad = grad.clone()
-
-    def part_with_kept(self) -> None:
-        """Give the gradients that the optimizer keeps in its state memory of their own, before the buffers are written again."""
-        memory = [(address(block.flat), address(block.flat) + block.flat.nbytes) for block in self.buffers.blocks]
-        seen: set[int] = set()
-        for state in self.states():
-            _set_apart(state, memory, seen)
 
     @outside_graphs  # which the compiler would look into, in a loop that it compiles
     def begin(self) -> None:
         """Start from nothing: drop the previous window's gradients, which are still shown; the user's own stay, to be adopted."""
         self.begun += 1
-        self.part_with_kept()
+        grad_views.part_with_kept(self)
         for slot in self.buffers.slots:
             ours = slot.shown is not None and slot.holder.grad is slot.shown
             if ours or self.half_divided:  # then it may not be known what is shown
@@ -262,7 +150,7 @@ class Sums:
             slot.shown, slot.divisor = None, 1.0
         for block in self.buffers.blocks:
             block.written()  # what other code wrote to the previous window is gone with it
-        self.changed_by_user = self._written_by_user = self.half_divided = False
+        self.changed_by_user = self.written_over = self.half_divided = False
         self.normalized_by = None
         self.norms.invalidate_all()
         for dropped in self._extensions.sums_dropped:
@@ -293,8 +181,8 @@ class Sums:
         self.check_whole()
         for finish in self._extensions.finish_adds:
             finish()
-        self.bring_back()
-        self.adopt_all(self.buffers.slots)
+        grad_views.bring_back(self)
+        grad_views.adopt_all(self, self.buffers.slots)
         return self.buffers.slots_with_grad()
 
     def restore(self, slot: Slot, saved: Tensor, divisor: Scalar) -> None:
@@ -358,7 +246,7 @@ class Sums:
     def sum_again(self) -> None:
         """After :meth:`normalize_`, a backward goes on with the sums: adopt what has been put into ``p.grad`` since."""
         if self.normalized_by is not None:
-            self.adopt_all(self.buffers.slots)
+            grad_views.adopt_all(self, self.buffers.slots)
             self.normalized_by = None
 
     def _divide_(self, slots: Sequence[Slot], divisor: Scalar, coef: Scalar = 1.0) -> None:
@@ -400,27 +288,3 @@ class Sums:
 def _rescaling(slot: Slot, divisor: Scalar, coef: Scalar) -> Scalar:
     """What makes the buffer of ``slot`` hold ``coef * sum / divisor``."""
     return div(to_device_of(coef, slot.divisor) * slot.divisor, divisor)
-
-
-def _set_apart(kept: Any, memory: Sequence[tuple[int, int]], seen: set[int]) -> Any:
-    """``kept``, in which tensors in these stretches of memory have been given their own, as in plain PyTorch after ``zero_grad()``.
-
-    ``seen``: containers that have been gone through, by their ids; they may be shared by many parameters, or contain themselves.
-    """
-    if isinstance(kept, Tensor):
-        local = kept if type(kept) is Tensor else local_of(kept)
-        if type(local) is Tensor and local.layout is torch.strided:
-            at = address(local)
-            if any(begin <= at < end for begin, end in memory):
-                return kept.clone()
-    elif isinstance(kept, (dict, list, deque)):
-        if id(kept) not in seen:
-            seen.add(id(kept))
-            for key, value in list(kept.items() if isinstance(kept, dict) else enumerate(kept)):
-                apart = _set_apart(value, memory, seen)
-                if apart is not value:
-                    kept[key] = apart
-    elif type(kept) is tuple:
-        values = tuple(_set_apart(value, memory, seen) for value in kept)
-        return values if any(a is not b for a, b in zip(values, kept, strict=True)) else kept
-    return kept

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..autograd.passes import outermost_backward, saw_pass
+from ..core import grad_views
 from ..core.buffers import Slot
 from ..core.extension import Extension, RaisedByAllError
 from ..core.ranks import Alone
@@ -220,7 +221,7 @@ class Ranks(Alone, Extension):
                 "For a pass that begins at gradients of losses that had it (a loss in chunks): `with opt.micro_batch(): h.backward(h_grad)`"
             )
         if self._ledger.window is not None:
-            self._sums.adopt_all(self._sums.buffers.slots)  # FSDP2 would add to what is not hidden
+            grad_views.adopt_all(self._sums, self._sums.buffers.slots)  # FSDP2 would add to what is not hidden
         hide(self._sums.buffers.slots)
         if any(slot.param.requires_grad for slot in self.fully_sharded.slots):
             accumulation.collector.begin_pass()  # of this micro-batch, even if FSDP2 holds back its gradients
