@@ -23,9 +23,8 @@ ROOMS = {
     "parts": set(),
     "mistakes": {"warn"},
     "ops": {"native", "scalars", "warn"},
-    "extensions/cpu_offload": {"ops", "scalars"},
     "autograd": {"engine", "native", "parts"},
-    "core": {"autograd", "engine", "extensions/cpu_offload", "older_checkpoints", "ops", "parts", "scalars", "warn"},
+    "core": {"autograd", "engine", "older_checkpoints", "ops", "parts", "scalars", "warn"},
     "distributed": {"autograd", "core", "engine", "modules", "older_checkpoints", "ops", "parts", "scalars", "warn"},
     "extensions": {"core", "distributed", "engine", "modules", "ops", "parts", "scalars", "warn"},
     "features": {"core", "distributed", "extensions"},
@@ -38,7 +37,6 @@ ROOMS = {
         "core/optimizer",
         "engine",
         "extensions",
-        "extensions/cpu_offload",
         "modules",
         "ops",
         "parts",
@@ -63,7 +61,8 @@ BEYOND_OPS = {
     "core/config.py": {"backends"},  # to check a backend's name
     "__main__.py": {"backends"},  # to list those that are available
     "core/buffers.py": {"memory"},
-    "extensions/cpu_offload.py": {"memory"},
+    "extensions/cpu_offload.py": {"backends", "memory"},
+    "extensions/ring.py": {"memory"},
     "core/sums.py": {"memory"},  # to tell what other code keeps of the sums' memory
 }
 
@@ -146,7 +145,7 @@ def test_every_folder_of_extensions_tests_is_named_after_an_extension():
 # report.)
 CORE = [*files("autograd"), *files("core")]
 CORE = [path for path in CORE if path.name not in ("config.py", "window.py", "extension.py")]
-FEATURES = re.compile(r"scaler|noise|lbfgs|batch_?norm|master|retr(?:y|ies)|spike|unscale", re.I)
+FEATURES = re.compile(r"scaler|noise|lbfgs|batch_?norm|master|retr(?:y|ies)|spike|unscale|offload", re.I)
 
 
 @pytest.mark.parametrize("path", CORE, ids=lambda path: path.relative_to(PACKAGE).as_posix())

@@ -12,6 +12,7 @@ from .distributed.data_parallel import DataParallel
 from .extensions import main_grad
 from .extensions.batch_norm import BatchNormStats
 from .extensions.changing_owners import ChangingOwners
+from .extensions.cpu_offload import CpuOffload
 from .extensions.in_place_layers import InPlaceLayers
 from .extensions.lbfgs import EvaluatedWindows
 from .extensions.loss_scale import LossScale
@@ -48,7 +49,8 @@ FEATURES: list[tuple[Callable[[Settings, Optimizer], bool], type[Extension]]] = 
     (always, BatchNormStats),
     (always, InPlaceLayers),
     (main_grad.any_enabled, MainGrads),
-    (lambda settings, _: settings.master_weights, MasterWeights),
+    (lambda settings, _: settings.buffer_device is not None, CpuOffload),
+    (lambda settings, _: settings.master_weights, MasterWeights),  # are made where the one above puts their gradients
     (lambda _, inner: isinstance(inner, LBFGS), EvaluatedWindows),
 ]
 

@@ -15,6 +15,7 @@ import fusedaccum.core.conclusion
 import pytest
 import torch
 from fusedaccum.autograd import collector
+from fusedaccum.extensions.cpu_offload import steps_each_alone
 from fusedaccum.extensions.noise_scale import NoiseScale
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -192,7 +193,7 @@ def test_an_lr_scheduler_is_no_reason_to_bring_all_offloaded_gradients_at_once(p
     if patched:
         inner.step = types.MethodType(lambda self, closure=None: None, inner)
     torch.optim.lr_scheduler.StepLR(inner, 1)
-    assert fusedaccum.core.apply.steps_each_alone(inner) is not patched
+    assert steps_each_alone(inner) is not patched
 
 
 def test_no_limit_leaves_a_window_alone_whose_norm_overflows():

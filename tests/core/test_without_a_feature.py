@@ -12,9 +12,9 @@ pytestmark = pytest.mark.long
 
 PACKAGE = Path(__file__).parents[2] / "python/fusedaccum"
 FEATURES = sorted(path.stem for path in (PACKAGE / "extensions").glob("*.py") if path.stem != "__init__")
-# What a recipe is made of goes with the recipe; moments are a part of batch_norm.
+# What a recipe is made of goes with the recipe (`explain` knows the ring); moments are a part of batch_norm.
 WITH_OTHERS = {"batch_norm": ["moments"]}
-OF_RECIPES = {"batch_norm", "fused_layers", "retries", "moments"}
+OF_RECIPES = {"batch_norm", "fused_layers", "retries", "moments", "ring"}
 
 TRAINS = """
 import copy, torch, fusedaccum as fa

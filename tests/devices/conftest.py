@@ -8,8 +8,8 @@ from pathlib import Path
 from types import ModuleType
 
 import fusedaccum.autograd.collector
-import fusedaccum.core.apply
 import fusedaccum.extensions.cpu_offload
+import fusedaccum.extensions.ring
 import pytest
 import torch
 from torch.utils import cpp_extension
@@ -51,6 +51,6 @@ def device(late_device):
 @pytest.fixture(autouse=True)
 def small_stages(monkeypatch):
     """Makes stages so small that some gradients need several, and that several gradients share one."""
-    monkeypatch.setattr(fusedaccum.extensions.cpu_offload, "STAGE_BYTES", 1024)
-    monkeypatch.setattr(fusedaccum.core.apply, "STAGE_BYTES", 1024)
+    for module in (fusedaccum.extensions.cpu_offload, fusedaccum.extensions.ring):
+        monkeypatch.setattr(module, "STAGE_BYTES", 1024)
     monkeypatch.setattr(fusedaccum.autograd.collector, "bucket_bytes", lambda _: 3000)

@@ -3,6 +3,7 @@
 import fusedaccum as fa
 import pytest
 import torch
+from fusedaccum.extensions.cpu_offload import CpuOffload
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from training import masters_of
@@ -39,7 +40,9 @@ def test_cpu_side_of_buffers_in_cpu_memory(device, small, monkeypatch, name, dty
         opt.step()
     buffers = sum(block.flat.nbytes for block in opt._sums.buffers.blocks)
     masters = sum(m.nbytes for m in masters_of(opt).values())
-    ring = sum(stage.there.nbytes for ring in opt._sums.offload._rings.values() for stage in ring)
+    ring = sum(
+        stage.there.nbytes for ring in opt._accumulation.extensions.of(CpuOffload)._rings.values() for stage in ring
+    )
     assert mode.cpu == {"buffers": buffers, "ring": ring, **({"masters": masters} if masters else {})}
     assert mode.memory["ring"] == ring
     assert mode.memory["gradients"] == net[0].weight.nbytes  # each fills a bucket by itself

@@ -52,7 +52,7 @@ def test_errors_while_gradients_arrive(device, monkeypatch, where):
 
 def test_an_add_that_broke_in_the_middle_begins_the_window_anew(device, monkeypatch):
     theirs = expected(device)
-    plain, calls = fusedaccum.extensions.cpu_offload._free_stage, iter(range(100))
+    plain, calls = fusedaccum.extensions.cpu_offload.free_stage, iter(range(100))
 
     def no_room(ring):
         if next(calls) == 4:
@@ -60,7 +60,7 @@ def test_an_add_that_broke_in_the_middle_begins_the_window_anew(device, monkeypa
         return plain(ring)
 
     model, opt = made(device, buffer_device="cpu")
-    monkeypatch.setattr(fusedaccum.extensions.cpu_offload, "_free_stage", no_room)
+    monkeypatch.setattr(fusedaccum.extensions.cpu_offload, "free_stage", no_room)
     fa.MicroBatcher(lambda part: (model(part["x"]) - part["y"]).square().mean(), opt, device=device).step(whole())
     for p, q in zip(model.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(p.cpu().float(), q.cpu().float(), rtol=2e-2, atol=2e-3)

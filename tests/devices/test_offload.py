@@ -5,7 +5,6 @@ import itertools
 
 import fusedaccum as fa
 import fusedaccum.autograd.collector
-import fusedaccum.core.apply
 import fusedaccum.extensions.cpu_offload
 import pytest
 import torch

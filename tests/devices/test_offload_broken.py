@@ -9,12 +9,10 @@ from contextlib import contextmanager
 
 import fusedaccum as fa
 import fusedaccum.autograd.collector
-import fusedaccum.core.apply
 import fusedaccum.extensions.cpu_offload
 import pytest
 import torch
-from fusedaccum.core.sums import Sums
-from fusedaccum.extensions.cpu_offload import Offload
+from fusedaccum.extensions.cpu_offload import CpuOffload
 from offloading import assert_same, contents, made, micro_batches, moved, sgd, train
 from torch import nn
 
@@ -48,7 +46,7 @@ def test_a_failure_is_told_of_by_the_next_step(device, monkeypatch):
     with monkeypatch.context() as broken:
         broken.setattr(fa.ops, "accumulate_", lambda *_, **__: 1 / 0)
         (model(x) - y).square().mean().backward()
-        opt._sums.offload._last.result()
+        opt._accumulation.extensions.of(CpuOffload)._last.result()
     with pytest.raises(RuntimeError, match=r"call opt.reset\(\)"):
         opt.step()
 
@@ -57,14 +55,14 @@ def test_an_interrupt_while_gradients_are_on_their_way(device, monkeypatch):
     straight, its = made(device, accum_steps=2)
     train(straight, its, device, count=2)
     model, opt = made(device, accum_steps=2, buffer_device="cpu")
-    plain, calls = fusedaccum.extensions.cpu_offload._free_stage, itertools.count()
+    plain, calls = fusedaccum.extensions.cpu_offload.free_stage, itertools.count()
 
     def interrupted(ring):
         if next(calls) == 5:
             raise KeyboardInterrupt
         return plain(ring)
 
-    monkeypatch.setattr(fusedaccum.extensions.cpu_offload, "_free_stage", interrupted)
+    monkeypatch.setattr(fusedaccum.extensions.cpu_offload, "free_stage", interrupted)
     with pytest.warns(RuntimeWarning, match="so the open window was dropped"), pytest.raises(KeyboardInterrupt):
         train(model, opt, device, count=2)
     train(model, opt, device, count=2)
@@ -76,7 +74,7 @@ def test_writing_masters_back_is_tried_again_without_another_step(device, monkey
     opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=0.125), 1, master_weights=True, buffer_device="cpu")
     p.sum().backward()
     with monkeypatch.context() as broken, pytest.raises(ZeroDivisionError):
-        broken.setattr(Offload, "cast_", lambda *_, **__: 1 / 0)
+        broken.setattr(CpuOffload, "cast_", lambda *_, **__: 1 / 0)
         opt.step()
     opt.step()
     assert opt.updated and (p.cpu() == 0.875).all()
@@ -258,7 +256,7 @@ def test_a_gradient_that_a_method_takes_away_is_not_stepped(device):
 
 
 def test_an_interrupt_after_a_part_was_stepped_does_not_step_it_twice(device, monkeypatch):
-    brought, interrupts = Sums.brought, []
+    brought, interrupts = CpuOffload.brought, []
 
     @contextmanager
     def interrupted(self, slots):
@@ -268,7 +266,7 @@ def test_an_interrupt_after_a_part_was_stepped_does_not_step_it_twice(device, mo
             interrupts.append(slots)
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Sums, "brought", interrupted)
+    monkeypatch.setattr(CpuOffload, "brought", interrupted)
     params = [nn.Parameter(torch.ones(3000, device=device)) for _ in range(3)]
     opt = fa.AccumulatingOptimizer(torch.optim.SGD(params, lr=0.25, foreach=False), 1, buffer_device="cpu")
     sum(p.sum() for p in params).backward()

@@ -4,11 +4,12 @@ import gc
 
 import fusedaccum as fa
 import fusedaccum.autograd.collector
-import fusedaccum.core.apply
 import fusedaccum.extensions.cpu_offload
+import fusedaccum.extensions.ring
 import pytest
 import torch
-from fusedaccum.extensions.cpu_offload import Offload, loads
+from fusedaccum.extensions.cpu_offload import CpuOffload
+from fusedaccum.extensions.ring import loads
 from offloading import assert_same
 from torch import nn
 
@@ -34,7 +35,7 @@ def test_memory_for_gradients_is_bounded_by_the_ring(late_device, device, monkey
     if late_device is None:
         pytest.skip("counts what the device of late_device.cpp allocates; benchmarks/bench_memory.py measures a GPU's")
     stage = 1 << 14
-    for module in (fusedaccum.extensions.cpu_offload, fusedaccum.core.apply):
+    for module in (fusedaccum.extensions.cpu_offload, fusedaccum.extensions.ring):
         monkeypatch.setattr(module, "STAGE_BYTES", stage)
     monkeypatch.setattr(fusedaccum.autograd.collector, "bucket_bytes", lambda _: 1 << 40)  # as on a large GPU
     monkeypatch.setattr(fusedaccum.autograd.collector, "SENT_BYTES", stage)
@@ -48,14 +49,14 @@ def test_memory_for_gradients_is_bounded_by_the_ring(late_device, device, monkey
         before = late_device.allocated()
         late_device.reset_peak()
         x.sum().backward()
-        ring = 0 if opt.last_window or len(opt.state) else fusedaccum.extensions.cpu_offload.STAGES
+        ring = 0 if opt.last_window or len(opt.state) else fusedaccum.extensions.ring.STAGES
         during = (late_device.peak() - before) / stage
         assert (
             during < ring + 1 + max(sizes) + 0.2
         )  # the ring if it is yet to be made, the bucket, and the gradient that fills it
         late_device.reset_peak()
         opt.step()
-        assert (late_device.peak() - before) / stage < fusedaccum.extensions.cpu_offload.STAGES + 2 * max(
+        assert (late_device.peak() - before) / stage < fusedaccum.extensions.ring.STAGES + 2 * max(
             sizes
         ) + 0.2  # SGD makes a temporary
         assert all(p.grad is None for p in params)
@@ -120,7 +121,7 @@ def late(x, device):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_gradients_and_scalars_are_read_when_the_current_stream_has_made_them(device, dtype):
-    offload = Offload()
+    offload = CpuOffload()
     for _ in range(3):
         shapes = [(3000,), (), (0,), (7, 5), (400,)]
         buffers, grads = ([torch.randn(shape).to(dtype) for shape in shapes] for _ in range(2))
@@ -131,14 +132,14 @@ def test_gradients_and_scalars_are_read_when_the_current_stream_has_made_them(de
         how = {"overwrite": False, "rounding": None, "stats": stats, "backend": "auto"}
         offload.accumulate_(buffers, there, late(scale, device), decay=late(decay, device), **how)
         del there
-        offload.wait()
+        offload.finish_adds()
         assert_same(buffers, expected)
         torch.testing.assert_close(stats.sq_norm, theirs.sq_norm, rtol=1e-12, atol=0.0)
         assert stats.nonfinite == theirs.nonfinite == 0
 
 
 def test_cast_brings_what_was_there_when_it_was_called(device):
-    offload = Offload()
+    offload = CpuOffload()
     ins = [torch.randn(3000), torch.randn(8, 5).t(), torch.randn(6), torch.randn(1)]
     expected = [x.bfloat16() for x in ins]
     outs = [
@@ -157,40 +158,40 @@ def test_loads_hold_every_element_once_and_fit_into_a_stage(sizes):
     tensors = [torch.empty(size, dtype=torch.bfloat16 if k % 2 else torch.float32) for k, size in enumerate(sizes)]
     found = []
     for load, used in loads(tensors):
-        ends = fusedaccum.extensions.cpu_offload.HEAD
+        ends = fusedaccum.extensions.ring.HEAD
         for cut in load:
             nbytes = (cut.end - cut.begin) * tensors[cut.tensor].itemsize
             assert cut.place % 64 == 0 and cut.place >= ends and nbytes > 0
             ends = cut.place + nbytes
             found += [(cut.tensor, element) for element in range(cut.begin, cut.end)]
-        assert load and ends <= used <= fusedaccum.extensions.cpu_offload.STAGE_BYTES
+        assert load and ends <= used <= fusedaccum.extensions.ring.STAGE_BYTES
     assert found == [(k, element) for k, size in enumerate(sizes) for element in range(size)]
 
 
 def test_what_stats_count_is_of_all_loads(device):
-    offload = Offload()
+    offload = CpuOffload()
     grad = torch.ones(3000)  # several loads
     grad[0] = grad[1500] = torch.inf
     buffers, stats = [torch.zeros(3000)], fa.ops.Stats.empty()
     how = {"overwrite": True, "decay": 1.0, "rounding": None, "stats": stats, "backend": "auto"}
     offload.accumulate_(buffers, [grad.to(device)], 1.0, **how)
-    offload.wait()
+    offload.finish_adds()
     assert stats.nonfinite == 2 and stats.sq_norm == torch.inf
 
 
 def test_random_numbers_of_a_tensor_in_several_loads_may_wrap_around(device):
-    offload, how = Offload(), {"overwrite": False, "decay": 1.0, "stats": None, "backend": "auto"}
+    offload, how = CpuOffload(), {"overwrite": False, "decay": 1.0, "stats": None, "backend": "auto"}
     draws = fa.ops.StochasticRounding(7, [(1 << 64) - 600])
     buffer, grad = torch.randn(2000).bfloat16(), torch.randn(2000).bfloat16()
     expected = buffer.clone()
     fa.ops.accumulate_([expected], [grad], 0.3, rounding=draws)
     offload.accumulate_([buffer], [grad.to(device)], 0.3, rounding=draws, **how)
-    offload.wait()
+    offload.finish_adds()
     assert torch.equal(buffer, expected)
 
 
 def test_cast_follows_the_elements_and_not_the_memory(device):
-    offload = Offload()
+    offload = CpuOffload()
     x = torch.randn(2, 3, 4, 5)
     out = torch.empty_like(x, dtype=torch.bfloat16, device=device, memory_format=torch.channels_last)
     offload.cast_([out], [x], backend="auto")
@@ -198,8 +199,8 @@ def test_cast_follows_the_elements_and_not_the_memory(device):
 
 
 def test_zeros_that_have_no_memory_are_added(device):
-    offload, how = Offload(), {"overwrite": False, "decay": 1.0, "rounding": None, "stats": None, "backend": "auto"}
+    offload, how = CpuOffload(), {"overwrite": False, "decay": 1.0, "rounding": None, "stats": None, "backend": "auto"}
     buffer = torch.ones(5)
     offload.accumulate_([buffer], [torch._efficientzerotensor(5, device=device)], 1.0, **how)
-    offload.wait()
+    offload.finish_adds()
     assert torch.equal(buffer, torch.ones(5))

@@ -137,7 +137,7 @@ class GradCollector:
             by_device.setdefault(slot.made_for.device, []).append(slot)
         for device, members in by_device.items():
             sizes = [local_of(slot.param).nbytes for slot in members if slot.param.requires_grad]
-            self._queue.fill_at(device, full_at(device, sizes, shared or members[0].offloaded))
+            self._queue.fill_at(device, full_at(device, sizes, shared or members[0].private))
 
     def unhook(self, slot: Slot) -> None:
         """Leave this parameter's gradients alone from now on."""

@@ -54,7 +54,7 @@ class Accumulation(Windows):
     def add_parameters(self, parameters: Iterable[tuple[str, Parameter]]) -> None:
         """Accumulate the gradients of these parameters, too, from now on. Raises as extensions do."""
         before = list(self.sums.buffers.slots)
-        slots = self.sums.buffers.add(parameters, self.extensions.grad_view)
+        slots = self.sums.buffers.add(parameters)
         try:
             for come in self.extensions.parameters_come:
                 come(slots, False)
@@ -80,7 +80,7 @@ class Accumulation(Windows):
             )
         buffers = self.sums.buffers
         places = {slot: slot.index for slot in buffers.slots}
-        slots = buffers.arrange(parameters, self.extensions.grad_view)
+        slots = buffers.arrange(parameters)
         buffers.replace(slots)
         try:
             for come in self.extensions.parameters_come:
@@ -153,7 +153,7 @@ class Accumulation(Windows):
 
     def check(self) -> None:
         """Raises RuntimeError if a parameter has changed, gradients have gone past the hooks, or sums are lost."""
-        self.sums.check(self.extensions.check_changed)
+        self.sums.check()
         self._collector.check_hooked()
         self.sums.follow_copied()
 
@@ -349,7 +349,7 @@ class Accumulation(Windows):
 
     def takes_directly(self, slot: Slot) -> bool:
         """True if the pass that is running here has a gradient for the slot's ``p.grad`` that may be added at once, unseen, for good."""
-        seen_whole = self._holds or slot.low_precision or slot.offloaded or slot.part is not None
+        seen_whole = self._holds or slot.low_precision or slot.private or slot.part is not None
         again = self.ledger.micro is not None and self.ledger.micro.repeatable
         return not (seen_whole or again) and self._collector.accumulates(slot)
 
@@ -455,8 +455,8 @@ class Accumulation(Windows):
             self.rejected.reject(bad, self.sums.buffers.slots)
 
     def _commit(self, weight: Scalar | None) -> None:
-        # Where nothing asks for the count, this need not wait for the thread of offloaded gradients.
-        if self.counts or not self.sums.buffers.offloaded:
+        # Where nothing asks for the count, this need not wait for adds that end late.
+        if self.counts or not self.sums.buffers.private:
             self.accumulator.count()
         window, micro = self.ledger.window, self.ledger.micro
         if not micro.passes and self.sums.normalized_by is None:

@@ -23,7 +23,7 @@ class Accumulator:
     """Adds arriving gradients to the sums, weighted as the ledger's open micro-batch says.
 
     Args:
-        extensions: which may change what gradients are multiplied by.
+        extensions: which may change what gradients are multiplied by, or add late.
         seed: of the stochastic rounding of 16-bit buffers, below 2**53, and the same on all ranks; None rounds to nearest.
 
     Attributes:
@@ -52,9 +52,8 @@ class Accumulator:
             divisor = self._running_divisor() if narrow else 1.0
             here = scale * members[0].averaged_by
             stats = _room_for_stats(members[0]) if measure else None
-            accumulate_ = sums.offload.accumulate_ if members[0].offloaded else ops.accumulate_
             try:
-                accumulate_(
+                members[0].ops.accumulate_(
                     [slot.buffer for slot in members],
                     theirs,
                     to_device(div(here, divisor) if narrow else here, device),
@@ -96,8 +95,9 @@ class Accumulator:
         self._ledger.micro.counts.append(stats.nonfinite)
 
     def count(self) -> None:
-        """Add up what the micro-batch's adds have counted as not finite. Waits if gradients are offloaded."""
-        self._sums.offload.wait()
+        """Add up what the micro-batch's adds have counted as not finite. Waits for adds that end late."""
+        for finish in self._extensions.finish_adds:
+            finish()
         micro = self._ledger.micro
         by_device: dict[torch.device, list[Tensor]] = {}
         for count in micro.counts:
@@ -137,8 +137,6 @@ class Accumulator:
 
 
 def _room_for_stats(slot: Slot) -> ops.Stats:
-    if slot.offloaded:  # its adds add up what they measure
-        return ops.Stats.empty(slot.device)
     new = functools.partial(torch.empty, (), device=slot.device)  # no kernels that fill with zeros what is overwritten
     return ops.Stats(new(dtype=widest(slot.device)), new(dtype=torch.int64))
 

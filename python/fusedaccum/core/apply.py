@@ -1,7 +1,8 @@
-"""Applying a window's gradient: finish it in ``p.grad``, or leave scaling to a fused optimizer, and step with it, in parts if need be."""
+"""Applying a window's gradient: finish it in ``p.grad``, or leave scaling to a fused optimizer, and step with it."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from ..extensions.cpu_offload import STAGE_BYTES
 from ..scalars import Scalar, div, identity, to_device_of
 from .accumulation import Accumulation
 from .buffers import Slot
@@ -18,7 +18,6 @@ from .closures import Evaluated
 from .conclusion import Conclusion
 from .extension import Extensions
 from .guard import is_patched
-from .sums import Sums
 
 
 def fp32_on(value: Scalar, device: torch.device) -> Tensor:
@@ -87,7 +86,7 @@ def step_all(end: Conclusion, inner: Any, accumulation: Accumulation) -> bool | 
             inner.found_inf = fp32_on(end.skip, device) if decided_there else None
         with extensions.inner_steps(end.slots):
             with among_hooks(inner, pre_hooks_have_run, post_hooks_follow):
-                step(inner, end, sums)
+                step(inner, end, extensions)
                 end.applied = applied
             others_may_have_written(())
     finally:
@@ -115,19 +114,12 @@ def among_hooks(
             handle.remove()
 
 
-def step(inner: Optimizer, end: Conclusion, sums: Sums) -> None:
-    """One step of the inner optimizer; in several calls, each with a part of the gradients, if these have to be brought to the device."""
-    away = [slot for slot in end.slots if slot.offloaded and slot.stepped is slot.param]
-    if not away:
-        step_once(inner, end.closure)
-        return
-    left = [slot for slot in away if slot not in end.stepped]
-    brought = set(away)
-    here = [slot for slot in end.slots if slot not in brought]  # stepped with the first part
-    for part in parts(left) if steps_each_alone(inner) else filter(None, [left]):
-        with without_gradients([slot for slot in here if slot in end.stepped]), sums.brought(part):
-            step_once(inner, end.closure)
-            end.stepped |= {*part, *here}  # before anything else, which may be interrupted
+def step(inner: Optimizer, end: Conclusion, extensions: Extensions) -> None:
+    """One step of the inner optimizer, in one call if no extension needs several."""
+    for step_inner in extensions.step_inner:
+        if step_inner(end, functools.partial(step_once, inner, end.closure)):
+            return
+    step_once(inner, end.closure)
 
 
 def step_once(inner: Optimizer, closure: Evaluated | None) -> None:
@@ -136,41 +128,6 @@ def step_once(inner: Optimizer, closure: Evaluated | None) -> None:
     else:
         closure.begin(inner)
         inner.step(closure)
-
-
-def steps_each_alone(inner: Optimizer) -> bool:
-    """Is stepping some parameters, then the others, equivalent? It is for PyTorch's own optimizers, if no hook counts the steps."""
-    hooks = (inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks)
-    everybody = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
-    return type(inner).__module__.startswith("torch.optim.") and not is_patched(inner) and not any((*hooks, *everybody))
-
-
-def parts(slots: list[Slot]) -> Iterator[list[Slot]]:
-    """``slots`` in parts whose gradients take as much memory as a stage of the ring."""
-    part: list[Slot] = []
-    taken = 0
-    for slot in slots:
-        needed = slot.param.nbytes
-        if part and taken + needed > STAGE_BYTES:
-            yield part
-            part, taken = [], 0
-        part.append(slot)
-        taken += needed
-    if part:
-        yield part
-
-
-@contextmanager
-def without_gradients(slots: list[Slot]) -> Iterator[None]:
-    """In the block, ``p.grad`` of these slots is None."""
-    grads = [slot.param.grad for slot in slots]
-    for slot in slots:
-        slot.param.grad = None
-    try:
-        yield
-    finally:
-        for slot, grad in zip(slots, grads, strict=True):
-            slot.param.grad = grad
 
 
 def inner_scales(inner: Optimizer, slots: list[Slot]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, NamedTuple
@@ -17,14 +17,11 @@ from .. import ops
 from ..ops.memory import is_dense, traits
 from ..parts import local_of
 from ..scalars import Scalar
-from .grad_views import GradView, StandIn
+from .extension import Extensions
+from .grad_views import GradView, Part
 
 ALIGNMENT = 64  # elements: a cache line or more in every dtype, also after cast_in_place_() has halved their size
 NARROW_HEAD = 1 << 16  # elements that cast_in_place_() moves through a temporary before it can work in place
-
-
-# Makers of what stands for a parameter of which this process holds a part; each returns None for others.
-Views = Sequence[Callable[[Parameter], GradView | None]]
 
 
 def padded(elements: int) -> int:
@@ -62,7 +59,6 @@ class Slot:
     name: str
     dtype: torch.dtype  # of the buffer
     device: torch.device  # of the buffer
-    part: GradView | None = None  # if this process holds a part of the parameter: what stands for that part
     index: int = field(init=False)  # position among the optimizer's parameters, each counted once
     before: int = field(init=False)  # random numbers that an add reserves for the parameters before it
     block: Block = field(init=False)
@@ -75,6 +71,8 @@ class Slot:
     divisor: Scalar = 1.0  # 16-bit buffers hold the sum divided by this (a running mean); wider ones the sum
     prepared: bool = False  # has an extension filled the buffer, and nothing written to it since?
     main_grad_enabled: bool = False  # do extensions see its gradients before they are queued? (C++ reads it.)
+    private: bool = False  # is the buffer out of other code's reach, as p.grad does not show it? Its adds may end late
+    ops: Any = ops  # has the accumulate_() that adds to the buffer, and the cast_() from there to the parameter
     draws: int = 0  # adds so far, each of which draws its own random numbers when rounding stochastically
     their_grad_dtype: torch.dtype | None = None  # what the parameter's grad_dtype was before it became ours
     frees_grad: bool = False  # has it been made None, which allows any?
@@ -83,9 +81,8 @@ class Slot:
         # The parameter as it was when wrapped, for check_unchanged() to compare with.
         self.made_for = Form.of(self.param)
         self.set_dtype(self.dtype)
-        # The object whose .grad shows the buffer: the parameter, unless the buffer is on another device, because p.grad cannot be.
-        self.offloaded = self.param.device != self.device
-        self.holder: Parameter | StandIn | GradView = self.part or (StandIn() if self.offloaded else self.param)
+        self.holder: GradView = self.param  # the object whose .grad shows the buffer
+        self.part: Part | None = None  # if this process holds a part of the parameter: what stands for that part
         self.averaged_by = 1.0  # by which gradients were divided that are sums over processes
         self.stepped: Tensor = (
             self.param
@@ -181,7 +178,7 @@ class Block:
     """A flat stretch of storage, shared by slots that agree in device and dtype of parameter and buffer; all of them parts, or none."""
 
     flat: Tensor
-    offloaded: bool  # is it on another device than the parameters? Then p.grad is no view of it, and other code does not see it
+    private: bool  # are its slots?
     version: int = 0  # flat._version when we last wrote: another value means that the user has written since
 
     def written(self) -> None:
@@ -189,7 +186,7 @@ class Block:
 
     @property
     def untouched_by_user(self) -> bool:
-        return self.offloaded or self.flat._version == self.version
+        return self.private or self.flat._version == self.version
 
     def view(self, slot: Slot, offset: int) -> Tensor:
         """The part of the storage that is ``slot``'s, in its parameter's shape (and memory format, when that is dense)."""
@@ -227,27 +224,26 @@ def _let_go(slots: list[Slot]) -> None:
 class Buffers:
     """The slots of an optimizer's parameters. Storage is allocated with the first gradients, not before."""
 
-    def __init__(self, asked: torch.dtype | None, device: torch.device | None):
-        self._asked = asked
-        self._device = device  # None for the parameters' own
+    def __init__(self, asked: torch.dtype | None, extensions: Extensions):
+        self._asked, self._extensions = asked, extensions
         self.slots: list[Slot] = []
         self.of: dict[Parameter, Slot] = {}
         self.blocks: list[Block] = []
         weakref.finalize(self, _let_go, self.slots).atexit = False
         self.has_parts = False  # are any slots parts of parameters?
-        self.offloaded = False  # are any buffers on another device than their parameter?
+        self.private = False  # are some of them?
         self._checked: object = None  # the parameters' traits at the last check
         self._in_groups: list[Parameter] = []  # what was in the optimizer's groups then
 
-    def add(self, parameters: Iterable[tuple[str, Parameter]], views: Views) -> list[Slot]:
+    def add(self, parameters: Iterable[tuple[str, Parameter]]) -> list[Slot]:
         """Make slots for parameters that have none yet."""
-        fresh = [self._made(name, p, views) for name, p in parameters]
+        fresh = [self._made(name, p) for name, p in parameters]
         self._set([*self.slots, *fresh])
         return fresh
 
-    def arrange(self, parameters: Sequence[tuple[str, Parameter]], views: Views) -> list[Slot]:
+    def arrange(self, parameters: Sequence[tuple[str, Parameter]]) -> list[Slot]:
         """The slots of these parameters, some of which may have none yet: theirs are not here before :meth:`replace`."""
-        slots = [self.of.get(p) or self._made(name, p, views) for name, p in parameters]
+        slots = [self.of.get(p) or self._made(name, p) for name, p in parameters]
         for slot, (name, _) in zip(slots, parameters, strict=True):
             slot.name = name
         return slots
@@ -263,11 +259,13 @@ class Buffers:
                 del slot.block, slot.buffer
                 slot.placed = slot.prepared = False
         self.blocks.clear()
-        self.offloaded = False
+        self.private = False
 
-    def _made(self, name: str, p: Parameter, views: Views) -> Slot:
-        part = next((part for view in views if (part := view(p)) is not None), None)
-        return Slot(p, name, buffer_dtype(gradient_dtype(p), self._asked), self._device or p.device, part)
+    def _made(self, name: str, p: Parameter) -> Slot:
+        slot = Slot(p, name, buffer_dtype(gradient_dtype(p), self._asked), p.device)
+        for made in self._extensions.slot_made:
+            made(slot)
+        return slot
 
     def look_again(self, slots: Sequence[Slot]) -> None:
         """Another wrapper, which had these parameters until now, has given their grad_dtype back."""
@@ -301,13 +299,13 @@ class Buffers:
                 )
             sizes = [local_of(slot.param).numel() for slot in members]
             *offsets, end = itertools.accumulate(map(padded, sizes), initial=0)
-            block = Block(torch.empty(end, dtype=dtype, device=device), home != device)
+            block = Block(torch.empty(end, dtype=dtype, device=device), members[0].private)
             places = list(zip(members, sizes, offsets, strict=True))
             # Zero the gap after each, which also travels from rank to rank.
             torch._foreach_zero_([block.flat[offset + size : offset + padded(size)] for _, size, offset in places])
             block.written()
             self.blocks.append(block)
-            self.offloaded = self.offloaded or block.offloaded
+            self.private = self.private or block.private
             for slot, _, offset in places:
                 slot.block, slot.buffer = block, block.view(slot, offset)
                 slot.offset, slot.address, slot.relaid = offset, slot.buffer.data_ptr(), False
@@ -319,23 +317,15 @@ class Buffers:
         pairs = ((slot.made_for, slot.param) for slot in self.slots)
         return any((was.dtype, was.device) != (p.dtype, p.device) for was, p in pairs)
 
-    def check_unchanged(self, checks: Sequence[Callable[[Slot], None]]) -> None:
-        """Raises as :meth:`Slot.check_unchanged` and these ``checks`` do, and RuntimeError for a ``p.grad`` set by hand whose buffer is on
-        another device.
-        """
+    def check_unchanged(self) -> None:
+        """Raises as :meth:`Slot.check_unchanged` and extensions do."""
         # Every step() calls this, so it compares what is cheap and nearly always shows a change. The rest shows when a gradient arrives.
         if traits([*self.of]) != self._checked:
             for slot in self.slots:
-                for check in checks:
+                for check in self._extensions.check_changed:
                     check(slot)
                 slot.check_unchanged()
             self._checked = traits([*self.of])
-        for slot in () if self._device is None else self.slots:
-            if slot.offloaded and slot.param.grad is not None:
-                raise RuntimeError(
-                    f"{slot.name}.grad was set by hand, but its gradients accumulate on the {slot.device} (buffer_device); "
-                    "set it to None, or leave buffer_device out"
-                )
 
     def check_gathers(self, groups: Sequence[dict[str, Any]]) -> None:
         """Raises RuntimeError if an optimizer's groups do not hold the parameters that have slots, in their order.

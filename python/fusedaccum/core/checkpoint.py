@@ -31,7 +31,6 @@ def save(opt: Wrapper) -> dict[str, Any]:
         )
     opt._accumulation.drop_taken_away()
     ranks.undo_reduce()
-    sums.offload.wait()
     if ledger.micro is not None:
         accumulator.count()
     gathered = sums.slots_with_grad() if ledger.window is not None else []

@@ -90,7 +90,7 @@ class Closing:
         end = self.reported
         if end is None or not self.still_shows(end):
             return False
-        again = dataclasses.replace(end, stepped=set(), applied=False, params_broadcast=False)
+        again = dataclasses.replace(end, applied=False, params_broadcast=False)
         again.closure = self._handed_on(evaluated, end)
         # PyTorch's fused optimizers have written the scaled gradient back.
         again.finished = end.finished or type(self._inner).step.__module__.startswith("torch.optim.")
@@ -148,8 +148,9 @@ class Closing:
     def _inner_at_work(self) -> Iterator[None]:
         accumulation, here = self._accumulation, sys._getframe(2)
         before = accumulation.refuses_backward, accumulation.inner_call
-        # The backward of an inner optimizer that steps the parameters themselves (SAM) is an ordinary one in a caller-owned window.
-        apart = self._extensions.stand_in or self._sums.buffers.offloaded
+        # The backward of an inner optimizer that steps the parameters themselves (SAM), with the sums that p.grad shows, is an ordinary one
+        # in a caller-owned window.
+        apart = self._extensions.stand_in or self._sums.buffers.private
         accumulation.refuses_backward = here if apart or not self._settings.schedule.caller_owned else None
         accumulation.inner_call = here
         try:

@@ -37,7 +37,6 @@ class Conclusion:
     report: dict[str, Tensor | None] = field(default_factory=dict)  # what extensions say of it, by names of LastWindow
     closure: Evaluated | None = None  # what the inner optimizer's step() gets
     finished: bool = False  # has the gradient been made, so that applying it again only steps?
-    stepped: set[Slot] = field(default_factory=set)  # slots stepped already, if the optimizer steps in parts
     applied: bool | Tensor = False  # has it stepped all, so that applying it again only tells the extensions?
     params_broadcast: bool = False  # have the ranks been given what others have stepped?
 

@@ -97,10 +97,7 @@ class Settings:
                 "skip_norm", self.skip_norm, "None applies every window, fusedaccum.TimesMean(3.0) follows their norms"
             )
         check_noise_scale(self.noise_scale, self.schedule)
-        backend = backends.check(self.backend)
-        if self.buffer_device is not None and backend in ("cuda", "triton"):
-            how = "backend" if self.backend == backend else "the environment variable FUSEDACCUM_BACKEND"
-            raise ValueError(f"{how}={backend!r} adds on a GPU, and with buffer_device='cpu' the CPU does; use 'auto'")
+        backends.check(self.backend)
 
     @property
     def drop_in(self) -> bool:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from .closing import Closing
     from .conclusion import Conclusion
     from .config import Settings
-    from .grad_views import GradView
     from .rejected import Rejected
     from .window import MicroBatch
 
@@ -190,6 +189,13 @@ class Extension:
         """True if the adds of the open micro-batch must take norms, and count what is not finite."""
         return False
 
+    def finish_adds(self) -> None:
+        """The buffers are about to be read: return when they hold all that was added. Raises RuntimeError if they will not."""
+
+    def half_added(self) -> bool:
+        """True if an add that has raised may have written a part of what it should have, where no version of a tensor tells."""
+        return False
+
     # -- its loss ----------------------------------------------------------------------------------------------
 
     def loss_given(self, loss: Scalar, source: LossFrom) -> None:
@@ -221,6 +227,12 @@ class Extension:
 
     def flush_begins(self) -> None:
         """``flush()`` was called. May raise, if it cannot apply the open window."""
+
+    def check_sums(self) -> None:
+        """Raises RuntimeError if the buffers are known not to hold the sums of all gradients."""
+
+    def check_shown(self, why: str, instead: str) -> None:
+        """Raises RuntimeError if ``p.grad`` does not show the sums; ``why`` it has to, and what works ``instead``."""
 
     def run_step(self, closing: Closing, closure: Callable[[], Any] | None, weight: Scalar | None) -> Any:
         """Do what ``step()`` is for, in place of the core, and return what the closure has returned."""
@@ -259,6 +271,9 @@ class Extension:
     def window_dropped(self) -> None:
         """The micro-batches that the open window has counted no longer count."""
 
+    def sums_dropped(self) -> None:
+        """Of what was added to the buffers so far, nothing counts any more."""
+
     def buffers_released(self) -> None:
         """What the buffers hold is needed no more: the window was applied and reported, or dropped."""
 
@@ -271,6 +286,10 @@ class Extension:
     def stepping(self, slots: Sequence[Slot], call: FrameType) -> AbstractContextManager[None]:
         """In the block, which is in ``call``, the inner optimizer is at work, and steps ``slots`` if it steps."""
         return nullcontext()
+
+    def step_inner(self, end: Conclusion, step: Callable[[], None]) -> bool:
+        """True if this has made the inner optimizer step ``end.slots``, by calls of ``step``; else the core calls it once."""
+        return False
 
     def calling(self, slots: Sequence[Slot], call: FrameType) -> AbstractContextManager[None]:
         """In the block, which is in ``call``, another method of the inner optimizer runs; ``slots`` are all that there are."""
@@ -294,8 +313,8 @@ class Extension:
     def newly_wrapped(self) -> None:
         """The inner optimizer, and the state that it has, come from outside; the wrapper is no copy of another."""
 
-    def grad_view(self, parameter: Parameter) -> GradView | None:
-        """What stands for a new parameter of which this process holds a part."""
+    def slot_made(self, slot: Slot) -> None:
+        """A parameter has a slot, which has no buffer yet. May say where that will be, what adds to it, and what shows it."""
 
     def parameters_come(self, slots: Sequence[Slot], all_of_them: bool) -> None:
         """The wrapper has these slots, too, or, if they are ``all_of_them``, no others.

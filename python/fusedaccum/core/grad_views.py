@@ -8,13 +8,13 @@ from typing import Protocol
 from torch import Tensor
 
 
-class StandIn:
-    """Stands for a parameter that is on another device than its buffer."""
-
-    grad: Tensor | None = None
-
-
 class GradView(Protocol):
+    """What shows a slot's buffer, in its ``grad``: the parameter, or what stands for it."""
+
+    grad: Tensor | None
+
+
+class Part(GradView, Protocol):
     """Stands for a parameter of which this process holds a part. An extension makes it; whatever has spread the parameter over processes
     also adds up their gradients.
 
@@ -24,7 +24,6 @@ class GradView(Protocol):
         layout: a key shared by the parameters whose norms can be added up together over the processes.
     """
 
-    grad: Tensor | None
     whole: Tensor | None
 
     @property

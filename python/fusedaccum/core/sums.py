@@ -13,12 +13,12 @@ from torch import Tensor
 
 from .. import ops
 from ..engine import outside_graphs, without_grad
-from ..extensions.cpu_offload import Offload
 from ..ops.memory import address
 from ..parts import local_of
 from ..scalars import Scalar, div, identity, to_device, to_device_of
 from ..warn import warn
 from .buffers import Block, Buffers, Slot
+from .extension import Extensions
 from .norms import SquaredNorms
 
 
@@ -26,7 +26,8 @@ class Sums:
     """The buffers of one optimizer, and what they hold.
 
     Args:
-        buffer_dtype, buffer_device, backend: as :class:`~fusedaccum.AccumulatingOptimizer` has them.
+        buffer_dtype, backend: as :class:`~fusedaccum.AccumulatingOptimizer` has them.
+        extensions: of the wrapper.
 
     Attributes:
         begun: how often :meth:`begin` was called: a window that closed before the last time is no longer in the buffers.
@@ -39,9 +40,9 @@ class Sums:
         closed: what ``begun`` was when the last window closed.
     """
 
-    def __init__(self, buffer_dtype: torch.dtype | None, buffer_device: torch.device | None, backend: str):
-        self.buffers = Buffers(buffer_dtype, buffer_device)
-        self.offload = Offload()
+    def __init__(self, buffer_dtype: torch.dtype | None, extensions: Extensions, backend: str):
+        self.buffers = Buffers(buffer_dtype, extensions)
+        self._extensions = extensions
         self.norms = SquaredNorms(backend)
         self.backend = backend
         self._warned_dropped = self._warned_written = False
@@ -71,12 +72,11 @@ class Sums:
             if not shown:
                 slot.show(slot.buffer)
 
-    def check(self, parameter_checks: Sequence[Callable[[Slot], None]]) -> None:
-        """Raises RuntimeError if a parameter has changed, or fails these checks, or sums are lost, because gradients could not be added, or
-        not be divided.
-        """
-        self.buffers.check_unchanged(parameter_checks)
-        self.offload.check()
+    def check(self) -> None:
+        """Raises RuntimeError if a parameter has changed, or sums are lost, because gradients could not be added, or not be divided."""
+        self.buffers.check_unchanged()
+        for check in self._extensions.check_sums:
+            check()
         self.check_whole()
 
     def check_whole(self) -> None:
@@ -88,15 +88,14 @@ class Sums:
 
     def check_shown(self, why: str, instead: str) -> None:
         """Raises RuntimeError if ``p.grad`` does not show the sums, or not all of them."""
-        if self.buffers.offloaded:
-            raise RuntimeError(f"{why}, which is None with buffer_device='cpu'; {instead}, or leave buffer_device out")
-        if self.over_owners is not None:
-            raise RuntimeError(f"{why}, of which each rank has a part with shard=True; {instead}, or leave shard out")
+        for check in self._extensions.check_shown:
+            check(why, instead)
 
     @property
     def half_written(self) -> bool:
         """Has a call that raised written some of what it should have written?"""
-        return self.offload.failed or not all(block.untouched_by_user for block in self.buffers.blocks)
+        told = any(half_added() for half_added in self._extensions.half_added)
+        return told or not all(block.untouched_by_user for block in self.buffers.blocks)
 
     # -- what others do to p.grad ------------------------------------------------------------------------------
 
@@ -194,7 +193,7 @@ class Sums:
     def left_in_place(self) -> bool:
         """True if ``p.grad`` shows some of the gradient of the window that has closed: nobody has called ``zero_grad()`` since."""
         return self.closed == self.begun and any(
-            slot.shown is not None and slot.holder.grad is slot.shown and not slot.offloaded
+            slot.shown is not None and slot.holder.grad is slot.shown and not slot.private
             for slot in self.buffers.slots
         )
 
@@ -256,7 +255,8 @@ class Sums:
         self.changed_by_user = self._written_by_user = self.half_divided = False
         self.normalized_by = None
         self.norms.invalidate_all()
-        self.offload.forget_failure()
+        for dropped in self._extensions.sums_dropped:
+            dropped()
 
     def clear(self) -> None:
         """Remove every gradient from ``p.grad``, whoever put it there."""
@@ -281,7 +281,8 @@ class Sums:
     def slots_with_grad(self) -> list[Slot]:
         """The slots that hold a gradient now, each in its buffer. Raises RuntimeError if some sums are divided and others are not."""
         self.check_whole()
-        self.offload.wait()
+        for finish in self._extensions.finish_adds:
+            finish()
         self.bring_back()
         self.adopt_all(self.buffers.slots)
         return self.buffers.slots_with_grad()
@@ -359,24 +360,6 @@ class Sums:
             if isinstance(scale, Tensor) or scale != 1.0:
                 ops.scale_([slot.buffer for slot in members], to_device(scale, members[0].device), backend=self.backend)
             self.written(members, divisor)
-
-    @contextmanager
-    def brought(self, slots: Sequence[Slot]) -> Iterator[None]:
-        """Within the block, ``p.grad`` of offloaded ``slots`` is a copy of what their buffers show, on the parameters' device."""
-        by_device: dict[torch.device, list[Slot]] = {}
-        for slot in slots:
-            by_device.setdefault(slot.param.device, []).append(slot)
-        try:
-            for device, members in by_device.items():
-                shown = [slot.shown for slot in members if slot.shown is not None]
-                grads = [torch.empty_strided(g.shape, g.stride(), dtype=g.dtype, device=device) for g in shown]
-                self.offload.cast_(grads, shown, backend=self.backend)
-                for slot, grad in zip(members, grads, strict=True):
-                    slot.assign(slot.param, grad)
-            yield
-        finally:
-            for slot in slots:
-                slot.param.grad = None
 
     def finish_(self, slots: Sequence[Slot], divisor: Scalar, coef: Scalar) -> None:
         """Make ``p.grad`` the gradient ``coef * sum / divisor`` that the inner optimizer takes, in the dtype of what it steps.

@@ -33,7 +33,7 @@ class Windows:
 
     def __init__(self, settings: Settings, seed: int | None, extensions: Extensions):
         self.settings = settings
-        self.sums = Sums(settings.buffer_dtype, settings.buffer_device, settings.backend)
+        self.sums = Sums(settings.buffer_dtype, extensions, settings.backend)
         self.extensions = extensions
         self.wants_norm = settings.max_grad_norm is not None or any(e.wants_norm for e in extensions.all)
         self.counts = any(e.counts for e in extensions.all)

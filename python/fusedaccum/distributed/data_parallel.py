@@ -52,18 +52,14 @@ class DataParallel(Extension):
     def check_parameter(self, name: str, parameter: Parameter, settings: Settings, left: bool) -> None:
         if is_flattened(parameter):
             raise ValueError(fsdp1(name))
-        if settings.buffer_device is not None and is_shard(parameter):
-            raise ValueError(
-                f"buffer_device='cpu' does not work with parameter {name}, which is a DTensor; leave it out, or use FSDP2's "
-                "CPUOffloadPolicy"
-            )
 
     def check_changed(self, slot: Slot) -> None:
         if is_flattened(slot.param):
             raise RuntimeError(fsdp1(slot.name))
 
-    def grad_view(self, parameter: Parameter) -> ShardHolder | None:
-        return ShardHolder(parameter) if is_shard(parameter) else None
+    def slot_made(self, slot: Slot) -> None:
+        if is_shard(slot.param):
+            slot.part = slot.holder = ShardHolder(slot.param)
 
     def parameters_come(self, slots: Sequence[Slot], all_of_them: bool) -> None:
         """Raises ValueError if the first parameters were this rank's alone, and some of these several ranks share; or as Ranks does."""

@@ -109,8 +109,6 @@ class Ranks(Alone, Extension):
             raise ValueError(
                 "shard=True is for parameters that every rank holds, but these are shards already; leave it out"
             )
-        if self._settings.shard and self._settings.buffer_device is not None:
-            raise ValueError("shard=True does not work with buffer_device='cpu'; leave one of them out")
         fully_sharded.check_shared_by(group, self._settings.process_group is None)
 
     def _share(self, slots: Sequence[Slot]) -> None:
@@ -149,6 +147,10 @@ class Ranks(Alone, Extension):
     @property
     def shown_for_others(self) -> set[Slot]:
         return self.reduce_buckets.shown_for_others
+
+    def check_shown(self, why: str, instead: str) -> None:
+        if self._settings.shard:
+            raise RuntimeError(f"{why}, of which each rank has a part with shard=True; {instead}, or leave shard out")
 
     def forget_others(self, state: dict[Tensor, Any]) -> None:
         if self._settings.shard:

@@ -129,7 +129,7 @@ class ReduceBuckets:
 
     def last_pass_begins(self) -> None:
         """From here on buckets are sent as soon as all their gradients are in; those sent before must be sent once more."""
-        if self._sums.written_by_layers or self._sums.buffers.offloaded:
+        if self._sums.written_by_layers or self._sums.buffers.private:
             return  # what their layers, or a thread, add to a buffer is not reported one by one
         self._divide_up()
         self.undo_all()

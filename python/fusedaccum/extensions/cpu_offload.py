@@ -3,116 +3,91 @@
 A gradient is packed into the ring's half on its device, in the order of the current stream, and may then be freed or
 overwritten. It leaves the device on a separate stream while backward continues, and the CPU's kernels add it once it has arrived.
 The ring bounds the memory that gradients take on the device, whatever the model's size.
+
+``p.grad`` cannot be on another device than its parameter, so it is None but for the inner optimizer's step. To this the sums are brought
+part by part, unless what it steps are master weights, which are in CPU memory themselves.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
+from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from .. import ops
+from ..core.buffers import Slot
+from ..core.conclusion import Conclusion
+from ..core.extension import Extension
+from ..core.guard import is_patched
+from ..distributed.shards import is_shard
+from ..ops import backends
 from ..ops.memory import is_dense
 from ..scalars import Scalar
+from .ring import LINE, STAGE_BYTES, STAGES, Stage, free_stage, laid_out, loads, recorded, view
 
-STAGES = 3  # one that fills, one on its way, one that is being added
-STAGE_BYTES = 32 << 20  # a power of two, because PyTorch rounds pinned memory up to one
-LINE = 64  # bytes: everything in a stage starts at a cache line
-HEAD = 2 * LINE  # a stage begins with the scale and the decay, in a line each
-
-
-class Stage:
-    """One piece of the ring: pinned memory, and as much on the device."""
-
-    def __init__(self, device: torch.device):
-        self.here = torch.empty(STAGE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
-        self.there = torch.empty(STAGE_BYTES, dtype=torch.uint8, device=device)
-        self.busy: Future | torch.Event | None = None  # what still uses it
-
-    def wait(self) -> None:
-        """Wait until nothing uses it."""
-        if isinstance(self.busy, Future):
-            self.busy.result()
-        elif self.busy is not None:
-            self.busy.synchronize()
-        self.busy = None
+if TYPE_CHECKING:
+    from ..core.config import Settings
 
 
-def view(memory: Tensor, begin: int, count: int, dtype: torch.dtype) -> Tensor:
-    """``count`` elements from byte ``begin`` on."""
-    return memory[begin : begin + count * dtype.itemsize].view(dtype)
+class StandIn:
+    """Shows the sum of a parameter that is on another device."""
+
+    grad: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Cut:
-    """Elements [begin, end) of a tensor of a list, in the order of memory, and where in a stage they lie, in bytes."""
-
-    tensor: int
-    begin: int
-    end: int
-    place: int
-    dtype: torch.dtype
-
-    def of(self, tensors: Sequence[Tensor] | Mapping[int, Tensor]) -> Tensor:
-        """These elements of a list of dense tensors."""
-        tensor = tensors[self.tensor]
-        return tensor.as_strided((self.end - self.begin,), (1,), tensor.storage_offset() + self.begin)
-
-    def within(self, memory: Tensor) -> Tensor:
-        """Their place in a stage's memory."""
-        return view(memory, self.place, self.end - self.begin, self.dtype)
-
-
-def loads(tensors: Sequence[Tensor]) -> Iterator[tuple[list[Cut], int]]:
-    """Cut all tensors, in order, into lists that fit into a stage; yields each list and the bytes that it fills."""
-    load: list[Cut] = []
-    used = HEAD
-    for number, tensor in enumerate(tensors):
-        most = (STAGE_BYTES - HEAD) // tensor.itemsize
-        for begin in range(0, tensor.numel(), most):
-            end = min(begin + most, tensor.numel())
-            needed = -(-(end - begin) * tensor.itemsize // LINE) * LINE
-            if used + needed > STAGE_BYTES:
-                yield load, used
-                load, used = [], HEAD
-            load.append(Cut(number, begin, end, used, tensor.dtype))
-            used += needed
-    if load:
-        yield load, used
-
-
-def laid_out(tensor: Tensor, like: Tensor) -> Tensor:
-    """``tensor`` with the strides of the dense ``like``: itself, if it has them."""
-    if (tensor.stride() == like.stride() or tensor.numel() < 2) and not tensor._is_zerotensor():
-        return tensor
-    return torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
-
-def recorded(device: torch.device) -> torch.Event:
-    """An event on the current stream; where PyTorch can, one that keeps no processor busy while it is waited for."""
-    if device.type == "cuda":
-        blocking = torch.cuda.Event(blocking=True)
-        blocking.record(torch.cuda.current_stream(device))  # older versions take no torch.Stream
-        return blocking
-    event = torch.Event(device)
-    event.record(torch.accelerator.current_stream(device))
-    return event
-
-
-class Offload:
-    """Two of the ops, between another device and the CPU."""
+class CpuOffload(Extension):
+    """Has the buffers of parameters on other devices in CPU memory; two of the ops, between such a device and the CPU."""
 
     def __init__(self) -> None:
         self._rings: dict[torch.device, list[Stage]] = {}
         self._streams: dict[torch.device, torch.Stream] = {}
         self._thread = ThreadPoolExecutor(1, "fusedaccum-offload")
         self._last: Future | None = None  # the last work that the thread was given
-        self._failure: BaseException | None = None
+        self._failure: BaseException | None = None  # why something could not be added
+        self._stepped: frozenset[int] = (
+            frozenset()
+        )  # by index: slots of the window that is being applied that were stepped already
+
+    # -- what it does not work with ----------------------------------------------------------------------------
+
+    @classmethod
+    def refuses(cls, settings: Settings, inner: Optimizer) -> None:
+        backend = backends.check(settings.backend)
+        if backend in ("cuda", "triton"):
+            how = "backend" if settings.backend == backend else "the environment variable FUSEDACCUM_BACKEND"
+            raise ValueError(f"{how}={backend!r} adds on a GPU, and with buffer_device='cpu' the CPU does; use 'auto'")
+
+    def check_parameter(self, name: str, parameter: Parameter, settings: Settings, left: bool) -> None:
+        if is_shard(parameter):
+            raise ValueError(
+                f"buffer_device='cpu' does not work with parameter {name}, which is a DTensor; leave it out, or use FSDP2's "
+                "CPUOffloadPolicy"
+            )
+
+    def check_shared(self) -> None:
+        if self.accumulation.settings.shard:
+            raise ValueError("shard=True does not work with buffer_device='cpu'; leave one of them out")
+
+    def check_shown(self, why: str, instead: str) -> None:
+        if self.accumulation.sums.buffers.private:
+            raise RuntimeError(f"{why}, which is None with buffer_device='cpu'; {instead}, or leave buffer_device out")
+
+    # -- parameters --------------------------------------------------------------------------------------------
+
+    def slot_made(self, slot: Slot) -> None:
+        device = self.accumulation.settings.buffer_device
+        if device is not None and slot.device != device:
+            slot.device, slot.holder, slot.private, slot.ops = device, StandIn(), True, self
+
+    # -- adding ------------------------------------------------------------------------------------------------
 
     def accumulate_(
         self,
@@ -126,19 +101,21 @@ class Offload:
         stats: ops.Stats | None,
         backend: str,
     ) -> None:
-        """:func:`ops.accumulate_` into dense ``buffers`` in CPU memory, of ``grads`` and scalars on one device; ``stats`` must be zeros.
+        """:func:`ops.accumulate_` into dense ``buffers`` in CPU memory, of ``grads`` and scalars on one device.
 
-        Gradients are read in the order of the current stream. The buffers and ``stats`` have been written when :meth:`wait`
-        returns. Waits if the ring is full. If an exception breaks it off in the middle, :meth:`wait` raises.
+        Gradients are read in the order of the current stream. The buffers and ``stats`` have been written when :meth:`finish_adds`
+        returns. Waits if the ring is full. If an exception breaks it off in the middle, that raises.
         """
         device = grads[0].device
         ring = self._ring(device)
         stream = self._streams.get(device) or self._streams.setdefault(device, torch.Stream(device))
+        if stats is not None:
+            stats.sq_norm.zero_(), stats.nonfinite.zero_()
         begun = False
         fitting: dict[int, Tensor] = {}  # the current load's gradients, laid out like their buffers
         try:
             for load, used in loads(grads):
-                stage = _free_stage(ring)
+                stage = free_stage(ring)
                 fitting = {
                     n: fitting[n] if n in fitting else laid_out(grads[n], buffers[n])
                     for n in dict.fromkeys(cut.tensor for cut in load)
@@ -172,7 +149,7 @@ class Offload:
         dense = [out if is_dense(out) else torch.empty_like(out) for out in outs]
         ins = [laid_out(x, out) for x, out in zip(ins, dense, strict=True)]
         for load, _ in loads(dense):
-            stage = _free_stage(ring)
+            stage = free_stage(ring)
             staged = [cut.within(stage.here) for cut in load]
             ops.cast_(staged, [cut.of(ins) for cut in load], backend=backend)
             for cut, arriving in zip(load, staged, strict=True):
@@ -185,52 +162,92 @@ class Offload:
     def soon(self, work: Callable[[], None]) -> Future:
         """Have the thread do ``work``, after all that it was given before."""
 
+        this = weakref.ref(self)  # because work that is left when the wrapper goes must not keep the model
+
         def guarded() -> None:
             try:
                 with torch.no_grad():
                     work()
             except BaseException as error:
-                self._failure = error
+                if (offload := this()) is not None:
+                    offload._failure = error
 
         self._last = self._thread.submit(guarded)
         return self._last
 
-    @property
-    def failed(self) -> bool:
-        """Is it known that something could not be added? Does not wait."""
+    def finish_adds(self) -> None:
+        if self._last is not None:
+            self._last.result()
+            self._last = None
+        self._check_added()
+
+    def half_added(self) -> bool:
         return self._failure is not None
 
-    def check(self) -> None:
-        """Raises RuntimeError if the thread is known to have failed, until :meth:`forget_failure`; does not wait for it."""
+    def check_sums(self) -> None:
+        for slot in self.accumulation.sums.buffers.slots:
+            if slot.private and slot.param.grad is not None:
+                raise RuntimeError(
+                    f"{slot.name}.grad was set by hand, but its gradients accumulate on the {slot.device} (buffer_device); "
+                    "set it to None, or leave buffer_device out"
+                )
+        self._check_added()
+
+    def _check_added(self) -> None:
+        """Raises RuntimeError if the thread is known to have failed, until :meth:`sums_dropped`; does not wait for it."""
         if self._failure is not None:
             raise RuntimeError(
                 "gradients could not be added to the buffers in CPU memory, so what the open window holds is not their sum; "
                 "call opt.reset() to drop it, then continue"
             ) from self._failure
 
-    def wait(self) -> None:
-        """Wait until the thread has done everything; raises as :meth:`check` does."""
+    def sums_dropped(self) -> None:
         if self._last is not None:
             self._last.result()
-            self._last = None
-        self.check()
-
-    def forget_failure(self) -> None:
-        """Forget any failure, because what the buffers hold no longer matters."""
-        if self._last is not None:
-            self._last.result()
-        self._failure = None
+        self._failure, self._stepped = None, frozenset()
 
     def _ring(self, device: torch.device) -> list[Stage]:
         """The device's ring, made with the first gradients, before anything is added."""
         return self._rings.get(device) or self._rings.setdefault(device, [Stage(device) for _ in range(STAGES)])
 
+    # -- the inner optimizer's step ----------------------------------------------------------------------------
 
-def _free_stage(ring: list[Stage]) -> Stage:
-    """The stage that was used longest ago, once nothing uses it any more."""
-    ring[0].wait()
-    ring.append(ring.pop(0))
-    return ring[-1]
+    def step_inner(self, end: Conclusion, step: Callable[[], None]) -> bool:
+        """Several calls, each with a part of the gradients, where the sums have to be brought to the device."""
+        away = [slot for slot in end.slots if slot.private and slot.stepped is slot.param]
+        if not away:
+            return False
+        left = [slot for slot in away if slot.index not in self._stepped]
+        brought = set(away)
+        here = [slot for slot in end.slots if slot not in brought]  # stepped with the first part
+        for part in parts(left) if steps_each_alone(self.inner) else filter(None, [left]):
+            with without_gradients([slot for slot in here if slot.index in self._stepped]), self.brought(part):
+                step()
+                self._stepped |= {
+                    slot.index for slot in (*part, *here)
+                }  # before anything else, which may be interrupted
+        return True
+
+    def closed(self, end: Conclusion) -> None:
+        self._stepped = frozenset()
+
+    @contextmanager
+    def brought(self, slots: Sequence[Slot]) -> Iterator[None]:
+        """Within the block, ``p.grad`` of ``slots`` is a copy of what their buffers show, on the parameters' device."""
+        by_device: dict[torch.device, list[Slot]] = {}
+        for slot in slots:
+            by_device.setdefault(slot.param.device, []).append(slot)
+        try:
+            for device, members in by_device.items():
+                shown = [slot.shown for slot in members if slot.shown is not None]
+                grads = [torch.empty_strided(g.shape, g.stride(), dtype=g.dtype, device=device) for g in shown]
+                self.cast_(grads, shown, backend=self.accumulation.sums.backend)
+                for slot, grad in zip(members, grads, strict=True):
+                    slot.assign(slot.param, grad)
+            yield
+        finally:
+            for slot in slots:
+                slot.param.grad = None
 
 
 def _add(
@@ -255,3 +272,38 @@ def _number(scalar: Scalar, place: int, stage: Stage) -> Scalar:
         return scalar
     view(stage.there, place, 1, scalar.dtype).copy_(scalar.view(1))
     return view(stage.here, place, 1, scalar.dtype).view(())
+
+
+def steps_each_alone(inner: Optimizer) -> bool:
+    """Is stepping some parameters, then the others, equivalent? It is for PyTorch's own optimizers, if no hook counts the steps."""
+    hooks = (inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks)
+    everybody = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+    return type(inner).__module__.startswith("torch.optim.") and not is_patched(inner) and not any((*hooks, *everybody))
+
+
+def parts(slots: list[Slot]) -> Iterator[list[Slot]]:
+    """``slots`` in parts whose gradients take as much memory as a stage of the ring."""
+    part: list[Slot] = []
+    taken = 0
+    for slot in slots:
+        needed = slot.param.nbytes
+        if part and taken + needed > STAGE_BYTES:
+            yield part
+            part, taken = [], 0
+        part.append(slot)
+        taken += needed
+    if part:
+        yield part
+
+
+@contextmanager
+def without_gradients(slots: list[Slot]) -> Iterator[None]:
+    """In the block, ``p.grad`` of these slots is None."""
+    grads = [slot.param.grad for slot in slots]
+    for slot in slots:
+        slot.param.grad = None
+    try:
+        yield
+    finally:
+        for slot, grad in zip(slots, grads, strict=True):
+            slot.param.grad = grad

@@ -62,7 +62,7 @@ class InPlaceLayers(Extension):
 
 def way_of(slot: Slot, grad: Tensor | None) -> Way | None:
     """The way in which the layer of this slot has added its gradient, if what arrives (None: nothing) says that it has."""
-    if not slot.placed or slot.offloaded or slot.part is not None:
+    if not slot.placed or slot.private or slot.part is not None:
         return None
     if grad is None:
         written = slot.shown is not None and slot.holder.grad is slot.shown and not slot.block.untouched_by_user

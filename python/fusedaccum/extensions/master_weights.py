@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from .. import ops
 from ..core.buffers import Slot
 from ..core.extension import Extension
 from ..core.inner import inside, states_of, with_those_inside
@@ -74,7 +73,7 @@ class MasterWeights(Extension):
         fresh = []
         for slot in self.accumulation.ranks.owned(self.accumulation.sums.buffers.slots):
             p = slot.param
-            if p not in self.of and (p.dtype.itemsize < 4 or slot.offloaded):
+            if p not in self.of and (p.dtype.itemsize < 4 or p.device != slot.device):
                 copy = p.detach().to(slot.device, torch.promote_types(p.dtype, torch.float32))
                 master = Parameter(copy, requires_grad=p.requires_grad)
                 if type(p) in (Parameter, Tensor):  # subclasses keep data of their own there
@@ -211,7 +210,7 @@ class MasterWeights(Extension):
         for slot in slots:
             left = self.of[slot.param].grad if slot.param in self.of else None
             if left is not self._gradients.get(slot, (None, None))[1]:
-                holder = slot.holder if slot.offloaded else slot.param
+                holder = slot.holder if slot.private else slot.param
                 slot.assign(holder, left)
 
     @contextmanager
@@ -264,13 +263,12 @@ class MasterWeights(Extension):
         for p in stepped:
             if p in self.of:
                 by_device.setdefault((p.device, p.device != self.of[p].device), []).append(p)
-        for (_, elsewhere), parameters in by_device.items():
+        for parameters in by_device.values():
             masters = [local_of(self.of[p].detach()) for p in parameters]
-            cast_ = sums.offload.cast_ if elsewhere else ops.cast_
             outs = [local_of(p.detach()) for p in parameters]
             unchanged = [before is not None and before[p] == _fingerprint(self.of[p]) for p in parameters]
             outs = [out.data if same else out for out, same in zip(outs, unchanged, strict=True)]
-            cast_(outs, masters, backend=sums.backend)
+            sums.buffers.of[parameters[0]].ops.cast_(outs, masters, backend=sums.backend)
             for p in parameters:
                 self._seen[p] = _fingerprint(p)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..core.buffers import Block, padded
 from ..core.optimizer import AccumulatingOptimizer
-from ..extensions.cpu_offload import STAGE_BYTES, recorded
+from ..extensions.ring import STAGE_BYTES, recorded
 from .modes import Kernel, buckets
 
 SAMPLE = 1 << 26  # elements, of the parameters whose gradients come first
@@ -74,7 +74,7 @@ def _one_pass(kernel: Kernel, sizes: list[int], device: torch.device) -> Callabl
     if op == "scale":
         return lambda: ops.scale_(views, 0.999)
     if op == "narrow":
-        wide = Block(_flat(sizes, source, where)[0], offloaded=False)
+        wide = Block(_flat(sizes, source, where)[0], private=False)
         return lambda: wide.cast_in_place_(into, 0.999, [], "auto")
     if op == "cast":
         others = _flat(sizes, source, where)[1]

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..autograd.collector import full_at
 from ..core.buffers import buffer_dtype, gradient_dtype, padded
-from ..extensions.cpu_offload import STAGE_BYTES, STAGES
+from ..extensions.ring import STAGE_BYTES, STAGES
 from ..parts import local_of
 from .fuse import Embedding, Linear, has_product, has_unfused_option
 

@@ -1,0 +1,100 @@
+"""A ring of pinned memory between a device and the CPU, through which tensors of any size go in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+STAGES = 3  # one that fills, one on its way, one that is being added
+STAGE_BYTES = 32 << 20  # a power of two, because PyTorch rounds pinned memory up to one
+LINE = 64  # bytes: everything in a stage starts at a cache line
+HEAD = 2 * LINE  # a stage begins with the scale and the decay, in a line each
+
+
+class Stage:
+    """One piece of the ring: pinned memory, and as much on the device."""
+
+    def __init__(self, device: torch.device):
+        self.here = torch.empty(STAGE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
+        self.there = torch.empty(STAGE_BYTES, dtype=torch.uint8, device=device)
+        self.busy: Future | torch.Event | None = None  # what still uses it
+
+    def wait(self) -> None:
+        """Wait until nothing uses it."""
+        if isinstance(self.busy, Future):
+            self.busy.result()
+        elif self.busy is not None:
+            self.busy.synchronize()
+        self.busy = None
+
+
+def view(memory: Tensor, begin: int, count: int, dtype: torch.dtype) -> Tensor:
+    """``count`` elements from byte ``begin`` on."""
+    return memory[begin : begin + count * dtype.itemsize].view(dtype)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Elements [begin, end) of a tensor of a list, in the order of memory, and where in a stage they lie, in bytes."""
+
+    tensor: int
+    begin: int
+    end: int
+    place: int
+    dtype: torch.dtype
+
+    def of(self, tensors: Sequence[Tensor] | Mapping[int, Tensor]) -> Tensor:
+        """These elements of a list of dense tensors."""
+        tensor = tensors[self.tensor]
+        return tensor.as_strided((self.end - self.begin,), (1,), tensor.storage_offset() + self.begin)
+
+    def within(self, memory: Tensor) -> Tensor:
+        """Their place in a stage's memory."""
+        return view(memory, self.place, self.end - self.begin, self.dtype)
+
+
+def loads(tensors: Sequence[Tensor]) -> Iterator[tuple[list[Cut], int]]:
+    """Cut all tensors, in order, into lists that fit into a stage; yields each list and the bytes that it fills."""
+    load: list[Cut] = []
+    used = HEAD
+    for number, tensor in enumerate(tensors):
+        most = (STAGE_BYTES - HEAD) // tensor.itemsize
+        for begin in range(0, tensor.numel(), most):
+            end = min(begin + most, tensor.numel())
+            needed = -(-(end - begin) * tensor.itemsize // LINE) * LINE
+            if used + needed > STAGE_BYTES:
+                yield load, used
+                load, used = [], HEAD
+            load.append(Cut(number, begin, end, used, tensor.dtype))
+            used += needed
+    if load:
+        yield load, used
+
+
+def laid_out(tensor: Tensor, like: Tensor) -> Tensor:
+    """``tensor`` with the strides of the dense ``like``: itself, if it has them."""
+    if (tensor.stride() == like.stride() or tensor.numel() < 2) and not tensor._is_zerotensor():
+        return tensor
+    return torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def recorded(device: torch.device) -> torch.Event:
+    """An event on the current stream; where PyTorch can, one that keeps no processor busy while it is waited for."""
+    if device.type == "cuda":
+        blocking = torch.cuda.Event(blocking=True)
+        blocking.record(torch.cuda.current_stream(device))  # older versions take no torch.Stream
+        return blocking
+    event = torch.Event(device)
+    event.record(torch.accelerator.current_stream(device))
+    return event
+
+
+def free_stage(ring: list[Stage]) -> Stage:
+    """The stage that was used longest ago, once nothing uses it any more."""
+    ring[0].wait()
+    ring.append(ring.pop(0))
+    return ring[-1]

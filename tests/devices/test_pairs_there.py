@@ -1,0 +1,13 @@
+"""Buffers in CPU memory beside every other feature."""
+
+import pytest
+from pairs import ON, On, check
+
+REFUSED = {"LossScale", "MainGrads"}  # which look for gradients in p.grad, or at the buffers
+
+
+@pytest.mark.parametrize("other", sorted(ON.keys() - REFUSED))
+def test_a_window_of_another_feature_ends_with_the_big_batchs_step(device, other):
+    if other == "BatchNormStats" and device.type == "late":
+        pytest.skip("BatchNorm's running statistics do not change on this device, in plain PyTorch either")
+    check(On({"buffer_device": "cpu"}), ON[other], device)
