@@ -145,7 +145,10 @@ def test_every_folder_of_extensions_tests_is_named_after_an_extension():
 # report.)
 CORE = [*files("autograd"), *files("core")]
 CORE = [path for path in CORE if path.name not in ("config.py", "window.py", "extension.py")]
-FEATURES = re.compile(r"scaler|noise|lbfgs|batch_?norm|master|retr(?:y|ies)|spike|unscale|offload", re.I)
+FEATURES = re.compile(
+    r"scaler|noise|lbfgs|batch_?norm|master|retr(?:y|ies)|spike|unscale|offload|shard.|.shard|dtensor|fsdp|ddp|mesh|replica",
+    re.I,
+)
 
 
 @pytest.mark.parametrize("path", CORE, ids=lambda path: path.relative_to(PACKAGE).as_posix())
