@@ -37,6 +37,3 @@ class Part(GradView, Protocol):
 
     def sum_over_parts(self, value: Tensor) -> Tensor:
         """``value`` of the part, summed over the processes that hold others."""
-
-    def take(self) -> Tensor | None:
-        """This process's part of what was put into ``p.grad`` in place of ours, which is put back; None if that is there."""
