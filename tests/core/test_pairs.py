@@ -9,6 +9,7 @@ from pairs import ON, check
 ELSEWHERE = {
     "EvaluatedWindows",  # LBFGS runs its windows inside step(): test_closures
     "CpuOffload",  # needs another device: tests/devices/test_pairs_there
+    "DataParallel",  # needs other ranks: tests/distributed
 }
 REFUSED = {("SkipMicroBatch", "MainGrads"), ("Raise", "MainGrads")}  # which layers' gradients are not seen by
 
