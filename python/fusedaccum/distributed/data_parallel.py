@@ -21,6 +21,7 @@ from ..core.extension import Extension
 from ..engine import outside_graphs, recording
 from .ddp import Replicas, replicas_of
 from .fsdp2 import FullySharded
+from .fsdp2_passes import FSDP2Passes
 from .ranks import Ranks, modules_of
 from .shards import ShardHolder, fsdp1, is_flattened, is_shard, over_meshes
 
@@ -96,7 +97,7 @@ class DataParallel(Extension):
         group = settings.process_group or replicas.group or fully_sharded.group
         if group is not None:
             accumulation.ranks = ranks = Ranks(group, replicas, fully_sharded, accumulation)
-            accumulation.extensions.add([ranks])
+            accumulation.extensions.add([FSDP2Passes(), ranks])
             accumulation.ledger.ranks, accumulation.ledger.over_ranks = ranks.size, ranks.group.weight
             if settings.shard:
                 accumulation.sums.over_owners = ranks.group.sum
