@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from .. import ops
 from ..core.buffers import Slot
 from ..core.extension import Extension
 from ..core.inner import inside, states_of, with_those_inside
@@ -73,7 +74,7 @@ class MasterWeights(Extension):
         fresh = []
         for slot in self.accumulation.ranks.owned(self.accumulation.sums.buffers.slots):
             p = slot.param
-            if p not in self.of and (p.dtype.itemsize < 4 or p.device != slot.device):
+            if p not in self.of and (p.dtype.itemsize < 4 or slot.private):
                 copy = p.detach().to(slot.device, torch.promote_types(p.dtype, torch.float32))
                 master = Parameter(copy, requires_grad=p.requires_grad)
                 if type(p) in (Parameter, Tensor):  # subclasses keep data of their own there
@@ -259,16 +260,19 @@ class MasterWeights(Extension):
         through ``.data`` too, if at all. So a method that only reads may be called between a forward and its backward.
         """
         sums = self.accumulation.sums
-        by_device: dict[tuple[torch.device, bool], list[Parameter]] = {}
+        by_device: dict[tuple[torch.device, torch.device], list[Parameter]] = {}
         for p in stepped:
             if p in self.of:
-                by_device.setdefault((p.device, p.device != self.of[p].device), []).append(p)
-        for parameters in by_device.values():
+                by_device.setdefault((p.device, sums.buffers.of[p].made_for.device), []).append(p)
+        for (now, then), parameters in by_device.items():
             masters = [local_of(self.of[p].detach()) for p in parameters]
+            cast_ = sums.buffers.of[parameters[0]].ops.cast_
+            if now != then:  # the model was moved, and the wrapper is yet to be built again
+                masters, cast_ = [master.to(now) for master in masters], ops.cast_
             outs = [local_of(p.detach()) for p in parameters]
             unchanged = [before is not None and before[p] == _fingerprint(self.of[p]) for p in parameters]
             outs = [out.data if same else out for out, same in zip(outs, unchanged, strict=True)]
-            sums.buffers.of[parameters[0]].ops.cast_(outs, masters, backend=sums.backend)
+            cast_(outs, masters, backend=sums.backend)
             for p in parameters:
                 self._seen[p] = _fingerprint(p)
 
