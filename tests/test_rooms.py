@@ -155,7 +155,10 @@ def test_every_folder_of_extensions_tests_is_named_after_an_extension():
 # What accumulates, and knows no feature by name. (Two files have the public arguments.)
 CORE = [*files("autograd"), *files("core")]
 CORE = [path for path in CORE if path.name not in ("config.py", "extension.py")]
-FEATURES = re.compile(r"scaler|noise|lbfgs|batch_?norm|master|retr(?:y|ies)|spike|unscale", re.I)
+FEATURES = re.compile(
+    r"scaler|noise|lbfgs|batch_?norm|master|retr(?:y|ies)|spike|unscale|offload|shard.|.shard|dtensor|fsdp|ddp|mesh|replica",
+    re.I,
+)
 
 
 @pytest.mark.parametrize("path", CORE, ids=lambda path: path.relative_to(PACKAGE).as_posix())

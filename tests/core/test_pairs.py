@@ -9,13 +9,8 @@ from pairs import ON, check
 ELSEWHERE = {
     "EvaluatedWindows",  # LBFGS runs its windows inside step(): test_closures
     "CpuOffload",  # needs another device: tests/devices/test_pairs_there
-    *(
-        "BatchNormsLeftOut",
-        "ChangingParameters",
-        "DataParallel",
-        "InnerGuard",
-        "LoopWarnings",
-    ),  # look on in each of these pairs
+    "DataParallel",  # needs other ranks: tests/distributed
+    *("BatchNormsLeftOut", "ChangingParameters", "InnerGuard", "LoopWarnings"),  # look on in each of these pairs
 }
 REFUSED = {("SkipMicroBatch", "MainGrads"), ("Raise", "MainGrads")}  # which layers' gradients are not seen by
 

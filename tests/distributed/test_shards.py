@@ -8,7 +8,7 @@ import fusedaccum as fa
 import pytest
 import torch
 import torch.distributed as dist
-from fusedaccum.autograd import collector
+from fusedaccum.distributed import data_parallel
 from parts import Block, assert_close, big_batch, contents, full, made, mean_loss, sgd, share, wrapped
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -91,17 +91,17 @@ def test_replicated_shards_are_not_counted_twice(worlds):
 
 def after_a_hook(rank):
     """Returns the parameters after a window, and those whose gradients' memory was kept."""
-    model, taken, keep = sharded(), [], collector.keep
+    model, taken, keep = sharded(), [], data_parallel.keep
     for module in (model.first, model.second, model):
         module.set_all_reduce_hook(lambda shards: shards.mul_(3.0))
     opt = wrapped(model, lambda params: torch.optim.SGD(params, lr=0.1), accum_steps=2)
-    collector.keep = taken.append
+    data_parallel.keep = taken.append
     try:
         for x, y, weight, _ in share(0, 4, rank, 2):
             opt.backward(mean_loss(model, x, y, False), weight=weight)
             opt.step()
     finally:
-        collector.keep = keep
+        data_parallel.keep = keep
     return contents(model, opt), sum(x.numel() for x in taken)
 
 

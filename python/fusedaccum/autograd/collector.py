@@ -14,7 +14,7 @@ import importlib
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -27,7 +27,7 @@ from ..engine import outside_graphs, when_backward_ends
 from ..parts import local_of
 from . import grad_queue
 from .passes import broke_off, outermost_backward, returned, running_backward, under_way
-from .streams import StreamOrder, join, keep
+from .streams import StreamOrder, join
 
 if TYPE_CHECKING:
     from ..core.buffers import Slot
@@ -123,8 +123,6 @@ class GradCollector:
             # of no elements.)
             slot.node = grad_queue.nodes_of([p])[0]
             self._queue.hook(slot)
-            if slot.part is not None:
-                p.register_post_accumulate_grad_hook(self._taker(slot))
         finally:
             p.requires_grad_(not frozen)
         if slot.dtype != p.dtype or p.grad_dtype != p.dtype:  # which the caller may have set
@@ -159,26 +157,6 @@ class GradCollector:
                 "and PyTorch dropped its gradient hooks on the way; after that, before the next backward, call "
                 "opt.load_state_dict(opt.state_dict())"
             )
-
-    def _taker(self, slot: Slot) -> Callable[[Tensor], None]:
-        """The hook that FSDP2 calls when it has added up a shard's gradient over the ranks and put it into ``p.grad``."""
-        queue_now, place = weakref.ref(self._queue), weakref.ref(slot)
-
-        @outside_graphs
-        def take(_: Tensor) -> None:
-            queue, slot = queue_now(), place()
-            if queue is not None and slot is not None and slot.part is not None and slot.holder is slot.part:
-                grad = slot.part.take()
-                if grad is not None:
-                    keep(grad)
-                    queue.put(slot, grad)
-                elif slot.placed and not slot.block.untouched_by_user:
-                    raise RuntimeError(
-                        f"FSDP2 has added a gradient to {slot.name}.grad by itself, outside of its post_backward(), before which p.grad is "
-                        "hidden from it; call opt.reset(), and report this with your version of PyTorch"
-                    )
-
-        return take
 
     def _owner_now(self) -> Owner:
         owner = self._owner()

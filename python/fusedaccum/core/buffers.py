@@ -18,7 +18,7 @@ from ..ops.memory import is_dense, traits
 from ..parts import local_of
 from ..scalars import Scalar
 from .extension import Extensions
-from .grad_views import GradView, PartView
+from .grad_views import GradView, Part
 
 ALIGNMENT = 64  # elements: a cache line or more in every dtype, also after cast_in_place_() has halved their size
 NARROW_HEAD = 1 << 16  # elements that cast_in_place_() moves through a temporary before it can work in place
@@ -59,7 +59,6 @@ class Slot:
     name: str
     dtype: torch.dtype  # of the buffer
     device: torch.device  # of the buffer
-    part: PartView | None = None  # if this process holds a part of the parameter: what stands for that part
     index: int = field(init=False)  # position among the optimizer's parameters, each counted once
     before: int = field(init=False)  # random numbers that an add reserves for the parameters before it
     block: Block = field(init=False)
@@ -83,6 +82,7 @@ class Slot:
         self.made_for = Form.of(self.param)
         self.set_dtype(self.dtype)
         self.holder: GradView = self.param  # the object whose .grad shows the buffer
+        self.part: Part | None = None  # if this process holds a part of the parameter: what stands for that part
         self.averaged_by = 1.0  # by which gradients were divided that are sums over processes
         self.stepped: Tensor = (
             self.param

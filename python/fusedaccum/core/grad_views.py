@@ -30,7 +30,7 @@ class GradView(Protocol):
     grad: Tensor | None
 
 
-class PartView(GradView, Protocol):
+class Part(GradView, Protocol):
     """Stands for a parameter of which this process holds a part. An extension makes it; whatever has spread the parameter over processes
     also adds up their gradients.
 
@@ -53,9 +53,6 @@ class PartView(GradView, Protocol):
 
     def sum_over_parts(self, value: Tensor) -> Tensor:
         """``value`` of the part, summed over the processes that hold others."""
-
-    def take(self) -> Tensor | None:
-        """This process's part of what was put into ``p.grad`` in place of ours, which is put back; None if that is there."""
 
 
 def adopt_all(sums: Sums, slots: Sequence[Slot]) -> None:

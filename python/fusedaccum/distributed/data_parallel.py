@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from ..autograd.streams import keep
 from ..core.buffers import Slot
 from ..core.config import one_of
 from ..core.extension import Extension
 from ..core.parameters import accumulation_of
+from ..engine import outside_graphs, recording
 from .ddp import Replicas, replicas_of
 from .fsdp2 import FullySharded
+from .fsdp2_passes import FSDP2Passes
 from .ranks import Ranks, modules_of
 from .shards import ShardHolder, fsdp1, is_flattened, is_shard, over_meshes
 
@@ -70,6 +75,20 @@ class DataParallel(Extension):
         elif self.accumulation.ranks.alone:
             _check_unshared(slots)
 
+    def parameters_added(self, slots: Sequence[Slot]) -> None:
+        for slot in slots:
+            if slot.part is not None:
+                self._hook(slot)
+
+    def _hook(self, slot: Slot) -> None:
+        p, frozen = slot.param, not slot.param.requires_grad
+        with recording():
+            try:
+                p.requires_grad_(True)  # a frozen one may be thawed later
+                p.register_post_accumulate_grad_hook(_taker(weakref.ref(self), weakref.ref(slot)))
+            finally:
+                p.requires_grad_(not frozen)
+
     def _share(self) -> None:
         """Share the windows with the ranks of the process group; if none was given, with those of the DistributedDataParallel or FSDP2
         modules, if any.
@@ -79,7 +98,7 @@ class DataParallel(Extension):
         group = settings.process_group or replicas.group or fully_sharded.group
         if group is not None:
             accumulation.ranks = ranks = Ranks(group, replicas, fully_sharded, accumulation)
-            accumulation.extensions.add([ranks])
+            accumulation.extensions.add([FSDP2Passes(), ranks])
             accumulation.ledger.ranks, accumulation.ledger.over_ranks = ranks.size, ranks.group.weight
             if settings.shard:
                 accumulation.sums.over_owners = ranks.group.sum
@@ -120,6 +139,26 @@ class DataParallel(Extension):
     def _replicas(self) -> Replicas:
         ranks = self.accumulation.ranks
         return ranks.replicas if isinstance(ranks, Ranks) else Replicas([])
+
+
+def _taker(extension: weakref.ref[DataParallel], place: weakref.ref[Slot]) -> Callable[[Tensor], None]:
+    """The hook that FSDP2 calls when it has added up a shard's gradient over the ranks and put it into ``p.grad``."""
+
+    @outside_graphs
+    def take(_: Tensor) -> None:
+        alive, slot = extension(), place()
+        if alive is not None and slot is not None and isinstance(slot.holder, ShardHolder):
+            grad = slot.holder.take()
+            if grad is not None:
+                keep(grad)
+                alive.accumulation.collector.put(slot, grad)
+            elif slot.placed and not slot.block.untouched_by_user:
+                raise RuntimeError(
+                    f"FSDP2 has added a gradient to {slot.name}.grad by itself, outside of its post_backward(), before which p.grad is "
+                    "hidden from it; call opt.reset(), and report this with your version of PyTorch"
+                )
+
+    return take
 
 
 def _check_unshared(slots: Sequence[Slot]) -> None:

@@ -17,8 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..autograd.passes import outermost_backward, saw_pass
-from ..core import grad_views
 from ..core.buffers import Slot
 from ..core.extension import Extension, RaisedByAllError
 from ..core.ranks import Alone
@@ -29,7 +27,6 @@ from .fsdp2 import FullySharded
 from .group import Group
 from .own_windows import OwnWindows
 from .reduce_buckets import Phase, ReduceBuckets
-from .shards import hide, unhide
 
 if TYPE_CHECKING:
     from ..core.accumulation import Accumulation
@@ -62,7 +59,6 @@ class Ranks(Alone, Extension):
         slots = sums.buffers.slots
         self._check(process_group, fully_sharded)
         ledger.mixes_ranks = bool(fully_sharded.slots)
-        self._hidden_in = -1  # the graph task that p.grad was last hidden for
         self.group = Group(process_group, slots[0].device if slots else torch.device("cpu"), ledger)
         self.size, self.rank = self.group.size, self.group.rank
         self.name = f"{self.rank} of {self.size}"
@@ -91,9 +87,6 @@ class Ranks(Alone, Extension):
                 del self.owners[slot]
             self.reset()
             self.reduce_buckets.forget_slots()
-
-    def parameters_added(self, slots: Sequence[Slot]) -> None:
-        self.fully_sharded.follow(self._fsdp2_takes, self._settings.reduction == "none", slots)
 
     def _check(self, group: dist.ProcessGroup, fully_sharded: FullySharded) -> None:
         slots = self._sums.buffers.slots
@@ -142,12 +135,13 @@ class Ranks(Alone, Extension):
     def window_dropped(self) -> None:
         self.reset()
 
-    def buffers_released(self) -> None:
-        self.fully_sharded.drop()
-
     @property
     def shown_for_others(self) -> set[Slot]:
         return self.reduce_buckets.shown_for_others
+
+    def check_shown(self, why: str, instead: str) -> None:
+        if self._settings.shard:
+            raise RuntimeError(f"{why}, of which each rank has a part with shard=True; {instead}, or leave shard out")
 
     def forget_others(self, state: dict[Tensor, Any]) -> None:
         if self._settings.shard:
@@ -200,35 +194,7 @@ class Ranks(Alone, Extension):
     def unsynced(self) -> AbstractContextManager[None]:
         return self.replicas.unsynced()
 
-    def _fsdp2_takes(self) -> None:
-        """FSDP2 takes part in a backward: hide ``p.grad`` from it. Raises RuntimeError if its loss lacks the micro-batch's weight."""
-        task = torch._C._current_graph_task_id()
-        if task == self._hidden_in or all(slot.holder is slot.param for slot in self.fully_sharded.slots):
-            return  # done already; or all of them are another wrapper's now
-        thread = outermost_backward().thread
-        accumulation, micro = self.accumulation, self._ledger.micro
-        other = next((m for of in self._extensions.weighed_elsewhere if (m := of(thread)) is not None), None)
-        if accumulation.weighs_loss and other is not None and not other.in_loss:
-            raise RuntimeError(
-                f"the loss of this backward has weight={float(other.value()):g}, which was given to another wrapper, but FSDP2 needs it in "
-                "the loss; call backward() of the wrapper that has FSDP2's parameters"
-            )
-        saw_pass(thread)  # of which no hook may tell
-        in_loss = accumulation.weighs_loss and micro is not None and micro.in_loss
-        if in_loss and not accumulation.inside and other is None:
-            raise RuntimeError(
-                "this micro-batch has a weight, which FSDP2 needs in the loss of all its backward passes; use opt.backward(loss) for each. "
-                "For a pass that begins at gradients of losses that had it (a loss in chunks): `with opt.micro_batch(): h.backward(h_grad)`"
-            )
-        if self._ledger.window is not None:
-            grad_views.adopt_all(self._sums, self._sums.buffers.slots)  # FSDP2 would add to what is not hidden
-        hide(self._sums.buffers.slots)
-        if any(slot.param.requires_grad for slot in self.fully_sharded.slots):
-            accumulation.collector.begin_pass()  # of this micro-batch, even if FSDP2 holds back its gradients
-        self._hidden_in = task
-
     def adding(self, slots: Sequence[Slot]) -> None:
-        self.fully_sharded.wait()
         self.reduce_buckets.before_add(slots)
 
     def arrived(self, slots: Sequence[Slot]) -> None:
@@ -294,9 +260,6 @@ class Ranks(Alone, Extension):
         first, end = len(mine), len(mine) + len(slots)
         has = zip(slots, totals[first:end], strict=True)
         return totals[:first], [slot for slot, ranks in has if ranks], totals[end:]
-
-    def passes_over(self) -> None:
-        unhide(self._sums.buffers.slots if self._sums.buffers.has_parts else ())
 
     def pass_failed(self) -> None:
         if self.reduce_buckets.phase is Phase.REDUCING and self.reduce_buckets.any_in_flight:

@@ -75,7 +75,7 @@ def whole(local: Tensor, parameter: Any) -> Tensor:
 
 
 class ShardHolder:
-    """``p.grad`` of a shard: the local part for the code that accumulates it, the whole DTensor for everything else. A GradView."""
+    """``p.grad`` of a shard: the local part for the code that accumulates it, the whole DTensor for everything else. A Part."""
 
     def __init__(self, parameter: Parameter):
         self._parameter = parameter
