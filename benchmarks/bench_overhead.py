@@ -114,7 +114,7 @@ def _without_extensions(run: Callable[[int], object]) -> Callable[[int], object]
 
 def _hooks_alone(micro_batch: Callable[[int], object]) -> Callable[[int], object]:
     """The same, but dropping what arrives instead of adding it: a thing no user could do."""
-    return _with_nothing_for(pkgutil.resolve_name("fusedaccum.core.accumulation:Accumulation"), "add", micro_batch)
+    return _with_nothing_for(pkgutil.resolve_name("fusedaccum.core.backward:BackwardPasses"), "add", micro_batch)
 
 
 def _with_nothing_for(owner: object, name: str, run: Callable[[int], object]) -> Callable[[int], object]:

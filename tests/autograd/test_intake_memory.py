@@ -9,7 +9,7 @@ import fusedaccum.autograd.collector
 import pytest
 import torch
 from fusedaccum.autograd.grad_queue import _fresh_holders
-from fusedaccum.core.accumulation import Accumulation
+from fusedaccum.core.backward import BackwardPasses
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from training import assert_same_parameters, data, mean_loss, model, parts, twin, wrapped
@@ -61,13 +61,13 @@ def test_a_bucket_is_a_small_part_of_the_models_gradients_on_a_gpu_and_their_lar
 def added(monkeypatch):
     """The sizes of the gradients of every call that adds some, in bytes: what was held until then."""
     calls = []
-    add = Accumulation.add
+    add = BackwardPasses.add
 
     def noted(self, slots, grads):
         calls.append([grad.nbytes for grad in grads])
         add(self, slots, grads)
 
-    monkeypatch.setattr(Accumulation, "add", noted)
+    monkeypatch.setattr(BackwardPasses, "add", noted)
     return calls
 
 
@@ -236,9 +236,9 @@ def test_static_gradient_overwritten_within_the_same_backward(hand_over, policy,
 def test_ordinary_gradients_are_ours_alone(module, monkeypatch):
     """So they can be queued, and one call adds those of all parameters of a module."""
     calls = []
-    add = Accumulation.add
+    add = BackwardPasses.add
     monkeypatch.setattr(
-        Accumulation, "add", lambda self, slots, grads: calls.append(len(slots)) or add(self, slots, grads)
+        BackwardPasses, "add", lambda self, slots, grads: calls.append(len(slots)) or add(self, slots, grads)
     )
     module = twin(module)
     opt = wrapped(module, 1, make=lambda ps: torch.optim.SGD(ps, lr=0.0))
@@ -273,9 +273,9 @@ def test_dropping_model_and_wrapper_frees_the_memory_at_once():
 def test_every_full_bucket_is_one_call(monkeypatch):
     monkeypatch.setattr("fusedaccum.autograd.collector.bucket_bytes", lambda _: 3 * 4 * 64)
     calls = []
-    add = Accumulation.add
+    add = BackwardPasses.add
     monkeypatch.setattr(
-        Accumulation, "add", lambda self, slots, grads: calls.append(len(slots)) or add(self, slots, grads)
+        BackwardPasses, "add", lambda self, slots, grads: calls.append(len(slots)) or add(self, slots, grads)
     )
     net = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(10)])
     opt = wrapped(net, 2)
@@ -308,9 +308,9 @@ class Fresh(torch.autograd.Function):
 def test_gradients_made_in_python_wait_for_the_bucket_unless_somebody_holds_them(kept, monkeypatch):
     monkeypatch.setattr(Fresh, "kept", [] if kept else None)
     calls = []
-    add = Accumulation.add
+    add = BackwardPasses.add
     monkeypatch.setattr(
-        Accumulation, "add", lambda self, slots, grads: calls.append(len(slots)) or add(self, slots, grads)
+        BackwardPasses, "add", lambda self, slots, grads: calls.append(len(slots)) or add(self, slots, grads)
     )
     a, b = nn.Parameter(torch.full((3,), 2.0)), nn.Parameter(torch.full((3,), 3.0))
     opt = fa.AccumulatingOptimizer(torch.optim.SGD([a, b], lr=1.0), 1)

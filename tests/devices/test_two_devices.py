@@ -7,7 +7,7 @@ import fusedaccum as fa
 import fusedaccum.autograd.collector
 import pytest
 import torch
-from fusedaccum.core.accumulation import Accumulation
+from fusedaccum.core.backward import BackwardPasses
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -205,9 +205,9 @@ def test_a_bucket_is_full_when_the_device_of_what_arrives_says_so(device, monkey
     limits = {"cpu": 1 << 20, device.type: 1 << 20, torch.device("cpu" if full == "cpu" else device).type: 1}
     monkeypatch.setattr(fusedaccum.autograd.collector, "bucket_bytes", lambda where: limits[where.type])
     calls = []
-    add = Accumulation.add
+    add = BackwardPasses.add
     monkeypatch.setattr(
-        Accumulation, "add", lambda self, slots, grads: calls.append(len(slots)) or add(self, slots, grads)
+        BackwardPasses, "add", lambda self, slots, grads: calls.append(len(slots)) or add(self, slots, grads)
     )
     params = parameters(["cpu"] * 3 + [device] * 3)
     opt = fa.AccumulatingOptimizer(torch.optim.SGD(params, lr=0.5), 2)
@@ -221,9 +221,9 @@ def test_a_bucket_is_a_sixteenth_of_the_gradients_on_its_own_device(device, monk
     monkeypatch.setattr(fusedaccum.autograd.collector, "bucket_bytes", lambda _: 1 << 40)  # as on a large GPU
     monkeypatch.setattr(fusedaccum.autograd.collector, "SENT_BYTES", 100)
     calls = []
-    add = Accumulation.add
+    add = BackwardPasses.add
     monkeypatch.setattr(
-        Accumulation, "add", lambda self, slots, grads: calls.append(len(slots)) or add(self, slots, grads)
+        BackwardPasses, "add", lambda self, slots, grads: calls.append(len(slots)) or add(self, slots, grads)
     )
     here = [nn.Parameter(torch.ones(16, 16)) for _ in range(40)]
     there = [nn.Parameter(torch.ones(size, device=device)) for size in [8] * 30 + [24] * 30]

@@ -236,16 +236,16 @@ class Closing:
     @contextmanager
     def _inner_at_work(self) -> Iterator[None]:
         accumulation, here = self._accumulation, sys._getframe(2)
-        before = accumulation.refuses_backward, accumulation.inner_call
+        before = accumulation.passes.refused_in, accumulation.inner_call
         # The backward of an inner optimizer that steps the parameters themselves (SAM), with the sums that p.grad shows, is an ordinary one
         # in a caller-owned window.
         apart = self._extensions.stand_in or self._sums.buffers.private
-        accumulation.refuses_backward = here if apart or not self._settings.schedule.caller_owned else None
+        accumulation.passes.refused_in = here if apart or not self._settings.schedule.caller_owned else None
         accumulation.inner_call = here
         try:
             yield
         finally:
-            accumulation.refuses_backward, accumulation.inner_call = before
+            accumulation.passes.refused_in, accumulation.inner_call = before
 
     def _report(self, end: Conclusion, applied: bool | Tensor) -> None:
         if not self._accumulation.ranks.anything(end.slots):
@@ -265,7 +265,7 @@ class Closing:
 
     def call(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call another method of the inner optimizer (``eval()``, ``second_step()``) on what it steps."""
-        self._accumulation.end_open_pass()
+        self._accumulation.passes.end_open_pass()
         with self._inner_at_work(), self._extensions.inner_called(self._sums.buffers.slots):
             result = method(*args, **kwargs)
         if self._settings.schedule.caller_owned and self._sums.taken_away:

@@ -157,7 +157,7 @@ class AccumulatingOptimizer(Wrapper):
                 if kwargs.get("gradient") is None:  # else the gradients are not of the loss itself
                     self._accumulation.record_loss(loss, LossFrom.PASS)
         finally:
-            self._accumulation.inside = False  # if Ctrl-C has come in place of the block's end
+            self._accumulation.passes.inside = False  # if Ctrl-C has come in place of the block's end
 
     @outside_graphs
     def record_loss(self, loss: Scalar) -> None:
@@ -194,8 +194,8 @@ class AccumulatingOptimizer(Wrapper):
     @outside_graphs
     def _grouped(self, weight: Scalar | None, last: bool, in_loss: bool) -> AbstractContextManager[None]:
         self._not_inside("micro_batch() and backward()")
-        self._accumulation.end_open_pass()
-        return self._accumulation.grouped(None if weight is None else checked_weight(weight), last, in_loss)
+        self._accumulation.passes.end_open_pass()
+        return self._accumulation.passes.grouped(None if weight is None else checked_weight(weight), last, in_loss)
 
     @outside_graphs
     @without_grad
@@ -287,7 +287,7 @@ class AccumulatingOptimizer(Wrapper):
         """
         self._not_inside("reset()")
         self._accumulation.updated = False
-        self._accumulation.end_open_pass()
+        self._accumulation.passes.end_open_pass()
         self._accumulation.reset()
         self._forget_outside()
 
@@ -298,7 +298,7 @@ class AccumulatingOptimizer(Wrapper):
 
         Warns if this keeps a backward not yet followed by ``step()``, which plain PyTorch would drop.
         """
-        self._accumulation.end_open_pass()
+        self._accumulation.passes.end_open_pass()
         if self._ledger.keeps:
             for kept in self._accumulation.extensions.window_kept:
                 kept()
@@ -326,7 +326,7 @@ class AccumulatingOptimizer(Wrapper):
             ValueError: a weight is still missing (``reduction="sum"``).
         """
         self._not_inside("normalize_()")
-        self._accumulation.end_open_pass()
+        self._accumulation.passes.end_open_pass()
         self._sums.check_shown("normalize_() makes p.grad the window's gradient", "clip with max_grad_norm=")
         ranks = self._accumulation.ranks
         # Nothing accumulated, or all of it dropped: other ranks, which close such a window too, may have gradients.
@@ -392,7 +392,7 @@ class AccumulatingOptimizer(Wrapper):
         """
         self._not_inside("state_dict()")
         refuse_torchs_functions("state_dict()")
-        self._accumulation.end_open_pass()
+        self._accumulation.passes.end_open_pass()
         self._check_groups()
         self._accumulation.ranks.check_reduced("state_dict() would lose gradients of the open window")
         with self._accumulation.extensions.inner_steps(()):
@@ -412,7 +412,7 @@ class AccumulatingOptimizer(Wrapper):
         """
         self._not_inside("load_state_dict()")
         refuse_torchs_functions("load_state_dict()")
-        self._accumulation.end_open_pass()
+        self._accumulation.passes.end_open_pass()
         own = state_dict.get(checkpoint.KEY)
         if own is not None:
             checkpoint.check(self, own)
@@ -437,7 +437,7 @@ class AccumulatingOptimizer(Wrapper):
             forgotten()
 
     def _begin_step(self) -> None:
-        self._accumulation.end_open_pass()
+        self._accumulation.passes.end_open_pass()
         self._accumulation.check()
         self._check_groups()
 

@@ -80,7 +80,7 @@ class Wrapper(Optimizer):
 
     def _follow_groups(self) -> None:
         """The groups have changed."""
-        self._accumulation.check_call()
+        self._accumulation.passes.check_call()
         extend(self._accumulation.extensions, self.settings, self.optimizer)
         named, slots = self._named(), self._sums.buffers.slots
         if len(named) >= len(slots) and all(slot.param is p for slot, p in zip(slots, named, strict=False)):
@@ -91,7 +91,7 @@ class Wrapper(Optimizer):
                 "within a step(), or after one that an exception broke off, an assignment to opt.param_groups can only add parameters "
                 "after the others; this one removes, replaces or reorders some: assign when step() has returned"
             )
-        self._accumulation.end_open_pass()
+        self._accumulation.passes.end_open_pass()
         self._new()  # raises before anything has changed
         for rearrange in self._accumulation.extensions.rearrange:
             rearrange([(name, p) for p, name in named.items()])
@@ -152,7 +152,7 @@ class Wrapper(Optimizer):
         """
         accumulation = self.__dict__.get("_accumulation")  # None: not built yet
         if accumulation is not None and not is_compiling():
-            accumulation.end_returned_pass()
+            accumulation.collector.end_returned_pass()
             for recover in accumulation.extensions.recover:
                 recover()
         return self.optimizer.param_groups
@@ -197,7 +197,7 @@ class Wrapper(Optimizer):
                 "a wrapper with a process group cannot be copied or pickled, because the group belongs to this process; build one in each "
                 "process, and carry the state over with load_state_dict(state_dict())"
             )
-        self._accumulation.end_open_pass()
+        self._accumulation.passes.end_open_pass()
         self._check_groups()
         return {
             "optimizer": self.optimizer,
@@ -228,8 +228,8 @@ class Wrapper(Optimizer):
             self._sums.buffers.check_gathers(self.param_groups)
 
     def _not_inside(self, call: str) -> None:
-        self._accumulation.check_call()
-        if self._accumulation.inside:
+        self._accumulation.passes.check_call()
+        if self._accumulation.passes.inside:
             raise RuntimeError(
                 f"{call} was called inside micro_batch(), which holds one whole micro-batch; call it after the block"
             )

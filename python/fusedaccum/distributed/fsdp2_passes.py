@@ -48,7 +48,7 @@ class FSDP2Passes(Extension):
             )
         saw_pass(thread)  # of which no hook may tell
         in_loss = accumulation.weighs_loss and micro is not None and micro.in_loss
-        if in_loss and not accumulation.inside and other is None:
+        if in_loss and not accumulation.passes.inside and other is None:
             raise RuntimeError(
                 "this micro-batch has a weight, which FSDP2 needs in the loss of all its backward passes; use opt.backward(loss) for each. "
                 "For a pass that begins at gradients of losses that had it (a loss in chunks): `with opt.micro_batch(): h.backward(h_grad)`"

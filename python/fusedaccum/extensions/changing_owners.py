@@ -38,8 +38,8 @@ class ChangingOwners(Extension):
     def check_parameter(self, name: str, parameter: Parameter, settings: Settings, left: bool) -> None:
         other = accumulation_of(parameter)
         if other is not None:
-            other.end_open_pass()
-            if other.inside:
+            other.passes.end_open_pass()
+            if other.passes.inside:
                 raise RuntimeError(
                     f"parameter {name} belongs to an AccumulatingOptimizer {other.extensions.of(ChangingOwners)._name}, which is inside "
                     "micro_batch(); build another after the block"

@@ -88,7 +88,7 @@ class Guard:
                 "of a micro-batch (Opacus' ghost clipping), leave out accum_steps and window_weight, pass reduction='none', and let the "
                 "library add up the micro-batches: optimizer.signal_skip_step(True) before each but the last"
             )
-        accumulation.end_open_pass()
+        accumulation.passes.end_open_pass()
         if accumulation.ledger.reduction != "none":  # there p.grad is all that counts, whether it is removed or zeroed
             accumulation.reset()
 

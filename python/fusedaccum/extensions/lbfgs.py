@@ -70,7 +70,7 @@ class EvaluatedWindows(Extension):
             elif end is not None and end.begun == accumulation.sums.begun:
                 ledger.drop_window()  # its gradient stays until a backward comes, as in plain PyTorch
             loss = closure()
-            accumulation.end_open_pass()
+            accumulation.passes.end_open_pass()
             if not closing.still_shows(end):
                 with torch.no_grad():
                     accumulation.end_micro_batch(weight)

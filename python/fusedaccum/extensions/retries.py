@@ -45,7 +45,7 @@ class Retries(Extension):
 
     @contextmanager
     def attempted(self, weight: Scalar, attempt: Attempt) -> Iterator[None]:
-        """As ``accumulation.grouped(weight)``, for one forward and backward that are tried again if an exception breaks them off.
+        """As ``accumulation.passes.grouped(weight)``, for one forward and backward that are tried again if an exception breaks them off.
 
         Nothing of them counts then, except for what ``attempt`` notes. Sums go to other ranks only after the window's last pass.
         """
@@ -58,7 +58,7 @@ class Retries(Extension):
             micro.counts = self._counts_left[1]
         self._counts_left, self._attempt, attempt.micro = None, attempt, micro
         try:
-            with accumulation.grouped():
+            with accumulation.passes.grouped():
                 yield
         except BaseException:
             passes = micro.passes if attempt.passes_before is None else attempt.passes_before
@@ -72,7 +72,7 @@ class Retries(Extension):
                 or accumulation.sums.written_by_layers
             )
             self._counts_left = window, micro.counts
-            accumulation.drop_micro_batch()
+            accumulation.passes.drop_micro_batch()
             raise
 
     def loss_computed(self) -> None:

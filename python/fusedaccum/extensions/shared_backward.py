@@ -67,7 +67,7 @@ class SharedBackward(Extension):
             return
         # A block's own weight is that of all losses in it.
         ours = micro.assumed or (
-            ledger.reduction == "mean" and micro.weight is not None and not self.accumulation.inside
+            ledger.reduction == "mean" and micro.weight is not None and not self.accumulation.passes.inside
         )
         if ours and micro.weight is not weight and float(micro.value()) != float(weight):
             raise ValueError(

@@ -160,7 +160,7 @@ class Pooled(_BatchNorm):
             self.momentum = momentum
         if run is _Run.COUNTED:
             accumulation, key = followed
-            accumulation.end_returned_pass()  # or this forward would be taken to belong to its micro-batch
+            accumulation.collector.end_returned_pass()  # or this forward would be taken to belong to its micro-batch
             accumulation.extensions.of(BatchNormStats).record(
                 key, input.numel() // input.shape[1], moments, _ranks_of(self)
             )

@@ -281,7 +281,7 @@ def _check_grouped(parameters: Iterable[Tensor]) -> None:
     """Raises RuntimeError if a wrapper accumulates these parameters' gradients and counts every pass as a micro-batch of its own."""
     for parameter in parameters:
         accumulation = accumulation_of(parameter) if parameter.requires_grad else None
-        if accumulation is not None and accumulation.tells_passes_apart:
+        if accumulation is not None and accumulation.passes.tells_passes_apart:
             raise RuntimeError(
                 "an AccumulatingOptimizer accumulates these parameters' gradients and would count every backward pass of cached_backward "
                 "as a micro-batch of its own; give opt=, or call it within `with opt.micro_batch():` (of every such wrapper)"

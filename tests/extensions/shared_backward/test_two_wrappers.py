@@ -261,7 +261,7 @@ def test_a_block_that_an_interrupt_has_left_gives_its_weight_to_no_later_loss():
     block = opt.micro_batch(weight=2.0)
     block.__enter__()
     p.sum().backward()
-    opt._accumulation.inside = False  # Ctrl-C has come in place of the block's end
+    opt._accumulation.passes.inside = False  # Ctrl-C has come in place of the block's end
     with opt.micro_batch(weight=2.0):
         p.sum().backward()
     del block
