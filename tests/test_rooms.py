@@ -152,9 +152,9 @@ def test_every_folder_of_extensions_tests_is_named_after_an_extension():
     assert folders - {path.stem for path in (PACKAGE / "extensions").glob("*.py")} == TO_EXTRACT
 
 
-# What accumulates, and knows no feature by name. (Two files have the public arguments.)
+# What accumulates, and knows no feature by name. (core/config.py has the public arguments.)
 CORE = [*files("autograd"), *files("core")]
-CORE = [path for path in CORE if path.name not in ("config.py", "extension.py")]
+CORE = [path for path in CORE if path.name != "config.py"]
 FEATURES = re.compile(
     r"scaler|noise|lbfgs|batch_?norm|master|retr(?:y|ies)|spike|unscale|offload|shard.|.shard|dtensor|fsdp|ddp|mesh|replica",
     re.I,
@@ -171,6 +171,34 @@ def test_the_core_names_no_feature(path):
         if isinstance(name := getattr(node, kind, None), str)
     }
     assert not set(filter(FEATURES.search, names))
+
+
+# What is to be read of core/, and how long a class may be: lines of code, without docstrings, comments and blank lines.
+CORE_LINES, CLASS_LINES = 2975, 240  # the first may fall, and not rise
+
+
+def lines_of_code(path):
+    """The numbers of a file's lines of code, and its syntax tree."""
+    source = path.read_text()
+    tree = ast.parse(source)
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    first = (node.body[0] for node in ast.walk(tree) if isinstance(node, documented) and node.body)
+    strings = [of for of in first if isinstance(of, ast.Expr) and isinstance(of.value, ast.Constant)]
+    documentation = {number for of in strings for number in range(of.lineno, of.end_lineno + 1)}
+    numbered = enumerate(source.splitlines(), 1)
+    return {n for n, line in numbered if line.strip() and line.strip()[0] != "#"} - documentation, tree
+
+
+def test_the_core_is_no_longer_than_it_was():
+    assert sum(len(lines_of_code(path)[0]) for path in (PACKAGE / "core").glob("*.py")) <= CORE_LINES
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_no_class_is_too_long_to_be_read_at_once(path):
+    lines, tree = lines_of_code(path)
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    found = {node.name: len(lines & set(range(node.lineno, node.end_lineno + 1))) for node in classes}
+    assert not {name: count for name, count in found.items() if count > CLASS_LINES}
 
 
 @pytest.mark.parametrize("module", OPS)
