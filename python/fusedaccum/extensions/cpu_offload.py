@@ -52,9 +52,7 @@ class CpuOffload(Extension):
         self._thread = ThreadPoolExecutor(1, "fusedaccum-offload")
         self._last: Future | None = None  # the last work that the thread was given
         self._failure: BaseException | None = None  # why something could not be added
-        self._stepped: frozenset[int] = (
-            frozenset()
-        )  # by index: slots of the window that is being applied that were stepped already
+        self._stepped: frozenset[int] = frozenset()  # indices of the slots that the window being applied has stepped
 
     # -- what it does not work with ----------------------------------------------------------------------------
 
@@ -222,10 +220,9 @@ class CpuOffload(Extension):
         here = [slot for slot in end.slots if slot not in brought]  # stepped with the first part
         for part in parts(left) if steps_each_alone(self.inner) else filter(None, [left]):
             with without_gradients([slot for slot in here if slot.index in self._stepped]), self.brought(part):
+                done = self._stepped.union([slot.index for slot in (*part, *here)])
                 step()
-                self._stepped |= {
-                    slot.index for slot in (*part, *here)
-                }  # before anything else, which may be interrupted
+                self._stepped = done  # no call comes between, where Ctrl-C could
         return True
 
     def closed(self, end: Conclusion) -> None:
