@@ -138,6 +138,12 @@ def test_every_file_is_in_a_room():
     assert {room_of(module_of(path)) for path in PACKAGE.rglob("*.py")} == set(ROOMS)
 
 
+def test_every_folder_is_installed():
+    listed = set(re.findall(r'^    "(fusedaccum[\w.]*)",$', (ROOT / "pyproject.toml").read_text(), re.M))
+    folders = {module_of(path).removesuffix(".__init__") for path in PACKAGE.rglob("__init__.py")}
+    assert listed == folders | {"fusedaccum.triton_kernels"}
+
+
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_knows_those_below_it_and_no_others(room):
     allowed = ROOMS[room] - {"__init__"}  # the package itself is the public API
