@@ -11,6 +11,7 @@ import fusedaccum.ops
 import fusedaccum.recipes.micro_batcher
 import pytest
 import torch
+from fusedaccum.core import adding
 from fusedaccum.core.extension import Extension, Extensions
 from out_of_memory import Net, Points, assert_close, batch, function, made, oracle, ran, sgd, weight
 from torch import nn
@@ -173,8 +174,8 @@ def test_fused_layers(monkeypatch):
     expected = oracle([batch()])[0]
     model, opt = made(net=fused)
     calls = []
-    prepare = opt._accumulation.prepare
-    monkeypatch.setattr(opt._accumulation, "prepare", lambda *args: calls.append(args) or prepare(*args))
+    prepare = adding.prepare
+    monkeypatch.setattr(adding, "prepare", lambda *args: calls.append(args) or prepare(*args))
     fa.MicroBatcher(function(model), opt, 4, weight=lambda part: float(weight(part))).step(batch())
     assert_close(model, expected, 1e-12)
     assert calls

@@ -129,10 +129,7 @@ class Ranks(Alone, Extension):
         self._own.reset()
         self.reduce_buckets.reset()
 
-    def window_opened(self) -> None:
-        self.reset()
-
-    def window_dropped(self) -> None:
+    def sums_dropped(self) -> None:
         self.reset()
 
     @property

@@ -324,7 +324,7 @@ def test_a_gradient_added_between_a_layers_add_and_its_hook():
     with opt.micro_batch():
         weight.main_grad.add_(1)
         weight.grad_added_to_main_grad = True
-        opt._accumulation.add([slot], [torch.full_like(weight, 2.0)])
+        opt._accumulation.passes.add([slot], [torch.full_like(weight, 2.0)])
         assert (weight.grad == 3).all()
         Product.apply(torch.ones(4, 4, dtype=torch.float64), weight).sum().backward()
     opt.step()  # which does not take the layer's write, though it has raised the version, for the user's
