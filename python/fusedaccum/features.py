@@ -43,7 +43,6 @@ FEATURES: list[tuple[Callable[[Settings, Optimizer], bool], type[Extension]]] = 
     (always, DataParallel),
     (always, ChangingParameters),
     (always, InnerGuard),
-    (always, LoopWarnings),  # looks at a window that closes before others change what it comes to
     (always, SharedBackward),  # gives the micro-batch its weight before others look at it
     (always, Losses),
     (lambda settings, _: settings.noise_scale is not None, NoiseScale),
@@ -59,6 +58,7 @@ FEATURES: list[tuple[Callable[[Settings, Optimizer], bool], type[Extension]]] = 
     (lambda settings, _: settings.buffer_device is not None, CpuOffload),
     (lambda settings, _: settings.master_weights, MasterWeights),  # are made where the one above puts their gradients
     (lambda _, inner: isinstance(inner, LBFGS), EvaluatedWindows),
+    (always, LoopWarnings),  # last: where warnings are errors, all others have heard of what it warns of
 ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+OLDER = (3, 4)  # formats
 UNIT = {"unit", "unit_lost", "overflowed"}
 LOSSES = {"loss", "raw_loss", "known_loss", "losses", "unrecorded", "loss_by_backward", "told"}
 SMALL = {"sq_norm": "small_sq_norm", "weight": "small_weight", "square": "small_square"}
@@ -12,17 +13,28 @@ SMALL = {"sq_norm": "small_sq_norm", "weight": "small_weight", "square": "small_
 def as_now(own: dict[str, Any], written_as: int | None) -> dict[str, Any]:
     """``own``, in today's format. What is of no format that is known stays as it is, to be refused.
 
-    Format 3 kept what extensions need among the numbers of the window and the micro-batch, and the state of that as two booleans.
+    Format 4 kept the state of the micro-batch as two booleans; format 3 also what extensions need among the numbers of the window and the
+    micro-batch.
     """
-    if written_as != 3:
+    if written_as not in OLDER:
         return own
+    own = _as_4(own) if written_as == 3 else own
+    micro = own["micro_batch"]
+    return {
+        **own,
+        "format": 5,
+        "micro_batch": micro and {**_without(micro, {"bad", "judged"}), "state": _state(micro)},
+    }
+
+
+def _as_4(own: dict[str, Any]) -> dict[str, Any]:
     window, micro = own["window"], own["micro_batch"]
     total, open_loss = _loss(window), _loss(micro)
     return {
         **{name: value for name, value in own.items() if name != "noise"},
         "format": 4,
         "window": window and {**_without(window, UNIT | LOSSES | set(SMALL.values())), "void": window["overflowed"]},
-        "micro_batch": micro and {**_without(micro, LOSSES | {"attempt", "bad", "judged"}), "state": _state(micro)},
+        "micro_batch": micro and _without(micro, LOSSES | {"attempt"}),
         "losses": {
             "sum": total or {"known": 0.0, "raw": 0.0},
             "count": 0 if window is None else window["losses"],

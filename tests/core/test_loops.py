@@ -342,6 +342,38 @@ class Classifier(nn.Module):
         return self.head((self.words(ids) + delta).mean(1))
 
 
+def test_a_missing_weight_is_warned_of_beside_one_of_a_rejected_micro_batch():
+    p = torch.nn.Parameter(torch.zeros(2))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p]), 3, nonfinite="skip_micro_batch")
+    opt.backward((p * torch.nan).sum(), weight=2)
+    opt.step()
+    opt.backward(p.sum())
+    with pytest.warns(
+        RuntimeWarning, match="some micro-batches of this window were given a weight and others were not"
+    ):
+        opt.step()
+
+
+def test_a_warning_that_is_an_error_loses_no_batch_statistics():
+    """That of a missing zero_grad(): the next step() applies the window, which has closed."""
+    net = fa.accumulate_batchnorm(nn.BatchNorm1d(3))
+    plain = copy.deepcopy(nn.BatchNorm1d(3))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=0.0), reduction="none")
+    x = torch.randn(2, 8, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        net(x[0]).sum().backward()
+        opt.step()
+        net(x[1]).sum().backward()
+        with pytest.raises(RuntimeWarning, match=r"with no zero_grad\(\) between"):
+            opt.step()
+        opt.step()
+    for part in x:
+        plain(part)
+    torch.testing.assert_close(net.running_mean, plain.running_mean)
+    assert net.num_batches_tracked == 2
+
+
 def texts(count):
     g = torch.Generator().manual_seed(5)
     return [(torch.randint(11, (4, 5), generator=g), torch.randint(3, (4,), generator=g)) for _ in range(count)]

@@ -59,3 +59,24 @@ def test_a_distributed_state_of_an_open_window_goes_on():
     torch.testing.assert_close(p, q)
     assert opt.last_window.loss.item() == pytest.approx(whole.last_window.loss.item())
     torch.testing.assert_close(opt.last_window.noise_scale, whole.last_window.noise_scale, equal_nan=True)
+
+
+def test_a_micro_batch_that_was_open_in_format_4_goes_on():
+    """Gradients of 1 to 5 had been added to a window of 3; the last micro-batch was judged, and its step() was to come."""
+    saved = torch.load(OF.parent / "684b957/micro_batch.pt")
+    assert saved["opt"]["fusedaccum"]["format"] == 4
+    (p, opt), (q, whole) = (
+        (p, fa.AccumulatingOptimizer(torch.optim.AdamW([p], lr=0.1), 3, nonfinite="skip_micro_batch"))
+        for p in (torch.nn.Parameter(saved["p"].clone()), torch.nn.Parameter(torch.ones(4)))
+    )
+    opt.load_state_dict(saved["opt"])
+    with pytest.raises(RuntimeError, match="must see a whole micro-batch"):
+        (p * 9).sum().backward()
+    for i in range(6):
+        whole.backward((q * (1 + i)).sum())
+        whole.step()
+    opt.step()
+    opt.backward((p * 6).sum())
+    opt.step()
+    assert torch.equal(p, q)
+    assert opt.last_window.loss.item() == pytest.approx(sum((1 + i) * 4 * saved["p"][0].item() for i in (3, 4, 5)) / 3)

@@ -285,3 +285,37 @@ def test_backward_passes_are_those_of_the_wrapper_that_has_the_parameters(worlds
     theirs = big_batch("aside_first", "counted")
     for ours in worlds(RANKS).run(taken_over):
         assert_close(ours, theirs, 2e-6)
+
+
+class LooksAgain(torch.optim.SGD):
+    """Runs a backward that FSDP2 does not reduce, inside the first step()."""
+
+    model, x = None, None
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        if self.model is not None:
+            model, self.model = self.model, None
+            model.set_requires_gradient_sync(False)
+            with torch.enable_grad():
+                model(self.x).sum().backward()
+            model.set_requires_gradient_sync(True)
+
+
+def held_back_by_a_step(rank):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
+    inner = LooksAgain(model.parameters(), lr=0.1)
+    opt = fa.AccumulatingOptimizer(inner, reduction="none")
+    inner.model, inner.x = model, torch.ones(2, 3)
+    model(inner.x).sum().backward()
+    opt.step()
+    model(inner.x).sum().backward()
+    return full(model.bias.grad)
+
+
+def test_what_a_backward_inside_step_has_left_unreduced_comes_with_the_next(worlds):
+    for bias in worlds(RANKS).run(held_back_by_a_step):
+        assert_close(bias, torch.full_like(bias, 4.0))

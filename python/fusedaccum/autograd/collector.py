@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Owner(Protocol):
-    """What the collector calls (Accumulation), from whichever thread autograd runs hooks in, one call at a time."""
+    """What the collector calls (BackwardPasses), from whichever thread autograd runs hooks in, one call at a time."""
 
     def pass_begins(self, thread: int | None) -> None:
         """An outermost backward pass, called by ``thread``, brings its first gradient. May raise, which refuses the pass."""

@@ -212,6 +212,7 @@ class Accumulation:
         return any(lacks() for lacks in self.extensions.lacks_loss)
 
     def commit(self, weight: Scalar | None) -> None:
+        """The micro-batch is over: count it, with the ``weight`` that comes this late, if any; or leave it out."""
         # Where nothing asks for the count, this need not wait for adds that end late.
         if self.counts or not self.sums.buffers.private:
             adding.count_nonfinite(self)
@@ -220,6 +221,8 @@ class Accumulation:
             # What was put into p.grad by hand may have taken the place of the window's sum; step() warns of that.
             grad_views.adopt_all(self.sums, self.sums.buffers.slots)
         first, sent, held = window.empty, self.ranks.sent, self.ranks.holds_back
+        for ends in self.extensions.micro_batch_ends:
+            ends(micro)
         self.ledger.commit(weight, held)
         if first and not (micro.rejected or sent or held or micro.partial):
             for alone in self.extensions.counted_alone:

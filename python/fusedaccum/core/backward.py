@@ -60,7 +60,7 @@ class BackwardPasses:
 
     @contextmanager
     def grouped(self, weight: Scalar | None = None, last: bool = False, in_loss: bool = False) -> Iterator[None]:
-        """Make all passes in the block one micro-batch, as :meth:`open` has it; an exception drops it."""
+        """Make all passes in the block one micro-batch, as ``Accumulation.open()`` has it; an exception drops it."""
         accumulation = self._accumulation()
         self._block = weight, last, in_loss
         thread = threading.get_ident()
@@ -214,11 +214,11 @@ class BackwardPasses:
         accumulation = self._accumulation()
         micro, held = accumulation.ledger.micro, accumulation.collector.held
         added, micro.in_place = micro.in_place, []
+        if not micro.rejected:  # first: a judge may raise, and what was held cannot be judged again
+            micro.state = MicroBatchState.ADDED if held or added else MicroBatchState.OPEN
         if all(judge(held, added) for judge in accumulation.extensions.judge):
-            if held or added:
-                micro.state = MicroBatchState.ADDED
             accumulation.collector.release()
             return
         micro.state, batches = MicroBatchState.REJECTED, accumulation.collector.drop()
         for rejected in accumulation.extensions.rejected:
-            accumulation.rejected += rejected(batches)
+            rejected(batches)

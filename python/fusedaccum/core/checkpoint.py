@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .proxy import Wrapper
 
 KEY = "fusedaccum"
-FORMAT = 4
+FORMAT = 5
 UNSAVED = {"counts", "in_place", "nested", "repeatable", "partial"}  # what lasts no longer than a pass
 
 

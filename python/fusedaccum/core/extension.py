@@ -144,9 +144,8 @@ class Extension:
         """False if the micro-batch must be left out, whose gradients are ``held``; layers have added those of the slots ``added``."""
         return True
 
-    def rejected(self, batches: Sequence[tuple[list[Slot], list[Tensor]]]) -> list[str]:
-        """The micro-batch of these gradients is left out: the names of the parameters for which it is."""
-        return []
+    def rejected(self, batches: Sequence[tuple[list[Slot], list[Tensor]]]) -> None:
+        """The micro-batch of these gradients is left out."""
 
     def sums_shown(self) -> None:
         """A backward pass is over, and what ``p.grad`` shows does not change any more before the next call or backward."""
@@ -159,7 +158,7 @@ class Extension:
         """Have ``p.grad`` show the sums again, if it shows something else."""
 
     def micro_batch_ends(self, micro: MicroBatch) -> None:
-        """The micro-batch is about to be counted. If this raises, it is not, and still open."""
+        """The micro-batch is about to be counted, or left out if it was rejected. If this raises, it is neither, and still open."""
 
     def micro_batch_counted(self, micro: MicroBatch) -> None:
         """The micro-batch is over, and part of the open window."""
@@ -466,6 +465,11 @@ class Extensions:
     def tell_scale(self, news: ScaleNews, scale: Scalar | None = None) -> None:
         for tell in self.scale_news:
             tell(news, scale)
+
+    def sleep(self, extension: Extension) -> None:
+        """From now on the extension is told of nothing."""
+        extension.asleep = True
+        self._forget_listeners()
 
     def ensure(self, kind: type[Kind]) -> Kind:
         """The one of this kind, which is added if there is none."""

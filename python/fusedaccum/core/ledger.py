@@ -167,8 +167,6 @@ class Ledger:
             return
         weight = self._weight_of(micro, late)
         self._before_held = (self._before_held or (window.counted, self._extensions.snapshot())) if held else None
-        for ends in self._extensions.micro_batch_ends:
-            ends(micro)
         window.commit(micro, weight)
         self.micro, micro.weight = None, weight
         for counted in self._extensions.micro_batch_counted:

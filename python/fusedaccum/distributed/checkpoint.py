@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from ..core import checkpoint
 from ..core.buffers import Slot
 from ..core.window import Window
-from ..older_checkpoints import as_now
+from ..older_checkpoints import OLDER, as_now
 from ..parts import local_of
 from . import resharding
 from .shards import is_shard, whole
@@ -238,7 +238,7 @@ def _header(packed: bytes) -> dict[str, Any]:
     """The header, in today's format."""
     header = _unpacked(packed)
     ranks = [as_now(rank, header["format"]) for rank in header["ranks"]]
-    return {**header, "ranks": ranks, "format": checkpoint.FORMAT if header["format"] == 3 else header["format"]}
+    return {**header, "ranks": ranks, "format": checkpoint.FORMAT if header["format"] in OLDER else header["format"]}
 
 
 def _check_together(opt: AccumulatingOptimizer, ranks: list[dict[str, Any]]) -> None:

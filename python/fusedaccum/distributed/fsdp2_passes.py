@@ -67,5 +67,5 @@ class FSDP2Passes(Extension):
         buffers = self.accumulation.sums.buffers
         unhide(buffers.slots if buffers.has_parts else ())
 
-    def buffers_released(self) -> None:
+    def window_dropped(self) -> None:
         self._fully_sharded.drop()

@@ -25,7 +25,6 @@ from ..warn import warn
 from .moments import Total, merge, summed
 
 if TYPE_CHECKING:
-    from ..core.apply import Conclusion
     from ..core.window import MicroBatch
     from ..distributed.group import Group
 
@@ -237,11 +236,18 @@ class BatchNormsLeftOut(Extension):
     """Looks, at the end of the first window of several micro-batches, for layers that should be in :class:`BatchNormStats`."""
 
     def __init__(self) -> None:
-        self._searched = False
+        self._micro_batches = 0  # that this rank has counted in the open window
 
-    def closed(self, end: Conclusion) -> None:
-        if not self._searched and end.window.micro_batches > self.accumulation.ranks.size:
-            self._searched = True
+    def micro_batch_counted(self, micro: MicroBatch) -> None:
+        self._micro_batches += 1
+
+    def window_dropped(self) -> None:
+        self._micro_batches = 0
+
+    def window_closed(self) -> None:
+        several, self._micro_batches = self._micro_batches > 1, 0
+        if several:
+            self.accumulation.extensions.sleep(self)
             note_unpooled(self.accumulation.sums.buffers)
 
 

@@ -105,7 +105,8 @@ class LoopWarnings(Extension):
         warn_if_never_stepped(self.accumulation.ledger)
 
     def closing(self, end: Conclusion) -> None:
-        divides = end.weightless or isinstance(end.divisor, Tensor) or end.divisor != 1.0
+        divisor = 1.0 if end.window.empty else self.accumulation.ledger.divisor(end.window.weight)
+        divides = isinstance(divisor, Tensor) or divisor != 1.0
         if divides and not all(slot.low_precision for slot in end.slots):  # those hold the mean already
             self._look_for_writes("which is divided after that")
 

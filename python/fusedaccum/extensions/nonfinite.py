@@ -92,10 +92,9 @@ class SkipMicroBatch(Extension):
             )
         return False
 
-    def rejected(self, batches: Sequence[tuple[list[Slot], list[Tensor]]]) -> list[str]:
+    def rejected(self, batches: Sequence[tuple[list[Slot], list[Tensor]]]) -> None:
         pairs = ((slot, local_gradient(grad, slot.param)) for of in batches for slot, grad in zip(*of, strict=True))
         self._bad = {slot: part for slot, part in pairs if not torch.isfinite(part).all()}
-        return [slot.name for slot in self._bad] or ["a shard on another rank"]
 
     def sums_shown(self) -> None:
         """Hide the sums behind a rejected gradient: that of the same parameter on all ranks if it is a shard, whichever rank has the bad
@@ -104,6 +103,7 @@ class SkipMicroBatch(Extension):
         bad, self._bad = self._bad, None
         if bad is None:
             return
+        self.accumulation.rejected += [slot.name for slot in bad] or ["a shard on another rank"]
         slots = self.accumulation.sums.buffers.slots
         self._hidden, self._instead = [(slot, slot.param.grad) for slot in slots], Instead.REJECTED
         for slot in slots:
@@ -126,10 +126,10 @@ class SkipMicroBatch(Extension):
         self._hidden = []
 
     def micro_batch_opened(self) -> None:
-        self._instead = Instead.NOTHING
+        self._instead, self._bad = Instead.NOTHING, None  # Ctrl-C may have left the second
 
     def ended(self, rejected: list[str]) -> None:
-        self._instead = Instead.NOTHING
+        self._instead, self._bad = Instead.NOTHING, None
 
     def buffers_released(self) -> None:
         self._instead, self._bad = Instead.NOTHING, None

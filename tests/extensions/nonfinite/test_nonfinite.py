@@ -390,3 +390,32 @@ def test_dropped_first_micro_batch_is_reported_although_zero_grad_follows():
         opt.step()
         opt.zero_grad()
     assert opt.last_window.nonfinite == 1 and opt.last_window.micro_batches == 2
+
+
+@pytest.mark.parametrize("policy", ["skip_micro_batch", "raise"])
+def test_ctrl_c_before_a_rejected_gradient_is_shown_leaves_the_next_micro_batch_alone(policy, monkeypatch):
+    p = zeros(2, torch.float64)
+    opt = fa.AccumulatingOptimizer(sgd([p]), 2, nonfinite=policy)
+
+    def interrupted(then):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(opt._accumulation.ranks, "pass_ends", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            opt.backward((p * math.nan).sum())
+    opt.backward((3 * p).sum())
+    assert (p.grad == 3).all()
+    opt.step()
+    assert opt.progress == {"window": 0, "micro_batch": "1/2"}
+
+
+def test_a_backward_that_reaches_no_parameter_does_not_end_a_micro_batch_that_was_judged():
+    """As opt.step() does: what follows is of the same micro-batch, and judged by itself."""
+    p, other = zeros(2, torch.float64), zeros(2, torch.float64)
+    opt = fa.AccumulatingOptimizer(sgd([p]), 2, nonfinite="skip_micro_batch")
+    opt.backward(p.sum())
+    opt.backward(other.sum())
+    opt.backward((2 * p).sum())
+    opt.step()
+    assert (p.grad == 3).all() and opt.progress["micro_batch"] == "1/2"
