@@ -84,9 +84,8 @@ class Slot:
         self.holder: GradView = self.param  # the object whose .grad shows the buffer
         self.part: Part | None = None  # if this process holds a part of the parameter: what stands for that part
         self.averaged_by = 1.0  # by which gradients were divided that are sums over processes
-        self.stepped: Tensor = (
-            self.param
-        )  # what the inner optimizer steps: the parameter, or what an extension has put in its place
+        # What the inner optimizer steps: the parameter, or what an extension has put in its place.
+        self.stepped: Tensor = self.param
         self.node: Any = None  # its AccumulateGrad node, when that is hooked
 
     def set_dtype(self, dtype: torch.dtype) -> None:
@@ -178,7 +177,7 @@ class Block:
     """A flat stretch of storage, shared by slots that agree in device and dtype of parameter and buffer; all of them parts, or none."""
 
     flat: Tensor
-    private: bool  # are its slots?
+    private: bool  # as its slots are
     version: int = 0  # flat._version when we last wrote: another value means that the user has written since
 
     def written(self) -> None:

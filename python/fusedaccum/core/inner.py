@@ -29,9 +29,8 @@ def states_of(optimizer: Optimizer) -> list[dict]:
     return list({id(one.state): one.state for one in with_those_inside(optimizer)}.values())
 
 
-GUARD = (
-    "_fusedaccum_guard"  # the attribute of an optimizer under which a wrapper keeps what it has put around its methods
-)
+# The attribute of an optimizer under which a wrapper keeps what it has put around its methods.
+GUARD = "_fusedaccum_guard"
 
 
 def is_patched(inner: Optimizer) -> bool:

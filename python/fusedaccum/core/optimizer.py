@@ -152,7 +152,7 @@ class AccumulatingOptimizer(Wrapper):
                 for begins in self._accumulation.extensions.backward_begins:
                     begins(loss)
                 weighed = loss * self._ledger.micro.value() if self._ledger.micro.in_loss else loss
-                weighed.backward(**kwargs)  # its hooks (autograd/) bring the gradients to self._accumulation
+                weighed.backward(**kwargs)  # its hooks (autograd/) bring the gradients to core/backward.py
                 saw_pass(threading.get_ident())
                 if kwargs.get("gradient") is None:  # else the gradients are not of the loss itself
                     self._accumulation.record_loss(loss, LossFrom.PASS)

@@ -68,7 +68,9 @@ class Alone:
         """Raises RuntimeError if gradients are held back."""
 
     def check_droppable(self, slots: Sequence[Slot]) -> None:
-        """Before the open micro-batch's gradients are looked at: raises RuntimeError if only a part of it could be dropped."""
+        """Before the open micro-batch's gradients are looked at: raises RuntimeError if only a part of it could be dropped.
+        Returns when they can be read.
+        """
 
     def pass_ends(self, then: Callable[[], None]) -> None:
         """The pass is over: call ``then`` once the sums that go to other ranks have arrived from all of them."""

@@ -277,10 +277,9 @@ class Sums:
                 scale = to_device(_rescaling(members[0], divisor, coef), members[0].device)
                 block.cast_in_place_(members[0].stepped.dtype, scale, members, self.backend)
                 self.written(members, divisor, shown=True)
+                # The others' memory, too, has been written.
                 for slot in self.buffers.slots if self.written_by_layers else ():
-                    slot.prepared = (
-                        slot.prepared and slot.block is not block
-                    )  # the others' memory, too, has been written
+                    slot.prepared = slot.prepared and slot.block is not block
 
 
 def _rescaling(slot: Slot, divisor: Scalar, coef: Scalar) -> Scalar:

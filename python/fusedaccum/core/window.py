@@ -113,9 +113,7 @@ class MicroBatchState(Enum):
     """
 
     OPEN = auto()  # backward passes add to it
-    IDLE = (
-        auto()
-    )  # its block was left without a backward (by ``continue``): it counts for nothing, unless step() follows at once
+    IDLE = auto()  # its block was left without a backward (by ``continue``): counts for nothing, unless step() follows
     ADDED = auto()  # its gradients were held, judged and added: no more may follow
     REJECTED = auto()  # its gradients were held, judged and dropped: it is counted as one that is left out
 
@@ -185,14 +183,9 @@ class MicroBatch:
         return 1.0 if self.in_loss else self.factor
 
 
-REDUCED = (
-    "weight",
-    "micro_batches",
-    "dropped",
-    "nonfinite",
-    "void",
-)  # what is added up over the ranks that share a window
-COUNTED = ("micro_batches", "weight", "unweighed", "nonfinite")  # what commit() changes in a window
+# What is added up over the ranks that share a window; and what commit() changes in one.
+REDUCED = ("weight", "micro_batches", "dropped", "nonfinite", "void")
+COUNTED = ("micro_batches", "weight", "unweighed", "nonfinite")
 
 
 @dataclass

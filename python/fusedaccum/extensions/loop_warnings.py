@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from ..core.apply import Conclusion
     from ..core.window import MicroBatch
 
+LOW_PRECISION = attrgetter("low_precision")
+
 
 class LoopWarnings(Extension):
     """Looks at what the wrapper is called for, and changes nothing."""
@@ -25,9 +28,8 @@ class LoopWarnings(Extension):
         self._told: set[str] = set()
         self._divided: DividedTwice | None = None
         self._step_called: StepCalled | None = None
-        self._weighed: bool | None = (
-            None  # True if the micro-batch counted last, in the open window, was given a weight
-        )
+        # True if the micro-batch counted last, in the open window, was given a weight; None before the first.
+        self._weighed: bool | None = None
         self._not_zeroed = False  # True if the open window began where plain PyTorch would have gone on adding
 
     def _tell(self, what: str, message: str) -> None:
@@ -107,7 +109,7 @@ class LoopWarnings(Extension):
     def closing(self, end: Conclusion) -> None:
         divisor = 1.0 if end.window.empty else self.accumulation.ledger.divisor(end.window.weight)
         divides = isinstance(divisor, Tensor) or divisor != 1.0
-        if divides and not all(slot.low_precision for slot in end.slots):  # those hold the mean already
+        if divides and not all(map(LOW_PRECISION, end.slots)):  # those hold the mean already
             self._look_for_writes("which is divided after that")
 
     def window_closed(self) -> None:

@@ -59,9 +59,8 @@ class SkipMicroBatch(Extension):
     counts = True
 
     def __init__(self) -> None:
-        self._bad: dict[Slot, Tensor] | None = (
-            None  # gradients for which the open micro-batch is rejected, until p.grad shows one
-        )
+        # Gradients for which the open micro-batch is rejected, until p.grad shows one of them.
+        self._bad: dict[Slot, Tensor] | None = None
         self._hidden: list[tuple[Slot, Tensor | None]] = []  # what p.grad was
         self._instead = Instead.NOTHING
 
