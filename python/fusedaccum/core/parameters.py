@@ -58,9 +58,8 @@ def unhook(accumulation: Accumulation, slots: Iterable[Slot]) -> None:
 
 
 def let_go(accumulation: Accumulation) -> None:
-    """Have no parameters any more; the open window is dropped."""
+    """Have no parameters any more; the open window is dropped. Comes after ``end_open_pass()``."""
     accumulation.collector.drop()
-    accumulation.unhide()
     accumulation.ledger.drop_window()
     accumulation.sums.begin()  # the gradient that a closed window has left in p.grad is gone
     unhook(accumulation, accumulation.sums.buffers.slots)
