@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from fusedaccum.extensions import batch_norm as statistics
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import batch_norm
@@ -242,3 +243,23 @@ def test_ranks_keep_statistics_of_their_own_where_ddp_does_not_broadcast_them(wo
     for plain, ours in results:
         torch.testing.assert_close(ours, plain)
     assert not torch.equal(results[0][1]["running_mean"], results[1][1]["running_mean"])
+
+
+def noted(rank):
+    """True if this rank, which runs one micro-batch more than the rank before it, tells of a layer that is not pooled."""
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(statistics, "_noted", False)
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
+    opt = wrapped(model, "plain", reduction="none")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for number in range(rank + 1):
+            model(micro_batch(0, number)).square().mean().backward()
+        opt.step()
+    monkeypatch.undo()
+    return any("BatchNorm layer" in str(of.message) for of in told)
+
+
+def test_a_rank_notes_layers_left_out_after_several_micro_batches_of_its_own(worlds):
+    assert worlds(2).run(noted) == [False, True]

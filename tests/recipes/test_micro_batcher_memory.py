@@ -14,6 +14,7 @@ import torch
 from fusedaccum.core import adding
 from fusedaccum.core.extension import Extension, Extensions
 from out_of_memory import Net, Points, assert_close, batch, function, made, oracle, ran, sgd, weight
+from pairs import AddsToGrad
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -377,28 +378,9 @@ def twin_step(model):
     return twin
 
 
-class AddsToGrad(torch.autograd.Function):
-    """``x * weight``, whose backward adds to ``weight.grad`` where there is one, and takes that for its gradient."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x * weight
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        own = (grad * x).sum(0)
-        if weight.grad is None:
-            return grad * weight, own
-        weight.grad.add_(own)
-        own, weight.grad = weight.grad, None
-        return grad * weight, own
-
-
 def test_memory_that_runs_out_while_a_micro_batch_is_judged_whose_layer_has_added_it(monkeypatch):
     """Nobody can tell what the layer has added from what was there before: the whole batch is repeated."""
-    p = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    p = nn.Parameter(torch.zeros(1, 3, dtype=torch.float64))
     opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), reduction="sum", nonfinite="skip_micro_batch")
     sums, judged = opt._accumulation.sums, []
     count = sums.count_nonfinite
@@ -418,4 +400,4 @@ def test_memory_that_runs_out_while_a_micro_batch_is_judged_whose_layer_has_adde
     samples = torch.arange(1.0, 9.0, dtype=torch.float64)[:, None].expand(8, 3).contiguous()
     fa.MicroBatcher(loss, opt, "auto").step(samples)
     assert len(judged) > 2
-    torch.testing.assert_close(p.detach(), -samples.mean(0))
+    torch.testing.assert_close(p.detach(), -samples.mean(0, keepdim=True))

@@ -38,7 +38,7 @@ def _of_inner(name: str) -> Any:
 class Wrapper(Optimizer):
     """An optimizer that stands for another one, ``.optimizer``, whose parameters' gradients it accumulates."""
 
-    # GradScaler.step() then calls our step() after an overflow too, so that the window keeps its boundary.
+    # torch.amp then calls our step() after an overflow too, so that the window keeps its boundary.
     _step_supports_amp_scaling = True
 
     def _build(self, optimizer: Optimizer, settings: Settings, seed: int | None, anew: bool = False) -> None:
@@ -121,7 +121,7 @@ class Wrapper(Optimizer):
         if inner is not None and name in self._of_extensions:
             setattr(self._of_extensions[name], name, value)
         elif not self._has(name) and hasattr(inner, name):
-            setattr(inner, name, value)  # where it is read: a noise_multiplier that a scheduler moves
+            setattr(inner, name, value)  # where it is read: a number that a scheduler moves
         else:
             super().__setattr__(name, value)
 
@@ -147,7 +147,7 @@ class Wrapper(Optimizer):
 
     @property
     def param_groups(self) -> Any:
-        """The inner optimizer's own. GradScaler reads them just before it looks for overflows in ``p.grad``: so must what a backward has
+        """The inner optimizer's own. torch.amp reads them just before it looks for overflows in ``p.grad``: so must what a backward has
         left to do, if nothing has signalled its end.
         """
         accumulation = self.__dict__.get("_accumulation")  # None: not built yet
