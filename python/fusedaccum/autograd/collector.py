@@ -150,7 +150,7 @@ class GradCollector:
 
     def check_hooked(self) -> None:
         """Raises RuntimeError if gradients may have gone past us."""
-        unhooked = self.unhooked
+        unhooked = self._queue.unhooked()
         if unhooked:
             raise RuntimeError(
                 f"parameter {unhooked[0].name} was converted to another dtype or device and back, or given or rid of a parametrization, "

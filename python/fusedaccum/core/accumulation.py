@@ -71,7 +71,8 @@ class Accumulation:
         """Raises RuntimeError if a parameter has changed, gradients have gone past the hooks, or sums are lost."""
         self.sums.check()
         self.collector.check_hooked()
-        grad_views.follow_copied(self.sums)
+        if self.sums.copied:
+            grad_views.follow_copied(self.sums)
 
     def begin_window(self, backward: bool = False) -> None:
         """``backward``: because a backward begins, for which plain PyTorch would leave what is in ``p.grad``."""
@@ -114,13 +115,14 @@ class Accumulation:
         ``in_loss``: the losses of its passes are multiplied by the weight.
         """
         ledger = self.ledger
-        if weight is None and self.idle_is_open and ledger.micro.weight is not None:
+        if self.idle_is_open and (weight is not None or ledger.micro.weight is None):
+            ledger.withdraw_micro_batch()
+        elif self.idle_is_open:
             ledger.micro.state = MicroBatchState.OPEN
             warn(
                 "a backward without a weight joins the micro-batch of a block, `with opt.micro_batch(weight=...)`, that had ended without "
                 "one; put the backward into its block, or give it a weight of its own"
             )
-        self.drop_idle()
         if weight is not None:
             for check in self.extensions.check_weight:
                 check(weight)
@@ -128,7 +130,8 @@ class Accumulation:
         if begins:
             self.updated = False
             self.unhide()
-            grad_views.follow_copied(self.sums)
+            if self.sums.copied:
+                grad_views.follow_copied(self.sums)
             self.drop_taken_away()
             if ledger.window is None:
                 self.begin_window(backward=True)
@@ -179,11 +182,8 @@ class Accumulation:
             # No backward has followed, so this step() is meant for it.
             grad_views.part_with_written(self.sums, self.settings.drop_in)
             self.begin_window()
-        nothing = not ledger.window.has_any
-        if ledger.micro is None and (
-            not caller_owned or (nothing and set(self.sums.slots_with_grad()) - self.ranks.shown_for_others)
-        ):
-            # One without gradients; or, if passes are counted and there was none, with gradients that were put into p.grad by hand.
+        if ledger.micro is None and (not caller_owned or (not ledger.window.has_any and self._gradients_by_hand())):
+            # One without gradients; or, if passes are counted and there was none, with those.
             ledger.begin_micro_batch()
         if ledger.micro is not None:
             try:
@@ -200,9 +200,14 @@ class Accumulation:
         if caller_owned:
             ledger.weigh_the_rest(weight)
 
+    def _gradients_by_hand(self) -> bool:
+        """Has other code put gradients into ``p.grad`` which no pass has brought?"""
+        return bool(set(self.sums.slots_with_grad()) - self.ranks.shown_for_others)
+
     def record_loss(self, loss: Scalar, source: LossFrom) -> None:
         """The loss of the open micro-batch, or of the one counted last. Raises RuntimeError if that has one already."""
-        self.passes.check_call()
+        for check in self.extensions.check_call:
+            check()
         for given in self.extensions.loss_given:
             given(loss, source)
 
@@ -220,10 +225,11 @@ class Accumulation:
         if not micro.passes and self.sums.normalized_by is None:
             # What was put into p.grad by hand may have taken the place of the window's sum; step() warns of that.
             grad_views.adopt_all(self.sums, self.sums.buffers.slots)
-        first, sent, held = window.empty, self.ranks.sent, self.ranks.holds_back
+        held = self.ranks.holds_back
+        alone = self.extensions.counted_alone and window.empty and not (self.ranks.sent or held or micro.partial)
         for ends in self.extensions.micro_batch_ends:
             ends(micro)
         self.ledger.commit(weight, held)
-        if first and not (micro.rejected or sent or held or micro.partial):
-            for alone in self.extensions.counted_alone:
-                alone(micro)
+        if alone and not micro.rejected:
+            for counted in self.extensions.counted_alone:
+                counted(micro)

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,6 @@ from ..warn import warn
 from .buffers import Slot
 from .closures import Evaluated, evaluates_itself, refused, required_by_step, takes_closure
 from .config import Settings
-from .extension import Extensions
 from .inner import is_patched
 from .window import Window, WindowState
 
@@ -211,27 +210,30 @@ class Closing:
 
     def apply_again(self) -> bool:
         """Go on with the window that a call closed before it raised. Returns False if there is none, or its gradient was dropped since."""
-        if not self.broke_off:
+        end = self._unapplied
+        if end is None or not self.broke_off:
             return False
-        assert self._unapplied is not None
-        self._apply(self._unapplied)
+        self._apply(end)
         return True
 
     @property
     def broke_off(self) -> bool:
         """Would the next call of :meth:`apply_again` apply a window?"""
-        return (
-            not self._accumulation.at_work and self._unapplied is not None and self._unapplied.begun == self._sums.begun
-        )
+        end = self._unapplied
+        return end is not None and end.begun == self._sums.begun and not self._accumulation.at_work
 
     def _apply(self, end: Conclusion) -> None:
         # When the inner optimizer raises, or anything after it, the next step() or flush() goes on from there.
         with self._inner_at_work():
-            applied = apply(end, self._inner, self._accumulation)
+            if end.state is WindowState.CLOSED:
+                end.applied = apply(end, self._inner, self._accumulation)
+                end.state = WindowState.STEPPED
+            for stepped in () if end.applied is False else self._extensions.stepped:
+                stepped(end.slots)
         if end.state < WindowState.BROADCAST:
-            self._accumulation.ranks.broadcast_params(applied)
+            self._accumulation.ranks.broadcast_params(end.applied)
             end.state = WindowState.BROADCAST
-        self._report(end, applied)
+        self._report(end, end.applied)
 
     @contextmanager
     def _inner_at_work(self) -> Iterator[None]:
@@ -297,54 +299,36 @@ def fp32_on(value: Scalar, device: torch.device) -> Tensor:
 
 
 def apply(end: Conclusion, inner: Any, accumulation: Accumulation) -> bool | Tensor:
-    """Step the inner optimizer with the window's gradient, unless that is to be skipped. Returns whether it was applied.
-
-    May be called again when the inner optimizer, or an extension after it, has raised.
-    """
-    if end.state is WindowState.CLOSED:
-        end.applied = step_all(end, inner, accumulation)
-        end.state = WindowState.STEPPED
-    if end.applied is not False:
-        tell_stepped(end, accumulation.extensions)
-    return end.applied
-
-
-def tell_stepped(end: Conclusion, extensions: Extensions) -> None:
-    for stepped in extensions.stepped:
-        stepped(end.slots)
-
-
-def step_all(end: Conclusion, inner: Any, accumulation: Accumulation) -> bool | Tensor:
-    """All of :func:`apply`, except telling the extensions that it has stepped."""
+    """Step the inner optimizer with the window's gradient, unless that is to be skipped. Returns whether it was applied."""
     sums, extensions = accumulation.sums, accumulation.extensions
-
-    def others_may_have_written(slots: Sequence[Slot]) -> None:
-        for may_have_written in extensions.others_may_have_written:
-            may_have_written(slots)
 
     fused = not end.finished and inner_scales(inner, end.slots)
     decided_there = fused and isinstance(end.skip, Tensor) and all(inner.state.get(slot.param) for slot in end.slots)
     decided_there = decided_there and sums.over_owners is None  # else it depends on what each rank steps
     if not decided_there and bool(end.skip):
         return False
-    others_may_have_written(())
+    for may_have_written in extensions.others_may_have_written:
+        may_have_written(())
     if not fused and not end.finished:
         sums.finish_(end.slots, end.divisor, end.coef)
         end.finished = True
-    # If each rank steps a part, all must ask, even those that cast nothing.
-    cast = [] if fused else [slot for slot in end.slots if slot.stepped.dtype == torch.float16]
-    if not all(finished(cast) for finished in extensions.finished):
-        return False
+    for finished in extensions.finished:
+        # If each rank steps a part, all must ask, even those that cast nothing.
+        cast = [] if fused else [slot for slot in end.slots if slot.stepped.dtype == torch.float16]
+        if not finished(cast):
+            return False
     applied = ~end.skip if decided_there and isinstance(end.skip, Tensor) else True
 
     def pre_hooks_have_run() -> None:
-        others_may_have_written(end.slots)
+        for may_have_written in extensions.others_may_have_written:
+            may_have_written(end.slots)
         if end.closure is not None:
             end.closure.begin(inner)
 
     def post_hooks_follow() -> None:  # which look at the model, and may raise
         end.applied, end.state = applied, WindowState.STEPPED
-        tell_stepped(end, extensions)
+        for stepped in extensions.stepped:
+            stepped(end.slots)
 
     try:
         if fused:
@@ -356,9 +340,15 @@ def step_all(end: Conclusion, inner: Any, accumulation: Accumulation) -> bool | 
             inner.found_inf = fp32_on(end.skip, device) if decided_there else None
         with extensions.inner_steps(end.slots):
             with among_hooks(inner, pre_hooks_have_run, post_hooks_follow):
-                step(inner, end, extensions)
+                once = functools.partial(step_once, inner, end.closure)
+                for step_inner in extensions.step_inner:
+                    if step_inner(end, once):
+                        break
+                else:
+                    once()
                 end.applied, end.state = applied, WindowState.STEPPED
-            others_may_have_written(())
+            for may_have_written in extensions.others_may_have_written:
+                may_have_written(())
     finally:
         for name in ("grad_scale", "found_inf") if fused else ():
             vars(inner).pop(name, None)
@@ -382,14 +372,6 @@ def among_hooks(
     finally:
         for handle in handles:
             handle.remove()
-
-
-def step(inner: Optimizer, end: Conclusion, extensions: Extensions) -> None:
-    """One step of the inner optimizer, in one call if no extension needs several."""
-    for step_inner in extensions.step_inner:
-        if step_inner(end, functools.partial(step_once, inner, end.closure)):
-            return
-    step_once(inner, end.closure)
 
 
 def step_once(inner: Optimizer, closure: Evaluated | None) -> None:

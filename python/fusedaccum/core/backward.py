@@ -38,22 +38,18 @@ class BackwardPasses:
         self._adds_before = 0  # of the open micro-batch, when the pass (or group of passes) under way began
         self._block: tuple[Scalar | None, bool, bool] = (None, False, False)  # what the latest grouped() gave to open()
 
-    def check_call(self) -> None:
-        """Raises RuntimeError if the wrapper is not to be called."""
-        accumulation = self._accumulation()
-        for check in accumulation.extensions.check_call:
-            check()
-
     def end_open_pass(self) -> None:
         """Every public call begins here: a pass that still seems open is over, or was broken off; ``p.grad`` is ours again."""
         accumulation = self._accumulation()
-        self.check_call()
+        for check in accumulation.extensions.check_call:
+            check()
         if within_backward():
             raise RuntimeError(
                 "the wrapper was called from inside a backward pass (by a hook?); call it when backward has returned"
             )
         accumulation.collector.end_open_pass()
-        self._tell_over()
+        for over in accumulation.extensions.passes_over:
+            over()
         if self._unfinished():
             self._break_off("was broken off by an exception (or its gradients were taken by torch.autograd.grad)")
         accumulation.unhide()
@@ -137,7 +133,8 @@ class BackwardPasses:
             accumulation.open(*self._block)  # again: one that was broken off has left nothing
         for begins in accumulation.extensions.pass_begins:
             begins(thread)
-        accumulation.sums.sum_again()
+        if accumulation.sums.normalized_by is not None:
+            accumulation.sums.sum_again()
         micro = accumulation.ledger.micro
         micro.passes += 1
         if not self.inside:
@@ -161,17 +158,13 @@ class BackwardPasses:
         accumulation = self._accumulation()
         if self.inside or accumulation.ledger.micro is None:
             return
-        self._tell_over()
+        for over in accumulation.extensions.passes_over:
+            over()
         if accumulation.holds:
             self._judge()
         accumulation.ranks.pass_ends(self._sums_are_shown)
         if accumulation.settings.schedule.caller_owned:
             accumulation.commit(None)
-
-    def _tell_over(self) -> None:
-        accumulation = self._accumulation()
-        for over in accumulation.extensions.passes_over:
-            over()
 
     def _sums_are_shown(self) -> None:
         accumulation = self._accumulation()

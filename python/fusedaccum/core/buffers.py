@@ -6,7 +6,7 @@ import itertools
 import weakref
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from operator import is_
+from operator import is_, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -16,11 +16,12 @@ from torch.nn import Parameter
 from .. import ops
 from ..ops.memory import is_dense, traits
 from ..parts import local_of
-from ..scalars import Scalar
+from ..scalars import Scalar, identity
 from .extension import Extensions
 from .grad_views import GradView, Part
 
 ALIGNMENT = 64  # elements: a cache line or more in every dtype, also after cast_in_place_() has halved their size
+PARAMS = itemgetter("params")
 NARROW_HEAD = 1 << 16  # elements that cast_in_place_() moves through a temporary before it can work in place
 
 
@@ -332,7 +333,7 @@ class Buffers:
         Nothing would divide the gradients of those that have none; norms would include others that nothing steps; and checkpoints know
         parameters by their places.
         """
-        found = [p for group in groups for p in group["params"]]
+        found = list(itertools.chain.from_iterable(map(PARAMS, groups)))
         if len(found) == len(self._in_groups) and all(map(is_, found, self._in_groups)):
             return  # nearly always, and in half the time of what is below
         for g, group in enumerate(groups):
@@ -355,6 +356,17 @@ class Buffers:
     def slots_with_grad(self) -> list[Slot]:
         """Slots whose parameter holds a gradient now."""
         return [slot for slot in self.slots if slot.holder.grad is not None]
+
+
+def by_divisor(slots: Iterable[Slot]) -> Iterable[list[Slot]]:
+    """The slots in groups that share a device, and a divisor of what their buffers hold."""
+    groups: dict[tuple, list[Slot]] = {}
+    group: list[Slot] = []
+    for slot in slots:
+        if not group or slot.divisor is not group[0].divisor or slot.device != group[0].device:
+            group = groups.setdefault((slot.device, identity(slot.divisor)), [])
+        group.append(slot)
+    return groups.values()
 
 
 def _set_aside(p: Parameter) -> int:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..engine import without_grad
 from ..ops.memory import address
 from ..parts import local_of
 from ..warn import warn
@@ -120,7 +119,6 @@ def notice_writes(sums: Sums, slot: Slot) -> None:
         slot.block.written()
 
 
-@without_grad
 def bring_back(sums: Sums) -> None:
     """Move buffers back into their blocks, if they lie elsewhere or are laid out unlike their parameters.
 
@@ -151,9 +149,12 @@ def part_with_written(sums: Sums, all_of_them: bool) -> None:
 
 def part_with_kept(sums: Sums) -> None:
     """Give the gradients that the optimizer keeps in its state memory of their own, before the buffers are written again."""
+    states = sums.states()
+    if not states:  # as nearly always
+        return
     memory = [(address(block.flat), address(block.flat) + block.flat.nbytes) for block in sums.buffers.blocks]
     seen: set[int] = set()
-    for state in sums.states():
+    for state in states:
         _set_apart(state, memory, seen)
 
 

@@ -140,14 +140,14 @@ class Ledger:
                 f"several backward() before one step() are parts of one micro-batch and share its weight{TERMS}"
             )
 
-    def late_weight(self, weight: Scalar | None) -> Scalar | None:
+    def late_weight(self, weight: Scalar) -> Scalar:
         """``step(weight=)``, checked. Raises ValueError if it comes too late."""
-        if weight is not None and self.reduction == "mean":
+        if self.reduction == "mean":
             raise ValueError(
                 "step(weight=) comes too late under reduction='mean': the weight scales the gradient as it is added; "
                 "use opt.backward(loss, weight=...) or `with opt.micro_batch(weight=...)`"
             )
-        return None if weight is None else checked_weight(weight)
+        return checked_weight(weight)
 
     def commit(self, late: Scalar | None, held: bool) -> None:
         """The micro-batch is over: count it, with the weight it was given, now or before. One that was rejected counts for nothing.
@@ -217,7 +217,7 @@ class Ledger:
 
     def complete(self) -> bool:
         """Is the window full, or does every call close it? (Reads a tensor weight, when the sum of weights decides.)"""
-        return self._complete(self.steps, self.window.weight)
+        return self._complete(self.window.steps(self.ranks), self.window.weight)
 
     @property
     def progress(self) -> dict[str, int | str]:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..scalars import Scalar, identity, to_device, widest
-from .buffers import Block, Slot
+from ..scalars import Scalar, to_device, widest
+from .buffers import Block, Slot, by_divisor
 
 
 @dataclass(eq=False)
@@ -59,11 +59,7 @@ class SquaredNorms:
         # A reading does not count if it covers more than is asked for, or a buffer that other code has written to since.
         readings = [reading for reading in known if self._still_true(reading, wanted)]
         covered = set().union(*(reading.covers for reading in readings))
-        missing: dict[tuple, list[Slot]] = {}
-        for slot in slots:
-            if slot not in covered:
-                missing.setdefault((slot.device, identity(slot.divisor)), []).append(slot)
-        for unread in missing.values():
+        for unread in by_divisor(slot for slot in slots if slot not in covered):
             sq_norm = ops.stats([slot.buffer for slot in unread], backend=self._backend).sq_norm
             readings.append(_Reading(sq_norm, unread[0].divisor, set()))
         device = slots[0].device if slots else torch.device("cpu")

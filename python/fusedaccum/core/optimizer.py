@@ -222,7 +222,7 @@ class AccumulatingOptimizer(Wrapper):
         self._accumulation.updated = False  # also where this raises
         try:
             self._not_inside("step()")
-            given = self._ledger.late_weight(weight)
+            given = None if weight is None else self._ledger.late_weight(weight)
             for run_step in self._accumulation.extensions.run_step:  # one at most
                 self._begin_step()
                 return run_step(self._closing, closure, given)

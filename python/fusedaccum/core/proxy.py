@@ -80,7 +80,8 @@ class Wrapper(Optimizer):
 
     def _follow_groups(self) -> None:
         """The groups have changed."""
-        self._accumulation.passes.check_call()
+        for check in self._accumulation.extensions.check_call:
+            check()
         extend(self._accumulation.extensions, self.settings, self.optimizer)
         named, slots = self._named(), self._sums.buffers.slots
         if len(named) >= len(slots) and all(slot.param is p for slot, p in zip(slots, named, strict=False)):
@@ -225,10 +226,13 @@ class Wrapper(Optimizer):
 
     def _check_groups(self) -> None:
         if not self._accumulation.at_work:  # when they may hold what it steps in place of parameters
-            self._sums.buffers.check_gathers(self.param_groups)
+            for recover in self._accumulation.extensions.recover:
+                recover()
+            self._sums.buffers.check_gathers(self.optimizer.param_groups)
 
     def _not_inside(self, call: str) -> None:
-        self._accumulation.passes.check_call()
+        for check in self._accumulation.extensions.check_call:
+            check()
         if self._accumulation.passes.inside:
             raise RuntimeError(
                 f"{call} was called inside micro_batch(), which holds one whole micro-batch; call it after the block"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from operator import attrgetter
 
 import torch
@@ -15,11 +14,11 @@ from .. import ops
 from ..engine import outside_graphs
 from ..scalars import Scalar, div, identity, to_device, to_device_of
 from . import grad_views
-from .buffers import Block, Buffers, Slot
+from .buffers import Block, Buffers, Slot, by_divisor
 from .extension import Extensions
 from .norms import SquaredNorms
 
-PLACED = attrgetter("placed")
+BUFFER, PLACED = attrgetter("buffer"), attrgetter("placed")
 
 
 class Sums:
@@ -66,9 +65,11 @@ class Sums:
     def written(self, slots: Sequence[Slot], divisor: Scalar, shown: bool = False) -> None:
         """``slots`` now hold a sum of ours divided by ``divisor``; ``shown``: ``p.grad`` shows it already, else it does from now on."""
         self.norms.invalidate(slots)
-        for block in {slot.block for slot in slots}:
-            block.written()
+        block: Block | None = None
         for slot in slots:
+            if slot.block is not block:
+                block = slot.block
+                block.written()
             slot.divisor, slot.prepared = divisor, False
             if not (shown or slot.shown is slot.buffer is slot.holder.grad):
                 slot.show(slot.buffer)
@@ -221,20 +222,14 @@ class Sums:
             by_device.setdefault(grad.device, []).append(grad)
         return sum(int(ops.stats(batch, backend=self.backend).nonfinite) for batch in by_device.values())
 
-    @contextmanager
-    def _dividing(self) -> Iterator[None]:
-        """The sums count as half divided within the block, and from then on if it raises: some results may have been written, so it must
-        not be repeated.
-        """
-        self.check_whole()
-        self.half_divided = True
-        yield
-        self.half_divided = False
-
     def divide_(self, slots: Sequence[Slot], divisor: Scalar, coef: Scalar = 1.0) -> None:
         """Make each buffer ``coef * sum / divisor``: one pass, or none if that changes nothing."""
-        with self._dividing():
-            self._divide_(slots, divisor, coef)
+        self.check_whole()
+        self.half_divided = (
+            True  # for good if this raises: some results may have been written, so it must not be repeated
+        )
+        self._divide_(slots, divisor, coef)
+        self.half_divided = False
 
     def normalize_(self, divisor: Scalar, factor: Scalar) -> None:
         """Make all sums ``factor * sum / divisor``; what is put into ``p.grad`` by hand from now on is taken to be so, too."""
@@ -243,18 +238,14 @@ class Sums:
 
     def sum_again(self) -> None:
         """After :meth:`normalize_`, a backward goes on with the sums: adopt what has been put into ``p.grad`` since."""
-        if self.normalized_by is not None:
-            grad_views.adopt_all(self, self.buffers.slots)
-            self.normalized_by = None
+        grad_views.adopt_all(self, self.buffers.slots)
+        self.normalized_by = None
 
     def _divide_(self, slots: Sequence[Slot], divisor: Scalar, coef: Scalar = 1.0) -> None:
-        calls: dict[tuple, list[Slot]] = {}
-        for slot in slots:
-            calls.setdefault((slot.device, identity(slot.divisor)), []).append(slot)
-        for members in calls.values():
+        for members in by_divisor(slots):
             scale = _rescaling(members[0], divisor, coef)
             if isinstance(scale, Tensor) or scale != 1.0:
-                ops.scale_([slot.buffer for slot in members], to_device(scale, members[0].device), backend=self.backend)
+                ops.scale_(list(map(BUFFER, members)), to_device(scale, members[0].device), backend=self.backend)
             self.written(members, divisor)
 
     def finish_(self, slots: Sequence[Slot], divisor: Scalar, coef: Scalar) -> None:
@@ -269,17 +260,19 @@ class Sums:
                 same.append(slot)
             else:
                 cast.setdefault(slot.block, []).append(slot)
-        with self._dividing():
-            self._divide_(same, divisor, coef)
-            for block, members in cast.items():
-                if len({identity(slot.divisor) for slot in members}) > 1:
-                    self._divide_(members, divisor)
-                scale = to_device(_rescaling(members[0], divisor, coef), members[0].device)
-                block.cast_in_place_(members[0].stepped.dtype, scale, members, self.backend)
-                self.written(members, divisor, shown=True)
-                # The others' memory, too, has been written.
-                for slot in self.buffers.slots if self.written_by_layers else ():
-                    slot.prepared = slot.prepared and slot.block is not block
+        self.check_whole()
+        self.half_divided = True  # as divide_() has it
+        self._divide_(same, divisor, coef)
+        for block, members in cast.items():
+            if len({identity(slot.divisor) for slot in members}) > 1:
+                self._divide_(members, divisor)
+            scale = to_device(_rescaling(members[0], divisor, coef), members[0].device)
+            block.cast_in_place_(members[0].stepped.dtype, scale, members, self.backend)
+            self.written(members, divisor, shown=True)
+            # The others' memory, too, has been written.
+            for slot in self.buffers.slots if self.written_by_layers else ():
+                slot.prepared = slot.prepared and slot.block is not block
+        self.half_divided = False
 
 
 def _rescaling(slot: Slot, divisor: Scalar, coef: Scalar) -> Scalar:

@@ -42,12 +42,11 @@ class Guard:
         @functools.wraps(before or getattr(type(inner), name))
         def guarded(*args: Any, **kwargs: Any) -> Any:
             check()
-            return (before or functools.partial(getattr(type(inner_now()), name), inner_now()))(*args, **kwargs)
-
-        def inner_now() -> Optimizer:
+            if before is not None:
+                return before(*args, **kwargs)
             optimizer = alive()
             assert optimizer is not None  # its attribute has been called
-            return optimizer
+            return getattr(type(optimizer), name)(optimizer, *args, **kwargs)
 
         @functools.wraps(guarded)
         def as_function(_: Optimizer, *args: Any, **kwargs: Any) -> Any:

@@ -54,7 +54,7 @@ class LoopWarnings(Extension):
     def micro_batch_ends(self, micro: MicroBatch) -> None:
         window, reduction = self.accumulation.ledger.window, self.accumulation.settings.reduction
         # Two are often of two losses.
-        if window.empty and window.index == 0 and window.length == micro.parts > 2 and micro.parts_alike:
+        if 2 < micro.parts == window.length and window.index == 0 and window.empty and micro.parts_alike:
             warn(
                 f"the first micro-batch had {micro.parts} backward passes, and accum_steps={micro.parts} such micro-batches make a window: "
                 f"is step() called only after every {micro.parts} (`if (i + 1) % {micro.parts} == 0:`)? Call it after each; it counts. "
@@ -101,16 +101,19 @@ class LoopWarnings(Extension):
             )
 
     def window_goes_on(self) -> None:
-        self._look_for_writes("to which more micro-batches are added")
+        if self.accumulation.sums.written_by_user:
+            self._tell_written("to which more micro-batches are added")
 
     def flush_begins(self) -> None:
         warn_if_never_stepped(self.accumulation.ledger)
 
     def closing(self, end: Conclusion) -> None:
-        divisor = 1.0 if end.window.empty else self.accumulation.ledger.divisor(end.window.weight)
-        divides = isinstance(divisor, Tensor) or divisor != 1.0
-        if divides and not all(map(LOW_PRECISION, end.slots)):  # those hold the mean already
-            self._look_for_writes("which is divided after that")
+        if self.accumulation.sums.written_by_user and not all(
+            map(LOW_PRECISION, end.slots)
+        ):  # those hold the mean already
+            divisor = 1.0 if end.window.empty else self.accumulation.ledger.divisor(end.window.weight)
+            if isinstance(divisor, Tensor) or divisor != 1.0:
+                self._tell_written("which is divided after that")
 
     def window_closed(self) -> None:
         if self._not_zeroed:
@@ -124,12 +127,11 @@ class LoopWarnings(Extension):
         if self._divided is not None:
             self._divided.closed = end.window.micro_batches
 
-    def _look_for_writes(self, so: str) -> None:
-        """Warn if other code has written to the sums that ``p.grad`` shows as if they were this micro-batch's, or a mean."""
-        if self.accumulation.sums.written_by_user:
-            self._tell(
-                "written",
-                "p.grad was written to (by clip_grad_norm_, zero_grad(set_to_none=False) or p.grad = ...?), but it is the window's "
-                f"sum, {so}. Instead, clip with max_grad_norm= or after opt.normalize_(), zero with opt.zero_grad(), add gradients of "
-                "your own with torch.autograd.backward(parameters, gradients), or divide the losses yourself under reduction='none'.",
-            )
+    def _tell_written(self, so: str) -> None:
+        """Other code has written to the sums that ``p.grad`` shows as if they were this micro-batch's, or a mean."""
+        self._tell(
+            "written",
+            "p.grad was written to (by clip_grad_norm_, zero_grad(set_to_none=False) or p.grad = ...?), but it is the window's "
+            f"sum, {so}. Instead, clip with max_grad_norm= or after opt.normalize_(), zero with opt.zero_grad(), add gradients of "
+            "your own with torch.autograd.backward(parameters, gradients), or divide the losses yourself under reduction='none'.",
+        )

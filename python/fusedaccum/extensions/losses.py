@@ -119,14 +119,7 @@ class Losses(Extension):
 
     # -- micro-batches and windows -----------------------------------------------------------------------------
 
-    def window_opened(self) -> None:
-        self._forget_window()
-
-    def window_dropped(self) -> None:
-        self._forget_window()
-
-    def window_closed(self) -> None:
-        self._forget_window()
+    window_opened = window_dropped = window_closed = _forget_window
 
     def micro_batch_opened(self) -> None:
         self._micro, self._by_caller, self._passes = None, False, 0
