@@ -83,6 +83,8 @@ ON = {
     "Raise": On({"nonfinite": "raise"}),
     "NormSpike": On({"skip_norm": 1e6}),
     "LossScale": On(scaler=True),
+    "RunningMeans": On({"buffer_dtype": None}),
+    "RandomRounding": On({"buffer_dtype": None, "rounding": "stochastic"}),
     "BatchNormStats": On(prepare=fa.accumulate_batchnorm),
     "InPlaceLayers": On(sums=True, prepare=add_in_place),
     "MainGrads": On(sums=True, prepare=mark),

@@ -20,6 +20,7 @@ from .extensions.lbfgs import EvaluatedWindows
 from .extensions.loop_warnings import LoopWarnings
 from .extensions.loss_scale import LossScale
 from .extensions.losses import Losses
+from .extensions.low_precision import RandomRounding, RunningMeans
 from .extensions.main_grad import MainGrads
 from .extensions.master_weights import MasterWeights
 from .extensions.noise_scale import NoiseScale
@@ -51,6 +52,8 @@ FEATURES: list[tuple[Callable[[Settings, Optimizer], bool], type[Extension]]] = 
     (lambda settings, _: settings.nonfinite == "raise", Raise),
     (lambda settings, _: settings.skip_norm is not None, NormSpike),
     (always, LossScale),  # divides after Losses, and reports over what the three above have
+    (lambda settings, _: settings.buffer_dtype is None or settings.buffer_dtype.itemsize < 4, RunningMeans),
+    (lambda settings, _: settings.rounding == "stochastic", RandomRounding),
     (always, BatchNormStats),
     (always, BatchNormsLeftOut),
     (always, InPlaceLayers),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-OLDER = (3, 4)  # formats
+OLDER = (3, 4, 5)  # formats
 UNIT = {"unit", "unit_lost", "overflowed"}
 LOSSES = {"loss", "raw_loss", "known_loss", "losses", "unrecorded", "loss_by_backward", "told"}
 SMALL = {"sq_norm": "small_sq_norm", "weight": "small_weight", "square": "small_square"}
@@ -13,12 +13,27 @@ SMALL = {"sq_norm": "small_sq_norm", "weight": "small_weight", "square": "small_
 def as_now(own: dict[str, Any], written_as: int | None) -> dict[str, Any]:
     """``own``, in today's format. What is of no format that is known stays as it is, to be refused.
 
-    Format 4 kept the state of the micro-batch as two booleans; format 3 also what extensions need among the numbers of the window and the
-    micro-batch.
+    Format 5 kept what random rounding needs beside the wrapper's own; format 4 the state of the micro-batch as two booleans; format 3 also
+    what extensions need among the numbers of the window and the micro-batch.
     """
     if written_as not in OLDER:
         return own
-    own = _as_4(own) if written_as == 3 else own
+    for format, following in ((3, _as_4), (4, _as_5), (5, _as_6)):
+        own = following(own) if written_as <= format else own
+    return own
+
+
+def _as_6(own: dict[str, Any]) -> dict[str, Any]:
+    micro, rounding = own["micro_batch"], {name: own[name] for name in ("seed", "draws")}
+    return {
+        **_without(own, {*rounding}),
+        "format": 6,
+        "micro_batch": micro and _without(micro, {"divisor"}),
+        **({} if rounding["seed"] is None else {"rounding": rounding}),
+    }
+
+
+def _as_5(own: dict[str, Any]) -> dict[str, Any]:
     micro = own["micro_batch"]
     return {
         **own,

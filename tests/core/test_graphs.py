@@ -156,7 +156,7 @@ def test_what_waits_cannot_be_recorded(settings, weight):
 
 
 def test_random_numbers_drawn_on_the_host_cannot_be_recorded(monkeypatch):
-    monkeypatch.setattr("fusedaccum.core.adding.capturing", lambda device: True)
+    monkeypatch.setattr("fusedaccum.extensions.low_precision.capturing", lambda device: True)
     settings = {"buffer_dtype": None, "rounding": "stochastic"}
     training = Training(model(torch.bfloat16).to(DEVICE), sgd, settings)
     with pytest.raises(RuntimeError, match=r"rounding='stochastic' cannot be captured.*would draw the same numbers"):

@@ -80,3 +80,17 @@ def test_a_micro_batch_that_was_open_in_format_4_goes_on():
     opt.step()
     assert torch.equal(p, q)
     assert opt.last_window.loss.item() == pytest.approx(sum((1 + i) * 4 * saved["p"][0].item() for i in (3, 4, 5)) / 3)
+
+
+def test_a_micro_batch_that_was_open_in_format_5_is_rounded_as_where_it_was_saved():
+    """A micro-batch of weight 2 was in, and a part of one of weight 3; the rest of that, and one of weight 1, had followed."""
+    saved = torch.load(OF.parent / "57349e1/rounding.pt")
+    params = [torch.nn.Parameter(p) for p in saved["params"]]
+    opt = fa.AccumulatingOptimizer(
+        torch.optim.SGD(params, lr=1.0), 3, buffer_dtype=None, rounding="stochastic", backend="reference"
+    )
+    opt.load_state_dict(saved["opt"])
+    for value, weight in ((0.11, 3), (0.01, 1)):
+        opt.backward(sum((p * value).float().sum() for p in params), weight=weight)
+        opt.step()
+    assert all(map(torch.equal, params, saved["after"]))

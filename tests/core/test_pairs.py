@@ -12,7 +12,10 @@ ELSEWHERE = {
     "DataParallel",  # needs other ranks: tests/distributed
     *("BatchNormsLeftOut", "ChangingParameters", "InnerGuard", "LoopWarnings"),  # look on in each of these pairs
 }
-REFUSED = {("SkipMicroBatch", "MainGrads"), ("Raise", "MainGrads")}  # which layers' gradients are not seen by
+REFUSED = {
+    *(("SkipMicroBatch", "MainGrads"), ("Raise", "MainGrads")),  # the first do not see those layers' gradients
+    *(("RunningMeans", "MasterWeights"), ("RandomRounding", "MasterWeights")),  # which takes FP32 gradients
+}
 
 
 def test_every_feature_can_be_turned_on_here():

@@ -29,10 +29,8 @@ class Accumulation:
 
     Args:
         settings: of the wrapper. extensions: of the wrapper, not attached yet.
-        seed: of the stochastic rounding of 16-bit buffers, below 2**53, and the same on all ranks; None rounds to nearest.
 
     Attributes:
-        rank: is added to the seed.
         wants_norm, counts, holds: as the extensions have them; the norm is also wanted for clipping.
         step_under_way: has a step() ended the micro-batch counted last, and not returned?
         inner_call: the call in which the inner optimizer steps, or another of its methods runs.
@@ -40,7 +38,7 @@ class Accumulation:
         rejected: the parameters whose gradients micro-batches were rejected for since the last ``step()``, by name.
     """
 
-    def __init__(self, settings: Settings, seed: int | None, extensions: Extensions):
+    def __init__(self, settings: Settings, extensions: Extensions):
         self.reference: Any = weakref.ref(self)  # for what this holds; of a proxy, none can be made
         self.settings, self.extensions = settings, extensions
         self.sums = Sums(settings.buffer_dtype, extensions, settings.backend)
@@ -51,7 +49,6 @@ class Accumulation:
         self.holds = any(e.holds for e in extensions.all)
         self.passes = BackwardPasses(self)
         self.collector = GradCollector(self.passes, hold=self.holds)
-        self.seed, self.rank = seed, 0
         self.step_under_way = False
         self.inner_call: FrameType | None = None
         self.updated: bool | Tensor = False

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..autograd.streams import capturing
 from ..engine import without_grad
 from ..scalars import Scalar, div, identity, to_device, widest
 from ..scalars import add as add_scalars
@@ -22,8 +21,6 @@ from .buffers import Slot
 
 if TYPE_CHECKING:
     from .accumulation import Accumulation
-
-DRAWS_APART = 1 << 44  # random numbers set aside for one add of all parameters, when rounding stochastically
 
 
 def add(accumulation: Accumulation, slots: Sequence[Slot], grads: Sequence[Tensor]) -> None:
@@ -47,18 +44,21 @@ def add(accumulation: Accumulation, slots: Sequence[Slot], grads: Sequence[Tenso
             for slot, grad in zip(slots, grads, strict=True)
         ]
     scale = contribution(accumulation, micro.factor_left())
-    for (device, first, narrow, *_), members, theirs in one_call_each(slots, grads, measure):
-        divisor = _running_divisor(accumulation) if narrow else 1.0
-        here = scale * members[0].averaged_by
+    for (device, first, *_), members, theirs in one_call_each(slots, grads, measure):
+        here, divisor, rounding = scale * members[0].averaged_by, 1.0, None
+        for as_mean in extensions.as_mean:
+            here, divisor = as_mean(members, here)
+        for rounds in extensions.rounding:
+            rounding = rounds(members)
         stats = _room_for_stats(members[0]) if measure else None
         try:
             members[0].ops.accumulate_(
                 [slot.buffer for slot in members],
                 theirs,
-                to_device(div(here, divisor) if narrow else here, device),
+                to_device(here, device),
                 overwrite=first,
                 decay=1.0 if first else to_device(div(members[0].divisor, divisor), device),
-                rounding=_rounding(accumulation, members) if narrow else None,
+                rounding=rounding,
                 stats=stats,
                 backend=sums.backend,
             )
@@ -99,7 +99,7 @@ def contribution(accumulation: Accumulation, scale: Scalar) -> Scalar:
 
 def takes_directly(accumulation: Accumulation, slot: Slot) -> bool:
     """True if the pass that is running here has a gradient for the slot's ``p.grad`` that may be added at once, unseen, for good."""
-    seen_whole = accumulation.holds or slot.low_precision or slot.private or slot.part is not None
+    seen_whole = accumulation.holds or slot.half_precision or slot.private or slot.part is not None
     micro = accumulation.ledger.micro
     again = micro is not None and micro.repeatable
     return not (seen_whole or again) and accumulation.collector.accumulates(slot)
@@ -153,29 +153,6 @@ def count_nonfinite(accumulation: Accumulation) -> None:
     micro.counts = []
 
 
-def _running_divisor(accumulation: Accumulation) -> Scalar:
-    """The divisor of the open micro-batch, fixed when its first gradients were added."""
-    micro = accumulation.ledger.micro
-    if micro.divisor is None:
-        micro.divisor = accumulation.ledger.running_divisor()
-    return micro.divisor
-
-
-def _rounding(accumulation: Accumulation, slots: Sequence[Slot]) -> ops.StochasticRounding | None:
-    if accumulation.seed is None:
-        return None
-    if capturing(slots[0].device):
-        raise RuntimeError(
-            "rounding='stochastic' cannot be captured in a CUDA graph: every replay would draw the same numbers; "
-            "use rounding='nearest', or FP32 buffers (buffer_dtype=torch.float32)"
-        )
-    counters = [(slot.draws * DRAWS_APART + slot.before) % (1 << 64) for slot in slots]
-    for slot in slots:
-        slot.draws += 1
-    # Ranks draw different numbers: with equal ones, their rounding errors would add up, and not average out.
-    return ops.StochasticRounding(accumulation.seed + (accumulation.rank if slots[0].part is None else 0), counters)
-
-
 def _room_for_stats(slot: Slot) -> ops.Stats:
     new = functools.partial(torch.empty, (), device=slot.device)  # no kernels that fill with zeros what is overwritten
     return ops.Stats(new(dtype=widest(slot.device)), new(dtype=torch.int64))
@@ -184,7 +161,7 @@ def _room_for_stats(slot: Slot) -> ops.Stats:
 def one_call_each(
     slots: Sequence[Slot], grads: Sequence[Tensor], measure: bool
 ) -> Iterator[tuple[tuple, Sequence[Slot], Sequence[Tensor]]]:
-    """Each call that an add takes: ``(gradients' device, first touch, narrow, divisor, averaged by, ...)``, its slots and its gradients.
+    """Each call that an add takes: ``(gradients' device, first touch, ...)``, its slots and its gradients.
 
     ``measure``: are norms taken? They can be added up over the ranks only for parts that are laid out alike.
     """
@@ -193,7 +170,7 @@ def one_call_each(
         slot, first = slots[i], slots[i].shown is None
         # After normalize_(), parameters that no pass has reached since still hold a mean.
         divisor, layout = None if first else identity(slot.divisor), slot.layout if measure else None
-        key = (slot.made_for.device, first, slot.low_precision, divisor, slot.averaged_by, layout, slot.part is None)
+        key = (slot.made_for.device, first, slot.half_precision, divisor, slot.averaged_by, layout, slot.part is None)
         calls.setdefault(key, []).append(i)
     if len(calls) == 1:  # as nearly always
         yield next(iter(calls)), slots, grads

@@ -61,7 +61,6 @@ class Slot:
     dtype: torch.dtype  # of the buffer
     device: torch.device  # of the buffer
     index: int = field(init=False)  # position among the optimizer's parameters, each counted once
-    before: int = field(init=False)  # random numbers that an add reserves for the parameters before it
     block: Block = field(init=False)
     buffer: Tensor = field(init=False)
     offset: int = field(init=False)  # of the buffer in its block, in elements
@@ -69,12 +68,11 @@ class Slot:
     placed: bool = False  # does it have a block and a buffer?
     relaid: bool = False  # does the parameter now have other strides than the buffer?
     shown: Tensor | None = None  # what we last put into holder.grad; anything else there is the user's
-    divisor: Scalar = 1.0  # 16-bit buffers hold the sum divided by this (a running mean); wider ones the sum
+    divisor: Scalar = 1.0  # the buffer holds the sum divided by this
     prepared: bool = False  # has an extension filled the buffer, and nothing written to it since?
     main_grad_enabled: bool = False  # do extensions see its gradients before they are queued? (C++ reads it.)
     private: bool = False  # is the buffer out of other code's reach, as p.grad does not show it? Its adds may end late
     ops: Any = ops  # has the accumulate_() that adds to the buffer, and the cast_() from there to the parameter
-    draws: int = 0  # adds so far, each of which draws its own random numbers when rounding stochastically
     their_grad_dtype: torch.dtype | None = None  # what the parameter's grad_dtype was before it became ours
     frees_grad: bool = False  # has it been made None, which allows any?
 
@@ -91,7 +89,7 @@ class Slot:
 
     def set_dtype(self, dtype: torch.dtype) -> None:
         """Set the dtype of the buffer, which has not been allocated yet."""
-        self.dtype, self.low_precision = dtype, dtype.itemsize < 4
+        self.dtype, self.half_precision = dtype, dtype.itemsize < 4
 
     def show(self, grad: Tensor | None) -> None:
         """Make ``p.grad`` this tensor of ours."""
@@ -275,10 +273,8 @@ class Buffers:
     def _set(self, slots: Sequence[Slot]) -> None:
         self.slots[:] = slots
         self.of.clear()
-        before = 0
         for index, slot in enumerate(slots):
-            slot.index, slot.before = index, before
-            before += _set_aside(slot.param)
+            slot.index = index
             self.of[slot.param] = slot
         self._in_groups = []
         self.has_parts = any(slot.part is not None for slot in slots)
@@ -367,8 +363,3 @@ def by_divisor(slots: Iterable[Slot]) -> Iterable[list[Slot]]:
             group = groups.setdefault((slot.device, identity(slot.divisor)), [])
         group.append(slot)
     return groups.values()
-
-
-def _set_aside(p: Parameter) -> int:
-    """Random numbers for an add of this parameter: one per element, rounded up to blocks of 8, so that kernels draw each block once."""
-    return -(-local_of(p).numel() // 8) * 8

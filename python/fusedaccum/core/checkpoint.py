@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .proxy import Wrapper
 
 KEY = "fusedaccum"
-FORMAT = 5
+FORMAT = 6
 UNSAVED = {"counts", "in_place", "nested", "repeatable", "partial"}  # what lasts no longer than a pass
 
 
@@ -50,8 +50,6 @@ def save(opt: Wrapper) -> dict[str, Any]:
         "buffers": {slot.index: _saved(slot) for slot in gathered},
         "changed_by_user": sums.changed_by_user,
         "unseen": sorted(slot.index for slot in ranks.shown_for_others),
-        "seed": accumulation.seed,
-        "draws": [slot.draws for slot in sums.buffers.slots],
         **{key: e.save() for key, e in opt._accumulation.extensions.saved.items()},
         "schedule": None if adaptive is None else adaptive.state_dict(),
     }
@@ -145,10 +143,6 @@ def load(opt: Wrapper, own: dict[str, Any]) -> None:
     sums.changed_by_user = own["changed_by_user"]
     sums.norms.load(own["norms"], slots)
     opt._accumulation.ranks.shown_for_others.update(slots[index] for index in own["unseen"])
-    if None not in (opt._accumulation.seed, own["seed"]):  # saved and loaded with stochastic rounding
-        opt._accumulation.seed = own["seed"]
-    for slot, draws in zip(slots, own["draws"], strict=True):
-        slot.draws = draws
     for key, extension in opt._accumulation.extensions.saved.items():
         if key in own:
             extension.load(own[key])

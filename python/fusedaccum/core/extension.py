@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ..distributed.group import Group
+    from ..ops import StochasticRounding
     from ..scalars import Scalar
     from .accumulation import Accumulation
     from .apply import Closing, Conclusion
@@ -181,6 +182,14 @@ class Extension:
     def scale(self, scale: Scalar) -> Scalar:
         """What to multiply the open micro-batch's gradients by, in place of ``scale``."""
         return scale
+
+    def as_mean(self, slots: Sequence[Slot], scale: Scalar) -> tuple[Scalar, Scalar]:
+        """What to multiply the gradients of ``slots`` by, in place of ``scale``, and what their sums are divided by in the buffers."""
+        return scale, 1.0
+
+    def rounding(self, slots: Sequence[Slot]) -> StochasticRounding | None:
+        """How an add to the buffers of ``slots`` rounds; None for to nearest."""
+        return None
 
     def added_already(self, slot: Slot, grad: Tensor | None) -> bool:
         """True if the slot's gradient is in its buffer, so that ``grad``, which autograd brings, is none. It may be used by other code.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..scalars import Scalar, add, checked_weight, or_one
+from ..scalars import Scalar, add, checked_weight
 from .window import MicroBatch, Schedule, Window
 
 if TYPE_CHECKING:
@@ -257,18 +257,6 @@ class Ledger:
     def divisor(self, weight: Scalar) -> Scalar:
         """What the sum is divided by in a window of this weight."""
         return 1.0 if self.reduction == "none" else weight
-
-    def running_divisor(self) -> Scalar:
-        """What 16-bit buffers are divided by after the open micro-batch: they hold a mean, which cannot overflow if the window's fits."""
-        if self.reduction == "none":
-            return 1.0
-        if self.mixes_ranks:
-            # Must be the same on all ranks, as their weights (which are in the gradients) are not: those that hold the same part have to
-            # round alike.
-            return self.ranks * (self.steps + 1.0)
-        if self.reduction == "sum":
-            return self.window.micro_batches + 1.0
-        return or_one(add(self.window.weight, self.micro.value()))
 
     def divisor_at_end(self) -> Scalar:
         """The divisor of the window that ends with the open micro-batch, or has ended before it.

@@ -115,11 +115,11 @@ class AccumulatingOptimizer(Wrapper):
             shard=shard,
             noise_scale=noise_scale,
             skip_norm=skip_norm,
+            seed=int(torch.randint(2**53, (), device="cpu")) if rounding == "stochastic" else None,
         )
         check_optimizer(optimizer, settings, AccumulatingOptimizer)
         features.check(settings, optimizer)
-        seed = int(torch.randint(2**53, (), device="cpu")) if rounding == "stochastic" else None
-        self._build(optimizer, settings, seed)
+        self._build(optimizer, settings)
         for newly_wrapped in self._accumulation.extensions.newly_wrapped:
             newly_wrapped()
 
@@ -418,7 +418,7 @@ class AccumulatingOptimizer(Wrapper):
             checkpoint.check(self, own)
         if any(outdated() for outdated in self._accumulation.extensions.outdated):
             let_go(self._accumulation)
-            self._build_anew(self._accumulation.seed)
+            self._build_anew()
         with self._accumulation.extensions.inner_steps(()):
             self.optimizer.load_state_dict({k: v for k, v in state_dict.items() if k != checkpoint.KEY})
         self._accumulation.ranks.forget_others(self.state)

@@ -23,7 +23,7 @@ from .window import Schedule
 # The wrapper's own attributes, beside those whose names begin with an underscore.
 OURS = {"optimizer", "settings"}
 # Its arguments, which are fixed once it is made.
-ARGUMENTS = {field.name for of in (Settings, Schedule) for field in fields(of)} - {"schedule"}
+ARGUMENTS = {field.name for of in (Settings, Schedule) for field in fields(of)} - {"schedule", "seed"}
 
 
 def _of_inner(name: str) -> Any:
@@ -41,11 +41,11 @@ class Wrapper(Optimizer):
     # torch.amp then calls our step() after an overflow too, so that the window keeps its boundary.
     _step_supports_amp_scaling = True
 
-    def _build(self, optimizer: Optimizer, settings: Settings, seed: int | None, anew: bool = False) -> None:
+    def _build(self, optimizer: Optimizer, settings: Settings, anew: bool = False) -> None:
         # Optimizer.__init__ is not run: groups, state, defaults and hooks are the inner optimizer's (see __getattr__).
         self.optimizer = optimizer
         self.settings = settings
-        self._accumulation = Accumulation(settings, seed, extensions_for(settings, optimizer))
+        self._accumulation = Accumulation(settings, extensions_for(settings, optimizer))
         self._accumulation.extensions.attach(self._accumulation, optimizer)
         self._ledger, self._sums = self._accumulation.ledger, self._accumulation.sums
         if not type(optimizer).__module__.startswith("torch.optim."):  # PyTorch's own keep copies of gradients
@@ -213,16 +213,16 @@ class Wrapper(Optimizer):
         self.optimizer, self.settings = state["optimizer"], state["settings"]
         if state["scales"]:
             self.optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
-        self._build_anew(state["own"]["seed"])
+        self._build_anew()
         checkpoint.load(self, state["own"])
         self._closing.last_window, self._accumulation.updated = state["last"]
 
-    def _build_anew(self, seed: int | None) -> None:
+    def _build_anew(self) -> None:
         """Build the wrapper again, for parameters that were replaced, or have changed, since the optimizer was wrapped."""
         for group in self.param_groups:
             for p in group["params"]:
                 p.grad = None  # a plain tensor's copy has a copy of the gradient; ours is in the window
-        self._build(self.optimizer, self.settings, seed, anew=True)
+        self._build(self.optimizer, self.settings, anew=True)
 
     def _check_groups(self) -> None:
         if not self._accumulation.at_work:  # when they may hold what it steps in place of parameters

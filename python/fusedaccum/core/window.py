@@ -141,7 +141,6 @@ class MicroBatch:
     in_loss: bool = False  # has the loss been multiplied by the weight, so that the gradient comes with it?
     last: bool = False  # has the caller said that the window ends with it?
     adds: int = 0  # calls that have added part of it; after one, a weight comes too late
-    divisor: Scalar | None = None  # of 16-bit buffers, once it is in them
     nonfinite: Scalar = 0  # elements that were not finite, as far as they were counted
     counts: list[Tensor] = field(default_factory=list)  # counts that are not part of ``nonfinite`` yet
     passes: int = 0  # outermost backward passes

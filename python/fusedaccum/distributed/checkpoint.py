@@ -170,7 +170,7 @@ def _saved(opt: AccumulatingOptimizer) -> dict[str, Any]:
     slots, of_state = opt._sums.buffers.slots, _slots_of_state(opt, state["param_groups"])
     mine["divisors"] = {index: saved["divisor"] for index, saved in own["buffers"].items()}
     mine["shards"] = [slot.index for slot in slots if slot.part is not None]
-    mine["narrow"] = [slot.index for slot in slots if slot.low_precision]
+    mine["narrow"] = [slot.index for slot in slots if slot.half_precision]
     mine["apart"] = [
         f"{name!r} of parameter {of_state[index].name}"
         for index, entry in state["state"].items()
@@ -189,7 +189,7 @@ def _saved(opt: AccumulatingOptimizer) -> dict[str, Any]:
     tensors |= {f"{key}.{index}": tensor for key in by_parameter for index, tensor in own[key].items()}
     for index, saved in own["buffers"].items():
         # 16-bit buffers hold means, and each rank has its own divisor. As sums in FP32 they make one tensor, and round to the same bits.
-        value = saved["sum"].float() * float(saved["divisor"]) if slots[index].low_precision else saved["sum"]
+        value = saved["sum"].float() * float(saved["divisor"]) if slots[index].half_precision else saved["sum"]
         tensors[f"sums.{index}.{number if slots[index].part is None else 0}"] = value
     header = {
         "format": own["format"],

@@ -24,7 +24,7 @@ from .ddp import Replicas, replicas_of
 from .fsdp2 import FullySharded
 from .fsdp2_passes import FSDP2Passes
 from .ranks import Ranks, modules_of
-from .shards import ShardHolder, fsdp1, is_flattened, is_shard, over_meshes
+from .shards import ShardHolder, fsdp1, is_flattened, is_shard
 
 if TYPE_CHECKING:
     from ..core.config import Settings
@@ -108,10 +108,6 @@ class DataParallel(Extension):
                     raise ValueError(
                         f"{name}={value} is for windows that ranks share, but there is no process_group; leave it out"
                     )
-        if accumulation.seed is not None:
-            seed = int(accumulation.ranks.least(accumulation.seed))  # replicas of a shard round alike
-            accumulation.seed = over_meshes("MIN", seed, accumulation.sums.buffers.slots)
-            accumulation.rank = accumulation.ranks.rank
 
     def parameters_changed(self, new: Sequence[Slot]) -> None:
         self._checked = False

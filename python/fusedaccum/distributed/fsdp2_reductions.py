@@ -36,7 +36,7 @@ class Reductions:
         self._warned = False
         slots = [slot for members in groups.values() for slot in members]
         self._wide = {
-            id(s.param): s for s in slots if not s.low_precision and s.dtype.itemsize > s.param.dtype.itemsize
+            id(s.param): s for s in slots if not s.half_precision and s.dtype.itemsize > s.param.dtype.itemsize
         }
         for group in groups:
             self._read_divisor(group)
@@ -94,7 +94,7 @@ class Reductions:
         for group, members in self._groups.items():
             summed = group.mp_policy.reduce_dtype or group.mp_policy.param_dtype or members[0].param.dtype
             rounded = [
-                slot.name for slot in members if slot in slots and not slot.low_precision and summed.itemsize < 4
+                slot.name for slot in members if slot in slots and not slot.half_precision and summed.itemsize < 4
             ]
             if rounded:
                 return warn(

@@ -245,7 +245,7 @@ class Ranks(Alone, Extension):
         _, with_grad, stale = self._totals()
         self.reduce_buckets.send_stale(stale)
         # Narrow buffers have not been sent yet: what one without a gradient here holds is meaningless.
-        self.reduce_buckets.show([slot for slot in with_grad if not slot.low_precision])
+        self.reduce_buckets.show([slot for slot in with_grad if not slot.half_precision])
         self._shown = True
 
     def _totals(self, *mine: float) -> tuple[list[float], list[Slot], list[float]]:

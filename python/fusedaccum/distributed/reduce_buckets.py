@@ -51,8 +51,8 @@ class ReduceBucket:
         return self.block.flat[first.offset : last.offset + last.buffer.numel()]
 
     @property
-    def low_precision(self) -> bool:
-        return self.slots[0].low_precision
+    def half_precision(self) -> bool:
+        return self.slots[0].half_precision
 
 
 @dataclass
@@ -139,7 +139,7 @@ class ReduceBuckets:
         self._missing = {
             bucket: {slot for slot in bucket.slots if slot.param.requires_grad}
             for bucket in self._buckets
-            if not bucket.low_precision
+            if not bucket.half_precision
         }
         self.phase = Phase.REDUCING
 
@@ -170,7 +170,7 @@ class ReduceBuckets:
         self._missing, self.phase = {}, Phase.SENT
         in_flight = {flight.bucket for flight in self._in_flight}
         for bucket in self._buckets:
-            if not bucket.low_precision and bucket not in in_flight:
+            if not bucket.half_precision and bucket not in in_flight:
                 self._send(bucket)
 
     def send_stale(self, stale: Sequence[float]) -> None:
@@ -188,7 +188,7 @@ class ReduceBuckets:
         """Send what must be sent once more on any rank, and what needed the window's weight; show what is ``with_grad``."""
         self.send_stale(stale)
         for bucket in self._buckets:
-            if bucket.low_precision:
+            if bucket.half_precision:
                 self._send(bucket)
         self.arrive()
         for bucket in self._buckets:
@@ -282,7 +282,7 @@ class ReduceBuckets:
 
     def _divisor(self, bucket: ReduceBucket) -> Scalar:
         """What 16-bit buffers are divided by when sent: the sum of all ranks might overflow where the window's gradient fits."""
-        return or_one(self._ledger.divisor(self._ledger.window.weight)) if bucket.low_precision else 1.0
+        return or_one(self._ledger.divisor(self._ledger.window.weight)) if bucket.half_precision else 1.0
 
     def _undo_reduce(self, flight: InFlight) -> None:
         """One rank keeps what all have accumulated, the others start again with zeros: the sum over the ranks stays what it is.

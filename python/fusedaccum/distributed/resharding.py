@@ -31,7 +31,6 @@ def own(opt: Wrapper, header: dict[str, Any]) -> dict[str, Any]:
         settings["accum_steps"] = window_settings(opt)["accum_steps"]
     mine = [rank for s, rank in enumerate(ranks) if falls_to(here, s)]
     seen = {index for rank in mine for index in rank["divisors"] if index not in rank["unseen"]}
-    first = mine[0] if mine else ranks[0]  # all ranks have the same seed
     places = [s for s in range(len(ranks)) if falls_to(here, s)]
     saved = opt._accumulation.extensions.saved
     extensions = {
@@ -50,10 +49,8 @@ def own(opt: Wrapper, header: dict[str, Any]) -> dict[str, Any]:
         "rejected": ranks[here.rank]["rejected"] if same else [],
         "changed_by_user": any(rank["changed_by_user"] for rank in mine),
         # A rank's sums of squares are of what it held; shards may be laid out differently now.
-        "norms": first["norms"] if same and not buffers.has_parts else [],
+        "norms": ranks[here.rank]["norms"] if same and not buffers.has_parts else [],
         "unseen": sorted({index for rank in mine for index in rank["unseen"]} - seen),
-        "seed": first["seed"],
-        "draws": first["draws"],
         **extensions,
         "schedule": ranks[0]["schedule"],
     }
@@ -104,14 +101,14 @@ def added_up(opt: Wrapper, index: int, rows: dict[int, Tensor], ranks: list[dict
     divisors = {s: ranks[s]["divisors"][index] for s in rows}
     scale = rescaled(opt, slot, ranks)
     # What 16-bit buffers held is saved as a sum. (Checkpoints that do not say were of buffers as they are here.)
-    was_narrow = index in ranks[0].get("narrow", [index] if slot.low_precision else [])
-    if here.size == len(ranks) and len(rows) == 1 and scale == 1.0 and not (slot.low_precision or was_narrow):
+    was_narrow = index in ranks[0].get("narrow", [index] if slot.half_precision else [])
+    if here.size == len(ranks) and len(rows) == 1 and scale == 1.0 and not (slot.half_precision or was_narrow):
         ((s, row),) = rows.items()
         return {"sum": row, "divisor": divisors[s]}
     total = torch.zeros_like(next(iter(rows.values())), dtype=torch.promote_types(slot.dtype, torch.float32))
     for s, row in rows.items():
         total += row * (scale if was_narrow else scale * float(divisors[s]))
-    if not slot.low_precision:
+    if not slot.half_precision:
         return {"sum": total, "divisor": 1.0}
     divisor = ranks[here.rank]["divisors"].get(index) if here.size == len(ranks) else None
     divisor = sum(map(float, divisors.values())) if divisor is None else divisor

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..core.apply import Conclusion
     from ..core.window import MicroBatch
 
-LOW_PRECISION = attrgetter("low_precision")
+HALF_PRECISION = attrgetter("half_precision")
 
 
 class LoopWarnings(Extension):
@@ -109,7 +109,7 @@ class LoopWarnings(Extension):
 
     def closing(self, end: Conclusion) -> None:
         if self.accumulation.sums.written_by_user and not all(
-            map(LOW_PRECISION, end.slots)
+            map(HALF_PRECISION, end.slots)
         ):  # those hold the mean already
             divisor = 1.0 if end.window.empty else self.accumulation.ledger.divisor(end.window.weight)
             if isinstance(divisor, Tensor) or divisor != 1.0:

@@ -312,7 +312,7 @@ def test_stochastic_rounding_goes_on_when_its_counter_is_used_up():
         p = one(0.0, torch.bfloat16, 64)
         opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 3, buffer_dtype=None, rounding="stochastic")
         state = opt.state_dict()
-        state["fusedaccum"]["draws"] = [draws]
+        state["fusedaccum"]["rounding"]["draws"] = [draws]
         opt.load_state_dict(state)
         gather(p, opt, g)
         sums.append(p.grad.clone())

@@ -1,0 +1,111 @@
+"""16-bit buffers: they hold a running mean, which cannot overflow where the window's gradient fits, and may be rounded at random."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+from ..autograd.streams import capturing
+from ..core.buffers import Slot
+from ..core.extension import Extension
+from ..distributed.shards import over_meshes
+from ..ops import StochasticRounding
+from ..parts import local_of
+from ..scalars import Scalar, add, div, or_one
+
+if TYPE_CHECKING:
+    from ..core.accumulation import Accumulation
+
+DRAWS_APART = 1 << 44  # random numbers set aside for one add of all parameters
+
+
+class RunningMeans(Extension):
+    """Divides what 16-bit buffers hold by the weight, or number, of the micro-batches so far."""
+
+    def __init__(self) -> None:
+        self._divisor: Scalar | None = (
+            None  # of the open micro-batch, computed once, because buffers that share it take one call
+        )
+
+    def micro_batch_opened(self) -> None:
+        self._divisor = None
+
+    def as_mean(self, slots: Sequence[Slot], scale: Scalar) -> tuple[Scalar, Scalar]:
+        if not slots[0].half_precision:
+            return scale, 1.0
+        if self._divisor is None:
+            self._divisor = self._running_divisor()
+        return div(scale, self._divisor), self._divisor
+
+    def _running_divisor(self) -> Scalar:
+        ledger = self.accumulation.ledger
+        if ledger.reduction == "none":
+            return 1.0
+        if ledger.mixes_ranks:
+            # Must be the same on all ranks, as their weights (which are in the gradients) are not: those that hold the same part have to
+            # round alike.
+            return ledger.ranks * (ledger.steps + 1.0)
+        if ledger.reduction == "sum":
+            return ledger.window.micro_batches + 1.0
+        return or_one(add(ledger.window.weight, ledger.micro.value()))
+
+
+class RandomRounding(Extension):
+    """``rounding="stochastic"``: every add of a parameter to its 16-bit buffer draws random numbers of its own.
+
+    Attributes:
+        seed: below 2**53, and the same on all ranks.
+    """
+
+    key = "rounding"
+
+    def attach(self, accumulation: Accumulation, inner: Optimizer) -> None:
+        super().attach(accumulation, inner)
+        self.seed: Any = accumulation.settings.seed
+        self._agreed = False  # have the ranks?
+        self._draws: dict[Slot, int] = {}  # adds so far
+        self._before: dict[Slot, int] = {}  # numbers that an add reserves for the parameters before this one
+
+    def parameters_changed(self, new: Sequence[Slot]) -> None:
+        slots, before = self.accumulation.sums.buffers.slots, 0
+        self._draws = {slot: self._draws.get(slot, 0) for slot in slots}
+        self._before.clear()
+        for slot in slots:
+            self._before[slot] = before
+            before += -(-local_of(slot.param).numel() // 8) * 8  # kernels draw blocks of 8
+
+    def parameters_added(self, slots: Sequence[Slot]) -> None:
+        if not self._agreed:
+            least = int(self.accumulation.ranks.least(self.seed))  # replicas of a shard round alike
+            self.seed = over_meshes("MIN", least, self.accumulation.sums.buffers.slots)
+            self._agreed = True
+
+    def rounding(self, slots: Sequence[Slot]) -> StochasticRounding | None:
+        if not slots[0].half_precision:
+            return None
+        if capturing(slots[0].device):
+            raise RuntimeError(
+                "rounding='stochastic' cannot be captured in a CUDA graph: every replay would draw the same numbers; "
+                "use rounding='nearest', or FP32 buffers (buffer_dtype=torch.float32)"
+            )
+        counters = [(self._draws[slot] * DRAWS_APART + self._before[slot]) % (1 << 64) for slot in slots]
+        for slot in slots:
+            self._draws[slot] += 1
+        # Ranks draw different numbers: with equal ones, their rounding errors would add up, and not average out.
+        rank = self.accumulation.ranks.rank if slots[0].part is None else 0
+        return StochasticRounding(self.seed + rank, counters)
+
+    def save(self) -> dict[str, Any]:
+        return {"seed": self.seed, "draws": list(self._draws.values())}
+
+    def load(self, saved: dict[str, Any]) -> None:
+        self.seed = saved["seed"]
+        self._draws = dict(zip(self._draws, saved["draws"], strict=True))
+
+    def started_anew(self) -> None:
+        self._draws = dict.fromkeys(self._draws, 0)
+
+    def join(self, parts: Sequence[dict[str, Any]], mine: Sequence[int], ranks: int) -> dict[str, Any]:
+        return parts[mine[0] if mine else 0]
