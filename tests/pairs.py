@@ -54,12 +54,14 @@ class On:
 
     Attributes:
         settings: of the wrapper. scaler: is the loop GradScaler's? sums: are the losses sums over items, as they must be?
+        fused: is the optimizer?
         prepare: called with the model, before it is wrapped. wrap: makes the wrapper, or several, of which the first is given the weights.
     """
 
     settings: dict = field(default_factory=dict)
     scaler: bool = False
     sums: bool = False
+    fused: bool = False
     prepare: object = None
     taken_over: bool = False
     two: bool = False
@@ -71,6 +73,11 @@ def mark(net):
 
 def add_in_place(net):
     net.in_place = True
+
+
+def widen(net):
+    """A fused optimizer takes gradients of the parameters' own dtype."""
+    net.narrow = nn.Parameter(net.narrow.float())
 
 
 ON = {
@@ -88,12 +95,13 @@ ON = {
     "BatchNormStats": On(prepare=fa.accumulate_batchnorm),
     "InPlaceLayers": On(sums=True, prepare=add_in_place),
     "MainGrads": On(sums=True, prepare=mark),
+    "FusedOptimizers": On(fused=True, prepare=widen),
     "MasterWeights": On({"master_weights": True}),
 }
 
 
-def sgd(params):
-    return torch.optim.SGD(params, lr=0.5, momentum=0.9)
+def sgd(params, fused=False):
+    return torch.optim.SGD(params, lr=0.5, momentum=0.9, fused=fused)
 
 
 def loss_of(net, x, y, sums):
@@ -122,7 +130,7 @@ def made(net, one, other):
     if one.taken_over or other.taken_over:
         for group in groups:
             fa.AccumulatingOptimizer(sgd(group), accum_steps=2)
-    return [fa.AccumulatingOptimizer(sgd(group), **settings) for group in groups]
+    return [fa.AccumulatingOptimizer(sgd(group, one.fused or other.fused), **settings) for group in groups]
 
 
 def check(a, b, device="cpu"):
@@ -148,7 +156,8 @@ def check(a, b, device="cpu"):
     assert opts[0].last_window.loss.item() == pytest.approx(loss.item(), rel=1e-6)
     for (name, ours), theirs in zip(net.named_parameters(), plain.parameters(), strict=True):
         rtol = 1e-2 if name == "narrow" else 1e-5
-        torch.testing.assert_close(ours.cpu(), theirs, rtol=rtol, atol=rtol * 0.1, msg=lambda m, n=name: f"{n}: {m}")
+        ours = ours.detach().cpu().to(theirs.dtype)
+        torch.testing.assert_close(ours, theirs.detach(), rtol=rtol, atol=rtol * 0.1, msg=lambda m, n=name: f"{n}: {m}")
     if ON["BatchNormStats"] in (a, b):
         torch.testing.assert_close(net.normal.running_var.cpu(), plain.normal.running_var, rtol=1e-5, atol=1e-6)
     if ON["NoiseScale"] in (a, b):

@@ -9,11 +9,12 @@ from torch.optim import LBFGS
 
 from .core.extension import Extension, Extensions
 from .distributed.data_parallel import DataParallel
-from .extensions import main_grad
+from .extensions import fused_optimizers, main_grad
 from .extensions.batch_norm import BatchNormsLeftOut, BatchNormStats
 from .extensions.changing_owners import ChangingOwners
 from .extensions.changing_parameters import ChangingParameters
 from .extensions.cpu_offload import CpuOffload
+from .extensions.fused_optimizers import FusedOptimizers
 from .extensions.in_place_layers import InPlaceLayers
 from .extensions.inner_guard import InnerGuard
 from .extensions.lbfgs import EvaluatedWindows
@@ -58,6 +59,7 @@ FEATURES: list[tuple[Callable[[Settings, Optimizer], bool], type[Extension]]] = 
     (always, BatchNormsLeftOut),
     (always, InPlaceLayers),
     (main_grad.any_enabled, MainGrads),
+    (fused_optimizers.scales_at_all, FusedOptimizers),  # before the two below move what is stepped
     (lambda settings, _: settings.buffer_device is not None, CpuOffload),
     (lambda settings, _: settings.master_weights, MasterWeights),  # are made where the one above puts their gradients
     (lambda _, inner: isinstance(inner, LBFGS), EvaluatedWindows),

@@ -59,7 +59,8 @@ def without(feature, folder):
     text = table.read_text()
     (imports,) = re.findall(rf"^from \.extensions\.{feature} import (.*)$", text, re.M) or [""]
     text = re.sub(rf"^from \.extensions\.{feature} import .*\n", "", text, flags=re.M)
-    text = re.sub(rf"^from \.extensions import {feature}\n", "", text, flags=re.M)
+    text = re.sub(rf"^(from \.extensions import .*)\b{feature}\b(, )?", r"\1", text, flags=re.M)
+    text = re.sub(r"^from \.extensions import $\n", "", text.replace(", \n", "\n"), flags=re.M)
     for name in filter(None, imports.split(", ")):
         text, rows = re.subn(rf"^    \(.*\b{name}\),.*\n", "", text, flags=re.M)
         assert rows == 1

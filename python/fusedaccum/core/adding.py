@@ -1,6 +1,6 @@
 """Adding: every gradient that arrives is scaled and added to its parameter's buffer, bucket by bucket.
 
-Layers that write a gradient into its buffer themselves come in here, too: takes_directly(), prepare(), count_added().
+What layers have written into a buffer themselves is counted here, too.
 """
 
 from __future__ import annotations
@@ -97,30 +97,10 @@ def contribution(accumulation: Accumulation, scale: Scalar) -> Scalar:
     return scale
 
 
-def takes_directly(accumulation: Accumulation, slot: Slot) -> bool:
-    """True if the pass that is running here has a gradient for the slot's ``p.grad`` that may be added at once, unseen, for good."""
-    seen_whole = accumulation.holds or slot.half_precision or slot.private or slot.part is not None
-    micro = accumulation.ledger.micro
-    again = micro is not None and micro.repeatable
-    return not (seen_whole or again) and accumulation.collector.accumulates(slot)
-
-
-def prepare(accumulation: Accumulation, slot: Slot) -> None:
-    """Within a pass: a layer is about to write the slot's buffer. If ``slot.shown`` is not None, it then holds the window's plain sum."""
-    sums = accumulation.sums
-    for adding in accumulation.extensions.adding:
-        adding([slot])
-    sums.place([slot])
-    grad_views.adopt(sums, slot)
-    sums.check_whole()
-    if slot.shown is not None and identity(slot.divisor) != 1.0:
-        sums.divide_([slot], 1.0)  # normalize_() has made it a mean
-
-
 @without_grad
 def count_added(accumulation: Accumulation, slot: Slot, prepared: bool = True) -> None:
-    """Within a pass: a layer has added a gradient to the slot's buffer, scaled as the open window needs it. ``prepared``: after
-    :func:`prepare`.
+    """Within a pass: a layer has added a gradient to the slot's buffer, scaled as the open window needs it. ``prepared``: has an extension
+    made the buffer ready for that?
     """
     sums = accumulation.sums
     if not prepared:

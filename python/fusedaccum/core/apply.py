@@ -19,12 +19,11 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ..last_window import LastWindow
-from ..scalars import Scalar, as_tensor, div, identity, to_device_of, widened
+from ..scalars import Scalar, as_tensor, to_device_of, widened
 from ..warn import warn
 from .buffers import Slot
 from .closures import Evaluated, evaluates_itself, refused, required_by_step, takes_closure
 from .config import Settings
-from .inner import is_patched
 from .window import Window, WindowState
 
 if TYPE_CHECKING:
@@ -291,33 +290,26 @@ class Closing:
         return end is not None and self._ledger.window is None and end.begun == self._sums.begun and self._sums.as_shown
 
 
-def fp32_on(value: Scalar, device: torch.device) -> Tensor:
-    """``value`` as a fused optimizer takes it; a number is filled in by a kernel, without waiting for it."""
-    if isinstance(value, Tensor):
-        return value.to(device, torch.float32, non_blocking=device.type != "cpu")
-    return torch.full((), value, dtype=torch.float32, device=device)
-
-
 def apply(end: Conclusion, inner: Any, accumulation: Accumulation) -> bool | Tensor:
     """Step the inner optimizer with the window's gradient, unless that is to be skipped. Returns whether it was applied."""
     sums, extensions = accumulation.sums, accumulation.extensions
 
-    fused = not end.finished and inner_scales(inner, end.slots)
-    decided_there = fused and isinstance(end.skip, Tensor) and all(inner.state.get(slot.param) for slot in end.slots)
-    decided_there = decided_there and sums.over_owners is None  # else it depends on what each rank steps
-    if not decided_there and bool(end.skip):
+    by_inner: bool | Tensor | None = None
+    for inner_scales in () if end.finished else extensions.inner_scales:
+        by_inner = inner_scales(end)
+    if not isinstance(by_inner, Tensor) and bool(end.skip):
         return False
     for may_have_written in extensions.others_may_have_written:
         may_have_written(())
-    if not fused and not end.finished:
+    if by_inner is None and not end.finished:
         sums.finish_(end.slots, end.divisor, end.coef)
         end.finished = True
     for finished in extensions.finished:
         # If each rank steps a part, all must ask, even those that cast nothing.
-        cast = [] if fused else [slot for slot in end.slots if slot.stepped.dtype == torch.float16]
+        cast = [slot for slot in end.slots if by_inner is None and slot.stepped.dtype == torch.float16]
         if not finished(cast):
             return False
-    applied = ~end.skip if decided_there and isinstance(end.skip, Tensor) else True
+    applied = True if by_inner is None else by_inner
 
     def pre_hooks_have_run() -> None:
         for may_have_written in extensions.others_may_have_written:
@@ -330,28 +322,17 @@ def apply(end: Conclusion, inner: Any, accumulation: Accumulation) -> bool | Ten
         for stepped in extensions.stepped:
             stepped(end.slots)
 
-    try:
-        if fused:
-            # It divides by grad_scale, and heeds found_inf, in its own pass over the gradients.
-            device = end.slots[0].stepped.device
-            divisor = end.slots[0].divisor
-            grad_scale = div(end.divisor, to_device_of(end.coef, divisor) * divisor)
-            inner.grad_scale = fp32_on(grad_scale, device)
-            inner.found_inf = fp32_on(end.skip, device) if decided_there else None
-        with extensions.inner_steps(end.slots):
-            with among_hooks(inner, pre_hooks_have_run, post_hooks_follow):
-                once = functools.partial(step_once, inner, end.closure)
-                for step_inner in extensions.step_inner:
-                    if step_inner(end, once):
-                        break
-                else:
-                    once()
-                end.applied, end.state = applied, WindowState.STEPPED
-            for may_have_written in extensions.others_may_have_written:
-                may_have_written(())
-    finally:
-        for name in ("grad_scale", "found_inf") if fused else ():
-            vars(inner).pop(name, None)
+    with extensions.inner_steps(end.slots):
+        with among_hooks(inner, pre_hooks_have_run, post_hooks_follow):
+            once = functools.partial(step_once, inner, end.closure)
+            for step_inner in extensions.step_inner:
+                if step_inner(end, once):
+                    break
+            else:
+                once()
+            end.applied, end.state = applied, WindowState.STEPPED
+        for may_have_written in extensions.others_may_have_written:
+            may_have_written(())
     return applied
 
 
@@ -380,21 +361,3 @@ def step_once(inner: Optimizer, closure: Evaluated | None) -> None:
     else:
         closure.begin(inner)
         inner.step(closure)
-
-
-def inner_scales(inner: Optimizer, slots: list[Slot]) -> bool:
-    """Can the inner optimizer scale the gradients itself? Not if a step pre-hook, or a step() around PyTorch's, sees them first."""
-    return (
-        # Its own attribute: an optimizer that shows another one's would not hand grad_scale on to that.
-        vars(inner).get("_step_supports_amp_scaling", getattr(type(inner), "_step_supports_amp_scaling", False))
-        and all(group.get("fused") for group in inner.param_groups)
-        and (
-            type(inner).step.__module__.startswith("torch.optim.") or "_step_supports_amp_scaling" in vars(type(inner))
-        )
-        and not is_patched(inner)
-        and not (inner._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
-        and len({(identity(slot.divisor), slot.stepped.device) for slot in slots}) == 1
-        and all(slot.dtype == slot.stepped.dtype for slot in slots)
-        and all(slot.dtype.itemsize <= 4 for slot in slots)  # grad_scale is FP32: too coarse for FP64
-        and not any(slot.part is not None for slot in slots)  # grad_scale is no such tensor
-    )

@@ -322,6 +322,12 @@ class Extension:
         """In the block, which is in ``call``, the inner optimizer is at work, and steps ``slots`` if it steps."""
         return nullcontext()
 
+    def inner_scales(self, end: Conclusion) -> bool | Tensor | None:
+        """If the inner optimizer makes ``p.grad`` the gradient of ``end`` within its own ``step()``: whether it then applies it; a tensor,
+        if it decides that on its device. None: ``p.grad`` must be the gradient before.
+        """
+        return None
+
     def step_inner(self, end: Conclusion, step: Callable[[], None]) -> bool:
         """True if this has made the inner optimizer step ``end.slots``, by calls of ``step``; else the core calls it once."""
         return False

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..core import adding
+from ..core import adding, grad_views
 from ..engine import without_grad
+from ..scalars import identity
 
 if TYPE_CHECKING:
     from ..core.accumulation import Accumulation
+    from ..core.buffers import Slot
 
 # Called with (buffer, scale, overwrite): buffer = (overwrite ? 0 : buffer) + scale * gradient.
 Write = Callable[[Tensor, float, bool], None]
@@ -27,7 +29,7 @@ def add_by(accumulation: Accumulation, write: Write, parameter: Parameter, fits:
     come the ordinary way, or if its factor is 0 or not known to the host. Raises as a hook would.
     """
     slot, ledger = accumulation.sums.buffers.of[parameter], accumulation.ledger
-    if not fits(slot.dtype) or not adding.takes_directly(accumulation, slot):
+    if not fits(slot.dtype) or not _takes_directly(accumulation, slot):
         return False
     with accumulation.collector.within_pass(parameter.device):
         scale = adding.contribution(accumulation, ledger.micro.factor_left())
@@ -36,7 +38,7 @@ def add_by(accumulation: Accumulation, write: Write, parameter: Parameter, fits:
         scale = float(scale)
         if scale == 0:
             return False
-        adding.prepare(accumulation, slot)
+        _prepare(accumulation, slot)
         try:
             write(slot.buffer, scale, slot.shown is None)
             adding.count_added(accumulation, slot)
@@ -45,3 +47,23 @@ def add_by(accumulation: Accumulation, write: Write, parameter: Parameter, fits:
             raise
         adding.tell_arrived(accumulation, [slot])
     return True
+
+
+def _takes_directly(accumulation: Accumulation, slot: Slot) -> bool:
+    """True if the pass that is running here has a gradient for the slot's ``p.grad`` that may be added at once, unseen, for good."""
+    seen_whole = accumulation.holds or slot.half_precision or slot.private or slot.part is not None
+    micro = accumulation.ledger.micro
+    again = micro is not None and micro.repeatable
+    return not (seen_whole or again) and accumulation.collector.accumulates(slot)
+
+
+def _prepare(accumulation: Accumulation, slot: Slot) -> None:
+    """A layer is about to write the slot's buffer. If ``slot.shown`` is not None, it then holds the window's plain sum."""
+    sums = accumulation.sums
+    for about_to_add in accumulation.extensions.adding:
+        about_to_add([slot])
+    sums.place([slot])
+    grad_views.adopt(sums, slot)
+    sums.check_whole()
+    if slot.shown is not None and identity(slot.divisor) != 1.0:
+        sums.divide_([slot], 1.0)  # normalize_() has made it a mean
