@@ -28,6 +28,7 @@ from .extensions.noise_scale import NoiseScale
 from .extensions.nonfinite import Raise, SkipMicroBatch, SkipWindow
 from .extensions.norm_spike import NormSpike
 from .extensions.shared_backward import SharedBackward
+from .extensions.step_again import StepAgain
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -58,6 +59,7 @@ FEATURES: list[tuple[Callable[[Settings, Optimizer], bool], type[Extension]]] = 
     (always, BatchNormStats),
     (always, BatchNormsLeftOut),
     (always, InPlaceLayers),
+    (lambda settings, _: settings.drop_in, StepAgain),
     (main_grad.any_enabled, MainGrads),
     (fused_optimizers.scales_at_all, FusedOptimizers),  # before the two below move what is stepped
     (lambda settings, _: settings.buffer_device is not None, CpuOffload),

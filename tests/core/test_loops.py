@@ -862,6 +862,17 @@ def test_a_gradient_that_was_clipped_is_stepped_again_as_it_was_clipped(make):
         torch.testing.assert_close(p.detach(), torch.full((4,), 1 - 0.5 * (number + 1)), atol=1e-5, rtol=0)
 
 
+def test_a_window_that_is_stepped_again_is_reported_as_it_was():
+    p = nn.Parameter(torch.ones(4))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=0.25), reduction="none", max_grad_norm=4.0)
+    for loss in ((4 * p).sum(), (0 * p).sum()):
+        opt.backward(loss)
+    for _ in range(2):
+        opt.step()
+        assert opt.last_window.as_dict() == {"micro_batches": 2, "weight": 2, "grad_norm": 8, "applied": 1, "loss": 16}
+        assert opt.progress["window"] == 1
+
+
 def test_a_gradient_that_was_written_to_between_two_steps_is_clipped_anew():
     p = nn.Parameter(torch.zeros(4))
     opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), reduction="none", max_grad_norm=1.0)

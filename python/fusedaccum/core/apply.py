@@ -5,7 +5,6 @@ A window that has closed stays until it is applied and reported: if something ra
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import sys
@@ -102,7 +101,6 @@ class Closing:
 
     Attributes:
         last_window: what is known about the last one.
-        reported: the last window, where step() may apply it again.
     """
 
     def __init__(self, inner: Optimizer, accumulation: Accumulation, settings: Settings):
@@ -112,7 +110,6 @@ class Closing:
         self._sums, self._ledger = accumulation.sums, accumulation.ledger
         self.last_window: LastWindow | None = None
         self._unapplied: Conclusion | None = None  # a closed window, until it is applied and reported
-        self.reported: Conclusion | None = None
         self._needs_loss = "closure" in required_by_step(inner)
 
     def close(self, evaluated: Evaluated | None = None) -> None:
@@ -123,10 +120,10 @@ class Closing:
         """
         self._accumulation.ranks.agree()
         end = conclude(self._accumulation)
-        end.closure = self._handed_on(evaluated, end)
-        self._unapplied = end
+        end.closure = self.handed_on(evaluated, end)
+        self._unapplied = end  # first: where warnings are errors, an extension may raise when it hears of the end
         self._ledger.close_window()
-        self._apply(end)
+        self.apply(end)
 
     def anything_to_flush(self) -> bool:
         """Has the open window accumulated anything, on this rank or another? With several ranks, it is that of all ranks afterwards."""
@@ -155,7 +152,7 @@ class Closing:
             "loss.backward(), for every micro-batch"
         )
 
-    def _handed_on(self, evaluated: Evaluated | None, end: Conclusion) -> Evaluated | None:
+    def handed_on(self, evaluated: Evaluated | None, end: Conclusion) -> Evaluated | None:
         """What the inner optimizer's ``step()`` gets for a closure: one that returns the loss of what it steps with."""
         if evaluated is None and not self._needs_loss:
             return None
@@ -169,50 +166,12 @@ class Closing:
             raise self._lacks_loss()
         return evaluated
 
-    def step_again(self, evaluated: Evaluated | None) -> bool:
-        """A ``step()`` with no backward since the last: in a drop-in, step with the same gradient again, as plain PyTorch does.
-
-        Returns False if that is not what it is: there are gradients to come to a window's end with, if only such as were set by hand.
-        """
-        end = self.reported
-        if end is None or not self.still_shows(end):
-            return False
-        # PyTorch's fused optimizers have written the scaled gradient back.
-        finished = end.finished or type(self._inner).step.__module__.startswith("torch.optim.")
-        again = dataclasses.replace(end, state=WindowState.CLOSED, applied=False, finished=finished)
-        again.closure = self._handed_on(evaluated, end)
-        if not self._accumulation.ranks.alone:
-            if self._others_close():
-                return True
-            again.begun = self._sums.begun
-        self._unapplied = again
-        self._apply(again)
-        return True
-
-    def _others_close(self) -> bool:
-        """If a rank has had a backward since the last step(), close the window that it has begun. Else return False: ``p.grad`` then shows
-        again what it has shown, from memory of its own, because the buffers are what the ranks find it out with.
-        """
-        ranks, slots = self._accumulation.ranks, self._sums.buffers.slots
-        shown = [(slot, slot.shown.clone()) for slot in slots if slot.shown is not None]
-        stepped = ranks.slots_with_grad
-        self._accumulation.begin_window()
-        ranks.agree()
-        if self._ledger.has_any:
-            self.close()
-            return True
-        self._accumulation.reset()
-        for slot, grad in shown:
-            slot.show(grad)
-        ranks.slots_with_grad = stepped
-        return False
-
     def apply_again(self) -> bool:
         """Go on with the window that a call closed before it raised. Returns False if there is none, or its gradient was dropped since."""
         end = self._unapplied
         if end is None or not self.broke_off:
             return False
-        self._apply(end)
+        self.apply(end)
         return True
 
     @property
@@ -221,8 +180,11 @@ class Closing:
         end = self._unapplied
         return end is not None and end.begun == self._sums.begun and not self._accumulation.at_work
 
-    def _apply(self, end: Conclusion) -> None:
-        # When the inner optimizer raises, or anything after it, the next step() or flush() goes on from there.
+    def apply(self, end: Conclusion) -> None:
+        """Apply a closed window and report it. When the inner optimizer raises, or anything after it, the next ``step()`` or ``flush()``
+        goes on from there.
+        """
+        self._unapplied = end
         with self._inner_at_work():
             if end.state is WindowState.CLOSED:
                 end.applied = apply(end, self._inner, self._accumulation)
@@ -262,7 +224,7 @@ class Closing:
         for released in self._accumulation.extensions.buffers_released:
             released()
         end.closure = None  # which may hold a loss with its graph
-        self._unapplied, self.reported = None, end if self._settings.drop_in else None
+        self._unapplied = None
 
     def call(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call another method of the inner optimizer (``eval()``, ``second_step()``) on what it steps."""
@@ -285,9 +247,9 @@ class Closing:
         self._ledger.close_window()
         self._report(end, not end.skip)
 
-    def still_shows(self, end: Conclusion | None) -> bool:
+    def still_shows(self, end: Conclusion) -> bool:
         """True if ``p.grad`` still is the gradient of this window, which has closed: neither a backward nor other code has changed it."""
-        return end is not None and self._ledger.window is None and end.begun == self._sums.begun and self._sums.as_shown
+        return self._ledger.window is None and end.begun == self._sums.begun and self._sums.as_shown
 
 
 def apply(end: Conclusion, inner: Any, accumulation: Accumulation) -> bool | Tensor:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .accumulation import Accumulation
     from .apply import Closing, Conclusion
     from .buffers import Slot
+    from .closures import Evaluated
     from .config import Settings
     from .window import MicroBatch
 
@@ -241,6 +242,10 @@ class Extension:
         """Something has become known of the loss scale; ``scale`` is what it is, if it is known now."""
 
     # -- a call of step() or flush() ---------------------------------------------------------------------------
+
+    def steps_again(self, closing: Closing, evaluated: Evaluated | None) -> bool:
+        """True if this ``step()``, with which no gradients come, was one more with those of the last window, and has been carried out."""
+        return False
 
     def step_begins(self) -> None:
         """``step()`` was called; the micro-batch that it ends is still open."""

@@ -238,8 +238,11 @@ class AccumulatingOptimizer(Wrapper):
             self._begin_step()
             if self._ledger.window is None:
                 refuse_torchs_functions("step()")
-            if self._closing.apply_again() or self._closing.step_again(evaluated):
+            if self._closing.apply_again():
                 return loss
+            for steps_again in self._accumulation.extensions.steps_again:
+                if steps_again(self._closing, evaluated):
+                    return loss
             for begins in self._accumulation.extensions.step_begins:
                 begins()
             self._accumulation.end_micro_batch(given)

@@ -15,7 +15,7 @@ from ..scalars import Scalar
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ..core.apply import Closing
+    from ..core.apply import Closing, Conclusion
     from ..core.config import Settings
 
 
@@ -61,7 +61,8 @@ class EvaluatedWindows(Extension):
             raise TypeError(
                 "step() with LBFGS needs a closure that runs the window's micro-batches and returns the loss"
             )
-        accumulation, ledger, end = self.accumulation, self.accumulation.ledger, closing.reported
+        accumulation, ledger = self.accumulation, self.accumulation.ledger
+        end: Conclusion | None = None  # what the closure has come to
 
         def evaluate() -> Any:
             nonlocal end
@@ -71,7 +72,7 @@ class EvaluatedWindows(Extension):
                 ledger.drop_window()  # its gradient stays until a backward comes, as in plain PyTorch
             loss = closure()
             accumulation.passes.end_open_pass()
-            if not closing.still_shows(end):
+            if end is None or not closing.still_shows(end):
                 with torch.no_grad():
                     accumulation.end_micro_batch(weight)
                     end = closing.show_gradient()
