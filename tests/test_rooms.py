@@ -15,6 +15,7 @@ ROOMS = {
     "_version": set(),
     "_sources": set(),
     "engine": set(),
+    "inner": set(),
     "native": {"_sources"},
     "scalars": set(),
     "modules": set(),
@@ -32,6 +33,7 @@ ROOMS = {
         "core",
         "distributed",
         "engine",
+        "inner",
         "mistakes",
         "modules",
         "ops",
@@ -85,7 +87,7 @@ BEYOND_OPS = {
     "core/buffers.py": {"memory"},
     "extensions/cpu_offload.py": {"backends", "memory"},
     "extensions/ring.py": {"memory"},
-    "core/grad_views.py": {"memory"},  # to tell what other code keeps of the sums' memory
+    "extensions/kept_gradients.py": {"memory"},
 }
 
 PLAIN_CPP = sorted(

@@ -9,7 +9,7 @@ from torch.optim import LBFGS
 
 from .core.extension import Extension, Extensions
 from .distributed.data_parallel import DataParallel
-from .extensions import fused_optimizers, main_grad
+from .extensions import fused_optimizers, kept_gradients, main_grad
 from .extensions.batch_norm import BatchNormsLeftOut, BatchNormStats
 from .extensions.changing_owners import ChangingOwners
 from .extensions.changing_parameters import ChangingParameters
@@ -17,6 +17,7 @@ from .extensions.cpu_offload import CpuOffload
 from .extensions.fused_optimizers import FusedOptimizers
 from .extensions.in_place_layers import InPlaceLayers
 from .extensions.inner_guard import InnerGuard
+from .extensions.kept_gradients import KeptGradients
 from .extensions.lbfgs import EvaluatedWindows
 from .extensions.loop_warnings import LoopWarnings
 from .extensions.loss_scale import LossScale
@@ -60,6 +61,7 @@ FEATURES: list[tuple[Callable[[Settings, Optimizer], bool], type[Extension]]] = 
     (always, BatchNormsLeftOut),
     (always, InPlaceLayers),
     (lambda settings, _: settings.drop_in, StepAgain),
+    (kept_gradients.may_keep, KeptGradients),  # before the next one fills buffers with zeros
     (main_grad.any_enabled, MainGrads),
     (fused_optimizers.scales_at_all, FusedOptimizers),  # before the two below move what is stepped
     (lambda settings, _: settings.buffer_device is not None, CpuOffload),

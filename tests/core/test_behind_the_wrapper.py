@@ -9,7 +9,7 @@ import weakref
 import fusedaccum as fa
 import pytest
 import torch
-from fusedaccum.core.inner import is_patched
+from fusedaccum.inner import is_patched
 from training import assert_grads, assert_same_parameters, data, gradient, mean_loss, model, parts, sgd, twin, wrapped
 
 COUNTED = {

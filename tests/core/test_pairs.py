@@ -11,6 +11,7 @@ ELSEWHERE = {
     "CpuOffload",  # needs another device: tests/devices/test_pairs_there
     "DataParallel",  # needs other ranks: tests/distributed
     "StepAgain",  # only in windows without weights: test_drop_in
+    "KeptGradients",  # of optimizers that are not PyTorch's: test_inner_optimizers
     *("BatchNormsLeftOut", "ChangingParameters", "InnerGuard", "LoopWarnings"),  # look on in each of these pairs
 }
 REFUSED = {

@@ -14,7 +14,7 @@ grad_views    what p.grad shows of them, and what other code does to it
 apply         a window's end: divided, clipped, stepped with, reported
 parameters    whose gradients are accumulated
 checkpoint    the open window as tensors and plain values
-proxy, inner, closures  how the wrapper stands for its inner optimizer, and what has to be known of that
+proxy, closures  how the wrapper stands for its inner optimizer, and what that may ask of a closure
 extension     how features take part
 ranks         one process alone: what others, which share windows, answer in its place
 """

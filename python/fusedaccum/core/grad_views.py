@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Hashable, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from .. import ops
-from ..ops.memory import address
 from ..parts import local_of
 from ..warn import warn
 
@@ -147,17 +145,6 @@ def part_with_written(sums: Sums, all_of_them: bool) -> None:
             slot.holder.grad = grad.clone()
 
 
-def part_with_kept(sums: Sums) -> None:
-    """Give the gradients that the optimizer keeps in its state memory of their own, before the buffers are written again."""
-    states = sums.states()
-    if not states:  # as nearly always
-        return
-    memory = [(address(block.flat), address(block.flat) + block.flat.nbytes) for block in sums.buffers.blocks]
-    seen: set[int] = set()
-    for state in states:
-        _set_apart(state, memory, seen)
-
-
 def warn_dropped(sums: Sums, which: str, so: str) -> None:
     if not sums.warned_dropped:
         sums.warned_dropped = True
@@ -170,27 +157,3 @@ def warn_dropped(sums: Sums, which: str, so: str) -> None:
 def _is_ours(sums: Sums, grad: Tensor) -> bool:
     memory = grad.untyped_storage().data_ptr()  # 0 if there are no elements
     return memory != 0 and any(memory == block.flat.untyped_storage().data_ptr() for block in sums.buffers.blocks)
-
-
-def _set_apart(kept: Any, memory: Sequence[tuple[int, int]], seen: set[int]) -> Any:
-    """``kept``, in which tensors in these stretches of memory have been given their own, as in plain PyTorch after ``zero_grad()``.
-
-    ``seen``: containers that have been gone through, by their ids; they may be shared by many parameters, or contain themselves.
-    """
-    if isinstance(kept, Tensor):
-        local = kept if type(kept) is Tensor else local_of(kept)
-        if type(local) is Tensor and local.layout is torch.strided:
-            at = address(local)
-            if any(begin <= at < end for begin, end in memory):
-                return kept.clone()
-    elif isinstance(kept, (dict, list, deque)):
-        if id(kept) not in seen:
-            seen.add(id(kept))
-            for key, value in list(kept.items() if isinstance(kept, dict) else enumerate(kept)):
-                apart = _set_apart(value, memory, seen)
-                if apart is not value:
-                    kept[key] = apart
-    elif type(kept) is tuple:
-        values = tuple(_set_apart(value, memory, seen) for value in kept)
-        return values if any(a is not b for a, b in zip(values, kept, strict=True)) else kept
-    return kept

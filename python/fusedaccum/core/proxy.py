@@ -17,7 +17,6 @@ from .accumulation import Accumulation
 from .apply import Closing
 from .config import Settings, check_parameter
 from .extension import Extension
-from .inner import states_of
 from .window import Schedule
 
 # The wrapper's own attributes, beside those whose names begin with an underscore.
@@ -48,8 +47,6 @@ class Wrapper(Optimizer):
         self._accumulation = Accumulation(settings, extensions_for(settings, optimizer))
         self._accumulation.extensions.attach(self._accumulation, optimizer)
         self._ledger, self._sums = self._accumulation.ledger, self._accumulation.sums
-        if not type(optimizer).__module__.startswith("torch.optim."):  # PyTorch's own keep copies of gradients
-            self._sums.states = functools.partial(states_of, optimizer)
         self._closing = Closing(optimizer, self._accumulation, settings)
         parameters.add(self._accumulation, self._new(anew))
 

@@ -33,7 +33,6 @@ class Sums:
         changed_by_user: has other code written to the window's sums?
         written_over: has it written to them, or replaced them, so that what p.grad shows may be taken for something else?
         written_by_layers: do layers add to buffers without telling, so that their writes look like those of other code?
-        states: the states of an optimizer that may keep ``p.grad`` itself instead of a copy.
         over_owners: sums over the ranks, if each of them steps only a part of the parameters.
         normalized_by: what normalize_() has divided the window's sums by, until the next backward; None if they are sums.
         half_divided: has a call broken off that divides the sums, so that some are divided and others are not?
@@ -50,7 +49,6 @@ class Sums:
         self.copied: dict[Slot, tuple[weakref.ref[Tensor], int]] = {}
         self.begun = 0
         self.changed_by_user = self.written_over = self.written_by_layers = False
-        self.states: Callable[[], Iterable[dict]] = tuple
         self.over_owners: Callable[[Tensor], Tensor] | None = None
         self.normalized_by: Scalar | None = None
         self.half_divided = False
@@ -141,7 +139,6 @@ class Sums:
     def begin(self) -> None:
         """Start from nothing: drop the previous window's gradients, which are still shown; the user's own stay, to be adopted."""
         self.begun += 1
-        grad_views.part_with_kept(self)
         for slot in self.buffers.slots:
             ours = slot.shown is not None and slot.holder.grad is slot.shown
             if ours or self.half_divided:  # then it may not be known what is shown

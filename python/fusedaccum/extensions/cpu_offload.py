@@ -26,8 +26,8 @@ from .. import ops
 from ..core.apply import Conclusion
 from ..core.buffers import Slot
 from ..core.extension import Extension
-from ..core.inner import is_patched
 from ..distributed.shards import is_shard
+from ..inner import is_patched
 from ..ops import backends
 from ..ops.memory import is_dense
 from ..scalars import Scalar

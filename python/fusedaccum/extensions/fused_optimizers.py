@@ -14,7 +14,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from ..core.buffers import Slot
 from ..core.extension import Extension
-from ..core.inner import is_patched
+from ..inner import is_patched
 from ..scalars import Scalar, div, identity, to_device_of
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from ..core.extension import Extension
-from ..core.inner import GUARD
+from ..inner import GUARD
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

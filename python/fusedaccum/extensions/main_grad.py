@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..core import adding, grad_views
+from ..core import adding
 from ..core.buffers import Slot, buffer_dtype, gradient_dtype
 from ..core.extension import Extension
 from ..scalars import Scalar
@@ -97,7 +97,6 @@ class MainGrads(Extension):
         sums.buffers.allocate(slots)  # apart from others, whose p.grad is still shown when these are zeroed
         stale = [slot for slot in slots if not slot.prepared or was_added(slot.param)]
         if stale:
-            grad_views.part_with_kept(sums)
             torch._foreach_zero_([slot.buffer for slot in stale])
             sums.written(stale, 1.0)
         for slot in slots:

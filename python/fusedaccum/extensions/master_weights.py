@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 from .. import ops
 from ..core.buffers import Slot
 from ..core.extension import Extension
-from ..core.inner import inside, states_of, with_those_inside
 from ..engine import runs, without_grad
+from ..inner import inside, states_of, with_those_inside
 from ..parts import local_of
 
 if TYPE_CHECKING:

@@ -1,0 +1,59 @@
+"""Optimizers that keep ``p.grad`` itself in their state, and not a copy: it stays as it was, although the buffer is written again."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..core.config import Settings
+from ..core.extension import Extension
+from ..inner import states_of
+from ..ops.memory import address
+from ..parts import local_of
+
+
+def may_keep(settings: Settings, inner: Optimizer) -> bool:
+    """False for PyTorch's own, which keep copies."""
+    return not type(inner).__module__.startswith("torch.optim.")
+
+
+class KeptGradients(Extension):
+    """Gives what the optimizer keeps of the buffers memory of its own, before they are written again."""
+
+    def sums_dropped(self) -> None:
+        blocks = self.accumulation.sums.buffers.blocks
+        memory = [(address(block.flat), address(block.flat) + block.flat.nbytes) for block in blocks]
+        seen: set[int] = set()
+        for state in states_of(self.inner):
+            _set_apart(state, memory, seen)
+
+    buffers_released = sums_dropped
+
+
+def _set_apart(kept: Any, memory: Sequence[tuple[int, int]], seen: set[int]) -> Any:
+    """``kept``, in which tensors in these stretches of memory have been given their own, as in plain PyTorch after ``zero_grad()``.
+
+    ``seen``: containers that have been gone through, by their ids; they may be shared by many parameters, or contain themselves.
+    """
+    if isinstance(kept, Tensor):
+        local = kept if type(kept) is Tensor else local_of(kept)
+        if type(local) is Tensor and local.layout is torch.strided:
+            at = address(local)
+            if any(begin <= at < end for begin, end in memory):
+                return kept.clone()
+    elif isinstance(kept, (dict, list, deque)):
+        if id(kept) not in seen:
+            seen.add(id(kept))
+            for key, value in list(kept.items() if isinstance(kept, dict) else enumerate(kept)):
+                apart = _set_apart(value, memory, seen)
+                if apart is not value:
+                    kept[key] = apart
+    elif type(kept) is tuple:
+        values = tuple(_set_apart(value, memory, seen) for value in kept)
+        return values if any(a is not b for a, b in zip(values, kept, strict=True)) else kept
+    return kept
