@@ -82,23 +82,12 @@ class Settings:
         one_of("rounding", self.rounding, ROUNDINGS)
         one_of("nonfinite", self.nonfinite, NONFINITE)
         one_of("master_weights", self.master_weights, (True, False))
-        if self.rounding == "stochastic" and self.buffer_dtype is not None and self.buffer_dtype.itemsize > 2:
-            raise ValueError(
-                f"rounding='stochastic' is for 16-bit buffers, but buffer_dtype is {self.buffer_dtype}; "
-                "use buffer_dtype=torch.bfloat16, or rounding='nearest'"
-            )
-        if self.master_weights and self.buffer_dtype not in (torch.float32, torch.float64):
-            raise ValueError(
-                f"master_weights=True steps FP32 parameters and needs FP32 gradients, but buffer_dtype is {self.buffer_dtype}; "
-                "use buffer_dtype=torch.float32"
-            )
         if self.max_grad_norm is not None:
             check_norm("max_grad_norm", self.max_grad_norm, "None does not clip, math.inf only measures")
-        if self.skip_norm is not None and not isinstance(self.skip_norm, TimesMean):
-            check_norm(
-                "skip_norm", self.skip_norm, "None applies every window, fusedaccum.TimesMean(3.0) follows their norms"
+        if self.noise_scale is None and self.schedule.adaptive is not None:
+            raise ValueError(
+                "accum_steps follows the noise scale, but nothing measures it; add noise_scale=0.95, the decay of its averages per window"
             )
-        check_noise_scale(self.noise_scale, self.schedule)
         backends.check(self.backend)
 
     @functools.cached_property
@@ -195,22 +184,4 @@ def check_parameter(name: str, parameter: Tensor, settings: Settings, left: bool
     if parameter.grad is not None and not left:
         raise ValueError(
             f"parameter {name} has a gradient already, which would be in no window; call optimizer.zero_grad() before you wrap it"
-        )
-
-
-def check_noise_scale(decay: Any, schedule: Schedule) -> None:
-    """Raises TypeError or ValueError for an invalid decay, or if the schedule needs one and there is none."""
-    if decay is None:
-        if schedule.adaptive is not None:
-            raise ValueError(
-                "accum_steps follows the noise scale, but nothing measures it; add noise_scale=0.95, the decay of its averages per window"
-            )
-    elif not is_number(decay):
-        raise TypeError(
-            f"noise_scale must be a number or None, got {decay!r}; it is the decay of its averages per window: 0.95"
-        )
-    elif not 0 <= decay < 1:
-        raise ValueError(
-            f"noise_scale must be at least 0 and less than 1, got {decay}; it is the decay of its averages per window: 0.95 averages over "
-            "about the last 20 windows"
         )

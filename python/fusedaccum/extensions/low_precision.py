@@ -17,6 +17,7 @@ from ..scalars import Scalar, add, div, or_one
 
 if TYPE_CHECKING:
     from ..core.accumulation import Accumulation
+    from ..core.config import Settings
 
 DRAWS_APART = 1 << 44  # random numbers set aside for one add of all parameters
 
@@ -60,6 +61,14 @@ class RandomRounding(Extension):
     """
 
     key = "rounding"
+
+    @classmethod
+    def refuses(cls, settings: Settings, inner: Optimizer) -> None:
+        if settings.buffer_dtype is not None and settings.buffer_dtype.itemsize > 2:
+            raise ValueError(
+                f"rounding='stochastic' is for 16-bit buffers, but buffer_dtype is {settings.buffer_dtype}; "
+                "use buffer_dtype=torch.bfloat16, or rounding='nearest'"
+            )
 
     def attach(self, accumulation: Accumulation, inner: Optimizer) -> None:
         super().attach(accumulation, inner)

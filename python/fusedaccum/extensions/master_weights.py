@@ -51,6 +51,11 @@ class MasterWeights(Extension):
 
     @classmethod
     def refuses(cls, settings: Settings, inner: Optimizer) -> None:
+        if settings.buffer_dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"master_weights=True steps FP32 parameters and needs FP32 gradients, but buffer_dtype is {settings.buffer_dtype}; "
+                "use buffer_dtype=torch.float32"
+            )
         ours = {id(group["params"]) for group in inner.param_groups}
         for name, other in inside(inner):
             if any(id(group["params"]) not in ours for group in other.param_groups):

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from ..core.extension import Extension, ScaleNews
-from ..scalars import Scalar, as_tensor, copied, to_device, widened
+from ..scalars import Scalar, as_tensor, copied, is_number, to_device, widened
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ..core.accumulation import Accumulation
     from ..core.apply import Conclusion
+    from ..core.config import Settings
     from ..core.window import MicroBatch
     from ..distributed.group import Group
 
@@ -51,6 +52,19 @@ class NoiseScale(Extension):
     key = "noise_scale"
     wants_norm = True
     wants_first_alone = True
+
+    @classmethod
+    def refuses(cls, settings: Settings, inner: Optimizer) -> None:
+        decay: Any = settings.noise_scale
+        if not is_number(decay):
+            raise TypeError(
+                f"noise_scale must be a number or None, got {decay!r}; it is the decay of its averages per window: 0.95"
+            )
+        if not 0 <= decay < 1:
+            raise ValueError(
+                f"noise_scale must be at least 0 and less than 1, got {decay}; it is the decay of its averages per window: 0.95 averages "
+                "over about the last 20 windows"
+            )
 
     def __init__(self) -> None:
         self.averages: Tensor | None = None

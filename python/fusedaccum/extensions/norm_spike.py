@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..core.config import TimesMean
+from ..core.config import TimesMean, check_norm
 from ..core.extension import Extension
 from ..scalars import copied, to_device, widened
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from ..core.accumulation import Accumulation
     from ..core.apply import Conclusion
+    from ..core.config import Settings
 
 
 class NormSpike(Extension):
@@ -29,6 +30,12 @@ class NormSpike(Extension):
 
     key = "norm_spike"
     wants_norm = True
+
+    @classmethod
+    def refuses(cls, settings: Settings, inner: Optimizer) -> None:
+        if not isinstance(settings.skip_norm, TimesMean):
+            hint = "None applies every window, fusedaccum.TimesMean(3.0) follows their norms"
+            check_norm("skip_norm", settings.skip_norm, hint)
 
     def __init__(self) -> None:
         # Sum of the decayed norms, sum of their weights, and how many there were, as one tensor, always the same one on a device,
