@@ -1,7 +1,7 @@
 // The extension fusedaccum._cpu: lists of tensors in, raw pointers to the launcher. Holds the GIL only while it reads the lists.
 //
-// accumulate_, scale_, cast_ and stats are a backend that sets CHECKS_LISTS (fusedaccum/ops/backends.py). predicate() is that check alone.
-// It, traits(), increment_version() and launches() read no tensor's memory, so they serve tensors of every device.
+// Besides the ops: predicate() is the check of their lists alone. It, traits(), increment_version() and launches() read no tensor's memory,
+// so they serve tensors of every device.
 #include <ATen/Parallel.h>
 
 #include <array>
@@ -10,9 +10,9 @@
 #include <string>
 #include <vector>
 
+#include "bindings_ops.h"
 #include "cpu/dispatch.h"
 #include "cpu/launch.h"
-#include "tensor_list.h"
 
 namespace py = pybind11;
 
@@ -22,6 +22,8 @@ using fusedaccum::dtype_of;
 using fusedaccum::Lists;
 using fusedaccum::Op;
 using fusedaccum::Partial;
+using fusedaccum::Request;
+using fusedaccum::Statistics;
 using fusedaccum::Tensors;
 using fusedaccum::cpu::Call;
 using fusedaccum::cpu::Pair;
@@ -32,55 +34,27 @@ void in_parallel(int64_t count, const std::function<void(int64_t)>& work) {
   });
 }
 
-int run(const Lists& lists, const Call& call, py::handle stats) {
-  if (lists.verdict() != fusedaccum::kFlat) return lists.verdict();
+void run(const Lists& lists, const Request<double>& request) {
   const Tensors &outs = lists.outs(), &ins = lists.ins();
   std::vector<Pair> pairs;
   pairs.reserve(outs.size());
   for (std::size_t k = 0; k < outs.size(); ++k) {
     const at::Tensor& out = *outs[k];
     const at::Tensor& in = *ins[k];
-    if (call.op != Op::kStats) fusedaccum::bump_version(out);
+    if (request.op != Op::kStats) fusedaccum::bump_version(out);
     pairs.push_back({lists.written(k), lists.read(k), out.numel(), dtype_of(out), dtype_of(in)});
   }
+  const Call call{request.op, request.overwrite, request.scale, request.decay, request.stochastic, request.seed, request.counters};
+  const Statistics& stats = request.stats;
   Partial total{0.0, 0};
   {
     py::gil_scoped_release unlocked;
-    fusedaccum::cpu::launch(pairs, call, at::get_num_threads(), in_parallel, stats.is_none() ? nullptr : &total);
+    fusedaccum::cpu::launch(pairs, call, at::get_num_threads(), in_parallel, stats.wanted() ? &total : nullptr);
   }
-  if (!stats.is_none()) {
-    const auto sq_norm = stats.attr("sq_norm").cast<at::Tensor>(), nonfinite = stats.attr("nonfinite").cast<at::Tensor>();
-    *sq_norm.mutable_data_ptr<double>() = total.sq_norm;
-    *nonfinite.mutable_data_ptr<int64_t>() = total.nonfinite;
-    fusedaccum::bump_version(sq_norm);
-    fusedaccum::bump_version(nonfinite);
-  }
-  return fusedaccum::kFlat;
+  if (!stats.wanted()) return;
+  *stats.sq_norm.mutable_data_ptr<double>() = total.sq_norm;
+  *stats.nonfinite.mutable_data_ptr<int64_t>() = total.nonfinite;
 }
-
-int accumulate(py::handle buffers, py::handle grads, double scale, bool overwrite, double decay, py::handle rounding, py::handle stats) {
-  Call call;
-  call.scale = scale;
-  call.decay = decay;
-  call.overwrite = overwrite;
-  if (!rounding.is_none()) {
-    call.stochastic = true;
-    call.seed = rounding.attr("seed").cast<uint64_t>();
-    call.counters = rounding.attr("counters").cast<std::vector<uint64_t>>();
-  }
-  return run(Lists(buffers, grads, true), call, stats);
-}
-
-int cast_lists(const Lists& lists, double scale, py::handle stats) {
-  Call call;
-  call.op = Op::kCast;
-  call.scale = scale;
-  return run(lists, call, stats);
-}
-
-int cast(py::handle outs, py::handle ins, double scale, py::handle stats) { return cast_lists(Lists(outs, ins, true), scale, stats); }
-
-int scale(py::handle tensors, double factor, py::handle stats) { return cast_lists(Lists(tensors, true), factor, stats); }
 
 // Where each tensor's memory begins (0 if it has none), its size and its dtype.
 py::bytes traits(const std::vector<at::Tensor>& tensors) {
@@ -128,21 +102,10 @@ py::list launches(const std::vector<at::Tensor>& outs, const std::vector<at::Ten
   return plan;
 }
 
-int measure(py::handle tensors, py::handle into) {
-  Call call;
-  call.op = Op::kStats;
-  return run(Lists(tensors, false), call, into);
-}
-
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  m.def("accumulate_", &accumulate, py::arg("buffers"), py::arg("grads"), py::arg("scale"), py::arg("overwrite"), py::arg("decay"),
-        py::arg("rounding"), py::arg("stats"), "buffer = buffer * decay + grad * scale, or grad * scale with overwrite");
-  m.def("scale_", &scale, py::arg("tensors"), py::arg("scale"), py::arg("stats"), "x = x * scale");
-  m.def("cast_", &cast, py::arg("outs"), py::arg("ins"), py::arg("scale"), py::arg("stats"), "out = cast(in * scale)");
-  m.def("stats", &measure, py::arg("tensors"), py::arg("into"), "squared norm and non-finite count");
-  m.attr("CHECKS_LISTS") = true;
+  fusedaccum::define_ops(m, run);
   const char* verdicts = "0: kernels can run on these lists; 1: after copies; 2: fusedaccum.ops.arguments knows why not";
   m.def(
       "predicate", [](py::handle outs, bool written) -> int { return Lists(outs, written).verdict(); }, py::arg("outs"), py::arg("written"),
