@@ -126,7 +126,7 @@ def _plan(outs: Sequence[Tensor], ins: Sequence[Tensor], rounding: StochasticRou
 
 
 def launches(outs: Sequence[Tensor], ins: Sequence[Tensor], counters: Sequence[int] | None, block: int) -> list[Launch]:
-    """One launch for every combination of dtypes and alignment, tensors in their order. csrc/bindings_cpu.cpp has the same in C++."""
+    """One launch for every combination of dtypes and alignment, tensors in their order. csrc/bindings_lists.h has the same in C++."""
     # The addresses of the two, their elements, the first element's random number.
     tensors: dict[tuple[torch.dtype, torch.dtype, bool], list[tuple[int, int, int, int]]] = defaultdict(list)
     for out, x, counter in zip(outs, ins, itertools.repeat(0) if counters is None else counters, strict=False):

@@ -8,6 +8,9 @@
 // instruction sets (the linker would keep any one of them): all are inlined or in FUSEDACCUM_ISA, none is from std.
 #pragma once
 
+#include <tuple>
+#include <utility>
+
 #include "draws.h"
 #include "stores.h"
 #include "vectors.h"
@@ -201,30 +204,30 @@ void run_stats(const void* in_memory, int64_t n, bool prefetches, Partial* parti
   if (!finite(partial->sq_norm)) partial->nonfinite = count_nonfinite<In, Compute<In, In>>(in, n, 1);
 }
 
+// The kernel of a mode for two dtypes; null where the mode makes no sense.
+template <int kMode, class Out, class In>
+constexpr Kernel kernel_for() {
+  constexpr bool kPlain = (kMode & (kCountOutput | kStream)) == 0;
+  constexpr bool kOverwrites = (kMode & kOverwrite) != 0 && ((kMode & kStats) != 0 || (kMode & kCountOutput) == 0);
+  if constexpr ((kMode & kStochastic) != 0 ? kPlain && sizeof(Out) == 2 : kPlain || kOverwrites) return &run<kMode, Out, In>;
+  return nullptr;
+}
+
+template <int kType>
+using Element = std::tuple_element_t<kType, std::tuple<double, float, BF16, FP16>>;  // in the order of DType
+
+// All kernels, whose places in the table are counted through, row by row.
+template <int... kPlaces>
+constexpr KernelTable table(std::integer_sequence<int, kPlaces...>) {
+  return {FUSEDACCUM_NAME,
+          {kernel_for<kPlaces / (kDTypes * kDTypes), Element<kPlaces / kDTypes % kDTypes>, Element<kPlaces % kDTypes>>()...},
+          {&run_stats<double>, &run_stats<float>, &run_stats<BF16>, &run_stats<FP16>}};
+}
+
 }  // namespace FUSEDACCUM_ISA
 
-// clang-format off
-#define FUSEDACCUM_ROW(mode, Out)                                                                                    \
-  {&FUSEDACCUM_ISA::run<mode, Out, double>, &FUSEDACCUM_ISA::run<mode, Out, float>,                                  \
-   &FUSEDACCUM_ISA::run<mode, Out, FUSEDACCUM_ISA::BF16>, &FUSEDACCUM_ISA::run<mode, Out, FUSEDACCUM_ISA::FP16>}
-#define FUSEDACCUM_MODE(mode)                                                                                        \
-  {FUSEDACCUM_ROW(mode, double), FUSEDACCUM_ROW(mode, float),                                                        \
-   FUSEDACCUM_ROW(mode, FUSEDACCUM_ISA::BF16), FUSEDACCUM_ROW(mode, FUSEDACCUM_ISA::FP16)}
-#define FUSEDACCUM_MODE16(mode)                                                                                      \
-  {{}, {}, FUSEDACCUM_ROW(mode, FUSEDACCUM_ISA::BF16), FUSEDACCUM_ROW(mode, FUSEDACCUM_ISA::FP16)}
-
-const KernelTable FUSEDACCUM_TABLE = {
-    FUSEDACCUM_NAME,
-    // In the order of Mode's bits; the modes that make no sense are empty.
-    {FUSEDACCUM_MODE(0), FUSEDACCUM_MODE(1), FUSEDACCUM_MODE(2), FUSEDACCUM_MODE(3),              // add and overwrite, also with stats
-     {}, {}, {}, FUSEDACCUM_MODE(7),                                                              // overwrite; the stats count outputs
-     {}, FUSEDACCUM_MODE(9), {}, FUSEDACCUM_MODE(11), {}, {}, {}, FUSEDACCUM_MODE(15),            // streamed overwrites
-     FUSEDACCUM_MODE16(16), FUSEDACCUM_MODE16(17), FUSEDACCUM_MODE16(18), FUSEDACCUM_MODE16(19),  // stochastic rounding
-     {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}},
-    {&FUSEDACCUM_ISA::run_stats<double>, &FUSEDACCUM_ISA::run_stats<float>,
-     &FUSEDACCUM_ISA::run_stats<FUSEDACCUM_ISA::BF16>, &FUSEDACCUM_ISA::run_stats<FUSEDACCUM_ISA::FP16>},
-};
-// clang-format on
+// A constant: nothing compiled for an instruction set may run before it is known that this CPU has it.
+constexpr KernelTable FUSEDACCUM_TABLE = FUSEDACCUM_ISA::table(std::make_integer_sequence<int, kModes * kDTypes * kDTypes>());
 
 }  // namespace cpu
 }  // namespace fusedaccum
