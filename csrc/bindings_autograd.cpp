@@ -79,7 +79,7 @@ class GradQueue : public std::enable_shared_from_this<GradQueue> {
     const torch::autograd::Node* node;  // which the slot keeps alive
     std::vector<int64_t> shape;
     at::ScalarType dtype;  // of the buffer
-    bool main_grad_enabled;
+    bool intercepted;
     bool shown;             // is p.grad the buffer?
     std::size_t taken = 0;  // how often take() has met it
   };
@@ -133,10 +133,10 @@ class Hook : public torch::autograd::FunctionPreHook {
 void GradQueue::hook(py::object slot) {
   const auto parameter = slot.attr("param").cast<at::Tensor>();
   const auto dtype = slot.attr("dtype").cast<at::ScalarType>();
-  const bool main_grad_enabled = py::cast<bool>(slot.attr("main_grad_enabled"));
+  const bool intercepted = py::cast<bool>(slot.attr("intercepted"));
   const bool shown = slot.attr("holder").is(slot.attr("param"));
   const auto node = torch::autograd::impl::grad_accumulator(parameter);
-  places_.push_back({std::move(slot), parameter, node.get(), parameter.sizes().vec(), dtype, main_grad_enabled, shown});
+  places_.push_back({std::move(slot), parameter, node.get(), parameter.sizes().vec(), dtype, intercepted, shown});
   node->add_pre_hook(std::make_unique<Hook>(shared_from_this(), &places_.back()));
 }
 
@@ -239,7 +239,7 @@ void GradQueue::put(const py::object& slot, const at::Tensor& grad) {
 at::Tensor copied(const at::Tensor& grad) { return grad.unsafeGetTensorImpl()->is_python_dispatch() ? grad.mul(1) : grad.clone(); }
 
 void GradQueue::queue_up(Place* place, const at::Tensor& grad, bool ours, bool awaited) {
-  if ((place->main_grad_enabled || !ours) && tell("added_already", place->slot, grad)) return;
+  if ((place->intercepted || !ours) && tell("added_already", place->slot, grad)) return;
   const int task = torch::autograd::get_current_graph_task_id();
   if (!expects(task)) tell("enter", task);
   at::Tensor kept = ours || !hold_ ? grad : copied(grad);

@@ -41,7 +41,7 @@ class Listener(Protocol):
     def added_already(self, slot: Slot, grad: Tensor | None) -> bool:
         """True if the gradient of this slot is in its buffer, so that what has arrived (None: nothing) is not one to be added.
 
-        Asked if extensions must see the slot's gradients (``main_grad_enabled``), if other code holds what has arrived, or if nothing has.
+        Asked if extensions must see the slot's gradients (``intercepted``), if other code holds what has arrived, or if nothing has.
         May begin a pass, as :meth:`enter` does.
         """
 
@@ -103,7 +103,7 @@ class GradQueue:
             self._queue_up(listener, slot, grad, True, False)
 
     def _queue_up(self, listener: Listener, slot: Slot, grad: Any, ours: bool, awaited: bool) -> None:
-        if (slot.main_grad_enabled or not ours) and listener.added_already(slot, grad):
+        if (slot.intercepted or not ours) and listener.added_already(slot, grad):
             return
         task = torch._C._current_graph_task_id()
         if task not in self._tasks:

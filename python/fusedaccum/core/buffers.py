@@ -70,7 +70,7 @@ class Slot:
     shown: Tensor | None = None  # what we last put into holder.grad; anything else there is the user's
     divisor: Scalar = 1.0  # the buffer holds the sum divided by this
     prepared: bool = False  # has an extension filled the buffer, and nothing written to it since?
-    main_grad_enabled: bool = False  # do extensions see its gradients before they are queued? (C++ reads it.)
+    intercepted: bool = False  # do extensions see its gradients before they are queued? (C++ reads it.)
     private: bool = False  # is the buffer out of other code's reach, as p.grad does not show it? Its adds may end late
     ops: Any = ops  # has the accumulate_() that adds to the buffer, and the cast_() from there to the parameter
     their_grad_dtype: torch.dtype | None = None  # what the parameter's grad_dtype was before it became ours

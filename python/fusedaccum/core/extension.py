@@ -195,7 +195,7 @@ class Extension:
     def added_already(self, slot: Slot, grad: Tensor | None) -> bool:
         """True if the slot's gradient is in its buffer, so that ``grad``, which autograd brings, is none. It may be used by other code.
 
-        Asked about a gradient that other code holds, too, about None, and about all of a slot with ``main_grad_enabled``.
+        Asked about a gradient that other code holds, too, about None, and about all of a slot with ``intercepted``.
         """
         return False
 

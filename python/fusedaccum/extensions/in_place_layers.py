@@ -29,7 +29,7 @@ class InPlaceLayers(Extension):
     """Finds out that a layer has added to ``p.grad``, and counts it."""
 
     def added_already(self, slot: Slot, grad: Tensor | None) -> bool:
-        way = None if slot.main_grad_enabled else way_of(slot, grad)
+        way = None if slot.intercepted else way_of(slot, grad)
         if way is None:
             return False
         copy = None

@@ -82,9 +82,9 @@ class MainGrads(Extension):
     def parameters_changed(self, new: Sequence[Slot]) -> None:
         slots = self.accumulation.sums.buffers.slots
         for slot in new:
-            slot.main_grad_enabled = is_enabled(slot.param)
+            slot.intercepted = is_enabled(slot.param)
         _withdraw(set(self.slots).difference(slots))
-        self.slots[:] = [slot for slot in slots if slot.main_grad_enabled]
+        self.slots[:] = [slot for slot in slots if slot.intercepted]
         self.accumulation.sums.written_by_layers = bool(self.slots)
         self._lend([slot for slot in self.slots if not slot.placed])
 
@@ -115,7 +115,7 @@ class MainGrads(Extension):
             )
 
     def added_already(self, slot: Slot, grad: Tensor | None) -> bool:
-        if grad is None or not slot.main_grad_enabled or not was_added(slot.param):
+        if grad is None or not slot.intercepted or not was_added(slot.param):
             return False
         with self.accumulation.collector.within_pass(slot.param.device):
             if not was_added(slot.param):  # to begin the pass has dropped a window, and zeroed this
@@ -125,7 +125,7 @@ class MainGrads(Extension):
 
     def adding(self, slots: Sequence[Slot]) -> None:
         for slot in slots:
-            if slot.main_grad_enabled and was_added(slot.param):
+            if slot.intercepted and was_added(slot.param):
                 self._count(slot)
 
     def unfinished(self) -> str | None:

@@ -339,7 +339,7 @@ def _check_repeatable(opt: AccumulatingOptimizer) -> None:
             "micro_batch_size='auto' repeats what did not fit, but one rank alone cannot repeat a forward that gathers shards (FSDP2, "
             "DTensor); give a number"
         )
-    for slot in (slot for slot in buffers.slots if slot.main_grad_enabled):
+    for slot in (slot for slot in buffers.slots if slot.intercepted):
         raise ValueError(
             "micro_batch_size='auto' must leave out gradients that were added before an error, but the layer of parameter "
             f"{name_of(slot.param) or slot.name} adds to main_grad by itself; give a number, or switch off the layer's gradient "
