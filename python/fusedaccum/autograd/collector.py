@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -93,6 +94,13 @@ def queue_class() -> Any:
     return grad_queue.GradQueue if native.why_no_hooks() else importlib.import_module("fusedaccum._intake").GradQueue
 
 
+@dataclass
+class OpenPass:
+    """An outermost pass that has begun."""
+
+    call: FrameType | None  # None if it cannot be seen
+
+
 class GradCollector:
     """The passes over a set of slots, between their :class:`~fusedaccum.autograd.grad_queue.GradQueue` and an :class:`Owner`.
 
@@ -110,8 +118,7 @@ class GradCollector:
         self._tasks: set[int] = set()  # graph tasks (outermost and re-entrant passes) that have begun and not ended
         # The newest task that was dropped when its pass broke off. (The engine numbers them in the order in which they begin.)
         self._last_broken = -1
-        self._open = False  # has an outermost pass begun, and not ended?
-        self._call: FrameType | None = None  # of that pass; None if it cannot be seen
+        self._pass: OpenPass | None = None  # the outermost pass that has begun, and not ended
 
     def hook(self, slot: Slot) -> None:
         """Take this parameter's gradients from now on."""
@@ -228,16 +235,18 @@ class GradCollector:
                     "a gradient of a backward pass that an exception has broken off came when that pass had been dropped"
                 )
             call, thread, nested = outermost_backward()
-            if self._open and (self._call is not call or (call is None and self._tasks and not nested)):
-                if under_way(self._call):
+            if self._pass is not None and (
+                self._pass.call is not call or (call is None and self._tasks and not nested)
+            ):
+                if under_way(self._pass.call):
                     raise RuntimeError(
                         "two backward passes run at once, in two threads, but the gradients of one optimizer's parameters can be "
                         "accumulated from only one pass at a time; put a lock around backward()"
                     )
                 self.end_open_pass()
-            if not self._open:
+            if self._pass is None:
                 self._owner_now().pass_begins(thread)
-                self._open, self._call = True, call
+                self._pass = OpenPass(call)
             if nested:
                 self._owner_now().part_begins()
             self._tasks.add(task)
@@ -275,7 +284,7 @@ class GradCollector:
         self._queue.forget(task)
 
     def _end_pass(self) -> None:
-        self._open, self._call = False, None
+        self._pass = None
         self._order.release()
         try:
             self._owner_now().pass_ends()
@@ -286,7 +295,7 @@ class GradCollector:
 
     def end_returned_pass(self) -> None:
         """:meth:`end_open_pass`, if the backward of the pass that is still open has returned; one that is under way is left alone."""
-        if self._open and returned(self._call):
+        if self._pass is not None and returned(self._pass.call):
             self.end_open_pass()
 
     def end_open_pass(self) -> None:
@@ -296,18 +305,18 @@ class GradCollector:
         own and nothing signals its end), and when an exception broke it off.
         """
         with self._lock:
-            if not self._open:
+            if self._pass is None:
                 return
-            if under_way(self._call):
+            if under_way(self._pass.call):
                 raise RuntimeError(
                     "the wrapper was called while a backward pass of its parameters runs in another thread; wait until that has returned"
                 )
-            if not self._tasks and not broke_off(self._call):
+            if not self._tasks and not broke_off(self._pass.call):
                 self._end_pass()
                 return
-            untold = returned(self._call)
+            untold = returned(self._pass.call)
             self._last_broken = max(self._tasks, default=self._last_broken)
-            self._open, self._call = False, None
+            self._pass = None
             for task in list(self._tasks):
                 self._forget(task)
             self._order.acquire()  # not release(): this may be a node of the next pass, whose adds come after what is done here
@@ -336,8 +345,8 @@ def _task_gone(collector: weakref.ref[GradCollector], task: int) -> None:
     """
     alive = collector()
     compiled = getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "compiled_autograd_enabled", False)
-    if alive is not None and task in alive._tasks and not compiled:
-        alive._call = None
+    if alive is not None and alive._pass is not None and task in alive._tasks and not compiled:
+        alive._pass.call = None
 
 
 @outside_graphs
