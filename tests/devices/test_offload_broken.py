@@ -8,7 +8,6 @@ import warnings
 from contextlib import contextmanager
 
 import fusedaccum as fa
-import fusedaccum.autograd.collector
 import fusedaccum.extensions.cpu_offload
 import pytest
 import torch

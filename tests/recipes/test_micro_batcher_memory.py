@@ -6,7 +6,6 @@ import random
 import weakref
 
 import fusedaccum as fa
-import fusedaccum.autograd.collector
 import fusedaccum.ops
 import fusedaccum.recipes.micro_batcher
 import pytest
@@ -15,6 +14,7 @@ from fusedaccum.core import adding
 from fusedaccum.core.extension import Extension, Extensions
 from out_of_memory import Net, Points, assert_close, batch, function, made, oracle, ran, sgd, weight
 from pairs import AddsToGrad
+from sizes import limits
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -46,12 +46,12 @@ def test_fp32_with_errors_within_errors(monkeypatch, settings):
         ran(monkeypatch, windows=3, make=make, dtype=torch.float32, **settings),
     )
     assert_close(model, expected, 1e-6)
-    monkeypatch.setattr(fusedaccum.autograd.collector, "bucket_bytes", lambda _: 1)
     chance, depth, lost = random.Random(0), 0, 0
     for _ in range(30):
         first = chance.randint(12, 30)
         fail = [first, first + chance.randint(14, 30), points.met + chance.randint(-60, 0)]
-        model, broken, _, opt = ran(monkeypatch, fail, 11, dtype=torch.float32, windows=3, make=make, **settings)
+        with limits(bucket=1):
+            model, broken, _, opt = ran(monkeypatch, fail, 11, dtype=torch.float32, windows=3, make=make, **settings)
         assert_close(model, expected, 1e-6)
         assert opt.last_window.weight == weight(batch())
         depth += any(attempt.done and attempt.taken for attempt in broken.broken)
@@ -351,8 +351,7 @@ def test_a_function_that_runs_a_backward_of_its_own(monkeypatch):
     """If an attempt breaks off, it is unknown which of its passes a parameter has accumulated, so the window starts over."""
     lost = 0
     for point in range(5, 200, 12):
-        with monkeypatch.context() as patched:
-            patched.setattr(fusedaccum.autograd.collector, "bucket_bytes", lambda _: 1)
+        with monkeypatch.context() as patched, limits(bucket=1):
             model, opt = made()
             expected, loss_of = twin_step(model), function(model)
 

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import fusedaccum as fa
 import pytest
 import torch
+from sizes import limits
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import (
@@ -270,8 +271,8 @@ def test_ungrouped_second_pass_is_refused_because_it_could_not_be_skipped_withou
 
 
 @pytest.mark.parametrize("bad", range(3))
-def test_every_bucket_of_a_pass_is_looked_at(bad, monkeypatch):
-    monkeypatch.setattr("fusedaccum.autograd.collector.bucket_bytes", lambda _: 1)
+@limits(bucket=1)
+def test_every_bucket_of_a_pass_is_looked_at(bad):
     params = [nn.Parameter(torch.zeros(4)) for _ in range(3)]
     opt = fa.AccumulatingOptimizer(torch.optim.SGD(params, lr=1.0), 2, nonfinite="skip_window")
     for factors in ([1.0] * 3, [float("inf") if k == bad else 1.0 for k in range(3)]):
@@ -281,8 +282,8 @@ def test_every_bucket_of_a_pass_is_looked_at(bad, monkeypatch):
     assert not any(p.any() for p in params)
 
 
-def test_skip_micro_batch_holds_more_than_a_bucket(monkeypatch):
-    monkeypatch.setattr("fusedaccum.autograd.collector.bucket_bytes", lambda _: 64)
+@limits(bucket=64)
+def test_skip_micro_batch_holds_more_than_a_bucket():
     test_dropped_micro_batch_leaves_no_trace("skip_micro_batch", float("nan"), [2])
 
 
