@@ -216,6 +216,27 @@ def test_what_is_not_finite_is_seen_also_where_it_broke_off(monkeypatch, nonfini
             assert opt.last_window.applied and not any(p.isnan().any() for p in model.parameters())
 
 
+@limits(bucket=1)
+def test_what_was_not_finite_in_a_batch_that_was_given_up_is_forgotten():
+    """Its last attempt breaks off when one of two gradients has been added and counted."""
+    p, q = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+    short, arrived = True, itertools.count(1)
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p, q], lr=1.0), nonfinite="skip_window")
+
+    def arrives(_):
+        if short and next(arrived) % 2 == 0:
+            raise torch.OutOfMemoryError("injected")
+
+    p.register_hook(arrives)
+    q.register_hook(arrives)
+    batcher = fa.MicroBatcher(lambda part: ((p + q) * part[:, None]).mean(0).sum(), opt, "auto")
+    with pytest.raises(torch.OutOfMemoryError):
+        batcher.step(torch.full((4,), float("nan")))
+    short = False
+    batcher.step(torch.ones(4))
+    assert opt.updated and opt.last_window.nonfinite == 0 and (p == -1).all() and (q == -1).all()
+
+
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_what_broke_off_is_freed_before_the_next_try(where):
     model, opt = made()
