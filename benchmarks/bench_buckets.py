@@ -118,7 +118,7 @@ def _serve(pipe: Connection, way: str, case: Row, backend: str) -> None:
     batches = [torch.randint(size.vocabulary, shape) for _ in range(MICRO_BATCHES)]
     grads = [p.nbytes for p in net.parameters()]
     sizes = {"parameters": sum(p.numel() for p in net.parameters()), "tensors": len(grads)}
-    with mock.patch("fusedaccum.autograd.collector.full_at", lambda *_: 8 << 20) if way == EIGHT else mock.MagicMock():
+    with mock.patch("fusedaccum.limits.full_at", lambda *_: 8 << 20) if way == EIGHT else mock.MagicMock():
         window = _window(way, net, batches, backend)
     pipe.send(sizes | {"gradient_bytes": sum(grads), "largest_gradient_bytes": max(grads)})
     while True:

@@ -5,12 +5,12 @@ import gc
 import importlib
 import importlib.util
 
-import fusedaccum.autograd.collector
 import fusedaccum.modules
 import pytest
 import torch
 from fusedaccum.ops import backends
 from graphs import compile_anew
+from sizes import limits
 
 if backends.INTERPRETED:
     from triton.runtime import interpreter
@@ -85,9 +85,10 @@ def each_intake(request, monkeypatch):
 
 
 @pytest.fixture
-def small_buckets(monkeypatch):
+def small_buckets():
     """A bucket holds one gradient or a few, so that backward adds as it goes."""
-    monkeypatch.setattr(fusedaccum.autograd.collector, "bucket_bytes", lambda _: 100)
+    with limits(bucket=100):
+        yield
 
 
 @pytest.fixture

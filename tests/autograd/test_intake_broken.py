@@ -7,6 +7,7 @@ import weakref
 import fusedaccum as fa
 import pytest
 import torch
+from sizes import limits
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import assert_same_parameters, big_batch_step, data, grads, mean_loss, model, parts, sgd, twin, wrapped
@@ -59,8 +60,8 @@ def test_exception_in_backward_leaves_the_window_as_it_was(through, owned):
 
 
 @pytest.mark.parametrize("through", ["opt.backward", "loss.backward"])
-def test_exception_after_part_was_added_drops_the_window_and_says_so(through, monkeypatch):
-    monkeypatch.setattr("fusedaccum.autograd.collector.bucket_bytes", lambda _: 1)
+@limits(bucket=1)
+def test_exception_after_part_was_added_drops_the_window_and_says_so(through):
     net, (x, y) = model(), data()
     big = twin(net)
     opt, plain = wrapped(net, 2), sgd(big.parameters())
@@ -106,12 +107,11 @@ def test_a_part_that_raises_before_it_adds_anything_leaves_the_parts_before_it(s
 
 @pytest.mark.parametrize("call", ["opt.backward", "opt.micro_batch"])
 @pytest.mark.parametrize("added", [False, True], ids=["queued", "partly added"])
-def test_a_plain_backward_that_broke_off_is_no_part_of_the_next_micro_batch(added, call, monkeypatch):
-    if added:
-        monkeypatch.setattr("fusedaccum.autograd.collector.bucket_bytes", lambda _: 1)
+def test_a_plain_backward_that_broke_off_is_no_part_of_the_next_micro_batch(added, call):
     net, (x, y) = model(), data()
     big = twin(net)
-    opt, plain = wrapped(net, 2), sgd(big.parameters())
+    with limits(bucket=1 if added else 8 << 20):
+        opt, plain = wrapped(net, 2), sgd(big.parameters())
     first, second = parts(x, y, (4, 20))
     opt.backward(mean_loss(net, *first), weight=4)
     opt.step()
@@ -151,8 +151,8 @@ def test_a_backward_whose_exception_is_caught_in_the_block_leaves_it_to_the_next
     assert_same_parameters(net, big, 1e-12)
 
 
-def test_nothing_joins_a_block_whose_first_backward_dropped_the_window(monkeypatch):
-    monkeypatch.setattr("fusedaccum.autograd.collector.bucket_bytes", lambda _: 1)
+@limits(bucket=1)
+def test_nothing_joins_a_block_whose_first_backward_dropped_the_window():
     net, (x, y) = model(), data()
     opt = wrapped(net, 2)
     with (

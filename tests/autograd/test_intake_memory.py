@@ -5,11 +5,12 @@ import weakref
 from types import SimpleNamespace
 
 import fusedaccum as fa
-import fusedaccum.autograd.collector
+import fusedaccum.limits
 import pytest
 import torch
 from fusedaccum.autograd.grad_queue import _fresh_holders
 from fusedaccum.core.backward import BackwardPasses
+from sizes import limits
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from training import assert_same_parameters, data, mean_loss, model, parts, twin, wrapped
@@ -28,7 +29,7 @@ def test_a_bucket_is_a_small_part_of_a_gpus_memory(device, memory, bucket, monke
     device = torch.device(device)
     memories = {device: SimpleNamespace(total_memory=memory)} if memory else {}
     monkeypatch.setattr(torch.cuda, "get_device_properties", memories.__getitem__)
-    assert fusedaccum.autograd.collector.bucket_bytes(device) == bucket
+    assert fusedaccum.limits.bucket(device) == bucket
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,7 @@ def test_a_bucket_is_a_small_part_of_the_models_gradients_on_a_gpu_and_their_lar
     device, sizes, bucket, sent, monkeypatch
 ):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 << 30))
-    found = fusedaccum.autograd.collector.full_at(torch.device(device), sizes, sent)
+    found = fusedaccum.limits.full_at(torch.device(device), sizes, sent)
     assert found == (min(bucket, 32 * MIB) if sent else bucket)
 
 
@@ -118,15 +119,14 @@ def test_frozen_parameters_do_not_count_for_a_bucket(added):
 
 
 @pytest.mark.parametrize("bucket", [1, 200, 1 << 30])
-def test_bucket_size_does_not_change_a_bit(bucket, monkeypatch):
-    monkeypatch.setattr("fusedaccum.autograd.collector.bucket_bytes", lambda _: bucket)
+def test_bucket_size_does_not_change_a_bit(bucket):
     x, y = data(dtype=torch.float32)
     net, ref = model(torch.float32), model(torch.float32)
-    opt = wrapped(net, 3, max_grad_norm=0.05)
+    with limits(bucket=bucket):
+        opt = wrapped(net, 3, max_grad_norm=0.05)
     for batch in parts(x, y, (8, 8, 8)):
         mean_loss(net, *batch).backward()
         opt.step()
-    monkeypatch.undo()
     opt2 = wrapped(ref, 3, max_grad_norm=0.05)
     for batch in parts(x, y, (8, 8, 8)):
         mean_loss(ref, *batch).backward()
@@ -135,13 +135,12 @@ def test_bucket_size_does_not_change_a_bit(bucket, monkeypatch):
     assert_same_parameters(net, ref, 1e-7)  # the clip coefficient's norm may be summed in another order
 
 
-@pytest.mark.parametrize(("width", "bucket"), [(128, 100_000), (1024, None)])
-def test_fresh_gradients_are_freed_as_soon_as_added(width, bucket, monkeypatch):
+@pytest.mark.parametrize(("width", "bucket"), [(128, 100_000), (1024, fusedaccum.limits.bucket)])
+def test_fresh_gradients_are_freed_as_soon_as_added(width, bucket):
     """During backward, no more fresh gradients are alive than one bucket, here of two, and the gradient being computed."""
-    if bucket:
-        monkeypatch.setattr("fusedaccum.autograd.collector.bucket_bytes", lambda _: bucket)
     net = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(20)])
-    opt = wrapped(net, 2)
+    with limits(bucket=bucket):
+        opt = wrapped(net, 2)
     alive, most = [], 0
 
     def watch(grad):
@@ -270,8 +269,8 @@ def test_dropping_model_and_wrapper_frees_the_memory_at_once():
         gc.enable()
 
 
+@limits(bucket=3 * 4 * 64)
 def test_every_full_bucket_is_one_call(monkeypatch):
-    monkeypatch.setattr("fusedaccum.autograd.collector.bucket_bytes", lambda _: 3 * 4 * 64)
     calls = []
     add = BackwardPasses.add
     monkeypatch.setattr(

@@ -8,6 +8,7 @@ import torch
 from adding import Adding, marked
 from fusedaccum.autograd.grad_queue import GradQueue
 from fusedaccum.autograd.streams import StreamOrder, join, keep
+from sizes import limits
 from torch import nn
 
 DEVICE, SECOND = torch.device("cuda:0"), torch.device("cuda:1")
@@ -141,7 +142,6 @@ def test_a_capture_waits_for_what_is_part_of_it(current, monkeypatch, in_it):
 def buckets(current, monkeypatch):
     """Buckets of one gradient each, which seem to come from and be added on streams 10, 11, ...; after them the caller's, 3, is back."""
     monkeypatch.setenv("FUSEDACCUM_INTAKE", "python")
-    monkeypatch.setattr("fusedaccum.autograd.collector.bucket_bytes", lambda _: 1)
     plain, caller, seen = GradQueue.take, current[DEVICE], []
 
     def take(self):
@@ -152,7 +152,8 @@ def buckets(current, monkeypatch):
         return batches, [seen[-1].name] if batches else []
 
     monkeypatch.setattr(GradQueue, "take", take)
-    return seen
+    with limits(bucket=1):
+        yield seen
 
 
 def test_the_adds_of_a_pass_take_turns(current, buckets):

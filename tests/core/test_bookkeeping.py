@@ -3,9 +3,9 @@
 import fusedaccum as fa
 import pytest
 import torch
-from fusedaccum.autograd import collector
 from fusedaccum.core import adding, norms
 from fusedaccum.core.window import Schedule
+from sizes import limits
 from torch import nn
 from training import assert_same_parameters, big_batch_step, data, mean_loss, model, parts, sgd, twin, wrapped
 
@@ -235,8 +235,8 @@ def test_a_weight_of_0_that_comes_late_keeps_nothing_out(reduction):
 
 
 @pytest.mark.parametrize("fails_at", [1, 2])
+@limits(bucket=1)  # a call per parameter
 def test_out_of_memory_while_a_bucket_is_added_counts_nothing_twice_and_loses_nothing_unsaid(fails_at, monkeypatch):
-    monkeypatch.setattr(collector, "bucket_bytes", lambda _: 1)  # a call per parameter
     net, (x, y) = model(), data()
     big = twin(net)
     opt = wrapped(net, 2)

@@ -12,9 +12,9 @@ import fusedaccum as fa
 import fusedaccum.core.apply
 import pytest
 import torch
-from fusedaccum.autograd import collector
 from fusedaccum.extensions.cpu_offload import steps_each_alone
 from fusedaccum.extensions.noise_scale import NoiseScale
+from sizes import limits
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from training import (
@@ -676,8 +676,8 @@ def test_inner_step_that_raises_can_be_tried_again(dtype, steps, again):
     assert p.tolist() == [-1, -2, -3]
 
 
-def test_a_window_is_not_tried_again_when_one_that_broke_off_has_overwritten_it(monkeypatch):
-    monkeypatch.setattr(collector, "bucket_bytes", lambda _: 1)
+@limits(bucket=1)
+def test_a_window_is_not_tried_again_when_one_that_broke_off_has_overwritten_it():
     p, q = zeros(), zeros()
     opt, fail = wrapper_of([p, q], 1), [MemoryError, MemoryError]
 

@@ -7,11 +7,9 @@ import contextlib
 from pathlib import Path
 from types import ModuleType
 
-import fusedaccum.autograd.collector
-import fusedaccum.extensions.cpu_offload
-import fusedaccum.extensions.ring
 import pytest
 import torch
+from sizes import limits
 from torch.utils import cpp_extension
 
 HERE = Path(__file__).parent
@@ -49,8 +47,7 @@ def device(late_device):
 
 
 @pytest.fixture(autouse=True)
-def small_stages(monkeypatch):
+def small_stages():
     """Makes stages so small that some gradients need several, and that several gradients share one."""
-    for module in (fusedaccum.extensions.cpu_offload, fusedaccum.extensions.ring):
-        monkeypatch.setattr(module, "STAGE_BYTES", 1024)
-    monkeypatch.setattr(fusedaccum.autograd.collector, "bucket_bytes", lambda _: 3000)
+    with limits(STAGE=1024, bucket=3000):
+        yield

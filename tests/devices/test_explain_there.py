@@ -4,6 +4,7 @@ import fusedaccum as fa
 import pytest
 import torch
 from fusedaccum.extensions.cpu_offload import CpuOffload
+from sizes import limits
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from training import masters_of
@@ -16,11 +17,9 @@ SETTINGS = {
 
 @pytest.fixture
 def small(monkeypatch):
-    for module in ("modes", "calibration"):
-        monkeypatch.setattr(f"fusedaccum.recipes.{module}.STAGE_BYTES", 1024)
-    monkeypatch.setattr("fusedaccum.autograd.collector.bucket_bytes", lambda _: 1 << 40)  # as on a large GPU
-    monkeypatch.setattr("fusedaccum.autograd.collector.SENT_BYTES", 3000)
     monkeypatch.setattr("fusedaccum.recipes.calibration.HOOKED", 4)
+    with limits(bucket=1 << 40, SENT=3000):  # as on a large GPU
+        yield
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -1,12 +1,12 @@
 """MicroBatcher with a device: micro-batches are moved there one by one, and gradients leave it for buffers in CPU memory."""
 
 import fusedaccum as fa
-import fusedaccum.autograd.collector
 import fusedaccum.extensions.cpu_offload
 import pytest
 import torch
 from fusedaccum.extensions.retries import Attempt
 from offloading import made
+from sizes import limits
 
 
 def whole():
@@ -23,8 +23,8 @@ def expected(device):
 
 
 @pytest.mark.parametrize("where", [{}, {"buffer_device": "cpu"}], ids=str)
+@limits(bucket=1)
 def test_errors_while_gradients_arrive(device, monkeypatch, where):
-    monkeypatch.setattr(fusedaccum.autograd.collector, "bucket_bytes", lambda _: 1)
     theirs, attempts = expected(device), []
     for point in range(1, 12):
         model, opt = made(device, **where)

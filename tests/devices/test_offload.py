@@ -4,7 +4,6 @@ import copy
 import itertools
 
 import fusedaccum as fa
-import fusedaccum.autograd.collector
 import fusedaccum.extensions.cpu_offload
 import pytest
 import torch

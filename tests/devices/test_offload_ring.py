@@ -3,14 +3,14 @@
 import gc
 
 import fusedaccum as fa
-import fusedaccum.autograd.collector
-import fusedaccum.extensions.cpu_offload
 import fusedaccum.extensions.ring
+import fusedaccum.limits
 import pytest
 import torch
 from fusedaccum.extensions.cpu_offload import CpuOffload
 from fusedaccum.extensions.ring import loads
 from offloading import assert_same
+from sizes import limits
 from torch import nn
 
 # -- memory ---------------------------------------------------------------------------------------------------------------
@@ -30,15 +30,12 @@ class Made(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("sizes", [[24], [24, 24, 24], [1] * 24, [5, 1, 9, 1, 1, 7]])
-def test_memory_for_gradients_is_bounded_by_the_ring(late_device, device, monkeypatch, sizes):
+@limits(STAGE=1 << 14, SENT=1 << 14, bucket=1 << 40)  # as on a large GPU
+def test_memory_for_gradients_is_bounded_by_the_ring(late_device, device, sizes):
     """``sizes`` are in stages. The bounds are for backward, and for step(), which brings the sums back."""
     if late_device is None:
         pytest.skip("counts what the device of late_device.cpp allocates; benchmarks/bench_memory.py measures a GPU's")
-    stage = 1 << 14
-    for module in (fusedaccum.extensions.cpu_offload, fusedaccum.extensions.ring):
-        monkeypatch.setattr(module, "STAGE_BYTES", stage)
-    monkeypatch.setattr(fusedaccum.autograd.collector, "bucket_bytes", lambda _: 1 << 40)  # as on a large GPU
-    monkeypatch.setattr(fusedaccum.autograd.collector, "SENT_BYTES", stage)
+    stage = fusedaccum.limits.STAGE
     params = [nn.Parameter(torch.zeros(stage // 4 * size, device=device)) for size in sizes]
     opt = fa.AccumulatingOptimizer(torch.optim.SGD(params, lr=0.1, foreach=False), accum_steps=2, buffer_device="cpu")
     for _ in range(2):
@@ -164,7 +161,7 @@ def test_loads_hold_every_element_once_and_fit_into_a_stage(sizes):
             assert cut.place % 64 == 0 and cut.place >= ends and nbytes > 0
             ends = cut.place + nbytes
             found += [(cut.tensor, element) for element in range(cut.begin, cut.end)]
-        assert load and ends <= used <= fusedaccum.extensions.ring.STAGE_BYTES
+        assert load and ends <= used <= fusedaccum.limits.STAGE
     assert found == [(k, element) for k, size in enumerate(sizes) for element in range(size)]
 
 

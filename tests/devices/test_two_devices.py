@@ -4,10 +4,10 @@ import math
 import threading
 
 import fusedaccum as fa
-import fusedaccum.autograd.collector
 import pytest
 import torch
 from fusedaccum.core.backward import BackwardPasses
+from sizes import limits
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -202,24 +202,23 @@ def test_fp64_sums_are_divided_by_a_loss_scale_in_fp64(device):
 
 @pytest.mark.parametrize("full", ["cpu", "device"])
 def test_a_bucket_is_full_when_the_device_of_what_arrives_says_so(device, monkeypatch, full):
-    limits = {"cpu": 1 << 20, device.type: 1 << 20, torch.device("cpu" if full == "cpu" else device).type: 1}
-    monkeypatch.setattr(fusedaccum.autograd.collector, "bucket_bytes", lambda where: limits[where.type])
+    most = {"cpu": 1 << 20, device.type: 1 << 20, torch.device("cpu" if full == "cpu" else device).type: 1}
     calls = []
     add = BackwardPasses.add
     monkeypatch.setattr(
         BackwardPasses, "add", lambda self, slots, grads: calls.append(len(slots)) or add(self, slots, grads)
     )
     params = parameters(["cpu"] * 3 + [device] * 3)
-    opt = fa.AccumulatingOptimizer(torch.optim.SGD(params, lr=0.5), 2)
+    with limits(bucket=lambda where: most[where.type]):
+        opt = fa.AccumulatingOptimizer(torch.optim.SGD(params, lr=0.5), 2)
     for some in (params[:3], params[3:]):
         opt.backward(sum(p.square().sum() for p in some))
         opt.step()
     assert calls == ([1, 1, 1, 3] if full == "cpu" else [3, 1, 1, 1])
 
 
+@limits(bucket=1 << 40, SENT=100)  # as on a large GPU
 def test_a_bucket_is_a_sixteenth_of_the_gradients_on_its_own_device(device, monkeypatch):
-    monkeypatch.setattr(fusedaccum.autograd.collector, "bucket_bytes", lambda _: 1 << 40)  # as on a large GPU
-    monkeypatch.setattr(fusedaccum.autograd.collector, "SENT_BYTES", 100)
     calls = []
     add = BackwardPasses.add
     monkeypatch.setattr(

@@ -11,7 +11,9 @@ import fusedaccum as fa
 import pytest
 import torch
 import torch.distributed as dist
+from fusedaccum.distributed.reduce_buckets import ReduceBuckets
 from parts import assert_close, big_batch, contents, made, mean_loss, sgd, share, wrapped
+from sizes import limits
 from torch import nn
 from worlds import World
 
@@ -308,13 +310,9 @@ def test_a_rank_that_goes_is_an_error_on_the_others_within_the_timeout(tmp_path,
         world.close()
 
 
+@limits(bucket=1, REDUCED=1)
 def breaks_off(rank):
     """A backward that fails on one rank after part of the sums has been sent."""
-    import fusedaccum.autograd.collector
-    import fusedaccum.distributed.reduce_buckets
-
-    fusedaccum.distributed.reduce_buckets.BUCKET_BYTES = 1
-    fusedaccum.autograd.collector.bucket_bytes = lambda _: 1
     model = made()
     opt = wrapped(model, accum_steps=1, process_group=dist.group.WORLD)
     x, y, _, use = share(0, 1, 0, 1)[0]
@@ -336,15 +334,13 @@ def goes_on_after(rank):
         opt.step()
 
 
+@limits(REDUCED=1)
 def goes_on_after_an_interruption(rank):
     """step() sends several buckets, and is interrupted on one rank after the first."""
-    import fusedaccum.distributed.reduce_buckets
-
-    fusedaccum.distributed.reduce_buckets.BUCKET_BYTES = 1
     model = made()
     opt = wrapped(model, process_group=dist.group.WORLD)
     x, y, _, use = share(0, 1, 0, 1)[0]
-    real, calls = fusedaccum.distributed.reduce_buckets.ReduceBuckets._reduce, []
+    real, calls = ReduceBuckets._reduce, []
 
     def reduce(*arguments):
         calls.append(arguments)
@@ -352,7 +348,7 @@ def goes_on_after_an_interruption(rank):
             raise KeyboardInterrupt
         return real(*arguments)
 
-    fusedaccum.distributed.reduce_buckets.ReduceBuckets._reduce = reduce
+    ReduceBuckets._reduce = reduce
     for _ in range(2):
         with contextlib.suppress(KeyboardInterrupt):
             opt.backward(mean_loss(model, x, y, use))

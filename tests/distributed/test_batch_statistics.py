@@ -151,11 +151,11 @@ def test_what_fsdp2_holds_back_is_left_out_with_a_bad_micro_batch(worlds, bad):
             torch.testing.assert_close(state[f"1.{name}"], expected[name], rtol=1e-6, atol=1e-6)
 
 
-def without_data(rank, kind):
-    """The second rank runs out of data: it has less for the first window, and nothing for the second."""
+def without_data(rank, kind, second):
+    """The second rank has less for the first window, perhaps nothing, and nothing for the second."""
     module, model = made(kind)
     opt = wrapped(module, kind, accum_steps=2)
-    gather(module, opt, 0, [0, 1] if rank == 0 else [2])
+    gather(module, opt, 0, [0, 1] if rank == 0 else second)
     if rank == 1:
         opt.flush()
     gather(module, opt, 1, [0, 1] if rank == 0 else [])
@@ -165,11 +165,12 @@ def without_data(rank, kind):
     return model.state_dict()
 
 
+@pytest.mark.parametrize("second", [[2], []], ids=["less", "nothing"])
 @pytest.mark.parametrize("kind", ["plain", "ddp"])
-def test_ranks_without_data_move_along(worlds, kind):
-    states = worlds(2).run(without_data, kind=kind)
+def test_ranks_without_data_move_along(worlds, kind, second):
+    states = worlds(2).run(without_data, kind=kind, second=second)
     assert_alike(states)
-    assert_statistics(states[0], oracle([([0, 1, 2], 0), ([0, 1], 1)]), 2)
+    assert_statistics(states[0], oracle([([0, 1, *second], 0), ([0, 1], 1)]), 2)
 
 
 def unequal_calls(rank):

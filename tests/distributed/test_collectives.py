@@ -1,15 +1,14 @@
 """Sums are sent once per window and bucket, while the last backward still runs, and never by DDP itself."""
 
 import warnings
-from unittest import mock
 
 import fusedaccum as fa
-import fusedaccum.autograd.collector
 import fusedaccum.distributed.reduce_buckets
 import pytest
 import torch
 import torch.distributed as dist
 from parts import assert_close, big_batch, contents, made, mean_loss, sgd, share, wrapped
+from sizes import limits
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -25,8 +24,7 @@ def counted(run):
 
 
 def collectives(rank, ddp, bucket_bytes, settings):
-    fusedaccum.distributed.reduce_buckets.BUCKET_BYTES = bucket_bytes
-    try:
+    with limits(REDUCED=bucket_bytes):
         model = made()
         module = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True) if ddp else model
         group = None if ddp else dist.group.WORLD
@@ -42,8 +40,6 @@ def collectives(rank, ddp, bucket_bytes, settings):
 
                 calls.append(counted(micro_batch))
         return calls, len(opt._accumulation.ranks.reduce_buckets._buckets)
-    finally:
-        fusedaccum.distributed.reduce_buckets.BUCKET_BYTES = 32 << 20
 
 
 @pytest.mark.parametrize("settings", [{}, {"comm_dtype": torch.bfloat16}])
@@ -87,27 +83,23 @@ class Watch(torch.autograd.Function):
         return grad, None, None
 
 
+@limits(REDUCED=1, bucket=1 << 40, SENT=1)  # as on a large GPU
 def overlapped(rank, told):
-    with (
-        mock.patch.object(fusedaccum.distributed.reduce_buckets, "BUCKET_BYTES", 1),
-        mock.patch.object(fusedaccum.autograd.collector, "bucket_bytes", lambda _: 1 << 40),  # as on a large GPU
-        mock.patch.object(fusedaccum.autograd.collector, "SENT_BYTES", 1),
-    ):
-        torch.manual_seed(0)
-        layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-        group = dist.group.WORLD
-        opt = wrapped(layers, process_group=group) if told else wrapped(layers, accum_steps=2, process_group=group)
-        seen = []
-        for number in range(4):
-            x, here = torch.randn(3, 8), []
-            for layer in layers:
-                x = Watch.apply(layer(x).tanh(), opt, here)
-            opt.backward(x.sum(), last=told and number % 2 == 1)
-            seen.append(here)
-            if not told or number % 2 == 1:
-                opt.step()
-                opt.zero_grad()
-        return seen
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+    group = dist.group.WORLD
+    opt = wrapped(layers, process_group=group) if told else wrapped(layers, accum_steps=2, process_group=group)
+    seen = []
+    for number in range(4):
+        x, here = torch.randn(3, 8), []
+        for layer in layers:
+            x = Watch.apply(layer(x).tanh(), opt, here)
+        opt.backward(x.sum(), last=told and number % 2 == 1)
+        seen.append(here)
+        if not told or number % 2 == 1:
+            opt.step()
+            opt.zero_grad()
+    return seen
 
 
 @pytest.mark.parametrize("told", [False, True], ids=["counted", "last="])
@@ -123,32 +115,29 @@ def test_sums_go_while_the_last_backward_computes(worlds, told):
 # -- gradients that come after the sums have been sent ------------------------------------------------------------------
 
 
+@limits(REDUCED=400)
 def twice_a_micro_batch(rank, how, settings):
     """Backward twice before a step(), so that the second comes after sums have been sent; not the same way on both ranks."""
-    fusedaccum.distributed.reduce_buckets.BUCKET_BYTES = 400
-    try:
-        model = made()
-        opt = wrapped(model, accum_steps=2, process_group=dist.group.WORLD, **settings)
-        for window in range(3):
-            parts = share(window, COUNT, rank, dist.get_world_size())
-            for number in (0, 2):
-                for k, (x, y, _, use) in enumerate(parts[number : number + 2]):
-                    loss = mean_loss(model, x, y, use) / (2 if settings.get("reduction") == "none" else 1)
-                    if how == "checkpoint":
-                        loss = loss + checkpoint(lambda z: model(z).sum() * 0, x.requires_grad_(), use_reentrant=True)
-                    if how == "one rank" and rank == 0:
-                        if k == 0:
-                            held = loss
-                            continue
-                        loss = held + loss
-                    loss.backward()
-                if how == "saved":
-                    opt.load_state_dict(opt.state_dict())
-                opt.step()
-                opt.zero_grad()
-        return list(model.parameters()) if settings.get("shard") else contents(model, opt)
-    finally:
-        fusedaccum.distributed.reduce_buckets.BUCKET_BYTES = 32 << 20
+    model = made()
+    opt = wrapped(model, accum_steps=2, process_group=dist.group.WORLD, **settings)
+    for window in range(3):
+        parts = share(window, COUNT, rank, dist.get_world_size())
+        for number in (0, 2):
+            for k, (x, y, _, use) in enumerate(parts[number : number + 2]):
+                loss = mean_loss(model, x, y, use) / (2 if settings.get("reduction") == "none" else 1)
+                if how == "checkpoint":
+                    loss = loss + checkpoint(lambda z: model(z).sum() * 0, x.requires_grad_(), use_reentrant=True)
+                if how == "one rank" and rank == 0:
+                    if k == 0:
+                        held = loss
+                        continue
+                    loss = held + loss
+                loss.backward()
+            if how == "saved":
+                opt.load_state_dict(opt.state_dict())
+            opt.step()
+            opt.zero_grad()
+    return list(model.parameters()) if settings.get("shard") else contents(model, opt)
 
 
 @pytest.mark.parametrize("how", ["all", "one rank", "checkpoint", "saved"])
@@ -288,32 +277,29 @@ def test_a_dropped_wrapper_leaves_ddp_as_it_was(worlds):
     assert torch.equal(first, second)
 
 
+@limits(REDUCED=4096)
 def big_model(rank):
     """The size of buckets, and the memory for their casts, is bounded."""
-    fusedaccum.distributed.reduce_buckets.BUCKET_BYTES = 4096
+    layers = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(12))
+    for p in layers.parameters():
+        dist.broadcast(p.data, 0)
+    opt = fa.AccumulatingOptimizer(
+        torch.optim.SGD(layers.parameters(), lr=1.0), 1, process_group=dist.group.WORLD, comm_dtype=torch.bfloat16
+    )
+    most = []
+
+    def under_way(*_):
+        most.append(sum(flight.work is not None for flight in opt._accumulation.ranks.reduce_buckets._in_flight))
+        return real(*_)
+
+    real = fusedaccum.distributed.reduce_buckets.InFlight.__init__
+    fusedaccum.distributed.reduce_buckets.InFlight.__init__ = under_way
     try:
-        layers = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(12))
-        for p in layers.parameters():
-            dist.broadcast(p.data, 0)
-        opt = fa.AccumulatingOptimizer(
-            torch.optim.SGD(layers.parameters(), lr=1.0), 1, process_group=dist.group.WORLD, comm_dtype=torch.bfloat16
-        )
-        most = []
-
-        def under_way(*_):
-            most.append(sum(flight.work is not None for flight in opt._accumulation.ranks.reduce_buckets._in_flight))
-            return real(*_)
-
-        real = fusedaccum.distributed.reduce_buckets.InFlight.__init__
-        fusedaccum.distributed.reduce_buckets.InFlight.__init__ = under_way
-        try:
-            sum(layer.weight.sum() for layer in layers).backward()
-        finally:
-            fusedaccum.distributed.reduce_buckets.InFlight.__init__ = real
-        opt.step()
-        return most
+        sum(layer.weight.sum() for layer in layers).backward()
     finally:
-        fusedaccum.distributed.reduce_buckets.BUCKET_BYTES = 32 << 20
+        fusedaccum.distributed.reduce_buckets.InFlight.__init__ = real
+    opt.step()
+    return most
 
 
 def test_few_buckets_are_under_way_in_memory_of_their_own(worlds):

@@ -4,10 +4,10 @@ from unittest import mock
 
 import fusedaccum as fa
 import fusedaccum.distributed.comm_dtype
-import fusedaccum.distributed.reduce_buckets
 import pytest
 import torch
 import torch.distributed as dist
+from sizes import limits
 from torch import nn
 
 SHAPES = [(37,), (5, 3), (130,), (1,)]  # no multiple of the ranks
@@ -24,7 +24,7 @@ def gradients(seed, rank, dtype=torch.float32):
 def added(rank, seed, bucket_bytes, dtype, settings):
     """The parameters after a step of SGD with lr=1 from zeros: the window's gradient, negated."""
     params = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
-    with mock.patch.object(fusedaccum.distributed.reduce_buckets, "BUCKET_BYTES", bucket_bytes):
+    with limits(REDUCED=bucket_bytes):
         inner = torch.optim.SGD(params, lr=1.0)
         opt = fa.AccumulatingOptimizer(inner, 2, process_group=dist.group.WORLD, **settings)
         for number in range(2):
@@ -75,7 +75,7 @@ def again(rank, shard, late):
     opt = fa.AccumulatingOptimizer(
         torch.optim.SGD(params, lr=1.0), 1, process_group=dist.group.WORLD, comm_dtype=torch.bfloat16, shard=shard
     )
-    with mock.patch.object(fusedaccum.distributed.reduce_buckets, "BUCKET_BYTES", 1):
+    with limits(REDUCED=1):
         for number in range(9):
             if number == 0 or rank in late:
                 torch.autograd.backward(params, [torch.full((3,), 0.5 if number else 256.0) for _ in params])

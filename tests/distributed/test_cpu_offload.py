@@ -2,10 +2,10 @@
 
 from unittest import mock
 
-import fusedaccum.autograd.collector
 import pytest
 import torch
 from parts import assert_close, wrapped
+from sizes import limits
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -53,7 +53,7 @@ def offloaded(rank, nonfinite, bucket, roots):
         fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
     plain = FSDPParam.to_sharded_dtensor
     with (
-        mock.patch.object(fusedaccum.autograd.collector, "bucket_bytes", lambda _: bucket),
+        limits(bucket=bucket),
         mock.patch.object(FSDPParam, "to_sharded_dtensor", late(plain, copies)),
     ):
         opt = wrapped(model, lambda params: torch.optim.SGD(params, lr=1.0), accum_steps=2, nonfinite=nonfinite)

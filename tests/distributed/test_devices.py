@@ -1,10 +1,10 @@
 """The same training with one device per rank: NCCL on four GPUs, or on one; gloo runs the same code on the CPU."""
 
-import fusedaccum.distributed.reduce_buckets
 import pytest
 import torch
 import torch.distributed as dist
 from parts import adamw, assert_close, big_batch, made, mean_loss, share, wrapped
+from sizes import limits
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -26,8 +26,8 @@ def one_device_each(request, tmp_path_factory):
     world.close()
 
 
+@limits(REDUCED=400)
 def train(rank, kind, how, settings):
-    fusedaccum.distributed.reduce_buckets.BUCKET_BYTES = 400
     size, device = dist.get_world_size(), torch.device(kind, rank if kind == "cuda" else None)
     if kind == "cuda":
         torch.cuda.set_device(device)

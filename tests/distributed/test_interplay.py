@@ -412,6 +412,28 @@ def test_parameters_that_leave_between_windows(worlds, shard):
         assert_close(ours, list(model.parameters()))
 
 
+def refused_removal(rank):
+    model = made()
+    opt = wrapped(model, accum_steps=2, process_group=dist.group.WORLD)
+    for window in range(2):
+        for x, y, w, use in share(window, 4, rank, 2):
+            opt.backward(mean_loss(model, x, y, use), weight=w)
+            opt.step()
+        (group,) = opt.param_groups
+        with pytest.raises(ValueError, match="must have the same parameters in the same order"):
+            opt.param_groups = [{**group, "params": group["params"][1 + rank :]}]
+    return [p.detach() for p in model.parameters()]
+
+
+def test_what_a_refused_assignment_would_have_removed_is_trained_on(worlds):
+    model = made()
+    opt = sgd(model.parameters())
+    for window in range(2):
+        big_batch(model, opt, window, 4)
+    for ours in worlds(2).run(refused_removal):
+        assert_close(ours, list(model.parameters()))
+
+
 def shards_that_leave(rank):
     """FSDP2 goes on to average their gradients over the ranks, and to add these to p.grad."""
     torch.manual_seed(0)

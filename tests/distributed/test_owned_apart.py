@@ -4,11 +4,11 @@ import copy
 import warnings
 
 import fusedaccum as fa
-import fusedaccum.distributed.reduce_buckets
 import pytest
 import torch
 import torch.distributed as dist
 from parts import adamw, assert_close, big_batch, made, mean_loss, sgd, share, wrapped
+from sizes import limits
 from torch import nn
 from training import masters_of
 
@@ -152,21 +152,18 @@ def test_a_rank_that_steps_nothing_itself_is_told_that_parameters_were_changed(w
         assert_close(ours, expected)
 
 
+@limits(REDUCED=400)
 def collectives(rank):
-    fusedaccum.distributed.reduce_buckets.BUCKET_BYTES = 400
-    try:
-        model = made()
-        opt = wrapped(model, accum_steps=1, process_group=dist.group.WORLD, shard=True)
-        for window in range(2):
-            with torch.profiler.profile(acc_events=True) as profiler:
-                ((x, y, _, use),) = share(window, 1, 0, 1)
-                opt.backward(mean_loss(model, x, y, use))
-                opt.step()
-                opt.zero_grad()
-        names = [event.name for event in profiler.events() if event.name.startswith("gloo:")]
-        return names, len(opt._accumulation.ranks.reduce_buckets._buckets)
-    finally:
-        fusedaccum.distributed.reduce_buckets.BUCKET_BYTES = 32 << 20
+    model = made()
+    opt = wrapped(model, accum_steps=1, process_group=dist.group.WORLD, shard=True)
+    for window in range(2):
+        with torch.profiler.profile(acc_events=True) as profiler:
+            ((x, y, _, use),) = share(window, 1, 0, 1)
+            opt.backward(mean_loss(model, x, y, use))
+            opt.step()
+            opt.zero_grad()
+    names = [event.name for event in profiler.events() if event.name.startswith("gloo:")]
+    return names, len(opt._accumulation.ranks.reduce_buckets._buckets)
 
 
 def test_one_reduction_and_one_broadcast_a_window_and_bucket(worlds):

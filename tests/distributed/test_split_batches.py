@@ -1,13 +1,11 @@
 """MicroBatcher over ranks: each rank cuts its part of the desired batch in its own way."""
 
-from unittest import mock
-
 import fusedaccum as fa
-import fusedaccum.autograd.collector
 import pytest
 import torch
 import torch.distributed as dist
 from parts import assert_close, contents, made, sgd, wrapped
+from sizes import limits
 from torch import nn
 
 SAMPLES = (11, 6)  # of each rank's batch
@@ -22,7 +20,7 @@ def train(rank, size, ddp, broken_rank, point):
     """Three windows; on one rank memory runs out at the ``point``-th gradient. Returns parameters and state, the sizes and the losses."""
     model = made()
     module = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True) if ddp else model
-    with mock.patch.object(fusedaccum.autograd.collector, "bucket_bytes", lambda _: 1):
+    with limits(bucket=1):
         opt = wrapped(model, sgd, **({} if ddp else {"process_group": dist.group.WORLD}))
     met, sizes, losses = 0, [], []
 

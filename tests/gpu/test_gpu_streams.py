@@ -6,10 +6,10 @@ import fusedaccum as fa
 import pytest
 import torch
 from fusedaccum import ops
-from fusedaccum.autograd import collector
 from fusedaccum.ops import Stats, reference
 from gpu_cases import DEVICE, GPU, KERNELS, batches, every_kernel, made, needs_gpu, there
 from ops_cases import assert_same_bits, assert_same_stats
+from sizes import limits
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from training import mean_loss, model
@@ -193,10 +193,9 @@ def test_gradients_from_several_streams_arrive_whole(backend):
 @needs_gpu
 @pytest.mark.usefixtures("each_intake")
 @every_kernel
-def test_memory_of_gradients_from_two_streams_is_used_again_only_after_the_add(backend, monkeypatch):
+def test_memory_of_gradients_from_two_streams_is_used_again_only_after_the_add(backend):
     """Within one backward: a bucket holds two gradients, one from each stream, and is added where the second of them arrives."""
     n, side, main = 2_000_000, torch.cuda.Stream(), torch.cuda.current_stream()
-    monkeypatch.setattr(collector, "bucket_bytes", lambda _: 2 * n * torch.bfloat16.itemsize)
     params = [nn.Parameter(torch.zeros(n, dtype=torch.bfloat16, device=DEVICE)) for _ in range(8)]
     streams, nodes = [side if k % 2 else main for k in range(8)], []
     for p, stream in zip(params, streams):
@@ -208,7 +207,8 @@ def test_memory_of_gradients_from_two_streams_is_used_again_only_after_the_add(b
             torch.cuda._sleep(20_000_000)  # so that the adds, which wait for this, are late
         torch.full_like(grad, float("nan"))  # overwrites memory that is free again on this stream
 
-    opt = fa.AccumulatingOptimizer(torch.optim.SGD(params, lr=1.0), 3, reduction="none", backend=backend)
+    with limits(bucket=2 * n * torch.bfloat16.itemsize):
+        opt = fa.AccumulatingOptimizer(torch.optim.SGD(params, lr=1.0), 3, reduction="none", backend=backend)
     for _ in range(3):
         losses = []
         for k, (p, stream) in enumerate(zip(params, streams)):

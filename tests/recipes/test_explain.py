@@ -4,6 +4,7 @@ import fusedaccum as fa
 import pytest
 import torch
 from fusedaccum.recipes import calibration
+from sizes import limits
 from torch import nn
 from training import masters_of
 
@@ -69,8 +70,8 @@ def window(model, step, micro_batches=BATCH // MICRO_BATCH):
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("name", [*SETTINGS, "plain p.grad"])
 @pytest.mark.usefixtures("one_thread")  # with several, PyTorch's own bf16 products take temporaries on some processors
-def test_memory_is_what_a_window_allocates(monkeypatch, name, dtype, tied):
-    monkeypatch.setattr("fusedaccum.autograd.collector.bucket_bytes", lambda _: 1 << 16)
+@limits(bucket=1 << 16)
+def test_memory_is_what_a_window_allocates(name, dtype, tied):
     said = modes(layers(DTYPES[dtype], tied=tied), optimizer=torch.optim.AdamW)
     assert (name in said) is offered(name, dtype, tied)
     if name not in said:

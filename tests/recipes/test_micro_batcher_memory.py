@@ -6,7 +6,6 @@ import random
 import weakref
 
 import fusedaccum as fa
-import fusedaccum.autograd.collector
 import fusedaccum.ops
 import fusedaccum.recipes.micro_batcher
 import pytest
@@ -15,6 +14,7 @@ from fusedaccum.core import adding
 from fusedaccum.core.extension import Extension, Extensions
 from out_of_memory import Net, Points, assert_close, batch, function, made, oracle, ran, sgd, weight
 from pairs import AddsToGrad
+from sizes import limits
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -46,12 +46,12 @@ def test_fp32_with_errors_within_errors(monkeypatch, settings):
         ran(monkeypatch, windows=3, make=make, dtype=torch.float32, **settings),
     )
     assert_close(model, expected, 1e-6)
-    monkeypatch.setattr(fusedaccum.autograd.collector, "bucket_bytes", lambda _: 1)
     chance, depth, lost = random.Random(0), 0, 0
     for _ in range(30):
         first = chance.randint(12, 30)
         fail = [first, first + chance.randint(14, 30), points.met + chance.randint(-60, 0)]
-        model, broken, _, opt = ran(monkeypatch, fail, 11, dtype=torch.float32, windows=3, make=make, **settings)
+        with limits(bucket=1):
+            model, broken, _, opt = ran(monkeypatch, fail, 11, dtype=torch.float32, windows=3, make=make, **settings)
         assert_close(model, expected, 1e-6)
         assert opt.last_window.weight == weight(batch())
         depth += any(attempt.done and attempt.taken for attempt in broken.broken)
@@ -216,6 +216,27 @@ def test_what_is_not_finite_is_seen_also_where_it_broke_off(monkeypatch, nonfini
             assert opt.last_window.applied and not any(p.isnan().any() for p in model.parameters())
 
 
+@limits(bucket=1)
+def test_what_was_not_finite_in_a_batch_that_was_given_up_is_forgotten():
+    """Its last attempt breaks off when one of two gradients has been added and counted."""
+    p, q = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+    short, arrived = True, itertools.count(1)
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p, q], lr=1.0), nonfinite="skip_window")
+
+    def arrives(_):
+        if short and next(arrived) % 2 == 0:
+            raise torch.OutOfMemoryError("injected")
+
+    p.register_hook(arrives)
+    q.register_hook(arrives)
+    batcher = fa.MicroBatcher(lambda part: ((p + q) * part[:, None]).mean(0).sum(), opt, "auto")
+    with pytest.raises(torch.OutOfMemoryError):
+        batcher.step(torch.full((4,), float("nan")))
+    short = False
+    batcher.step(torch.ones(4))
+    assert opt.updated and opt.last_window.nonfinite == 0 and (p == -1).all() and (q == -1).all()
+
+
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_what_broke_off_is_freed_before_the_next_try(where):
     model, opt = made()
@@ -351,8 +372,7 @@ def test_a_function_that_runs_a_backward_of_its_own(monkeypatch):
     """If an attempt breaks off, it is unknown which of its passes a parameter has accumulated, so the window starts over."""
     lost = 0
     for point in range(5, 200, 12):
-        with monkeypatch.context() as patched:
-            patched.setattr(fusedaccum.autograd.collector, "bucket_bytes", lambda _: 1)
+        with monkeypatch.context() as patched, limits(bucket=1):
             model, opt = made()
             expected, loss_of = twin_step(model), function(model)
 

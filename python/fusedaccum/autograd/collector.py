@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from .. import native
+from .. import limits, native
 from ..engine import outside_graphs, when_backward_ends
 from ..parts import local_of
 from . import grad_queue
@@ -54,39 +54,6 @@ class Owner(Protocol):
 
     def pass_failed(self) -> None:
         """A pass broke off, and what it had queued is dropped; part of it may have been added before that."""
-
-
-# The most in a bucket whose sums go on from its device, which should begin while the pass still computes. On a GPU any bucket may have as
-# much, so that its call costs little beside the backward behind it; on a CPU LEAST_BYTES.
-SENT_BYTES = 32 << 20
-LEAST_BYTES = 1 << 20
-SHARE = 16  # buckets that a model's gradients on a GPU make, at least, where they are larger than that
-
-
-def bucket_bytes(device: torch.device) -> int:
-    """Bytes of fresh gradients on this device that make a bucket, at most.
-
-    On a CPU they are read again before they leave its cache. On a GPU every bucket costs time of the host, which a backward may wait for,
-    and holds back memory: 0.4% of it.
-    """
-    if device.type == "cpu":
-        return 8 << 20
-    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
-    return max(SENT_BYTES, memory // 256)
-
-
-def full_at(device: torch.device, sizes: Sequence[int], sent: bool) -> int:
-    """Bytes that make a bucket on this device, where a backward brings gradients of ``sizes`` bytes. ``sent``: do their sums leave it?
-
-    On a GPU a bucket is a small part of the model's own gradients. On a CPU, memory that is freed at once must not be much more than the
-    largest tensor freed before: glibc's malloc gives back to the system what is more than twice that, and faults it in again.
-    """
-    most = bucket_bytes(device)
-    if sent:
-        most = min(most, SENT_BYTES)
-    if device.type == "cpu":
-        return min(most, max([LEAST_BYTES, *sizes]))
-    return min(most, max(SENT_BYTES, sum(sizes) // SHARE))
 
 
 def queue_class() -> Any:
@@ -142,7 +109,7 @@ class GradCollector:
             by_device.setdefault(slot.made_for.device, []).append(slot)
         for device, members in by_device.items():
             sizes = [local_of(slot.param).nbytes for slot in members if slot.param.requires_grad]
-            self._queue.fill_at(device, full_at(device, sizes, shared or members[0].private))
+            self._queue.fill_at(device, limits.full_at(device, sizes, shared or members[0].private))
 
     def unhook(self, slot: Slot) -> None:
         """Leave this parameter's gradients alone from now on."""

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import ops
+from .. import limits, ops
 from ..core.buffers import Block, Slot
 from ..core.ledger import Ledger
 from ..core.sums import Sums
@@ -23,7 +23,6 @@ from ..scalars import Scalar, or_one
 from .comm_dtype import Narrowed, put_in_place
 from .group import Group
 
-BUCKET_BYTES = 32 << 20  # of buffers that go in one collective
 UNDER_WAY = 2  # at most so many collectives at once through memory of their own
 
 
@@ -242,7 +241,7 @@ class ReduceBuckets:
             if not slot.placed or slot.part is not None or slot in self._bucket_of:
                 continue
             bucket, owner = filling.get(slot.block), self._owners.get(slot)
-            if bucket is None or bucket.memory.nbytes >= BUCKET_BYTES or bucket.owner != owner:
+            if bucket is None or bucket.memory.nbytes >= limits.REDUCED or bucket.owner != owner:
                 bucket = filling[slot.block] = ReduceBucket(slot.block, owner)
                 self._buckets.append(bucket)
             bucket.slots.append(slot)

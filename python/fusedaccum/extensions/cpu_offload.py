@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from .. import ops
+from .. import limits, ops
 from ..core.apply import Conclusion
 from ..core.buffers import Slot
 from ..core.extension import Extension
@@ -31,7 +31,7 @@ from ..inner import is_patched
 from ..ops import backends
 from ..ops.memory import is_dense
 from ..scalars import Scalar
-from .ring import LINE, STAGE_BYTES, STAGES, Stage, free_stage, laid_out, loads, recorded, view
+from .ring import LINE, STAGES, Stage, free_stage, laid_out, loads, recorded, view
 
 if TYPE_CHECKING:
     from ..core.config import Settings
@@ -284,7 +284,7 @@ def parts(slots: list[Slot]) -> Iterator[list[Slot]]:
     taken = 0
     for slot in slots:
         needed = slot.param.nbytes
-        if part and taken + needed > STAGE_BYTES:
+        if part and taken + needed > limits.STAGE:
             yield part
             part, taken = [], 0
         part.append(slot)

@@ -144,9 +144,12 @@ class LossScale(Extension):
             self._meet_none(window)
             return
         accumulation.sums.check_shown("GradScaler looks for overflows in p.grad", "use bf16, which needs no loss scale")
-        if window is None or window.void:
-            return
         found_inf: Any = self.found_inf
+        if window is None:  # one opens if gradients were put into p.grad by hand
+            self._overflow = as_tensor(found_inf) != 0
+            return
+        if window.void:
+            return
         if self._step is Step.UNSCALED and self._gradient_was(Instead.WAS_REJECTED) and as_tensor(found_inf) != 0:
             self._saw_rejected = True  # unscale_() came before the call (normalize_(), say) that put the sums back
         if self._saw_rejected and self.live is None:
@@ -157,7 +160,7 @@ class LossScale(Extension):
             accumulation.sums.norms.invalidate_all()  # GradScaler writes without raising the tensors' versions
         # normalize_() may have counted the micro-batch already.
         self._meet_scaler(window.empty or window.length == 1 or ledger.schedule.caller_owned)
-        self._overflow = not accumulation.rejected and as_tensor(found_inf) != 0
+        self._overflow = not self._saw_rejected and as_tensor(found_inf) != 0
 
     def _meet_none(self, window: Window | None) -> None:
         """``step()`` was not called by a scaler: the gradients of ``window`` carry no loss scale."""

@@ -128,10 +128,10 @@ class SkipMicroBatch(Extension):
         self._instead, self._bad = Instead.NOTHING, None  # Ctrl-C may have left the second
 
     def ended(self, rejected: list[str]) -> None:
-        self._instead, self._bad = Instead.NOTHING, None
+        self._instead = Instead.NOTHING
 
     def buffers_released(self) -> None:
-        self._instead, self._bad = Instead.NOTHING, None
+        self._instead = Instead.NOTHING  # a checkpoint may come next
 
     def closing(self, end: Conclusion) -> None:
         _report(end)

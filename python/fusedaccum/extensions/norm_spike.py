@@ -67,8 +67,7 @@ class NormSpike(Extension):
             new = torch.stack(
                 [torch.minimum(norm, limit) * (1 - decay), torch.full_like(norm, 1 - decay), torch.ones_like(norm)]
             )
-            counted = self.accumulation.ranks.anything(end.slots) and not end.weightless
-            counts = finite & (norm > 0) & counted
+            counts = finite & (norm > 0) & (not end.weightless)
             self._seen_then = torch.where(counts, kept + new, seen)
             end.report["norm_limit"] = limit
         end.skip = ~(finite & (norm <= limit)) | to_device(end.skip, norm.device)

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .. import limits
+
 STAGES = 3  # one that fills, one on its way, one that is being added
-STAGE_BYTES = 32 << 20  # a power of two, because PyTorch rounds pinned memory up to one
 LINE = 64  # bytes: everything in a stage starts at a cache line
 HEAD = 2 * LINE  # a stage begins with the scale and the decay, in a line each
 
@@ -19,8 +20,8 @@ class Stage:
     """One piece of the ring: pinned memory, and as much on the device."""
 
     def __init__(self, device: torch.device):
-        self.here = torch.empty(STAGE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
-        self.there = torch.empty(STAGE_BYTES, dtype=torch.uint8, device=device)
+        self.here = torch.empty(limits.STAGE, dtype=torch.uint8, device="cpu", pin_memory=True)
+        self.there = torch.empty(limits.STAGE, dtype=torch.uint8, device=device)
         self.busy: Future | torch.Event | None = None  # what still uses it
 
     def wait(self) -> None:
@@ -62,11 +63,11 @@ def loads(tensors: Sequence[Tensor]) -> Iterator[tuple[list[Cut], int]]:
     load: list[Cut] = []
     used = HEAD
     for number, tensor in enumerate(tensors):
-        most = (STAGE_BYTES - HEAD) // tensor.itemsize
+        most = (limits.STAGE - HEAD) // tensor.itemsize
         for begin in range(0, tensor.numel(), most):
             end = min(begin + most, tensor.numel())
             needed = -(-(end - begin) * tensor.itemsize // LINE) * LINE
-            if used + needed > STAGE_BYTES:
+            if used + needed > limits.STAGE:
                 yield load, used
                 load, used = [], HEAD
             load.append(Cut(number, begin, end, used, tensor.dtype))

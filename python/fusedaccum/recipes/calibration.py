@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import ops
+from .. import limits, ops
 from ..core.buffers import Block, padded
 from ..core.optimizer import AccumulatingOptimizer
-from ..extensions.ring import STAGE_BYTES, recorded
+from ..extensions.ring import recorded
 from .modes import Kernel, buckets
 
 SAMPLE = 1 << 26  # elements, of the parameters whose gradients come first
@@ -121,10 +121,10 @@ def _packs(_: Kernel, calls: Calls) -> Callable[[], object]:
 
 
 def _over_link(kernel: Kernel, elements: int, device: torch.device) -> Callable[[], object]:
-    here = torch.ones(STAGE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
-    there = torch.ones(STAGE_BYTES, dtype=torch.uint8, device=device)
+    here = torch.ones(limits.STAGE, dtype=torch.uint8, device="cpu", pin_memory=True)
+    there = torch.ones(limits.STAGE, dtype=torch.uint8, device=device)
     left = [
-        min(STAGE_BYTES, elements * kernel.bytes - begin) for begin in range(0, elements * kernel.bytes, STAGE_BYTES)
+        min(limits.STAGE, elements * kernel.bytes - begin) for begin in range(0, elements * kernel.bytes, limits.STAGE)
     ]
     return lambda: [here[:n].copy_(there[:n], non_blocking=True) for n in left]
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..autograd.collector import full_at
+from .. import limits
 from ..core.buffers import buffer_dtype, gradient_dtype, padded
-from ..extensions.ring import STAGE_BYTES, STAGES
+from ..extensions.ring import STAGES
 from ..parts import local_of
 from .fuse import Embedding, Linear, has_product, has_unfused_option
 
@@ -217,7 +217,7 @@ def priced(way: Way, of: Parameters, micro_batches: int, optimizer: Any) -> Mode
         theirs = [p for p in of.known if way.offloaded or p.dtype.itemsize < 4]
         there["masters"] = sum(local_of(p).numel() * way.stepped(p.dtype).itemsize for p in theirs)
     if way.offloaded:
-        memory["ring"] = cpu["ring"] = STAGES * STAGE_BYTES
+        memory["ring"] = cpu["ring"] = STAGES * limits.STAGE
         if not way.masters:
             memory["gradients"] = max(memory["gradients"], part_brought(of.trained))
     state = state_bytes(optimizer, of.trained, way.stepped)
@@ -244,7 +244,7 @@ def largest_bucket(gradients: Sequence[Tensor], device: torch.device, sent: bool
 
 def buckets(sizes: Sequence[int], device: torch.device, sent: bool) -> list[tuple[int, int]]:
     """Where each bucket begins and ends among gradients of these sizes, in bytes, of parameters on this device."""
-    found, begin, held, full = [], 0, 0, full_at(device, sizes, sent)
+    found, begin, held, full = [], 0, 0, limits.full_at(device, sizes, sent)
     for i, taken in enumerate(sizes):
         held += taken
         if held >= full or i == len(sizes) - 1:
@@ -256,7 +256,7 @@ def buckets(sizes: Sequence[int], device: torch.device, sent: bool) -> list[tupl
 def part_brought(gradients: Sequence[Tensor]) -> int:
     """The most bytes of a window's gradient that are on the device at once, for an optimizer that is stepped in parts."""
     sizes = [local_of(p).nbytes for p in gradients]
-    return max(*sizes, min(sum(sizes), STAGE_BYTES)) if sizes else 0
+    return max(*sizes, min(sum(sizes), limits.STAGE)) if sizes else 0
 
 
 def passes(way: Way, of: Parameters, micro_batches: int, optimizer: Any) -> list[Pass]:

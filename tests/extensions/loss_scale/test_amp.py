@@ -268,6 +268,64 @@ def test_a_caller_owned_window_that_drops_a_micro_batch_and_is_normalized_by_han
     assert opt.updated and (p == -2).all()
 
 
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("settings", [{}, {"accum_steps": 1}], ids=str)
+def test_an_overflow_of_gradients_that_were_put_into_p_grad_by_hand_is_heeded(settings, unscale):
+    p, q = (nn.Parameter(torch.zeros(4)) for _ in range(2))
+    wrapper = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), **settings)
+    for param, opt in ((p, wrapper), (q, torch.optim.SGD([q], lr=1.0))):
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for factor in (2.0, float("inf"), 3.0):
+            (param.grad,) = torch.autograd.grad(scaler.scale((param * factor).sum()), param)
+            if unscale:
+                scaler.unscale_(opt)
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+    assert torch.equal(p, q) and (q == -5).all()
+
+
+def test_an_overflow_of_the_sums_is_heeded_in_a_window_that_has_dropped_a_micro_batch():
+    p = nn.Parameter(torch.zeros(4))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), nonfinite="skip_micro_batch")
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    for factor in (float("nan"), 3e38, 3e38):  # the last two are finite, and their sum is not
+        scaler.scale((p * factor).sum()).backward()
+    scaler.unscale_(opt)
+    scaler.step(opt)
+    assert not opt.updated and not p.any() and opt.last_window.nonfinite == 2
+
+
+@pytest.mark.parametrize("then", ["set by hand", "loaded"])
+def test_an_overflow_is_not_taken_for_that_of_a_micro_batch_that_was_dropped_before(then):
+    p = nn.Parameter(torch.zeros(4))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 2, nonfinite="skip_micro_batch")
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+
+    def backward(factor):
+        scaler.scale((p * factor).sum()).backward()
+
+    if then == "loaded":
+        backward(3e38)
+        scaler.step(opt)
+        scaler.update()
+        backward(3e38)
+        saved = opt.state_dict()
+        opt.reset()
+        backward(float("nan"))
+        opt.load_state_dict(saved)
+    else:
+        backward(float("nan"))
+        scaler.unscale_(opt)
+        scaler.step(opt)
+        scaler.update()
+        p.grad = torch.full((4,), float("inf"))
+    scaler.unscale_(opt)
+    scaler.step(opt)
+    opt.flush()
+    assert not opt.updated and not p.any()
+
+
 def test_a_look_at_the_state_brings_the_sums_back_from_behind_a_dropped_micro_batch():
     p = nn.Parameter(torch.zeros(4))
     opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 2, nonfinite="skip_micro_batch")

@@ -457,3 +457,39 @@ def test_checkpoint_of_masters_does_not_overwrite_other_weights_loaded_before():
     (q * 0.0).sum().backward()
     other.step()
     assert q.tolist() == [5] * 4
+
+
+def test_a_window_that_is_left_out_writes_no_masters_over_weights_that_were_loaded_since():
+    p = Parameter(torch.ones(3, dtype=torch.bfloat16))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=0.5), 1, master_weights=True, nonfinite="skip_window")
+    for factor in (1.0, float("inf"), 1.0):
+        with torch.no_grad():
+            p.fill_(2.0)
+        (p * factor).sum().backward()
+        opt.step()
+        assert opt.updated == (factor == 1.0) and (p == (1.5 if factor == 1.0 else 2.0)).all()
+
+
+def test_masters_are_compared_with_a_model_only_that_other_code_has_written_to(monkeypatch):
+    p, compared = Parameter(torch.ones(3, dtype=torch.bfloat16)), []
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=0.5), 1, master_weights=True)
+    where = torch.where
+    monkeypatch.setattr(torch, "where", lambda *args: compared.append(len(compared)) or where(*args))
+    for written in (False, False, True, False):
+        if written:
+            with torch.no_grad():
+                p.fill_(2.0)
+        p.sum().backward()
+        opt.step()
+    assert len(compared) == 1 and (p == 1).all()
+
+
+def test_the_model_follows_masters_where_a_fused_optimizer_decides_on_the_device_whether_it_steps():
+    p = Parameter(torch.ones(3, dtype=torch.bfloat16))
+    inner = torch.optim.SGD([p], lr=0.5, momentum=0.5, fused=True)
+    opt = fa.AccumulatingOptimizer(inner, 1, master_weights=True, nonfinite="skip_window")
+    for factor, after in ((1.0, 0.5), (float("inf"), 0.5), (1.0, -0.25)):
+        (p * factor).sum().backward()
+        opt.step()
+        assert opt.updated == (factor == 1.0) and (p == after).all()
+    assert isinstance(opt._accumulation.updated, torch.Tensor)

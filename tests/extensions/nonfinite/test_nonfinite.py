@@ -7,6 +7,8 @@ from contextlib import nullcontext
 import fusedaccum as fa
 import pytest
 import torch
+from pairs import AddsToGrad
+from sizes import limits
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import (
@@ -270,8 +272,8 @@ def test_ungrouped_second_pass_is_refused_because_it_could_not_be_skipped_withou
 
 
 @pytest.mark.parametrize("bad", range(3))
-def test_every_bucket_of_a_pass_is_looked_at(bad, monkeypatch):
-    monkeypatch.setattr("fusedaccum.autograd.collector.bucket_bytes", lambda _: 1)
+@limits(bucket=1)
+def test_every_bucket_of_a_pass_is_looked_at(bad):
     params = [nn.Parameter(torch.zeros(4)) for _ in range(3)]
     opt = fa.AccumulatingOptimizer(torch.optim.SGD(params, lr=1.0), 2, nonfinite="skip_window")
     for factors in ([1.0] * 3, [float("inf") if k == bad else 1.0 for k in range(3)]):
@@ -281,8 +283,8 @@ def test_every_bucket_of_a_pass_is_looked_at(bad, monkeypatch):
     assert not any(p.any() for p in params)
 
 
-def test_skip_micro_batch_holds_more_than_a_bucket(monkeypatch):
-    monkeypatch.setattr("fusedaccum.autograd.collector.bucket_bytes", lambda _: 64)
+@limits(bucket=64)
+def test_skip_micro_batch_holds_more_than_a_bucket():
     test_dropped_micro_batch_leaves_no_trace("skip_micro_batch", float("nan"), [2])
 
 
@@ -410,12 +412,16 @@ def test_ctrl_c_before_a_rejected_gradient_is_shown_leaves_the_next_micro_batch_
     assert opt.progress == {"window": 0, "micro_batch": "1/2"}
 
 
-def test_a_backward_that_reaches_no_parameter_does_not_end_a_micro_batch_that_was_judged():
+@pytest.mark.parametrize("in_place", [False, True], ids=["", "added by its layer"])
+def test_a_backward_that_reaches_no_parameter_does_not_end_a_micro_batch_that_was_judged(in_place):
     """As opt.step() does: what follows is of the same micro-batch, and judged by itself."""
-    p, other = zeros(2, torch.float64), zeros(2, torch.float64)
-    opt = fa.AccumulatingOptimizer(sgd([p]), 2, nonfinite="skip_micro_batch")
-    opt.backward(p.sum())
-    opt.backward(other.sum())
-    opt.backward((2 * p).sum())
+    p, other = zeros((1, 2), torch.float64), zeros(2, torch.float64)
+    x = torch.ones(1, 2, dtype=torch.float64)
+    opt = fa.AccumulatingOptimizer(sgd([p]), 3, nonfinite="skip_micro_batch")
+    opt.backward(AddsToGrad.apply(x, p).sum())  # returns the first gradient of a window
     opt.step()
-    assert (p.grad == 3).all() and opt.progress["micro_batch"] == "1/2"
+    for factor in (1, 2):
+        opt.backward(AddsToGrad.apply(factor * x, p).sum() if in_place else (factor * p).sum())
+        opt.backward(other.sum())
+    opt.step()
+    assert (p.grad == 4).all() and opt.progress["micro_batch"] == "2/3"

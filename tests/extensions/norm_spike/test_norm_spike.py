@@ -104,6 +104,18 @@ def test_a_norm_that_is_the_limit_is_applied_and_one_above_it_is_not():
         assert p.tolist() == after
 
 
+@pytest.mark.filterwarnings("ignore:window 1 has weight 0")
+def test_a_gradient_that_was_set_by_hand_in_a_window_of_weight_0_does_not_enter_the_mean():
+    p = zeros()
+    limit = fa.TimesMean(3.0, decay=0.9, after=1)
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), reduction="sum", skip_norm=limit)
+    for grad, weight in ((2.0, 1), (5.0, 0), (2.0, 1)):
+        p.grad = torch.full((1,), grad)
+        opt.step(weight=weight)
+        opt.zero_grad()
+    assert p == -4 and opt.last_window.norm_limit == 3 * 2.0
+
+
 @pytest.mark.parametrize("limit", LIMITS[:2], ids=["number", "mean"])
 def test_a_loss_scale_changes_nothing(limit):
     nets = [model(torch.float32) for _ in range(2)]

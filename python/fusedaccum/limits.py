@@ -1,0 +1,41 @@
+"""How many bytes are handled at once. None of these sizes changes a bit of a gradient; tests make them small, so that small models have
+several of everything. (They are read where they are used, as ``limits.STAGE``.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+# The most in a bucket of fresh gradients whose sums go on from its device, which should begin while the pass still computes. On a GPU any
+# bucket may have as much, so that its call costs little beside the backward behind it; on a CPU LEAST.
+SENT = 32 << 20
+LEAST = 1 << 20
+SHARE = 16  # buckets that a model's gradients on a GPU make, at least, where they are larger than that
+REDUCED = 32 << 20  # of buffers that go in one collective
+STAGE = 32 << 20  # of a piece of the ring to CPU memory; a power of two, because PyTorch rounds pinned memory up to one
+
+
+def bucket(device: torch.device) -> int:
+    """Bytes of fresh gradients on this device that make a bucket, at most.
+
+    On a CPU they are read again before they leave its cache. On a GPU every bucket costs time of the host, which a backward may wait for,
+    and holds back memory: 0.4% of it.
+    """
+    if device.type == "cpu":
+        return 8 << 20
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+    return max(SENT, memory // 256)
+
+
+def full_at(device: torch.device, sizes: Sequence[int], sent: bool) -> int:
+    """Bytes that make a bucket on this device, where a backward brings gradients of ``sizes`` bytes. ``sent``: do their sums leave it?
+
+    On a GPU a bucket is a small part of the model's own gradients. On a CPU, memory that is freed at once must not be much more than the
+    largest tensor freed before: glibc's malloc gives back to the system what is more than twice that, and faults it in again.
+    """
+    most = min(bucket(device), SENT) if sent else bucket(device)
+    if device.type == "cpu":
+        return min(most, max([LEAST, *sizes]))
+    return min(most, max(SENT, sum(sizes) // SHARE))

@@ -1,0 +1,11 @@
+"""Sizes that make a small model have several buckets, collectives and stages."""
+
+from unittest import mock
+
+
+def limits(**sizes):
+    """A context manager, and a decorator of tests and of what ranks run, in which the sizes of ``fusedaccum.limits`` are these."""
+    size = sizes.get("bucket")
+    if isinstance(size, int):
+        sizes["bucket"] = lambda _: size
+    return mock.patch.multiple("fusedaccum.limits", **sizes)
