@@ -9,7 +9,7 @@ from torch.optim import LBFGS
 
 from .core.extension import Extension, Extensions
 from .distributed.data_parallel import DataParallel
-from .extensions import fused_optimizers, kept_gradients, main_grad
+from .extensions import kept_gradients, main_grad
 from .extensions.batch_norm import BatchNormsLeftOut, BatchNormStats
 from .extensions.changing_owners import ChangingOwners
 from .extensions.changing_parameters import ChangingParameters
@@ -61,9 +61,9 @@ FEATURES: list[tuple[Callable[[Settings, Optimizer], bool], type[Extension]]] = 
     (always, BatchNormsLeftOut),
     (always, InPlaceLayers),
     (lambda settings, _: settings.drop_in, StepAgain),
-    (kept_gradients.may_keep, KeptGradients),  # before the next one fills buffers with zeros
+    (kept_gradients.may_keep, KeptGradients),
     (main_grad.any_enabled, MainGrads),
-    (fused_optimizers.scales_at_all, FusedOptimizers),  # before the two below move what is stepped
+    (always, FusedOptimizers),
     (lambda settings, _: settings.buffer_device is not None, CpuOffload),
     (lambda settings, _: settings.master_weights, MasterWeights),  # are made where the one above puts their gradients
     (lambda _, inner: isinstance(inner, LBFGS), EvaluatedWindows),

@@ -339,3 +339,27 @@ def test_lbfgs_takes_the_weight_at_step_and_refuses_to_skip_a_window():
     assert opt.last_window.weight == 2 and p.grad.item() == -3
     with pytest.raises(ValueError, match="LBFGS"):
         wrapper_of([zeros()], nonfinite="skip_window", make=torch.optim.LBFGS)
+
+
+def test_lbfgs_as_a_drop_in_steps_again_with_the_gradient_as_it_was_clipped():
+    """A closure without a backward leaves p.grad as it is, in plain PyTorch too, where clip_grad_norm_ comes after the backward."""
+
+    def moved(make, clip):
+        p = nn.Parameter(torch.tensor([3.0, 4.0]))
+        opt = make([p])
+
+        def closure(backward):
+            loss = (p**2).sum()
+            if backward:
+                loss.backward()
+                clip([p])
+            return loss.detach()
+
+        for backward in (True, False, False):
+            opt.step(lambda backward=backward: closure(backward))
+        return p.detach()
+
+    lbfgs = lambda ps: torch.optim.LBFGS(ps, lr=0.1, max_iter=1)  # noqa: E731
+    ours = moved(lambda ps: fa.AccumulatingOptimizer(lbfgs(ps), reduction="none", max_grad_norm=1.0), lambda ps: None)
+    theirs = moved(lbfgs, lambda ps: nn.utils.clip_grad_norm_(ps, 1.0))
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)

@@ -8,6 +8,7 @@ import fusedaccum as fa
 import pytest
 import torch
 from fusedaccum.ops import memory
+from graphs import recorded
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from training import assert_same_parameters, data, masters_of, mean_loss, model, parts, wrapper_of, zeros
@@ -429,6 +430,54 @@ def test_gradients_that_the_inner_optimizer_keeps_in_a_container_stay_what_they_
         opt.step()
     assert type(opt.state[p]["all"]) is kind
     assert [g[0].item() for g in opt.state[p]["all"]] == [1, 4, 2]
+
+
+class Extrapolating(Optimizer):
+    """Steps with twice the gradient, less that of the last step, which it keeps itself."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            last = self.state[p].get("last")
+            p.sub_(0.1 * (p.grad if last is None else 2 * p.grad - last))
+            self.state[p]["last"] = p.grad
+
+
+def test_a_gradient_is_kept_as_it_is_until_the_next_window_begins():
+    """Other code that writes to p.grad before the next step() writes to what is kept, too."""
+    p, q = Parameter(torch.ones(3)), Parameter(torch.ones(3))
+    for r, opt in ((p, fa.AccumulatingOptimizer(Extrapolating([p]), reduction="none")), (q, Extrapolating([q]))):
+        (2 * r).sum().backward()
+        opt.step()
+        assert opt.state[r]["last"] is r.grad
+        r.grad.mul_(3)
+        opt.step()
+    assert torch.equal(p, q)
+
+
+def test_a_graph_keeps_the_gradient_that_the_window_before_its_replay_has_left():
+    moved = []
+    for captured in (False, True):
+        p, x, graph = Parameter(torch.ones(3)), torch.ones(3), None
+        opt = fa.AccumulatingOptimizer(Extrapolating([p]), 1)
+
+        def window(p=p, x=x, opt=opt):
+            (p * x).sum().backward()
+            opt.step()
+
+        for number, value in enumerate((1.0, 2.0, 4.0, 7.0, 5.0)):
+            x.fill_(value)
+            if captured and number == 2:
+                graph = recorded(window, None)
+            elif graph is not None:
+                graph.replay()
+            else:
+                window()
+        moved.append(p.detach())
+    assert torch.equal(*moved)
 
 
 class Again(torch.optim.SGD):

@@ -12,6 +12,7 @@ import fusedaccum as fa
 import fusedaccum.core.apply
 import pytest
 import torch
+from fusedaccum.extensions import fused_optimizers
 from fusedaccum.extensions.cpu_offload import steps_each_alone
 from fusedaccum.extensions.noise_scale import NoiseScale
 from sizes import limits
@@ -170,6 +171,55 @@ def test_another_optimizer_that_divides_itself_is_left_to_do_it():
         (p * factor).sum().backward()
         opt.step()
     assert opt.optimizer.divided_by == 2 and (p == -2).all()
+
+
+class DividingByProperty(Dividing):
+    """Keeps ``grad_scale`` where it finds it again."""
+
+    _step_supports_amp_scaling = True
+    grad_scale = property(lambda self: self._scale, lambda self, scale: setattr(self, "_scale", scale))
+
+
+@pytest.mark.parametrize("make", [Dividing, DividingByProperty])
+@pytest.mark.parametrize("says_so", [True, False])
+def test_whether_an_optimizer_divides_itself_is_asked_at_each_step(make, says_so):
+    p = nn.Parameter(torch.zeros(3))
+    inner = make([p], {"fused": True})
+    opt = fa.AccumulatingOptimizer(inner, 2)
+    inner._step_supports_amp_scaling = says_so
+    if not says_so:
+        inner.grad_scale = 1.0
+    for factor in (1, 3):
+        (p * factor).sum().backward()
+        opt.step()
+    assert inner.divided_by == (2 if says_so else 1) and (p == -2).all()
+
+
+def test_an_exception_on_the_way_into_a_fused_step_leaves_no_scale_there(monkeypatch):
+    """The next step, with a step pre-hook, takes gradients that are divided already."""
+    p = nn.Parameter(torch.zeros(3))
+    inner = torch.optim.SGD([p], lr=1.0, momentum=0.5, fused=True)
+    opt = fa.AccumulatingOptimizer(inner, 2, nonfinite="skip_window")
+    values = iter(["grad_scale", "found_inf"])
+
+    def fails(value, device, fp32_on=fused_optimizers._fp32_on):
+        if next(values) == "found_inf":
+            raise MemoryError
+        return fp32_on(value, device)
+
+    def window():
+        for _ in range(2):
+            (3 * p).sum().backward()
+            opt.step()
+
+    window()
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(fused_optimizers, "_fp32_on", fails)
+        window()
+    opt.reset()
+    opt.register_step_pre_hook(lambda *_: None)
+    window()
+    assert (p == -3 - 4.5).all()
 
 
 def test_a_tiny_norm_is_clipped_as_pytorch_clips_it():

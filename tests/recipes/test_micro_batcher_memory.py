@@ -10,8 +10,8 @@ import fusedaccum.ops
 import fusedaccum.recipes.micro_batcher
 import pytest
 import torch
-from fusedaccum.core import adding
 from fusedaccum.core.extension import Extension, Extensions
+from fusedaccum.extensions import fused_layers
 from out_of_memory import Net, Points, assert_close, batch, function, made, oracle, ran, sgd, weight
 from pairs import AddsToGrad
 from sizes import limits
@@ -175,8 +175,8 @@ def test_fused_layers(monkeypatch):
     expected = oracle([batch()])[0]
     model, opt = made(net=fused)
     calls = []
-    prepare = adding.prepare
-    monkeypatch.setattr(adding, "prepare", lambda *args: calls.append(args) or prepare(*args))
+    prepare = fused_layers._prepare
+    monkeypatch.setattr(fused_layers, "_prepare", lambda *args: calls.append(args) or prepare(*args))
     fa.MicroBatcher(function(model), opt, 4, weight=lambda part: float(weight(part))).step(batch())
     assert_close(model, expected, 1e-12)
     assert calls

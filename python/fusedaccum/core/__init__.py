@@ -1,6 +1,6 @@
 """Gradient accumulation: windows of micro-batches, what they add up, and the optimizer that steps with it. It knows no feature by name.
 
-To be read in this order:
+Hooks bring fresh gradients (:mod:`fusedaccum.autograd`), and call BackwardPasses. To be read in this order:
 
 optimizer     the public face: what a training loop calls
 config        its arguments, and what they may be

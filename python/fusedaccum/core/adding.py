@@ -45,11 +45,9 @@ def add(accumulation: Accumulation, slots: Sequence[Slot], grads: Sequence[Tenso
         ]
     scale = contribution(accumulation, micro.factor_left())
     for (device, first, *_), members, theirs in one_call_each(slots, grads, measure):
-        here, divisor, rounding = scale * members[0].averaged_by, 1.0, None
+        here, divisor = scale * members[0].averaged_by, 1.0
         for as_mean in extensions.as_mean:
             here, divisor = as_mean(members, here)
-        for rounds in extensions.rounding:
-            rounding = rounds(members)
         stats = _room_for_stats(members[0]) if measure else None
         try:
             members[0].ops.accumulate_(
@@ -58,7 +56,7 @@ def add(accumulation: Accumulation, slots: Sequence[Slot], grads: Sequence[Tenso
                 to_device(here, device),
                 overwrite=first,
                 decay=1.0 if first else to_device(div(members[0].divisor, divisor), device),
-                rounding=rounding,
+                rounding=next((rounding(members) for rounding in extensions.rounding), None),
                 stats=stats,
                 backend=sums.backend,
             )
@@ -98,12 +96,12 @@ def contribution(accumulation: Accumulation, scale: Scalar) -> Scalar:
 
 
 @without_grad
-def count_added(accumulation: Accumulation, slot: Slot, prepared: bool = True) -> None:
-    """Within a pass: a layer has added a gradient to the slot's buffer, scaled as the open window needs it. ``prepared``: has an extension
+def count_added(accumulation: Accumulation, slot: Slot, announced: bool = True) -> None:
+    """Within a pass: a layer has added a gradient to the slot's buffer, scaled as the open window needs it. ``announced``: has an extension
     made the buffer ready for that?
     """
     sums = accumulation.sums
-    if not prepared:
+    if not announced:
         sums.norms.invalidate_block(slot.block)
         if accumulation.ledger.window.void:  # it will not be applied: nothing more is added
             slot.buffer.zero_()

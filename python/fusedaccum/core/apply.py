@@ -9,7 +9,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from ..warn import warn
 from .buffers import Slot
 from .closures import Evaluated, evaluates_itself, refused, required_by_step, takes_closure
 from .config import Settings
+from .extension import InnerScaling
 from .window import Window, WindowState
 
 if TYPE_CHECKING:
@@ -33,7 +34,11 @@ UNKNOWN: dict[str, Any] = dict.fromkeys(of.name for of in fields(LastWindow))
 
 @dataclass
 class Conclusion:
-    """A complete window: its gradient is ``coef * sum / divisor`` in every slot, and ``skip`` forbids applying it."""
+    """A complete window: its gradient is ``coef * sum / divisor`` in every slot, and ``skip`` forbids applying it.
+
+    An extension that skips joins its own decision with what ``skip`` is already. A tensor is read when the window is applied, if not left
+    to an inner optimizer that decides on its device.
+    """
 
     window: Window
     slots: list[Slot]
@@ -187,10 +192,11 @@ class Closing:
         self._unapplied = end
         with self._inner_at_work():
             if end.state is WindowState.CLOSED:
-                end.applied = apply(end, self._inner, self._accumulation)
+                end.applied = step_with(end, self._inner, self._accumulation)
                 end.state = WindowState.STEPPED
-            for stepped in () if end.applied is False else self._extensions.stepped:
-                stepped(end.slots)
+            if end.applied is not False:
+                for stepped in self._extensions.stepped:
+                    stepped(end.slots)
         if end.state < WindowState.BROADCAST:
             self._accumulation.ranks.broadcast_params(end.applied)
             end.state = WindowState.BROADCAST
@@ -252,26 +258,27 @@ class Closing:
         return self._ledger.window is None and end.begun == self._sums.begun and self._sums.as_shown
 
 
-def apply(end: Conclusion, inner: Any, accumulation: Accumulation) -> bool | Tensor:
+def step_with(end: Conclusion, inner: Any, accumulation: Accumulation) -> bool | Tensor:
     """Step the inner optimizer with the window's gradient, unless that is to be skipped. Returns whether it was applied."""
     sums, extensions = accumulation.sums, accumulation.extensions
 
-    by_inner: bool | Tensor | None = None
-    for inner_scales in () if end.finished else extensions.inner_scales:
-        by_inner = inner_scales(end)
-    if not isinstance(by_inner, Tensor) and bool(end.skip):
+    scaling: InnerScaling | None = None
+    if not end.finished:
+        for inner_scales in extensions.inner_scales:
+            scaling = inner_scales(end)
+    applied = True if scaling is None else scaling.applied
+    if not isinstance(applied, Tensor) and bool(end.skip):
         return False
     for may_have_written in extensions.others_may_have_written:
         may_have_written(())
-    if by_inner is None and not end.finished:
+    if scaling is None and not end.finished:
         sums.finish_(end.slots, end.divisor, end.coef)
         end.finished = True
     for finished in extensions.finished:
         # If each rank steps a part, all must ask, even those that cast nothing.
-        cast = [slot for slot in end.slots if by_inner is None and slot.stepped.dtype == torch.float16]
+        cast = [slot for slot in end.slots if scaling is None and slot.stepped.dtype == torch.float16]
         if not finished(cast):
             return False
-    applied = True if by_inner is None else by_inner
 
     def pre_hooks_have_run() -> None:
         for may_have_written in extensions.others_may_have_written:
@@ -284,7 +291,8 @@ def apply(end: Conclusion, inner: Any, accumulation: Accumulation) -> bool | Ten
         for stepped in extensions.stepped:
             stepped(end.slots)
 
-    with extensions.inner_steps(end.slots):
+    around = nullcontext() if scaling is None else scaling.around
+    with around, extensions.inner_steps(end.slots):
         with among_hooks(inner, pre_hooks_have_run, post_hooks_follow):
             once = functools.partial(step_once, inner, end.closure)
             for step_inner in extensions.step_inner:

@@ -74,7 +74,6 @@ class Settings:
     shard: bool
     noise_scale: float | None
     skip_norm: float | TimesMean | None = None
-    seed: int | None = None  # drawn for ``rounding="stochastic"``
 
     def __post_init__(self) -> None:
         one_of("reduction", self.reduction, REDUCTIONS)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from enum import Enum, auto
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ..scalars import product
 
@@ -57,6 +57,18 @@ class Instead(Enum):
 
 class RaisedByAllError(RuntimeError):
     """Raised by all ranks at the same place between their collectives, so they can go on."""
+
+
+class InnerScaling(NamedTuple):
+    """What an inner optimizer does that makes ``p.grad`` the window's gradient itself.
+
+    Attributes:
+        applied: True if it applies the window; a tensor, if it decides that on its device.
+        around: a block in which its step() must be called.
+    """
+
+    applied: bool | Tensor
+    around: AbstractContextManager[None]
 
 
 class Extension:
@@ -185,11 +197,13 @@ class Extension:
         return scale
 
     def as_mean(self, slots: Sequence[Slot], scale: Scalar) -> tuple[Scalar, Scalar]:
-        """What to multiply the gradients of ``slots`` by, in place of ``scale``, and what their sums are divided by in the buffers."""
+        """What to multiply the gradients of ``slots`` by, in place of ``scale``, and what their sums are divided by in the buffers.
+        One at most.
+        """
         return scale, 1.0
 
     def rounding(self, slots: Sequence[Slot]) -> StochasticRounding | None:
-        """How an add to the buffers of ``slots`` rounds; None for to nearest."""
+        """How an add to the buffers of ``slots`` rounds; None for to nearest. One at most."""
         return None
 
     def added_already(self, slot: Slot, grad: Tensor | None) -> bool:
@@ -311,6 +325,9 @@ class Extension:
     def window_dropped(self) -> None:
         """The micro-batches that the open window has counted no longer count."""
 
+    def buffers_overwritten(self) -> None:
+        """What the buffers hold, perhaps a gradient that was stepped, will be overwritten."""
+
     def sums_dropped(self) -> None:
         """Of what was added to the buffers so far, nothing counts any more."""
 
@@ -327,9 +344,9 @@ class Extension:
         """In the block, which is in ``call``, the inner optimizer is at work, and steps ``slots`` if it steps."""
         return nullcontext()
 
-    def inner_scales(self, end: Conclusion) -> bool | Tensor | None:
-        """If the inner optimizer makes ``p.grad`` the gradient of ``end`` within its own ``step()``: whether it then applies it; a tensor,
-        if it decides that on its device. None: ``p.grad`` must be the gradient before.
+    def inner_scales(self, end: Conclusion) -> InnerScaling | None:
+        """How the inner optimizer makes ``p.grad`` the gradient of ``end`` within its own ``step()``. None: it must be that before. One at
+        most.
         """
         return None
 
@@ -358,6 +375,9 @@ class Extension:
 
     def newly_wrapped(self) -> None:
         """The inner optimizer, and the state that it has, come from outside; the wrapper is no copy of another."""
+
+    def built_again(self, before: Extension) -> None:
+        """The wrapper was built again, for parameters that have moved or changed their dtype; ``before`` is what this was until then."""
 
     def slot_made(self, slot: Slot) -> None:
         """A parameter has a slot, which has no buffer yet. May say where that will be, what adds to it, and what shows it."""
@@ -481,6 +501,13 @@ class Extensions:
     def of(self, kind: type[Kind]) -> Kind:
         """The one of this kind."""
         return next(e for e in self.all if isinstance(e, kind))
+
+    def follow(self, before: Extensions) -> None:
+        """The wrapper was built again, and had these before."""
+        theirs = {type(e): e for e in before.all}
+        for e in self.all:
+            if type(e) in theirs:
+                e.built_again(theirs[type(e)])
 
     def tell_scale(self, news: ScaleNews, scale: Scalar | None = None) -> None:
         for tell in self.scale_news:

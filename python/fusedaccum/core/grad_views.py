@@ -1,4 +1,4 @@
-"""What ``p.grad`` shows of a buffer, and what becomes of it when other code writes to ``p.grad``, replaces it, or keeps it."""
+"""What ``p.grad`` shows of a buffer, and what becomes of it when other code writes to ``p.grad``, or replaces it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..engine import without_grad
 from ..parts import local_of
 from ..warn import warn
 
@@ -117,6 +118,7 @@ def notice_writes(sums: Sums, slot: Slot) -> None:
         slot.block.written()
 
 
+@without_grad
 def bring_back(sums: Sums) -> None:
     """Move buffers back into their blocks, if they lie elsewhere or are laid out unlike their parameters.
 

@@ -1,6 +1,7 @@
 """The ledger of windows: which one is open, what its micro-batches weigh, when it is complete, what divides its sum.
 
-Counts and weights only; the sums themselves are in :mod:`fusedaccum.core.sums`.
+Counts and weights only; the sums themselves are in :mod:`fusedaccum.core.sums`. ``complete()`` is asked when a micro-batch has been
+counted, ``is_last()`` and ``may_be_last()`` while it is open, for what has to be done before it ends (send its sums, measure their norm).
 """
 
 from __future__ import annotations

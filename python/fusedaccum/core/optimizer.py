@@ -115,7 +115,6 @@ class AccumulatingOptimizer(Wrapper):
             shard=shard,
             noise_scale=noise_scale,
             skip_norm=skip_norm,
-            seed=int(torch.randint(2**53, (), device="cpu")) if rounding == "stochastic" else None,
         )
         check_optimizer(optimizer, settings, AccumulatingOptimizer)
         features.check(settings, optimizer)
@@ -420,8 +419,10 @@ class AccumulatingOptimizer(Wrapper):
         if own is not None:
             checkpoint.check(self, own)
         if any(outdated() for outdated in self._accumulation.extensions.outdated):
+            before = self._accumulation.extensions
             let_go(self._accumulation)
             self._build_anew()
+            self._accumulation.extensions.follow(before)
         with self._accumulation.extensions.inner_steps(()):
             self.optimizer.load_state_dict({k: v for k, v in state_dict.items() if k != checkpoint.KEY})
         self._accumulation.ranks.forget_others(self.state)

@@ -22,7 +22,7 @@ from .window import Schedule
 # The wrapper's own attributes, beside those whose names begin with an underscore.
 OURS = {"optimizer", "settings"}
 # Its arguments, which are fixed once it is made.
-ARGUMENTS = {field.name for of in (Settings, Schedule) for field in fields(of)} - {"schedule", "seed"}
+ARGUMENTS = {field.name for of in (Settings, Schedule) for field in fields(of)} - {"schedule"}
 
 
 def _of_inner(name: str) -> Any:

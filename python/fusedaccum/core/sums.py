@@ -68,6 +68,7 @@ class Sums:
             if slot.block is not block:
                 block = slot.block
                 block.written()
+        for slot in slots:
             slot.divisor, slot.prepared = divisor, False
             if not (shown or slot.shown is slot.buffer is slot.holder.grad):
                 slot.show(slot.buffer)
@@ -139,6 +140,8 @@ class Sums:
     def begin(self) -> None:
         """Start from nothing: drop the previous window's gradients, which are still shown; the user's own stay, to be adopted."""
         self.begun += 1
+        for overwritten in self._extensions.buffers_overwritten:
+            overwritten()
         for slot in self.buffers.slots:
             ours = slot.shown is not None and slot.holder.grad is slot.shown
             if ours or self.half_divided:  # then it may not be known what is shown
@@ -222,9 +225,8 @@ class Sums:
     def divide_(self, slots: Sequence[Slot], divisor: Scalar, coef: Scalar = 1.0) -> None:
         """Make each buffer ``coef * sum / divisor``: one pass, or none if that changes nothing."""
         self.check_whole()
-        self.half_divided = (
-            True  # for good if this raises: some results may have been written, so it must not be repeated
-        )
+        # For good if this raises: some results may have been written, so it must not be repeated.
+        self.half_divided = True
         self._divide_(slots, divisor, coef)
         self.half_divided = False
 

@@ -121,7 +121,8 @@ class MicroBatchState(Enum):
 class WindowState(IntEnum):
     """How far a window has come that is complete. (One that is not is :class:`Window`, in the ledger.)
 
-    If something raises on the way, the next ``step()`` or ``flush()`` goes on from there.
+    If something raises on the way, nothing is rolled back: the next ``step()`` or ``flush()`` goes on from there, with the gradient that
+    ``p.grad`` is by then.
     """
 
     CLOSED = auto()  # it is known what it comes to; the next gradient begins another

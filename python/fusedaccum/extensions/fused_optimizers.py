@@ -2,76 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from ..core.buffers import Slot
-from ..core.extension import Extension
+from ..core.extension import Extension, InnerScaling
 from ..inner import is_patched
 from ..scalars import Scalar, div, identity, to_device_of
 
 if TYPE_CHECKING:
     from ..core.apply import Conclusion
-    from ..core.config import Settings
 
-
-def scales_at_all(settings: Settings, inner: Optimizer) -> bool:
-    """True if the optimizer says that it divides by its ``grad_scale``."""
-    # Its own attribute: an optimizer that shows another one's would not hand grad_scale on to that.
-    return bool(
-        vars(inner).get("_step_supports_amp_scaling", getattr(type(inner), "_step_supports_amp_scaling", False))
-    )
+SAYS_SO = "_step_supports_amp_scaling"
 
 
 class FusedOptimizers(Extension):
     """Leaves it to such an inner optimizer to divide and clip, and to skip what is not to be applied."""
 
-    def __init__(self) -> None:
-        self._scaled: tuple[Conclusion, bool] | None = (
-            None  # what is stepped next, and whether the device decides if it is
-        )
-
-    def inner_scales(self, end: Conclusion) -> bool | Tensor | None:
-        self._scaled = None
-        if not _scales(self.inner, end.slots):
+    def inner_scales(self, end: Conclusion) -> InnerScaling | None:
+        inner: Any = self.inner
+        # Its own attribute: an optimizer that shows another one's would not hand grad_scale on to that.
+        says_so = vars(inner).get(SAYS_SO, getattr(type(inner), SAYS_SO, False))
+        if not (says_so and _scales(inner, end.slots)):
             return None
-        decided_there = isinstance(end.skip, Tensor) and all(self.inner.state.get(slot.param) for slot in end.slots)
-        # Where each rank steps a part of the parameters, it depends on all of them.
-        decided_there = decided_there and self.accumulation.sums.over_owners is None
-        self._scaled = end, decided_there
-        return ~end.skip if decided_there and isinstance(end.skip, Tensor) else True
+        applied: bool | Tensor = True
+        if isinstance(end.skip, Tensor) and all(inner.state.get(slot.param) for slot in end.slots):
+            # Where each rank steps a part of the parameters, what is skipped depends on all of them.
+            applied = ~end.skip if self.accumulation.sums.over_owners is None else True
+        return InnerScaling(applied, self._scaled(end, isinstance(applied, Tensor)))
 
     @contextmanager
-    def stepping(self, slots: Sequence[Slot], call: FrameType) -> Iterator[None]:
-        if self._scaled is None or self._scaled[0].slots is not slots:
-            yield
-            return
-        (end, decided_there), inner = self._scaled, vars(self.inner)
-        device, divisor = slots[0].stepped.device, slots[0].divisor
-        inner["grad_scale"] = _fp32_on(div(end.divisor, to_device_of(end.coef, divisor) * divisor), device)
-        inner["found_inf"] = _fp32_on(end.skip, device) if decided_there else None
+    def _scaled(self, end: Conclusion, decides: bool) -> Iterator[None]:
+        """A block in which the optimizer divides by ``grad_scale``, and, where it decides, heeds ``found_inf``."""
+        inner: Any = self.inner
+        device, divisor = end.slots[0].stepped.device, end.slots[0].divisor
         try:
+            inner.grad_scale = _fp32_on(div(end.divisor, to_device_of(end.coef, divisor) * divisor), device)
+            inner.found_inf = _fp32_on(end.skip, device) if decides else None
             yield
         finally:
-            self._scaled = None
             for name in ("grad_scale", "found_inf"):
-                inner.pop(name, None)
+                vars(inner).pop(name, None)
 
 
 def _scales(inner: Any, slots: list[Slot]) -> bool:
     """Can the inner optimizer scale these gradients itself? Not if a step pre-hook, or a step() around PyTorch's, sees them first."""
     return (
         all(group.get("fused") for group in inner.param_groups)
-        and (
-            type(inner).step.__module__.startswith("torch.optim.") or "_step_supports_amp_scaling" in vars(type(inner))
-        )
+        and (type(inner).step.__module__.startswith("torch.optim.") or SAYS_SO in vars(type(inner)))
         and not is_patched(inner)
         and not (inner._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
         and len({(identity(slot.divisor), slot.stepped.device) for slot in slots}) == 1

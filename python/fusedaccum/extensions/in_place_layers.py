@@ -57,7 +57,7 @@ class InPlaceLayers(Extension):
         except RuntimeError:
             ledger.micro.adds += slot.shown is not None  # the sum is not the window's any more
             raise
-        adding.count_added(accumulation, slot, prepared=False)
+        adding.count_added(accumulation, slot, announced=False)
         adding.tell_arrived(accumulation, [slot])
 
 

@@ -25,14 +25,12 @@ def may_keep(settings: Settings, inner: Optimizer) -> bool:
 class KeptGradients(Extension):
     """Gives what the optimizer keeps of the buffers memory of its own, before they are written again."""
 
-    def sums_dropped(self) -> None:
+    def buffers_overwritten(self) -> None:
         blocks = self.accumulation.sums.buffers.blocks
         memory = [(address(block.flat), address(block.flat) + block.flat.nbytes) for block in blocks]
         seen: set[int] = set()
         for state in states_of(self.inner):
             _set_apart(state, memory, seen)
-
-    buffers_released = sums_dropped
 
 
 def _set_apart(kept: Any, memory: Sequence[tuple[int, int]], seen: set[int]) -> Any:

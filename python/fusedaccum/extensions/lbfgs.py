@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 class EvaluatedWindows(Extension):
     """Runs ``step()`` for LBFGS: p.grad is made a window's gradient whenever the closure has run, and the last one counts."""
 
+    def __init__(self) -> None:
+        self._last: Conclusion | None = None  # in a drop-in: what p.grad goes on to show, to step with again
+
     @classmethod
     def refuses(cls, settings: Settings, inner: Optimizer) -> None:
         if not settings.schedule.caller_owned:
@@ -56,13 +59,16 @@ class EvaluatedWindows(Extension):
         if self.accumulation.ledger.is_open:
             raise TypeError("flush(): LBFGS steps only in step(closure), whose closure runs the window's micro-batches")
 
+    def closed(self, end: Conclusion) -> None:
+        self._last = end if self.accumulation.settings.drop_in else None
+
     def run_step(self, closing: Closing, closure: Callable[[], Any] | None, weight: Scalar | None) -> Any:
         if closure is None:
             raise TypeError(
                 "step() with LBFGS needs a closure that runs the window's micro-batches and returns the loss"
             )
         accumulation, ledger = self.accumulation, self.accumulation.ledger
-        end: Conclusion | None = None  # what the closure has come to
+        end = self._last
 
         def evaluate() -> Any:
             nonlocal end

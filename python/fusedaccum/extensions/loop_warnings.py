@@ -62,18 +62,15 @@ class LoopWarnings(Extension):
                 "belong to one micro-batch (several losses of it, adversarial steps), put them into one `with opt.micro_batch():`"
             )
         if micro.passes and reduction == "mean":
-            self._compare_weights(micro.weight is not None)
+            before, self._weighed = self._weighed, micro.weight is not None
+            asked = self.accumulation.settings.schedule.window_weight
+            if before is not None and before is not self._weighed:
+                self._tell_unweighed("some micro-batches of this window were given a weight and others were not")
+            elif asked is not None and not self._weighed:
+                self._tell_unweighed(f"window_weight={asked:g}, but this micro-batch was given no weight")
 
-    def _compare_weights(self, weighed: bool) -> None:
-        """Warn if a micro-batch that was given no weight, and counts as 1, meets weights of others or of a window's end."""
-        before, self._weighed = self._weighed, weighed
-        asked = self.accumulation.settings.schedule.window_weight
-        if before is not None and before != weighed:
-            how = "some micro-batches of this window were given a weight and others were not"
-        elif not weighed and asked is not None:
-            how = f"window_weight={asked:g}, but this micro-batch was given no weight"
-        else:
-            return
+    def _tell_unweighed(self, how: str) -> None:
+        """A micro-batch that was given no weight, and counts as 1, meets weights of others or of a window's end."""
         self._tell(
             "unweighed",
             f"{how}: without one it counts as 1. Give every micro-batch its weight, opt.backward(loss, weight=n); two losses of one "
@@ -108,9 +105,8 @@ class LoopWarnings(Extension):
         warn_if_never_stepped(self.accumulation.ledger)
 
     def closing(self, end: Conclusion) -> None:
-        if self.accumulation.sums.written_by_user and not all(
-            map(HALF_PRECISION, end.slots)
-        ):  # those hold the mean already
+        # 16-bit buffers hold the mean already.
+        if self.accumulation.sums.written_by_user and not all(map(HALF_PRECISION, end.slots)):
             divisor = 1.0 if end.window.empty else self.accumulation.ledger.divisor(end.window.weight)
             if isinstance(divisor, Tensor) or divisor != 1.0:
                 self._tell_written("which is divided after that")

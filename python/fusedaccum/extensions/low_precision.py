@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.optim import Optimizer
 
 from ..autograd.streams import capturing
@@ -16,8 +17,8 @@ from ..parts import local_of
 from ..scalars import Scalar, add, div, or_one
 
 if TYPE_CHECKING:
-    from ..core.accumulation import Accumulation
     from ..core.config import Settings
+    from ..core.window import MicroBatch
 
 DRAWS_APART = 1 << 44  # random numbers set aside for one add of all parameters
 
@@ -26,19 +27,16 @@ class RunningMeans(Extension):
     """Divides what 16-bit buffers hold by the weight, or number, of the micro-batches so far."""
 
     def __init__(self) -> None:
-        self._divisor: Scalar | None = (
-            None  # of the open micro-batch, computed once, because buffers that share it take one call
-        )
-
-    def micro_batch_opened(self) -> None:
-        self._divisor = None
+        # Of which micro-batch, and the divisor: computed once for each, because buffers that share it take one call.
+        self._divisor: tuple[MicroBatch, Scalar] | None = None
 
     def as_mean(self, slots: Sequence[Slot], scale: Scalar) -> tuple[Scalar, Scalar]:
         if not slots[0].half_precision:
             return scale, 1.0
-        if self._divisor is None:
-            self._divisor = self._running_divisor()
-        return div(scale, self._divisor), self._divisor
+        micro = self.accumulation.ledger.micro
+        if self._divisor is None or self._divisor[0] is not micro:
+            self._divisor = micro, self._running_divisor()
+        return div(scale, self._divisor[1]), self._divisor[1]
 
     def _running_divisor(self) -> Scalar:
         ledger = self.accumulation.ledger
@@ -70,10 +68,8 @@ class RandomRounding(Extension):
                 "use buffer_dtype=torch.bfloat16, or rounding='nearest'"
             )
 
-    def attach(self, accumulation: Accumulation, inner: Optimizer) -> None:
-        super().attach(accumulation, inner)
-        self.seed: Any = accumulation.settings.seed
-        self._agreed = False  # have the ranks?
+    def __init__(self) -> None:
+        self.seed = 0
         self._draws: dict[Slot, int] = {}  # adds so far
         self._before: dict[Slot, int] = {}  # numbers that an add reserves for the parameters before this one
 
@@ -85,11 +81,16 @@ class RandomRounding(Extension):
             self._before[slot] = before
             before += -(-local_of(slot.param).numel() // 8) * 8  # kernels draw blocks of 8
 
-    def parameters_added(self, slots: Sequence[Slot]) -> None:
-        if not self._agreed:
-            least = int(self.accumulation.ranks.least(self.seed))  # replicas of a shard round alike
-            self.seed = over_meshes("MIN", least, self.accumulation.sums.buffers.slots)
-            self._agreed = True
+    def newly_wrapped(self) -> None:
+        self._agree(int(torch.randint(2**53, (), device="cpu")))
+
+    def built_again(self, before: Extension) -> None:
+        assert isinstance(before, RandomRounding)
+        self._agree(before.seed)
+
+    def _agree(self, mine: int) -> None:
+        least = int(self.accumulation.ranks.least(mine))  # replicas of a shard round alike
+        self.seed = over_meshes("MIN", least, self.accumulation.sums.buffers.slots)
 
     def rounding(self, slots: Sequence[Slot]) -> StochasticRounding | None:
         if not slots[0].half_precision:

@@ -97,6 +97,8 @@ class MainGrads(Extension):
         sums.buffers.allocate(slots)  # apart from others, whose p.grad is still shown when these are zeroed
         stale = [slot for slot in slots if not slot.prepared or was_added(slot.param)]
         if stale:
+            for overwritten in self.accumulation.extensions.buffers_overwritten:
+                overwritten()
             torch._foreach_zero_([slot.buffer for slot in stale])
             sums.written(stale, 1.0)
         for slot in slots:
@@ -139,7 +141,7 @@ class MainGrads(Extension):
     def _count(self, slot: Slot) -> None:
         """The layer of a slot has added its gradient, times 1. Waits for the device if there is a loss scale on it."""
         check_added(slot, float(adding.contribution(self.accumulation, 1.0)))
-        adding.count_added(self.accumulation, slot, prepared=False)
+        adding.count_added(self.accumulation, slot, announced=False)
 
 
 def was_added(parameter: Tensor) -> bool:

@@ -1,6 +1,7 @@
 """Parameters that are added, removed or replaced train as under plain PyTorch, and everything else goes on."""
 
 import copy
+import functools
 import gc
 import math
 import weakref
@@ -9,7 +10,6 @@ import fusedaccum as fa
 import pytest
 import torch
 from adding import Adding, marked
-from fusedaccum.extensions.low_precision import RandomRounding
 from fusedaccum.extensions.noise_scale import NoiseScale
 from torch import nn
 from torch.nn import Parameter
@@ -436,14 +436,18 @@ def test_a_window_that_loses_parameters_measures_no_noise():
     assert torch.equal(opt._accumulation.extensions.of(NoiseScale).averages, averages)
 
 
-def test_a_wrapper_that_is_built_again_keeps_its_seed():
-    """As Accelerate does it: the model is cast, and then a plain optimizer's state is loaded."""
+@pytest.mark.parametrize("loads", [False, True])
+def test_a_wrapper_that_is_built_again_keeps_its_seed(loads):
+    """As Accelerate does it: the model is cast, and then a plain optimizer's state is loaded. ``loads``: a seed was loaded before."""
+    make = functools.partial(wrapped, buffer_dtype=None, rounding="stochastic")
     net = model(torch.bfloat16)
-    opt = wrapped(net, 1, buffer_dtype=None, rounding="stochastic")
-    seed = opt._accumulation.extensions.of(RandomRounding).seed
+    opt = make(net, 1)
+    if loads:
+        opt.load_state_dict(make(model(torch.bfloat16), 1).state_dict())
+    seed = opt.state_dict()["fusedaccum"]["rounding"]["seed"]
     net.half()
     opt.load_state_dict(sgd(net.parameters()).state_dict())
-    assert opt._accumulation.extensions.of(RandomRounding).seed == seed is not None
+    assert opt.state_dict()["fusedaccum"]["rounding"]["seed"] == seed
 
 
 def test_a_wrapper_without_parameters_is_freed_although_a_hook_of_theirs_refers_to_it():

@@ -593,3 +593,24 @@ def test_the_norm_of_16_bit_buffers_that_micro_batches_have_reached_in_turn(weig
         opt.step()
     exact = 64.0 * math.sqrt(sum(w**2 for w in weights)) / sum(weights)
     assert float(opt.last_window.grad_norm) == pytest.approx(exact, rel=4e-3)
+
+
+def test_a_micro_batch_that_is_loaded_has_a_divisor_of_its_own():
+    """One of weight 4096 is loaded where one of weight 1 was open: with its divisor, fp16 sums would overflow."""
+
+    def made():
+        p = Parameter(torch.zeros(4, dtype=torch.float16))
+        return p, fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 2, buffer_dtype=None)
+
+    def backward(p, opt, weight):
+        opt.backward((p.float() * 20).sum(), weight=weight)
+
+    p, opt = made()
+    backward(p, opt, 4096)
+    state = copy.deepcopy(opt.state_dict())
+    q, other = made()
+    backward(q, other, 1)
+    other.load_state_dict(state)
+    for part in (backward, lambda *_: other.step(), backward, lambda *_: other.step()):
+        part(q, other, 4096)
+    assert (q == -30).all()  # the loaded micro-batch had two passes of 20, the other one
