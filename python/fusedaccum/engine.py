@@ -55,7 +55,7 @@ def recording() -> Any:
 
 
 def runs(frame: FrameType | None) -> bool:
-    """Is this call still running, in any thread? Ctrl-C may have ended it without what it does at its end."""
+    """True if this call is still running, in any thread. Ctrl-C may have ended it without what it does at its end."""
     stacks = [] if frame is None else list(sys._current_frames().values())
     try:
         for caller in stacks:
@@ -70,7 +70,7 @@ def runs(frame: FrameType | None) -> bool:
 
 
 def within_backward() -> bool:
-    """Is the caller run by a backward pass, as a hook or a node's backward is?"""
+    """True if the caller is run by a backward pass, as a hook or a node's backward is."""
     return torch._C._current_graph_task_id() != -1
 
 

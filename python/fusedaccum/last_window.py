@@ -17,7 +17,7 @@ class LastWindow:
         grad_norm: 0-d tensor, 2-norm of the window's gradient before clipping (not finite if a GradScaler found an overflow), or None if
             nothing asked for it.
         nonfinite: 0-d tensor, micro-batches in which a value was not finite, dropped ones included; None if nothing checked.
-        applied: 0-d bool tensor: did the inner optimizer apply it?
+        applied: 0-d bool tensor, True if the inner optimizer has applied it.
         loss: 0-d float64 tensor, the window's loss, combined from the micro-batches' losses as its gradient is from their gradients
             (``sum(w_i * loss_i) / sum(w_i)`` for ``reduction="mean"``), without a loss scale. None unless every micro-batch's loss is
             known: from ``opt.backward(loss)``, a closure, or ``opt.record_loss(loss)``.

@@ -30,7 +30,7 @@ def bucket(device: torch.device) -> int:
 
 
 def full_at(device: torch.device, sizes: Sequence[int], sent: bool) -> int:
-    """Bytes that make a bucket on this device, where a backward brings gradients of ``sizes`` bytes. ``sent``: do their sums leave it?
+    """Bytes that make a bucket on this device, where a backward brings gradients of ``sizes`` bytes. ``sent``: True if their sums leave it.
 
     On a GPU a bucket is a small part of the model's own gradients. On a CPU, memory that is freed at once must not be much more than the
     largest tensor freed before: glibc's malloc gives back to the system what is more than twice that, and faults it in again.

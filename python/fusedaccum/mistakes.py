@@ -228,7 +228,7 @@ def _python_number(node: Any) -> float | None:
 
 
 def _is_mean_of(node: Any, by: int) -> bool:
-    """Does dividing by ``by`` make a mean: of a sum over items, or of as many terms?"""
+    """True if dividing by ``by`` makes a mean: of a sum over items, or of as many terms."""
     nodes, terms = [node], 0
     for node in nodes:
         if node is None:
@@ -258,14 +258,14 @@ def warn_if_never_stepped(ledger: Ledger) -> None:
 
 
 class StepCalled:
-    """What a learning-rate scheduler finds in its optimizer's ``_opt_called`` when it steps for the first time: was ``step()`` called?
+    """Tells a learning-rate scheduler that steps for the first time whether ``step()`` was called: its optimizer's ``_opt_called``.
 
     PyTorch's schedulers ask for its truth once, and warn if it is False. It is in the inner optimizer too, for a scheduler that was made
     of that: inside the first window step() was called, although nobody has called the inner optimizer's. Warns if the scheduler seems to
     move with every micro-batch: it asks after the first of several. (One that moves with every epoch asks after the epoch's last.)
 
     Args:
-        stepped: was the inner optimizer stepped before it was wrapped?
+        stepped: True if the inner optimizer was stepped before it was wrapped.
     """
 
     def __init__(self, ledger: Ledger, stepped: bool):

@@ -27,7 +27,7 @@ def widened(x: Tensor) -> Tensor:
 
 
 def is_number(value: Any) -> bool:
-    """Is it a real number, of Python's or NumPy's, and not a bool?"""
+    """True for a real number, of Python's or NumPy's, that is no bool."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 

@@ -103,7 +103,7 @@ class GradCollector:
             slot.free_grad_dtype()
 
     def size_buckets(self, slots: Iterable[Slot], shared: bool) -> None:
-        """Size buckets for the gradients of these slots, which are all. ``shared``: do their sums go on to other ranks?"""
+        """Size buckets for the gradients of these slots, which are all. ``shared``: True if their sums go on to other ranks."""
         by_device: dict[torch.device, list[Slot]] = {}
         for slot in slots:
             by_device.setdefault(slot.made_for.device, []).append(slot)
@@ -138,7 +138,7 @@ class GradCollector:
         return owner
 
     def accumulates(self, slot: Slot) -> bool:
-        """Will the pass that is running here put its gradient into the slot's ``p.grad``, and not hand it to torch.autograd.grad?"""
+        """True if the pass that is running here puts its gradient into the slot's ``p.grad``, and not into torch.autograd.grad's hands."""
         frame = running_backward()
         asked = frame is not None and frame.f_locals["kwargs"].get("accumulate_grad", False)
         return bool(asked and torch._C._will_engine_execute_node(slot.node))

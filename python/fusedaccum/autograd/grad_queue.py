@@ -190,7 +190,7 @@ def nodes_of(parameters: Sequence[Parameter]) -> list[Any]:
 
 
 def exclusive(grads: tuple[Tensor | None, ...]) -> bool:
-    """Is a hook's fresh gradient held by autograd alone, so that nothing else can write to it while it is queued?"""
+    """True if a hook's fresh gradient is held by autograd alone, so that nothing else can write to it while it is queued."""
     if _is_foreign(grads):
         return False
     counts, fresh = _holders(grads), _fresh_holders()[_is_view(grads)]
@@ -198,7 +198,7 @@ def exclusive(grads: tuple[Tensor | None, ...]) -> bool:
 
 
 def _is_foreign(grads: tuple[Tensor | None, ...]) -> bool:
-    """Is its memory not PyTorch's own (NumPy's)? On a GPU it may be a CUDA graph's, which is not written again before backward is over."""
+    """True if its memory is not PyTorch's own (NumPy's). A CUDA graph's, on a GPU, is not written again before backward is over."""
     grad = grads[0]
     return grad is not None and grad.device.type == "cpu" and not grad.untyped_storage().resizable()
 

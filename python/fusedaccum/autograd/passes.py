@@ -62,17 +62,17 @@ def outermost_backward() -> Outermost:
 
 
 def under_way(call: FrameType | None) -> bool:
-    """Is this backward pass still running, in any thread?"""
+    """True if this backward pass is still running, in any thread."""
     return call is not None and any(call in _backward_frames(frame)[0] for frame in sys._current_frames().values())
 
 
 def returned(call: FrameType | None) -> bool:
-    """Has this backward pass returned? (The frame of a finished call stays at its last instruction.)"""
+    """True if this backward pass has returned. (The frame of a finished call stays at its last instruction.)"""
     return call is not None and dis.opname[call.f_code.co_code[call.f_lasti]].startswith("RETURN")
 
 
 def broke_off(call: FrameType | None) -> bool:
-    """Has an exception ended this backward pass? False for one that cannot be seen."""
+    """True if an exception has ended this backward pass. False for one that cannot be seen."""
     return call is not None and not returned(call) and not under_way(call)
 
 

@@ -83,8 +83,8 @@ class StreamOrder:
 
 
 def _left_behind(stream: torch.cuda.Stream, device: torch.device) -> bool:
-    """Has a graph capture begun since, of which ``stream`` is not part? To wait for that stream is then forbidden, and needless: a capture
-    begins by waiting for the device.
+    """True if a graph capture has begun since, of which ``stream`` is not part. To wait for that stream is then forbidden, and needless: a
+    capture begins by waiting for the device.
     """
     with torch.cuda.device(device):
         if not capturing(device):
@@ -94,5 +94,5 @@ def _left_behind(stream: torch.cuda.Stream, device: torch.device) -> bool:
 
 
 def capturing(device: torch.device) -> bool:
-    """Is what is launched on ``device`` now recorded in a CUDA graph, instead of run?"""
+    """True if what is launched on ``device`` now is recorded in a CUDA graph, instead of run."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

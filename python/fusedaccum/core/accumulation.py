@@ -32,9 +32,9 @@ class Accumulation:
 
     Attributes:
         wants_norm, counts, holds: as the extensions have them; the norm is also wanted for clipping.
-        step_under_way: has a step() ended the micro-batch counted last, and not returned?
+        step_under_way: True if a step() has ended the micro-batch counted last, and not returned.
         inner_call: the call in which the inner optimizer steps, or another of its methods runs.
-        updated: did the last step() or flush() change the parameters, and has no micro-batch begun since?
+        updated: True if the last step() or flush() changed the parameters, and no micro-batch has begun since.
         rejected: the parameters whose gradients micro-batches were rejected for since the last ``step()``, by name.
     """
 
@@ -100,7 +100,7 @@ class Accumulation:
         return self.ledger.mixes_ranks and self.settings.reduction == "mean"
 
     def complete(self) -> bool:
-        """Does the window end here?"""
+        """True if the window ends here."""
         self.ranks.before_weighing()
         return self.ranks.agreed or self.ledger.complete()
 
@@ -154,7 +154,7 @@ class Accumulation:
 
     @property
     def idle_is_open(self) -> bool:
-        """Does the open micro-batch count for nothing, unless ``step()`` follows?"""
+        """True if the open micro-batch counts for nothing, unless ``step()`` follows."""
         return self.ledger.micro is not None and self.ledger.micro.state is MicroBatchState.IDLE
 
     def drop_idle(self) -> None:
@@ -198,7 +198,7 @@ class Accumulation:
             ledger.weigh_the_rest(weight)
 
     def _gradients_by_hand(self) -> bool:
-        """Has other code put gradients into ``p.grad`` which no pass has brought?"""
+        """True if other code has put gradients into ``p.grad`` which no pass has brought."""
         return bool(set(self.sums.slots_with_grad()) - self.ranks.shown_for_others)
 
     def record_loss(self, loss: Scalar, source: LossFrom) -> None:

@@ -97,8 +97,8 @@ def contribution(accumulation: Accumulation, scale: Scalar) -> Scalar:
 
 @without_grad
 def count_added(accumulation: Accumulation, slot: Slot, announced: bool = True) -> None:
-    """Within a pass: a layer has added a gradient to the slot's buffer, scaled as the open window needs it. ``announced``: has an extension
-    made the buffer ready for that?
+    """Within a pass: a layer has added a gradient to the slot's buffer, scaled as the open window needs it. ``announced``: True if an
+    extension has made the buffer ready for that.
     """
     sums = accumulation.sums
     if not announced:
@@ -141,7 +141,7 @@ def one_call_each(
 ) -> Iterator[tuple[tuple, Sequence[Slot], Sequence[Tensor]]]:
     """Each call that an add takes: ``(gradients' device, first touch, ...)``, its slots and its gradients.
 
-    ``measure``: are norms taken? They can be added up over the ranks only for parts that are laid out alike.
+    ``measure``: True if norms are taken, which can be added up over the ranks only for parts that are laid out alike.
     """
     calls: dict[tuple, list[int]] = {}
     for i in range(1 if _agree(slots) else len(slots)):  # where they agree, the first stands for all
@@ -158,7 +158,7 @@ def one_call_each(
 
 
 def _agree(slots: Sequence[Slot]) -> bool:
-    """Do they agree in all that the calls differ in, as nearly always?"""
+    """True if they agree in all that the calls differ in, as nearly always."""
     one, first = slots[0], slots[0].shown is None
     for slot in slots:
         if slot.block is not one.block or slot.divisor is not one.divisor or (slot.shown is None) is not first:

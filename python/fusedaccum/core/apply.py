@@ -43,7 +43,7 @@ class Conclusion:
     window: Window
     slots: list[Slot]
     divisor: Scalar
-    weightless: bool  # is the sum of its weights 0?
+    weightless: bool  # True if the sum of its weights is 0
     begun: int  # Sums.begun, which tells whether the buffers still hold it
     coef: Scalar = 1.0
     skip: bool | Tensor = False
@@ -51,8 +51,8 @@ class Conclusion:
     report: dict[str, Tensor | None] = field(default_factory=dict)  # what extensions say of it, by names of LastWindow
     closure: Evaluated | None = None  # what the inner optimizer's step() gets
     state: WindowState = WindowState.CLOSED
-    finished: bool = False  # is p.grad its gradient? Not if the inner optimizer divides by itself
-    applied: bool | Tensor = False  # has the inner optimizer stepped with it?
+    finished: bool = False  # True if p.grad is its gradient: not if the inner optimizer divides by itself
+    applied: bool | Tensor = False  # True if the inner optimizer has stepped with it
 
     def last_window(self, applied: bool | Tensor) -> LastWindow:
         values: dict[str, Any] = UNKNOWN | {
@@ -131,7 +131,7 @@ class Closing:
         self.apply(end)
 
     def anything_to_flush(self) -> bool:
-        """Has the open window accumulated anything, on this rank or another? With several ranks, it is that of all ranks afterwards."""
+        """True if the open window has accumulated anything, on any rank. With several ranks, it is that of all of them afterwards."""
         ranks = self._accumulation.ranks
         if ranks.alone:
             return self._ledger.is_open
@@ -181,7 +181,7 @@ class Closing:
 
     @property
     def broke_off(self) -> bool:
-        """Would the next call of :meth:`apply_again` apply a window?"""
+        """True if the next call of :meth:`apply_again` would apply a window."""
         end = self._unapplied
         return end is not None and end.begun == self._sums.begun and not self._accumulation.at_work
 

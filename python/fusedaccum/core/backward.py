@@ -26,7 +26,7 @@ class BackwardPasses:
     """The passes of one wrapper, one after another. A GradCollector's Owner.
 
     Attributes:
-        inside: is the caller within ``micro_batch()``?
+        inside: True if the caller is within ``micro_batch()``.
         refused_in: the call in which the inner optimizer is at work on a window that has closed, so that a backward would belong to the
             next one.
     """
@@ -87,7 +87,7 @@ class BackwardPasses:
 
     @property
     def set_by_hand(self) -> bool:
-        """Has other code put a gradient into a ``p.grad``?"""
+        """True if other code has put a gradient into a ``p.grad``."""
         accumulation = self._accumulation()
         return any(slot.holder.grad is not slot.shown for slot in accumulation.sums.buffers.slots_with_grad())
 
@@ -100,7 +100,7 @@ class BackwardPasses:
 
     @property
     def tells_passes_apart(self) -> bool:
-        """Would several backward passes now be more than one micro-batch, or be refused?"""
+        """True if several backward passes now would be more than one micro-batch, or be refused."""
         accumulation = self._accumulation()
         return not self.inside and (accumulation.settings.schedule.caller_owned or accumulation.holds)
 

@@ -65,16 +65,17 @@ class Slot:
     buffer: Tensor = field(init=False)
     offset: int = field(init=False)  # of the buffer in its block, in elements
     address: int = field(init=False)  # of its memory there
-    placed: bool = False  # does it have a block and a buffer?
-    relaid: bool = False  # does the parameter now have other strides than the buffer?
+    placed: bool = False  # True if it has a block and a buffer
+    relaid: bool = False  # True if the parameter now has other strides than the buffer
     shown: Tensor | None = None  # what we last put into holder.grad; anything else there is the user's
     divisor: Scalar = 1.0  # the buffer holds the sum divided by this
-    prepared: bool = False  # has an extension filled the buffer, and nothing written to it since?
-    intercepted: bool = False  # do extensions see its gradients before they are queued? (C++ reads it.)
-    private: bool = False  # is the buffer out of other code's reach, as p.grad does not show it? Its adds may end late
+    prepared: bool = False  # True if an extension has filled the buffer, and nothing has written to it since
+    intercepted: bool = False  # True if extensions see its gradients before they are queued (C++ reads it)
+    # True if the buffer is out of other code's reach, because p.grad does not show it. Its adds may end late.
+    private: bool = False
     ops: Any = ops  # has the accumulate_() that adds to the buffer, and the cast_() from there to the parameter
     their_grad_dtype: torch.dtype | None = None  # what the parameter's grad_dtype was before it became ours
-    frees_grad: bool = False  # has it been made None, which allows any?
+    frees_grad: bool = False  # True if it was made None, which allows any
 
     def __post_init__(self) -> None:
         # The parameter as it was when wrapped, for check_unchanged() to compare with.
@@ -228,8 +229,8 @@ class Buffers:
         self.of: dict[Parameter, Slot] = {}
         self.blocks: list[Block] = []
         weakref.finalize(self, _let_go, self.slots).atexit = False
-        self.has_parts = False  # are any slots parts of parameters?
-        self.private = False  # are any buffers out of other code's reach?
+        self.has_parts = False  # True if any slots are parts of parameters
+        self.private = False  # True if any buffers are out of other code's reach
         self._checked: object = None  # the parameters' traits at the last check
         self._in_groups: list[Parameter] = []  # what was in the optimizer's groups then
 
@@ -309,7 +310,7 @@ class Buffers:
 
     @property
     def moved(self) -> bool:
-        """Has any parameter changed its dtype or device since it was wrapped?"""
+        """True if any parameter has changed its dtype or device since it was wrapped."""
         pairs = ((slot.made_for, slot.param) for slot in self.slots)
         return any((was.dtype, was.device) != (p.dtype, p.device) for was, p in pairs)
 

@@ -35,10 +35,10 @@ class Ledger:
         index: of the open window, or else of the next one.
         window: the open one; None when the last is closed (its gradient still readable) and no micro-batch has come since.
         micro: the open micro-batch; None between two.
-        restored: has a checkpoint brought the open window?
+        restored: True if a checkpoint has brought the open window.
         ranks: how many share a window.
         over_ranks: sums a weight over them.
-        mixes_ranks: do gradients arrive already summed over the ranks? A weight of 0 on this rank must not drop the others' part.
+        mixes_ranks: True if gradients arrive summed over the ranks: a weight of 0 on this rank must not drop the others' part.
     """
 
     def __init__(self, schedule: Schedule, reduction: str, extensions: Extensions):
@@ -58,12 +58,12 @@ class Ledger:
 
     @property
     def is_open(self) -> bool:
-        """Has the window accumulated anything, or begun to?"""
+        """True if the window has accumulated anything, or begun to."""
         return self.micro is not None or (self.window is not None and not self.window.empty)
 
     @property
     def has_any(self) -> bool:
-        """Is the window open, or has it at least dropped a micro-batch?"""
+        """True if the window is open, or has at least dropped a micro-batch."""
         return self.micro is not None or (self.window is not None and self.window.has_any)
 
     @property
@@ -153,7 +153,7 @@ class Ledger:
     def commit(self, late: Scalar | None, held: bool) -> None:
         """The micro-batch is over: count it, with the weight it was given, now or before. One that was rejected counts for nothing.
 
-        ``held``: will its gradients come with those of a later micro-batch? Then the two can only be rejected together.
+        ``held``: True if its gradients come with those of a later micro-batch, so that the two can only be rejected together.
         """
         window, micro = self.window, self.micro
         if micro.rejected:
@@ -217,7 +217,7 @@ class Ledger:
         window.weight, window.unweighed = window.weight + late, 0
 
     def complete(self) -> bool:
-        """Is the window full, or does every call close it? (Reads a tensor weight, when the sum of weights decides.)"""
+        """True if the window is full, or every call closes it. (Reads a tensor weight, when the sum of weights decides.)"""
         return self._complete(self.window.steps(self.ranks), self.window.weight)
 
     @property
@@ -244,12 +244,12 @@ class Ledger:
         return self.schedule.complete(self.window.length, steps, weight)
 
     def may_be_last(self) -> bool:
-        """May the open micro-batch complete the window? True if in doubt; does not wait for a device."""
+        """True if the open micro-batch may complete the window, and if in doubt; does not wait for a device."""
         window = self.window
         return self.schedule.may_complete(window.length, self.steps + 1, add(window.weight, self.micro.value()))
 
     def is_last(self) -> bool:
-        """Is it known that the open micro-batch completes the window? Never if weights decide, because they are added up later."""
+        """True if the open micro-batch is known to complete the window. Never if weights decide, because they are added up later."""
         if self.schedule.window_weight is not None:
             return False
         length = self.window.length

@@ -361,8 +361,8 @@ class AccumulatingOptimizer(Wrapper):
 
     @property
     def updated(self) -> bool:
-        """Did the last ``step()`` or ``flush()`` change the parameters? (``if opt.updated: scheduler.step()``.) False again from the next
-        backward on, so that code which runs after every micro-batch, also after those without a ``step()``, sees a window once.
+        """True if the last ``step()`` or ``flush()`` changed the parameters (``if opt.updated: scheduler.step()``). False again from the
+        next backward on, so that code which runs after every micro-batch, also after those without a ``step()``, sees a window once.
 
         Waits for the device only if the decision was left to a fused optimizer there.
         """

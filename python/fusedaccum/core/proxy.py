@@ -138,7 +138,7 @@ class Wrapper(Optimizer):
         return {} if accumulation is None else accumulation.extensions.attributes
 
     def _has(self, name: str) -> bool:
-        """Is it an attribute of the wrapper, before which the inner optimizer's is not looked up?"""
+        """True if it is an attribute of the wrapper, before which the inner optimizer's is not looked up."""
         return name in OURS or name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
 
     state, defaults = _of_inner("state"), _of_inner("defaults")

@@ -96,7 +96,7 @@ class Alone:
         """
 
     def anything(self, slots: Collection[Slot]) -> bool:
-        """Does the window that has closed, which holds gradients of ``slots``, hold any, here or on another rank?"""
+        """True if the window that has closed, which holds gradients of ``slots``, holds any, here or on another rank."""
         return bool(slots)
 
     def broadcast_params(self, applied: bool | Tensor) -> None:

@@ -30,12 +30,12 @@ class Sums:
 
     Attributes:
         begun: how often :meth:`begin` was called: a window that closed before the last time is no longer in the buffers.
-        changed_by_user: has other code written to the window's sums?
-        written_over: has it written to them, or replaced them, so that what p.grad shows may be taken for something else?
-        written_by_layers: do layers add to buffers without telling, so that their writes look like those of other code?
+        changed_by_user: True if other code has written to the window's sums.
+        written_over: True if it has written to or replaced them, so that what p.grad shows may be taken for something else.
+        written_by_layers: True if layers add to buffers without telling, so that their writes look like those of other code.
         over_owners: sums over the ranks, if each of them steps only a part of the parameters.
         normalized_by: what normalize_() has divided the window's sums by, until the next backward; None if they are sums.
-        half_divided: has a call broken off that divides the sums, so that some are divided and others are not?
+        half_divided: True if a call broke off that divides the sums, so that some are divided and others are not.
         closed: what ``begun`` was when the last window closed.
     """
 
@@ -94,7 +94,7 @@ class Sums:
 
     @property
     def half_written(self) -> bool:
-        """Has a call that raised written some of what it should have written?"""
+        """True if a call that raised has written some of what it should have written."""
         told = any(half_added() for half_added in self._extensions.half_added)
         return told or not all(block.untouched_by_user for block in self.buffers.blocks)
 
@@ -107,7 +107,7 @@ class Sums:
 
     @property
     def taken_away(self) -> bool:
-        """Has all that had been accumulated been taken out of every ``p.grad``?"""
+        """True if all that had been accumulated has been taken out of every ``p.grad``."""
         shown = [slot for slot in self.buffers.slots if slot.shown is not None]
         return bool(shown) and all(slot.holder.grad is None for slot in shown)
 

@@ -93,7 +93,7 @@ class Schedule:
         return replace(self, accum_steps=steps)
 
     def complete(self, length: int | None, micro_batches: int, weight: Scalar) -> bool:
-        """Is a window of these contents full? (Reads a tensor weight, when the sum of weights decides.)"""
+        """True if a window of these contents is full. (Reads a tensor weight, when the sum of weights decides.)"""
         if length is not None:
             return micro_batches >= length
         # Ten weights of 0.1 add up to a little less than 1.
@@ -137,10 +137,10 @@ class MicroBatch:
     state: MicroBatchState = MicroBatchState.OPEN
 
     weight: Scalar | None = None  # None: not given
-    assumed: bool = False  # is it the weight that another wrapper was given for the same loss?
+    assumed: bool = False  # True if it is the weight that another wrapper was given for the same loss
     factor: Scalar = 1.0  # c_i, which multiplies its loss, and its gradients
-    in_loss: bool = False  # has the loss been multiplied by the weight, so that the gradient comes with it?
-    last: bool = False  # has the caller said that the window ends with it?
+    in_loss: bool = False  # True if the loss was multiplied by the weight, so that the gradient comes with it
+    last: bool = False  # True if the caller has said that the window ends with it
     adds: int = 0  # calls that have added part of it; after one, a weight comes too late
     nonfinite: Scalar = 0  # elements that were not finite, as far as they were counted
     counts: list[Tensor] = field(default_factory=list)  # counts that are not part of ``nonfinite`` yet
@@ -149,10 +149,11 @@ class MicroBatch:
     arrived: int = 0  # gradients that have been added
     arrived_first: int = 0  # those of the first part
     in_place: list[Slot] = field(default_factory=list)  # to whose sums their layers have added by themselves
-    nested: bool = False  # has a pass had re-entrant parts, each of which brings a parameter a gradient of its own?
-    # May it be run again, if it breaks off? Then its gradients come through hooks only, and stay here.
+    nested: bool = False  # True if a pass had re-entrant parts, each of which brings a parameter a gradient of its own
+    # True if it may be run again when it breaks off. Then its gradients come through hooks only, and stay here.
     repeatable: bool = False
-    partial: bool = False  # have some parameters taken its gradient before? Then the buffers hold more than is counted
+    # True if some parameters have taken its gradient before: the buffers hold more than is counted.
+    partial: bool = False
 
     @property
     def judged(self) -> bool:
@@ -175,7 +176,7 @@ class MicroBatch:
 
     @property
     def parts_alike(self) -> bool:
-        """Did every part bring as many gradients as the first? (Chunks of a loss bring fewer than the backward behind them.)"""
+        """True if every part brought as many gradients as the first. (Chunks of a loss bring fewer than the backward behind them.)"""
         return self.arrived == self.parts * self.arrived_first
 
     def factor_left(self) -> Scalar:
@@ -202,7 +203,7 @@ class Window:
     unweighed: int = 0  # micro-batches whose weight is still to come (caller-owned windows of "sum" and "none")
     dropped: int = 0  # micro-batches that were left out because a value was not finite
     nonfinite: Scalar = 0  # micro-batches that were added with such a value
-    void: bool = False  # is it known that it will not be applied? Then the rest of it adds nothing
+    void: bool = False  # True if it is known that it will not be applied, so that the rest of it adds nothing
     # Micro-batches to count beyond those held here, in a window that another number of ranks began.
     carried: int | None = None
 
@@ -212,7 +213,7 @@ class Window:
 
     @property
     def has_any(self) -> bool:
-        """Has it accumulated, or dropped, anything?"""
+        """True if it has accumulated, or dropped, anything."""
         return not self.empty or self.dropped > 0
 
     def steps(self, ranks: int) -> int:

@@ -216,7 +216,7 @@ def _slots_of_state(opt: AccumulatingOptimizer, saved: list[dict[str, Any]]) -> 
 
 
 def _apart(param: Tensor, value: Any) -> bool:
-    """Is this state of a parameter in parts, as far as shapes show, but no DTensor like the parameter, which all ranks write together?"""
+    """True if this state of a parameter is in parts, as far as shapes show, but no DTensor like it, which all ranks write together."""
     if not is_shard(param) or (is_shard(value) and value.shape == param.shape):
         return False
     here = local_of(param).shape

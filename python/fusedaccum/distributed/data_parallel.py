@@ -41,7 +41,7 @@ class DataParallel(Extension):
 
     def __init__(self) -> None:
         self._looked = False  # for ranks that share the windows, with the first parameters
-        self._checked = False  # are all parameters of DistributedDataParallel modules known to be a wrapper's?
+        self._checked = False  # True if all parameters of DistributedDataParallel modules are known to be a wrapper's
 
     @classmethod
     def refuses(cls, settings: Settings, inner: Optimizer) -> None:

@@ -39,7 +39,7 @@ class DDPSyncGuard:
     """While it lives, runs every forward of a module without synchronisation, and notes what the caller has asked for.
 
     Attributes:
-        called: has the module been called since, with gradients?
+        called: True if the module has been called since, with gradients.
     """
 
     def __init__(self, module: DistributedDataParallel):
@@ -70,7 +70,7 @@ class DDPSyncGuard:
 
     @property
     def synced(self) -> bool:
-        """Would a backward now be synchronised? That of a forward outside of no_sync() would; and any, once the reducer has been prepared
+        """True if a backward now would be synchronised: that of a forward outside of no_sync(), and any, once the reducer has been prepared
         for it (by Accelerate's ``trigger_sync_in_backward()``), which sets the flag that our forwards clear.
         """
         module = self._module()
@@ -102,7 +102,7 @@ class Replicas:
             _SYNC_GUARDS[id(module)] = guard
 
     def outdated(self, parameters: Collection[Tensor]) -> bool:
-        """Have DistributedDataParallel modules been made with ``parameters`` since?"""
+        """True if DistributedDataParallel modules have been made with ``parameters`` since."""
         return bool(replicas_of(parameters, besides=self.modules))
 
     def check_all_wrapped(self, parameters: Collection[Tensor], wrapped: Callable[[Tensor], bool]) -> None:
@@ -110,7 +110,7 @@ class Replicas:
         and as :func:`check_ignored`.
 
         Args:
-            parameters: of the wrapper. wrapped: does some wrapper accumulate this one's gradients?
+            parameters: of the wrapper. wrapped: tells whether some wrapper accumulates this one's gradients.
         """
         if self.outdated(parameters):
             raise RuntimeError(
@@ -149,12 +149,12 @@ class Replicas:
 
     @property
     def synced(self) -> bool:
-        """Would a backward now be synchronised under plain DDP?"""
+        """True if a backward now would be synchronised under plain DDP."""
         return any(guard.synced for guard in self._sync_guards)
 
     @property
     def off(self) -> bool:
-        """Is there such a module, and are all of them within ``no_sync()`` now?"""
+        """True if there is such a module, and all of them are within ``no_sync()`` now."""
         return bool(self.modules) and not any(module.require_backward_grad_sync for module in self.modules)
 
     @contextmanager

@@ -68,7 +68,7 @@ class FullySharded:
         """Raises ValueError unless windows are shared by the ranks whose gradients are added up.
 
         Args:
-            found: was ``group`` found here, and not passed by the caller?
+            found: True if ``group`` was found here, and not passed by the caller.
         """
         ours = set(dist.get_process_group_ranks(group))
         seen = {}  # one slot per pair of meshes: its gradient is added up over one, and it is sharded over the other
@@ -116,7 +116,7 @@ class FullySharded:
 
     @property
     def holds_back(self) -> bool:
-        """Does FSDP2 hold gradients that it has not added up over the ranks yet?"""
+        """True if FSDP2 holds gradients that it has not added up over the ranks yet."""
         return any(map(unreduced, self._params)) or any(map(partly_reduced, self._groups))
 
     def wait(self) -> None:

@@ -27,7 +27,7 @@ class Reductions:
     Args:
         groups: FSDP2's records of parameters that are sent together, and the wrapper's slots of each.
         begin: a method, held weakly: a backward pass brings gradients to these. Called before FSDP2 looks at ``p.grad``.
-        as_given: are its averages to stay averages? Otherwise slots are told what makes them sums again.
+        as_given: True if its averages are to stay averages. Otherwise slots are told what makes them sums again.
     """
 
     def __init__(self, groups: Mapping[Any, Sequence[Slot]], begin: Callable[[], None], as_given: bool):
@@ -85,7 +85,7 @@ class Reductions:
         )
 
     def wants(self, param: Any) -> bool:
-        """Is this record that of a parameter whose gradient should arrive in FP32, although the parameter is narrower?"""
+        """True if this record is that of a parameter whose gradient should arrive in FP32, although the parameter is narrower."""
         slot = self._wide.get(id(param.sharded_param))
         return slot is not None and slot.holder is not slot.param and self._begin() is not None
 
@@ -129,7 +129,7 @@ def _post_backward(place: weakref.ref[Any], *unused: Any) -> None:
 
 
 def _holds_a_part(param: Any) -> bool:
-    """Is the gradient here a part of a sum over tensor parallelism's ranks, which FSDP2 adds up before it casts anything?"""
+    """True if the gradient here is a part of a sum over tensor parallelism's ranks, which FSDP2 adds up before it casts anything."""
     grad: Any = getattr(getattr(param, "_unsharded_param", None), "grad", None)
     return is_shard(grad) and any(placement.is_partial() for placement in grad.placements)
 
@@ -142,13 +142,13 @@ def _widen(param: Any) -> None:
 
 
 def unreduced(param: Any) -> bool:
-    """Does FSDP2's record of a parameter hold a gradient that ``set_requires_gradient_sync(False)`` keeps from being reduced?"""
+    """True if FSDP2's record of a parameter holds a gradient that ``set_requires_gradient_sync(False)`` keeps from being reduced."""
     unsharded = getattr(param, "_unsharded_param", None)
     return param.unsharded_accumulated_grad is not None or (unsharded is not None and unsharded.grad is not None)
 
 
 def partly_reduced(group: Any) -> bool:
-    """Does FSDP2's record of parameters that are sent together hold what ``set_requires_all_reduce(False)`` keeps from the replicas?"""
+    """True if FSDP2's record of parameters sent together holds what ``set_requires_all_reduce(False)`` keeps from the replicas."""
     return getattr(group, "_partial_reduce_output", None) is not None
 
 

@@ -100,7 +100,7 @@ class Group:
         self._own = weakref.ref(own_group(process_group, device, self))
         self._device = device  # of numbers that travel
         self._ledger = ledger
-        self._out_of_step = False  # has this rank left out collectives that others wait for?
+        self._out_of_step = False  # True if this rank has left out collectives that others wait for
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -171,7 +171,7 @@ class Group:
         self._out_of_step = True
         _STRANDED.append(self)
 
-    # -- are the ranks alike? ----------------------------------------------------------------------------------
+    # -- the ranks are alike -----------------------------------------------------------------------------------
 
     def compare_shapes(self, slots: Sequence[Slot]) -> None:
         """Raises ValueError unless the parameters have the same shapes, dtypes, ``requires_grad`` and memory formats on all ranks."""

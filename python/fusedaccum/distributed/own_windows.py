@@ -46,11 +46,11 @@ class OwnWindows:
 
     @property
     def synced(self) -> bool:
-        """Was a backward of the open window one that DDP would have synchronised?"""
+        """True if a backward of the open window was one that DDP would have synchronised."""
         return bool(self._synced)
 
     def ends(self, replicas: Replicas) -> bool:
-        """If the open window ends now, is it this rank's own? Raises RuntimeError, and loses nothing, if the settings rule that out."""
+        """True if the open window, ending now, is this rank's own. Raises RuntimeError if the settings rule that out; nothing is lost."""
         own = not self.synced and (replicas.off or (self._drop_in and self._synced is False))
         needs_all = [*self._needs_all, *(["FSDP2's fully_shard"] if self._sums.buffers.has_parts else [])]
         if own and needs_all:

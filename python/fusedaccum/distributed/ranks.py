@@ -107,7 +107,7 @@ class Ranks(Alone, Extension):
 
     def _share(self, slots: Sequence[Slot]) -> None:
         self.group.compare_shapes(slots)
-        self._compared = False  # are the parameters known to be equal on all ranks?
+        self._compared = False  # True if the parameters are known to be equal on all ranks
         if self._settings.shard:
             # Those that have one keep it: the optimizer's state is there.
             self.owners.update(owners([slot for slot in slots if slot not in self.owners], self.size))
@@ -124,7 +124,7 @@ class Ranks(Alone, Extension):
     def reset(self) -> None:
         """A window begins, or is dropped."""
         self.slots_with_grad = set()
-        self._shown = False  # have all ranks told each other, after a backward, which gradients they have?
+        self._shown = False  # True if all ranks have told each other, after a backward, which gradients they have
         self._reducing: MicroBatch | None = None  # whose backward has sent sums, for DistributedDataParallel's sake
         self._own.reset()
         self.reduce_buckets.reset()
@@ -172,7 +172,7 @@ class Ranks(Alone, Extension):
             self.reduce_buckets.last_pass_begins()
 
     def _is_last(self) -> bool:
-        """Does the window end with this pass? Under DistributedDataParallel, no_sync() says when it does not."""
+        """True if the window ends with this pass. Under DistributedDataParallel, no_sync() says when it does not."""
         if self._ledger.micro.repeatable:
             return False
         if self._shows_to_replicas:
@@ -185,7 +185,7 @@ class Ranks(Alone, Extension):
 
     @property
     def _shows_to_replicas(self) -> bool:
-        """Will other code look at ``p.grad`` before the window ends, as under DistributedDataParallel?"""
+        """True if other code will look at ``p.grad`` before the window ends, as under DistributedDataParallel."""
         return self._settings.schedule.caller_owned and bool(self.replicas.modules)
 
     def unsynced(self) -> AbstractContextManager[None]:

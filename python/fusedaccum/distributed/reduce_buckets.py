@@ -42,7 +42,7 @@ class ReduceBucket:
     block: Block
     owner: int | None  # the rank that steps these parameters; None: all do
     slots: list[Slot] = field(default_factory=list)  # from the last to the first
-    stale: bool = False  # has a gradient come after its sums were sent?
+    stale: bool = False  # True if a gradient has come after its sums were sent
 
     @property
     def memory(self) -> Tensor:
@@ -121,7 +121,7 @@ class ReduceBuckets:
 
     @property
     def stale(self) -> list[bool]:
-        """For each bucket: have gradients come after its sums were sent?"""
+        """For each bucket, True if gradients have come after its sums were sent."""
         return [bucket.stale for bucket in self._buckets]
 
     # -- during backward ---------------------------------------------------------------------------------------
@@ -302,11 +302,11 @@ class ReduceBuckets:
         bucket.stale = True
 
     def was_sent(self, slot: Slot) -> bool:
-        """Has its sum in_flight to other ranks in this window?"""
+        """True if its sum has gone to other ranks in this window."""
         return self._bucket_of.get(slot) in self._sent
 
     def has(self, slot: Slot) -> bool:
-        """Does this rank have a gradient for it?"""
+        """True if this rank has a gradient for it."""
         return slot.shown is not None and slot not in self.shown_for_others
 
     def show(self, slots: Sequence[Slot]) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def falls_to(here: Alone, saved_rank: int) -> bool:
-    """Does this rank, ``here`` among those that share windows now, continue with what ``saved_rank`` has saved?"""
+    """True if this rank, ``here`` among those that share windows now, continues with what ``saved_rank`` has saved."""
     return saved_rank % here.size == here.rank
 
 

@@ -22,7 +22,7 @@ if dist.is_available():
 
 
 def is_shard(tensor: Tensor) -> bool:
-    """Is it a DTensor?"""
+    """True for a DTensor."""
     return dist.is_available() and isinstance(tensor, DTensor)
 
 
@@ -35,7 +35,7 @@ def fsdp1(name: str) -> str:
 
 
 def is_flattened(tensor: Tensor) -> bool:
-    """Is it a part of a flat parameter of FSDP1, or a flat parameter? (FSDP1 marks both.)"""
+    """True for a part of a flat parameter of FSDP1, or a flat parameter. (FSDP1 marks both.)"""
     return getattr(tensor, "_fsdp_flattened", False)
 
 

@@ -272,7 +272,7 @@ def _number(scalar: Scalar, place: int, stage: Stage) -> Scalar:
 
 
 def steps_each_alone(inner: Optimizer) -> bool:
-    """Is stepping some parameters, then the others, equivalent? It is for PyTorch's own optimizers, if no hook counts the steps."""
+    """True if stepping some parameters, then the others, is equivalent: for PyTorch's own optimizers, if no hook counts the steps."""
     hooks = (inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks)
     everybody = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
     return type(inner).__module__.startswith("torch.optim.") and not is_patched(inner) and not any((*hooks, *everybody))

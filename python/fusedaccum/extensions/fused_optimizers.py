@@ -51,7 +51,7 @@ class FusedOptimizers(Extension):
 
 
 def _scales(inner: Any, slots: list[Slot]) -> bool:
-    """Can the inner optimizer scale these gradients itself? Not if a step pre-hook, or a step() around PyTorch's, sees them first."""
+    """True if the inner optimizer can scale these gradients itself: if no step pre-hook, or step() around PyTorch's, sees them first."""
     return (
         all(group.get("fused") for group in inner.param_groups)
         and (type(inner).step.__module__.startswith("torch.optim.") or SAYS_SO in vars(type(inner)))

@@ -102,5 +102,5 @@ def _share_storage(x: Tensor, y: Tensor) -> bool:
 
 
 def _is_same(x: Tensor, y: Tensor) -> bool:
-    """Are two tensors of one storage the same elements, in the same order?"""
+    """True if two tensors of one storage are the same elements, in the same order."""
     return (x.storage_offset(), x.shape, x.stride(), x.dtype) == (y.storage_offset(), y.shape, y.stride(), y.dtype)

@@ -52,17 +52,15 @@ class LossScale(Extension):
         self.live: Tensor | None = None
         self._copied = False
         self._unit: Scalar | None = None  # None: as far as we know the sums carry none
-        self._unit_lost = (
-            False  # were they unscaled by a scaler that we have not seen, so that later scales are unknown?
-        )
-        self._overflow_of_ranks = (
-            False  # has a scaler found one on any rank, in the window that the ranks have agreed on?
-        )
+        # True if they were unscaled by a scaler that we have not seen, so that later scales are unknown.
+        self._unit_lost = False
+        # True if a scaler has found one on any rank, in the window that the ranks have agreed on.
+        self._overflow_of_ranks = False
         self._mine: dict[str, float] = {}  # what this rank has reported of that
         # Of the step() that is running:
         self._step = Step.PLAIN
-        self._overflow: bool | Tensor = False  # has the scaler found one that no policy has dealt with yet?
-        self._saw_rejected = False  # did it look at a rejected micro-batch's gradient instead of the sums?
+        self._overflow: bool | Tensor = False  # True if the scaler has found one that no policy has dealt with yet
+        self._saw_rejected = False  # True if it looked at a rejected micro-batch's gradient instead of the sums
         self._taken_for: Scalar | None = None  # what adds took the scale to be, if another scaler calls it
 
     # -- what GradScaler.step() does -----------------------------------------------------------------------------
@@ -179,7 +177,7 @@ class LossScale(Extension):
     def _meet_scaler(self, one_step: bool) -> None:
         """``step()`` was called by a scaler: the scale that the window's sums and losses carry is known now, or never will be.
 
-        ``one_step``: is this the window's first, so that all of it carries one scale?
+        ``one_step``: True if this is the window's first, so that all of it carries one scale.
 
         Raises:
             RuntimeError: the window's steps before were not called by a scaler, or by another one, of another scale.

@@ -47,7 +47,7 @@ class MasterWeights(Extension):
         self._gradients: dict[Slot, tuple[Tensor | None, Tensor | None]] = {}
         # The call in which the inner optimizer is at work, and what has to be done at its end.
         self._works: tuple[FrameType, Callable[[], None]] | None = None
-        self._watches = False  # is the inner optimizer's load_state_dict() followed?
+        self._watches = False  # True if the inner optimizer's load_state_dict() is followed
 
     @classmethod
     def refuses(cls, settings: Settings, inner: Optimizer) -> None:
@@ -325,7 +325,7 @@ def _fit(value: Any, p: Parameter, master: Parameter, key: Any = None) -> Any:
 
 
 def _fits(value: Any, dtype: torch.dtype, device: torch.device | None, key: Any) -> bool:
-    """Would :func:`_fit` leave ``value``, of the state of a master of this dtype, as it is? Wider tensors fit, too.
+    """True if :func:`_fit` leaves ``value``, of the state of a master of this dtype, as it is. Wider tensors fit, too.
 
     Args:
         device: of the master; None if that is the parameter's own, where state is free to be elsewhere.
@@ -340,7 +340,7 @@ def _fits(value: Any, dtype: torch.dtype, device: torch.device | None, key: Any)
 
 
 def _holds_narrow(state: Mapping[Any, Any]) -> bool:
-    """May it hold a tensor of fewer than 32 bits? Nearly always not, which is seen here in a tenth of the time."""
+    """True if it may hold a tensor of fewer than 32 bits. Nearly always not, which is seen here in a tenth of the time."""
     entries = (entry for entry in state.values() if isinstance(entry, dict))
     kinds = {getattr(value, "dtype", type(value)) for entry in entries for value in entry.values()}
     return any(

@@ -70,7 +70,7 @@ class NoiseScale(Extension):
         self.averages: Tensor | None = None
         # The open window, when it held one micro-batch per rank; None: not measured.
         self._small: Measured | None = None
-        self._assumed = False  # was that given no weight, and counts as 1?
+        self._assumed = False  # True if that was given no weight, and counts as 1
         self._small_of_closed: Measured | None = None  # the same of the window that is being applied
 
     def attach(self, accumulation: Accumulation, inner: Optimizer) -> None:

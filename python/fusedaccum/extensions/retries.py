@@ -29,7 +29,7 @@ class Attempt:
 
     done: frozenset[Slot]  # slots that took these samples in earlier attempts
     taken: set[Slot] = field(default_factory=set)  # slots that have taken them in this one
-    lost: bool = False  # is it unknown which slots have taken what? Then the window must start again
+    lost: bool = False  # True if it is unknown which slots have taken what: then the window must start again
     # Backward passes of parts of the loss, before it was computed; None: it is not computed yet.
     passes_before: int | None = None
     micro: MicroBatch | None = None  # the one that is attempted

@@ -1,4 +1,4 @@
-"""Can an op work on its arguments? If not: an error that names the argument, the value and the fix.
+"""Whether an op can work on its arguments. If not, an error names the argument, the value and the fix.
 
 ``csrc/predicate.h`` has the same test in C++, which runs where the native module is built and checks thousands of tensors in
 microseconds. These functions run where it is missing, and whenever it says no, to say why.
@@ -110,10 +110,10 @@ def check_lists(lists: Mapping[str, Any], written: bool = True, in_memory: bool 
 
 
 def _are_ordinary(outs: Sequence[Any], ins: Sequence[Any] | None, written: bool) -> bool:
-    """Are the lists as they nearly always are, and FLAT? All tensors are asked one question, then all the next, which takes less than
-    half the time of all that :func:`check_lists` asks each of them.
+    """True if the lists are as they nearly always are, and FLAT. All tensors are asked one question, then all the next, which takes less
+    than half the time of all that :func:`check_lists` asks each of them.
 
-    Where it says no, they may still be fine: inputs that share memory, for example.
+    Where it is False, they may still be fine: inputs that share memory, for example.
     """
     tensors = [*outs, *(ins or ())]
     pairs = list(zip(outs, outs if ins is None else ins, strict=True))
@@ -134,7 +134,7 @@ def _are_ordinary(outs: Sequence[Any], ins: Sequence[Any] | None, written: bool)
 
 
 def _meet(tensors: Sequence[Tensor]) -> bool:
-    """Does one's stretch of memory begin before another's, or an equal one's, has ended?"""
+    """True if one's stretch of memory begins before another's, or an equal one's, has ended."""
     stretches = sorted((address(x), x.nbytes) for x in tensors)
     return any(begin + size > following for (begin, size), (following, _) in itertools.pairwise(stretches))
 

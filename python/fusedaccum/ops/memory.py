@@ -28,7 +28,7 @@ def native_lists() -> ModuleType | None:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Does the tensor have memory that a kernel can read, and no Python object that acts for it?"""
+    """True if the tensor has memory that a kernel can read, and no Python object that acts for it."""
     dispatch = type(x).__torch_dispatch__
     return dispatch is Tensor.__torch_dispatch__ and not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
@@ -72,7 +72,7 @@ def span(x: Tensor) -> int:
 
 
 def overlaps_itself(x: Tensor) -> bool:
-    """May two elements share memory? Exact for every layout that views and permutations make; else it errs towards yes."""
+    """True if two elements may share memory. Exact for every layout that views and permutations make; else it errs towards True."""
     if x.numel() < 2 or x.is_contiguous():
         return False
     reach = 0  # of the faster dimensions
@@ -84,17 +84,17 @@ def overlaps_itself(x: Tensor) -> bool:
 
 
 def is_dense(x: Tensor) -> bool:
-    """Do the elements fill one stretch of memory, in some order of the dimensions?"""
+    """True if the elements fill one stretch of memory, in some order of the dimensions."""
     return x.is_contiguous() or (span(x) == x.numel() and not overlaps_itself(x))
 
 
 def is_flat(x: Tensor) -> bool:
-    """Can a kernel read all of it as one stretch: dense, and neither a lazy negation nor autograd's zero tensor, whose memory says else?"""
+    """True if a kernel can read all of it as one stretch: dense, no lazy negation, and no zero tensor of autograd's."""
     return not (x.is_neg() or x._is_zerotensor()) and is_dense(x)
 
 
 def is_flat_pair(out: Tensor, x: Tensor) -> bool:
-    """Are both flat, with their elements in the same order?"""
+    """True if both are flat, with their elements in the same order."""
     if not (is_flat(out) and is_flat(x)):
         return False
     if out.numel() < 2 or (out.is_contiguous() and x.is_contiguous()):
@@ -103,7 +103,7 @@ def is_flat_pair(out: Tensor, x: Tensor) -> bool:
 
 
 def share_memory(a: Tensor, b: Tensor) -> bool:
-    """Do two tensors whose stretches of memory overlap have an element in common? Interleaved views have none."""
+    """True if two tensors whose stretches of memory overlap have an element in common. Interleaved views have none."""
     if is_flat(a) and is_flat(b):
         return True
     first = min(address(a), address(b))

@@ -104,9 +104,9 @@ class _Encoding:
     """One encoder and its batch, in two passes.
 
     Attributes:
-        split: does its batch make several micro-batches?
+        split: True if its batch makes several micro-batches.
         modules: those known to be in the encoder. called: those of them that have normalised by a micro-batch.
-        frozen: does it need no second pass?
+        frozen: True if it needs no second pass.
         placed: tensors on every device that it is known to use.
     """
 

@@ -86,7 +86,7 @@ class Embedding(nn.Embedding):
 
 
 def has_unfused_option(table: nn.Embedding) -> bool:
-    """Has the embedding an option that its fused backward does not implement?"""
+    """True if the embedding has an option that its fused backward does not implement."""
     return table.sparse or table.scale_grad_by_freq or table.max_norm is not None
 
 
@@ -188,7 +188,7 @@ def add_product(buffer: Tensor, a: Tensor, b: Tensor, scale: float, keep: float)
 
 @functools.cache
 def has_product(dtype: torch.dtype, buffer_dtype: torch.dtype, device: str) -> bool:
-    """Can :func:`add_product` read and write these dtypes here? Tried once per process."""
+    """True if :func:`add_product` can read and write these dtypes here. Tried once per process."""
     try:
         a = torch.ones(16, 16, dtype=dtype, device=device)
         add_product(torch.ones(16, 16, dtype=buffer_dtype, device=device), a, a, 1.0, 1.0)

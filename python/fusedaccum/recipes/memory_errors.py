@@ -22,7 +22,7 @@ MESSAGES = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Does the error mean that less data would have fitted?"""
+    """True if the error means that less data would have fitted."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(message in str(error) for message in MESSAGES)

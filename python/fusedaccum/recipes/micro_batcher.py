@@ -83,8 +83,8 @@ class MicroBatcher:
         self._weight = weight or nested.batch_size
         self._device = None if device is None else torch.device(device)
         self._scaler = torch.amp.GradScaler(enabled=False) if scaler is None else scaler
-        self._checked = False  # that no other wrapper accumulates gradients of these losses?
-        self._looked = False  # for what does not split, in a batch that was split?
+        self._checked = False  # True if no other wrapper accumulates gradients of these losses
+        self._looked = False  # for what does not split, in a batch that was split
         self._sizes = Sizes()
         self.micro_batch_size = self._fixed
 

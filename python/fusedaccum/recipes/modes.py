@@ -179,7 +179,7 @@ class Parameters:
 
     @property
     def narrow(self) -> bool:
-        """Are any parameters 16 bits wide?"""
+        """True if any parameters are 16 bits wide."""
         return any(p.dtype.itemsize < 4 for p in self.trained)
 
     def ways(self) -> list[Way]:
@@ -237,7 +237,7 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
 
 
 def largest_bucket(gradients: Sequence[Tensor], device: torch.device, sent: bool) -> int:
-    """The most bytes that a bucket holds, if gradients arrive from the last parameter to the first. ``sent``: do their sums leave it?"""
+    """The most bytes that a bucket holds, if gradients arrive from the last parameter to the first. ``sent``: True if sums leave it."""
     sizes = [local_of(p).nbytes for p in reversed(gradients)]
     return max((sum(sizes[i:j]) for i, j in buckets(sizes, device, sent)), default=0)
 
@@ -311,7 +311,7 @@ def _closing(way: Way, dtype: torch.dtype, buffers: torch.dtype, elements: int, 
 
 
 def _scales(optimizer: Any) -> bool:
-    """Will the optimizer divide by the weights in its own pass?"""
+    """True if the optimizer divides by the weights in its own pass."""
     groups = getattr(optimizer, "param_groups", [])
     return bool(groups) and all(group.get("fused") for group in groups)
 

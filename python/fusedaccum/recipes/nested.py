@@ -90,7 +90,7 @@ def _cut(tree: Any, start: int, stop: int, n: int) -> Any:
 
 
 def is_array(leaf: Any) -> bool:
-    """Is this a tensor with dimensions, or something that is cut like one (a NumPy array)?"""
+    """True for a tensor with dimensions, or something that is cut like one (a NumPy array)."""
     if isinstance(leaf, Tensor):
         return leaf.dim() > 0
     return hasattr(leaf, "__array__") and len(getattr(leaf, "shape", ())) > 0

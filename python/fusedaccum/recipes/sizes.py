@@ -29,7 +29,7 @@ class Size:
         limit: the most samples that a micro-batch gets; None while there has been no error.
         clean: windows in a row in which ``limit`` has fitted.
         patience: clean windows after which ``limit`` doubles; each doubling that turns out not to fit doubles this.
-        trial: has ``limit`` doubled, and not fitted since?
+        trial: True if ``limit`` has doubled, and not fitted since.
     """
 
     elements: int

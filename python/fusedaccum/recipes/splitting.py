@@ -45,7 +45,7 @@ def listening(modules: Iterable[Module]) -> Iterator[Collection[Module]]:
 
 
 def by_batch(layer: Module) -> bool:
-    """Does the layer normalise by the statistics of what it is given?"""
+    """True if the layer normalises by the statistics of what it is given."""
     return isinstance(layer, _BatchNorm) and (
         layer.training or (layer.running_mean is None and layer.running_var is None)
     )
@@ -75,7 +75,7 @@ def note_layers(recipe: str, layers: Iterable[Module]) -> None:
 def note_functions(recipe: str, nodes: Iterable[Any], samples: int, explained: bool, instead: str) -> None:
     """Warn of what a graph shows to look at several of the ``samples`` in a micro-batch; of each kind once per process.
 
-    ``explained``: is batch normalisation in it that of layers?
+    ``explained``: True if batch normalisation in it is that of layers.
     """
     found = {BATCH_NORM} if explained else set()
     if samples < 2 or len(_told | found) == 3:
