@@ -224,6 +224,22 @@ def test_a_method_that_takes_every_gradient_away_inside_a_counted_window_is_warn
     assert opt.last_window.micro_batches == 2 and (p == -0.5).all()
 
 
+@pytest.mark.parametrize("master_weights", [False, True])
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_what_a_method_drops_of_a_window_that_the_caller_ends_does_not_count(set_to_none, master_weights):
+    class Clearing(torch.optim.SGD):
+        def clear(self):
+            self.zero_grad(set_to_none)
+
+    p = Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    opt = fa.AccumulatingOptimizer(Clearing([p], lr=1.0), master_weights=master_weights)
+    opt.backward(p.sum(), weight=3)
+    opt.clear()
+    opt.backward(2 * p.sum(), weight=1)
+    opt.step()
+    assert (p == -2).all() and opt.last_window.weight == 1
+
+
 def test_a_gradient_that_such_a_method_replaces_is_stepped():
     class Signed(torch.optim.SGD):
         def take_signs(self):

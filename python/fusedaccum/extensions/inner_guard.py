@@ -62,10 +62,12 @@ class Guard:
         self._of = weakref.ref(extension)
 
     def _interrupted(self) -> Accumulation | None:
-        """The windows, if other code has called, and one of them is open."""
+        """The windows, if one of them is open, and its caller ends it, or other code has called than the inner optimizer at work."""
         extension = None if self._of is None else self._of()
         accumulation = None if extension is None else extension.accumulation
-        return None if accumulation is None or accumulation.at_work or not accumulation.ledger.is_open else accumulation
+        if accumulation is None or not accumulation.ledger.is_open:
+            return None
+        return accumulation if accumulation.ledger.schedule.caller_owned or not accumulation.at_work else None
 
     def _check_step(self) -> None:
         accumulation = self._interrupted()
