@@ -26,7 +26,7 @@ namespace {
 
 using torch::autograd::variable_list;
 
-// -- does anybody but autograd hold a fresh gradient? ------------------------------------------------------------------
+// -- whether anybody but autograd holds a fresh gradient ----------------------------------------------------------------
 
 // A tensor's Python object holds the tensor, and the tensor holds it as long as anything else holds the tensor, too.
 bool held_once(const at::TensorBase& x) {
@@ -80,7 +80,7 @@ class GradQueue : public std::enable_shared_from_this<GradQueue> {
     std::vector<int64_t> shape;
     at::ScalarType dtype;  // of the buffer
     bool intercepted;
-    bool shown;             // is p.grad the buffer?
+    bool shown;             // true if p.grad is the buffer
     std::size_t taken = 0;  // how often take() has met it
   };
   struct Arrival {

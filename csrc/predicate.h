@@ -1,4 +1,4 @@
-// May a kernel be given these lists of tensors? The C++ half of fusedaccum/ops/arguments.py, over thousands of tensors in microseconds.
+// Whether a kernel may be given these lists of tensors: the C++ half of fusedaccum/ops/arguments.py, thousands in microseconds.
 //
 // It only says yes, yes after copying, or no. The Python half words the error, and has the last say: where stretches of memory overlap,
 // it also looks for interleaved views, which share nothing.
@@ -106,7 +106,7 @@ inline Stretches within(const Stretches& stretches, const char* begin, const cha
   return found;
 }
 
-// Does an output's stretch of memory overlap another output's, or an input's?
+// True if an output's stretch of memory overlaps another output's, or an input's.
 inline bool share_memory(Stretches outs, const Stretches& ins) {
   if (std::is_sorted(outs.rbegin(), outs.rend(), by_begin)) std::reverse(outs.begin(), outs.end());  // as backward brings them
   if (!std::is_sorted(outs.begin(), outs.end(), by_begin)) std::sort(outs.begin(), outs.end(), by_begin);
@@ -141,7 +141,7 @@ class Kind {
   Kind() = default;  // of no tensor
   explicit Kind(const at::Tensor& x) : keys_(x.key_set()), dtype_(x.dtype()), device_(x.device()), itemsize_(x.element_size()) {}
 
-  // Is this a contiguous tensor of this kind, with memory behind all of it? Then sets `stretch` to that memory.
+  // True if this is a contiguous tensor of this kind, with memory behind all of it: then sets `stretch` to that memory.
   C10_ALWAYS_INLINE bool includes(const at::Tensor& x, bool written, Stretch* stretch) const {
     const c10::TensorImpl* impl = x.unsafeGetTensorImpl();
     if (impl->key_set() != keys_ || impl->dtype() != dtype_ || impl->device() != device_ || !impl->is_contiguous()) return false;

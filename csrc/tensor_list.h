@@ -24,7 +24,7 @@ class Lists {
   const Tensors& ins() const { return one_ ? outs_.tensors : ins_.tensors; }
   // Where the elements of tensor k begin; null if there are none.
   void* written(std::size_t k) const { return const_cast<char*>(judged_.outs[k].begin); }
-  // Is this the address of an output's element?
+  // True if this is the address of an output's element.
   bool writes(const void* address) const {
     const auto within = [at = static_cast<const char*>(address)](const Stretch& x) { return x.begin <= at && at < x.end; };
     return std::any_of(judged_.outs.begin(), judged_.outs.end(), within);

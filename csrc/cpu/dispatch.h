@@ -12,7 +12,7 @@ namespace cpu {
 // The kernels in use. Throws std::invalid_argument when the environment names an instruction set that does not exist or is missing.
 const KernelTable& kernels();
 
-// Does prefetching pay even in kernels that compute little? Measured: it does on an Intel Xeon with AMX; it costs on AMD's Zen 3 and
+// True if prefetching pays even in kernels that compute little. Measured: it does on an Intel Xeon with AMX; it costs on AMD's Zen 3 and
 // Zen 4, and makes no difference on Zen 5 (docs/performance.md).
 bool prefetch_pays();
 

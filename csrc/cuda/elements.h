@@ -112,7 +112,7 @@ FUSEDACCUM_DEVICE void draw(uint64_t n, uint64_t seed, uint32_t (&numbers)[kCoun
   uint32_t words[4];
   random_block(n >> 3, seed, words);
 #pragma unroll
-  for (int half = 4; half >= kCount; half /= 2) {  // numbers in a half of what is left: is it the upper one?
+  for (int half = 4; half >= kCount; half /= 2) {  // numbers in a half of what is left, which may be the upper one
 #pragma unroll
     for (int i = 0; i < half / 2; ++i) words[i] = (n & half) != 0 ? words[i + half / 2] : words[i];
   }
