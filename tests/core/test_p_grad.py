@@ -434,3 +434,17 @@ def test_clipping_a_sum_by_hand_is_warned_of_once(case):
             if "reduction" in settings:
                 opt.zero_grad()
     assert [says in str(warning.message) for warning in told] == [True] * (says is not None)
+
+
+def test_a_gradient_that_requires_one_goes_back_into_its_block_without_a_graph():
+    """state_dict() looks at the sums, with gradients enabled."""
+    p = nn.Parameter(torch.ones(2, 3))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 2)
+    (2 * p).sum().backward()
+    opt.step()
+    p.grad.requires_grad_()
+    p.grad.data = p.grad.data.clone()
+    opt.state_dict()
+    (4 * p).sum().backward()
+    opt.step()
+    assert (p == -2).all()

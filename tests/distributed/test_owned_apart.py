@@ -1,6 +1,7 @@
 """shard=True: every rank steps a part of the parameters and keeps only its state; all ranks end with the same parameters."""
 
 import copy
+import math
 import warnings
 
 import fusedaccum as fa
@@ -86,6 +87,25 @@ def test_other_dtypes_and_backends(worlds, settings):
     model, _, _ = literal(sgd)
     for ours, _, _ in worlds(2).run(train, make=sgd, settings=settings):
         assert_close(ours, list(model.parameters()), WINDOWS * 2**-8 if "comm_dtype" in settings else 1e-6)
+
+
+def skips_with_a_state_of_some(rank, shared):
+    """The first window reaches one parameter alone: a fused optimizer has a state, and could decide by itself, only where that is."""
+    params = [nn.Parameter(torch.ones(5)) for _ in range(2)]
+    ranks = {"process_group": dist.group.WORLD, "shard": True} if shared else {}
+    opt = fa.AccumulatingOptimizer(torch.optim.AdamW(params, lr=0.1, fused=True), 1, nonfinite="skip_window", **ranks)
+    for factors in ((1.0, None), (1.0, math.nan), (2.0, 3.0)):
+        sum((p * factor).sum() for p, factor in zip(params, factors) if factor is not None).backward()
+        opt.step()
+        opt.zero_grad()
+        assert opt.updated is (math.nan not in factors)
+    return [p.detach() for p in params]
+
+
+def test_ranks_of_which_one_has_a_state_skip_a_window_together(worlds):
+    alone = skips_with_a_state_of_some(0, shared=False)
+    for ours in worlds(2).run(skips_with_a_state_of_some, shared=True):
+        assert_close(ours, alone)
 
 
 def test_master_weights_are_kept_by_their_owner(worlds):

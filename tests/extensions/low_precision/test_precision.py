@@ -614,3 +614,41 @@ def test_a_micro_batch_that_is_loaded_has_a_divisor_of_its_own():
     for part in (backward, lambda *_: other.step(), backward, lambda *_: other.step()):
         part(q, other, 4096)
     assert (q == -30).all()  # the loaded micro-batch had two passes of 20, the other one
+
+
+def test_an_add_that_raises_before_it_has_begun_draws_no_random_numbers(monkeypatch):
+    p = Parameter(torch.zeros(64, dtype=torch.bfloat16))
+    opt = fa.AccumulatingOptimizer(
+        torch.optim.SGD([p], lr=1.0), 2, buffer_dtype=None, rounding="stochastic", max_grad_norm=1.0
+    )
+    (0.3 * p).sum().backward()
+    opt.step()
+
+    def no_memory(slot):
+        raise MemoryError
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr("fusedaccum.core.adding._room_for_stats", no_memory)
+        (0.3 * p).sum().backward()
+    assert opt.state_dict()["fusedaccum"]["rounding"]["draws"] == [1]
+
+
+def test_a_wrapper_that_is_refused_draws_no_random_number():
+    p = Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    torch.manual_seed(3)
+    with pytest.raises(ValueError, match="is for 16-bit buffers"):
+        fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), rounding="stochastic")
+    after = torch.rand(3)
+    torch.manual_seed(3)
+    assert torch.equal(after, torch.rand(3))
+
+
+@pytest.mark.parametrize(("reduction", "shown"), [("mean", [4, 7]), ("sum", [4, 6]), ("none", [4, 12])])
+def test_what_16_bit_buffers_hold_inside_a_window(reduction, shown):
+    """Gradients of 4 and 8, of weights 1 and 3: by weight, by number, or as a sum."""
+    p = Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 3, reduction=reduction, buffer_dtype=None)
+    for factor, weight, held in zip((4, 8), (1, 3), shown):
+        opt.backward((factor * p).sum(), weight=weight)
+        opt.step()
+        assert (p.grad == held).all()
