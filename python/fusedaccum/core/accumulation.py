@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..autograd.collector import GradCollector
 from ..engine import runs
-from ..scalars import Scalar
+from ..scalars import Scalar, checked_loss, is_number
 from ..warn import warn
 from . import adding, grad_views
 from .backward import BackwardPasses
@@ -207,6 +207,12 @@ class Accumulation:
             check()
         for given in self.extensions.loss_given:
             given(loss, source)
+
+    def record_result(self, result: Any) -> None:
+        """Record what a closure has returned as its micro-batch's loss, if it is a single number and no loss was recorded."""
+        one = result.numel() == 1 if isinstance(result, Tensor) else is_number(result)
+        if one and self.lacks_loss:
+            self.record_loss(checked_loss(result), LossFrom.CALLER)
 
     @property
     def lacks_loss(self) -> bool:

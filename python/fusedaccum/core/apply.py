@@ -18,12 +18,13 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ..last_window import LastWindow
-from ..scalars import Scalar, as_tensor, to_device_of, widened
+from ..scalars import Scalar, as_tensor, or_one, product, to_device_of, widened
 from ..warn import warn
 from .buffers import Slot
 from .closures import Evaluated, evaluates_itself, refused, required_by_step, takes_closure
 from .config import Settings
 from .extension import InnerScaling
+from .ledger import NO_GRADIENT
 from .window import Window, WindowState
 
 if TYPE_CHECKING:
@@ -240,6 +241,22 @@ class Closing:
         if self._settings.schedule.caller_owned and self._sums.taken_away:
             self._accumulation.reset()  # as its zero_grad() does, which SAM's steps call if asked to
         return result
+
+    def normalize_(self) -> None:
+        """Make ``p.grad`` the gradient of the complete window, which stays open."""
+        ranks = self._accumulation.ranks
+        # Nothing accumulated, or all of it dropped: other ranks, which close such a window too, may have gradients.
+        if ranks.alone or self._ledger.is_open or not self._settings.schedule.caller_owned:
+            divisor = self._ledger.divisor_at_end()
+        if not ranks.alone:
+            self._accumulation.end_micro_batch(None)
+            ranks.agree()
+            if not self._ledger.window.has_any:
+                self._accumulation.reset()
+                raise RuntimeError(NO_GRADIENT)
+            divisor = self._ledger.divisor(self._ledger.window.weight)
+        factors = [normalizing() for normalizing in self._accumulation.extensions.normalizing]
+        self._sums.normalize_(or_one(divisor), product(factors))
 
     def show_gradient(self) -> Conclusion:
         """The open window is complete: make ``p.grad`` its gradient, for an extension that has the inner optimizer step with it."""

@@ -237,7 +237,7 @@ class Buffers:
     def add(self, parameters: Iterable[tuple[str, Parameter]]) -> list[Slot]:
         """Make slots for parameters that have none yet."""
         fresh = [self._made(name, p) for name, p in parameters]
-        self._set([*self.slots, *fresh])
+        self.replace([*self.slots, *fresh])
         return fresh
 
     def arrange(self, parameters: Sequence[tuple[str, Parameter]]) -> list[Slot]:
@@ -249,7 +249,13 @@ class Buffers:
 
     def replace(self, slots: Sequence[Slot]) -> None:
         """Have these slots, in this order. Others leave; their storage remains until :meth:`free`."""
-        self._set(slots)
+        self.slots[:] = slots
+        self.of.clear()
+        for index, slot in enumerate(slots):
+            slot.index = index
+            self.of[slot.param] = slot
+        self._in_groups = []
+        self.has_parts = any(slot.part is not None for slot in slots)
 
     def free(self) -> None:
         """Have no storage, until gradients come."""
@@ -270,15 +276,6 @@ class Buffers:
         """Another wrapper, which had these parameters until now, has given their grad_dtype back."""
         for slot in slots:
             slot.set_dtype(buffer_dtype(gradient_dtype(slot.param), self._asked))
-
-    def _set(self, slots: Sequence[Slot]) -> None:
-        self.slots[:] = slots
-        self.of.clear()
-        for index, slot in enumerate(slots):
-            slot.index = index
-            self.of[slot.param] = slot
-        self._in_groups = []
-        self.has_parts = any(slot.part is not None for slot in slots)
 
     def allocate(self, slots: Sequence[Slot]) -> None:
         """Allocate storage for those of ``slots`` that have none."""
@@ -311,8 +308,7 @@ class Buffers:
     @property
     def moved(self) -> bool:
         """True if any parameter has changed its dtype or device since it was wrapped."""
-        pairs = ((slot.made_for, slot.param) for slot in self.slots)
-        return any((was.dtype, was.device) != (p.dtype, p.device) for was, p in pairs)
+        return any(slot.made_for[:2] != Form.of(slot.param)[:2] for slot in self.slots)
 
     def check_unchanged(self) -> None:
         """Raises as :meth:`Slot.check_unchanged` and extensions do."""
@@ -360,7 +356,7 @@ def by_divisor(slots: Iterable[Slot]) -> Iterable[list[Slot]]:
     groups: dict[tuple, list[Slot]] = {}
     group: list[Slot] = []
     for slot in slots:
-        if not group or slot.divisor is not group[0].divisor or slot.device != group[0].device:
+        if not group or slot.block is not group[0].block or slot.divisor is not group[0].divisor:
             group = groups.setdefault((slot.device, identity(slot.divisor)), [])
         group.append(slot)
     return groups.values()

@@ -25,19 +25,19 @@ UNSAVED = {"counts", "in_place", "nested", "repeatable", "partial"}  # what last
 def save(opt: Wrapper) -> dict[str, Any]:
     """Everything needed to continue bit-identically, as tensors and plain values; parameters by position."""
     sums, ledger, accumulation = opt._sums, opt._ledger, opt._accumulation
-    ranks, adaptive = opt._accumulation.ranks, opt.settings.schedule.adaptive
+    ranks, adaptive = accumulation.ranks, opt.settings.schedule.adaptive
     if opt._closing.broke_off:
         warn(
             "the last step() was broken off by an exception after it had closed its window, which no checkpoint or copy holds; call step() "
             "again first, which applies it, or opt.reset() to drop it"
         )
-    opt._accumulation.drop_taken_away()
+    accumulation.drop_taken_away()
     ranks.undo_reduce()
     if ledger.micro is not None:
         adding.count_nonfinite(accumulation)
     gathered = sums.slots_with_grad() if ledger.window is not None else []
     window = plain(ledger.window) if ledger.window is not None else None
-    micro = plain(ledger.micro) if ledger.micro is not None and not opt._accumulation.idle_is_open else None
+    micro = plain(ledger.micro) if ledger.micro is not None and not accumulation.idle_is_open else None
     return {
         "format": FORMAT,
         "shapes": [tuple(slot.param.shape) for slot in sums.buffers.slots],
@@ -45,12 +45,12 @@ def save(opt: Wrapper) -> dict[str, Any]:
         "index": ledger.index,
         "window": window,
         "micro_batch": micro,
-        "rejected": list(opt._accumulation.rejected),
+        "rejected": list(accumulation.rejected),
         "norms": [] if window is None else sums.norms.save(),
         "buffers": {slot.index: _saved(slot) for slot in gathered},
         "changed_by_user": sums.changed_by_user,
         "unseen": sorted(slot.index for slot in ranks.shown_for_others),
-        **{key: e.save() for key, e in opt._accumulation.extensions.saved.items()},
+        **{key: e.save() for key, e in accumulation.extensions.saved.items()},
         "schedule": None if adaptive is None else adaptive.state_dict(),
     }
 

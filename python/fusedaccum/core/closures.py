@@ -11,9 +11,8 @@ from torch.optim import Optimizer
 
 def required_by_step(optimizer: Optimizer) -> list[str]:
     """The arguments without which the optimizer's ``step()`` does nothing but raise."""
-    _, *parameters = inspect.signature(
-        type(optimizer).step
-    ).parameters.values()  # an LR scheduler patches the instance's
+    # Of the class: an LR scheduler patches the instance's.
+    _, *parameters = inspect.signature(type(optimizer).step).parameters.values()
     optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [p.name for p in parameters if p.default is p.empty and p.kind not in optional]
 
@@ -65,11 +64,8 @@ class Evaluated:
 
     def __call__(self) -> Any:
         if _state(self._optimizer) != self._before:
-            raise refused(
-                self._optimizer,
-                ["closure"],
-                "step() has changed the weights, or dropped the gradients, before it called its closure: ",
-            )
+            when = "step() has changed the weights, or dropped the gradients, before it called its closure: "
+            raise refused(self._optimizer, ["closure"], when)
         return self.result
 
 

@@ -71,61 +71,8 @@ class InnerScaling(NamedTuple):
     around: AbstractContextManager[None]
 
 
-class Extension:
-    """One feature of one wrapper. The core calls these methods; a feature overrides those that it needs. features.py has their order.
-
-    Attributes:
-        key: of the feature's entry in a checkpoint; None for one that has nothing to continue from.
-        by_parameter: True if that entry is tensors by the index of their parameter's slot, which ranks save as parts of one tensor.
-        asleep: True if it is told of nothing until :meth:`Extensions.wake`. (Ranks and checkpoints have its numbers nevertheless.)
-        attributes: names of attributes of the wrapper that are attributes of this instead.
-        holds: True if a micro-batch must be judged whole, before any of it is added.
-        counts: True if it must be known in which micro-batches a value was not finite.
-        wants_norm: True if the norm of every window's gradient must be known.
-        wants_first_alone: True if a window's first micro-batch must be counted before its sums are added to other ranks'.
-        accumulation: the wrapper's, of which this is a part. inner: the optimizer that is wrapped.
-    """
-
-    key: str | None = None
-    by_parameter = False
-    asleep = False
-    attributes: tuple[str, ...] = ()
-    holds = False
-    counts = False
-    wants_norm = False
-    wants_first_alone = False
-    accumulation: Accumulation
-    inner: Optimizer
-
-    def attach(self, accumulation: Accumulation, inner: Optimizer) -> None:
-        """Become a part of a wrapper, before it has any parameters, or any that it is for."""
-        # A proxy, because the accumulation holds its extensions: dropping the wrapper must free the model at once.
-        self.accumulation, self.inner = weakref.proxy(accumulation), inner
-
-    # -- what it does not work with ----------------------------------------------------------------------------
-
-    @classmethod
-    def refuses(cls, settings: Settings, inner: Optimizer) -> None:
-        """Raises TypeError or ValueError for settings or an optimizer with which the feature does not work."""
-
-    def check_parameter(self, name: str, parameter: Parameter, settings: Settings, left: bool) -> None:
-        """Raises ValueError for a parameter that these settings rule out. ``left``: it is taken over from another wrapper."""
-
-    def check_changed(self, slot: Slot) -> None:
-        """Raises RuntimeError if the slot's parameter, of which other code has changed something, is now one that cannot be accumulated."""
-
-    def check_shared(self) -> None:
-        """Raises ValueError if ranks cannot share windows of these parameters."""
-
-    def check_weight(self, weight: Scalar) -> None:
-        """Raises ValueError for a weight that the micro-batch cannot have."""
-
-    def check_call(self) -> None:
-        """Raises RuntimeError if the wrapper is not to be called."""
-
-    def needs_all_ranks(self) -> str | None:
-        """The argument for which every window must be that of all ranks, as the caller has written it; None if none does."""
-        return None
+class MicroBatchEvents:
+    """What becomes of a micro-batch: the first part of :class:`Extension`."""
 
     # -- a micro-batch -----------------------------------------------------------------------------------------
 
@@ -254,6 +201,63 @@ class Extension:
 
     def scale_news(self, news: ScaleNews, scale: Scalar | None) -> None:
         """Something has become known of the loss scale; ``scale`` is what it is, if it is known now."""
+
+
+class Extension(MicroBatchEvents):
+    """One feature of one wrapper. The core calls these methods; a feature overrides those that it needs. features.py has their order.
+
+    Attributes:
+        key: of the feature's entry in a checkpoint; None for one that has nothing to continue from.
+        by_parameter: True if that entry is tensors by the index of their parameter's slot, which ranks save as parts of one tensor.
+        asleep: True if it is told of nothing until :meth:`Extensions.wake`. (Ranks and checkpoints have its numbers nevertheless.)
+        attributes: names of attributes of the wrapper that are attributes of this instead.
+        holds: True if a micro-batch must be judged whole, before any of it is added.
+        counts: True if it must be known in which micro-batches a value was not finite.
+        wants_norm: True if the norm of every window's gradient must be known.
+        wants_first_alone: True if a window's first micro-batch must be counted before its sums are added to other ranks'.
+        accumulation: the wrapper's, of which this is a part. inner: the optimizer that is wrapped.
+    """
+
+    key: str | None = None
+    by_parameter = False
+    asleep = False
+    attributes: tuple[str, ...] = ()
+    holds = False
+    counts = False
+    wants_norm = False
+    wants_first_alone = False
+    accumulation: Accumulation
+    inner: Optimizer
+
+    def attach(self, accumulation: Accumulation, inner: Optimizer) -> None:
+        """Become a part of a wrapper, before it has any parameters, or any that it is for."""
+        # A proxy, because the accumulation holds its extensions: dropping the wrapper must free the model at once.
+        self.accumulation, self.inner = weakref.proxy(accumulation), inner
+
+    # -- what it does not work with ----------------------------------------------------------------------------
+
+    @classmethod
+    def refuses(cls, settings: Settings, inner: Optimizer) -> None:
+        """Raises TypeError or ValueError for settings or an optimizer with which the feature does not work."""
+
+    def check_parameter(self, name: str, parameter: Parameter, settings: Settings, left: bool) -> None:
+        """Raises ValueError for a parameter that these settings rule out. ``left``: it is taken over from another wrapper."""
+
+    def check_changed(self, slot: Slot) -> None:
+        """Raises RuntimeError if the slot's parameter, of which other code has changed something, is now one that cannot be accumulated."""
+
+    def check_shared(self) -> None:
+        """Raises ValueError if ranks cannot share windows of these parameters."""
+
+    def check_weight(self, weight: Scalar) -> None:
+        """Raises ValueError for a weight that the micro-batch cannot have."""
+
+    def check_call(self) -> None:
+        """Raises RuntimeError if the wrapper is not to be called."""
+
+    def needs_all_ranks(self) -> str | None:
+        """The argument for which every window must be that of all ranks, as the caller has written it; None if none does."""
+        return None
 
     # -- a call of step() or flush() ---------------------------------------------------------------------------
 
@@ -529,11 +533,11 @@ class Extensions:
         """True if the inner optimizer steps other tensors than the model's parameters."""
         return bool(self.stands_in) and any(stands_in() for stands_in in self.stands_in)
 
-    def inner_steps(self, slots: Sequence[Slot]) -> ExitStack:
+    def inner_steps(self, slots: Sequence[Slot]) -> AbstractContextManager[Any]:
         """What all of them want around a block of the caller's in which the inner optimizer is at work."""
         return _entered(self.stepping, slots, sys._getframe(1))
 
-    def inner_called(self, slots: Sequence[Slot]) -> ExitStack:
+    def inner_called(self, slots: Sequence[Slot]) -> AbstractContextManager[Any]:
         """What all of them want around a block of the caller's in which another method of the inner optimizer runs."""
         return _entered(self.calling, slots, sys._getframe(1))
 
@@ -562,7 +566,11 @@ class Extensions:
             e.roll_back(kept)
 
 
-def _entered(wanted: Sequence[Callable[..., Any]], slots: Sequence[Slot], call: FrameType) -> ExitStack:
+def _entered(
+    wanted: Sequence[Callable[..., Any]], slots: Sequence[Slot], call: FrameType
+) -> AbstractContextManager[Any]:
+    if not wanted:
+        return nullcontext()
     with ExitStack() as stack:
         for around in wanted:
             stack.enter_context(around(slots, call))

@@ -16,15 +16,11 @@ from .. import features
 from ..autograd.passes import saw_pass
 from ..distributed.checkpoint import refuse_torchs_functions
 from ..engine import outside_graphs, without_grad
-from ..last_window import LastWindow
 from ..mistakes import check_arguments, check_is_optimizer, suggests_arguments
-from ..scalars import Scalar, checked_loss, checked_weight, is_number, or_one, product
-from . import checkpoint
+from ..scalars import Scalar, checked_loss, checked_weight
 from .closures import Evaluated
 from .config import Settings, TimesMean, check_optimizer, checked_device
 from .extension import LossFrom
-from .ledger import NO_GRADIENT
-from .parameters import let_go
 from .proxy import Wrapper
 from .window import Schedule
 
@@ -233,7 +229,7 @@ class AccumulatingOptimizer(Wrapper):
                     loss = closure()
                 evaluated = Evaluated(loss)
                 if whole:  # else it is the loss of a part of the micro-batch
-                    self._record_result(loss)
+                    self._accumulation.record_result(loss)
             self._begin_step()
             if self._ledger.window is None:
                 refuse_torchs_functions("step()")
@@ -330,123 +326,4 @@ class AccumulatingOptimizer(Wrapper):
         self._not_inside("normalize_()")
         self._accumulation.passes.end_open_pass()
         self._sums.check_shown("normalize_() makes p.grad the window's gradient", "clip with max_grad_norm=")
-        ranks = self._accumulation.ranks
-        # Nothing accumulated, or all of it dropped: other ranks, which close such a window too, may have gradients.
-        if ranks.alone or self._ledger.is_open or not self.settings.schedule.caller_owned:
-            divisor = self._ledger.divisor_at_end()
-        if not ranks.alone:
-            self._accumulation.end_micro_batch(None)
-            ranks.agree()
-            window = self._ledger.window
-            if not window.has_any:
-                self._accumulation.reset()
-                raise RuntimeError(NO_GRADIENT)
-            divisor = self._ledger.divisor(window.weight)
-        factors = [normalizing() for normalizing in self._accumulation.extensions.normalizing]
-        self._sums.normalize_(or_one(divisor), product(factors))
-
-    @property
-    def progress(self) -> dict[str, int | str]:
-        """Progress of the open window, for a progress bar: ``bar.set_postfix(opt.progress)``. Does not wait for the device.
-
-        ``"window"`` is its index; ``"micro_batch"`` how many it holds, as ``"3/8"`` if a count closes it; ``"weight"``, as ``"96/4096"``,
-        is present if weights that the host knows close it. Once a window has closed, this describes the next one.
-        """
-        return self._ledger.progress
-
-    @property
-    def last_window(self) -> LastWindow | None:
-        """What is known about the last closed window; None before the first."""
-        return self._closing.last_window
-
-    @property
-    def updated(self) -> bool:
-        """True if the last ``step()`` or ``flush()`` changed the parameters (``if opt.updated: scheduler.step()``). False again from the
-        next backward on, so that code which runs after every micro-batch, also after those without a ``step()``, sees a window once.
-
-        Waits for the device only if the decision was left to a fused optimizer there.
-        """
-        return bool(self._accumulation.updated)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the inner optimizer, and accumulate its parameters too; raises as the constructor does.
-
-        Assigning ``opt.param_groups = groups`` takes in the parameters that are new, and lets go of those that are gone.
-        """
-        self.optimizer.add_param_group(param_group)
-        try:
-            self._follow_groups()
-        except Exception:
-            self.param_groups.pop()
-            raise
-
-    @outside_graphs
-    def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state dict plus one key, ``"fusedaccum"``: the open window with its buffers, and master weights.
-
-        Tensors and plain values only (``torch.load(weights_only=True)`` reads it). Buffers are copies, for which it allocates; masters and
-        the inner optimizer's state are the live tensors, as in PyTorch, and change with the next step. Waits for the device only with
-        ``buffer_device``. A plain optimizer can load it too, and ignores the key.
-
-        Raises:
-            RuntimeError: within ``micro_batch()`` or a backward; after ``normalize_()`` with a process group; FSDP2 holds gradients back;
-                the groups were changed in place, and not assigned since.
-        """
-        self._not_inside("state_dict()")
-        refuse_torchs_functions("state_dict()")
-        self._accumulation.passes.end_open_pass()
-        self._check_groups()
-        self._accumulation.ranks.check_reduced("state_dict() would lose gradients of the open window")
-        with self._accumulation.extensions.inner_steps(()):
-            inner = self.optimizer.state_dict()
-        return {**inner, checkpoint.KEY: checkpoint.save(self)}
-
-    @outside_graphs
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned, an open window included, or a plain optimizer's state (an empty window).
-
-        If the model has moved to another device or dtype since it was wrapped, or into a DistributedDataParallel module, its
-        gradients accumulate there from now on. (Accelerate moves a model, and then loads the optimizer's own state.) Between windows, and
-        if no window is loaded, ``p.grad`` stays as it is.
-
-        Raises:
-            ValueError: saved from other parameters, or with an open window and other window settings; nothing is loaded then.
-        """
-        self._not_inside("load_state_dict()")
-        refuse_torchs_functions("load_state_dict()")
-        self._accumulation.passes.end_open_pass()
-        own = state_dict.get(checkpoint.KEY)
-        if own is not None:
-            checkpoint.check(self, own)
-        if any(outdated() for outdated in self._accumulation.extensions.outdated):
-            before = self._accumulation.extensions
-            let_go(self._accumulation)
-            self._build_anew()
-            self._accumulation.extensions.follow(before)
-        with self._accumulation.extensions.inner_steps(()):
-            self.optimizer.load_state_dict({k: v for k, v in state_dict.items() if k != checkpoint.KEY})
-        self._accumulation.ranks.forget_others(self.state)
-        brings_window = own is not None and own["window"] is not None
-        if self._ledger.window is not None or self._closing.broke_off or brings_window:
-            self.reset()
-        else:  # the last window's gradient stays in p.grad
-            self._forget_outside()
-        if own is not None:
-            checkpoint.load(self, own)
-
-    def _forget_outside(self) -> None:
-        """Forget forwards that no backward has followed, and what other code has shown (a loss scale)."""
-        self._ledger.drop_forwards()  # which zero_grad(), often called between forward and backward, leaves alone
-        for forgotten in self._accumulation.extensions.forgotten:
-            forgotten()
-
-    def _begin_step(self) -> None:
-        self._accumulation.passes.end_open_pass()
-        self._accumulation.check()
-        self._check_groups()
-
-    def _record_result(self, result: Any) -> None:
-        """Record what a closure has returned as its micro-batch's loss, if it is a single number and no loss was recorded."""
-        one = result.numel() == 1 if isinstance(result, Tensor) else is_number(result)
-        if one and self._accumulation.lacks_loss:
-            self._accumulation.record_loss(checked_loss(result), LossFrom.CALLER)
+        self._closing.normalize_()

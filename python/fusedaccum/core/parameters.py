@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -11,6 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..engine import recording
 from .buffers import Slot
+from .config import check_parameter
 
 if TYPE_CHECKING:
     from .accumulation import Accumulation
@@ -38,9 +39,40 @@ def add(accumulation: Accumulation, parameters: Iterable[tuple[str, Parameter]])
     hook(accumulation, slots)
 
 
+def named(accumulation: Accumulation, groups: Sequence[dict[str, Any]]) -> dict[Parameter, str]:
+    """The parameters in the groups, each once: a tied one may be in its group twice."""
+    found: dict[Parameter, str] = {}
+    model = {slot.stepped: slot.param for slot in accumulation.sums.buffers.slots}  # the inner optimizer may be at work
+    for g, group in enumerate(groups):
+        names = group.get("param_names", [])
+        if len(names) != len(group["params"]):  # other code has changed only one of the two
+            names = [f"param_groups[{g}]['params'][{i}]" for i in range(len(group["params"]))]
+        for name, p in zip(names, group["params"], strict=True):
+            found.setdefault(model.get(p, p), name)
+    return found
+
+
+def new(
+    accumulation: Accumulation, groups: Sequence[dict[str, Any]], anew: bool = False
+) -> list[tuple[str, Parameter]]:
+    """The parameters in the groups that are not known yet, with names. Raises ValueError for one whose gradients cannot be taken.
+
+    ``anew``: they may have been a wrapper's, or are copies of such.
+    """
+    settings = accumulation.settings
+    found = [(name, p) for p, name in named(accumulation, groups).items() if p not in accumulation.sums.buffers.of]
+    for name, p in found:
+        other = accumulation_of(p)
+        for check in accumulation.extensions.check_parameter:
+            check(name, p, settings, anew or other is not None)
+        check_parameter(name, p, settings, other is not None and other.sums.shows(p))
+    return found
+
+
 def hook(accumulation: Accumulation, new: Sequence[Slot]) -> None:
     """Take the gradients of these slots from now on; all that there are have been added to the buffers, or removed."""
-    _tell_changed(accumulation, new)
+    for changed in accumulation.extensions.parameters_changed:
+        changed(new)
     with recording():
         for slot in new:
             accumulation.collector.hook(slot)
@@ -64,10 +96,6 @@ def let_go(accumulation: Accumulation) -> None:
     accumulation.sums.begin()  # the gradient that a closed window has left in p.grad is gone
     unhook(accumulation, accumulation.sums.buffers.slots)
     accumulation.sums.buffers.replace([])
-    _tell_changed(accumulation, [])
-    accumulation.sums.buffers.free()
-
-
-def _tell_changed(accumulation: Accumulation, new: Sequence[Slot]) -> None:
     for changed in accumulation.extensions.parameters_changed:
-        changed(new)
+        changed([])
+    accumulation.sums.buffers.free()

@@ -1,4 +1,4 @@
-"""A wrapper stands for its inner optimizer: it has its attributes and parameters, and can be copied as one."""
+"""A wrapper stands for its inner optimizer: it has its attributes and parameters, and is saved, loaded and copied as one."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from dataclasses import fields
 from typing import Any
 
 from torch.compiler import is_dynamo_compiling as is_compiling
-from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer
 
+from ..distributed.checkpoint import refuse_torchs_functions
+from ..engine import outside_graphs
 from ..features import extend, extensions_for
+from ..last_window import LastWindow
 from . import checkpoint, parameters
 from .accumulation import Accumulation
 from .apply import Closing
-from .config import Settings, check_parameter
+from .config import Settings
 from .extension import Extension
 from .window import Schedule
 
@@ -42,47 +44,69 @@ class Wrapper(Optimizer):
 
     def _build(self, optimizer: Optimizer, settings: Settings, anew: bool = False) -> None:
         # Optimizer.__init__ is not run: groups, state, defaults and hooks are the inner optimizer's (see __getattr__).
-        self.optimizer = optimizer
-        self.settings = settings
+        self.optimizer, self.settings = optimizer, settings
         self._accumulation = Accumulation(settings, extensions_for(settings, optimizer))
         self._accumulation.extensions.attach(self._accumulation, optimizer)
         self._ledger, self._sums = self._accumulation.ledger, self._accumulation.sums
         self._closing = Closing(optimizer, self._accumulation, settings)
-        parameters.add(self._accumulation, self._new(anew))
+        parameters.add(self._accumulation, parameters.new(self._accumulation, self.param_groups, anew))
 
-    def _named(self) -> dict[Parameter, str]:
-        """The parameters in the groups, each once: a tied one may be in its group twice."""
-        named: dict[Parameter, str] = {}
-        model = {slot.stepped: slot.param for slot in self._sums.buffers.slots}  # the inner optimizer may be at work
-        for g, group in enumerate(self.param_groups):
-            names = group.get("param_names", [])
-            if len(names) != len(group["params"]):  # other code has changed only one of the two
-                names = [f"param_groups[{g}]['params'][{i}]" for i in range(len(group["params"]))]
-            for name, p in zip(names, group["params"], strict=True):
-                named.setdefault(model.get(p, p), name)
-        return named
+    def _begin_step(self) -> None:
+        self._accumulation.passes.end_open_pass()
+        self._accumulation.check()
+        self._check_groups()
 
-    def _new(self, anew: bool = False) -> list[tuple[str, Parameter]]:
-        """The parameters in the groups that are not known yet, with names. Raises ValueError for one whose gradients cannot be taken.
+    def _not_inside(self, call: str) -> None:
+        for check in self._accumulation.extensions.check_call:
+            check()
+        if self._accumulation.passes.inside:
+            raise RuntimeError(
+                f"{call} was called inside micro_batch(), which holds one whole micro-batch; call it after the block"
+            )
 
-        ``anew``: they may have been a wrapper's, or are copies of such.
+    # -- the parameters in its groups --------------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> Any:
+        """The inner optimizer's own. torch.amp reads them just before it looks for overflows in ``p.grad``: so must what a backward has
+        left to do, if nothing has signalled its end.
         """
-        new = [(name, p) for p, name in self._named().items() if p not in self._sums.buffers.of]
-        for name, p in new:
-            other = parameters.accumulation_of(p)
-            for check in self._accumulation.extensions.check_parameter:
-                check(name, p, self.settings, anew or other is not None)
-            check_parameter(name, p, self.settings, other is not None and other.sums.shows(p))
-        return new
+        accumulation = self.__dict__.get("_accumulation")  # None: not built yet
+        if accumulation is not None and not is_compiling():
+            accumulation.collector.end_returned_pass()
+            for recover in accumulation.extensions.recover:
+                recover()
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: Any) -> None:
+        before, self.optimizer.param_groups = self.optimizer.param_groups, value
+        try:
+            self._follow_groups()
+        except Exception:
+            self.optimizer.param_groups = before
+            raise
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the inner optimizer, and accumulate its parameters too; raises as the constructor does.
+
+        Assigning ``opt.param_groups = groups`` takes in the parameters that are new, and lets go of those that are gone.
+        """
+        self.optimizer.add_param_group(param_group)
+        try:
+            self._follow_groups()
+        except Exception:
+            self.param_groups.pop()
+            raise
 
     def _follow_groups(self) -> None:
         """The groups have changed."""
         for check in self._accumulation.extensions.check_call:
             check()
         extend(self._accumulation.extensions, self.settings, self.optimizer)
-        named, slots = self._named(), self._sums.buffers.slots
-        if len(named) >= len(slots) and all(slot.param is p for slot, p in zip(slots, named, strict=False)):
-            parameters.add(self._accumulation, self._new())
+        names, slots = parameters.named(self._accumulation, self.param_groups), self._sums.buffers.slots
+        if len(names) >= len(slots) and all(slot.param is p for slot, p in zip(slots, names, strict=False)):
+            parameters.add(self._accumulation, parameters.new(self._accumulation, self.param_groups))
             return
         if self._closing.broke_off or self._accumulation.at_work:
             raise RuntimeError(
@@ -90,9 +114,155 @@ class Wrapper(Optimizer):
                 "after the others; this one removes, replaces or reorders some: assign when step() has returned"
             )
         self._accumulation.passes.end_open_pass()
-        self._new()  # raises before anything has changed
+        parameters.new(self._accumulation, self.param_groups)  # raises before anything has changed
         for rearrange in self._accumulation.extensions.rearrange:
-            rearrange([(name, p) for p, name in named.items()])
+            rearrange([(name, p) for p, name in names.items()])
+
+    def _check_groups(self) -> None:
+        if not self._accumulation.at_work:  # when they may hold what it steps in place of parameters
+            for recover in self._accumulation.extensions.recover:
+                recover()
+            self._sums.buffers.check_gathers(self.optimizer.param_groups)
+
+    # -- its state, saved, loaded and copied -------------------------------------------------------------------
+
+    @outside_graphs
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state dict plus one key, ``"fusedaccum"``: the open window with its buffers, and master weights.
+
+        Tensors and plain values only (``torch.load(weights_only=True)`` reads it). Buffers are copies, for which it allocates; masters and
+        the inner optimizer's state are the live tensors, as in PyTorch, and change with the next step. Waits for the device only with
+        ``buffer_device``. A plain optimizer can load it too, and ignores the key.
+
+        Raises:
+            RuntimeError: within ``micro_batch()`` or a backward; after ``normalize_()`` with a process group; gradients are held
+                back; the groups were changed in place, and not assigned since.
+        """
+        self._not_inside("state_dict()")
+        refuse_torchs_functions("state_dict()")
+        self._accumulation.passes.end_open_pass()
+        self._check_groups()
+        self._accumulation.ranks.check_reduced("state_dict() would lose gradients of the open window")
+        with self._accumulation.extensions.inner_steps(()):
+            inner = self.optimizer.state_dict()
+        return {**inner, checkpoint.KEY: checkpoint.save(self)}
+
+    @outside_graphs
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned, an open window included, or a plain optimizer's state (an empty window).
+
+        If the model has moved to another device or dtype since it was wrapped, or into a DistributedDataParallel module, its
+        gradients accumulate there from now on. (Accelerate moves a model, and then loads the optimizer's own state.) Between windows, and
+        if no window is loaded, ``p.grad`` stays as it is.
+
+        Raises:
+            ValueError: saved from other parameters, or with an open window and other window settings; nothing is loaded then.
+        """
+        self._not_inside("load_state_dict()")
+        refuse_torchs_functions("load_state_dict()")
+        self._accumulation.passes.end_open_pass()
+        own = state_dict.get(checkpoint.KEY)
+        if own is not None:
+            checkpoint.check(self, own)
+        if any(outdated() for outdated in self._accumulation.extensions.outdated):
+            before = self._accumulation.extensions
+            parameters.let_go(self._accumulation)
+            self._build_anew()
+            self._accumulation.extensions.follow(before)
+        with self._accumulation.extensions.inner_steps(()):
+            self.optimizer.load_state_dict({k: v for k, v in state_dict.items() if k != checkpoint.KEY})
+        self._accumulation.ranks.forget_others(self.state)
+        brings_window = own is not None and own["window"] is not None
+        if self._ledger.window is not None or self._closing.broke_off or brings_window:
+            self.reset()
+        else:  # the last window's gradient stays in p.grad
+            self._forget_outside()
+        if own is not None:
+            checkpoint.load(self, own)
+
+    def _forget_outside(self) -> None:
+        """Forget forwards that no backward has followed, and what other code has shown (a loss scale)."""
+        self._ledger.drop_forwards()  # which zero_grad(), often called between forward and backward, leaves alone
+        for forgotten in self._accumulation.extensions.forgotten:
+            forgotten()
+
+    def __copy__(self) -> Wrapper:
+        raise TypeError(
+            "copy.copy() of an AccumulatingOptimizer would be a second wrapper of the same parameters; use copy.deepcopy((model, opt))"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._not_inside("a copy")
+        if not self._accumulation.ranks.alone:
+            raise RuntimeError(
+                "a wrapper with a process group cannot be copied or pickled, because the group belongs to this process; build one in each "
+                "process, and carry the state over with load_state_dict(state_dict())"
+            )
+        self._accumulation.passes.end_open_pass()
+        self._check_groups()
+        return {
+            "optimizer": self.optimizer,
+            # Of a fused optimizer, which PyTorch's copies lose: they would leave the scaling to a pass of ours, and round otherwise.
+            "scales": vars(self.optimizer).get("_step_supports_amp_scaling", False),
+            "settings": self.settings,
+            "own": checkpoint.save(self),
+            "last": (self._closing.last_window, self._accumulation.updated),
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.optimizer, self.settings = state["optimizer"], state["settings"]
+        if state["scales"]:
+            self.optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+        self._build_anew()
+        checkpoint.load(self, state["own"])
+        self._closing.last_window, self._accumulation.updated = state["last"]
+
+    def _build_anew(self) -> None:
+        """Build the wrapper again, for parameters that were replaced, or have changed, since the optimizer was wrapped."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = None  # a plain tensor's copy has a copy of the gradient; ours is in the window
+        self._build(self.optimizer, self.settings, anew=True)
+
+    # -- what it says of its windows ---------------------------------------------------------------------------
+
+    @property
+    def progress(self) -> dict[str, int | str]:
+        """Progress of the open window, for a progress bar: ``bar.set_postfix(opt.progress)``. Does not wait for the device.
+
+        ``"window"`` is its index; ``"micro_batch"`` how many it holds, as ``"3/8"`` if a count closes it; ``"weight"``, as ``"96/4096"``,
+        is present if weights that the host knows close it. Once a window has closed, this describes the next one.
+        """
+        return self._ledger.progress
+
+    @property
+    def last_window(self) -> LastWindow | None:
+        """What is known about the last closed window; None before the first."""
+        return self._closing.last_window
+
+    @property
+    def updated(self) -> bool:
+        """True if the last ``step()`` or ``flush()`` changed the parameters (``if opt.updated: scheduler.step()``). False again from the
+        next backward on, so that code which runs after every micro-batch, also after those without a ``step()``, sees a window once.
+
+        Waits for the device only if the decision was left to a fused optimizer there.
+        """
+        return bool(self._accumulation.updated)
+
+    def __repr__(self) -> str:
+        schedule, at = self.settings.schedule, self._ledger.progress
+        settings = {**vars(self.settings), "accum_steps": schedule.accum_steps, "window_weight": schedule.window_weight}
+        defaults = {name: p.default for name, p in inspect.signature(type(self)).parameters.items()}
+        asked = [
+            f"{name}={settings[name]!r}" for name in defaults if name in settings and settings[name] != defaults[name]
+        ]
+        weight = f", weight {at['weight']}" if "weight" in at else ""
+        where = f"window {at['window']}, {at['micro_batch']} micro-batches{weight}"
+        return f"{type(self).__name__}({', '.join(asked)}): {where}, for\n{self.optimizer!r}"
+
+    # -- its attributes ----------------------------------------------------------------------------------------
+
+    state, defaults = _of_inner("state"), _of_inner("defaults")
 
     def __getattr__(self, name: str) -> Any:
         """Any attribute that is not ours is the inner optimizer's, looked up on each access."""
@@ -141,40 +311,6 @@ class Wrapper(Optimizer):
         """True if it is an attribute of the wrapper, before which the inner optimizer's is not looked up."""
         return name in OURS or name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
 
-    state, defaults = _of_inner("state"), _of_inner("defaults")
-
-    @property
-    def param_groups(self) -> Any:
-        """The inner optimizer's own. torch.amp reads them just before it looks for overflows in ``p.grad``: so must what a backward has
-        left to do, if nothing has signalled its end.
-        """
-        accumulation = self.__dict__.get("_accumulation")  # None: not built yet
-        if accumulation is not None and not is_compiling():
-            accumulation.collector.end_returned_pass()
-            for recover in accumulation.extensions.recover:
-                recover()
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: Any) -> None:
-        before, self.optimizer.param_groups = self.optimizer.param_groups, value
-        try:
-            self._follow_groups()
-        except Exception:
-            self.optimizer.param_groups = before
-            raise
-
-    def __repr__(self) -> str:
-        schedule, at = self.settings.schedule, self._ledger.progress
-        settings = {**vars(self.settings), "accum_steps": schedule.accum_steps, "window_weight": schedule.window_weight}
-        defaults = {name: p.default for name, p in inspect.signature(type(self)).parameters.items()}
-        asked = [
-            f"{name}={settings[name]!r}" for name in defaults if name in settings and settings[name] != defaults[name]
-        ]
-        weight = f", weight {at['weight']}" if "weight" in at else ""
-        where = f"window {at['window']}, {at['micro_batch']} micro-batches{weight}"
-        return f"{type(self).__name__}({', '.join(asked)}): {where}, for\n{self.optimizer!r}"
-
     # Code that is given the wrapper and finds a scheduler of the inner optimizer, or looks through ``.optimizer``, asks whether the two
     # are one: Lightning, before it accepts the scheduler, and before its LearningRateMonitor shows the rate.
     def __eq__(self, other: object) -> bool:
@@ -183,60 +319,7 @@ class Wrapper(Optimizer):
     def __hash__(self) -> int:
         return hash(self.optimizer)
 
-    def __copy__(self) -> Wrapper:
-        raise TypeError(
-            "copy.copy() of an AccumulatingOptimizer would be a second wrapper of the same parameters; use copy.deepcopy((model, opt))"
-        )
-
-    def __getstate__(self) -> dict[str, Any]:
-        self._not_inside("a copy")
-        if not self._accumulation.ranks.alone:
-            raise RuntimeError(
-                "a wrapper with a process group cannot be copied or pickled, because the group belongs to this process; build one in each "
-                "process, and carry the state over with load_state_dict(state_dict())"
-            )
-        self._accumulation.passes.end_open_pass()
-        self._check_groups()
-        return {
-            "optimizer": self.optimizer,
-            # Of a fused optimizer, which PyTorch's copies lose: they would leave the scaling to a pass of ours, and round otherwise.
-            "scales": vars(self.optimizer).get("_step_supports_amp_scaling", False),
-            "settings": self.settings,
-            "own": checkpoint.save(self),
-            "last": (self._closing.last_window, self._accumulation.updated),
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.optimizer, self.settings = state["optimizer"], state["settings"]
-        if state["scales"]:
-            self.optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
-        self._build_anew()
-        checkpoint.load(self, state["own"])
-        self._closing.last_window, self._accumulation.updated = state["last"]
-
-    def _build_anew(self) -> None:
-        """Build the wrapper again, for parameters that were replaced, or have changed, since the optimizer was wrapped."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.grad = None  # a plain tensor's copy has a copy of the gradient; ours is in the window
-        self._build(self.optimizer, self.settings, anew=True)
-
-    def _check_groups(self) -> None:
-        if not self._accumulation.at_work:  # when they may hold what it steps in place of parameters
-            for recover in self._accumulation.extensions.recover:
-                recover()
-            self._sums.buffers.check_gathers(self.optimizer.param_groups)
-
-    def _not_inside(self, call: str) -> None:
-        for check in self._accumulation.extensions.check_call:
-            check()
-        if self._accumulation.passes.inside:
-            raise RuntimeError(
-                f"{call} was called inside micro_batch(), which holds one whole micro-batch; call it after the block"
-            )
-
-    # -- a learning-rate scheduler notes here that step() was called, and asks when it steps for the first time ----
-
+    # A learning-rate scheduler notes here that step() was called, and asks when it steps for the first time.
     @property
     def _opt_called(self) -> Any:
         return self.optimizer._opt_called  # type: ignore[attr-defined]

@@ -182,7 +182,7 @@ class Sums:
             finish()
         grad_views.bring_back(self)
         grad_views.adopt_all(self, self.buffers.slots)
-        return self.buffers.slots_with_grad()
+        return [slot for slot in self.buffers.slots if slot.shown is not None]
 
     def restore(self, slot: Slot, saved: Tensor, divisor: Scalar) -> None:
         """Put a saved sum back."""

@@ -129,8 +129,7 @@ class Ranks(Alone, Extension):
         self._own.reset()
         self.reduce_buckets.reset()
 
-    def sums_dropped(self) -> None:
-        self.reset()
+    sums_dropped = reset
 
     @property
     def shown_for_others(self) -> set[Slot]:
@@ -142,9 +141,8 @@ class Ranks(Alone, Extension):
 
     def forget_others(self, state: dict[Tensor, Any]) -> None:
         if self._settings.shard:
-            known = [p for p in state if isinstance(p, Parameter)]
             owned = {slot.param for slot in self.owned(self._sums.buffers.slots)}
-            for p in set(known) - owned:
+            for p in {p for p in state if isinstance(p, Parameter)} - owned:
                 del state[p]
 
     @contextmanager
