@@ -4,6 +4,10 @@ Any of FP64, FP32, BF16 and FP16 goes into any of them, also mixed within one ca
 FP32: multiply, then add, each rounded (no FMA), then one rounding to the output's dtype. So all backends give the same bits.
 Every op writes its first list in place and bumps the tensors' autograd versions; gradients are not tracked through it.
 
+A number may be kept in two tensors: a BF16 one and its *low parts*, ``low=``, a tensor of integers in the same shape. ``torch.int8`` makes
+numbers of 24 bits, with FP32's range and 16 significant bits; ``torch.int16`` makes FP32 numbers, bit for bit. The BF16 tensor by itself
+is the number to nearest (ties away from zero), so other code may read it as it is. Code that writes it must set its low parts to 0.
+
 A call runs immediately, bypassing PyTorch's dispatcher (:mod:`fusedaccum.ops.eager`). A call that ``torch.compile`` traces, or that a
 dispatch mode should see (``make_fx``, ``torch.export``, ``FakeTensorMode``), goes through the dispatcher, as ``torch.ops.fusedaccum``
 (:mod:`fusedaccum.ops.traced`).
@@ -32,6 +36,7 @@ def accumulate_(
     overwrite: bool = False,
     decay: Scalar = 1.0,
     rounding: StochasticRounding | None = None,
+    low: Sequence[Tensor] | None = None,
     stats: Stats | None = None,
     backend: str | None = None,
 ) -> None:
@@ -44,7 +49,8 @@ def accumulate_(
         overwrite: do not read the buffers, so the first touch needs no zeroing.
         decay: a number or 0-d tensor; for buffers that hold a running mean.
         rounding: for 16-bit buffers; None for nearest-even.
-        stats: overwritten with the squared norm of the buffers after the call and the number of elements of
+        low: low parts of the buffers, written too. The buffers are BF16 then, the gradients BF16 or FP32, and ``rounding`` is None.
+        stats: overwritten with the squared norm of the buffers (with their low parts) after the call and the number of elements of
             ``grad * scale`` that are not finite.
         backend: a name, or None for the environment variable FUSEDACCUM_BACKEND, else ``"auto"``.
 
@@ -56,22 +62,30 @@ def accumulate_(
     with gaps); ``"reference"`` makes temporaries throughout.
     """
     if is_compiling() or modes():
-        return traced.accumulate_(buffers, grads, scale, overwrite, decay, rounding, stats, backend)
-    return eager.accumulate_(buffers, grads, scale, overwrite, decay, rounding, stats, backend)
+        return traced.accumulate_(buffers, grads, scale, overwrite, decay, rounding, low, stats, backend)
+    return eager.accumulate_(buffers, grads, scale, overwrite, decay, rounding, low, stats, backend)
 
 
-def scale_(tensors: Sequence[Tensor], scale: Scalar, *, stats: Stats | None = None, backend: str | None = None) -> None:
+def scale_(
+    tensors: Sequence[Tensor],
+    scale: Scalar,
+    *,
+    low: Sequence[Tensor] | None = None,
+    stats: Stats | None = None,
+    backend: str | None = None,
+) -> None:
     """``x = x * scale`` for every tensor, literally: infinity times 0 is NaN.
 
     Args:
         tensors: written in place; any strides, no shared memory.
         scale: a number or 0-d tensor.
+        low: low parts of the tensors, which are BF16 then; read and written.
         stats: overwritten with the squared norm and the non-finite count of the result.
         backend, and Raises: as :func:`accumulate_`.
     """
     if is_compiling() or modes():
-        return traced.scale_(tensors, scale, stats, backend)
-    return eager.scale_(tensors, scale, stats, backend)
+        return traced.scale_(tensors, scale, low, stats, backend)
+    return eager.scale_(tensors, scale, low, stats, backend)
 
 
 def cast_(
@@ -79,6 +93,7 @@ def cast_(
     ins: Sequence[Tensor],
     scale: Scalar = 1.0,
     *,
+    low: Sequence[Tensor] | None = None,
     stats: Stats | None = None,
     backend: str | None = None,
 ) -> None:
@@ -88,23 +103,25 @@ def cast_(
         outs: written in place; any strides, no shared memory.
         ins: read, of the outputs' shapes and device; any strides.
         scale: a number or 0-d tensor.
+        low: low parts of ``ins``, read. The inputs are BF16 then, the outputs BF16 or FP32; a BF16 output may be its own input.
         stats: overwritten with the squared norm and the non-finite count of ``outs``.
         backend, and Raises: as :func:`accumulate_`.
     """
     if is_compiling() or modes():
-        return traced.cast_(outs, ins, scale, stats, backend)
-    return eager.cast_(outs, ins, scale, stats, backend)
+        return traced.cast_(outs, ins, scale, low, stats, backend)
+    return eager.cast_(outs, ins, scale, low, stats, backend)
 
 
-def stats(tensors: Sequence[Tensor], *, backend: str | None = None) -> Stats:
+def stats(tensors: Sequence[Tensor], *, low: Sequence[Tensor] | None = None, backend: str | None = None) -> Stats:
     """Squared norm and non-finite count of a list of tensors, read once; nothing is written.
 
     Args:
         tensors: any strides; may share memory.
+        low: low parts of the tensors, which are BF16 then.
         backend, and Raises: as :func:`accumulate_`.
 
     Returns new :class:`Stats` on the tensors' device (the CPU for an empty list); does not wait for the device.
     """
     if is_compiling() or modes():
-        return traced.stats(tensors, backend)
-    return eager.stats(tensors, backend)
+        return traced.stats(tensors, low, backend)
+    return eager.stats(tensors, low, backend)

@@ -20,6 +20,8 @@ from ..scalars import widest
 from .memory import address, is_flat_pair, is_plain, missing_storage, overlaps_itself, share_memory, span
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+LOW_DTYPES = (torch.int8, torch.int16)
+BESIDE_LOW = (torch.bfloat16, torch.float32)  # of the other list
 
 
 @dataclass(frozen=True)
@@ -66,12 +68,15 @@ class Layout(IntEnum):
     REFUSED = 2  # not acceptable
 
 
-def check_lists(lists: Mapping[str, Any], written: bool = True, in_memory: bool = True) -> Layout:
+def check_lists(
+    lists: Mapping[str, Any], written: bool = True, in_memory: bool = True, low: Any = None, of: str = ""
+) -> Layout:
     """Raise for lists that no kernel can take; else say whether all pairs are flat.
 
     Args:
         lists: the op's one or two lists by name; ``written`` says whether the first is its output.
         in_memory: False for tensors of a trace, which have no memory: then it is not checked, and no pair counts as flat.
+        low: the low parts of the list ``of``, or None. They are written if that list is.
     """
     for name, tensors in lists.items():
         check_is_list(name, tensors)
@@ -81,32 +86,37 @@ def check_lists(lists: Mapping[str, Any], written: bool = True, in_memory: bool 
             f"{outs_name} and {ins_name} must have the same length, but have {len(outs)} and {len(ins)} tensors; "
             f"give every tensor of {outs_name} its partner in {ins_name}"
         )
-    if in_memory and _are_ordinary(outs, ins, written):
+    if low is not None:
+        check_low(lists, low, of)
+    elif in_memory and _are_ordinary(outs, ins, written):
         return Layout.FLAT
-    everything = [(name, k, x) for name, tensors in lists.items() for k, x in enumerate(tensors)]
+    parts = {} if low is None else {"low": low}
+    everything = [(name, k, x) for name, tensors in {**lists, **parts}.items() for k, x in enumerate(tensors)]
     for name, k, x in everything:
-        _check_tensor(f"{name}[{k}]", x, in_memory)
+        _check_tensor(f"{name}[{k}]", x, in_memory, LOW_DTYPES if name == "low" else DTYPES)
     for name, k, x in everything:
         if x.device != outs[0].device:
             raise ValueError(
                 f"{name}[{k}] is on {x.device} but {outs_name}[0] is on {outs[0].device}; "
                 "all tensors of a call must be on one device: move them, or make one call per device"
             )
-    for k, x in enumerate(ins or ()):
+    for name, k, x in everything:
         if x.shape != outs[k].shape:
             raise ValueError(
-                f"{ins_name}[{k}] has shape {tuple(x.shape)} but {outs_name}[{k}] has {tuple(outs[k].shape)}; "
+                f"{name}[{k}] has shape {tuple(x.shape)} but {outs_name}[{k}] has {tuple(outs[k].shape)}; "
                 "shapes must be equal (no broadcasting)"
             )
+    writes = (outs_name, "low") if of == outs_name else (outs_name,)
+    in_place = low is not None and of == ins_name
     if written:
-        for k, x in enumerate(outs):
-            _check_written(f"{outs_name}[{k}]", x)
+        for name, k, x in everything:
+            if name in writes:
+                _check_written(f"{name}[{k}]", x)
     if not in_memory:
         return Layout.STRIDED
     if written:
-        _check_overlaps(outs_name, outs, ins_name, ins or ())
-    pairs = zip(outs, ins, strict=True) if ins is not None else zip(outs, outs, strict=True)
-    return Layout.FLAT if all(is_flat_pair(out, x) for out, x in pairs) else Layout.STRIDED
+        _check_overlaps([(address(x), name in writes, name, k, x) for name, k, x in everything if x.numel()], in_place)
+    return Layout.FLAT if all(is_flat_pair(outs[k], x) for _, k, x in everything) else Layout.STRIDED
 
 
 def _are_ordinary(outs: Sequence[Any], ins: Sequence[Any] | None, written: bool) -> bool:
@@ -163,7 +173,38 @@ def device_of(name: str, tensors: Any) -> torch.device | None:
     return first.device
 
 
-def _check_tensor(where: str, x: Any, in_memory: bool) -> None:
+def check_low(lists: Mapping[str, Any], low: Any, of: str) -> None:
+    """Raises TypeError or ValueError unless these can be low parts of the list ``of``, whatever their memory is like."""
+    check_is_list("low", low)
+    if len(low) != len(lists[of]):
+        raise ValueError(
+            f"{of} and low must have the same length, but have {len(lists[of])} and {len(low)} tensors; "
+            f"give every tensor of {of} its low part"
+        )
+    for k, x in enumerate(low):
+        check_is_tensor(f"low[{k}]", x)
+        if x.dtype not in LOW_DTYPES:
+            raise TypeError(
+                f"low[{k}] has dtype {x.dtype}; low parts are torch.int8 (for numbers of 24 bits) or torch.int16 (for FP32 numbers): "
+                "make them with torch.zeros_like(x, dtype=torch.int8)"
+            )
+        if x.dtype != low[0].dtype:
+            raise TypeError(f"low[{k}] has dtype {x.dtype} but low[0] has {low[0].dtype}; make one call for each dtype")
+    for name, tensors in lists.items():
+        for k, x in enumerate(tensors):
+            check_is_tensor(f"{name}[{k}]", x)
+            if name == of and x.dtype != torch.bfloat16:
+                why = ", because FP16 has not FP32's range" if x.dtype == torch.float16 else ""
+                raise TypeError(
+                    f"{name}[{k}] has dtype {x.dtype}; with low= it must be torch.bfloat16{why}: convert it, or pass low=None"
+                )
+            if name != of and x.dtype not in BESIDE_LOW:
+                raise TypeError(
+                    f"{name}[{k}] has dtype {x.dtype}; with low= it must be {' or '.join(map(str, BESIDE_LOW))}: convert it first"
+                )
+
+
+def _check_tensor(where: str, x: Any, in_memory: bool, dtypes: Sequence[torch.dtype] = DTYPES) -> None:
     check_is_tensor(where, x)
     if in_memory and not is_plain(x):
         raise TypeError(
@@ -171,8 +212,8 @@ def _check_tensor(where: str, x: Any, in_memory: bool) -> None:
         )
     if x.layout is not torch.strided:
         raise TypeError(f"{where} has layout {x.layout}; only dense tensors can be used: call .to_dense() on it")
-    if x.dtype not in DTYPES:
-        raise TypeError(f"{where} has dtype {x.dtype}; supported are {', '.join(map(str, DTYPES))}: convert it first")
+    if x.dtype not in dtypes:
+        raise TypeError(f"{where} has dtype {x.dtype}; supported are {', '.join(map(str, dtypes))}: convert it first")
     if in_memory and (x.device.type == "meta" or missing_storage(x)):
         raise ValueError(f"{where} has no memory behind it (meta tensor, or storage freed); materialize it first")
 
@@ -190,21 +231,31 @@ def _check_written(where: str, x: Tensor) -> None:
         )
 
 
-def _check_overlaps(outs_name: str, outs: Sequence[Tensor], ins_name: str, ins: Sequence[Tensor]) -> None:
-    """Raises ValueError if a tensor that is written shares memory with any other argument."""
-    places = [(address(x), True, k, x) for k, x in enumerate(outs) if x.numel()]
-    places += [(address(x), False, k, x) for k, x in enumerate(ins) if x.numel()]
-    reaching: list[tuple[int, bool, int, Tensor]] = []  # those that begin before a place and end within or after it
+# Where a tensor begins, whether it is written, its list and place there.
+_Place = tuple[int, bool, str, int, Tensor]
+
+
+def _check_overlaps(places: list[_Place], in_place: bool) -> None:
+    """Raises ValueError if a tensor that is written shares memory with any other argument.
+
+    With ``in_place``, an output may be the very memory of its own input: both are BF16.
+    """
+    reaching: list[_Place] = []  # those that begin before a place and end within or after it
     for place in sorted(places, key=lambda place: place[0]):
-        begin, written, _, x = place
-        reaching = [other for other in reaching if begin < other[0] + span(other[3]) * other[3].element_size()]
+        begin, written, _, _, x = place
+        reaching = [other for other in reaching if begin < other[0] + span(other[4]) * other[4].element_size()]
         for other in reaching:
-            if (written or other[1]) and share_memory(x, other[3]):
-                (_, _, i, _), (_, both, j, _) = sorted((place, other), key=lambda p: (not p[1], p[2]))
-                where = f"{outs_name if both else ins_name}[{j}]"
+            if (written or other[1]) and share_memory(x, other[4]) and not (in_place and _is_one(place, other)):
+                (_, _, first, i, _), (_, both, name, j, _) = sorted((place, other), key=lambda p: (not p[1], p[3]))
+                where = f"{name}[{j}]"
                 fix = "list every tensor once, with memory of its own" if both else f"pass a clone() as {where}"
-                raise ValueError(f"{outs_name}[{i}] and {where} share memory, and {outs_name}[{i}] is written; {fix}")
+                raise ValueError(f"{first}[{i}] and {where} share memory, and {first}[{i}] is written; {fix}")
         reaching.append(place)
+
+
+def _is_one(a: _Place, b: _Place) -> bool:
+    (at, _, _, i, x), (there, _, _, j, y) = a, b
+    return at == there and i == j and x.dtype == y.dtype and x.stride() == y.stride()
 
 
 # -- the other arguments ---------------------------------------------------------------------------------------
@@ -265,7 +316,11 @@ def check_stats(stats: Any, device: torch.device | None) -> None:
             )
 
 
-def check_rounding(rounding: Any, count: int) -> None:
+def check_rounding(rounding: Any, count: int, low: Any = None) -> None:
+    if low is not None:
+        raise ValueError(
+            f"rounding is {rounding!r}, but numbers with low parts are rounded to nearest even; pass rounding=None, or low=None"
+        )
     seed, counters = getattr(rounding, "seed", None), getattr(rounding, "counters", None)
     if seed is None or counters is None:
         raise TypeError(

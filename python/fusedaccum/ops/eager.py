@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -21,6 +22,7 @@ def accumulate_(
     overwrite: bool,
     decay: Scalar,
     rounding: StochasticRounding | None,
+    low: Sequence[Tensor] | None,
     stats: Stats | None,
     backend: str | None,
 ) -> None:
@@ -28,31 +30,39 @@ def accumulate_(
     scale = arguments.check_scalar("scale", scale, device)
     decay = arguments.check_scalar("decay", decay, device)
     if rounding is not None:
-        arguments.check_rounding(rounding, len(buffers))
+        arguments.check_rounding(rounding, len(buffers), low)
     arguments.check_stats(stats, device)
-    _run(module, "accumulate_", {"buffers": buffers, "grads": grads}, scale, overwrite, decay, rounding, stats)
+    lists = {"buffers": buffers, "grads": grads}
+    _run(module, "accumulate_", lists, scale, overwrite, decay, rounding, stats, low=low, of="buffers")
 
 
-def scale_(tensors: Sequence[Tensor], scale: Scalar, stats: Stats | None, backend: str | None) -> None:
+def scale_(
+    tensors: Sequence[Tensor], scale: Scalar, low: Sequence[Tensor] | None, stats: Stats | None, backend: str | None
+) -> None:
     module, device = _backend("scale_", "tensors", tensors, backend)
     scale = arguments.check_scalar("scale", scale, device)
     arguments.check_stats(stats, device)
-    _run(module, "scale_", {"tensors": tensors}, scale, stats)
+    _run(module, "scale_", {"tensors": tensors}, scale, stats, low=low, of="tensors")
 
 
 def cast_(
-    outs: Sequence[Tensor], ins: Sequence[Tensor], scale: Scalar, stats: Stats | None, backend: str | None
+    outs: Sequence[Tensor],
+    ins: Sequence[Tensor],
+    scale: Scalar,
+    low: Sequence[Tensor] | None,
+    stats: Stats | None,
+    backend: str | None,
 ) -> None:
     module, device = _backend("cast_", "outs", outs, backend)
     scale = arguments.check_scalar("scale", scale, device)
     arguments.check_stats(stats, device)
-    _run(module, "cast_", {"outs": outs, "ins": ins}, scale, stats)
+    _run(module, "cast_", {"outs": outs, "ins": ins}, scale, stats, low=low, of="ins")
 
 
-def stats(tensors: Sequence[Tensor], backend: str | None) -> Stats:
+def stats(tensors: Sequence[Tensor], low: Sequence[Tensor] | None, backend: str | None) -> Stats:
     module, device = _backend("stats", "tensors", tensors, backend)
     into = Stats.empty(device or "cpu")
-    _run(module, "stats", {"tensors": tensors}, into, written=False)
+    _run(module, "stats", {"tensors": tensors}, into, low=low, of="tensors", written=False)
     return into
 
 
@@ -61,36 +71,54 @@ def _backend(op: str, name: str, tensors: Any, backend: str | None) -> tuple[Mod
     return backends.select(backend, device, op), device
 
 
-def _run(module: ModuleType, op: str, lists: dict[str, Any], *others: Any, written: bool = True) -> None:
+def _run(
+    module: ModuleType,
+    op: str,
+    lists: dict[str, Any],
+    *others: Any,
+    low: Sequence[Tensor] | None,
+    of: str,
+    written: bool = True,
+) -> None:
     """Run the op, through copies of what is not flat in memory. Raises for lists that no kernel can take, before anything is written.
 
     Args:
         lists: the first is what the op writes, or with ``written=False`` reads.
+        low: the low parts of the list ``of``, if it has any.
     """
+    parts = () if low is None else (low,)
+    if low is not None:
+        module = importlib.import_module("fusedaccum.ops.reference")
     run = getattr(module, op)
     if getattr(module, "CHECKS_LISTS", False):
-        layout = run(*lists.values(), *others)
+        layout = run(*lists.values(), *others, *parts)
         if layout == Layout.FLAT:  # it has run
             return
     else:
-        layout = _layout(lists, written)
+        layout = _layout(lists, written, low, of)
         if layout == Layout.FLAT:
-            run(*lists.values(), *others)
+            run(*lists.values(), *others, *parts)
             return
     if layout == Layout.REFUSED:
         # Raises, unless it was because of interleaved views, which only the check in Python recognises.
-        arguments.check_lists(lists, written)
+        arguments.check_lists(lists, written, low=low, of=of)
     outs, *ins = lists.values()
-    flat = _flattened(outs, *ins)
-    if run(*flat, *others):
+    flat_outs = [x if memory.is_flat(x) else _flat_copy(x, x) for x in outs]
+    flat_ins = [_like(flat_outs, x) for x in ins]
+    flat_parts = [_like(flat_outs, part) for part in parts]
+    if run(flat_outs, *flat_ins, *others, *flat_parts):
         raise RuntimeError(f"{op} of {module.__name__} refused flat copies; please report this")
     if written:
-        _copy_back(outs, flat[0])
+        _copy_back(outs, flat_outs)
+        for part, flat_part in zip(parts, flat_parts, strict=True):
+            _copy_back(part, flat_part)  # nothing to do where the op only reads it
 
 
-def _layout(lists: dict[str, Any], written: bool) -> int:
+def _layout(lists: dict[str, Any], written: bool, low: Sequence[Tensor] | None, of: str) -> int:
     native = memory.native_lists()
-    return arguments.check_lists(lists, written) if native is None else native.predicate(*lists.values(), written)
+    if native is None or low is not None:
+        return arguments.check_lists(lists, written, low=low, of=of)
+    return native.predicate(*lists.values(), written)
 
 
 def _flat_copy(x: Tensor, like: Tensor) -> Tensor:
@@ -98,13 +126,10 @@ def _flat_copy(x: Tensor, like: Tensor) -> Tensor:
     return torch.empty_like(like, dtype=x.dtype, requires_grad=False).copy_(x.detach())
 
 
-def _flattened(outs: Sequence[Tensor], ins: Sequence[Tensor] | None = None) -> list[list[Tensor]]:
-    """The lists with copies in place of what a kernel cannot take as it is."""
-    flat_outs = [x if memory.is_flat(x) else _flat_copy(x, x) for x in outs]
-    if ins is None:
-        return [flat_outs]
-    pairs = zip(flat_outs, ins, strict=True)
-    return [flat_outs, [x if memory.is_flat_pair(out, x) else _flat_copy(x, out) for out, x in pairs]]
+def _like(flat_outs: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors, with copies in place of those that a kernel cannot take beside these outputs."""
+    pairs = zip(flat_outs, tensors, strict=True)
+    return [x if memory.is_flat_pair(out, x) else _flat_copy(x, out) for out, x in pairs]
 
 
 @torch.no_grad()

@@ -30,6 +30,7 @@ def accumulate_(
     decay: float | Tensor,
     rounding: StochasticRounding | None,
     stats: Stats | None,
+    low: list[Tensor] | None = None,
 ) -> None:
     """``t = 0 if scale == 0 else grad * scale; buffer = round(t if overwrite else buffer * decay + t)``."""
     scale, decay = _apart(scale), _apart(decay)
@@ -37,37 +38,53 @@ def accumulate_(
     for k, (buffer, grad) in enumerate(zip(buffers, grads, strict=True)):
         compute = compute_dtype(buffer, grad)
         t = _contribution(grad.detach().to(compute), scale)
-        new = t if overwrite else buffer.to(compute) * _scalar(decay, t) + t
-        if rounding is not None and buffer.dtype.itemsize == 2:
+        new = t if overwrite else _values(buffer, low, k).to(compute) * _scalar(decay, t) + t
+        if low is not None:
+            _split_(buffer, low[k], new)
+        elif rounding is not None and buffer.dtype.itemsize == 2:
             _store_stochastic(buffer, new, rounding.seed, rounding.counters[k])
         else:
             buffer.copy_(_narrowed(new, buffer.dtype))
         if stats is not None:
             bad.append((~t.isfinite()).sum())
     if stats is not None:
-        _fill(stats, buffers, bad)
-
-
-def scale_(tensors: list[Tensor], scale: float | Tensor, stats: Stats | None) -> None:
-    """``x = x * scale``."""
-    cast_(tensors, tensors, scale, stats)
+        _fill(stats, _all_values(buffers, low), bad)
 
 
 @torch.no_grad()
-def cast_(outs: list[Tensor], ins: list[Tensor], scale: float | Tensor, stats: Stats | None) -> None:
+def scale_(tensors: list[Tensor], scale: float | Tensor, stats: Stats | None, low: list[Tensor] | None = None) -> None:
+    """``x = x * scale``."""
+    if low is None:
+        return cast_(tensors, tensors, scale, stats)
+    scale = _apart(scale)
+    for x, part in zip(tensors, low, strict=True):
+        wide = joined(x, part)
+        _split_(x, part, wide * _scalar(scale, wide))
+    if stats is not None:
+        _measure(stats, _all_values(tensors, low))
+
+
+@torch.no_grad()
+def cast_(
+    outs: list[Tensor],
+    ins: list[Tensor],
+    scale: float | Tensor,
+    stats: Stats | None,
+    low: list[Tensor] | None = None,
+) -> None:
     """``out = cast(in * scale)``, rounded to nearest even."""
     scale = _apart(scale)
-    for out, x in zip(outs, ins, strict=True):
-        wide = x.detach().to(compute_dtype(out, x))
+    for k, (out, x) in enumerate(zip(outs, ins, strict=True)):
+        wide = _values(x.detach(), low, k).to(compute_dtype(out, x))
         out.copy_(_narrowed(wide * _scalar(scale, wide), out.dtype))
     if stats is not None:
         _measure(stats, outs)
 
 
 @torch.no_grad()
-def stats(tensors: list[Tensor], into: Stats) -> None:
+def stats(tensors: list[Tensor], into: Stats, low: list[Tensor] | None = None) -> None:
     """``sq_norm = sum(x * x)`` in FP64 and the number of elements that are not finite."""
-    _measure(into, tensors)
+    _measure(into, _all_values(tensors, low))
 
 
 def compute_dtype(out: Tensor, x: Tensor) -> torch.dtype:
@@ -117,6 +134,49 @@ def ordered_sum(values: Tensor) -> Tensor:
         rows = -(-values.numel() // _SUM_ROW)
         values = torch.nn.functional.pad(values, (0, rows * _SUM_ROW - values.numel())).view(rows, _SUM_ROW).sum(1)
     return values.sum()
+
+
+# -- numbers in two parts --------------------------------------------------------------------------------------
+#
+# The parts are halves of one integer W, the number's bits: W = (h << 16) + (low << shift). An int8 for low is bits 8 to 15, which makes
+# 24-bit numbers; an int16 is bits 0 to 15, which makes FP32 ones. h alone is the number as BF16, to nearest, ties away from zero.
+
+
+def joined(h: Tensor, low: Tensor) -> Tensor:
+    """The FP32 numbers whose parts these are.
+
+    Other code may have written h alone. What it set to 0 or, beside an int8, to infinity stays that: a negative ``low`` is not
+    subtracted there. (No number has such parts, except those that FP32 has beyond BF16's range, beside an int16.)
+    """
+    part = low.to(torch.int32) << _shift(low)
+    whole = (h == 0) | h.isinf() if low.dtype == torch.int8 else h == 0
+    bits = (h.detach().view(torch.int16).to(torch.int32) << 16) + torch.where(whole, part.clamp(min=0), part)
+    return bits.view(torch.float32)
+
+
+def _split_(h: Tensor, low: Tensor, new: Tensor) -> None:
+    """The parts of FP32 numbers; beside an int8, of the nearest 24-bit numbers, ties to even, and of infinity where h would be infinite."""
+    bits = new.view(torch.int32)
+    if low.dtype == torch.int8:
+        bits = bits + 0x7F + ((bits >> 8) & 1)
+        overflow = (bits + 0x8000) & 0x7FFF0000 == 0x7F800000
+        bits = torch.where(overflow, (bits & -0x80000000) | 0x7F800000, bits)
+    bits = torch.where(new.isnan(), 0x7FC00000, bits)
+    low.copy_((bits >> _shift(low)).to(low.dtype))
+    h.detach().view(torch.int16).copy_(((bits + 0x8000) >> 16).to(torch.int16))
+
+
+def _shift(low: Tensor) -> int:
+    return 8 if low.dtype == torch.int8 else 0
+
+
+def _values(x: Tensor, low: list[Tensor] | None, k: int) -> Tensor:
+    """Tensor ``k`` of a list, joined with its low part if it has one."""
+    return x if low is None else joined(x, low[k])
+
+
+def _all_values(tensors: list[Tensor], low: list[Tensor] | None) -> list[Tensor]:
+    return [_values(x, low, k) for k, x in enumerate(tensors)]
 
 
 # -- stochastic rounding ---------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """The ops as a trace holds them: ``torch.ops.fusedaccum``, which torch.compile, torch.export and dispatch modes know how to record.
 
 The schemas say what is written, so that a compiler keeps the order of writes and reads. On real tensors, PyTorch runs such an op by
-:mod:`fusedaccum.ops.eager`; on those of a trace, it checks everything that can be checked without memory.
+:mod:`fusedaccum.ops.eager`; on those of a trace, it checks everything that can be checked without memory. An overload, ``.low``, is for
+calls with low parts, so that recorded calls without them stay what they are.
 """
 
 from __future__ import annotations
@@ -33,43 +34,63 @@ def accumulate_(
     overwrite: bool,
     decay: Scalar,
     rounding: StochasticRounding | None,
+    low: Sequence[Tensor] | None,
     stats: Stats | None,
     backend: str | None,
 ) -> None:
     _check_tensors("buffers", buffers)
     _check_tensors("grads", grads)
+    _check_low({"buffers": buffers, "grads": grads}, low, "buffers")
     seed, counters = None, []
     if rounding is not None:
-        arguments.check_rounding(rounding, len(buffers))
+        arguments.check_rounding(rounding, len(buffers), low)
         seed, counters = _signed(rounding.seed), [_signed(counter) for counter in rounding.counters]
     factors = _recorded("scale", scale, buffers), _recorded("decay", decay, buffers)
-    torch.ops.fusedaccum.accumulate_(
-        buffers, grads, *factors, overwrite, seed, counters, _parts(stats, buffers), backend
-    )
+    _call("accumulate_", low, buffers, grads, *factors, overwrite, seed, counters, _parts(stats, buffers), backend)
 
 
-def scale_(tensors: Sequence[Tensor], scale: Scalar, stats: Stats | None, backend: str | None) -> None:
+def scale_(
+    tensors: Sequence[Tensor], scale: Scalar, low: Sequence[Tensor] | None, stats: Stats | None, backend: str | None
+) -> None:
     _check_tensors("tensors", tensors)
-    torch.ops.fusedaccum.scale_(tensors, _recorded("scale", scale, tensors), _parts(stats, tensors), backend)
+    _check_low({"tensors": tensors}, low, "tensors")
+    _call("scale_", low, tensors, _recorded("scale", scale, tensors), _parts(stats, tensors), backend)
 
 
 def cast_(
-    outs: Sequence[Tensor], ins: Sequence[Tensor], scale: Scalar, stats: Stats | None, backend: str | None
+    outs: Sequence[Tensor],
+    ins: Sequence[Tensor],
+    scale: Scalar,
+    low: Sequence[Tensor] | None,
+    stats: Stats | None,
+    backend: str | None,
 ) -> None:
     _check_tensors("outs", outs)
     _check_tensors("ins", ins)
-    torch.ops.fusedaccum.cast_(outs, ins, _recorded("scale", scale, outs), _parts(stats, outs), backend)
+    _check_low({"outs": outs, "ins": ins}, low, "ins")
+    _call("cast_", low, outs, ins, _recorded("scale", scale, outs), _parts(stats, outs), backend)
 
 
-def stats(tensors: Sequence[Tensor], backend: str | None) -> Stats:
+def stats(tensors: Sequence[Tensor], low: Sequence[Tensor] | None, backend: str | None) -> Stats:
     _check_tensors("tensors", tensors)
-    return Stats(*torch.ops.fusedaccum.stats(tensors, backend))
+    _check_low({"tensors": tensors}, low, "tensors")
+    return Stats(*_call("stats", low, tensors, backend))
+
+
+def _call(op: str, low: Sequence[Tensor] | None, *others: Any) -> Any:
+    overloads = getattr(torch.ops.fusedaccum, op)
+    return overloads.default(*others) if low is None else overloads.low(*others, low)
 
 
 def _check_tensors(name: str, tensors: Any) -> None:
     arguments.check_is_list(name, tensors)
     for k, x in enumerate(tensors):
         arguments.check_is_tensor(f"{name}[{k}]", x)
+
+
+def _check_low(lists: dict[str, Any], low: Any, of: str) -> None:
+    if low is not None:
+        arguments.check_low(lists, low, of)
 
 
 def _device(tensors: Sequence[Tensor]) -> torch.device | None:
@@ -107,18 +128,28 @@ def _signed(number: int) -> int:
 # -- on real tensors, and on those of a trace ------------------------------------------------------------------------------------
 
 
-def _define(schema: str, run: Callable[..., Any], trace: Callable[..., Any]) -> None:
-    name = schema[: schema.index("(")]
-    # The order of elements in memory decides which random number each gets, and in what order squares are added.
-    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    _LIBRARY.impl(name, fallthrough_kernel, "Autograd")  # gradients are not tracked
-    register_fake(f"fusedaccum::{name}", trace, lib=_LIBRARY)
+def _define(op: str, signature: str, low: str, run: Callable[..., Any], trace: Callable[..., Any]) -> None:
+    """Both overloads: with a last argument for the low parts, and without."""
+    taken, _, returned = signature.partition(" -> ")
+    for name, arguments_of in ((op, taken), (f"{op}.low", f"{taken}, {low}")):
+        # The order of elements in memory decides which random number each gets, and in what order squares are added.
+        tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+        _LIBRARY.define(f"{name}({arguments_of}) -> {returned}", tags=tags)
+        _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+        _LIBRARY.impl(name, fallthrough_kernel, "Autograd")  # gradients are not tracked
+        register_fake(f"fusedaccum::{name}", trace, lib=_LIBRARY)
 
 
-def _check_traced(op: str, backend: str | None, factors: dict[str, Tensor], lists: dict[str, list[Tensor]]) -> None:
+def _check_traced(
+    op: str,
+    backend: str | None,
+    factors: dict[str, Tensor],
+    lists: dict[str, list[Tensor]],
+    low: list[Tensor] | None,
+    of: str,
+) -> None:
     written = op != "stats"
-    arguments.check_lists(lists, written, in_memory=False)
+    arguments.check_lists(lists, written, in_memory=False, low=low, of=of)
     outs_name, outs = next(iter(lists.items()))
     if written and _OFFSETS_GO_WRONG and torch._guards.TracingContext.try_get() is not None:  # torch.compile is at work
         _refuse_offsets(outs_name, outs)
@@ -151,34 +182,62 @@ def _run_accumulate_(
     counters: list[int],
     stats: list[Tensor],
     backend: str | None,
+    low: list[Tensor] | None = None,
 ) -> None:
     rounding = None if seed is None else StochasticRounding(seed % _WRAP, [counter % _WRAP for counter in counters])
-    eager.accumulate_(buffers, grads, scale, overwrite, decay, rounding, _joined(stats), backend)
+    eager.accumulate_(buffers, grads, scale, overwrite, decay, rounding, low, _joined(stats), backend)
 
 
-def _trace_accumulate_(buffers: list[Tensor], grads: list[Tensor], scale: Tensor, decay: Tensor, *others: Any) -> None:
+def _trace_accumulate_(
+    buffers: list[Tensor],
+    grads: list[Tensor],
+    scale: Tensor,
+    decay: Tensor,
+    overwrite: bool,
+    seed: int | None,
+    counters: list[int],
+    stats: list[Tensor],
+    backend: str | None,
+    low: list[Tensor] | None = None,
+) -> None:
     factors = {"scale": scale, "decay": decay}
-    _check_traced("accumulate_", others[-1], factors, {"buffers": buffers, "grads": grads})
+    _check_traced("accumulate_", backend, factors, {"buffers": buffers, "grads": grads}, low, "buffers")
 
 
 _define(
-    "accumulate_(Tensor(a!)[] buffers, Tensor[] grads, Tensor scale, Tensor decay, bool overwrite, SymInt? seed, SymInt[] counters, "
-    "Tensor(b!)[] stats, str? backend) -> ()",
+    "accumulate_",
+    "Tensor(a!)[] buffers, Tensor[] grads, Tensor scale, Tensor decay, bool overwrite, SymInt? seed, SymInt[] counters, "
+    "Tensor(b!)[] stats, str? backend -> ()",
+    "Tensor(c!)[] low",
     _run_accumulate_,
     _trace_accumulate_,
 )
 
 
-def _run_scale_(tensors: list[Tensor], scale: Tensor, stats: list[Tensor], backend: str | None) -> None:
-    eager.scale_(tensors, scale, _joined(stats), backend)
+def _run_scale_(
+    tensors: list[Tensor],
+    scale: Tensor,
+    stats: list[Tensor],
+    backend: str | None,
+    low: list[Tensor] | None = None,
+) -> None:
+    eager.scale_(tensors, scale, low, _joined(stats), backend)
 
 
-def _trace_scale_(tensors: list[Tensor], scale: Tensor, *others: Any) -> None:
-    _check_traced("scale_", others[-1], {"scale": scale}, {"tensors": tensors})
+def _trace_scale_(
+    tensors: list[Tensor],
+    scale: Tensor,
+    stats: list[Tensor],
+    backend: str | None,
+    low: list[Tensor] | None = None,
+) -> None:
+    _check_traced("scale_", backend, {"scale": scale}, {"tensors": tensors}, low, "tensors")
 
 
 _define(
-    "scale_(Tensor(a!)[] tensors, Tensor scale, Tensor(b!)[] stats, str? backend) -> ()",
+    "scale_",
+    "Tensor(a!)[] tensors, Tensor scale, Tensor(b!)[] stats, str? backend -> ()",
+    "Tensor(c!)[] low",
     _run_scale_,
     _trace_scale_,
 )
@@ -190,30 +249,40 @@ def _run_cast_(
     scale: Tensor,
     stats: list[Tensor],
     backend: str | None,
+    low: list[Tensor] | None = None,
 ) -> None:
-    eager.cast_(outs, ins, scale, _joined(stats), backend)
+    eager.cast_(outs, ins, scale, low, _joined(stats), backend)
 
 
-def _trace_cast_(outs: list[Tensor], ins: list[Tensor], scale: Tensor, *others: Any) -> None:
-    _check_traced("cast_", others[-1], {"scale": scale}, {"outs": outs, "ins": ins})
+def _trace_cast_(
+    outs: list[Tensor],
+    ins: list[Tensor],
+    scale: Tensor,
+    stats: list[Tensor],
+    backend: str | None,
+    low: list[Tensor] | None = None,
+) -> None:
+    _check_traced("cast_", backend, {"scale": scale}, {"outs": outs, "ins": ins}, low, "ins")
 
 
 _define(
-    "cast_(Tensor(a!)[] outs, Tensor[] ins, Tensor scale, Tensor(b!)[] stats, str? backend) -> ()",
+    "cast_",
+    "Tensor(a!)[] outs, Tensor[] ins, Tensor scale, Tensor(b!)[] stats, str? backend -> ()",
+    "Tensor[] low",
     _run_cast_,
     _trace_cast_,
 )
 
 
-def _run_stats(tensors: list[Tensor], backend: str | None) -> tuple[Tensor, Tensor]:
-    found = eager.stats(tensors, backend)
+def _run_stats(tensors: list[Tensor], backend: str | None, low: list[Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    found = eager.stats(tensors, low, backend)
     return found.sq_norm, found.nonfinite
 
 
-def _trace_stats(tensors: list[Tensor], backend: str | None) -> tuple[Tensor, Tensor]:
-    _check_traced("stats", backend, {}, {"tensors": tensors})
+def _trace_stats(tensors: list[Tensor], backend: str | None, low: list[Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    _check_traced("stats", backend, {}, {"tensors": tensors}, low, "tensors")
     into = Stats.empty(_device(tensors) or "cpu")
     return into.sq_norm, into.nonfinite
 
 
-_define("stats(Tensor[] tensors, str? backend) -> (Tensor, Tensor)", _run_stats, _trace_stats)
+_define("stats", "Tensor[] tensors, str? backend -> (Tensor, Tensor)", "Tensor[] low", _run_stats, _trace_stats)
