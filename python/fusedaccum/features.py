@@ -22,6 +22,7 @@ from .extensions.lbfgs import EvaluatedWindows
 from .extensions.loop_warnings import LoopWarnings
 from .extensions.loss_scale import LossScale
 from .extensions.losses import Losses
+from .extensions.low_parts import LowParts
 from .extensions.low_precision import RandomRounding, RunningMeans
 from .extensions.main_grad import MainGrads
 from .extensions.master_weights import MasterWeights
@@ -57,6 +58,7 @@ FEATURES: list[tuple[Callable[[Settings, Optimizer], bool], type[Extension]]] = 
     (always, LossScale),  # divides after Losses, and reports over what the three above have
     (lambda settings, _: settings.buffer_dtype is None or settings.buffer_dtype.itemsize < 4, RunningMeans),
     (lambda settings, _: settings.rounding == "stochastic", RandomRounding),
+    (lambda settings, _: settings.rounding == "compensated", LowParts),
     (always, BatchNormStats),
     (always, BatchNormsLeftOut),
     (always, InPlaceLayers),

@@ -103,12 +103,13 @@ def count_added(accumulation: Accumulation, slot: Slot, announced: bool = True) 
     sums = accumulation.sums
     if not announced:
         sums.norms.invalidate_block(slot.block)
+        sums.set_by_others([slot])
         if accumulation.ledger.window.void:  # it will not be applied: nothing more is added
             slot.buffer.zero_()
     accumulation.ledger.micro.adds += 1
     sums.written([slot], 1.0)
     if measures(accumulation):
-        _measured(accumulation, ops.stats([slot.buffer], backend=sums.backend), [slot], 1.0)
+        _measured(accumulation, slot.ops.stats([slot.buffer], backend=sums.backend), [slot], 1.0)
 
 
 def _measured(accumulation: Accumulation, stats: ops.Stats, slots: Sequence[Slot], divisor: Scalar) -> None:
@@ -148,7 +149,8 @@ def one_call_each(
         slot, first = slots[i], slots[i].shown is None
         # After normalize_(), parameters that no pass has reached since still hold a mean.
         divisor, layout = None if first else identity(slot.divisor), slot.layout if measure else None
-        key = (slot.made_for.device, first, slot.half_precision, divisor, slot.averaged_by, layout, slot.part is None)
+        kind = (slot.half_precision, slot.ops, slot.averaged_by, slot.part is None)
+        key = (slot.made_for.device, first, kind, divisor, layout)
         calls.setdefault(key, []).append(i)
     if len(calls) == 1:  # as nearly always
         yield next(iter(calls)), slots, grads

@@ -73,7 +73,7 @@ class Slot:
     intercepted: bool = False  # True if extensions see its gradients before they are queued (C++ reads it)
     # True if the buffer is out of other code's reach, because p.grad does not show it. Its adds may end late.
     private: bool = False
-    ops: Any = ops  # has the accumulate_() that adds to the buffer, and the cast_() from there to the parameter
+    ops: Any = ops  # has the ops that read and write the buffer, and the cast_() from there to the parameter
     their_grad_dtype: torch.dtype | None = None  # what the parameter's grad_dtype was before it became ours
     frees_grad: bool = False  # True if it was made None, which allows any
 
@@ -303,6 +303,9 @@ class Buffers:
             for slot, _, offset in places:
                 slot.block, slot.buffer = block, block.view(slot, offset)
                 slot.offset, slot.address, slot.relaid = offset, slot.buffer.data_ptr(), False
+            for made in self._extensions.block_made:
+                made(block, members)
+            for slot in members:
                 slot.placed = True  # last: Ctrl-C may come before
 
     @property
@@ -352,11 +355,11 @@ class Buffers:
 
 
 def by_divisor(slots: Iterable[Slot]) -> Iterable[list[Slot]]:
-    """The slots in groups that share a device, and a divisor of what their buffers hold."""
+    """The slots in groups that share a device, ops, and a divisor of what their buffers hold."""
     groups: dict[tuple, list[Slot]] = {}
     group: list[Slot] = []
     for slot in slots:
         if not group or slot.block is not group[0].block or slot.divisor is not group[0].divisor:
-            group = groups.setdefault((slot.device, identity(slot.divisor)), [])
+            group = groups.setdefault((slot.device, slot.ops, identity(slot.divisor)), [])
         group.append(slot)
     return groups.values()

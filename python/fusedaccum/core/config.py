@@ -19,7 +19,7 @@ from .closures import check_steps_alone
 from .window import Schedule
 
 REDUCTIONS = ("mean", "sum", "none")
-ROUNDINGS = ("nearest", "stochastic")
+ROUNDINGS = ("nearest", "stochastic", "compensated")
 NONFINITE = ("propagate", "skip_window", "skip_micro_batch", "raise")
 BUFFER_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..scalars import Scalar
     from .accumulation import Accumulation
     from .apply import Closing, Conclusion
-    from .buffers import Slot
+    from .buffers import Block, Slot
     from .closures import Evaluated
     from .config import Settings
     from .window import MicroBatch
@@ -332,6 +332,15 @@ class Extension(MicroBatchEvents):
     def buffers_overwritten(self) -> None:
         """What the buffers hold, perhaps a gradient that was stepped, will be overwritten."""
 
+    def buffers_set(self, slots: Sequence[Slot]) -> None:
+        """Others than their ops have written these buffers, so that what is in them is all that they hold."""
+
+    def finishes(self, slots: Sequence[Slot], scale: Scalar) -> bool:
+        """True if this has made ``p.grad`` of the slots, which share their ops, the window's gradient, ``scale`` times what the buffers
+        hold; else the core scales them.
+        """
+        return False
+
     def sums_dropped(self) -> None:
         """Of what was added to the buffers so far, nothing counts any more."""
 
@@ -385,6 +394,9 @@ class Extension(MicroBatchEvents):
 
     def slot_made(self, slot: Slot) -> None:
         """A parameter has a slot, which has no buffer yet. May say where that will be, what adds to it, and what shows it."""
+
+    def block_made(self, block: Block, slots: Sequence[Slot]) -> None:
+        """The buffers of these slots, all that lie in ``block``, have memory, which holds nothing yet."""
 
     def parameters_come(self, slots: Sequence[Slot], all_of_them: bool) -> None:
         """The wrapper has these slots, too, or, if they are ``all_of_them``, no others.

@@ -95,6 +95,7 @@ def adopt(sums: Sums, slot: Slot) -> None:
     if slot.param.grad is not None:
         sums.copied[slot] = weakref.ref(slot.param.grad), grad._version
     ops.cast_([slot.buffer], [grad.detach()], backend=sums.backend)
+    sums.set_by_others([slot])
     by_hand = 1.0 if sums.normalized_by is None else sums.normalized_by
     sums.written([slot], by_hand if shown is None else slot.divisor)
 
@@ -115,6 +116,7 @@ def notice_writes(sums: Sums, slot: Slot) -> None:
     if not slot.block.untouched_by_user:
         sums.changed_by_user = sums.written_over = True
         sums.norms.invalidate_block(slot.block)
+        sums.set_by_others([other for other in sums.buffers.slots if other.placed and other.block is slot.block])
         slot.block.written()
 
 

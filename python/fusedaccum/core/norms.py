@@ -60,7 +60,7 @@ class SquaredNorms:
         readings = [reading for reading in known if self._still_true(reading, wanted)]
         covered = set().union(*(reading.covers for reading in readings))
         for unread in by_divisor(slot for slot in slots if slot not in covered):
-            sq_norm = ops.stats([slot.buffer for slot in unread], backend=self._backend).sq_norm
+            sq_norm = unread[0].ops.stats([slot.buffer for slot in unread], backend=self._backend).sq_norm
             readings.append(_Reading(sq_norm, unread[0].divisor, set()))
         device = slots[0].device if slots else torch.device("cpu")
         parts = [

@@ -188,13 +188,20 @@ class Sums:
         """Put a saved sum back."""
         self.place([slot])
         slot.buffer.copy_(saved)
+        self.set_by_others([slot])
         self.written([slot], divisor)
 
     def zero_(self, slots: Sequence[Slot]) -> None:
         """Make the sums of ``slots`` zero."""
         self.place(slots)
         torch._foreach_zero_([slot.buffer for slot in slots])
+        self.set_by_others(slots)
         self.written(slots, 1.0)
+
+    def set_by_others(self, slots: Sequence[Slot]) -> None:
+        """Others than their ops have written these buffers."""
+        for buffers_set in self._extensions.buffers_set:
+            buffers_set(slots)
 
     def sq_norm(self, slots: Sequence[Slot]) -> Tensor:
         """Sum of squares of the sums of ``slots``; free if the last adds have measured it. Parts are summed over their processes."""
@@ -240,11 +247,15 @@ class Sums:
         grad_views.adopt_all(self, self.buffers.slots)
         self.normalized_by = None
 
-    def _divide_(self, slots: Sequence[Slot], divisor: Scalar, coef: Scalar = 1.0) -> None:
+    def _divide_(self, slots: Sequence[Slot], divisor: Scalar, coef: Scalar = 1.0, last: bool = False) -> None:
         for members in by_divisor(slots):
-            scale = _rescaling(members[0], divisor, coef)
-            if isinstance(scale, Tensor) or scale != 1.0:
-                ops.scale_(list(map(BUFFER, members)), to_device(scale, members[0].device), backend=self.backend)
+            scale = to_device(_rescaling(members[0], divisor, coef), members[0].device)
+            for finishes in self._extensions.finishes if last else ():
+                if finishes(members, scale):
+                    break
+            else:
+                if isinstance(scale, Tensor) or scale != 1.0:
+                    members[0].ops.scale_(list(map(BUFFER, members)), scale, backend=self.backend)
             self.written(members, divisor)
 
     def finish_(self, slots: Sequence[Slot], divisor: Scalar, coef: Scalar) -> None:
@@ -261,7 +272,7 @@ class Sums:
                 cast.setdefault(slot.block, []).append(slot)
         self.check_whole()
         self.half_divided = True  # as divide_() has it
-        self._divide_(same, divisor, coef)
+        self._divide_(same, divisor, coef, last=True)
         for block, members in cast.items():
             if len({identity(slot.divisor) for slot in members}) > 1:
                 self._divide_(members, divisor)

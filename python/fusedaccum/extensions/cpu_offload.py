@@ -87,6 +87,8 @@ class CpuOffload(Extension):
 
     # -- adding ------------------------------------------------------------------------------------------------
 
+    scale_, stats = staticmethod(ops.scale_), staticmethod(ops.stats)
+
     def accumulate_(
         self,
         buffers: Sequence[Tensor],

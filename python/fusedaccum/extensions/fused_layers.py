@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from .. import ops
 from ..core import adding, grad_views
 from ..engine import without_grad
 from ..scalars import identity
@@ -51,7 +52,7 @@ def add_by(accumulation: Accumulation, write: Write, parameter: Parameter, fits:
 
 def _takes_directly(accumulation: Accumulation, slot: Slot) -> bool:
     """True if the pass that is running here has a gradient for the slot's ``p.grad`` that may be added at once, unseen, for good."""
-    seen_whole = accumulation.holds or slot.half_precision or slot.private or slot.part is not None
+    seen_whole = accumulation.holds or slot.half_precision or slot.ops is not ops or slot.part is not None
     micro = accumulation.ledger.micro
     again = micro is not None and micro.repeatable
     return not (seen_whole or again) and accumulation.collector.accumulates(slot)

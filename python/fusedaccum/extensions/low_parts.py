@@ -1,0 +1,138 @@
+"""``rounding="compensated"``: sums of 24 bits, of which a bf16 buffer is the upper half and one more byte of memory the rest.
+
+``p.grad`` is the buffer, so every optimizer takes it as it is, without a cast or a copy. At the window's end one pass makes it the
+gradient, rounded to nearest even; the low parts do not count from then on. Formulas: ``low`` in :mod:`fusedaccum.ops`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from .. import ops
+from ..core.buffers import Block, Slot
+from ..core.extension import Extension
+from ..parts import local_of
+from ..scalars import Scalar
+
+if TYPE_CHECKING:
+    from ..core.config import Settings
+
+
+class LowParts(Extension):
+    """The ops of buffers that have a low part beside them."""
+
+    key = "low_parts"
+
+    @classmethod
+    def refuses(cls, settings: Settings, inner: Optimizer) -> None:
+        if settings.buffer_dtype not in (None, torch.bfloat16):
+            raise ValueError(
+                f"rounding='compensated' is for bf16 buffers, with the range of FP32, but buffer_dtype is {settings.buffer_dtype}; use "
+                "buffer_dtype=torch.bfloat16, or rounding='nearest'"
+            )
+        if settings.buffer_device is not None:
+            raise ValueError(
+                "rounding='compensated' does not work with buffer_device='cpu', where memory is not short; leave it out, with "
+                "buffer_dtype=torch.float32"
+            )
+
+    def check_parameter(self, name: str, parameter: Parameter, settings: Settings, left: bool) -> None:
+        if local_of(parameter) is not parameter:
+            raise ValueError(
+                f"rounding='compensated' does not work with parameter {name}, which is a DTensor; use buffer_dtype=torch.float32"
+            )
+        if parameter.dtype == torch.float16 and settings.buffer_dtype is None:
+            raise ValueError(
+                f"rounding='compensated' keeps sums, which FP16 has not the range for, but parameter {name} is {parameter.dtype}; use "
+                "buffer_dtype=torch.float32, or rounding='stochastic'"
+            )
+
+    def __init__(self) -> None:
+        self._low: dict[Tensor, Tensor] = {}  # of the buffers that have one
+        self._void: set[Tensor] = set()  # buffers whose low part does not count, and is zeroed before it is read
+
+    # -- buffers -----------------------------------------------------------------------------------------------
+
+    def parameters_changed(self, new: Sequence[Slot]) -> None:
+        for slot in new:
+            if slot.dtype == torch.bfloat16:
+                slot.ops, slot.half_precision = self, False  # it holds a sum, not a running mean
+        here = {slot.buffer for slot in self.accumulation.sums.buffers.slots if slot.placed}
+        for gone in self._low.keys() - here:
+            del self._low[gone]
+        self._void &= here
+
+    def block_made(self, block: Block, slots: Sequence[Slot]) -> None:
+        if slots[0].ops is self:
+            flat = torch.empty_like(block.flat, dtype=torch.int8)
+            for slot in slots:
+                self._low[slot.buffer] = flat.as_strided(slot.buffer.shape, slot.buffer.stride(), slot.offset)
+
+    def buffers_set(self, slots: Sequence[Slot]) -> None:
+        self._void.update(slot.buffer for slot in slots if slot.ops is self)
+
+    def finishes(self, slots: Sequence[Slot], scale: Scalar) -> bool:
+        if slots[0].ops is not self:
+            return False
+        buffers = [slot.buffer for slot in slots]
+        low = self._of(buffers)
+        self._void.update(buffers)
+        ops.cast_(buffers, buffers, scale, low=low, backend=self.accumulation.sums.backend)
+        return True
+
+    def _of(self, buffers: Sequence[Tensor], overwrite: bool = False) -> list[Tensor]:
+        """The low parts, for an op that reads them, or overwrites them together with the buffers."""
+        low = [self._low[buffer] for buffer in buffers]
+        void = self._void.intersection(buffers) if self._void else set()
+        if void and not overwrite:
+            torch._foreach_zero_([self._low[buffer] for buffer in void])
+        self._void -= void
+        return low
+
+    # -- their ops ---------------------------------------------------------------------------------------------
+
+    def accumulate_(
+        self,
+        buffers: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        scale: Scalar,
+        *,
+        overwrite: bool,
+        rounding: None,
+        **how: Any,
+    ) -> None:
+        ops.accumulate_(buffers, grads, scale, overwrite=overwrite, low=self._of(buffers, overwrite), **how)
+
+    def scale_(self, buffers: Sequence[Tensor], scale: Scalar, *, backend: str) -> None:
+        ops.scale_(buffers, scale, low=self._of(buffers), backend=backend)
+
+    def stats(self, buffers: Sequence[Tensor], *, backend: str) -> ops.Stats:
+        return ops.stats(buffers, low=self._of(buffers), backend=backend)
+
+    # -- ranks and checkpoints ---------------------------------------------------------------------------------
+
+    def check_shared(self) -> None:
+        raise ValueError(
+            "rounding='compensated' does not work with ranks that share windows, because collectives add only one of the two parts of its "
+            "sums; use buffer_dtype=torch.float32 there"
+        )
+
+    def save(self) -> dict[int, Tensor]:
+        sums = self.accumulation.sums
+        slots = [slot for slot in sums.buffers.slots if slot.ops is self and slot.shown is not None]
+        return {slot.index: self._of([slot.buffer])[0].clone() for slot in slots}
+
+    def load(self, saved: dict[int, Tensor]) -> None:
+        slots = self.accumulation.sums.buffers.slots
+        for index, low in saved.items():
+            if slots[index].shown is not None:
+                self._of([slots[index].buffer])[0].copy_(low)
+
+    def started_anew(self) -> None:
+        pass  # a sum that has no low part is a bf16 number
