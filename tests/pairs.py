@@ -92,6 +92,7 @@ ON = {
     "LossScale": On(scaler=True),
     "RunningMeans": On({"buffer_dtype": None}),
     "RandomRounding": On({"buffer_dtype": None, "rounding": "stochastic"}),
+    "LowParts": On({"buffer_dtype": torch.bfloat16, "rounding": "compensated"}),
     "BatchNormStats": On(prepare=fa.accumulate_batchnorm),
     "InPlaceLayers": On(sums=True, prepare=add_in_place),
     "MainGrads": On(sums=True, prepare=mark),

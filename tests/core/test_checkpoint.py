@@ -58,6 +58,7 @@ SETUPS = {
     "bf16": (torch.bfloat16, {}),
     "bf16 masters": (torch.bfloat16, {"master_weights": True}),
     "bf16 buffers": (torch.bfloat16, {"buffer_dtype": None}),
+    "bf16 compensated": (torch.bfloat16, {"buffer_dtype": torch.bfloat16, "rounding": "compensated"}),
     "bf16 stochastic": (torch.bfloat16, {"buffer_dtype": torch.bfloat16, "rounding": "stochastic"}),
     "skip_window": (torch.float32, {"nonfinite": "skip_window"}),
     "skip_micro_batch": (torch.float32, {"nonfinite": "skip_micro_batch"}),

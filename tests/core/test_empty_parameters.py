@@ -64,6 +64,7 @@ MODES = {
     "16-bit buffers": (torch.float32, sgd, {"buffer_dtype": None}),
     "bf16 buffers": (torch.bfloat16, sgd, {"buffer_dtype": torch.bfloat16, "rounding": "stochastic"}),
     "fp64 buffers": (torch.float32, sgd, {"buffer_dtype": torch.float64}),
+    "low parts": (torch.bfloat16, sgd, {"buffer_dtype": torch.bfloat16, "rounding": "compensated"}),
     "masters": (torch.bfloat16, sgd, {"master_weights": True}),
     "masters of a fused optimizer": (torch.bfloat16, adamw(fused=True), {"master_weights": True}),
     "fused": (torch.float32, adamw(fused=True), {"max_grad_norm": math.inf}),

@@ -16,7 +16,9 @@ ELSEWHERE = {
 }
 REFUSED = {
     *(("SkipMicroBatch", "MainGrads"), ("Raise", "MainGrads")),  # the first do not see those layers' gradients
-    *(("RunningMeans", "MasterWeights"), ("RandomRounding", "MasterWeights")),  # which takes FP32 gradients
+    *(
+        (narrow, "MasterWeights") for narrow in ("RunningMeans", "RandomRounding", "LowParts")
+    ),  # which takes FP32 gradients
 }
 
 

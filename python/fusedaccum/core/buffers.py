@@ -308,11 +308,6 @@ class Buffers:
             for slot in members:
                 slot.placed = True  # last: Ctrl-C may come before
 
-    @property
-    def moved(self) -> bool:
-        """True if any parameter has changed its dtype or device since it was wrapped."""
-        return any(slot.made_for[:2] != Form.of(slot.param)[:2] for slot in self.slots)
-
     def check_unchanged(self) -> None:
         """Raises as :meth:`Slot.check_unchanged` and extensions do."""
         # Every step() calls this, so it compares what is cheap and nearly always shows a change. The rest shows when a gradient arrives.

@@ -33,8 +33,7 @@ class AccumulatingOptimizer(Wrapper):
     The window's gradient is ``sum(w_i * g_i) / sum(w_i)`` for ``reduction="mean"`` (w_i = 1 unless given),
     ``sum(g_i) / sum(w_i)`` for ``"sum"``, ``sum(g_i)`` for ``"none"``. Gradients accumulate in buffers of
     ``buffer_dtype``, by one fused call per bucket, during backward. ``p.grad`` is the buffer; within a window it holds the running
-    sum (in 16-bit buffers the running mean, which cannot overflow where the window's gradient fits; under ``"none"`` or with
-    ``rounding="compensated"``, the sum).
+    sum (in 16-bit buffers the running mean, which cannot overflow where the window's gradient fits, unless ``"none"`` or compensated).
 
     Args:
         optimizer: any ``torch.optim.Optimizer``; kept as ``.optimizer``. ``param_groups`` and ``state`` are its own.
@@ -44,15 +43,14 @@ class AccumulatingOptimizer(Wrapper):
         reduction: what a micro-batch's loss is: a ``"mean"`` over its items, a ``"sum"`` over them (which the weights divide), or, with
             ``"none"``, normalised by the caller, or a sum that stays a sum.
         buffer_dtype: dtype of the buffers, or None for the parameter's own; never narrower than the gradient (``p.grad_dtype``).
-        rounding: ``"nearest"``, or for 16-bit buffers: ``"stochastic"``, seeded from PyTorch's default generator (of one of the ranks);
-            ``"compensated"``, for bf16: one more byte keeps what rounding to bf16 would drop, so that sums have 24 bits.
+        rounding: ``"nearest"``, or for 16-bit buffers ``"stochastic"`` (seeded from PyTorch's default generator, of one of the ranks),
+            or for bf16 ``"compensated"``: one more byte keeps what rounding would drop, so that sums have 24 bits.
         master_weights: keep FP32 copies of 16-bit parameters and step those.
         max_grad_norm: clip the window's gradient to this 2-norm (``math.inf`` only measures it).
         nonfinite: ``"propagate"``; ``"skip_window"`` does not apply a window that holds a NaN or an infinity;
             ``"skip_micro_batch"`` leaves the bad micro-batch out without a trace, and therefore holds its gradients until its
             backward is over; ``"raise"`` does so too, and raises FloatingPointError at ``step()``.
-        backend: ``"auto"``, ``"cuda"``, ``"triton"``, ``"cpu"`` or ``"reference"``; for ``"auto"`` the environment variable
-            FUSEDACCUM_BACKEND decides, if set.
+        backend: ``"cuda"``, ``"triton"``, ``"cpu"``, ``"reference"``, or ``"auto"``: what the variable FUSEDACCUM_BACKEND says, if set.
         buffer_device: ``"cpu"`` keeps the buffers in CPU memory, and with ``master_weights=True`` also the weights that are stepped and the
             optimizer's state; gradients leave the device during backward. ``p.grad`` stays None except during the inner step.
         process_group: ranks that share windows: gradients and weights are summed over all of them (under ``"none"``, the

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from operator import attrgetter
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .. import ops
 from ..engine import outside_graphs
 from ..scalars import Scalar, div, identity, to_device, to_device_of
 from . import grad_views
@@ -120,14 +119,6 @@ class Sums:
         )
 
     @property
-    def left_in_place(self) -> bool:
-        """True if ``p.grad`` shows some of the gradient of the window that has closed: nobody has called ``zero_grad()`` since."""
-        return self.closed == self.begun and any(
-            slot.shown is not None and slot.holder.grad is slot.shown and not slot.private
-            for slot in self.buffers.slots
-        )
-
-    @property
     def written_by_user(self) -> bool:
         """True if other code has written to the sums that ``p.grad`` shows, or replaced them, as far as that can be told."""
         if self.written_by_layers or self.normalized_by is not None:
@@ -167,13 +158,6 @@ class Sums:
         for block in self.buffers.blocks:
             block.written()
         self.closed = self.begun
-
-    def drop(self, slots: Sequence[Slot]) -> None:
-        """Drop what was accumulated for these slots, which are gone."""
-        self.changed_by_user = self.changed_by_user or bool(slots)
-        for slot in slots:
-            if slot.holder.grad is slot.shown:
-                slot.show(None)
 
     def slots_with_grad(self) -> list[Slot]:
         """The slots that hold a gradient now, each in its buffer. Raises RuntimeError if some sums are divided and others are not."""
@@ -221,13 +205,6 @@ class Sums:
                 part = first.part.sum_over_parts(part.to(first.device))
             parts.append(part)
         return torch.stack([part.to(parts[0].device) for part in parts]).sum()
-
-    def count_nonfinite(self, grads: Iterable[Tensor]) -> int:
-        """How many elements are NaN or infinite; waits for the device."""
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for grad in grads:
-            by_device.setdefault(grad.device, []).append(grad)
-        return sum(int(ops.stats(batch, backend=self.backend).nonfinite) for batch in by_device.values())
 
     def divide_(self, slots: Sequence[Slot], divisor: Scalar, coef: Scalar = 1.0) -> None:
         """Make each buffer ``coef * sum / divisor``: one pass, or none if that changes nothing."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch.nn import Parameter
 
+from ..core.buffers import Form
 from ..core.extension import Extension
 from ..core.parameters import hook, unhook
 
@@ -15,8 +16,9 @@ class ChangingParameters(Extension):
 
     def outdated(self) -> bool:
         """True if parameters were moved or cast."""
-        accumulation = self.accumulation
-        return accumulation.sums.buffers.moved or bool(accumulation.collector.unhooked)
+        slots = self.accumulation.sums.buffers.slots
+        moved = any(slot.made_for[:2] != Form.of(slot.param)[:2] for slot in slots)
+        return moved or bool(self.accumulation.collector.unhooked)
 
     def rearrange(self, parameters: Sequence[tuple[str, Parameter]]) -> None:
         """Raises ValueError if the ranks' parameters differ, RuntimeError if they share an open window."""
@@ -39,7 +41,10 @@ class ChangingParameters(Extension):
         for moved in accumulation.extensions.parameters_moved:
             moved({places[slot]: slot.index for slot in slots if slot in places})
         gone = [slot for slot in places if slot.param not in buffers.of]
-        sums.drop(gone)
+        for slot in gone:
+            sums.changed_by_user = True
+            if slot.holder.grad is slot.shown:
+                slot.show(None)
         unhook(accumulation, gone)
         if not accumulation.ledger.is_open:
             sums.begin()

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ..core.apply import Conclusion
+    from ..core.sums import Sums
     from ..core.window import MicroBatch
 
 HALF_PRECISION = attrgetter("half_precision")
@@ -82,7 +83,7 @@ class LoopWarnings(Extension):
     def window_begins(self, backward: bool) -> None:
         accumulation = self.accumulation
         self._weighed = None
-        self._not_zeroed = backward and accumulation.settings.drop_in and accumulation.sums.left_in_place
+        self._not_zeroed = backward and accumulation.settings.drop_in and _left_in_place(accumulation.sums)
 
     def window_kept(self) -> None:
         micro = self.accumulation.ledger.micro
@@ -131,3 +132,10 @@ class LoopWarnings(Extension):
             f"sum, {so}. Instead, clip with max_grad_norm= or after opt.normalize_(), zero with opt.zero_grad(), add gradients of "
             "your own with torch.autograd.backward(parameters, gradients), or divide the losses yourself under reduction='none'.",
         )
+
+
+def _left_in_place(sums: Sums) -> bool:
+    """True if ``p.grad`` shows some of the gradient of the window that has closed: nobody has called ``zero_grad()`` since."""
+    return sums.closed == sums.begun and any(
+        slot.shown is not None and slot.holder.grad is slot.shown and not slot.private for slot in sums.buffers.slots
+    )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .. import ops
 from ..core.buffers import Slot
 from ..core.extension import Extension, Instead
 from ..distributed.shards import local_gradient, over_meshes, summed_gradient
@@ -17,6 +18,7 @@ from ..scalars import as_tensor, to_device
 
 if TYPE_CHECKING:
     from ..core.apply import Conclusion
+    from ..core.sums import Sums
 
 
 def _report(end: Conclusion) -> None:
@@ -42,7 +44,7 @@ class SkipWindow(Extension):
     def finished(self, cast: list[Slot]) -> bool:
         """False if a finite FP32 gradient has become infinite in FP16. (bf16 has FP32's range.) Waits for the device."""
         sums = self.accumulation.sums
-        found = sums.count_nonfinite(grad for slot in cast if (grad := slot.holder.grad) is not None) if cast else 0
+        found = count(sums, [grad for slot in cast if (grad := slot.holder.grad) is not None])
         if sums.over_owners is not None:
             found = int(sums.over_owners(torch.tensor(found)))
         return found == 0
@@ -79,7 +81,7 @@ class SkipMicroBatch(Extension):
         ranks, slots, micro = accumulation.ranks, accumulation.sums.buffers.slots, accumulation.ledger.micro
         ranks.check_droppable(slots)
         looked_at = [*map(summed_gradient, held), *(slot.buffer for slot in added)]
-        found = ranks.of_all_parts(accumulation.sums.count_nonfinite(looked_at))
+        found = ranks.of_all_parts(count(accumulation.sums, looked_at))
         found = over_meshes("SUM", found, slots, ranks.size)
         if not found or (float(micro.factor) == 0 and not accumulation.weighs_loss):
             return True
@@ -154,3 +156,11 @@ class Raise(SkipMicroBatch):
             raise FloatingPointError(
                 f"the gradient of {names} holds NaN or infinity; the micro-batch was dropped, and training can go on"
             )
+
+
+def count(sums: Sums, tensors: Sequence[Tensor]) -> int:
+    """How many elements are NaN or infinite; waits for the device."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        by_device.setdefault(tensor.device, []).append(tensor)
+    return sum(int(ops.stats(batch, backend=sums.backend).nonfinite) for batch in by_device.values())
