@@ -103,7 +103,14 @@ def test_dtypes_and_backends(worlds, settings, tolerance):
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"buffer_dtype": torch.bfloat16}, {"buffer_dtype": None}, {"master_weights": True}]
+    "settings",
+    [
+        {},
+        {"buffer_dtype": torch.bfloat16},
+        {"buffer_dtype": None},
+        {"buffer_dtype": None, "rounding": "compensated"},
+        {"master_weights": True},
+    ],
 )
 def test_16_bit_models(worlds, settings):
     theirs, _ = literal(sgd, False, dtype=torch.bfloat16)

@@ -258,13 +258,6 @@ class Closing:
         factors = [normalizing() for normalizing in self._accumulation.extensions.normalizing]
         self._sums.normalize_(or_one(divisor), product(factors))
 
-    def show_gradient(self) -> Conclusion:
-        """The open window is complete: make ``p.grad`` its gradient, for an extension that has the inner optimizer step with it."""
-        end = conclude(self._accumulation)
-        self._sums.finish_(end.slots, end.divisor, end.coef)
-        self._sums.shown_as_is()
-        return end
-
     def stepped_with(self, end: Conclusion) -> None:
         """The inner optimizer has stepped with the gradient of this window."""
         self._ledger.close_window()

@@ -236,16 +236,9 @@ class Buffers:
 
     def add(self, parameters: Iterable[tuple[str, Parameter]]) -> list[Slot]:
         """Make slots for parameters that have none yet."""
-        fresh = [self._made(name, p) for name, p in parameters]
+        fresh = [self.made(name, p) for name, p in parameters]
         self.replace([*self.slots, *fresh])
         return fresh
-
-    def arrange(self, parameters: Sequence[tuple[str, Parameter]]) -> list[Slot]:
-        """The slots of these parameters, some of which may have none yet: theirs are not here before :meth:`replace`."""
-        slots = [self.of.get(p) or self._made(name, p) for name, p in parameters]
-        for slot, (name, _) in zip(slots, parameters, strict=True):
-            slot.name = name
-        return slots
 
     def replace(self, slots: Sequence[Slot]) -> None:
         """Have these slots, in this order. Others leave; their storage remains until :meth:`free`."""
@@ -266,16 +259,12 @@ class Buffers:
         self.blocks.clear()
         self.private = False
 
-    def _made(self, name: str, p: Parameter) -> Slot:
+    def made(self, name: str, p: Parameter) -> Slot:
+        """A new slot, which is not here before :meth:`replace`."""
         slot = Slot(p, name, buffer_dtype(gradient_dtype(p), self._asked), p.device)
         for made in self._extensions.slot_made:
             made(slot)
         return slot
-
-    def look_again(self, slots: Sequence[Slot]) -> None:
-        """Another wrapper, which had these parameters until now, has given their grad_dtype back."""
-        for slot in slots:
-            slot.set_dtype(buffer_dtype(gradient_dtype(slot.param), self._asked))
 
     def allocate(self, slots: Sequence[Slot]) -> None:
         """Allocate storage for those of ``slots`` that have none."""

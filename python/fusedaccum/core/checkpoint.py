@@ -5,6 +5,8 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from ..engine import without_grad
 from ..older_checkpoints import as_now
 from ..parts import local_of
@@ -47,7 +49,7 @@ def save(opt: Wrapper) -> dict[str, Any]:
         "micro_batch": micro,
         "rejected": list(accumulation.rejected),
         "norms": [] if window is None else sums.norms.save(),
-        "buffers": {slot.index: _saved(slot) for slot in gathered},
+        "buffers": {slot.index: _saved(slot, sums.saved(slot)) for slot in gathered},
         "changed_by_user": sums.changed_by_user,
         "unseen": sorted(slot.index for slot in ranks.shown_for_others),
         **{key: e.save() for key, e in accumulation.extensions.saved.items()},
@@ -74,8 +76,7 @@ def plain(record: Window | MicroBatch) -> dict[str, Any]:
     return {k: v.name if isinstance(v, Enum) else copied(v) for k, v in vars(record).items() if k not in UNSAVED}
 
 
-def _saved(slot: Slot) -> dict[str, Any]:
-    kept = slot.buffer.clone()
+def _saved(slot: Slot, kept: Tensor) -> dict[str, Any]:
     return {"sum": kept if slot.part is None else slot.part.wrap(kept), "divisor": slot.divisor}
 
 

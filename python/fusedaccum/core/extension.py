@@ -335,6 +335,14 @@ class Extension(MicroBatchEvents):
     def buffers_set(self, slots: Sequence[Slot]) -> None:
         """Others than their ops have written these buffers, so that what is in them is all that they hold."""
 
+    def read_sums(self, slots: Sequence[Slot], outs: Sequence[Tensor]) -> bool:
+        """True if the slots' buffers hold sums in a form of this extension's, and these have been written to ``outs``, in FP32."""
+        return False
+
+    def write_sums(self, slots: Sequence[Slot], sums: Sequence[Tensor]) -> bool:
+        """True if the slots' buffers hold sums in a form of this extension's, and now these ``sums``."""
+        return False
+
     def finishes(self, slots: Sequence[Slot], scale: Scalar) -> bool:
         """True if this has made ``p.grad`` of the slots, which share their ops, the window's gradient, ``scale`` times what the buffers
         hold; else the core scales them.

@@ -168,11 +168,27 @@ class Sums:
         grad_views.adopt_all(self, self.buffers.slots)
         return [slot for slot in self.buffers.slots if slot.shown is not None]
 
+    def saved(self, slot: Slot) -> Tensor:
+        """A copy of a sum, as it is to be put back."""
+        if self._extensions.read_sums and self.read(
+            [slot], [wide := torch.empty_like(slot.buffer, dtype=torch.float32)]
+        ):
+            return wide
+        return slot.buffer.clone()
+
+    def read(self, slots: Sequence[Slot], outs: Sequence[Tensor]) -> bool:
+        """True if the buffers hold sums in another form, which are in ``outs`` then, in FP32."""
+        return any(reads(slots, outs) for reads in self._extensions.read_sums)
+
+    def write(self, slots: Sequence[Slot], sums: Sequence[Tensor]) -> bool:
+        """True if the buffers hold sums in another form, and now these."""
+        return any(writes(slots, sums) for writes in self._extensions.write_sums)
+
     def restore(self, slot: Slot, saved: Tensor, divisor: Scalar) -> None:
         """Put a saved sum back."""
         self.place([slot])
-        slot.buffer.copy_(saved)
-        self.set_by_others([slot])
+        if not self.write([slot], [saved]):
+            slot.buffer.copy_(saved)
         self.written([slot], divisor)
 
     def zero_(self, slots: Sequence[Slot]) -> None:

@@ -53,6 +53,11 @@ class ReduceBucket:
     def half_precision(self) -> bool:
         return self.slots[0].half_precision
 
+    def within(self, memory: Tensor) -> list[Tensor]:
+        """The slots' parts of such a stretch of memory."""
+        first = self.slots[-1].offset
+        return [memory.as_strided(slot.buffer.shape, slot.buffer.stride(), slot.offset - first) for slot in self.slots]
+
 
 @dataclass
 class InFlight:
@@ -61,16 +66,19 @@ class InFlight:
     bucket: ReduceBucket
     work: dist.Work | None
     sum: Tensor | None  # where it arrives, if not where it belongs; has elements to spare
+    wide: Tensor | None  # its sums in FP32, if they travel in place of what its buffers hold
 
-    def arrive(self, group: Group, backend: str) -> None:
+    def arrive(self, group: Group, sums: Sums) -> None:
         """Wait for it (on a GPU: let the current stream wait), and put it where it belongs."""
         if self.work is not None:
             with group.talking():
                 self.work.wait()
             if self.sum is not None:
-                put_in_place(self.sum, self.bucket.memory, backend)
+                put_in_place(self.sum, self.bucket.memory if self.wide is None else self.wide, sums.backend)
+            if self.wide is not None:
+                sums.write(self.bucket.slots, self.bucket.within(self.wide))
             self.bucket.block.written()
-        self.work = self.sum = None
+        self.work = self.sum = self.wide = None
 
 
 class ReduceBuckets:
@@ -251,19 +259,27 @@ class ReduceBuckets:
         self._missing.pop(bucket, None)
         shown = [slot for slot in bucket.slots if slot.shown is not None]
         self._sums.divide_(shown, self._divisor(bucket), self._mean)
-        without = [slot.buffer for slot in bucket.slots if slot.shown is None]
+        without = [slot for slot in bucket.slots if slot.shown is None]
         if without:
-            torch._foreach_zero_(without)
+            torch._foreach_zero_([slot.buffer for slot in without])
+            self._sums.set_by_others(without)
         # What is sent again holds a sum that was rounded before: rounded once more each time, it would lose small gradients.
         first = bucket not in self._sent
         self._sent.add(bucket)
-        if self._narrowed is not None and first and bucket.memory.dtype != self._comm_dtype:
-            for flight in [flight for flight in self._in_flight if flight.work is not None][: 1 - UNDER_WAY]:
-                flight.arrive(self._group, self._sums.backend)
-            self._in_flight.append(InFlight(bucket, *self._narrowed.send(bucket.memory, bucket.owner)))
+        wide = torch.zeros_like(bucket.memory, dtype=torch.float32) if bucket.slots[0].ops is not ops else None
+        if wide is not None and not self._sums.read(bucket.slots, bucket.within(wide)):
+            wide = None
+        sent = bucket.memory if wide is None else wide
+        narrowed = self._narrowed if first and sent.dtype != self._comm_dtype else None
+        for flight in [flight for flight in self._in_flight if flight.work is not None][: 1 - UNDER_WAY]:
+            if narrowed is not None or wide is not None:
+                flight.arrive(self._group, self._sums)
+        if narrowed is not None:
+            work, total = narrowed.send(sent, bucket.owner)
+            self._in_flight.append(InFlight(bucket, work, total, wide))
         else:
             with self._group.talking() as group:
-                self._in_flight.append(InFlight(bucket, self._reduce(bucket.memory, bucket.owner, group), None))
+                self._in_flight.append(InFlight(bucket, self._reduce(sent, bucket.owner, group), None, wide))
         bucket.block.written()
         self._sums.norms.invalidate(bucket.slots)
         for slot in bucket.slots:
@@ -277,7 +293,7 @@ class ReduceBuckets:
     def arrive(self) -> None:
         """Wait for what is on its way."""
         for flight in self._in_flight:
-            flight.arrive(self._group, self._sums.backend)
+            flight.arrive(self._group, self._sums)
 
     def _divisor(self, bucket: ReduceBucket) -> Scalar:
         """What 16-bit buffers are divided by when sent: the sum of all ranks might overflow where the window's gradient fits."""
@@ -291,12 +307,14 @@ class ReduceBuckets:
         bucket = flight.bucket
         if bucket.stale:
             return
-        flight.arrive(self._group, self._sums.backend)
+        flight.arrive(self._group, self._sums)
         if self._group.rank != (bucket.owner or 0):
             bucket.memory.zero_()
+            self._sums.set_by_others(bucket.slots)
             bucket.block.written()
         elif self._mean != 1.0:
-            bucket.memory.mul_(self._group.size)
+            buffers = [slot.buffer for slot in bucket.slots]
+            bucket.slots[0].ops.scale_(buffers, float(self._group.size), backend=self._sums.backend)
             bucket.block.written()
         self.show(bucket.slots)
         bucket.stale = True

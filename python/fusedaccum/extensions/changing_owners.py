@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ..core.buffers import Slot
+from ..core.buffers import Slot, buffer_dtype, gradient_dtype
 from ..core.extension import Extension
 from ..core.parameters import accumulation_of, let_go
 from ..warn import callers_line, warn
@@ -49,7 +49,8 @@ class ChangingOwners(Extension):
         owners = {owner for slot in new if (owner := accumulation_of(slot.param)) is not None}
         for other in {owner.extensions.of(ChangingOwners) for owner in owners} - {self}:
             other._leave(self._name)
-            self.accumulation.sums.buffers.look_again(new)
+            for slot in new:  # whose grad_dtype the other has given back
+                slot.set_dtype(buffer_dtype(gradient_dtype(slot.param), self.accumulation.settings.buffer_dtype))
 
     def _leave(self, successor: str) -> None:
         """Another wrapper has been built for some of the parameters."""

@@ -30,7 +30,9 @@ class ChangingParameters(Extension):
                 "removes, replaces or reorders some: assign when a step(), flush() or reset() has closed the window on all ranks"
             )
         places = {slot: slot.index for slot in buffers.slots}
-        slots = buffers.arrange(parameters)
+        slots = [buffers.of.get(p) or buffers.made(name, p) for name, p in parameters]
+        for slot, (name, _) in zip(slots, parameters, strict=True):
+            slot.name = name
         buffers.replace(slots)
         try:
             for come in accumulation.extensions.parameters_come:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
+from ..core.apply import conclude
 from ..core.buffers import Slot
 from ..core.extension import Extension
 from ..scalars import Scalar
@@ -81,7 +82,9 @@ class EvaluatedWindows(Extension):
             if end is None or not closing.still_shows(end):
                 with torch.no_grad():
                     accumulation.end_micro_batch(weight)
-                    end = closing.show_gradient()
+                    end = conclude(accumulation)
+                    accumulation.sums.finish_(end.slots, end.divisor, end.coef)
+                    accumulation.sums.shown_as_is()
             return loss
 
         loss = self.inner.step(evaluate)

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from .. import ops
 from ..core.buffers import Block, Slot
 from ..core.extension import Extension
-from ..parts import local_of
 from ..scalars import Scalar
 
 if TYPE_CHECKING:
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
 
 class LowParts(Extension):
     """The ops of buffers that have a low part beside them."""
-
-    key = "low_parts"
 
     @classmethod
     def refuses(cls, settings: Settings, inner: Optimizer) -> None:
@@ -43,10 +40,6 @@ class LowParts(Extension):
             )
 
     def check_parameter(self, name: str, parameter: Parameter, settings: Settings, left: bool) -> None:
-        if local_of(parameter) is not parameter:
-            raise ValueError(
-                f"rounding='compensated' does not work with parameter {name}, which is a DTensor; use buffer_dtype=torch.float32"
-            )
         if parameter.dtype == torch.float16 and settings.buffer_dtype is None:
             raise ValueError(
                 f"rounding='compensated' keeps sums, which FP16 has not the range for, but parameter {name} is {parameter.dtype}; use "
@@ -115,24 +108,18 @@ class LowParts(Extension):
     def stats(self, buffers: Sequence[Tensor], *, backend: str) -> ops.Stats:
         return ops.stats(buffers, low=self._of(buffers), backend=backend)
 
-    # -- ranks and checkpoints ---------------------------------------------------------------------------------
+    # -- ranks and checkpoints, which take FP32 -----------------------------------------------------------------
 
-    def check_shared(self) -> None:
-        raise ValueError(
-            "rounding='compensated' does not work with ranks that share windows, because collectives add only one of the two parts of its "
-            "sums; use buffer_dtype=torch.float32 there"
-        )
+    def read_sums(self, slots: Sequence[Slot], outs: Sequence[Tensor]) -> bool:
+        if slots[0].ops is not self:
+            return False
+        buffers = [slot.buffer for slot in slots]
+        ops.cast_(outs, buffers, low=self._of(buffers), backend=self.accumulation.sums.backend)
+        return True
 
-    def save(self) -> dict[int, Tensor]:
-        sums = self.accumulation.sums
-        slots = [slot for slot in sums.buffers.slots if slot.ops is self and slot.shown is not None]
-        return {slot.index: self._of([slot.buffer])[0].clone() for slot in slots}
-
-    def load(self, saved: dict[int, Tensor]) -> None:
-        slots = self.accumulation.sums.buffers.slots
-        for index, low in saved.items():
-            if slots[index].shown is not None:
-                self._of([slots[index].buffer])[0].copy_(low)
-
-    def started_anew(self) -> None:
-        pass  # a sum that has no low part is a bf16 number
+    def write_sums(self, slots: Sequence[Slot], sums: Sequence[Tensor]) -> bool:
+        if slots[0].ops is not self:
+            return False
+        buffers, backend = [slot.buffer for slot in slots], self.accumulation.sums.backend
+        self.accumulate_(buffers, sums, 1.0, overwrite=True, rounding=None, backend=backend)
+        return True
