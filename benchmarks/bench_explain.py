@@ -27,6 +27,7 @@ MICRO_BATCHES = 8
 SET_NAMES = ("gpt2-124m", "resnet-101")
 SETTINGS: dict[str, dict[str, object]] = {
     "FP32 buffers": {},
+    "24-bit sums": {"buffer_dtype": torch.bfloat16, "rounding": "compensated"},
     "16-bit buffers": {"buffer_dtype": None, "rounding": "stochastic"},
     "master weights": {"master_weights": True},
     "skip_micro_batch": {"nonfinite": "skip_micro_batch"},

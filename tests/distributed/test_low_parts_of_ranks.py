@@ -80,7 +80,10 @@ def by_modules(rank, kind, settings):
     if kind == "ddp":
         net = DistributedDataParallel(net)
     else:
-        mesh, added = init_device_mesh("cpu", (dist.get_world_size(),)), MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        mesh, added = (
+            init_device_mesh("cpu", (dist.get_world_size(),)),
+            MixedPrecisionPolicy(reduce_dtype=torch.float32),
+        )
         fully_shard(net, mesh=mesh, mp_policy=added)
     opt = fa.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=0.05), 4, **settings)
     generator = torch.Generator().manual_seed(rank)

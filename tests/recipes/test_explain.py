@@ -17,6 +17,7 @@ pytestmark = pytest.mark.long
 BATCH, MICRO_BATCH = 32, 8
 SETTINGS = {
     "FP32 buffers": {},
+    "24-bit sums": {"buffer_dtype": torch.bfloat16, "rounding": "compensated"},
     "16-bit buffers": {"buffer_dtype": None, "rounding": "stochastic"},
     "master weights": {"master_weights": True},
     "skip_micro_batch": {"nonfinite": "skip_micro_batch"},
@@ -50,7 +51,7 @@ def offered(name, dtype, embedding=False):
     """Does fa.explain offer this mode for parameters of this dtype on the CPU?"""
     if name == "fused layers":  # there the product has one dtype
         return embedding or dtype == "fp32"
-    return dtype in ("bf16", "mixed") or name not in ("16-bit buffers", "master weights")
+    return dtype in ("bf16", "mixed") or name not in ("24-bit sums", "16-bit buffers", "master weights")
 
 
 def modes(model, **how):
@@ -127,7 +128,7 @@ def counts(monkeypatch):
         return sum(x.nbytes for x in tensors)
 
     def accumulate_(buffers, grads, *args, overwrite=False, **kwargs):
-        found.append(size(grads) + (1 if overwrite else 2) * size(buffers))
+        found.append(size(grads) + (1 if overwrite else 2) * size([*buffers, *(kwargs.get("low") or ())]))
         return ops["accumulate_"](buffers, grads, *args, overwrite=overwrite, **kwargs)
 
     def scale_(tensors, *args, **kwargs):
@@ -135,7 +136,7 @@ def counts(monkeypatch):
         return ops["scale_"](tensors, *args, **kwargs)
 
     def cast_(outs, ins, *args, **kwargs):
-        found.append(size(outs) + size(ins))
+        found.append(size(outs) + size(ins) + size(kwargs.get("low") or ()))
         return ops["cast_"](outs, ins, *args, **kwargs)
 
     def stats(tensors, **kwargs):
@@ -256,6 +257,7 @@ GIB = 2**30
         ("bf16", None, "FP32 buffers"),
         ("bf16", 2 * GIB, "FP32 buffers"),
         ("bf16", int(1.78 * GIB), "fused layers"),
+        ("bf16", int(1.10 * GIB), "24-bit sums"),
         ("bf16", int(0.90 * GIB), "16-bit buffers"),
         ("bf16", int(0.64 * GIB), "buffers in CPU memory"),
         ("fp32", 4 * GIB, "FP32 buffers"),

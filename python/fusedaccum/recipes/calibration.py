@@ -71,6 +71,9 @@ def _one_pass(kernel: Kernel, sizes: list[int], device: torch.device) -> Callabl
         sent = kernel.lane == "cpu" or op == "pack"
         calls = [(views[i:j], grads[i:j]) for i, j in buckets([size * source.itemsize for size in sizes], device, sent)]
         return {"add_": _adds, "pack": _packs}.get(op, _accumulations)(kernel, calls)
+    if op == "round":
+        low = _flat(sizes, torch.int8, where)[1]
+        return lambda: ops.cast_(views, views, 0.999, low=low)
     if op == "scale":
         return lambda: ops.scale_(views, 0.999)
     if op == "narrow":
@@ -98,12 +101,14 @@ Calls = list[tuple[list[Tensor], list[Tensor]]]
 
 def _accumulations(kernel: Kernel, calls: Calls) -> Callable[[], object]:
     overwrite = kernel.op == "overwrite"
-    mean = 0.5 if kernel.into.itemsize < 4 and not overwrite else 1.0  # 16-bit buffers hold a running mean
+    # 16-bit buffers hold a running mean, unless there is a byte more.
+    mean = 0.5 if kernel.into.itemsize < 4 and not (overwrite or kernel.low) else 1.0
+    low = [[torch.zeros_like(x, dtype=torch.int8) for x in buffers] if kernel.low else None for buffers, _ in calls]
 
     def run() -> None:
-        for buffers, grads in calls:
+        for (buffers, grads), theirs in zip(calls, low, strict=True):
             draws = ops.StochasticRounding(1, [0] * len(buffers)) if kernel.stochastic else None
-            ops.accumulate_(buffers, grads, mean, overwrite=overwrite, decay=mean, rounding=draws)
+            ops.accumulate_(buffers, grads, mean, overwrite=overwrite, decay=mean, rounding=draws, low=theirs)
 
     return run
 

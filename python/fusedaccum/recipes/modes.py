@@ -26,18 +26,20 @@ class Kernel(NamedTuple):
     into: torch.dtype
     lane: str = "device"
     stochastic: bool = False
+    low: bool = False  # True if the sums have a byte more, beside the buffer
 
     @property
     def bytes(self) -> int:
         """Bytes that it reads and writes per element."""
-        g, b = self.source.itemsize, self.into.itemsize
+        g, b = self.source.itemsize, self.into.itemsize + self.low
         return {"add": g + 2 * b, "add_": g + 2 * b, "scale": 2 * b, "read": g, "zero": b, "link": g}.get(
             self.op, g + b
         )
 
     def __str__(self) -> str:
         short = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
-        return f"{self.op} {short[self.source]}→{short[self.into]}{' stochastic' if self.stochastic else ''}"
+        into = "24 bits" if self.low else short[self.into]
+        return f"{self.op} {short[self.source]}→{into}{' stochastic' if self.stochastic else ''}"
 
 
 class Pass(NamedTuple):
@@ -66,6 +68,10 @@ class Way:
     fused: bool = False
     plain: bool = False
 
+    def low(self, buffers: torch.dtype) -> bool:
+        """True if sums in ``buffers`` of this dtype have a byte more beside them."""
+        return "compensated" in self.arguments and buffers == torch.bfloat16
+
     def stepped(self, dtype: torch.dtype) -> torch.dtype:
         """What the inner optimizer steps in place of a parameter of ``dtype``."""
         return torch.promote_types(dtype, torch.float32) if self.masters else dtype
@@ -73,6 +79,7 @@ class Way:
 
 DEFAULT = Way("FP32 buffers")
 FUSED = Way("fused layers", fused=True)
+COMPENSATED = Way("24-bit sums", 'buffer_dtype=torch.bfloat16, rounding="compensated"', buffers=torch.bfloat16)
 STOCHASTIC = Way("16-bit buffers", 'buffer_dtype=None, rounding="stochastic"', buffers=None)
 MASTERS = Way("master weights", "master_weights=True", masters=True)
 HELD = Way("skip_micro_batch", 'nonfinite="skip_micro_batch"', held=True)
@@ -186,6 +193,7 @@ class Parameters:
         """The modes to choose from, ours in the order of preference if memory allows."""
         ways = [DEFAULT]
         ways += [FUSED] if self.linear or self.embedding else []
+        ways += [COMPENSATED] if any(p.dtype == torch.bfloat16 for p in self.trained) else []
         ways += [STOCHASTIC] if self.narrow else []
         ways += [OFFLOADED, ALL_OFFLOADED] if self.device.type != "cpu" else []
         ways += [MASTERS] if self.narrow else []
@@ -207,8 +215,9 @@ def priced(way: Way, of: Parameters, micro_batches: int, optimizer: Any) -> Mode
         memory["buffers"] = nbytes(of.trained)
         memory["gradients"] = max(local_of(p).nbytes for p in of.trained) if micro_batches > 1 else 0
     else:
+        dtypes = {p: buffer_dtype(gradient_dtype(p), way.buffers) for p in of.trained}
         there["buffers"] = sum(
-            padded(local_of(p).numel()) * buffer_dtype(gradient_dtype(p), way.buffers).itemsize for p in of.trained
+            padded(local_of(p).numel()) * (dtype.itemsize + way.low(dtype)) for p, dtype in dtypes.items()
         )
         memory["gradients"] = nbytes(on_the_way) if way.held else largest_bucket(on_the_way, of.device, way.offloaded)
     # Those that autograd adds up from the parts of several layers before they arrive.
@@ -279,7 +288,8 @@ def passes(way: Way, of: Parameters, micro_batches: int, optimizer: Any) -> list
             found.append(Pass(Kernel("zero", buffers, buffers), zeroed, 1))
         here = elements - numel(fused)
         found += _accumulation(way, dtype, buffers, here, micro_batches)
-        found += _closing(way, dtype, buffers, elements, micro_batches == 1 or handed_on)
+        as_it_is = handed_on or (micro_batches == 1 and not way.low(buffers))
+        found += _closing(way, dtype, buffers, elements, as_it_is)
     return [p for p in found if p.times and p.elements]
 
 
@@ -290,8 +300,9 @@ def _accumulation(way: Way, dtype: torch.dtype, buffers: torch.dtype, elements: 
     if way.offloaded:  # a gradient leaves its device
         found.append(Pass(Kernel("pack", dtype, dtype), elements, times))
         found.append(Pass(Kernel("link", dtype, dtype, "link"), elements, times))
-    found.append(Pass(Kernel("overwrite", dtype, buffers, lane, stochastic), elements, 1))
-    found.append(Pass(Kernel("add", dtype, buffers, lane, stochastic), elements, times - 1))
+    low = way.low(buffers)
+    found.append(Pass(Kernel("overwrite", dtype, buffers, lane, stochastic, low), elements, 1))
+    found.append(Pass(Kernel("add", dtype, buffers, lane, stochastic, low), elements, times - 1))
     return found
 
 
@@ -299,7 +310,9 @@ def _closing(way: Way, dtype: torch.dtype, buffers: torch.dtype, elements: int, 
     lane = "cpu" if way.offloaded else "device"
     stepped = way.stepped(dtype)
     kernels = []
-    if buffers != stepped:
+    if way.low(buffers) and not as_it_is:
+        kernels.append(Kernel("round", buffers, stepped, lane, low=True))
+    elif buffers != stepped:
         kernels.append(Kernel("narrow", buffers, stepped, lane))
     elif buffers.itemsize >= 4 and not as_it_is:  # narrower buffers hold the mean already
         kernels.append(Kernel("scale", buffers, buffers, lane))
