@@ -48,7 +48,8 @@ class AccumulatingOptimizer(Wrapper):
             ``"none"``, normalised by the caller, or a sum that stays a sum.
         buffer_dtype: dtype of the buffers, or None for the parameter's own; never narrower than the gradient (``p.grad_dtype``).
         rounding: ``"nearest"``, or ``"stochastic"`` for 16-bit buffers; seeded from PyTorch's default generator (of one of the ranks).
-        master_weights: keep FP32 copies of 16-bit parameters and step those.
+        master_weights: keep FP32 copies of 16-bit parameters and step those. ``"split"``: a bf16 parameter and an int16 tensor beside it
+            are its FP32 copy, in 4 bytes in place of 6; joined for the step, part by part.
         max_grad_norm: clip the window's gradient to this 2-norm (``math.inf`` only measures it).
         nonfinite: ``"propagate"``; ``"skip_window"`` does not apply a window that holds a NaN or an infinity;
             ``"skip_micro_batch"`` leaves the bad micro-batch out without a trace, and therefore holds its gradients until its
@@ -88,7 +89,7 @@ class AccumulatingOptimizer(Wrapper):
         reduction: str = "mean",
         buffer_dtype: torch.dtype | None = torch.float32,
         rounding: str = "nearest",
-        master_weights: bool = False,
+        master_weights: bool | str = False,
         max_grad_norm: float | None = None,
         nonfinite: str = "propagate",
         backend: str = "auto",
@@ -384,8 +385,8 @@ class AccumulatingOptimizer(Wrapper):
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state dict plus one key, ``"fusedaccum"``: the open window with its buffers, and master weights.
 
-        Tensors and plain values only (``torch.load(weights_only=True)`` reads it). Buffers are copies, for which it allocates; masters and
-        the inner optimizer's state are the live tensors, as in PyTorch, and change with the next step. Waits for the device only with
+        Tensors and plain values only (``torch.load(weights_only=True)`` reads it). Buffers and split masters are copies, for which it
+        allocates; other masters and the inner optimizer's state are the live tensors, as in PyTorch, and change with the next step. Waits for the device only with
         ``buffer_device``. A plain optimizer can load it too, and ignores the key.
 
         Raises:
