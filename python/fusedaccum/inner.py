@@ -48,6 +48,7 @@ def is_patched(inner: Optimizer) -> bool:
 
 def steps_each_alone(inner: Optimizer) -> bool:
     """True if stepping some parameters, then the others, is equivalent: for PyTorch's own optimizers, if no hook counts the steps."""
+    if not type(inner).__module__.startswith("torch.optim.") or is_patched(inner):
+        return False
     hooks = (inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks)
-    everybody = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
-    return type(inner).__module__.startswith("torch.optim.") and not is_patched(inner) and not any((*hooks, *everybody))
+    return not any((*hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))

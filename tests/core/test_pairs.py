@@ -17,6 +17,7 @@ ELSEWHERE = {
 REFUSED = {
     *(("SkipMicroBatch", "MainGrads"), ("Raise", "MainGrads")),  # the first do not see those layers' gradients
     *(("RunningMeans", "MasterWeights"), ("RandomRounding", "MasterWeights")),  # which takes FP32 gradients
+    *(("RunningMeans", "SplitMasters"), ("RandomRounding", "SplitMasters")),  # as these do
 }
 
 

@@ -386,8 +386,8 @@ class AccumulatingOptimizer(Wrapper):
         """The inner optimizer's state dict plus one key, ``"fusedaccum"``: the open window with its buffers, and master weights.
 
         Tensors and plain values only (``torch.load(weights_only=True)`` reads it). Buffers and split masters are copies, for which it
-        allocates; other masters and the inner optimizer's state are the live tensors, as in PyTorch, and change with the next step. Waits for the device only with
-        ``buffer_device``. A plain optimizer can load it too, and ignores the key.
+        allocates; other masters and the inner optimizer's state are the live tensors, as in PyTorch, and change with the next step. Waits
+        for the device only with ``buffer_device``. A plain optimizer can load it too, and ignores the key.
 
         Raises:
             RuntimeError: within ``micro_batch()`` or a backward; after ``normalize_()`` with a process group; FSDP2 holds gradients back;

@@ -65,8 +65,8 @@ class SplitMasters(MasterWeights):
     def check_parameter(self, name: str, parameter: Parameter, settings: Settings, left: bool) -> None:
         if parameter.dtype == torch.float16:
             raise ValueError(
-                f"master_weights='split' does not work with parameter {name}, which is torch.float16 and has not the range of FP32, so that "
-                "it cannot be the upper half of an FP32 number; use bf16 parameters, or master_weights=True"
+                f"master_weights='split' does not work with parameter {name}, which is torch.float16 and has not the range of FP32, so it "
+                "cannot be the upper half of an FP32 number; use bf16 parameters, or master_weights=True"
             )
         if is_shard(parameter) and parameter.dtype == torch.bfloat16:
             raise ValueError(
