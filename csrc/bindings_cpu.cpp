@@ -38,9 +38,11 @@ void run(const Lists& lists, const Request<double>& request) {
     const at::Tensor& out = *outs[k];
     const at::Tensor& in = *ins[k];
     if (request.op != Op::kStats) fusedaccum::bump_version(out);
-    pairs.push_back({lists.written(k), lists.read(k), out.numel(), dtype_of(out), dtype_of(in)});
+    pairs.push_back({lists.written(k), lists.read(k), out.numel(), dtype_of(out), dtype_of(in), lists.low(k)});
   }
-  const Call call{request.op, request.overwrite, request.scale, request.decay, request.stochastic, request.seed, request.counters};
+  lists.bump_low(request.op);
+  const Call call{request.op,         request.overwrite, request.scale,    request.decay,
+                  request.stochastic, request.seed,      request.counters, lists.low_parts()};
   const Statistics& stats = request.stats;
   Partial total{0.0, 0};
   {
@@ -56,6 +58,7 @@ void run(const Lists& lists, const Request<double>& request) {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   fusedaccum::define_ops(m, run);
+  m.attr("TAKES_LOW") = true;
   fusedaccum::define_lists(m);
   m.def("capability", [] { return std::string(fusedaccum::cpu::kernels().name); }, "The instruction set whose kernels are in use");
   m.def("capabilities", &fusedaccum::cpu::capabilities, "What this CPU can run, the best last");

@@ -62,11 +62,14 @@ inline void define_lists(pybind11::module_& m) {
   namespace py = pybind11;
   const char* verdicts = "0: kernels can run on these lists; 1: after copies; 2: fusedaccum.ops.arguments knows why not";
   m.def(
-      "predicate", [](py::handle outs, bool written) -> int { return Lists(outs, written).verdict(); }, py::arg("outs"), py::arg("written"),
-      verdicts);
+      "predicate", [](py::handle outs, bool written, py::handle low, bool) -> int { return Lists(outs, written, low).verdict(); },
+      py::arg("outs"), py::arg("written"), py::arg("low") = py::none(), py::arg("of_ins") = false, verdicts);
   m.def(
-      "predicate", [](py::handle outs, py::handle ins, bool written) -> int { return Lists(outs, ins, written).verdict(); },
-      py::arg("outs"), py::arg("ins"), py::arg("written"), verdicts);
+      "predicate",
+      [](py::handle outs, py::handle ins, bool written, py::handle low, bool of_ins) -> int {
+        return Lists(outs, ins, written, low, of_ins).verdict();
+      },
+      py::arg("outs"), py::arg("ins"), py::arg("written"), py::arg("low") = py::none(), py::arg("of_ins") = false, verdicts);
   m.def(
       "increment_version",
       [](const std::vector<at::Tensor>& tensors) {

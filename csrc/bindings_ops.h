@@ -46,33 +46,35 @@ void define_ops(pybind11::module_& m, void (*run)(const Lists& lists, const Requ
     return kFlat;
   };
   const auto accumulate = [checked](py::handle buffers, py::handle grads, Number scale, bool overwrite, Number decay, py::handle rounding,
-                                    py::handle stats) {
+                                    py::handle stats, py::handle low) {
     Request<Number> request{Op::kAccumulate, Statistics(stats), scale, decay, overwrite};
     if (!rounding.is_none()) {
       request.stochastic = true;
       request.seed = rounding.attr("seed").cast<uint64_t>();
       request.counters = rounding.attr("counters").cast<std::vector<uint64_t>>();
     }
-    return checked(Lists(buffers, grads, true), request);
+    return checked(Lists(buffers, grads, true, low, false), request);
   };
-  const auto scale = [checked](py::handle tensors, Number scale, py::handle stats) {
+  const auto scale = [checked](py::handle tensors, Number scale, py::handle stats, py::handle low) {
+    const Request<Number> request{low.is_none() ? Op::kCast : Op::kScale, Statistics(stats), scale};
+    return checked(Lists(tensors, true, low), request);
+  };
+  const auto cast = [checked](py::handle outs, py::handle ins, Number scale, py::handle stats, py::handle low) {
     const Request<Number> request{Op::kCast, Statistics(stats), scale};
-    return checked(Lists(tensors, true), request);
+    return checked(Lists(outs, ins, true, low, true), request);
   };
-  const auto cast = [checked](py::handle outs, py::handle ins, Number scale, py::handle stats) {
-    const Request<Number> request{Op::kCast, Statistics(stats), scale};
-    return checked(Lists(outs, ins, true), request);
-  };
-  const auto measure = [checked](py::handle tensors, py::handle into) {
+  const auto measure = [checked](py::handle tensors, py::handle into, py::handle low) {
     const Request<Number> request{Op::kStats, Statistics(into)};
-    return checked(Lists(tensors, false), request);
+    return checked(Lists(tensors, false, low), request);
   };
   m.attr("CHECKS_LISTS") = true;
   m.def("accumulate_", accumulate, py::arg("buffers"), py::arg("grads"), py::arg("scale"), py::arg("overwrite"), py::arg("decay"),
-        py::arg("rounding"), py::arg("stats"), "buffer = buffer * decay + grad * scale, or grad * scale with overwrite");
-  m.def("scale_", scale, py::arg("tensors"), py::arg("scale"), py::arg("stats"), "x = x * scale");
-  m.def("cast_", cast, py::arg("outs"), py::arg("ins"), py::arg("scale"), py::arg("stats"), "out = cast(in * scale)");
-  m.def("stats", measure, py::arg("tensors"), py::arg("into"), "squared norm and non-finite count");
+        py::arg("rounding"), py::arg("stats"), py::arg("low") = py::none(),
+        "buffer = buffer * decay + grad * scale, or grad * scale with overwrite");
+  m.def("scale_", scale, py::arg("tensors"), py::arg("scale"), py::arg("stats"), py::arg("low") = py::none(), "x = x * scale");
+  m.def("cast_", cast, py::arg("outs"), py::arg("ins"), py::arg("scale"), py::arg("stats"), py::arg("low") = py::none(),
+        "out = cast(in * scale)");
+  m.def("stats", measure, py::arg("tensors"), py::arg("into"), py::arg("low") = py::none(), "squared norm and non-finite count");
 }
 
 }  // namespace fusedaccum

@@ -77,6 +77,37 @@ FUSEDACCUM_HD U float_to_fp16(V x) {
   return ((w & 0x80000000u) >> 16) | (twice > 0xff000000u ? (w & 0u) + 0x7e00u : magnitude);
 }
 
+// -- numbers in two parts ----------------------------------------------------------------------------------------------
+//
+// A number's word W is (h << 16) + (low << kShift): h has the bits of a BF16, low is an integer of 8 bits (kShift 8, numbers of 24 bits)
+// or of 16 (kShift 0, FP32 numbers). h is the upper half of W + 0x8000, low begins at bit kShift of W. In 24-bit words, bits 0 to 7 mean
+// nothing.
+
+// What is added of a low part, sign-extended to 16 bits. Where other code has written 0 or, beside 8 bits, infinity to h alone, a low part
+// that was left there must not make that a NaN or a number: if negative, it is 0. H: uint16_t, or a vector of it.
+template <int kShift, class H>
+FUSEDACCUM_HD H low_part(H h, H low) {
+  const H twice = H(h + h);  // without the sign
+  const H clamped = H(low & H(H(low >> 15) - 1));
+  if constexpr (kShift == 8) {
+    return H(twice + 0x100) <= 0x100 ? clamped : low;  // also where h is NaN, and stays that
+  } else {
+    return twice == 0 ? clamped : low;
+  }
+}
+
+// The word of a number: of 24 bits, the nearest, ties to even, and infinity where h would be infinite. NaN becomes 0x7fc00000. Without
+// kCareful, x is neither NaN nor as large as that.
+template <int kShift, bool kCareful, class V, class U>
+FUSEDACCUM_HD U float_to_parts(V x) {
+  const U f = bitcast<U>(x);
+  U word = f;
+  if constexpr (kShift == 8) word = f + (0x7fu + ((f >> 8) & 1u));
+  if constexpr (kShift == 8 && kCareful) word = f + f >= 0xfefeff00u ? (f & 0x80000000u) | 0x7f800000u : word;
+  if constexpr (kCareful) word = x != x ? (f & 0u) + 0x7fc00000u : word;
+  return word;
+}
+
 // -- stochastic rounding -----------------------------------------------------------------------------------------------
 // r is a 16-bit random number; only the two neighbours of x can come out, the upper with probability = distance to the lower.
 // nearest_of(x) is x as FP16 in whatever way is the cheapest where this runs.

@@ -172,16 +172,42 @@ C10_ALWAYS_INLINE bool same_shape(const at::Tensor& x, const at::Tensor& y) {
   return true;
 }
 
-struct Judgement {
-  Verdict verdict = kFlat;
-  Stretches outs, ins;  // the memory of every tensor, unless they are refused
+// Low parts of a call's outputs or, with `of_ins`, of its inputs; none of a call without.
+struct Low {
+  bool given = false, of_ins = false;
+  Tensors tensors;
 };
 
+struct Judgement {
+  Verdict verdict = kFlat;
+  Stretches outs, ins, low;  // the memory of every tensor, unless they are refused
+};
+
+// The verdict on low parts of lists that are fine by themselves. Sets `stretches` to their memory.
+inline Verdict judge_low(const Tensors& outs, const Tensors& ins, const Low& low, bool written, Stretches& stretches) {
+  const Tensors &whole = low.of_ins ? ins : outs, &others = low.of_ins ? outs : ins;
+  if (low.tensors.size() != whole.size()) return kRefused;
+  stretches.resize(whole.size());
+  const bool inference = c10::InferenceMode::is_enabled();
+  Verdict verdict = kFlat;
+  for (std::size_t k = 0; k < whole.size(); ++k) {
+    const at::Tensor& x = *low.tensors[k];
+    const at::ScalarType type = x.scalar_type(), beside = others.empty() ? at::kBFloat16 : others[k]->scalar_type();
+    if (whole[k]->scalar_type() != at::kBFloat16 || (beside != at::kBFloat16 && beside != at::kFloat)) return kRefused;
+    if ((type != at::kChar && type != at::kShort) || type != low.tensors[0]->scalar_type()) return kRefused;
+    if (!plain(x) || x.device() != whole[k]->device() || !backed(x) || x.sizes() != whole[k]->sizes()) return kRefused;
+    if (written && (overlaps_itself(x) || (x.is_inference() && !inference))) return kRefused;
+    if (!flat_pair(*outs[k], x)) verdict = kStrided;
+    stretches[k] = memory(x, written);
+  }
+  return verdict;
+}
+
 // `ins` is empty for ops of one list.
-inline Judgement judge(const Tensors& outs, const Tensors& ins, bool written) {
+inline Judgement judge(const Tensors& outs, const Tensors& ins, bool written, const Low& low = {}) {
   const bool pairs = !ins.empty();
   const bool inference = c10::InferenceMode::is_enabled();
-  Judgement judged{kFlat, Stretches(outs.size()), Stretches(ins.size())};
+  Judgement judged{kFlat, Stretches(outs.size()), Stretches(ins.size()), {}};
   Kind out_kind, in_kind;  // of the last pair that was judged by itself, and flat
   for (std::size_t k = 0; k < outs.size(); ++k) {
     if (k + kAhead < outs.size()) {
@@ -200,7 +226,20 @@ inline Judgement judge(const Tensors& outs, const Tensors& ins, bool written) {
     judged.outs[k] = memory(out, written);
     if (pairs) judged.ins[k] = memory(in, false);
   }
-  if (written && share_memory(judged.outs, judged.ins)) judged.verdict = kRefused;
+  if (!low.given) {
+    if (written && share_memory(judged.outs, judged.ins)) judged.verdict = kRefused;
+    return judged;
+  }
+  judged.verdict = std::max(judged.verdict, judge_low(outs, ins, low, written && !low.of_ins, judged.low));
+  if (judged.verdict == kRefused || !written) return judged;
+  Stretches writes = judged.outs, reads = judged.low;
+  if (!low.of_ins) std::swap(writes, reads), writes.insert(writes.end(), reads.begin(), reads.end()), reads.clear();
+  for (std::size_t k = 0; k < ins.size(); ++k) {
+    const bool in_place = low.of_ins && judged.ins[k].begin == judged.outs[k].begin && outs[k]->dtype() == ins[k]->dtype() &&
+                          flat_pair(*outs[k], *ins[k]);  // an output may be the very memory of its input
+    if (!in_place) reads.push_back(judged.ins[k]);
+  }
+  if (share_memory(std::move(writes), reads)) judged.verdict = kRefused;
   return judged;
 }
 

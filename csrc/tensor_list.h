@@ -9,15 +9,21 @@
 
 namespace fusedaccum {
 
-// One or two Python lists or tuples of tensors, judged, and held so that the GIL may be released, whatever happens to the lists meanwhile.
+// What every op that writes tells autograd.
+inline void bump_version(const at::Tensor& x) {
+  if (!x.is_inference()) x.unsafeGetTensorImpl()->bump_version();
+}
+
+// One or two Python lists or tuples of tensors, and their low parts or None, judged, and held so that the GIL may be released, whatever
+// happens to the lists meanwhile.
 class Lists {
  public:
-  Lists(pybind11::handle outs, bool written) : one_(true) {
-    if (outs_.read(outs)) judged_ = judge(outs_.tensors, {}, written);
+  Lists(pybind11::handle outs, bool written, pybind11::handle low) : one_(true) {
+    if (outs_.read(outs) && read_low(low, false)) judged_ = judge(outs_.tensors, {}, written, low_);
   }
-  Lists(pybind11::handle outs, pybind11::handle ins, bool written) : one_(false) {
-    if (!outs_.read(outs) || !ins_.read(ins) || outs_.tensors.size() != ins_.tensors.size()) return;
-    judged_ = judge(outs_.tensors, ins_.tensors, written);
+  Lists(pybind11::handle outs, pybind11::handle ins, bool written, pybind11::handle low, bool of_ins) : one_(false) {
+    if (!outs_.read(outs) || !ins_.read(ins) || outs_.tensors.size() != ins_.tensors.size() || !read_low(low, of_ins)) return;
+    judged_ = judge(outs_.tensors, ins_.tensors, written, low_);
   }
   Verdict verdict() const { return judged_.verdict; }
   const Tensors& outs() const { return outs_.tensors; }
@@ -28,6 +34,16 @@ class Lists {
   bool writes(const void* address) const {
     const auto within = [at = static_cast<const char*>(address)](const Stretch& x) { return x.begin <= at && at < x.end; };
     return std::any_of(judged_.outs.begin(), judged_.outs.end(), within);
+  }
+  // Tells autograd, if the op writes the low parts.
+  void bump_low(Op op) const {
+    if (op == Op::kStats || low_.of_ins) return;
+    for (const at::Tensor* x : low_.tensors) bump_version(*x);
+  }
+  void* low(std::size_t k) const { return low_.given ? const_cast<char*>(judged_.low[k].begin) : nullptr; }
+  LowParts low_parts() const {
+    if (!low_.given || low_.tensors.empty()) return kNoLow;
+    return low_.tensors[0]->scalar_type() == at::kChar ? kInt8 : kInt16;
   }
   const void* read(std::size_t k) const { return one_ ? judged_.outs[k].begin : judged_.ins[k].begin; }
 
@@ -61,9 +77,17 @@ class Lists {
     }
   };
 
-  List outs_, ins_;
+  bool read_low(pybind11::handle low, bool of_ins) {
+    if (low.is_none()) return true;
+    if (!low_list_.read(low)) return false;
+    low_ = {true, of_ins, low_list_.tensors};
+    return true;
+  }
+
+  List outs_, ins_, low_list_;
+  Low low_;
   bool one_;
-  Judgement judged_{kRefused, {}, {}};
+  Judgement judged_{kRefused, {}, {}, {}};
 };
 
 // Of a tensor whose dtype is supported.
@@ -78,11 +102,6 @@ inline DType dtype_of(const at::Tensor& x) {
     default:
       return kFP16;
   }
-}
-
-// What every op that writes tells autograd.
-inline void bump_version(const at::Tensor& x) {
-  if (!x.is_inference()) x.unsafeGetTensorImpl()->bump_version();
 }
 
 }  // namespace fusedaccum

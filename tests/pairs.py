@@ -98,6 +98,7 @@ ON = {
     "MainGrads": On(sums=True, prepare=mark),
     "FusedOptimizers": On(fused=True, prepare=widen),
     "MasterWeights": On({"master_weights": True}),
+    "SplitMasters": On({"master_weights": "split"}),
 }
 
 

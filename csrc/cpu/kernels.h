@@ -26,6 +26,7 @@ struct Parameters {
   uint64_t seed;
   uint64_t counter;  // index of the random number of the first element
   bool prefetch;     // even where that does not always pay
+  void* low;         // low parts, of kernels that have them
 };
 
 // out[0..n) from in[0..n). Pointers need no alignment beyond their dtype's; nothing outside of [0, n) is touched.
@@ -34,10 +35,14 @@ using Kernel = void (*)(void* out, const void* in, int64_t n, const Parameters& 
 // The squares and the non-finite count of in[0..n). `prefetch`: as in Parameters.
 using StatsKernel = void (*)(const void* in, int64_t n, bool prefetch, Partial* partial);
 
+constexpr int kPartsModes = 16;
+
 struct KernelTable {
   const char* name;
   Kernel kernel[kModes][kDTypes][kDTypes];  // [mode][out][in], null where the mode makes no sense
   StatsKernel stats[kDTypes];
+  // [op][mode][low parts][the other tensor (gradient, or output of a cast) is FP32]; kStream needs low parts aligned to 32 bytes.
+  Kernel parts[static_cast<int>(Op::kOps)][kPartsModes][kLowParts][2];
 };
 
 extern const KernelTable kernels_default;

@@ -13,6 +13,7 @@ constexpr int64_t kChunkElements = 1 << 14;
 constexpr int64_t kAlone = 1 << 15;          // elements that are not worth waking another thread for
 constexpr int64_t kStreamedBytes = 4 << 20;  // outputs larger than this are not kept in the caches anyway
 constexpr int kZeros = 1 << 12;
+constexpr int64_t kLowSize[kLowParts + 1] = {1, 2, 0};
 
 // Read instead of a gradient when the scale is 0, so that its NaNs add nothing.
 alignas(64) const double zeros[kZeros] = {};
@@ -26,22 +27,23 @@ class Launch {
  public:
   Launch(const std::vector<Pair>& pairs, const Call& call, bool stats) : pairs_(pairs), call_(call), kernels_(kernels()), stats_(stats) {
     int64_t bytes = 0;
-    for (const Pair& pair : pairs) bytes += pair.n * kItemSize[pair.out_type];
+    const int64_t beside = call.op == Op::kAccumulate ? kLowSize[call.low] : 0;
+    for (const Pair& pair : pairs) bytes += pair.n * (kItemSize[pair.out_type] + beside);
     streams_ = bytes >= kStreamedBytes;
   }
 
   void chunk(const Chunk& chunk, Partial* partial) const {
     const Pair& pair = pairs_[chunk.tensor];
     const int64_t n = chunk.end - chunk.begin;
-    if (call_.op == Op::kStats) {
+    if (call_.op == Op::kStats && call_.low == kNoLow) {
       kernels_.stats[pair.in_type](at(pair.in, chunk.begin, pair.in_type), n, prefetch_pays(), partial);
       return;
     }
-    Parameters parameters{call_.scale, call_.decay, call_.seed, 0, prefetch_pays()};
+    Parameters parameters{call_.scale, call_.decay, call_.seed, 0, prefetch_pays(), low_at(pair, chunk.begin)};
     const bool stochastic = call_.stochastic && is_16_bit(pair.out_type);
     if (stochastic) parameters.counter = call_.counters[chunk.tensor] + static_cast<uint64_t>(chunk.begin);
     char* out = at(pair.out, chunk.begin, pair.out_type);
-    const Kernel kernel = kernels_.kernel[mode(pair, stochastic, out)][pair.out_type][pair.in_type];
+    const Kernel kernel = kernel_for(pair, stochastic, out, parameters.low);
     if (call_.op == Op::kAccumulate && call_.scale == 0) {
       from_zeros(kernel, pair, out, n, parameters, partial);
     } else {
@@ -50,6 +52,16 @@ class Launch {
   }
 
  private:
+  char* low_at(const Pair& pair, int64_t element) const { return static_cast<char*>(pair.low) + element * kLowSize[call_.low]; }
+
+  Kernel kernel_for(const Pair& pair, bool stochastic, const char* out, const void* low) const {
+    if (call_.low == kNoLow) return kernels_.kernel[mode(pair, stochastic, out)][pair.out_type][pair.in_type];
+    const bool casts = call_.op == Op::kCast, accumulates = call_.op == Op::kAccumulate;
+    int which = casts || accumulates ? mode(pair, stochastic, out) : stats_ ? kStats : 0;
+    if (accumulates && reinterpret_cast<uintptr_t>(low) % 32 != 0) which &= ~kStream;
+    return kernels_.parts[static_cast<int>(call_.op)][which][call_.low][(casts ? pair.out_type : pair.in_type) == kF32];
+  }
+
   int mode(const Pair& pair, bool stochastic, const char* out) const {
     const bool overwrite = call_.overwrite || call_.op == Op::kCast;
     int mode = (overwrite ? kOverwrite : 0) | (stats_ ? kStats : 0) | (stochastic ? kStochastic : 0);
@@ -67,6 +79,7 @@ class Launch {
       Partial part{0.0, 0};
       kernel(at(out, i, pair.out_type), zeros, std::min<int64_t>(kZeros, n - i), parameters, &part);
       parameters.counter += kZeros;
+      parameters.low = static_cast<char*>(parameters.low) + kZeros * kLowSize[call_.low];
       sum.sq_norm += part.sq_norm;
       sum.nonfinite += part.nonfinite;
     }

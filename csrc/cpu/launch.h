@@ -16,6 +16,7 @@ struct Pair {
   int64_t n;
   DType out_type;
   DType in_type;
+  void* low = nullptr;  // low parts of the output or, for a cast and stats, of the input
 };
 
 struct Call {
@@ -26,6 +27,7 @@ struct Call {
   bool stochastic = false;
   uint64_t seed = 0;
   std::vector<uint64_t> counters;  // one per pair, when stochastic
+  LowParts low = kNoLow;
 };
 
 // Calls `work` with each of 0 .. count - 1, perhaps concurrently, and returns when all are done.

@@ -97,6 +97,17 @@ FUSEDACCUM_INLINE F32 store(BF16* p, const Pack<C>& x) {
   return truncated(upper);
 }
 
+// The lower halves of the first's words, and the upper ones of the second's.
+FUSEDACCUM_INLINE Halves blended(U32::Vector lower, U32::Vector upper) {
+#if defined(__AVX512F__)
+  return (Halves)_mm512_mask_blend_epi16(0xaaaaaaaau, (__m512i)lower, (__m512i)upper);
+#elif defined(__AVX2__)
+  return (Halves)_mm256_blend_epi16((__m256i)lower, (__m256i)upper, 0xaa);
+#else
+  return bitcast<Halves>((lower & 0xffffu) | (upper & 0xffff0000u));
+#endif
+}
+
 // For elements in the order of load_split().
 template <bool kStreamed>
 FUSEDACCUM_INLINE F32 store_split(BF16* p, const F32& x) {

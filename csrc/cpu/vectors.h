@@ -177,6 +177,46 @@ FUSEDACCUM_INLINE F32 load_split(const BF16* p) {
   return x;
 }
 
+// Two registers of elements side by side as one of those of even index and one of the odd ones, and back.
+FUSEDACCUM_INLINE void unzip(F32::Vector a, F32::Vector b, F32::Vector& even, F32::Vector& odd) {
+#if defined(__AVX512F__)
+  const __m512i pick = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  even = (F32::Vector)_mm512_permutex2var_ps((__m512)a, pick, (__m512)b);
+  odd = (F32::Vector)_mm512_permutex2var_ps((__m512)a, _mm512_add_epi32(pick, _mm512_set1_epi32(1)), (__m512)b);
+#elif defined(__AVX2__)
+  const auto in_order = [](__m256 x) { return (F32::Vector)_mm256_permute4x64_pd(_mm256_castps_pd(x), 0xd8); };
+  even = in_order(_mm256_shuffle_ps((__m256)a, (__m256)b, 0x88));
+  odd = in_order(_mm256_shuffle_ps((__m256)a, (__m256)b, 0xdd));
+#elif defined(__SSE2__)
+  even = (F32::Vector)_mm_shuffle_ps((__m128)a, (__m128)b, 0x88);
+  odd = (F32::Vector)_mm_shuffle_ps((__m128)a, (__m128)b, 0xdd);
+#else
+  for (int i = 0; i < F32::kWidth; ++i) {
+    even[i] = 2 * i < F32::kWidth ? a[2 * i] : b[2 * i - F32::kWidth];
+    odd[i] = 2 * i < F32::kWidth ? a[2 * i + 1] : b[2 * i + 1 - F32::kWidth];
+  }
+#endif
+}
+FUSEDACCUM_INLINE void zip(F32::Vector even, F32::Vector odd, F32::Vector& a, F32::Vector& b) {
+#if defined(__AVX512F__)
+  const __m512i pick = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  a = (F32::Vector)_mm512_permutex2var_ps((__m512)even, pick, (__m512)odd);
+  b = (F32::Vector)_mm512_permutex2var_ps((__m512)even, _mm512_add_epi32(pick, _mm512_set1_epi32(8)), (__m512)odd);
+#elif defined(__AVX2__)
+  const __m256 low = _mm256_unpacklo_ps((__m256)even, (__m256)odd), high = _mm256_unpackhi_ps((__m256)even, (__m256)odd);
+  a = (F32::Vector)_mm256_permute2f128_ps(low, high, 0x20);
+  b = (F32::Vector)_mm256_permute2f128_ps(low, high, 0x31);
+#elif defined(__SSE2__)
+  a = (F32::Vector)_mm_unpacklo_ps((__m128)even, (__m128)odd);
+  b = (F32::Vector)_mm_unpackhi_ps((__m128)even, (__m128)odd);
+#else
+  for (int i = 0; i < F32::kWidth; ++i) {
+    (2 * i < F32::kWidth ? a : b)[2 * i % F32::kWidth] = even[i];
+    (2 * i < F32::kWidth ? a : b)[2 * i % F32::kWidth + 1] = odd[i];
+  }
+#endif
+}
+
 FUSEDACCUM_INLINE F32 load(const FP16* p) {
   F32 x;
 #if defined(__AVX512F__)

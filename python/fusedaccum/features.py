@@ -30,6 +30,7 @@ from .extensions.noise_scale import NoiseScale
 from .extensions.nonfinite import Raise, SkipMicroBatch, SkipWindow
 from .extensions.norm_spike import NormSpike
 from .extensions.shared_backward import SharedBackward
+from .extensions.split_masters import SplitMasters
 from .extensions.step_again import StepAgain
 
 if TYPE_CHECKING:
@@ -67,7 +68,9 @@ FEATURES: list[tuple[Callable[[Settings, Optimizer], bool], type[Extension]]] = 
     (main_grad.any_enabled, MainGrads),
     (always, FusedOptimizers),
     (lambda settings, _: settings.buffer_device is not None, CpuOffload),
-    (lambda settings, _: settings.master_weights, MasterWeights),  # are made where the one above puts their gradients
+    # Are made where the one above puts their gradients.
+    (lambda settings, _: settings.master_weights not in (False, "split"), MasterWeights),
+    (lambda settings, _: settings.master_weights == "split", SplitMasters),
     (lambda _, inner: isinstance(inner, LBFGS), EvaluatedWindows),
     (always, LoopWarnings),  # last: where warnings are errors, all others have heard of what it warns of
 ]

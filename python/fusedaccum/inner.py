@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torch.optim import Optimizer
+from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 
 def with_those_inside(optimizer: Optimizer) -> list[Optimizer]:
@@ -44,3 +44,11 @@ def is_patched(inner: Optimizer) -> bool:
         else:
             return patch is not type(inner).step
     return False
+
+
+def steps_each_alone(inner: Optimizer) -> bool:
+    """True if stepping some parameters, then the others, is equivalent: for PyTorch's own optimizers, if no hook counts the steps."""
+    if not type(inner).__module__.startswith("torch.optim.") or is_patched(inner):
+        return False
+    hooks = (inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks)
+    return not any((*hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))

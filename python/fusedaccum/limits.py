@@ -4,7 +4,8 @@ several of everything. (They are read where they are used, as ``limits.STAGE``.)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -15,6 +16,33 @@ LEAST = 1 << 20
 SHARE = 16  # buckets that a model's gradients on a GPU make, at least, where they are larger than that
 REDUCED = 32 << 20  # of buffers that go in one collective
 STAGE = 32 << 20  # of a piece of the ring to CPU memory; a power of two, because PyTorch rounds pinned memory up to one
+
+# Of FP32 copies that a part of a step makes: an optimizer touches some five times as much, which should stay in a CPU's cache; a call of
+# a GPU's optimizer costs time of the host.
+STEPPED_CPU = 2 << 20
+STEPPED = 256 << 20
+
+Item = TypeVar("Item")
+
+
+def stepped(device: torch.device) -> int:
+    """Bytes of FP32 copies that are made at once on this device, at most, if a parameter is not larger."""
+    return STEPPED_CPU if device.type == "cpu" else STEPPED
+
+
+def in_parts(items: Sequence[Item], nbytes: Callable[[Item], int], most: int) -> Iterator[list[Item]]:
+    """The items, in parts of ``most`` bytes at most, or one item."""
+    part: list[Item] = []
+    taken = 0
+    for item in items:
+        needed = nbytes(item)
+        if part and taken + needed > most:
+            yield part
+            part, taken = [], 0
+        part.append(item)
+        taken += needed
+    if part:
+        yield part
 
 
 def bucket(device: torch.device) -> int:

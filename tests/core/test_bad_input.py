@@ -37,7 +37,7 @@ from training import data, grads, mean_loss, model, sgd, wrapped
         ({"buffer_device": 0}, ValueError, "buffer_device must be 'cpu', or None .*got 0"),
         ({"rounding": "up"}, ValueError, "rounding must be one of .*'up'"),
         ({"rounding": "stochastic"}, ValueError, "rounding='stochastic' is for 16-bit buffers"),
-        ({"master_weights": "yes"}, ValueError, "master_weights must be one of True, False, got 'yes'"),
+        ({"master_weights": "yes"}, ValueError, "master_weights must be one of True, False, 'split', got 'yes'"),
         ({"master_weights": True, "buffer_dtype": torch.bfloat16}, ValueError, "use buffer_dtype=torch.float32"),
         ({"max_grad_norm": 0}, ValueError, "max_grad_norm must be greater than 0, got 0"),
         ({"max_grad_norm": math.nan}, ValueError, "max_grad_norm must be greater than 0, got nan"),

@@ -133,7 +133,9 @@ def no_search_for_batch_norm(monkeypatch):
 # Python says so of what is interrupted in a callback of the garbage collector's.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
-    "settings", [{}, {"nonfinite": "skip_window", "max_grad_norm": 1e9}, {"master_weights": True}], ids=str
+    "settings",
+    [{}, {"nonfinite": "skip_window", "max_grad_norm": 1e9}, {"master_weights": True}, {"master_weights": "split"}],
+    ids=str,
 )
 @pytest.mark.parametrize("name", CALLS)
 def test_nothing_outside_stays_changed_and_training_goes_on(name, settings, monkeypatch):
@@ -180,7 +182,9 @@ def test_nothing_outside_stays_changed_and_training_goes_on(name, settings, monk
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("settings", [{}, {"nonfinite": "skip_window"}, {"master_weights": True}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"nonfinite": "skip_window"}, {"master_weights": True}, {"master_weights": "split"}], ids=str
+)
 def test_a_step_that_was_interrupted_is_called_again(settings):
     """It goes on from there; or says that the sums are half divided, and then the window is repeated."""
     dtype = torch.bfloat16 if settings.get("master_weights") else torch.float32

@@ -16,9 +16,9 @@ ELSEWHERE = {
 }
 REFUSED = {
     *(("SkipMicroBatch", "MainGrads"), ("Raise", "MainGrads")),  # the first do not see those layers' gradients
-    *(
-        (narrow, "MasterWeights") for narrow in ("RunningMeans", "RandomRounding", "LowParts")
-    ),  # which takes FP32 gradients
+    *itertools.product(
+        ("RunningMeans", "RandomRounding", "LowParts"), ("MasterWeights", "SplitMasters")
+    ),  # take FP32 gradients
 }
 
 

@@ -13,8 +13,8 @@ import fusedaccum.core.apply
 import pytest
 import torch
 from fusedaccum.extensions import fused_optimizers
-from fusedaccum.extensions.cpu_offload import steps_each_alone
 from fusedaccum.extensions.noise_scale import NoiseScale
+from fusedaccum.inner import steps_each_alone
 from sizes import limits
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook

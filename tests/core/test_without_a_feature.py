@@ -12,8 +12,8 @@ pytestmark = pytest.mark.long
 
 PACKAGE = Path(__file__).parents[2] / "python/fusedaccum"
 FEATURES = sorted(path.stem for path in (PACKAGE / "extensions").glob("*.py") if path.stem != "__init__")
-# What a recipe is made of goes with the recipe (`explain` knows the ring); moments are a part of batch_norm.
-WITH_OTHERS = {"batch_norm": ["moments"]}
+# What a recipe is made of goes with the recipe (`explain` knows the ring); moments are a part of batch_norm, and split masters are masters.
+WITH_OTHERS = {"batch_norm": ["moments"], "master_weights": ["split_masters"]}
 OF_RECIPES = {"batch_norm", "fused_layers", "retries", "moments", "ring"}
 
 TRAINS = """
@@ -53,10 +53,15 @@ def without(feature, folder):
     """A copy of the package without the feature's file and its rows."""
     copy = folder / "fusedaccum"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in [feature, *WITH_OTHERS.get(feature, [])]:
-        (copy / f"extensions/{name}.py").unlink()
     table = copy / "features.py"
     text = table.read_text()
+    for name in [feature, *WITH_OTHERS.get(feature, [])]:
+        (copy / f"extensions/{name}.py").unlink()
+        text = without_rows(name, text)
+    table.write_text(text)
+
+
+def without_rows(feature, text):
     (imports,) = re.findall(rf"^from \.extensions\.{feature} import (.*)$", text, re.M) or [""]
     text = re.sub(rf"^from \.extensions\.{feature} import .*\n", "", text, flags=re.M)
     text = re.sub(rf"^(from \.extensions import .*)\b{feature}\b(, )?", r"\1", text, flags=re.M)
@@ -64,7 +69,7 @@ def without(feature, folder):
     for name in filter(None, imports.split(", ")):
         text, rows = re.subn(rf"^    \(.*\b{name}\),.*\n", "", text, flags=re.M)
         assert rows == 1
-    table.write_text(text)
+    return text
 
 
 @pytest.fixture(scope="module")

@@ -64,7 +64,7 @@ class Settings:
     reduction: str
     buffer_dtype: torch.dtype | None
     rounding: str
-    master_weights: bool
+    master_weights: bool | str
     max_grad_norm: float | None
     nonfinite: str
     backend: str
@@ -80,7 +80,7 @@ class Settings:
         one_of("buffer_dtype", self.buffer_dtype, BUFFER_DTYPES)
         one_of("rounding", self.rounding, ROUNDINGS)
         one_of("nonfinite", self.nonfinite, NONFINITE)
-        one_of("master_weights", self.master_weights, (True, False))
+        one_of("master_weights", self.master_weights, (True, False, "split"))
         if self.max_grad_norm is not None:
             check_norm("max_grad_norm", self.max_grad_norm, "None does not clip, math.inf only measures")
         if self.noise_scale is None and self.schedule.adaptive is not None:

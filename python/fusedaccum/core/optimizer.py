@@ -84,7 +84,7 @@ class AccumulatingOptimizer(Wrapper):
         reduction: str = "mean",
         buffer_dtype: torch.dtype | None = torch.float32,
         rounding: str = "nearest",
-        master_weights: bool = False,
+        master_weights: bool | str = False,
         max_grad_norm: float | None = None,
         nonfinite: str = "propagate",
         backend: str = "auto",

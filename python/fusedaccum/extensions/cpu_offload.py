@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.optim import Optimizer
 
 from .. import limits, ops
 from ..core.apply import Conclusion
 from ..core.buffers import Slot
 from ..core.extension import Extension
 from ..distributed.shards import is_shard
-from ..inner import is_patched
+from ..inner import steps_each_alone
 from ..ops import backends
 from ..ops.memory import is_dense
 from ..scalars import Scalar
@@ -220,7 +220,9 @@ class CpuOffload(Extension):
         left = [slot for slot in away if slot.index not in self._stepped]
         brought = set(away)
         here = [slot for slot in end.slots if slot not in brought]  # stepped with the first part
-        for part in parts(left) if steps_each_alone(self.inner) else filter(None, [left]):
+        for part in (
+            limits.in_parts(left, _nbytes, limits.STAGE) if steps_each_alone(self.inner) else filter(None, [left])
+        ):
             with without_gradients([slot for slot in here if slot.index in self._stepped]), self.brought(part):
                 done = self._stepped.union([slot.index for slot in (*part, *here)])
                 step()
@@ -265,34 +267,16 @@ def _add(
         stats.nonfinite.add_(part.nonfinite)
 
 
+def _nbytes(slot: Slot) -> int:
+    return slot.param.nbytes
+
+
 def _number(scalar: Scalar, place: int, stage: Stage) -> Scalar:
     """The number; if it is on a device, the place in pinned memory where it arrives with the gradients."""
     if not isinstance(scalar, Tensor) or scalar.device.type == "cpu":
         return scalar
     view(stage.there, place, 1, scalar.dtype).copy_(scalar.view(1))
     return view(stage.here, place, 1, scalar.dtype).view(())
-
-
-def steps_each_alone(inner: Optimizer) -> bool:
-    """True if stepping some parameters, then the others, is equivalent: for PyTorch's own optimizers, if no hook counts the steps."""
-    hooks = (inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks)
-    everybody = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
-    return type(inner).__module__.startswith("torch.optim.") and not is_patched(inner) and not any((*hooks, *everybody))
-
-
-def parts(slots: list[Slot]) -> Iterator[list[Slot]]:
-    """``slots`` in parts whose gradients take as much memory as a stage of the ring."""
-    part: list[Slot] = []
-    taken = 0
-    for slot in slots:
-        needed = slot.param.nbytes
-        if part and taken + needed > limits.STAGE:
-            yield part
-            part, taken = [], 0
-        part.append(slot)
-        taken += needed
-    if part:
-        yield part
 
 
 @contextmanager

@@ -49,7 +49,8 @@ class EvaluatedWindows(Extension):
             )
         if settings.master_weights:
             raise ValueError(
-                "master_weights=True does not work with LBFGS, which keeps its own list of parameters; keep the model in FP32"
+                f"master_weights={settings.master_weights!r} does not work with LBFGS, which keeps its own list of parameters; keep the "
+                "model in FP32"
             )
 
     def parameters_added(self, slots: Sequence[Slot]) -> None:

@@ -53,16 +53,16 @@ class MasterWeights(Extension):
     def refuses(cls, settings: Settings, inner: Optimizer) -> None:
         if settings.buffer_dtype not in (torch.float32, torch.float64):
             raise ValueError(
-                f"master_weights=True steps FP32 parameters and needs FP32 gradients, but buffer_dtype is {settings.buffer_dtype}; "
-                "use buffer_dtype=torch.float32"
+                f"master_weights={settings.master_weights!r} steps FP32 parameters and needs FP32 gradients, but buffer_dtype is "
+                f"{settings.buffer_dtype}; use buffer_dtype=torch.float32"
             )
         ours = {id(group["params"]) for group in inner.param_groups}
         for name, other in inside(inner):
             if any(id(group["params"]) not in ours for group in other.param_groups):
                 raise ValueError(
-                    f"master_weights=True does not work with {type(inner).__name__}, which steps through another optimizer (.{name}) "
-                    "whose own lists would still hold the model's parameters; wrap a plain optimizer (instead of ZeroRedundancyOptimizer, "
-                    "pass shard=True)"
+                    f"master_weights={settings.master_weights!r} does not work with {type(inner).__name__}, which steps through another "
+                    f"optimizer (.{name}) whose own lists would still hold the model's parameters; wrap a plain optimizer (instead of "
+                    "ZeroRedundancyOptimizer, pass shard=True)"
                 )
         group = next((group for group in inner.param_groups if group.get("capturable")), None)
         where = settings.buffer_device
@@ -80,17 +80,21 @@ class MasterWeights(Extension):
         for slot in self.accumulation.ranks.owned(self.accumulation.sums.buffers.slots):
             p = slot.param
             if p not in self.of and (p.dtype.itemsize < 4 or slot.private):
-                copy = p.detach().to(slot.device, torch.promote_types(p.dtype, torch.float32))
-                master = Parameter(copy, requires_grad=p.requires_grad)
+                master = Parameter(self._copy(slot), requires_grad=p.requires_grad)
                 if type(p) in (Parameter, Tensor):  # subclasses keep data of their own there
                     master.__dict__ = p.__dict__  # attributes that optimizers read (p.lr_mul), whenever they are set
-                self.of[p], self._model[master], self._seen[p] = master, p, _fingerprint(p)
+                self.of[p], self._model[master], self._seen[p] = master, p, fingerprint(p)
                 slot.stepped = master
                 fresh.append(p)
         if self._watches:
             self._take_state(fresh)
         else:
             self._watch()
+
+    def _copy(self, slot: Slot) -> Tensor:
+        """What the inner optimizer steps in place of the slot's parameter."""
+        p = slot.param
+        return p.detach().to(slot.device, torch.promote_types(p.dtype, torch.float32))
 
     def parameters_moved(self, places: dict[int, int]) -> None:
         for p in self.of.keys() - self.accumulation.sums.buffers.of.keys():
@@ -222,7 +226,7 @@ class MasterWeights(Extension):
     @contextmanager
     def calling(self, slots: Sequence[Slot], call: FrameType) -> Iterator[None]:
         self.others_may_have_written(())
-        before = {p: _fingerprint(master) for p, master in self.of.items()}
+        before = {p: fingerprint(master) for p, master in self.of.items()}
         try:
             with self.stepping(slots, call):
                 yield
@@ -245,10 +249,10 @@ class MasterWeights(Extension):
         """
         for p, master in self.of.items():
             master.requires_grad = p.requires_grad  # it may have been frozen or unfrozen since
-            if _fingerprint(p) != self._seen[p]:
+            if fingerprint(p) != self._seen[p]:
                 theirs = p.to(master.device)
                 master.copy_(torch.where(master.to(p.dtype) == theirs, master, theirs.to(master.dtype)))
-                self._seen[p] = _fingerprint(p)
+                self._seen[p] = fingerprint(p)
 
     def window_closed(self) -> None:
         if self.accumulation.ranks.go_apart:  # their loop averages the parameters, most often through p.data
@@ -275,11 +279,11 @@ class MasterWeights(Extension):
             if now != then:  # the model was moved, and the wrapper is yet to be built again
                 masters, cast_ = [master.to(now) for master in masters], ops.cast_
             outs = [local_of(p.detach()) for p in parameters]
-            unchanged = [before is not None and before[p] == _fingerprint(self.of[p]) for p in parameters]
+            unchanged = [before is not None and before[p] == fingerprint(self.of[p]) for p in parameters]
             outs = [out.data if same else out for out, same in zip(outs, unchanged, strict=True)]
             cast_(outs, masters, backend=sums.backend)
             for p in parameters:
-                self._seen[p] = _fingerprint(p)
+                self._seen[p] = fingerprint(p)
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 
@@ -303,7 +307,7 @@ def _in_the_form_of(master: Parameter, grad: Tensor) -> Tensor:
     return torch.empty_like(master, requires_grad=False).copy_(grad)
 
 
-def _fingerprint(p: Parameter) -> tuple[int, int]:
+def fingerprint(p: Parameter) -> tuple[int, int]:
     """What changes when a parameter is written to, or gets other memory (as from vector_to_parameters)."""
     return p._version, p.data_ptr()
 

@@ -4,7 +4,8 @@ A backend is a module with ``accumulate_``, ``scale_``, ``cast_`` and ``stats`` 
 some of them (under ``"auto"``, the next backend runs an op that this one lacks). Adding one is one file and one row here.
 
 Its arguments have been checked. A backend that sets ``CHECKS_LISTS`` checks its lists of tensors itself, in the same pass over them
-(csrc/predicate.h): its ops return their :class:`~fusedaccum.ops.arguments.Layout`, and have run only if that is ``FLAT``.
+(csrc/predicate.h): its ops return their :class:`~fusedaccum.ops.arguments.Layout`, and have run only if that is ``FLAT``. One that sets
+``TAKES_LOW`` has a last argument for low parts; for others, the reference runs calls that have some.
 """
 
 from __future__ import annotations
@@ -111,15 +112,17 @@ def check(name: Any) -> str:
     return name
 
 
-def select(name: str | None, device: torch.device | None, op: str) -> ModuleType:
+def select(name: str | None, device: torch.device | None, op: str, low: bool = False) -> ModuleType:
     """The backend of a call: the one asked for, or the first that has the op and works on the device (None: there are no tensors).
 
     Raises RuntimeError if the one asked for is missing, cannot work on this device, or has no such op.
     """
     name = check(name)
+    reference = importlib.import_module("fusedaccum.ops.reference")
     if device is None:
-        return importlib.import_module("fusedaccum.ops.reference")
-    return _automatic(device.type, op) if name == "auto" else _requested(name, device, op)
+        return reference
+    module = _automatic(device.type, op) if name == "auto" else _requested(name, device, op)
+    return reference if low and not getattr(module, "TAKES_LOW", False) else module
 
 
 @functools.cache

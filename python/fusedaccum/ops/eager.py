@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -26,7 +25,7 @@ def accumulate_(
     stats: Stats | None,
     backend: str | None,
 ) -> None:
-    module, device = _backend("accumulate_", "buffers", buffers, backend)
+    module, device = _backend("accumulate_", "buffers", buffers, backend, low)
     scale = arguments.check_scalar("scale", scale, device)
     decay = arguments.check_scalar("decay", decay, device)
     if rounding is not None:
@@ -39,7 +38,7 @@ def accumulate_(
 def scale_(
     tensors: Sequence[Tensor], scale: Scalar, low: Sequence[Tensor] | None, stats: Stats | None, backend: str | None
 ) -> None:
-    module, device = _backend("scale_", "tensors", tensors, backend)
+    module, device = _backend("scale_", "tensors", tensors, backend, low)
     scale = arguments.check_scalar("scale", scale, device)
     arguments.check_stats(stats, device)
     _run(module, "scale_", {"tensors": tensors}, scale, stats, low=low, of="tensors")
@@ -53,22 +52,22 @@ def cast_(
     stats: Stats | None,
     backend: str | None,
 ) -> None:
-    module, device = _backend("cast_", "outs", outs, backend)
+    module, device = _backend("cast_", "outs", outs, backend, low)
     scale = arguments.check_scalar("scale", scale, device)
     arguments.check_stats(stats, device)
     _run(module, "cast_", {"outs": outs, "ins": ins}, scale, stats, low=low, of="ins")
 
 
 def stats(tensors: Sequence[Tensor], low: Sequence[Tensor] | None, backend: str | None) -> Stats:
-    module, device = _backend("stats", "tensors", tensors, backend)
+    module, device = _backend("stats", "tensors", tensors, backend, low)
     into = Stats.empty(device or "cpu")
     _run(module, "stats", {"tensors": tensors}, into, low=low, of="tensors", written=False)
     return into
 
 
-def _backend(op: str, name: str, tensors: Any, backend: str | None) -> tuple[ModuleType, torch.device | None]:
+def _backend(op: str, name: str, tensors: Any, backend: str | None, low: Any) -> tuple[ModuleType, torch.device | None]:
     device = arguments.device_of(name, tensors)
-    return backends.select(backend, device, op), device
+    return backends.select(backend, device, op, low is not None), device
 
 
 def _run(
@@ -87,8 +86,6 @@ def _run(
         low: the low parts of the list ``of``, if it has any.
     """
     parts = () if low is None else (low,)
-    if low is not None:
-        module = importlib.import_module("fusedaccum.ops.reference")
     run = getattr(module, op)
     if getattr(module, "CHECKS_LISTS", False):
         layout = run(*lists.values(), *others, *parts)
@@ -116,9 +113,9 @@ def _run(
 
 def _layout(lists: dict[str, Any], written: bool, low: Sequence[Tensor] | None, of: str) -> int:
     native = memory.native_lists()
-    if native is None or low is not None:
+    if native is None:
         return arguments.check_lists(lists, written, low=low, of=of)
-    return native.predicate(*lists.values(), written)
+    return native.predicate(*lists.values(), written, low, of == "ins")
 
 
 def _flat_copy(x: Tensor, like: Tensor) -> Tensor:

@@ -1,0 +1,308 @@
+"""FP32 master weights of which the model holds the upper half: a bf16 parameter, and an int16 tensor beside it.
+
+4 bytes a parameter, and not 6. FP32 tensors are made of the two only while the inner optimizer is at work, of a part of the parameters at
+a time, and split again when it has stepped these. Nothing is lost on the way: what is stepped has the bits that it has with copies. The
+parameter is the nearest bf16 number, as with copies, but ties go away from zero: only so do 16 more bits make up FP32.
+
+What other code writes to a parameter makes its lower half void. What it writes past the parameter's version (``p.data``) counts, too, with
+a lower half that is less than the last bit of bf16.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from .. import limits, ops
+from ..core.apply import Conclusion
+from ..core.buffers import Slot, padded
+from ..distributed.shards import is_shard
+from ..engine import without_grad
+from ..inner import steps_each_alone
+from .master_weights import MasterWeights, fingerprint
+
+if TYPE_CHECKING:
+    from ..core.config import Settings
+
+
+class SplitMasters(MasterWeights):
+    """Masters that have memory of their own only while they are stepped, and are NaN otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._low: dict[Parameter, Tensor] = {}
+        # FP32 weights of a checkpoint, in CPU memory, until the first step shows whether the model has them, too.
+        self._loaded: dict[Parameter, Tensor] = {}
+        self._joined: dict[
+            Parameter, int
+        ] = {}  # those whose masters have memory now, and the masters' versions when it held (p, low)
+        self._scratch: dict[torch.device, Tensor] = {}  # that memory
+        self._nan: dict[torch.device, Tensor] = {}  # what the others show
+        self._lists: list[
+            tuple[list[Any], list[Any]]
+        ] = []  # while they hold a part: the groups' lists, and what they hold otherwise
+        self._stepped: frozenset[int] = frozenset()  # indices of the slots that the window being applied has stepped
+
+    # -- what it does not work with ----------------------------------------------------------------------------
+
+    @classmethod
+    def refuses(cls, settings: Settings, inner: Optimizer) -> None:
+        super().refuses(settings, inner)
+        if settings.buffer_device is not None:
+            raise ValueError(
+                "master_weights='split' keeps one half of the masters in the parameters, where those are, so buffer_device='cpu' could not "
+                "step them in CPU memory; use master_weights=True"
+            )
+
+    def check_parameter(self, name: str, parameter: Parameter, settings: Settings, left: bool) -> None:
+        if parameter.dtype == torch.float16:
+            raise ValueError(
+                f"master_weights='split' does not work with parameter {name}, which is torch.float16 and has not the range of FP32, so it "
+                "cannot be the upper half of an FP32 number; use bf16 parameters, or master_weights=True"
+            )
+        if is_shard(parameter) and parameter.dtype == torch.bfloat16:
+            raise ValueError(
+                f"master_weights='split' does not work with parameter {name}, which is a DTensor; use master_weights=True, or, with FSDP2, "
+                "FP32 parameters and MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
+            )
+
+    def needs_all_ranks(self) -> str:
+        """Ranks that step alone average their parameters afterwards, most often through ``p.data``."""
+        return "master_weights='split'"
+
+    # -- parameters --------------------------------------------------------------------------------------------
+
+    def _copy(self, slot: Slot) -> Tensor:
+        self._low[slot.param] = torch.zeros_like(slot.param, dtype=torch.int16)
+        return self._placeholder(slot.param)
+
+    def _placeholder(self, p: Parameter) -> Tensor:
+        """Looks like the master of ``p``, and takes no memory."""
+        if p.device not in self._nan:
+            self._nan[p.device] = torch.full((), torch.nan, dtype=torch.float32, device=p.device)
+        return self._nan[p.device].expand(p.shape)
+
+    def parameters_moved(self, places: dict[int, int]) -> None:
+        super().parameters_moved(places)
+        for table in (self._low, self._loaded):
+            for p in table.keys() - self.of.keys():
+                del table[p]
+
+    # -- while the inner optimizer is at work ------------------------------------------------------------------
+
+    def step_inner(self, end: Conclusion, step: Callable[[], None]) -> bool:
+        """Several calls, each with a part of the parameters, if the inner optimizer steps each for itself."""
+        if not self.of:
+            return False
+        if not steps_each_alone(self.inner) or not end.slots:
+            with self._at_hand(self.accumulation.sums.buffers.slots):
+                step()
+            return True
+        parts = list(self._parts([slot for slot in end.slots if slot.index not in self._stepped]))
+        if parts:
+            self._make_room(max(parts, key=_elements))
+        holding: dict[Tensor, list[list[Any]]] = {}
+        for group in self.inner.param_groups:
+            for p in group["params"]:
+                holding.setdefault(p, []).append(group["params"])
+        self._lists = [(group["params"], list(group["params"])) for group in self.inner.param_groups]
+        try:
+            for part in parts:
+                for members, _ in self._lists:
+                    members.clear()
+                for slot in part:
+                    for members in holding[slot.stepped]:
+                        members.append(slot.stepped)
+                with self._at_hand(part):
+                    done = self._stepped.union([slot.index for slot in part])
+                    step()
+                    self._stepped = done  # no call comes between, where Ctrl-C could
+        finally:
+            self._fill_lists()
+        return True
+
+    def _parts(self, slots: Sequence[Slot]) -> Iterator[list[Slot]]:
+        by_device: dict[torch.device, list[Slot]] = {}
+        for slot in slots:
+            by_device.setdefault(slot.device, []).append(slot)
+        for device, members in by_device.items():
+            yield from limits.in_parts(members, _bytes_joined, limits.stepped(device))
+
+    def _fill_lists(self) -> None:
+        for members, every in self._lists:
+            members[:] = every
+        self._lists = []
+
+    def closed(self, end: Conclusion) -> None:
+        self._stepped = frozenset()
+
+    def sums_dropped(self) -> None:
+        self._stepped = frozenset()
+
+    @contextmanager
+    def calling(self, slots: Sequence[Slot], call: FrameType) -> Iterator[None]:
+        self.others_may_have_written(())
+        with self.stepping(slots, call), self._at_hand(slots):
+            yield
+            self._return_gradients(slots)
+
+    def _leave(self, slots: Iterable[Slot]) -> None:
+        self._split_all()
+        self._scratch.clear()
+        self._fill_lists()
+        super()._leave(slots)
+
+    @contextmanager
+    def _at_hand(self, slots: Sequence[Slot]) -> Iterator[None]:
+        """Within the block, the masters of ``slots`` have their values and gradients; what it makes of them stays, also if it raises."""
+        if self._joined:  # a step hook may call the wrapper
+            yield
+            return
+        try:
+            self._join(slots)
+            self._take_gradients(slots)
+            yield
+        finally:
+            self._split_all()
+
+    def _take_gradients(self, slots: Iterable[Slot]) -> None:
+        super()._take_gradients([slot for slot in slots if slot.param in self._joined])
+
+    def _make_room(self, slots: Sequence[Slot]) -> dict[Slot, Tensor]:
+        """Memory for the masters of ``slots``, as flat tensors."""
+        by_device: dict[torch.device, list[Slot]] = {}
+        for slot in slots:
+            if slot.param in self.of:
+                by_device.setdefault(slot.device, []).append(slot)
+        found: dict[Slot, Tensor] = {}
+        for device, members in by_device.items():
+            sizes = [slot.param.numel() for slot in members]
+            *offsets, total = itertools.accumulate(map(padded, sizes), initial=0)
+            room = self._scratch.get(device)
+            if room is None or room.numel() < total:
+                room = self._scratch[device] = torch.empty(total, dtype=torch.float32, device=device)
+            found |= {slot: room[at : at + n] for slot, at, n in zip(members, offsets, sizes, strict=True)}
+        return found
+
+    @without_grad
+    def _join(self, slots: Sequence[Slot]) -> None:
+        rooms = self._make_room(slots)
+        views = {slot.param: room.as_strided(slot.param.shape, slot.strides) for slot, room in rooms.items()}
+        for parameters in _by_device(views):
+            self._read([views[p] for p in parameters], parameters)
+        for p, view in views.items():
+            self.of[p].data = view
+            self._joined[p] = self.of[p]._version
+
+    def _split_all(self) -> None:
+        """Split the masters that have values, which have none afterwards. May be called again, if Ctrl-C has broken it off."""
+        if not self._joined:
+            return
+        self._follow_model()
+        self._write_back(list(self._joined))
+        for p in list(self._joined):
+            del self._joined[p]
+            self.of[p].data, self.of[p].grad = self._placeholder(p), None
+        self._gradients.clear()
+
+    def _read(self, outs: Sequence[Tensor], parameters: Sequence[Parameter]) -> None:
+        """Join the halves of these parameters, which are on one device."""
+        halves = [p.detach() for p in parameters], [self._low[p] for p in parameters]
+        ops.cast_(outs, halves[0], low=halves[1], backend=self.accumulation.sums.backend)
+
+    # -- the model ---------------------------------------------------------------------------------------------
+
+    @without_grad
+    def _follow_model(self) -> None:
+        """Take over what other code has written into the model since the last :meth:`_write_back`.
+
+        A half alone does not tell which elements are as they were. FP32 weights at hand do: those that the inner optimizer steps now, and
+        those of a checkpoint. There they stay where the model has them, rounded: so a model's and an optimizer's checkpoint can be loaded
+        in either order.
+        """
+        for p, master in self.of.items():
+            master.requires_grad = p.requires_grad
+            if p in self._joined:
+                if fingerprint(p) != self._seen[p]:
+                    master.copy_(_where_rounded(master, p))
+            elif p in self._loaded:
+                self._write([p], [_where_rounded(self._loaded[p].to(p.device), p)], [p.detach()])
+                self._seen[p] = fingerprint(p)  # first: Ctrl-C may come between
+                del self._loaded[p]
+            elif fingerprint(p) != self._seen[p]:
+                self._low[p].zero_()
+            self._seen[p] = fingerprint(p)
+
+    @without_grad
+    def _write_back(self, stepped: Iterable[Parameter], before: Mapping[Parameter, Any] | None = None) -> None:
+        """Split the masters of these parameters that have values. One that has not changed is written as :class:`MasterWeights` does it."""
+        for parameters in _by_device(p for p in stepped if p in self._joined):
+            masters = [self.of[p].detach() for p in parameters]
+            same = [self.of[p]._version == self._joined[p] for p in parameters]
+            self._write(
+                parameters, masters, [p.data if kept else p.detach() for p, kept in zip(parameters, same, strict=True)]
+            )
+            for p in parameters:
+                self._seen[p], self._joined[p] = fingerprint(p), self.of[p]._version
+
+    def _write(self, parameters: Sequence[Parameter], values: Sequence[Tensor], upper: Sequence[Tensor]) -> None:
+        low = [self._low[p] for p in parameters]
+        ops.accumulate_(upper, values, 1.0, overwrite=True, low=low, backend=self.accumulation.sums.backend)
+
+    # -- checkpoints -------------------------------------------------------------------------------------------
+
+    @without_grad
+    def save(self) -> dict[int, Tensor]:
+        """Masters as :class:`MasterWeights` saves them."""
+        self._fit_state()
+        return {
+            slot.index: self._value(slot.param)
+            for slot in self.accumulation.sums.buffers.slots
+            if slot.param in self.of
+        }
+
+    def _value(self, p: Parameter) -> Tensor:
+        if p in self._joined:
+            return self.of[p].detach().clone()
+        if p in self._loaded:
+            return self._loaded[p].to(p.device)
+        if fingerprint(p) != self._seen[p]:
+            return p.detach().float()
+        value = torch.empty_like(p, dtype=torch.float32, requires_grad=False)
+        self._read([value], [p])
+        return value
+
+    def load(self, saved: dict[int, Tensor]) -> None:
+        for index, master in saved.items():
+            p = self.accumulation.sums.buffers.slots[index].param
+            if p in self.of:
+                self._loaded[p] = master.detach().to("cpu", torch.float32, copy=True)
+
+
+def _by_device(parameters: Iterable[Parameter]) -> Iterable[list[Parameter]]:
+    found: dict[torch.device, list[Parameter]] = {}
+    for p in parameters:
+        found.setdefault(p.device, []).append(p)
+    return found.values()
+
+
+def _bytes_joined(slot: Slot) -> int:
+    return 4 * slot.param.numel()
+
+
+def _elements(part: Sequence[Slot]) -> int:
+    return sum(slot.param.numel() for slot in part)
+
+
+def _where_rounded(master: Tensor, p: Tensor) -> Tensor:
+    """``master`` where ``p`` is that, rounded with ties to even or away from zero; elsewhere ``p``."""
+    away = ((master.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+    return torch.where((master.to(p.dtype) == p) | (away == p), master, p.to(master.dtype))
