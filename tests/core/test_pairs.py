@@ -17,8 +17,9 @@ ELSEWHERE = {
 REFUSED = {
     *(("SkipMicroBatch", "MainGrads"), ("Raise", "MainGrads")),  # the first do not see those layers' gradients
     *itertools.product(
-        ("RunningMeans", "RandomRounding", "LowParts"), ("MasterWeights", "SplitMasters")
-    ),  # take FP32 gradients
+        ("RunningMeans", "RandomRounding"), ("MasterWeights", "SplitMasters")
+    ),  # which take FP32 gradients
+    ("LowParts", "MasterWeights"),
 }
 
 

@@ -259,10 +259,10 @@ class Sums:
         same: list[Slot] = []
         cast: dict[Block, list[Slot]] = {}
         for slot in slots:
-            if slot.dtype == slot.stepped.dtype:
-                same.append(slot)
-            else:
+            if slot.dtype.itemsize > slot.stepped.dtype.itemsize:
                 cast.setdefault(slot.block, []).append(slot)
+            else:
+                same.append(slot)
         self.check_whole()
         self.half_divided = True  # as divide_() has it
         self._divide_(same, divisor, coef, last=True)

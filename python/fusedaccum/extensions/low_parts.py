@@ -71,8 +71,8 @@ class LowParts(Extension):
         self._void.update(slot.buffer for slot in slots if slot.ops is self)
 
     def finishes(self, slots: Sequence[Slot], scale: Scalar) -> bool:
-        if slots[0].ops is not self:
-            return False
+        if slots[0].ops is not self or any(slot.stepped is not slot.param for slot in slots):
+            return False  # FP32 is stepped, by an extension that reads the sums
         buffers = [slot.buffer for slot in slots]
         low = self._of(buffers)
         self._void.update(buffers)

@@ -51,7 +51,7 @@ class MasterWeights(Extension):
 
     @classmethod
     def refuses(cls, settings: Settings, inner: Optimizer) -> None:
-        if settings.buffer_dtype not in (torch.float32, torch.float64):
+        if settings.buffer_dtype not in (torch.float32, torch.float64) and not cls._takes(settings):
             raise ValueError(
                 f"master_weights={settings.master_weights!r} steps FP32 parameters and needs FP32 gradients, but buffer_dtype is "
                 f"{settings.buffer_dtype}; use buffer_dtype=torch.float32"
@@ -71,6 +71,11 @@ class MasterWeights(Extension):
                 "capturable=True is for optimizers that step on a GPU, but with buffer_device='cpu' and master_weights=True this one "
                 "steps on the CPU; build it without capturable"
             )
+
+    @classmethod
+    def _takes(cls, settings: Settings) -> bool:
+        """True if these masters take gradients from buffers of 16 bits, because these hold sums that are wider."""
+        return False
 
     # -- parameters and the optimizer's state ------------------------------------------------------------------
 
@@ -212,8 +217,14 @@ class MasterWeights(Extension):
             grad = slot.stepped_grad
             if slot.param in self.of and grad is not self._gradients.get(slot, (None, None))[0]:
                 master = self.of[slot.param]
-                master.grad = None if grad is None else _in_the_form_of(master, grad)
+                master.grad = None if grad is None else self._in_the_form_of(master, grad, slot)
                 self._gradients[slot] = grad, master.grad
+
+    def _in_the_form_of(self, master: Parameter, grad: Tensor, slot: Slot) -> Tensor:
+        """A slot's gradient as its master takes it: PyTorch's fused optimizers need one of the same strides."""
+        if local_of(grad).stride() == local_of(master).stride():
+            return grad.to(master.device, master.dtype)
+        return torch.empty_like(master, requires_grad=False).copy_(grad)
 
     def _return_gradients(self, slots: Iterable[Slot]) -> None:
         """If the inner optimizer has replaced or removed a master's gradient, do the same to ``p.grad``."""
@@ -298,13 +309,6 @@ class MasterWeights(Extension):
             if p in self.of:
                 self.of[p].copy_(master)
                 self._seen[p] = None  # the model may hold others: _follow_model() compares
-
-
-def _in_the_form_of(master: Parameter, grad: Tensor) -> Tensor:
-    """A gradient as its master takes it: PyTorch's fused optimizers need one of the same strides."""
-    if local_of(grad).stride() == local_of(master).stride():
-        return grad.to(master.device, master.dtype)
-    return torch.empty_like(master, requires_grad=False).copy_(grad)
 
 
 def fingerprint(p: Parameter) -> tuple[int, int]:

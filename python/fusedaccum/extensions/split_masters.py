@@ -62,6 +62,10 @@ class SplitMasters(MasterWeights):
                 "step them in CPU memory; use master_weights=True"
             )
 
+    @classmethod
+    def _takes(cls, settings: Settings) -> bool:
+        return settings.rounding == "compensated"
+
     def check_parameter(self, name: str, parameter: Parameter, settings: Settings, left: bool) -> None:
         if parameter.dtype == torch.float16:
             raise ValueError(
@@ -174,7 +178,18 @@ class SplitMasters(MasterWeights):
             self._split_all()
 
     def _take_gradients(self, slots: Iterable[Slot]) -> None:
-        super()._take_gradients([slot for slot in slots if slot.param in self._joined])
+        joined = [slot for slot in slots if slot.param in self._joined]
+        for slot in joined:
+            if slot.dtype.itemsize < 4 and not slot.block.untouched_by_user:
+                self._gradients.pop(slot, None)  # the master's was a copy
+        super()._take_gradients(joined)
+
+    def _in_the_form_of(self, master: Parameter, grad: Tensor, slot: Slot) -> Tensor:
+        if grad is slot.shown and slot.block.untouched_by_user:
+            wide = torch.empty_like(master, requires_grad=False)
+            if self.accumulation.sums.read([slot], [wide]):
+                return wide
+        return super()._in_the_form_of(master, grad, slot)
 
     def _make_room(self, slots: Sequence[Slot]) -> dict[Slot, Tensor]:
         """Memory for the masters of ``slots``, as flat tensors."""
