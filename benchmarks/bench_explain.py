@@ -30,6 +30,12 @@ SETTINGS: dict[str, dict[str, object]] = {
     "24-bit sums": {"buffer_dtype": torch.bfloat16, "rounding": "compensated"},
     "16-bit buffers": {"buffer_dtype": None, "rounding": "stochastic"},
     "master weights": {"master_weights": True},
+    "split masters": {"master_weights": "split"},
+    "24-bit sums, split masters": {
+        "buffer_dtype": torch.bfloat16,
+        "rounding": "compensated",
+        "master_weights": "split",
+    },
     "skip_micro_batch": {"nonfinite": "skip_micro_batch"},
     "buffers in CPU memory": {"buffer_device": "cpu"},
     "masters there too": {"buffer_device": "cpu", "master_weights": True},

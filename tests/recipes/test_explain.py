@@ -20,6 +20,12 @@ SETTINGS = {
     "24-bit sums": {"buffer_dtype": torch.bfloat16, "rounding": "compensated"},
     "16-bit buffers": {"buffer_dtype": None, "rounding": "stochastic"},
     "master weights": {"master_weights": True},
+    "split masters": {"master_weights": "split"},
+    "24-bit sums, split masters": {
+        "buffer_dtype": torch.bfloat16,
+        "rounding": "compensated",
+        "master_weights": "split",
+    },
     "skip_micro_batch": {"nonfinite": "skip_micro_batch"},
     "fused layers": {},
 }
@@ -51,7 +57,8 @@ def offered(name, dtype, embedding=False):
     """Does fa.explain offer this mode for parameters of this dtype on the CPU?"""
     if name == "fused layers":  # there the product has one dtype
         return embedding or dtype == "fp32"
-    return dtype in ("bf16", "mixed") or name not in ("24-bit sums", "16-bit buffers", "master weights")
+    wide = ("FP32 buffers", "skip_micro_batch", "plain p.grad")
+    return dtype in ("bf16", "mixed") or name in wide
 
 
 def modes(model, **how):
@@ -132,7 +139,7 @@ def counts(monkeypatch):
         return ops["accumulate_"](buffers, grads, *args, overwrite=overwrite, **kwargs)
 
     def scale_(tensors, *args, **kwargs):
-        found.append(2 * size(tensors))
+        found.append(2 * size([*tensors, *(kwargs.get("low") or ())]))
         return ops["scale_"](tensors, *args, **kwargs)
 
     def cast_(outs, ins, *args, **kwargs):

@@ -185,7 +185,7 @@ class SplitMasters(MasterWeights):
         super()._take_gradients(joined)
 
     def _in_the_form_of(self, master: Parameter, grad: Tensor, slot: Slot) -> Tensor:
-        if grad is slot.shown and slot.block.untouched_by_user:
+        if slot.dtype.itemsize < 4 and grad is slot.shown and slot.block.untouched_by_user:
             wide = torch.empty_like(master, requires_grad=False)
             if self.accumulation.sums.read([slot], [wide]):
                 return wide

@@ -71,9 +71,15 @@ def _one_pass(kernel: Kernel, sizes: list[int], device: torch.device) -> Callabl
         sent = kernel.lane == "cpu" or op == "pack"
         calls = [(views[i:j], grads[i:j]) for i, j in buckets([size * source.itemsize for size in sizes], device, sent)]
         return {"add_": _adds, "pack": _packs}.get(op, _accumulations)(kernel, calls)
-    if op == "round":
-        low = _flat(sizes, torch.int8, where)[1]
-        return lambda: ops.cast_(views, views, 0.999, low=low)
+    if kernel.low:
+        low = _flat(sizes, torch.int8 if kernel.low == 1 else torch.int16, where)[1]
+        others = _flat(sizes, source, where)[1]
+        return {
+            "round": lambda: ops.cast_(views, views, 0.999, low=low),
+            "scale": lambda: ops.scale_(views, 0.999, low=low),
+            "join": lambda: ops.cast_(views, others, low=low),
+            "split": lambda: ops.accumulate_(views, others, 1.0, overwrite=True, low=low),
+        }[op]
     if op == "scale":
         return lambda: ops.scale_(views, 0.999)
     if op == "narrow":

@@ -26,19 +26,19 @@ class Kernel(NamedTuple):
     into: torch.dtype
     lane: str = "device"
     stochastic: bool = False
-    low: bool = False  # True if the sums have a byte more, beside the buffer
+    low: int = 0  # bytes that are kept beside a bf16 number
 
     @property
     def bytes(self) -> int:
         """Bytes that it reads and writes per element."""
-        g, b = self.source.itemsize, self.into.itemsize + self.low
+        g, b = self.source.itemsize, self.into.itemsize + self.low  # of the two, one is bf16
         return {"add": g + 2 * b, "add_": g + 2 * b, "scale": 2 * b, "read": g, "zero": b, "link": g}.get(
             self.op, g + b
         )
 
     def __str__(self) -> str:
         short = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
-        into = "24 bits" if self.low else short[self.into]
+        into = "24 bits" if self.low == 1 else short[self.into]
         return f"{self.op} {short[self.source]}→{into}{' stochastic' if self.stochastic else ''}"
 
 
@@ -63,14 +63,15 @@ class Way:
     arguments: str = ""
     buffers: torch.dtype | None = torch.float32
     masters: bool = False
+    split: bool = False
     held: bool = False
     offloaded: bool = False
     fused: bool = False
     plain: bool = False
 
-    def low(self, buffers: torch.dtype) -> bool:
-        """True if sums in ``buffers`` of this dtype have a byte more beside them."""
-        return "compensated" in self.arguments and buffers == torch.bfloat16
+    def low(self, buffers: torch.dtype) -> int:
+        """How many bytes there are beside a sum in ``buffers`` of this dtype."""
+        return int("compensated" in self.arguments and buffers == torch.bfloat16)
 
     def stepped(self, dtype: torch.dtype) -> torch.dtype:
         """What the inner optimizer steps in place of a parameter of ``dtype``."""
@@ -82,6 +83,14 @@ FUSED = Way("fused layers", fused=True)
 COMPENSATED = Way("24-bit sums", 'buffer_dtype=torch.bfloat16, rounding="compensated"', buffers=torch.bfloat16)
 STOCHASTIC = Way("16-bit buffers", 'buffer_dtype=None, rounding="stochastic"', buffers=None)
 MASTERS = Way("master weights", "master_weights=True", masters=True)
+SPLIT = Way("split masters", 'master_weights="split"', masters=True, split=True)
+SMALLEST = Way(
+    "24-bit sums, split masters",
+    'buffer_dtype=torch.bfloat16, rounding="compensated", master_weights="split"',
+    buffers=torch.bfloat16,
+    masters=True,
+    split=True,
+)
 HELD = Way("skip_micro_batch", 'nonfinite="skip_micro_batch"', held=True)
 OFFLOADED = Way("buffers in CPU memory", 'buffer_device="cpu"', offloaded=True)
 ALL_OFFLOADED = Way("masters there too", 'buffer_device="cpu", master_weights=True', offloaded=True, masters=True)
@@ -197,6 +206,8 @@ class Parameters:
         ways += [STOCHASTIC] if self.narrow else []
         ways += [OFFLOADED, ALL_OFFLOADED] if self.device.type != "cpu" else []
         ways += [MASTERS] if self.narrow else []
+        splits = {p.dtype for p in self.known if p.dtype.itemsize < 4} == {torch.bfloat16}
+        ways += [SPLIT, SMALLEST] if splits else []
         return [*ways, HELD, PLAIN]
 
 
@@ -224,7 +235,12 @@ def priced(way: Way, of: Parameters, micro_batches: int, optimizer: Any) -> Mode
     memory["gradients"] += 2 * nbytes(of.tied.intersection(on_the_way))
     if way.masters:
         theirs = [p for p in of.known if way.offloaded or p.dtype.itemsize < 4]
-        there["masters"] = sum(local_of(p).numel() * way.stepped(p.dtype).itemsize for p in theirs)
+        beside = {p: 2 if way.split else way.stepped(p.dtype).itemsize for p in theirs}
+        there["masters"] = sum(local_of(p).numel() * taken for p, taken in beside.items())
+        if way.split:  # FP32 masters of a part, with their gradients if these are not in FP32 already
+            fp32 = [4 * local_of(p).numel() for p in of.trained if p.dtype == torch.bfloat16]
+            part = max(*fp32, min(sum(fp32), limits.stepped(of.device)))
+            memory["gradients"] = max(memory["gradients"], part * (1 + way.low(torch.bfloat16)))
     if way.offloaded:
         memory["ring"] = cpu["ring"] = STAGES * limits.STAGE
         if not way.masters:
@@ -288,8 +304,7 @@ def passes(way: Way, of: Parameters, micro_batches: int, optimizer: Any) -> list
             found.append(Pass(Kernel("zero", buffers, buffers), zeroed, 1))
         here = elements - numel(fused)
         found += _accumulation(way, dtype, buffers, here, micro_batches)
-        as_it_is = handed_on or (micro_batches == 1 and not way.low(buffers))
-        found += _closing(way, dtype, buffers, elements, as_it_is)
+        found += _closing(way, dtype, buffers, elements, micro_batches == 1, handed_on)
     return [p for p in found if p.times and p.elements]
 
 
@@ -306,17 +321,25 @@ def _accumulation(way: Way, dtype: torch.dtype, buffers: torch.dtype, elements: 
     return found
 
 
-def _closing(way: Way, dtype: torch.dtype, buffers: torch.dtype, elements: int, as_it_is: bool) -> list[Pass]:
+def _closing(
+    way: Way, dtype: torch.dtype, buffers: torch.dtype, elements: int, alone: bool, handed_on: bool
+) -> list[Pass]:
     lane = "cpu" if way.offloaded else "device"
     stepped = way.stepped(dtype)
     kernels = []
-    if way.low(buffers) and not as_it_is:
-        kernels.append(Kernel("round", buffers, stepped, lane, low=True))
-    elif buffers != stepped:
+    low = way.low(buffers)
+    divided = (buffers.itemsize >= 4 or low) and not (alone or handed_on)  # narrower buffers hold the mean already
+    if low and buffers == stepped and not handed_on:
+        kernels.append(Kernel("round", buffers, stepped, lane, low=low))
+    elif buffers.itemsize > stepped.itemsize:
         kernels.append(Kernel("narrow", buffers, stepped, lane))
-    elif buffers.itemsize >= 4 and not as_it_is:  # narrower buffers hold the mean already
-        kernels.append(Kernel("scale", buffers, buffers, lane))
-    if way.offloaded or stepped != dtype:  # back: the gradient, or the stepped masters
+    elif divided:
+        kernels.append(Kernel("scale", buffers, buffers, lane, low=low))
+    if low and stepped != buffers:
+        kernels.append(Kernel("join", buffers, stepped, lane, low=low))
+    if way.split and stepped != dtype:
+        kernels += [Kernel("join", dtype, stepped, lane, low=2), Kernel("split", stepped, dtype, lane, low=2)]
+    elif way.offloaded or stepped != dtype:  # back: the gradient, or the stepped masters
         kernels.append(Kernel("cast", stepped, dtype, lane))
     if way.offloaded:
         kernels.append(Kernel("link", dtype, dtype, "link"))
