@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from fusedaccum.extensions.low_parts import LowParts
+from pairs import AddsToGrad
 from torch import nn
 from torch.nn import Parameter
 from training import data, model, parts, sgd, wrapped
@@ -188,13 +189,44 @@ def test_after_normalize_the_gradient_can_be_clipped_by_hand():
 def test_zeros_are_zeros():
     p = one()
     opt = wrapped(nn.ParameterList([p]), reduction="none", **ON)
-    put(p, opt, draw(1))
+    opt.backward((p * draw(1)[0]).sum())
     low_of(opt, p).fill_(127)
     opt.zero_grad(set_to_none=False)
-    low_of(opt, p).fill_(127)
     assert not p.grad.any()
     gradient = draw(1)[0]
     assert torch.equal(put(p, opt, [gradient]), gradient)
+
+
+def held(opt, p):
+    """The sum that the buffer holds, in FP32."""
+    wide = torch.empty_like(p, dtype=torch.float32, requires_grad=False)
+    assert opt._sums.read([opt._sums.buffers.of[p]], [wide])
+    return wide
+
+
+def test_when_a_window_has_closed_the_gradient_is_all_that_is_held():
+    p = one()
+    opt = wrapped(nn.ParameterList([p]), 3, **ON)
+    gradient = put(p, opt, draw(3))
+    assert low_of(opt, p).any()
+    assert torch.equal(held(opt, p), gradient.float())
+
+
+def test_a_layer_that_adds_to_p_grad_itself_adds_in_bf16():
+    weight, x = Parameter(torch.randn(4, 6).to(BF16)), [torch.randn(5, 6).to(BF16) for _ in range(4)]
+    opt = wrapped(nn.ParameterList([weight]), 4, reduction="none", **ON)
+
+    def plain(x):
+        return (x @ weight.t()).square().sum()
+
+    for inputs in x[:2]:
+        opt.backward(plain(inputs))
+        opt.step()
+    assert low_of(opt, weight).any()
+    before = weight.grad.clone()
+    opt.backward(AddsToGrad.apply(x[2], weight).square().sum())
+    assert torch.equal(held(opt, weight), weight.grad.float()) and not torch.equal(weight.grad, before)
+    opt.step()
 
 
 @pytest.mark.parametrize("how", ["checkpoint", "copy", "pickle"])
