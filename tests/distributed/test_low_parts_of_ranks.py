@@ -120,7 +120,8 @@ def again(rank, late, shard, reduction):
     params = [nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)) for _ in range(4)]
     group, in_flight = dist.group.WORLD, []
     inner = torch.optim.SGD(params, lr=1.0)
-    opt = fa.AccumulatingOptimizer(inner, 1, process_group=group, shard=shard, reduction=reduction, **ON)
+    settings = {"process_group": group, "shard": shard, "reduction": reduction, "max_grad_norm": 1e9}
+    opt = fa.AccumulatingOptimizer(inner, 1, **settings, **ON)
     send = ReduceBuckets._send
 
     def counted(self, bucket):
@@ -130,19 +131,22 @@ def again(rank, late, shard, reduction):
     with limits(REDUCED=1), mock.patch.object(ReduceBuckets, "_send", counted):
         for number in range(9):
             if number == 0 or rank in late:
-                torch.autograd.backward(params, [torch.full((3,), 0.5 if number else 256.0).bfloat16() for _ in params])
+                torch.autograd.backward(
+                    params, [torch.full((3,), 0.5 if number else 256.0 + rank).bfloat16() for _ in params]
+                )
         opt.step(**({"weight": 1.0} if reduction == "sum" else {}))
-    return torch.stack([p.detach() for p in params]), max(in_flight)
+    return torch.stack([p.detach() for p in params]), opt.last_window.grad_norm, max(in_flight)
 
 
 @pytest.mark.parametrize("late", [(0,), (1,), (0, 1, 2)], ids=str)
 @pytest.mark.parametrize("shard", [False, True], ids=["all", "owners"])
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 def test_what_comes_after_the_sums_have_gone_is_added_to_them(worlds, late, shard, reduction):
-    """In FP32, of which two buckets are under way at most."""
-    total = (3 * 256 + len(late) * 8 * 0.5) / 3
-    for ours, under_way in worlds(3).run(again, late=late, shard=shard, reduction=reduction):
+    """In FP32, of which two buckets are under way at most. The norm tells of all 24 bits."""
+    total = (256 + 256 + 258 + len(late) * 8 * 0.5) / 3  # in bf16, 257 is 256
+    for ours, norm, under_way in worlds(3).run(again, late=late, shard=shard, reduction=reduction):
         assert torch.equal(ours, torch.full((4, 3), -total).bfloat16())
+        assert norm.item() == pytest.approx(total * 12**0.5, rel=1e-4)
         assert under_way <= 2
 
 

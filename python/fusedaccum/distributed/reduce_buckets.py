@@ -259,10 +259,9 @@ class ReduceBuckets:
         self._missing.pop(bucket, None)
         shown = [slot for slot in bucket.slots if slot.shown is not None]
         self._sums.divide_(shown, self._divisor(bucket), self._mean)
-        without = [slot for slot in bucket.slots if slot.shown is None]
+        without = [slot.buffer for slot in bucket.slots if slot.shown is None]
         if without:
-            torch._foreach_zero_([slot.buffer for slot in without])
-            self._sums.set_by_others(without)
+            torch._foreach_zero_(without)
         # What is sent again holds a sum that was rounded before: rounded once more each time, it would lose small gradients.
         first = bucket not in self._sent
         self._sent.add(bucket)
@@ -310,7 +309,6 @@ class ReduceBuckets:
         flight.arrive(self._group, self._sums)
         if self._group.rank != (bucket.owner or 0):
             bucket.memory.zero_()
-            self._sums.set_by_others(bucket.slots)
             bucket.block.written()
         elif self._mean != 1.0:
             buffers = [slot.buffer for slot in bucket.slots]

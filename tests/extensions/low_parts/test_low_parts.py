@@ -26,6 +26,13 @@ def low_of(opt, p):
     return extension._low[opt._sums.buffers.of[p].buffer]
 
 
+def held(opt, p):
+    """The sum that the buffer holds, in FP32."""
+    wide = torch.empty_like(p, dtype=torch.float32, requires_grad=False)
+    assert opt._sums.read([opt._sums.buffers.of[p]], [wide])
+    return wide
+
+
 def put(p, opt, gradients, weights=None):
     """One micro-batch for each gradient; returns the window's."""
     for g, weight in zip(gradients, weights or [None] * len(gradients), strict=True):
@@ -124,6 +131,19 @@ def test_parameters_that_are_wider_have_plain_buffers_beside_them():
     assert set(low) == {slot.buffer for slot in buffers.slots if slot.dtype == BF16}
 
 
+@pytest.mark.parametrize("narrow_first", [False, True])
+def test_gradients_of_both_kinds_may_arrive_together(narrow_first):
+    wide, narrow = Parameter(torch.zeros(3)), one(3)
+    ps = [narrow, wide] if narrow_first else [wide, narrow]
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(ps, lr=1.0), 4, reduction="none", **ON)
+    for value in (256.0, 0.5, 0.5, 0.5):
+        torch.autograd.backward(ps, [torch.full((3,), value).to(p.dtype) for p in ps])
+        if value == 0.5:
+            assert torch.equal(held(opt, narrow), wide.grad)
+        opt.step()
+    assert torch.equal(narrow.grad, wide.grad.to(BF16))
+
+
 def test_the_norm_is_that_of_24_bits():
     for settings, norm in ((ON, 306.0), ({"buffer_dtype": BF16}, 256.0)):
         p = one(1)
@@ -192,16 +212,9 @@ def test_zeros_are_zeros():
     opt.backward((p * draw(1)[0]).sum())
     low_of(opt, p).fill_(127)
     opt.zero_grad(set_to_none=False)
-    assert not p.grad.any()
+    assert not p.grad.any() and not held(opt, p).any()
     gradient = draw(1)[0]
     assert torch.equal(put(p, opt, [gradient]), gradient)
-
-
-def held(opt, p):
-    """The sum that the buffer holds, in FP32."""
-    wide = torch.empty_like(p, dtype=torch.float32, requires_grad=False)
-    assert opt._sums.read([opt._sums.buffers.of[p]], [wide])
-    return wide
 
 
 def test_when_a_window_has_closed_the_gradient_is_all_that_is_held():
