@@ -206,7 +206,7 @@ class SplitMasters(MasterWeights):
         """Split the masters that have values, which have none afterwards. May be called again, if Ctrl-C has broken it off."""
         if not self._joined:
             return
-        self._follow_model()
+        self._follow(self._joined)
         self._write_back(list(self._joined))
         for p in list(self._joined):
             del self._joined[p]
@@ -220,15 +220,19 @@ class SplitMasters(MasterWeights):
 
     # -- the model ---------------------------------------------------------------------------------------------
 
-    @without_grad
     def _follow_model(self) -> None:
-        """Take over what other code has written into the model since the last :meth:`_write_back`.
+        self._follow(self.of)
+
+    @without_grad
+    def _follow(self, parameters: Iterable[Parameter]) -> None:
+        """Take over what other code has written into these parameters since the last :meth:`_write_back`.
 
         A half alone does not tell which elements are as they were. FP32 weights at hand do: those that the inner optimizer steps now, and
         those of a checkpoint. There they stay where the model has them, rounded: so a model's and an optimizer's checkpoint can be loaded
         in either order.
         """
-        for p, master in self.of.items():
+        for p in parameters:
+            master = self.of[p]
             master.requires_grad = p.requires_grad
             if p in self._joined:
                 if fingerprint(p) != self._seen[p]:
