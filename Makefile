@@ -23,7 +23,7 @@ NATIVE := setup.py pyproject.toml $(shell find csrc -type f)
 PACKAGE := $(shell find python triton_kernels -name '*.py')
 CPP := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 # The tests of the ops, most of them in one file, where NumPy, in which Triton interprets, may warn of the overflows that they are about.
-INTERPRETED := -n auto --dist worksteal -m "not slow" -W ignore::RuntimeWarning $(foreach t,bits memory oracles properties rounding,tests/ops/test_ops_$(t).py) \
+INTERPRETED := -n auto --dist worksteal -m "not slow" -W ignore::RuntimeWarning $(foreach t,bits memory oracles parts properties rounding,tests/ops/test_ops_$(t).py) \
 	tests/gpu/test_gpu_ops.py::test_a_scale_that_is_written_too_is_read_before
 # A process a core, and a file's tests, which share what they build, in one; each of them with a second thread would make them wait
 # for each other. In the order of tests/conftest.py, not the file of most tests first. Tests of ranks have processes of their own, and

@@ -52,7 +52,7 @@ void run(const Lists& lists, const Request<py::handle>& request) {
   if (outs.empty()) return;
   at::Tensor kept_scale, kept_decay;
   const Scalar scale = scalar_of(request.scale, lists, kept_scale), decay = scalar_of(request.decay, lists, kept_decay);
-  Call call{request.op, request.overwrite, request.stochastic, scale, decay, request.seed};
+  Call call{request.op, request.overwrite, request.stochastic, scale, decay, request.seed, nullptr, lists.low_parts()};
   const c10::cuda::CUDAGuard guard(outs[0]->device());
   const Statistics& stats = request.stats;
   at::Tensor partials;  // the blocks' statistics, allocated before anything is launched
@@ -73,8 +73,11 @@ void run(const Lists& lists, const Request<py::handle>& request) {
       if (place->empty()) place->reserve(outs.size() - k);
     }
     if (call.op != Op::kStats) fusedaccum::bump_version(out);
-    place->push_back({lists.written(k), lists.read(k), out.numel(), request.counters.empty() ? 0 : request.counters[k]});
+    uint64_t counter = request.counters.empty() ? 0 : request.counters[k];
+    if (call.low != fusedaccum::kNoLow) counter = reinterpret_cast<uintptr_t>(lists.low(k));
+    place->push_back({lists.written(k), lists.read(k), out.numel(), counter});
   }
+  lists.bump_low(call.op);
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   py::gil_scoped_release unlocked;
   for (int out = 0; out < kDTypes; ++out) {
@@ -100,6 +103,7 @@ int driver() {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   fusedaccum::define_ops(m, run);
+  m.attr("TAKES_LOW") = true;
   m.attr("NEEDS_DRIVER") = fusedaccum::cuda::kDriver;
   m.def("driver", &driver, "the CUDA version that the driver is for, 12010 for 12.1; 0 if there is none");
 }

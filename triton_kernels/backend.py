@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 BLOCK = 2048  # elements per program: 16 per thread, two to eight accesses of 16 bytes each way; docs/performance.md
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}  # of every launch: a product is rounded before it is added
 AT_ONCE = (64 << 10) // 8  # numbers of a table
+TAKES_LOW = True
 DTYPES = {torch.float64: tl.float64, torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -37,31 +38,39 @@ def accumulate_(
     decay: Scalar,
     rounding: StochasticRounding | None,
     stats: Stats | None,
+    low: Sequence[Tensor] | None = None,
 ) -> None:
     """``buffer = buffer * decay + grad * scale``, or ``grad * scale`` with ``overwrite``."""
-    _run(buffers, grads, scale, decay, rounding, stats, overwrite=overwrite, cast=False)
+    _run(buffers, grads, scale, decay, rounding, stats, low, overwrite=overwrite, cast=False, writes_low=True)
 
 
-def scale_(tensors: Sequence[Tensor], scale: Scalar, stats: Stats | None) -> None:
+def scale_(tensors: Sequence[Tensor], scale: Scalar, stats: Stats | None, low: Sequence[Tensor] | None = None) -> None:
     """``x = x * scale``."""
-    cast_(tensors, tensors, scale, stats)
+    _run(tensors, tensors, scale, 1.0, None, stats, low, overwrite=True, cast=True, writes_low=True)
 
 
-def cast_(outs: Sequence[Tensor], ins: Sequence[Tensor], scale: Scalar, stats: Stats | None) -> None:
+def cast_(
+    outs: Sequence[Tensor],
+    ins: Sequence[Tensor],
+    scale: Scalar,
+    stats: Stats | None,
+    low: Sequence[Tensor] | None = None,
+) -> None:
     """``out = cast(in * scale)``."""
-    _run(outs, ins, scale, 1.0, None, stats, overwrite=True, cast=True)
+    _run(outs, ins, scale, 1.0, None, stats, low, overwrite=True, cast=True, writes_low=False)
 
 
-def stats(tensors: Sequence[Tensor], into: Stats) -> None:
+def stats(tensors: Sequence[Tensor], into: Stats, low: Sequence[Tensor] | None = None) -> None:
     """Squared norm and non-finite count."""
     device = tensors[0].device
-    plan = _plan(tensors, tensors, None)
+    plan = _plan(tensors, tensors, None, low)
+    bits, low_aligned = _low_parts(low)
     tally = _Tally(plan, device)
     with _device_of(tensors[0]):
         for _, dtype, aligned, count, blocks, rows in plan:
             table = _Table(rows, (1.0, 1.0), 0, device)
             kernels.measure[(blocks,)](
-                table.on_device, count, *tally.take(blocks), DTYPES[dtype], aligned, BLOCK, **OPTIONS
+                table.on_device, count, *tally.take(blocks), DTYPES[dtype], aligned, bits, low_aligned, BLOCK, **OPTIONS
             )  # fmt: skip
     tally.finish(into)
 
@@ -73,16 +82,20 @@ def _run(
     decay: Scalar,
     rounding: StochasticRounding | None,
     stats: Stats | None,
+    low: Sequence[Tensor] | None,
     *,
     overwrite: bool,
     cast: bool,
+    writes_low: bool,
 ) -> None:
     device = outs[0].device
-    plan = _plan(outs, ins, rounding)
+    plan = _plan(outs, ins, rounding, low)
+    bits, low_aligned = _low_parts(low)
+    writes_low = writes_low and low is not None
     tally = None if stats is None else _Tally(plan, device)
     numbers = (1.0 if isinstance(scale, Tensor) else scale, 1.0 if isinstance(decay, Tensor) else decay)
     # Before the launches, so that if one fails, nobody takes the outputs to be unchanged.
-    memory.increment_version(outs)
+    memory.increment_version([*outs, *low] if low is not None and writes_low else outs)
     with _device_of(outs[0]):
         doubles = any(out == torch.float64 for out, *_ in plan)  # of which a number may be an element: read from a copy
         device_scale, device_decay = (
@@ -106,6 +119,9 @@ def _run(
                 overwrite,
                 rounding is not None and out.itemsize == 2,
                 tally is not None,
+                bits,
+                low_aligned,
+                writes_low,
                 BLOCK,
                 **OPTIONS,
             )
@@ -117,12 +133,26 @@ def _run(
 Launch = tuple[torch.dtype, torch.dtype, bool, int, int, bytes]
 
 
-def _plan(outs: Sequence[Tensor], ins: Sequence[Tensor], rounding: StochasticRounding | None) -> list[Launch]:
-    """The launches of a call. In C++, if that was built: in Python, this is most of a call's time on the host."""
+def _plan(
+    outs: Sequence[Tensor],
+    ins: Sequence[Tensor],
+    rounding: StochasticRounding | None,
+    low: Sequence[Tensor] | None,
+) -> list[Launch]:
+    """The launches of a call. In C++, if that was built: in Python, this is most of a call's time on the host.
+
+    The row of counters has the addresses of low parts, where there are some.
+    """
     compiled = memory.native_lists()
-    return (launches if compiled is None else compiled.launches)(
-        outs, ins, None if rounding is None else rounding.counters, BLOCK
-    )
+    counters = [x.data_ptr() for x in low] if low is not None else None if rounding is None else rounding.counters
+    return (launches if compiled is None else compiled.launches)(outs, ins, counters, BLOCK)
+
+
+def _low_parts(low: Sequence[Tensor] | None) -> tuple[int, bool]:
+    """How many bits low parts have, 0 for none, and whether accesses to all of them may be as wide as those to what they belong to."""
+    if low is None:
+        return 0, False
+    return 8 * low[0].itemsize, all(x.data_ptr() % 16 == 0 for x in low)
 
 
 def launches(outs: Sequence[Tensor], ins: Sequence[Tensor], counters: Sequence[int] | None, block: int) -> list[Launch]:

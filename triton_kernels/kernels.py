@@ -14,6 +14,7 @@ import triton.language as tl
 SCALE, DECAY = 0, 1
 _SEED, _HEADER = tl.constexpr(2), tl.constexpr(3)
 _OUT, _IN, _ELEMENTS, _FIRST_BLOCK, _COUNTER = (tl.constexpr(row) for row in range(5))
+_LOW = _COUNTER  # addresses of low parts: numbers in two parts are not rounded stochastically
 
 
 @triton.jit
@@ -93,6 +94,48 @@ def _nearest(x, DTYPE: tl.constexpr):
     else:
         y = x.to(DTYPE)
     return y
+
+
+# -- numbers in two parts: csrc/formulas.h. BITS is how many a low part has, 8 or 16; 0 where there are none.
+
+
+@triton.jit
+def _low(table, tensors, tensor, WIDER: tl.constexpr, ALIGNED: tl.constexpr, BITS: tl.constexpr):
+    dtype: tl.constexpr = tl.int8 if BITS == 8 else tl.int16
+    return _pointer(_row(table, tensors, tensor, _LOW), dtype, WIDER, ALIGNED)
+
+
+@triton.jit
+def _number(h, low, BITS: tl.constexpr):
+    """The FP32 of two parts; where other code has written 0 or, beside 8 bits, infinity to h, a negative low part is none."""
+    upper = (h.to(tl.int32) & 0xFFFF) << 16
+    part = low.to(tl.int32) << (16 - BITS)
+    magnitude = upper & 0x7FFFFFFF
+    whole = magnitude == 0
+    if BITS == 8:
+        whole = whole | (magnitude == 0x7F800000)
+    return (upper + tl.where(whole & (part < 0), 0, part)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _values(pointer, low, at, elements, DTYPE: tl.constexpr, BITS: tl.constexpr, FULL: tl.constexpr):
+    x = _load(pointer, at, elements, FULL)
+    if BITS == 0:
+        y = _widened(x, DTYPE)
+    else:
+        y = _number(x, _load(low, at, elements, FULL), BITS)
+    return y
+
+
+@triton.jit
+def _word(x, BITS: tl.constexpr):
+    """Both parts of an FP32 in 32 bits: h in the upper half of the word + 0x8000, the low part from bit 16 - BITS on."""
+    word = x.to(tl.int32, bitcast=True)
+    if BITS == 8:
+        rounded = word + 0x7F + ((word >> 8) & 1)
+        infinite = ((rounded + 0x8000) & 0x7FFF0000) == 0x7F800000
+        word = tl.where(infinite, (word & -0x80000000) | 0x7F800000, rounded)
+    return tl.where(x == x, word, 0x7FC00000)
 
 
 @triton.jit
@@ -178,6 +221,9 @@ def _write_block(
     OVERWRITE: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     STATS: tl.constexpr,
+    BITS: tl.constexpr,
+    LOW_ALIGNED: tl.constexpr,
+    LOW_WRITTEN: tl.constexpr,
     BLOCK: tl.constexpr,
     FULL: tl.constexpr,
 ):
@@ -187,15 +233,24 @@ def _write_block(
     out = _pointer(_row(table, tensors, tensor, _OUT), OUT_DTYPE, wider, ALIGNED)
     source = _pointer(_row(table, tensors, tensor, _IN), IN_DTYPE, wider, ALIGNED)
 
+    low = _low(table, tensors, tensor, wider, LOW_ALIGNED, BITS)
+
     scale = tl.load(scale_at)
-    t = _widened(_load(source, at, elements, FULL), IN_DTYPE).to(compute) * scale.to(compute)
+    t = _values(source, low, at, elements, IN_DTYPE, BITS if CAST else 0, FULL).to(compute) * scale.to(compute)
     if not CAST:
         t = tl.where(scale == 0, 0.0, t).to(compute)  # adds nothing, whatever the gradient holds
     new = t
     if not OVERWRITE:
-        new = _widened(_load(out, at, elements, FULL), OUT_DTYPE).to(compute) * tl.load(decay_at).to(compute) + t
+        new = _values(out, low, at, elements, OUT_DTYPE, BITS, FULL).to(compute) * tl.load(decay_at).to(compute) + t
 
-    if STOCHASTIC:
+    if LOW_WRITTEN:
+        word = _word(new, BITS)
+        rounded = _bf16(word + 0x8000)
+        if FULL:
+            tl.store(low + at, (word >> (16 - BITS)).to(low.dtype.element_ty))
+        else:
+            tl.store(low + at, (word >> (16 - BITS)).to(low.dtype.element_ty), mask=at < elements)
+    elif STOCHASTIC:
         first = (_row(table, tensors, tensor, _COUNTER) + begin).to(tl.uint64)
         rounded = _stochastic(new, _random16(first, tl.load(table + _SEED), BLOCK), OUT_DTYPE)
     else:
@@ -206,7 +261,10 @@ def _write_block(
         tl.store(out + at, rounded, mask=at < elements)
 
     if STATS:
-        written = _widened(rounded, OUT_DTYPE)
+        if LOW_WRITTEN:
+            written = (word & (-0x100 if BITS == 8 else -1)).to(tl.float32, bitcast=True)
+        else:
+            written = _widened(rounded, OUT_DTYPE)
         judged = written if CAST else t
         if not FULL:
             inside = at < elements
@@ -233,6 +291,9 @@ def write(
     OVERWRITE: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     STATS: tl.constexpr,
+    BITS: tl.constexpr,
+    LOW_ALIGNED: tl.constexpr,
+    LOW_WRITTEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """``t = in * scale; new = t if OVERWRITE else out * decay + t; out = round(new)``."""
@@ -241,12 +302,12 @@ def write(
     if begin + BLOCK <= elements:
         _write_block(
             table, tensors, tensor, begin, at, elements, scale_at, decay_at, partials, bad,
-            OUT_DTYPE, IN_DTYPE, ALIGNED, CAST, OVERWRITE, STOCHASTIC, STATS, BLOCK, True,
+            OUT_DTYPE, IN_DTYPE, ALIGNED, CAST, OVERWRITE, STOCHASTIC, STATS, BITS, LOW_ALIGNED, LOW_WRITTEN, BLOCK, True,
         )  # fmt: skip
     else:
         _write_block(
             table, tensors, tensor, begin, at, elements, scale_at, decay_at, partials, bad,
-            OUT_DTYPE, IN_DTYPE, ALIGNED, CAST, OVERWRITE, STOCHASTIC, STATS, BLOCK, False,
+            OUT_DTYPE, IN_DTYPE, ALIGNED, CAST, OVERWRITE, STOCHASTIC, STATS, BITS, LOW_ALIGNED, LOW_WRITTEN, BLOCK, False,
         )  # fmt: skip
 
 
@@ -258,15 +319,18 @@ def measure(
     bad,
     IN_DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
+    BITS: tl.constexpr,
+    LOW_ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Squares and elements that are not finite, one number of each per block."""
     tensor, elements, begin = _place(table, tensors, BLOCK)
     at = begin + tl.arange(0, BLOCK)
     source = _pointer(_row(table, tensors, tensor, _IN), IN_DTYPE, IN_DTYPE, ALIGNED)
+    low = _low(table, tensors, tensor, IN_DTYPE, LOW_ALIGNED, BITS)
     if begin + BLOCK <= elements:
-        x = _widened(_load(source, at, elements, True), IN_DTYPE)
+        x = _values(source, low, at, elements, IN_DTYPE, BITS, True)
     else:
-        x = _widened(_load(source, at, elements, False), IN_DTYPE)
+        x = _values(source, low, at, elements, IN_DTYPE, BITS, False)
     tl.store(partials + tl.program_id(0), _squares(x))
     tl.store(bad + tl.program_id(0), _bad(x).to(tl.int64))

@@ -47,6 +47,23 @@ struct Rounded<FP16> {
   }
 };
 
+// A number in two parts, and back. formulas.h says what they are.
+template <class Low>
+constexpr int kShift = sizeof(Low) == 1 ? 8 : 0;
+template <class Low>
+FUSEDACCUM_DEVICE float joined(BF16 h, Low low) {
+  const auto part = static_cast<uint32_t>(static_cast<int32_t>(low)) << kShift<Low>;
+  return bitcast<float>(parts_to_word<kShift<Low>>(uint32_t{h.bits} << 16, part));
+}
+// Returns the number that the parts make.
+template <class Low>
+FUSEDACCUM_DEVICE float split(float x, BF16& h, Low& low) {
+  const auto word = float_to_parts<kShift<Low>, true, float, uint32_t>(x);
+  h.bits = static_cast<uint16_t>((word + 0x8000u) >> 16);
+  low = static_cast<Low>(word >> kShift<Low>);
+  return bitcast<float>(sizeof(Low) == 1 ? word & 0xffffff00u : word);
+}
+
 // What a thread moves at a time: 16 bytes of the wider side, and as many elements of the other. Neighbouring threads then touch
 // neighbouring memory on both sides. With 16 bytes of the narrower one, the wider would be stored half a 32-byte sector at a time.
 template <class Out, class In>

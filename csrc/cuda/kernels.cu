@@ -195,6 +195,89 @@ __global__ void __launch_bounds__(kThreads<false>, kBlocks<false>) stats_kernel(
   if (threadIdx.x == 0) batch.call.partials[blockIdx.x] = sum;
 }
 
+// The ops on numbers in two parts: h, BF16, and low parts beside it. Bytes per element with low parts of 8 bits and BF16 gradients: 8 to
+// add, 5 to overwrite, 5 to cast to BF16, 6 to scale. Other: the gradients, or the outputs of a cast; BF16 where there is neither.
+template <Op kOp, class Low, class Other, bool kOverwrite, bool kStats>
+__global__ void __launch_bounds__(kThreads<false>, kBlocks<false>) parts_kernel(const __grid_constant__ Batch batch) {
+  constexpr bool kAdds = kOp == Op::kAccumulate, kCasts = kOp == Op::kCast, kWrites = kAdds || kOp == Op::kScale;
+  constexpr bool kReads = !(kAdds && kOverwrite);
+  constexpr int kCount = kPack<BF16, Other>;
+
+  const Chunk<kThreads<false>, kCount, kPacks> chunk(batch, tensor_of(batch, blockIdx.x));
+  void *const out = chunk.pair.out, *const in = const_cast<void*>(chunk.pair.in);
+  BF16* const h = static_cast<BF16*>(kWrites ? out : in) + chunk.first;
+  Other* const other = static_cast<Other*>(kCasts ? out : in) + chunk.first;
+  Low* const low = reinterpret_cast<Low*>(static_cast<uintptr_t>(chunk.pair.counter)) + chunk.first;
+
+  const double exact_scale = value_of(batch.call.scale);
+  const bool lets_in = !kAdds || exact_scale != 0.0;
+  const float scale = static_cast<float>(lets_in ? exact_scale : 0.0), decay = static_cast<float>(value_of(batch.call.decay));
+
+  [[maybe_unused]] Tally<int> tally;
+  const bool in_packs = lets_in && is_aligned<kCount>(h) && is_aligned<kCount>(low) && is_aligned<kCount>(other);
+  chunk.each_tile(in_packs, [&](int tile, auto whole) {
+    constexpr bool kWhole = decltype(whole)::value;
+    Pack<Other, kCount> others[kPacks];
+    Pack<BF16, kCount> uppers[kPacks];
+    Pack<Low, kCount> lows[kPacks];
+#pragma unroll
+    for (int k = 0; k < kPacks; ++k) {
+      const int at = chunk.at(tile, k);
+      if constexpr (kWhole) {
+        if constexpr (kAdds) others[k].load(other + at);
+        if constexpr (kReads) uppers[k].load(h + at), lows[k].load(low + at);
+      } else {
+        if constexpr (kAdds) others[k].load(other + at, lets_in ? chunk.valid(at) : 0);
+        if constexpr (kReads) uppers[k].load(h + at, chunk.valid(at)), lows[k].load(low + at, chunk.valid(at));
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kPacks; ++k) {
+      const int at = chunk.at(tile, k);
+      const int valid = kWhole ? kCount : chunk.valid(at);
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        float x = 0.0f;
+        if constexpr (kReads) x = joined(uppers[k].x[i], lows[k].x[i]);
+        if constexpr (kAdds) {
+          const float t = contribution(widened(others[k].x[i]), scale);
+          x = kOverwrite ? t : accumulated(x, decay, t);
+        } else if constexpr (kOp != Op::kStats) {
+          x = contribution(x, scale);
+        }
+        if constexpr (kWrites) x = split(x, uppers[k].x[i], lows[k].x[i]);
+        if constexpr (kCasts) {
+          others[k].x[i] = Rounded<Other>::nearest(x);
+          x = widened(others[k].x[i]);
+        }
+        if constexpr (kStats) {
+          if (i < valid) tally.square(static_cast<double>(x));
+        }
+      }
+      if constexpr (kWhole) {
+        if constexpr (kWrites) uppers[k].store(h + at), lows[k].store(low + at);
+        if constexpr (kCasts) others[k].store(other + at);
+      } else {
+        if constexpr (kWrites) uppers[k].store(h + at, valid), lows[k].store(low + at, valid);
+        if constexpr (kCasts) others[k].store(other + at, valid);
+      }
+    }
+  });
+  if constexpr (kStats) {
+    if (tally.poisoned()) {
+      chunk.each([&](int at) {
+        if constexpr (kAdds) {
+          tally.judge(contribution(lets_in ? widened(other[at]) : 0.0f, scale));
+        } else {
+          tally.judge(kCasts ? widened(other[at]) : joined(h[at], low[at]));
+        }
+      });
+    }
+    const Partial sum = tally.template add_block<kThreads<false>>();
+    if (threadIdx.x == 0) batch.call.partials[blockIdx.x] = sum;
+  }
+}
+
 struct AddUp {
   const Partial* partials;
   int64_t count;
@@ -245,7 +328,34 @@ Kernel write_kernel_for(const Call& call) {
   return overwrite ? write_kernel_for<Out, In, true>(call.stochastic, stats) : write_kernel_for<Out, In, false>(call.stochastic, stats);
 }
 
+template <class Low, class Other>
+Kernel parts_kernel_for(const Call& call) {
+  const bool stats = call.partials != nullptr;
+  switch (call.op) {
+    case Op::kAccumulate:
+      if (call.overwrite) {
+        return stats ? parts_kernel<Op::kAccumulate, Low, Other, true, true> : parts_kernel<Op::kAccumulate, Low, Other, true, false>;
+      }
+      return stats ? parts_kernel<Op::kAccumulate, Low, Other, false, true> : parts_kernel<Op::kAccumulate, Low, Other, false, false>;
+    case Op::kCast:
+      return stats ? parts_kernel<Op::kCast, Low, Other, true, true> : parts_kernel<Op::kCast, Low, Other, true, false>;
+    case Op::kScale:
+      return stats ? parts_kernel<Op::kScale, Low, BF16, true, true> : parts_kernel<Op::kScale, Low, BF16, true, false>;
+    default:
+      return parts_kernel<Op::kStats, Low, BF16, true, true>;
+  }
+}
+
+template <class Low>
+Kernel parts_kernel_for(const Call& call, bool beside_fp32) {
+  return beside_fp32 ? parts_kernel_for<Low, float>(call) : parts_kernel_for<Low, BF16>(call);
+}
+
 Kernel kernel_for(DType out, DType in, const Call& call) {
+  if (call.low != kNoLow) {
+    const bool beside_fp32 = out == kF32 || in == kF32;
+    return call.low == kInt8 ? parts_kernel_for<int8_t>(call, beside_fp32) : parts_kernel_for<int16_t>(call, beside_fp32);
+  }
   using KernelFor = Kernel (*)(const Call&);
   static constexpr KernelFor kWrite[kDTypes][kDTypes] = {
       // [out][in]

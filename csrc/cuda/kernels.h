@@ -22,7 +22,7 @@ struct Pair {
   void* out;
   const void* in;  // equal to out for scale; what stats reads
   int64_t elements;
-  uint64_t counter;  // index of the output's first random number
+  uint64_t counter;  // index of the output's first random number or, of numbers in two parts, where their low parts begin
 };
 
 struct Call {
@@ -33,6 +33,7 @@ struct Call {
   Scalar decay;
   uint64_t seed = 0;
   Partial* partials = nullptr;  // device memory, one per block of the pairs; null for no statistics
+  LowParts low = kNoLow;        // of the outputs or, for kCast, of the inputs
 };
 
 // The CUDA version, of toolkit and driver, since which a kernel's arguments may take 32,764 bytes; before, 4,096.

@@ -57,8 +57,13 @@ def loaded(library):
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory):
-    return loaded(WITH_ADDRESSES or compiled(tmp_path_factory.mktemp("shim") / "kernels.so"))
+def library(tmp_path_factory):
+    return WITH_ADDRESSES or compiled(tmp_path_factory.mktemp("shim") / "kernels.so")
+
+
+@pytest.fixture(scope="module")
+def kernels(library):
+    return loaded(library)
 
 
 def call(
@@ -219,6 +224,79 @@ def test_thousands_of_tensors_take_few_launches(kernels):
     sizes = [64] * 2_000
     launches = check(kernels, tensors(sizes, torch.float32, 0, 1), tensors(sizes, torch.bfloat16, 0, 2), stats=True)
     assert launches == 3
+
+
+# -- numbers in two parts ----------------------------------------------------------------------------------------
+
+SCALE = 3
+LOWS = (torch.int8, torch.int16)  # in the order of csrc/types.h
+every_low = pytest.mark.parametrize("low", LOWS, ids=["low=int8", "low=int16"])
+beside = pytest.mark.parametrize("other", [torch.bfloat16, torch.float32], ids=["other=bf16", "other=fp32"])
+
+
+def low_of(library, low, measured, op, outs, ins, parts, scale, decay=1.0, overwrite=False):
+    run = ctypes.CDLL(library).run_parts
+    run.argtypes = (ctypes.c_int, *loaded(library).argtypes)
+    table = (Pair * len(outs))(
+        *(Pair(o.data_ptr(), x.data_ptr(), o.numel(), p.data_ptr()) for o, x, p in zip(outs, ins, parts, strict=True))
+    )
+    run(
+        LOWS.index(low), op, table, len(outs), DTYPES.index(outs[0].dtype), DTYPES.index(ins[0].dtype), ctypes.c_double(scale),
+        True, decay, overwrite, False, 0, measured.sq_norm.data_ptr(), measured.nonfinite.data_ptr(),
+    )  # fmt: skip
+
+
+def low_parts(dtype, offset):
+    """Low parts for tensors of SIZES, with sentinels on both sides, ``offset`` elements past an aligned address."""
+    views = []
+    for k, size in enumerate(SIZES):
+        whole = torch.full((size + 64,), int(SENTINEL), dtype=dtype)
+        start = (-whole.data_ptr() // whole.itemsize) % 16 + offset
+        bound = 1 << (8 * whole.itemsize - 1)
+        random = torch.randint(-bound, bound, (size,), dtype=dtype, generator=torch.Generator().manual_seed(k))
+        views.append(whole[start : start + size].copy_(random))
+    return views
+
+
+@pytest.mark.parametrize("offset", [0, 1, 8])
+@beside
+@every_low
+def test_ops_on_numbers_in_two_parts_equal_reference(library, low, other, offset):
+    for op, scale, overwrite in (
+        (ACCUMULATE, 0.37, False), (ACCUMULATE, -3.0, True), (ACCUMULATE, 0.0, False), (CAST, 0.3, False), (SCALE, 1e30, False),
+        (STATS, 1.0, False),
+    ):  # fmt: skip
+        for nonfinite in (False, True):
+            hs, parts, others = (
+                tensors(SIZES, torch.bfloat16, offset % 8, 1),
+                low_parts(low, offset),
+                tensors(SIZES, other, 0, 2),
+            )
+            if nonfinite:
+                with_nonfinite(hs[8])
+                with_nonfinite(others[6])
+                hs[9][5:7], parts[9][5:7] = torch.tensor([0.0, -float("inf")]), -3  # left there by other code
+            outs, ins = {ACCUMULATE: (hs, others), CAST: (others, hs), SCALE: (hs, hs), STATS: (hs, hs)}[op]
+            expected, right_parts, right, measured = (
+                [x.clone() for x in outs],
+                [x.clone() for x in parts],
+                *(Stats.empty(), Stats.empty()),
+            )
+            if op == ACCUMULATE:
+                reference.accumulate_(expected, ins, scale, overwrite, 0.75, None, right, right_parts)
+            elif op == CAST:
+                reference.cast_(expected, ins, scale, right, right_parts)
+            elif op == SCALE:
+                reference.scale_(expected, scale, right, right_parts)
+            else:
+                reference.stats(expected, right, right_parts)
+            low_of(library, low, measured, op, outs, ins, parts, scale, 0.75, overwrite)
+            same(outs, expected)
+            for part, right_part in zip(parts, right_parts, strict=True):
+                assert torch.equal(part, right_part)
+                whole = part.as_strided((part.untyped_storage().nbytes() // part.itemsize,), (1,), 0)
+                assert (whole == int(SENTINEL)).sum() >= 64, "wrote outside its tensor"
+            assert_same_stats(measured, right)
 
 
 # -- that these tests can fail -----------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ pytestmark = [
 
 DTYPES = ("fp64", "fp32", "bf16", "fp16")
 PAIRS = [(out, x) for out in DTYPES for x in DTYPES]
+WITHOUT_LOW = {"BITS": 0, "LOW_ALIGNED": False, "LOW_WRITTEN": False}
 ADD = {"CAST": False, "OVERWRITE": False, "STOCHASTIC": False, "STATS": False}
 MODES = {
     "add": ADD,
@@ -50,6 +51,7 @@ def compiled(target, kernel, constants, fuse=False):
     function = getattr(kernels, kernel)
     chosen = {name: getattr(triton.language, {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[v])
               if name.endswith("DTYPE") else v for name, v in constants} | {"BLOCK": backend.BLOCK}  # fmt: skip
+    chosen = {k: v for k, v in WITHOUT_LOW.items() if k in function.arg_names} | chosen
     signature = {name: "constexpr" if name in chosen else arguments[name] for name in function.arg_names}
     source = ASTSource(
         function, signature=signature, constexprs={(function.arg_names.index(k),): v for k, v in chosen.items()}
@@ -175,6 +177,20 @@ def test_every_dtype_pair_moves_packs_without_contraction(out, x):
     assert min(count(sass, "LDG", write_width), count(sass, "LDG", read_width), count(sass, "STG", write_width)) > 0
     assert not re.search(r"\b[FD]FMA\b", sass)
     assert not re.search(r"\bBAR\b", sass), "threads exchange elements"
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("mode", MODES)
+def test_numbers_in_two_parts_move_in_packs_without_contraction(mode, bits):
+    """BF16 and BF16: 8 elements at a time, 8 or 16 bytes of low parts."""
+    low = {"BITS": bits, "LOW_ALIGNED": True, "LOW_WRITTEN": not MODES[mode]["CAST"]}
+    sass = nvidia(90, "bf16", "bf16", MODES[mode] | low)
+    assert min(count(sass, "LDG", 16), count(sass, "STG", 16)) > 0
+    assert MODES[mode]["CAST"] or count(sass, "STG", bits) > 0
+    assert MODES[mode] == MODES["overwrite"] or count(sass, "LDG", bits) > 0
+    assert not re.search(r"\b[F]FMA\b", sass)
+    assert not re.search(r"\b(LDL|STL)\b", sass), "local memory"
+    assert not re.search(r"\bBAR\b", sass) or MODES[mode]["STATS"], "threads exchange elements"
 
 
 @pytest.mark.parametrize("out", ["bf16", "fp16"])

@@ -246,7 +246,9 @@ def _check_overlaps(places: list[_Place], in_place: bool) -> None:
         reaching = [other for other in reaching if begin < other[0] + span(other[4]) * other[4].element_size()]
         for other in reaching:
             if (written or other[1]) and share_memory(x, other[4]) and not (in_place and _is_one(place, other)):
-                (_, _, first, i, _), (_, both, name, j, _) = sorted((place, other), key=lambda p: (not p[1], p[3]))
+                (_, _, first, i, _), (_, both, name, j, _) = sorted(
+                    (place, other), key=lambda p: (not p[1], p[3], p[2] == "low")
+                )
                 where = f"{name}[{j}]"
                 fix = "list every tensor once, with memory of its own" if both else f"pass a clone() as {where}"
                 raise ValueError(f"{first}[{i}] and {where} share memory, and {first}[{i}] is written; {fix}")
