@@ -114,19 +114,17 @@ class SplitMasters(MasterWeights):
             for p in group["params"]:
                 holding.setdefault(p, []).append(group["params"])
         self._lists = [(group["params"], list(group["params"])) for group in self.inner.param_groups]
-        try:
-            for part in parts:
-                for members, _ in self._lists:
-                    members.clear()
-                for slot in part:
-                    for members in holding[slot.stepped]:
-                        members.append(slot.stepped)
-                with self._at_hand(part):
-                    done = self._stepped.union([slot.index for slot in part])
-                    step()
-                    self._stepped = done  # no call comes between, where Ctrl-C could
-        finally:
-            self._fill_lists()
+        for part in parts:
+            for members, _ in self._lists:
+                members.clear()
+            for slot in part:
+                for members in holding[slot.stepped]:
+                    members.append(slot.stepped)
+            with self._at_hand(part):
+                done = self._stepped.union([slot.index for slot in part])
+                step()
+                self._stepped = done  # no call comes between, where Ctrl-C could
+        self._fill_lists()
         return True
 
     def _parts(self, slots: Sequence[Slot]) -> Iterator[list[Slot]]:
@@ -162,16 +160,16 @@ class SplitMasters(MasterWeights):
 
     @contextmanager
     def _at_hand(self, slots: Sequence[Slot]) -> Iterator[None]:
-        """Within the block, the masters of ``slots`` have their values and gradients; what it makes of them stays, also if it raises."""
+        """Within the block, which is one of :meth:`stepping`, the masters of ``slots`` have their values and gradients. What it makes of
+        them stays; if it raises, :meth:`_leave` sees to that.
+        """
         if self._joined:  # a step hook may call the wrapper
             yield
             return
-        try:
-            self._join(slots)
-            self._take_gradients(slots)
-            yield
-        finally:
-            self._split_all()
+        self._join(slots)
+        self._take_gradients(slots)
+        yield
+        self._split_all()
 
     def _take_gradients(self, slots: Iterable[Slot]) -> None:
         super()._take_gradients([slot for slot in slots if slot.param in self._joined])
