@@ -154,7 +154,10 @@ class SplitMasters(MasterWeights):
 
     def _leave(self, slots: Iterable[Slot]) -> None:
         self._split_all()
-        self._scratch.clear()
+        # A part's memory is kept on a CPU, whose system would fill it with zeros again for every step.
+        self._scratch = {
+            at: x for at, x in self._scratch.items() if at.type == "cpu" and x.nbytes <= limits.stepped(at)
+        }
         self._fill_lists()
         super()._leave(slots)
 

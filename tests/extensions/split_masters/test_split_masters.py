@@ -217,7 +217,8 @@ def test_bytes_a_parameter(settings, beside):
     opt = wrapper(params, settings, lambda ps: torch.optim.SGD(ps, lr=1.0), accum_steps=1)
     for _ in range(2):
         sum(p.sum() for p in params).backward()
-        opt.step()
+        with limits(stepped=lambda _: 4 * n - 1):  # not one parameter: more is kept on a CPU
+            opt.step()
     assert held() - before == pytest.approx(4 * n * (2 + 4 + beside), rel=1e-3)  # the parameter, its buffer
 
 
@@ -237,6 +238,9 @@ def test_a_step_joins_no_more_than_a_part_or_one_parameter(monkeypatch):
         window(params, opt, 0)
     assert sizes == [1, 3, 1, 1] and max(room) == 256  # 200, and the gap after it
     assert not opt._accumulation.extensions.of(SplitMasters)._scratch
+    window(params[1:4], opt, 1)
+    (kept,) = opt._accumulation.extensions.of(SplitMasters)._scratch.values()
+    assert kept.numel() == 2 * 64  # params[1] is FP32
 
 
 # -- other code --------------------------------------------------------------------------------------------------------------
