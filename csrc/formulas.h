@@ -83,16 +83,16 @@ FUSEDACCUM_HD U float_to_fp16(V x) {
 // or of 16 (kShift 0, FP32 numbers). h is the upper half of W + 0x8000, low begins at bit kShift of W. In 24-bit words, bits 0 to 7 mean
 // nothing.
 
-// What is added of a low part, sign-extended to 16 bits. Where other code has written 0 or, beside 8 bits, infinity to h alone, a low part
-// that was left there must not make that a NaN or a number: if negative, it is 0. H: uint16_t, or a vector of it.
-template <int kShift, class H>
-FUSEDACCUM_HD H low_part(H h, H low) {
-  const H twice = H(h + h);  // without the sign
-  const H clamped = H(low & H(H(low >> 15) - 1));
+// The sum of both parts of a word, `upper` being h << 16, `part` the low part, sign-extended, << kShift. Where other code has written 0
+// or, beside 8 bits, infinity to h alone, a low part that was left there must not make that a NaN or a number: if negative, it is 0.
+template <int kShift, class U>
+FUSEDACCUM_HD U parts_to_word(U upper, U part) {
+  const U twice = upper + upper;  // without the sign
+  const U clamped = part & ((part >> 31) - 1u);
   if constexpr (kShift == 8) {
-    return H(twice + 0x100) <= 0x100 ? clamped : low;  // also where h is NaN, and stays that
+    return upper + (twice + 0x01000000u <= 0x01000000u ? clamped : part);  // also where h is NaN, and stays that
   } else {
-    return twice == 0 ? clamped : low;
+    return upper + (twice == 0u ? clamped : part);
   }
 }
 

@@ -152,15 +152,14 @@ FUSEDACCUM_INLINE F32 load_parts(const BF16* h, const L* low, Special& special) 
   FUSEDACCUM_UNROLL
   for (int i = 0; i < F32::kCount / 2; ++i) {
     const auto upper = (Halves) * reinterpret_cast<const UnalignedHalves*>(h + i * 2 * F32::kWidth);
-    Halves part = load_low(low + i * 2 * F32::kWidth);
-    if constexpr (kCareful) {
-      part = low_part<kShift<L>>(upper, part);
-    } else if (sizeof(L) == 1) {
-      special.see(upper);
-    }
+    const Halves part = load_low(low + i * 2 * F32::kWidth);
     const auto words = bitcast<U32::Vector>(upper);
-    x.v[2 * i] = bitcast<F32::Vector>((words << 16) + even_words<L>(part));
-    x.v[2 * i + 1] = bitcast<F32::Vector>((words & 0xffff0000u) + odd_words<L>(part));
+    const auto joined = [](U32::Vector upper, U32::Vector part) {
+      return bitcast<F32::Vector>(kCareful ? parts_to_word<kShift<L>>(upper, part) : upper + part);
+    };
+    x.v[2 * i] = joined(words << 16, even_words<L>(part));
+    x.v[2 * i + 1] = joined(words & 0xffff0000u, odd_words<L>(part));
+    if constexpr (!kCareful && sizeof(L) == 1) special.see(upper);
   }
   return x;
 }

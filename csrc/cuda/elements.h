@@ -52,9 +52,8 @@ template <class Low>
 constexpr int kShift = sizeof(Low) == 1 ? 8 : 0;
 template <class Low>
 FUSEDACCUM_DEVICE float joined(BF16 h, Low low) {
-  const uint16_t part = low_part<kShift<Low>>(h.bits, static_cast<uint16_t>(static_cast<int16_t>(low)));
-  const auto wide = static_cast<uint32_t>(static_cast<int16_t>(part));
-  return bitcast<float>((uint32_t{h.bits} << 16) + (wide << kShift<Low>));
+  const auto part = static_cast<uint32_t>(static_cast<int32_t>(low)) << kShift<Low>;
+  return bitcast<float>(parts_to_word<kShift<Low>>(uint32_t{h.bits} << 16, part));
 }
 // Returns the number that the parts make.
 template <class Low>

@@ -379,8 +379,9 @@ def refused(rank, settings):
         {"window_weight": 1000.0},
         {"noise_scale": 0.9},
         {"noise_scale": 0.0},
+        {"master_weights": "split"},
     ],
-    ids=["shard", "shard, counted", "window_weight", "noise_scale", "noise_scale of each window"],
+    ids=["shard", "shard, counted", "window_weight", "noise_scale", "noise_scale of each window", "split masters"],
 )
 def test_windows_that_need_all_ranks_are_refused_within_no_sync_and_lose_nothing(worlds, settings):
     model = made()

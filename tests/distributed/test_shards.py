@@ -314,6 +314,8 @@ def refused(rank):
         wrapped(model, buffer_device="cpu")
     with pytest.raises(ValueError, match=r"shard=True.*are shards already"):
         wrapped(model, accum_steps=2, shard=True)
+    with pytest.raises(ValueError, match=r"master_weights='split'.*DTensor; use master_weights=True"):
+        wrapped(sharded(torch.bfloat16), master_weights="split")
     opt = wrapped(model, accum_steps=2)
     x, y, _weight, _ = share(0, 1, 0, 1)[0]
     with (

@@ -118,19 +118,17 @@ class SplitMasters(MasterWeights):
             for p in group["params"]:
                 holding.setdefault(p, []).append(group["params"])
         self._lists = [(group["params"], list(group["params"])) for group in self.inner.param_groups]
-        try:
-            for part in parts:
-                for members, _ in self._lists:
-                    members.clear()
-                for slot in part:
-                    for members in holding[slot.stepped]:
-                        members.append(slot.stepped)
-                with self._at_hand(part):
-                    done = self._stepped.union([slot.index for slot in part])
-                    step()
-                    self._stepped = done  # no call comes between, where Ctrl-C could
-        finally:
-            self._fill_lists()
+        for part in parts:
+            for members, _ in self._lists:
+                members.clear()
+            for slot in part:
+                for members in holding[slot.stepped]:
+                    members.append(slot.stepped)
+            with self._at_hand(part):
+                done = self._stepped.union([slot.index for slot in part])
+                step()
+                self._stepped = done  # no call comes between, where Ctrl-C could
+        self._fill_lists()
         return True
 
     def _parts(self, slots: Sequence[Slot]) -> Iterator[list[Slot]]:
@@ -160,22 +158,25 @@ class SplitMasters(MasterWeights):
 
     def _leave(self, slots: Iterable[Slot]) -> None:
         self._split_all()
-        self._scratch.clear()
+        # A part's memory is kept on a CPU, whose system would fill it with zeros again for every step.
+        self._scratch = {
+            at: x for at, x in self._scratch.items() if at.type == "cpu" and x.nbytes <= limits.stepped(at)
+        }
         self._fill_lists()
         super()._leave(slots)
 
     @contextmanager
     def _at_hand(self, slots: Sequence[Slot]) -> Iterator[None]:
-        """Within the block, the masters of ``slots`` have their values and gradients; what it makes of them stays, also if it raises."""
+        """Within the block, which is one of :meth:`stepping`, the masters of ``slots`` have their values and gradients. What it makes of
+        them stays; if it raises, :meth:`_leave` sees to that.
+        """
         if self._joined:  # a step hook may call the wrapper
             yield
             return
-        try:
-            self._join(slots)
-            self._take_gradients(slots)
-            yield
-        finally:
-            self._split_all()
+        self._join(slots)
+        self._take_gradients(slots)
+        yield
+        self._split_all()
 
     def _take_gradients(self, slots: Iterable[Slot]) -> None:
         joined = [slot for slot in slots if slot.param in self._joined]
@@ -221,7 +222,7 @@ class SplitMasters(MasterWeights):
         """Split the masters that have values, which have none afterwards. May be called again, if Ctrl-C has broken it off."""
         if not self._joined:
             return
-        self._follow_model()
+        self._follow(self._joined)
         self._write_back(list(self._joined))
         for p in list(self._joined):
             del self._joined[p]
@@ -235,15 +236,19 @@ class SplitMasters(MasterWeights):
 
     # -- the model ---------------------------------------------------------------------------------------------
 
-    @without_grad
     def _follow_model(self) -> None:
-        """Take over what other code has written into the model since the last :meth:`_write_back`.
+        self._follow(self.of)
+
+    @without_grad
+    def _follow(self, parameters: Iterable[Parameter]) -> None:
+        """Take over what other code has written into these parameters since the last :meth:`_write_back`.
 
         A half alone does not tell which elements are as they were. FP32 weights at hand do: those that the inner optimizer steps now, and
         those of a checkpoint. There they stay where the model has them, rounded: so a model's and an optimizer's checkpoint can be loaded
         in either order.
         """
-        for p, master in self.of.items():
+        for p in parameters:
+            master = self.of[p]
             master.requires_grad = p.requires_grad
             if p in self._joined:
                 if fingerprint(p) != self._seen[p]:

@@ -1,6 +1,7 @@
 """Split masters have the bits of FP32 copies, which are the oracle, and take 4 bytes with the parameter, and not 6."""
 
 import copy
+import functools
 import gc
 import operator
 import pickle
@@ -216,7 +217,8 @@ def test_bytes_a_parameter(settings, beside):
     opt = wrapper(params, settings, lambda ps: torch.optim.SGD(ps, lr=1.0), accum_steps=1)
     for _ in range(2):
         sum(p.sum() for p in params).backward()
-        opt.step()
+        with limits(stepped=lambda _: 4 * n - 1):  # not one parameter: more is kept on a CPU
+            opt.step()
     assert held() - before == pytest.approx(4 * n * (2 + 4 + beside), rel=1e-3)  # the parameter, its buffer
 
 
@@ -236,6 +238,9 @@ def test_a_step_joins_no_more_than_a_part_or_one_parameter(monkeypatch):
         window(params, opt, 0)
     assert sizes == [1, 3, 1, 1] and max(room) == 256  # 200, and the gap after it
     assert not opt._accumulation.extensions.of(SplitMasters)._scratch
+    window(params[1:4], opt, 1)
+    (kept,) = opt._accumulation.extensions.of(SplitMasters)._scratch.values()
+    assert kept.numel() == 2 * 64  # params[1] is FP32
 
 
 # -- other code --------------------------------------------------------------------------------------------------------------
@@ -333,11 +338,21 @@ def test_the_inner_optimizers_methods_work_on_the_masters_and_write_only_what_th
     opt = wrapper(params, SPLIT, lambda ps: Telling(ps, lr=2**-12), accum_steps=1)
     lowered(params, opt)
     expected = masters(opt)
-    loss = sum(p.float().square().sum() for p in params)
+    loss = sum((p * p).sum() for p in params)
     assert opt.learning_rate() == 2**-12
     loss.backward()  # the parameters have not been written to since the forward
     opt.halve()
     assert all(torch.equal(masters(opt)[i], master / 2) for i, master in expected.items())
+
+
+def test_a_drop_ins_step_without_a_backward_steps_every_part_again():
+    pairs = both(OPTIMIZERS["SGD"], accum_steps=None, reduction="none")
+    for params, opt in pairs:
+        with limits(stepped=lambda _: 4):
+            torch.autograd.backward(params, [torch.ones_like(p) for p in params])
+            for _ in range(3):
+                opt.step()
+    assert_same(*pairs)
 
 
 @pytest.mark.parametrize("nonfinite", ["skip_window", "raise"])
@@ -466,6 +481,38 @@ def test_saving_changes_nothing_and_is_a_copy():
     kept = copy.deepcopy(saved)
     window(params, opt, 1)
     assert all(torch.equal(saved[i], x) and not torch.equal(masters(opt)[i], x) for i, x in kept.items())
+
+
+@pytest.mark.parametrize("first", ["model", "optimizer"])
+@pytest.mark.parametrize("of", [SPLIT, COPIES], ids=["from split", "from copies"])
+def test_ties_in_a_checkpoint_keep_their_fp32_bits(of, first):
+    """The model has them rounded to even, or away from zero."""
+    sgd = functools.partial(torch.optim.SGD, lr=1.0)
+    p, q = (Parameter(torch.full((2,), value, dtype=torch.bfloat16)) for value in (1.0, 5.0))
+    opt, resumed = wrapper([p], of, sgd, accum_steps=1), wrapper([q], SPLIT, sgd, accum_steps=1)
+    torch.autograd.backward([p], [torch.tensor([-(2.0**-8), -(2.0**-8) * 3], dtype=torch.bfloat16)])
+    opt.step()
+    ties = torch.tensor([1 + 2.0**-8, 1 + 2.0**-8 * 3])
+    assert torch.equal(masters(opt)[0], ties)
+    state = copy.deepcopy(opt.state_dict())
+    for what in ("model", "optimizer") if first == "model" else ("optimizer", "model"):
+        if what == "optimizer":
+            resumed.load_state_dict(state)
+        else:
+            with torch.no_grad():
+                q.copy_(p)
+    torch.autograd.backward([q], [torch.zeros_like(q)])
+    resumed.step()
+    assert torch.equal(masters(resumed)[0], ties) and torch.equal(q, away(ties))
+
+
+def test_what_was_loaded_does_not_change_with_what_it_was_loaded_from():
+    (_, opt), (copies, live) = both()
+    window(copies, live, 0)
+    expected = copy.deepcopy(masters(live))
+    opt.load_state_dict(live.state_dict())
+    window(copies, live, 1)
+    assert all(torch.equal(masters(opt)[i], x) for i, x in expected.items())
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------------
