@@ -15,6 +15,7 @@ from . import (
     bench_fused,
     bench_memory,
     bench_overhead,
+    bench_parts,
     bench_questions,
     bench_ranks,
     bench_step,
@@ -31,6 +32,7 @@ BENCHMARKS = {
     for b in (
         bench_accumulate,
         bench_window,
+        bench_parts,
         bench_training,
         bench_step,
         bench_fused,

@@ -20,6 +20,7 @@ PAGES = (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")))
 TABLES: dict[str, Callable[[Sequence[Row]], tables.Table]] = {
     "accumulate": tables.accumulate,
     "window": tables.window,
+    "parts": tables.parts,
     "training": tables.training,
     "step": tables.step,
     "fused": tables.fused,

@@ -118,6 +118,19 @@ def window(rows: Sequence[Row]) -> Table:
     return header, lines
 
 
+def parts(rows: Sequence[Row]) -> Table:
+    """One line per set and call: sums of 24 bits beside FP32 ones."""
+    lines = []
+    for (name, case), of_case in grouped(rows, ("set", "case")).items():
+        ours = of_case[OURS]
+        (wide,) = (r for r in of_case.values() if r["kind"] == "variant")
+        share = f"{ours['share_of_bandwidth']:.0%}"
+        lines.append(
+            [f"{name} {case}", _spread(ours), f"{ours['gb_per_s']:.1f}", share, _milliseconds(wide), _against(wide)]
+        )
+    return ["sums of 24 bits", "ms (p10–p90)", "GB/s", "of bandwidth", "FP32 sums, ms", "vs FP32"], lines
+
+
 def training(rows: Sequence[Row]) -> Table:
     """One line per set and dtype pair: windows through autograd, of every contestant."""
     others = _names(rows, "peer") + _names(rows, "variant")

@@ -233,10 +233,20 @@ struct PartsStep {
   // Returns what it wrote or, for stats, read.
   FUSEDACCUM_INLINE F32 operator()(BF16* h, L* low, T* other) const {
     Special special;
-    const F32 x = computed<false>(h, low, other, special);
+    F32 x = computed<false>(h, low, other, special);
     FUSEDACCUM_UNROLL
     for (int i = 0; i < F32::kCount; ++i) special.see(x.v[i]);
-    return __builtin_expect(special.any(), false) ? carefully(h, low, other) : stored<false>(h, low, other, x);
+    // Register by register: GCC would pass the whole pack through memory.
+    if (__builtin_expect(special.any(), false)) {
+      const F32 written = carefully(h, low, other);
+      FUSEDACCUM_UNROLL
+      for (int i = 0; i < F32::kCount; ++i) x.v[i] = written.v[i];
+    } else {
+      const F32 written = stored<false>(h, low, other, x);
+      FUSEDACCUM_UNROLL
+      for (int i = 0; i < F32::kCount; ++i) x.v[i] = written.v[i];
+    }
+    return x;
   }
 
   // The same, whatever the elements are.

@@ -74,6 +74,8 @@ def test_every_kernel_was_compiled_for_every_arch():
         assert len([name for name in names if "write_kernel" in name]) == 2 * 2 * (16 + 8)
         assert len([name for name in names if "stats_kernel" in name]) == 4
         assert len([name for name in names if "add_up_kernel" in name]) == 1
+        # For low parts of 8 bits and of 16: adds and overwrites from, and casts to, 2 dtypes, scales, all with or without stats; and stats.
+        assert len([name for name in names if "parts_kernel" in name]) == 2 * (2 * 2 * 2 + 2 * 2 + 2 + 1)
 
 
 def work_loops(code):
@@ -108,7 +110,7 @@ def itemsizes(kernel):
 def working_kernels(found):
     """(arch, kernel) and its work loops, for all kernels except the one that adds up partial sums."""
     for key, code in found.items():
-        if "add_up" not in key[1]:
+        if "add_up" not in key[1] and "parts" not in key[1]:
             loops = work_loops(code)
             assert loops, key
             yield key, loops
@@ -164,6 +166,32 @@ def test_computing_takes_less_time_than_the_bytes():
     for (arch, kernel), loops in working_kernels(kernels()):
         if arch in GPUS and "stochastic" not in flags(kernel):
             assert max(busy(arch, loop) for loop in loops) < 0.6, (arch, kernel)
+
+
+def test_numbers_in_two_parts_move_in_packs_and_compute_for_less_time_than_that_takes():
+    """On an H200, beside 8 bits too, whose bytes have to be taken out of registers one by one."""
+    for (arch, kernel), code in kernels().items():
+        if "parts" not in kernel:
+            continue
+        op, low, other = re.search(r"OpE(\d)E([as])(f|NS\d*_4BF16E)", kernel).groups()
+        count = 4 if other == "f" else 8
+        h, parts, others = 2 * count, count * (1 if low == "a" else 2), (4 if other == "f" else 2) * count
+        adds, casts, scales = (op == number for number in "013")
+        reads = not (adds and "overwrite" in parts_flags(kernel))
+        loops = work_loops(code)
+        assert loops, (arch, kernel)
+        for loop in loops:
+            loads = {*((h, parts) if reads else ()), *((others,) if adds else ())}
+            stores = {*((h, parts) if adds or scales else ()), *((others,) if casts else ())}
+            assert (set(widths(loop, "LDG")), set(widths(loop, "STG"))) == (loads, stores), (arch, kernel)
+            assert arch != "sm_90" or busy(arch, loop) < 0.9, kernel
+
+
+def parts_flags(kernel):
+    """Which of overwrite and stats a kernel for numbers in two parts was compiled for."""
+    return {
+        name for name, flag in zip(("overwrite", "stats"), re.findall(r"Lb([01])E", kernel), strict=True) if flag == "1"
+    }
 
 
 def test_random_numbers_take_about_the_time_of_the_bytes():

@@ -24,6 +24,7 @@ from benchmarks import (
     bench_explain,
     bench_memory,
     bench_overhead,
+    bench_parts,
     bench_questions,
     bench_ranks,
     bench_step,
@@ -453,3 +454,12 @@ def test_a_benchmark_that_fails_leaves_the_others_their_results(monkeypatch, tmp
     told = capsys.readouterr()
     assert len(ran) == 1 and "table of second" in told.out
     assert "no such peer" in told.err and "failed, as told above: first" in told.err
+
+
+def test_sums_of_24_bits_are_held_against_fp32_ones(tmp_path: Path) -> None:
+    options = harness.Options(quick=True, rounds=2, sets=("gpt2-124m",), out=tmp_path, backend="reference")
+    rows = bench_parts.run(options)
+    assert {str(r["case"]) for r in rows} == {*bench_parts.CASES}
+    header, lines = tables.parts(rows)
+    assert [line[0] for line in lines] == [f"gpt2-124m {case}" for case in bench_parts.CASES]
+    assert all(len(line) == len(header) and line[-1].endswith("×") for line in lines)

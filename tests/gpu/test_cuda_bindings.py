@@ -14,7 +14,7 @@ from torch.utils.cpp_extension import include_paths, library_paths
 ROOT = Path(__file__).parents[2]
 SHIM = ROOT / "tests/gpu/cuda_shim"
 # Every pair of dtypes in the test of thousands of tensors, and in the others what takes seconds.
-WHICH = "cuda and (thousands or stochastic or scale_and_stats or read_before or window or finite or scaler or (f32 and bf16))"
+WHICH = "cuda and (thousands or stochastic or scale_and_stats or read_before or window or finite or scaler or two_parts or (f32 and bf16))"
 
 pytestmark = [
     pytest.mark.slow,
@@ -37,7 +37,7 @@ def run_tests(folder, bindings, which):
     done = subprocess.run(
         [
             sys.executable, "-m", "pytest", "-q", "-x", "-p", "plugin", "-p", "no:cacheprovider", "-k", which,
-            "tests/gpu/test_gpu_ops.py", "tests/gpu/test_gpu_windows.py",
+            "tests/gpu/test_gpu_ops.py", "tests/gpu/test_gpu_windows.py", "tests/gpu/test_gpu_parts.py",
         ],
         cwd=ROOT, capture_output=True, text=True,
         env=child_environment(CUDA_SHIM=str(folder), PYTHONPATH=os.pathsep.join((str(SHIM), str(ROOT / "tests")))),
