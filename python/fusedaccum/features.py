@@ -9,12 +9,13 @@ from torch.optim import LBFGS
 
 from .core.extension import Extension, Extensions
 from .distributed.data_parallel import DataParallel
-from .extensions import kept_gradients, main_grad
+from .extensions import kept_gradients, low_precision, main_grad
 from .extensions.batch_norm import BatchNormsLeftOut, BatchNormStats
 from .extensions.changing_owners import ChangingOwners
 from .extensions.changing_parameters import ChangingParameters
 from .extensions.cpu_offload import CpuOffload
 from .extensions.fused_optimizers import FusedOptimizers
+from .extensions.group_dtypes import GroupDtypes
 from .extensions.in_place_layers import InPlaceLayers
 from .extensions.inner_guard import InnerGuard
 from .extensions.kept_gradients import KeptGradients
@@ -46,6 +47,7 @@ def always(settings: Settings, inner: Optimizer) -> bool:
 # When a wrapper of these settings and this inner optimizer has the feature, and what makes it.
 FEATURES: list[tuple[Callable[[Settings, Optimizer], bool], type[Extension]]] = [
     (always, ChangingOwners),  # first: others find the parameters that it has taken
+    (always, GroupDtypes),  # before all that depends on a buffer's dtype
     (always, DataParallel),
     (always, ChangingParameters),
     (always, InnerGuard),
@@ -57,7 +59,7 @@ FEATURES: list[tuple[Callable[[Settings, Optimizer], bool], type[Extension]]] = 
     (lambda settings, _: settings.nonfinite == "raise", Raise),
     (lambda settings, _: settings.skip_norm is not None, NormSpike),
     (always, LossScale),  # divides after Losses, and reports over what the three above have
-    (lambda settings, _: settings.buffer_dtype is None or settings.buffer_dtype.itemsize < 4, RunningMeans),
+    (low_precision.may_be_narrow, RunningMeans),
     (lambda settings, _: settings.rounding == "stochastic", RandomRounding),
     (lambda settings, _: settings.rounding == "compensated", LowParts),
     (always, BatchNormStats),

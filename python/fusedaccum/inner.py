@@ -1,9 +1,11 @@
-"""An inner optimizer may have others inside it (Lookahead's): they share its groups, but may keep a state of their own."""
+"""What is asked of an inner optimizer: which others it has inside, what its groups ask for, whether it can be stepped in parts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+from torch import Tensor
 from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 
@@ -27,6 +29,21 @@ def inside(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
 def states_of(optimizer: Optimizer) -> list[dict]:
     """The optimizer's state, and those of the optimizers inside it."""
     return list({id(one.state): one.state for one in with_those_inside(optimizer)}.values())
+
+
+# The key of a group that says in which dtype its parameters' gradients accumulate; without it, the wrapper's argument does.
+BUFFER_DTYPE = "buffer_dtype"
+
+
+def asked_dtypes(inner: Optimizer, of_all: torch.dtype | None) -> set[torch.dtype | None]:
+    """The buffer dtypes that are asked for: by the wrapper's argument, ``of_all``, and by groups."""
+    return {of_all, *(group[BUFFER_DTYPE] for group in inner.param_groups if BUFFER_DTYPE in group)}
+
+
+def asked_dtype(inner: Optimizer, parameter: Tensor, of_all: torch.dtype | None) -> torch.dtype | None:
+    """The buffer dtype that is asked for this parameter."""
+    asking = (group for group in inner.param_groups if BUFFER_DTYPE in group)
+    return next((group[BUFFER_DTYPE] for group in asking if any(p is parameter for p in group["params"])), of_all)
 
 
 # The attribute of an optimizer under which a wrapper keeps what it has put around its methods.

@@ -80,7 +80,9 @@ class Training:
 # With "skip_window", a fused optimizer skips on the device if it takes the buffers as they are: with FP32 parameters here.
 FP32_ONLY = [({"nonfinite": "skip_window"}, torch.float32, adamw)]
 SETTINGS = [{}, {"max_grad_norm": 0.05}, {"master_weights": True}, {"reduction": "none"}, {"noise_scale": 0.5}]
-CASES = FP32_ONLY + [(s, dtype, make) for s in SETTINGS for dtype in (torch.float32, torch.bfloat16) for make in (adamw, sgd)]  # fmt: skip
+LOW = {"buffer_dtype": torch.bfloat16, "rounding": "compensated"}
+CASES = [*FP32_ONLY, (LOW, torch.bfloat16, sgd)]
+CASES += [(s, dtype, make) for s in SETTINGS for dtype in (torch.float32, torch.bfloat16) for make in (adamw, sgd)]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +112,7 @@ def test_a_window_recorded_and_replayed_is_every_window(settings, dtype, make):
 
 
 @pytest.mark.skipif(GPU, reason="looks into recordings, which CUDA graphs do not allow")
-@pytest.mark.parametrize("settings", [*SETTINGS, FP32_ONLY[0][0]], ids=str)
+@pytest.mark.parametrize("settings", [*SETTINGS, LOW, FP32_ONLY[0][0]], ids=str)
 def test_every_window_does_the_same_at_the_same_addresses(settings):
     """So any window can be recorded: the same adds overwrite, with the same factors, and buffers and gradients keep their addresses."""
     training = Training(model(torch.float32), adamw, settings)

@@ -10,6 +10,7 @@ ELSEWHERE = {
     "EvaluatedWindows",  # LBFGS runs its windows inside step(): test_closures
     "CpuOffload",  # needs another device: tests/devices/test_pairs_there
     "DataParallel",  # needs other ranks: tests/distributed
+    "GroupDtypes",  # does nothing unless a group asks: test_group_dtypes
     "StepAgain",  # only in windows without weights: test_drop_in
     "KeptGradients",  # of optimizers that are not PyTorch's: test_inner_optimizers
     *("BatchNormsLeftOut", "ChangingParameters", "InnerGuard", "LoopWarnings"),  # look on in each of these pairs

@@ -108,7 +108,7 @@ def check(opt: Wrapper, own: dict[str, Any]) -> None:
     if own["micro_batch"] is None and (own["window"] is None or Window(**own["window"]).empty):
         return
     for name in mine:
-        saved = own["settings"][name]
+        saved = own["settings"].get(name)
         if name == "rank" and saved != mine[name]:
             raise ValueError(
                 f"the checkpoint holds what rank {saved} has accumulated in an open window, and this is rank {mine[name]} (None: "

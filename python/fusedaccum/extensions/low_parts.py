@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from .. import ops
 from ..core.buffers import Block, Slot
 from ..core.extension import Extension
+from ..inner import asked_dtype, asked_dtypes
 from ..scalars import Scalar
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class LowParts(Extension):
 
     @classmethod
     def refuses(cls, settings: Settings, inner: Optimizer) -> None:
-        if settings.buffer_dtype not in (None, torch.bfloat16):
+        if asked_dtypes(inner, settings.buffer_dtype).isdisjoint((None, torch.bfloat16)):
             raise ValueError(
                 f"rounding='compensated' is for bf16 buffers, with the range of FP32, but buffer_dtype is {settings.buffer_dtype}; use "
                 "buffer_dtype=torch.bfloat16, or rounding='nearest'"
@@ -40,7 +41,10 @@ class LowParts(Extension):
             )
 
     def check_parameter(self, name: str, parameter: Parameter, settings: Settings, left: bool) -> None:
-        if parameter.dtype == torch.float16 and settings.buffer_dtype is None:
+        if parameter.dtype == torch.float16 and asked_dtype(self.inner, parameter, settings.buffer_dtype) in (
+            None,
+            torch.float16,
+        ):
             raise ValueError(
                 f"rounding='compensated' keeps sums, which FP16 has not the range for, but parameter {name} is {parameter.dtype}; use "
                 "buffer_dtype=torch.float32, or rounding='stochastic'"

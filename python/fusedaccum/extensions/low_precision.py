@@ -12,6 +12,7 @@ from ..autograd.streams import capturing
 from ..core.buffers import Slot
 from ..core.extension import Extension
 from ..distributed.shards import over_meshes
+from ..inner import asked_dtypes
 from ..ops import StochasticRounding
 from ..parts import local_of
 from ..scalars import Scalar, add, div, or_one
@@ -19,6 +20,13 @@ from ..scalars import Scalar, add, div, or_one
 if TYPE_CHECKING:
     from ..core.config import Settings
     from ..core.window import MicroBatch
+
+
+def may_be_narrow(settings: Settings, inner: Optimizer) -> bool:
+    """True if a dtype is asked for with which buffers may have 16 bits."""
+    asked = asked_dtypes(inner, settings.buffer_dtype)  # what is no dtype is refused with its parameter
+    return any(dtype is None or (isinstance(dtype, torch.dtype) and dtype.itemsize < 4) for dtype in asked)
+
 
 DRAWS_APART = 1 << 44  # random numbers set aside for one add of all parameters
 
@@ -62,7 +70,7 @@ class RandomRounding(Extension):
 
     @classmethod
     def refuses(cls, settings: Settings, inner: Optimizer) -> None:
-        if settings.buffer_dtype is not None and settings.buffer_dtype.itemsize > 2:
+        if not may_be_narrow(settings, inner):
             raise ValueError(
                 f"rounding='stochastic' is for 16-bit buffers, but buffer_dtype is {settings.buffer_dtype}; "
                 "use buffer_dtype=torch.bfloat16, or rounding='nearest'"

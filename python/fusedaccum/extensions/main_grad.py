@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from ..core import adding
 from ..core.buffers import Slot, buffer_dtype, gradient_dtype
 from ..core.extension import Extension
+from ..inner import asked_dtype
 from ..scalars import Scalar
 
 if TYPE_CHECKING:
@@ -56,7 +57,8 @@ class MainGrads(Extension):
                 f"{how}, but nonfinite={settings.nonfinite!r} must see them first; use 'skip_window', or delete the attribute and "
                 "switch off the layer's gradient accumulation fusion"
             )
-        if buffer_dtype(gradient_dtype(parameter), settings.buffer_dtype).itemsize < 4:
+        asked = asked_dtype(self.inner, parameter, settings.buffer_dtype)
+        if buffer_dtype(gradient_dtype(parameter), asked).itemsize < 4:
             raise ValueError(
                 f"{how}, but cannot keep the running mean that 16-bit buffers hold; use buffer_dtype=torch.float32"
             )

@@ -41,14 +41,12 @@ class SplitMasters(MasterWeights):
         self._low: dict[Parameter, Tensor] = {}
         # FP32 weights of a checkpoint, in CPU memory, until the first step shows whether the model has them, too.
         self._loaded: dict[Parameter, Tensor] = {}
-        self._joined: dict[
-            Parameter, int
-        ] = {}  # those whose masters have memory now, and the masters' versions when it held (p, low)
+        # Those whose masters have memory now, and the masters' versions when it held (p, low).
+        self._joined: dict[Parameter, int] = {}
         self._scratch: dict[torch.device, Tensor] = {}  # that memory
         self._nan: dict[torch.device, Tensor] = {}  # what the others show
-        self._lists: list[
-            tuple[list[Any], list[Any]]
-        ] = []  # while they hold a part: the groups' lists, and what they hold otherwise
+        # While they hold a part: the groups' lists, and what these hold otherwise.
+        self._lists: list[tuple[list[Any], list[Any]]] = []
         self._stepped: frozenset[int] = frozenset()  # indices of the slots that the window being applied has stepped
 
     # -- what it does not work with ----------------------------------------------------------------------------
