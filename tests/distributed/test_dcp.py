@@ -280,6 +280,7 @@ SETTINGS = {
     "weighed": {"window_weight": 30.0},
     "none": {"reduction": "none"},
     "stochastic": {"buffer_dtype": torch.bfloat16, "rounding": "stochastic", "dtype": torch.bfloat16},
+    "compensated": {"buffer_dtype": torch.bfloat16, "rounding": "compensated", "dtype": torch.bfloat16},
     "skip_window": {"nonfinite": "skip_window", "max_grad_norm": 0.05},
     "masters": {"master_weights": True, "dtype": torch.bfloat16},
 }
