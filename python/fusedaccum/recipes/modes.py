@@ -240,7 +240,9 @@ def priced(way: Way, of: Parameters, micro_batches: int, optimizer: Any) -> Mode
         if way.split:  # FP32 masters of a part, with their gradients if these are not in FP32 already
             fp32 = [4 * local_of(p).numel() for p in of.trained if p.dtype == torch.bfloat16]
             part = max(*fp32, min(sum(fp32), limits.stepped(of.device)))
-            memory["gradients"] = max(memory["gradients"], part * (1 + way.low(torch.bfloat16)))
+            kept = part if of.device.type == "cpu" and part <= limits.stepped(of.device) else 0
+            there["masters"] += kept
+            memory["gradients"] = max(memory["gradients"], part - kept + part * way.low(torch.bfloat16))
     if way.offloaded:
         memory["ring"] = cpu["ring"] = STAGES * limits.STAGE
         if not way.masters:
