@@ -14,7 +14,10 @@ from torch.utils.cpp_extension import include_paths, library_paths
 ROOT = Path(__file__).parents[2]
 SHIM = ROOT / "tests/gpu/cuda_shim"
 # Every pair of dtypes in the test of thousands of tensors, and in the others what takes seconds.
-WHICH = "cuda and (thousands or stochastic or scale_and_stats or read_before or window or finite or scaler or two_parts or (f32 and bf16))"
+WHICH = (
+    "cuda and (thousands or stochastic or scale_and_stats or read_before or window or finite or scaler or (f32 and bf16) "
+    "or (two_parts and int8 and bf16))"
+)
 
 pytestmark = [
     pytest.mark.slow,
