@@ -5,6 +5,7 @@ from pairs import ON, On, check
 
 REFUSED = {
     *("LossScale", "MainGrads"),  # which look for gradients in p.grad, or at the buffers
+    *("LowParts", "SplitMasters"),  # for memory on the device
     "FusedOptimizers",  # there are none for the device made for tests
 }
 

@@ -87,8 +87,6 @@ class CpuOffload(Extension):
 
     # -- adding ------------------------------------------------------------------------------------------------
 
-    scale_, stats = staticmethod(ops.scale_), staticmethod(ops.stats)
-
     def accumulate_(
         self,
         buffers: Sequence[Tensor],
@@ -158,6 +156,14 @@ class CpuOffload(Extension):
         for out, filled in zip(outs, dense, strict=True):
             if out is not filled:
                 out.copy_(filled)
+
+    def scale_(self, buffers: Sequence[Tensor], scale: Scalar, *, backend: str) -> None:
+        """:func:`ops.scale_` of buffers, which are in CPU memory; so is all that it needs."""
+        ops.scale_(buffers, scale, backend=backend)
+
+    def stats(self, buffers: Sequence[Tensor], *, backend: str) -> ops.Stats:
+        """:func:`ops.stats` of buffers."""
+        return ops.stats(buffers, backend=backend)
 
     def soon(self, work: Callable[[], None]) -> Future:
         """Have the thread do ``work``, after all that it was given before."""
