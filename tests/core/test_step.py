@@ -576,6 +576,21 @@ def wrapped_again(net):
     return wrapped(net, 1)
 
 
+@pytest.mark.parametrize("applied", [True, False])
+def test_what_last_window_reports_has_the_dtypes_that_it_documents(applied):
+    """Whatever the user's default is: FP32 would count tokens up to 2**24."""
+    net = model()
+    opt = wrapped(net, 1, nonfinite="skip_window")
+    x, y = data()
+    opt.backward(mean_loss(net, x, y) * (1.0 if applied else float("nan")), weight=2.0**24 + 1)
+    opt.step()
+    last = opt.last_window
+    found = {name: getattr(last, name) for name in ("weight", "applied", "nonfinite", "loss")}
+    dtypes = {"weight": torch.float64, "applied": torch.bool, "nonfinite": torch.int64, "loss": torch.float64}
+    assert {name: value.dtype for name, value in found.items()} == dtypes
+    assert last.weight == 2**24 + 1 and last.applied.item() is applied
+
+
 def test_last_window_is_none_before_the_first():
     net, (x, y) = model(), data()
     opt = wrapped(net, 2)
