@@ -34,11 +34,11 @@ class Product(torch.autograd.Function):
         Product.written(weight.main_grad).add_((grad.t() @ x).to(weight.main_grad.dtype))
         weight.grad_added_to_main_grad = True
         empty = torch.zeros if getattr(weight, "zero_out_wgrad", False) else nan
-        return for_x, empty(weight.main_grad.shape, dtype=x.dtype)
+        return for_x, empty(weight.main_grad.shape, dtype=x.dtype, device=x.device)
 
 
-def nan(shape, dtype):
-    return torch.full(shape, float("nan"), dtype=dtype)
+def nan(shape, dtype, device):
+    return torch.full(shape, float("nan"), dtype=dtype, device=device)
 
 
 class Adding(nn.Linear):

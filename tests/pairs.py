@@ -99,6 +99,7 @@ ON = {
     "FusedOptimizers": On(fused=True, prepare=widen),
     "MasterWeights": On({"master_weights": True}),
     "SplitMasters": On({"master_weights": "split"}),
+    "CpuOptimizer": On({"optimizer_device": "cpu"}),
 }
 
 

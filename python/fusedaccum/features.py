@@ -14,6 +14,7 @@ from .extensions.batch_norm import BatchNormsLeftOut, BatchNormStats
 from .extensions.changing_owners import ChangingOwners
 from .extensions.changing_parameters import ChangingParameters
 from .extensions.cpu_offload import CpuOffload
+from .extensions.cpu_optimizer import CpuOptimizer
 from .extensions.fused_optimizers import FusedOptimizers
 from .extensions.group_dtypes import GroupDtypes
 from .extensions.in_place_layers import InPlaceLayers
@@ -71,7 +72,8 @@ FEATURES: list[tuple[Callable[[Settings, Optimizer], bool], type[Extension]]] = 
     (always, FusedOptimizers),
     (lambda settings, _: settings.buffer_device is not None, CpuOffload),
     # Are made where the one above puts their gradients.
-    (lambda settings, _: settings.master_weights not in (False, "split"), MasterWeights),
+    (lambda settings, _: settings.optimizer_device is not None, CpuOptimizer),
+    (lambda settings, _: settings.master_weights is True and settings.optimizer_device is None, MasterWeights),
     (lambda settings, _: settings.master_weights == "split", SplitMasters),
     (lambda _, inner: isinstance(inner, LBFGS), EvaluatedWindows),
     (always, LoopWarnings),  # last: where warnings are errors, all others have heard of what it warns of

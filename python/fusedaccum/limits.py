@@ -17,6 +17,8 @@ SHARE = 16  # buckets that a model's gradients on a GPU make, at least, where th
 REDUCED = 32 << 20  # of buffers that go in one collective
 STAGE = 32 << 20  # of a piece of the ring to CPU memory; a power of two, because PyTorch rounds pinned memory up to one
 
+PINNED = 256 << 20  # of memory that is pinned at once; a power of two, as above
+
 # Of FP32 copies that a part of a step makes. On a CPU they should stay in its cache, and their memory is kept; on a GPU a call of the
 # optimizer costs time of the host. On both a call takes some 0.2 ms by itself.
 STEPPED_CPU = 8 << 20

@@ -37,6 +37,7 @@ KNOWN_AS = {
     "window_weight": "weight desired_batch batch_size target_batch_size batch_tokens tokens_per_batch global_batch_size",
     "buffer_dtype": "dtype grad_dtype accum_dtype accumulation_dtype accumulator_dtype grad_accum_dtype acc_dtype",
     "buffer_device": "device offload cpu_offload offload_device",
+    "optimizer_device": "offload_optimizer optimizer_offload cpu_adam optimizer_cpu_offload",
     "master_weights": "master_params master fp32_master keep_master_weights master_dtype",
     "max_grad_norm": (
         "max_norm clip_grad_norm clip_grad_norm_ grad_clip grad_clip_norm gradient_clip gradient_clip_val gradient_clipping "

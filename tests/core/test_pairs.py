@@ -18,9 +18,10 @@ ELSEWHERE = {
 REFUSED = {
     *(("SkipMicroBatch", "MainGrads"), ("Raise", "MainGrads")),  # the first do not see those layers' gradients
     *itertools.product(
-        ("RunningMeans", "RandomRounding"), ("MasterWeights", "SplitMasters")
+        ("RunningMeans", "RandomRounding"), ("MasterWeights", "SplitMasters", "CpuOptimizer")
     ),  # which take FP32 gradients
     ("LowParts", "MasterWeights"),
+    ("SplitMasters", "CpuOptimizer"),
 }
 
 

@@ -180,6 +180,7 @@ struct Block {
   void* memory;
   std::size_t bytes;
   c10::DeviceIndex device = current_device;
+  c10::StreamId stream = current_stream[current_device];
   std::vector<c10::Stream> used_on;
 
   explicit Block(std::size_t size) : memory(std::aligned_alloc(64, (size + 63) / 64 * 64 + 64)), bytes(size) {
@@ -195,12 +196,13 @@ struct Block {
   }
 };
 
-// Frees as PyTorch's allocators do: in the order of the default stream, for which the memory counts as free at once, and when other
-// streams that use it are done.
+// Frees as PyTorch's allocators do: in the order of the stream that it was allocated on, for which the memory counts as free at once, and
+// when other streams that use it are done.
 void free_block(void* context) {
   const std::shared_ptr<Block> block(static_cast<Block*>(context));
   if (block->used_on.empty()) allocated -= static_cast<int64_t>(block->bytes);
-  if (!queue(block->device, 0).idle()) queue(block->device, 0).add([block] {});
+  Queue& own = queue(block->device, block->stream);
+  if (!own.idle()) own.add([block] {});
   for (const c10::Stream& stream : block->used_on) queue(stream).add([block] {});
 }
 
@@ -319,6 +321,7 @@ at::Scalar local_scalar(const at::Tensor& x) {
 }
 
 void record_stream(at::Tensor& x, c10::Stream stream) {
+  if (x.storage().nbytes() == 0) return;
   static_cast<Block*>(x.storage().data_ptr().get_context())->used_on.push_back(stream);
 }
 

@@ -102,7 +102,7 @@ def count_added(accumulation: Accumulation, slot: Slot, announced: bool = True) 
     """
     sums = accumulation.sums
     if not announced:
-        sums.norms.invalidate_block(slot.block)
+        sums.changed(None)  # the block's version does not tell which
         sums.set_by_others([slot])
         if accumulation.ledger.window.void:  # it will not be applied: nothing more is added
             slot.buffer.zero_()

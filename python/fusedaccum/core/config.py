@@ -69,6 +69,7 @@ class Settings:
     nonfinite: str
     backend: str
     buffer_device: torch.device | None
+    optimizer_device: torch.device | None
     process_group: dist.ProcessGroup | None
     comm_dtype: torch.dtype | None
     shard: bool
@@ -109,15 +110,11 @@ def check_norm(name: str, norm: Any, hint: str) -> None:
         raise ValueError(f"{name} must be greater than 0, got {norm}; {hint}")
 
 
-def checked_device(buffer_device: Any) -> torch.device | None:
-    """``buffer_device`` as a device; raises ValueError for all but None and the CPU."""
-    if buffer_device is None:
-        return None
-    if buffer_device not in ("cpu", "cpu:0", torch.device("cpu"), torch.device("cpu:0")):
-        raise ValueError(
-            f"buffer_device must be 'cpu', or None to accumulate where the parameters are, got {buffer_device!r}"
-        )
-    return torch.device("cpu")
+def checked_device(name: str, device: Any) -> torch.device | None:
+    """The argument of this name as a device; raises ValueError for all but None and the CPU."""
+    if device is not None and str(device) not in ("cpu", "cpu:0"):
+        raise ValueError(f"{name} must be 'cpu', or None for the parameters' device, got {device!r}")
+    return None if device is None else torch.device("cpu")
 
 
 def check_optimizer(optimizer: Any, settings: Settings, wrapper: type) -> None:

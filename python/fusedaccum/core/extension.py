@@ -332,6 +332,9 @@ class Extension(MicroBatchEvents):
     def buffers_overwritten(self) -> None:
         """What the buffers hold, perhaps a gradient that was stepped, will be overwritten."""
 
+    def sums_changed(self, slots: Sequence[Slot] | None) -> None:
+        """The sums of ``slots``, or it is not known which, are others than before."""
+
     def buffers_set(self, slots: Sequence[Slot]) -> None:
         """Others than their ops have written these buffers, so that what is in them is all that they hold."""
 

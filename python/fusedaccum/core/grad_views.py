@@ -71,7 +71,7 @@ def adopt(sums: Sums, slot: Slot) -> None:
     sums.changed_by_user = True
     if grad is None:
         slot.shown = None
-        sums.norms.invalidate([slot])
+        sums.changed([slot])
         warn_dropped(
             sums,
             f"{slot.name}.grad",
@@ -115,7 +115,7 @@ def follow_copied(sums: Sums) -> None:
 def notice_writes(sums: Sums, slot: Slot) -> None:
     if not slot.block.untouched_by_user:
         sums.changed_by_user = sums.written_over = True
-        sums.norms.invalidate_block(slot.block)
+        sums.changed(None)
         sums.set_by_others([other for other in sums.buffers.slots if other.placed and other.block is slot.block])
         slot.block.written()
 
@@ -129,7 +129,7 @@ def bring_back(sums: Sums) -> None:
     for slot in sums.buffers.slots:
         if slot.placed and (slot.relaid or slot.buffer.data_ptr() != slot.address):
             notice_writes(sums, slot)
-            sums.norms.invalidate([slot])
+            sums.changed([slot])
             sums.changed_by_user = True
             home = slot.block.view(slot, slot.offset)
             home.copy_(slot.buffer.clone())

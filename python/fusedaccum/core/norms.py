@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import ops
 from ..scalars import Scalar, to_device, widest
-from .buffers import Block, Slot, by_divisor
+from .buffers import Slot, by_divisor
 
 
 @dataclass(eq=False)
@@ -26,36 +26,31 @@ class SquaredNorms:
 
     Args:
         backend: for measuring what no add has.
+
+    Attributes:
+        readings: those that still hold, by slot.
     """
 
     def __init__(self, backend: str) -> None:
         self._backend = backend
-        self._readings: dict[Slot, _Reading] = {}
+        self.readings: dict[Slot, _Reading] = {}
 
     def record(self, stats: ops.Stats, slots: Iterable[Slot], divisor: Scalar) -> None:
         """Record ``stats``, which were taken over the buffers of ``slots`` after the call."""
         reading = _Reading(stats.sq_norm, divisor, set(slots))
         for slot in reading.covers:
-            self._readings[slot] = reading
+            self.readings[slot] = reading
 
-    def invalidate(self, slots: Iterable[Slot]) -> None:
-        """Forget the readings of ``slots``, whose buffers have changed."""
-        if self._readings:
-            for slot in slots:
-                self._readings.pop(slot, None)
-
-    def invalidate_all(self) -> None:
-        self._readings.clear()
-
-    def invalidate_block(self, block: Block) -> None:
-        """Forget the readings of all slots in ``block``, which other code has written to."""
-        self.invalidate([slot for slot in self._readings if slot.block is block])
+    def invalidate(self, slots: Iterable[Slot] | None) -> None:
+        """Forget the readings of ``slots``, or all, because their buffers have changed."""
+        for slot in list(self.readings) if slots is None else slots:
+            self.readings.pop(slot, None)
 
     def total(self, slots: Iterable[Slot]) -> Tensor:
         """Sum of squares of the gathered gradients of ``slots``, as a 0-d float64 tensor; reads only what no add has measured."""
         slots = list(slots)
         wanted = set(slots)
-        known = dict.fromkeys(self._readings[slot] for slot in slots if slot in self._readings)
+        known = dict.fromkeys(self.readings[slot] for slot in slots if slot in self.readings)
         # A reading does not count if it covers more than is asked for, or a buffer that other code has written to since.
         readings = [reading for reading in known if self._still_true(reading, wanted)]
         covered = set().union(*(reading.covers for reading in readings))
@@ -72,7 +67,7 @@ class SquaredNorms:
         """The readings as plain values, slots by index: the bits of a sum of squares depend on what was summed together."""
         return [
             {"sq_norm": r.sq_norm.clone(), "divisor": r.divisor, "covers": sorted(slot.index for slot in r.covers)}
-            for r in dict.fromkeys(self._readings.values())
+            for r in dict.fromkeys(self.readings.values())
             if self._still_true(r, r.covers)
         ]
 
@@ -84,5 +79,5 @@ class SquaredNorms:
 
     def _still_true(self, reading: _Reading, wanted: set[Slot]) -> bool:
         return reading.covers <= wanted and all(
-            self._readings.get(slot) is reading and slot.block.untouched_by_user for slot in reading.covers
+            self.readings.get(slot) is reading and slot.block.untouched_by_user for slot in reading.covers
         )

@@ -53,12 +53,12 @@ class AccumulatingOptimizer(Wrapper):
         backend: ``"cuda"``, ``"triton"``, ``"cpu"``, ``"reference"``, or ``"auto"``: what the variable FUSEDACCUM_BACKEND says, if set.
         buffer_device: ``"cpu"`` keeps the buffers in CPU memory, and with ``master_weights=True`` also the weights that are stepped and the
             optimizer's state; gradients leave the device during backward. ``p.grad`` stays None except during the inner step.
+        optimizer_device: ``"cpu"`` keeps FP32 weights and the optimizer's state in CPU memory, and steps there; buffers stay on the device.
         process_group: ranks that share windows: gradients and weights are summed over all of them (under ``"none"``, the
             gradient is their mean), by one all-reduce per window for each bucket of the buffers. None: the group of the
             DistributedDataParallel or FSDP2 modules that hold the parameters, if any; DDP's own reduction is switched off. All ranks must
             close the same number of windows; micro-batches and weights may differ.
-        comm_dtype: dtype in which sums travel between ranks, ``torch.bfloat16`` or ``torch.float32``, to be added in FP32 at least; None
-            for the buffers' dtype.
+        comm_dtype: dtype in which sums travel between ranks, BF16 or FP32, to be added in FP32 at least; None for the buffers' dtype.
         shard: each rank steps only a part of the parameters, and keeps the optimizer's state and the master weights of these (ZeRO-1).
             Sums are reduced to the rank that steps them, which distributes the stepped parameters. ``state_dict()`` is a rank's own.
         noise_scale: measure the gradient noise scale ``tr(Sigma) / |G|^2``, as ``last_window.noise_scale``. The number is the decay of its
@@ -72,7 +72,7 @@ class AccumulatingOptimizer(Wrapper):
 
     Waits for the device only where a decision needs it: ``nonfinite`` and ``skip_norm`` (once per window, unless a fused optimizer skips
     on the device; once per micro-batch for the two policies that drop one), weights that are device tensors (once per window; with
-    ``window_weight``, once per micro-batch), a GradScaler (once per micro-batch), other ranks (at each window's end).
+    ``window_weight``, once per micro-batch), a GradScaler (once per micro-batch), other ranks, ``optimizer_device`` (once per window).
     """
 
     @suggests_arguments("AccumulatingOptimizer")
@@ -89,6 +89,7 @@ class AccumulatingOptimizer(Wrapper):
         nonfinite: str = "propagate",
         backend: str = "auto",
         buffer_device: str | torch.device | None = None,
+        optimizer_device: str | torch.device | None = None,
         process_group: dist.ProcessGroup | None = None,
         comm_dtype: torch.dtype | None = None,
         shard: bool = False,
@@ -105,7 +106,8 @@ class AccumulatingOptimizer(Wrapper):
             max_grad_norm=max_grad_norm,
             nonfinite=nonfinite,
             backend=backend,
-            buffer_device=checked_device(buffer_device),
+            buffer_device=checked_device("buffer_device", buffer_device),
+            optimizer_device=checked_device("optimizer_device", optimizer_device),
             process_group=process_group,
             comm_dtype=comm_dtype,
             shard=shard,
@@ -128,11 +130,10 @@ class AccumulatingOptimizer(Wrapper):
         Records the loss, if it is a single number, for ``last_window.loss``.
 
         Args:
-            weight: number or 0-d tensor (samples, tokens), finite, >= 0; 1 when left out. A micro-batch of weight 0 adds
-                nothing. Under ``reduction="mean"`` it also applies to other wrappers that accumulate gradients of this loss.
-            last: a hint when several ranks share windows: the window ends with this micro-batch, so that its sums may travel while
-                this backward still computes (with ``accum_steps`` the wrapper knows). It closes nothing. With ``window_weight``, where
-                the weights of all ranks decide, it has no effect.
+            weight: number or 0-d tensor (samples, tokens), finite, >= 0; 1 when left out. A micro-batch of weight 0 adds nothing. Under
+                ``reduction="mean"`` it also applies to other wrappers that accumulate gradients of this loss.
+            last: a hint that the window ends with this micro-batch, so that its sums may travel (to other ranks, or a CPU) while this
+                backward still computes (with ``accum_steps`` the wrapper knows). Closes nothing; has no effect with ``window_weight``.
 
         Raises:
             ValueError: an invalid weight, or one that differs from the weight given before for this micro-batch.
@@ -201,9 +202,8 @@ class AccumulatingOptimizer(Wrapper):
             closure: evaluates the micro-batch (forward and backward) and returns its loss; called once, with gradients enabled. The inner
                 optimizer's ``step()`` gets a closure that returns that loss, or that of a window of several micro-batches.
                 (LBFGS calls it as often as it likes: run the whole window in it.)
-            weight: the micro-batch's weight, where it does not scale the gradient and so may come late
-                (``reduction="sum"`` or ``"none"``). With caller-owned windows: that of all micro-batches that have none yet. The gradient
-                is in the sums by then: unlike in :meth:`backward`, weight 0 does not keep it out.
+            weight: the micro-batch's, where it does not scale the gradient and may come late (``reduction="sum"``, ``"none"``); in windows
+                that the caller owns, that of all that have none yet. Unlike in :meth:`backward`, weight 0 does not keep the gradient out.
 
         Returns:
             what the closure returned.

@@ -59,9 +59,16 @@ class Sums:
             self.buffers.allocate([slot for slot in self.buffers.slots if slot.param.requires_grad])
             self.buffers.allocate(slots)
 
+    def changed(self, slots: Sequence[Slot] | None) -> None:
+        """The sums of ``slots``, or it is not known which, have changed: what was taken of them before holds no more."""
+        if self.norms.readings:
+            self.norms.invalidate(slots)
+        for sums_changed in self._extensions.sums_changed:
+            sums_changed(slots)
+
     def written(self, slots: Sequence[Slot], divisor: Scalar, shown: bool = False) -> None:
         """``slots`` now hold a sum of ours divided by ``divisor``; ``shown``: ``p.grad`` shows it already, else it does from now on."""
-        self.norms.invalidate(slots)
+        self.changed(slots)
         block: Block | None = None
         for slot in slots:
             if slot.block is not block:
@@ -142,7 +149,7 @@ class Sums:
             block.written()  # what other code wrote to the previous window is gone with it
         self.changed_by_user = self.written_over = self.half_divided = False
         self.normalized_by = None
-        self.norms.invalidate_all()
+        self.changed(None)
         for dropped in self._extensions.sums_dropped:
             dropped()
 
@@ -170,11 +177,8 @@ class Sums:
 
     def saved(self, slot: Slot) -> Tensor:
         """A copy of a sum, as it is to be put back."""
-        if self._extensions.read_sums and self.read(
-            [slot], [wide := torch.empty_like(slot.buffer, dtype=torch.float32)]
-        ):
-            return wide
-        return slot.buffer.clone()
+        wide = torch.empty_like(slot.buffer, dtype=torch.float32)
+        return wide if self.read([slot], [wide]) else slot.buffer.clone()
 
     def read(self, slots: Sequence[Slot], outs: Sequence[Tensor]) -> bool:
         """True if the buffers hold sums in another form, which are in ``outs`` then, in FP32."""

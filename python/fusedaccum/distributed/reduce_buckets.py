@@ -280,7 +280,7 @@ class ReduceBuckets:
             with self._group.talking() as group:
                 self._in_flight.append(InFlight(bucket, self._reduce(sent, bucket.owner, group), None, wide))
         bucket.block.written()
-        self._sums.norms.invalidate(bucket.slots)
+        self._sums.changed(bucket.slots)
         for slot in bucket.slots:
             slot.prepared = False  # it gets what others have accumulated, or anything if another rank gets the sum
 

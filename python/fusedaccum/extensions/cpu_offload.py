@@ -29,9 +29,8 @@ from ..core.extension import Extension
 from ..distributed.shards import is_shard
 from ..inner import steps_each_alone
 from ..ops import backends
-from ..ops.memory import is_dense
 from ..scalars import Scalar
-from .ring import LINE, STAGES, Stage, free_stage, laid_out, loads, recorded, view
+from .ring import LINE, Rings, Stage, free_stage, laid_out, loads, recorded, send, view
 
 if TYPE_CHECKING:
     from ..core.config import Settings
@@ -47,7 +46,7 @@ class CpuOffload(Extension):
     """Has the buffers of parameters on other devices in CPU memory; two of the ops, between such a device and the CPU."""
 
     def __init__(self) -> None:
-        self._rings: dict[torch.device, list[Stage]] = {}
+        self._rings = Rings()
         self._streams: dict[torch.device, torch.Stream] = {}
         self._thread = ThreadPoolExecutor(1, "fusedaccum-offload")
         self._last: Future | None = None  # the last work that the thread was given
@@ -105,7 +104,7 @@ class CpuOffload(Extension):
         returns. Waits if the ring is full. If an exception breaks it off in the middle, that raises.
         """
         device = grads[0].device
-        ring = self._ring(device)
+        ring = self._rings[device]
         stream = self._streams.get(device) or self._streams.setdefault(device, torch.Stream(device))
         if stats is not None:
             stats.sq_norm.zero_(), stats.nonfinite.zero_()
@@ -138,24 +137,8 @@ class CpuOffload(Extension):
             raise
 
     def cast_(self, outs: Sequence[Tensor], ins: Sequence[Tensor], *, backend: str) -> None:
-        """:func:`ops.cast_` of ``ins`` in CPU memory to ``outs`` on one device.
-
-        ``ins`` may be overwritten when it returns; the outputs are ready for the current stream, which it does not wait for.
-        """
-        device = outs[0].device
-        ring = self._ring(device)
-        dense = [out if is_dense(out) else torch.empty_like(out) for out in outs]
-        ins = [laid_out(x, out) for x, out in zip(ins, dense, strict=True)]
-        for load, _ in loads(dense):
-            stage = free_stage(ring)
-            staged = [cut.within(stage.here) for cut in load]
-            ops.cast_(staged, [cut.of(ins) for cut in load], backend=backend)
-            for cut, arriving in zip(load, staged, strict=True):
-                cut.of(dense).copy_(arriving, non_blocking=True)
-            stage.busy = recorded(device)
-        for out, filled in zip(outs, dense, strict=True):
-            if out is not filled:
-                out.copy_(filled)
+        """:func:`ops.cast_` of ``ins`` in CPU memory to ``outs`` on one device, as :func:`ring.send` has it."""
+        send(self._rings[outs[0].device], outs, ins, backend)
 
     def scale_(self, buffers: Sequence[Tensor], scale: Scalar, *, backend: str) -> None:
         """:func:`ops.scale_` of buffers, which are in CPU memory; so is all that it needs."""
@@ -211,10 +194,6 @@ class CpuOffload(Extension):
         if self._last is not None:
             self._last.result()
         self._failure, self._stepped = None, frozenset()
-
-    def _ring(self, device: torch.device) -> list[Stage]:
-        """The device's ring, made with the first gradients, before anything is added."""
-        return self._rings.get(device) or self._rings.setdefault(device, [Stage(device) for _ in range(STAGES)])
 
     # -- the inner optimizer's step ----------------------------------------------------------------------------
 

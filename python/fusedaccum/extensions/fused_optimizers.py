@@ -58,7 +58,7 @@ def _scales(inner: Any, slots: list[Slot]) -> bool:
         and not is_patched(inner)
         and not (inner._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
         and len({(identity(slot.divisor), slot.stepped.device) for slot in slots}) == 1
-        and all(slot.dtype == slot.stepped.dtype for slot in slots)
+        and all(slot.dtype == slot.stepped.dtype and slot.device == slot.stepped.device for slot in slots)
         and all(slot.dtype.itemsize <= 4 for slot in slots)  # grad_scale is FP32: too coarse for FP64
         and not any(slot.part is not None for slot in slots)  # grad_scale is no such tensor
     )

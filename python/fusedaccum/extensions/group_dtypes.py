@@ -32,10 +32,16 @@ class GroupDtypes(Extension):
     def check_parameter(self, name: str, parameter: Parameter, settings: Settings, left: bool) -> None:
         asked = self._of(parameter)
         one_of(f"{BUFFER_DTYPE!r} in the group of parameter {name}", asked, BUFFER_DTYPES)
-        takes_narrow = settings.master_weights == "split" and settings.rounding == "compensated"
-        if settings.master_weights and not takes_narrow and buffer_dtype(gradient_dtype(parameter), asked).itemsize < 4:
+        away = settings.optimizer_device is not None
+        takes_narrow = (away or settings.master_weights == "split") and settings.rounding == "compensated"
+        if (
+            (away or settings.master_weights)
+            and not takes_narrow
+            and buffer_dtype(gradient_dtype(parameter), asked).itemsize < 4
+        ):
+            argument = "optimizer_device='cpu'" if away else f"master_weights={settings.master_weights!r}"
             raise ValueError(
-                f"master_weights={settings.master_weights!r} steps FP32 parameters and needs FP32 gradients, but in the group of parameter "
+                f"{argument} steps FP32 parameters and needs FP32 gradients, but in the group of parameter "
                 f"{name} buffer_dtype is {asked}; use torch.float32 there"
             )
 

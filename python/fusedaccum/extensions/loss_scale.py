@@ -155,7 +155,7 @@ class LossScale(Extension):
             window.void = ledger.schedule.caller_owned
             return
         if self._step is Step.UNSCALED:
-            accumulation.sums.norms.invalidate_all()  # GradScaler writes without raising the tensors' versions
+            accumulation.sums.changed(None)  # GradScaler writes without raising the tensors' versions
         # normalize_() may have counted the micro-batch already.
         self._meet_scaler(window.empty or window.length == 1 or ledger.schedule.caller_owned)
         self._overflow = not self._saw_rejected and as_tensor(found_inf) != 0

@@ -51,26 +51,33 @@ class MasterWeights(Extension):
 
     @classmethod
     def refuses(cls, settings: Settings, inner: Optimizer) -> None:
+        argument = cls._argument(settings)
         if settings.buffer_dtype not in (torch.float32, torch.float64) and not cls._takes(settings):
             raise ValueError(
-                f"master_weights={settings.master_weights!r} steps FP32 parameters and needs FP32 gradients, but buffer_dtype is "
+                f"{argument} steps FP32 parameters and needs FP32 gradients, but buffer_dtype is "
                 f"{settings.buffer_dtype}; use buffer_dtype=torch.float32"
             )
         ours = {id(group["params"]) for group in inner.param_groups}
         for name, other in inside(inner):
             if any(id(group["params"]) not in ours for group in other.param_groups):
                 raise ValueError(
-                    f"master_weights={settings.master_weights!r} does not work with {type(inner).__name__}, which steps through another "
+                    f"{argument} does not work with {type(inner).__name__}, which steps through another "
                     f"optimizer (.{name}) whose own lists would still hold the model's parameters; wrap a plain optimizer (instead of "
                     "ZeroRedundancyOptimizer, pass shard=True)"
                 )
         group = next((group for group in inner.param_groups if group.get("capturable")), None)
-        where = settings.buffer_device
+        where = settings.buffer_device or settings.optimizer_device
         if where is not None and group is not None and any(p.device != where for p in group["params"]):
             raise ValueError(
-                "capturable=True is for optimizers that step on a GPU, but with buffer_device='cpu' and master_weights=True this one "
-                "steps on the CPU; build it without capturable"
+                f"capturable=True is for optimizers that step on a GPU, but with {argument} this one steps on the CPU; build it without "
+                "capturable"
             )
+
+    @classmethod
+    def _argument(cls, settings: Settings) -> str:
+        """What has asked for these masters."""
+        away = "" if settings.buffer_device is None else "buffer_device='cpu' and "
+        return f"{away}master_weights={settings.master_weights!r}"
 
     @classmethod
     def _takes(cls, settings: Settings) -> bool:
@@ -80,11 +87,11 @@ class MasterWeights(Extension):
     # -- parameters and the optimizer's state ------------------------------------------------------------------
 
     def parameters_added(self, slots: Sequence[Slot]) -> None:
-        """Make masters of parameters that are 16 bits wide, or on another device than their gradients, and that have none."""
+        """Make masters of parameters that need one and have none."""
         fresh = []
         for slot in self.accumulation.ranks.owned(self.accumulation.sums.buffers.slots):
             p = slot.param
-            if p not in self.of and (p.dtype.itemsize < 4 or slot.private):
+            if p not in self.of and self._needs_master(slot):
                 master = Parameter(self._copy(slot), requires_grad=p.requires_grad)
                 if type(p) in (Parameter, Tensor):  # subclasses keep data of their own there
                     master.__dict__ = p.__dict__  # attributes that optimizers read (p.lr_mul), whenever they are set
@@ -95,6 +102,9 @@ class MasterWeights(Extension):
             self._take_state(fresh)
         else:
             self._watch()
+
+    def _needs_master(self, slot: Slot) -> bool:
+        return slot.param.dtype.itemsize < 4 or slot.private
 
     def _copy(self, slot: Slot) -> Tensor:
         """What the inner optimizer steps in place of the slot's parameter."""
@@ -232,7 +242,7 @@ class MasterWeights(Extension):
             left = self.of[slot.param].grad if slot.param in self.of else None
             if left is not self._gradients.get(slot, (None, None))[1]:
                 holder = slot.holder if slot.private else slot.param
-                slot.assign(holder, left)
+                slot.assign(holder, None if left is None else left.to(slot.device))
 
     @contextmanager
     def calling(self, slots: Sequence[Slot], call: FrameType) -> Iterator[None]:
@@ -248,17 +258,18 @@ class MasterWeights(Extension):
     # -- the model ---------------------------------------------------------------------------------------------
 
     def others_may_have_written(self, slots: Sequence[Slot]) -> None:
-        self._follow_model()
+        self._follow(self.of)
         self._take_gradients(slots)
 
     @without_grad
-    def _follow_model(self) -> None:
-        """Take over what other code has written into the model since the last :meth:`_write_back` (such as loaded weights).
+    def _follow(self, parameters: Iterable[Parameter]) -> None:
+        """Take over what other code has written into these parameters since the last :meth:`_write_back` (such as loaded weights).
 
         The parameters' versions and memory tell, so writes into ``p.data`` go unnoticed. Where a parameter still equals its rounded
         master, the master keeps its FP32 bits: so a model's and an optimizer's checkpoint can be loaded in either order.
         """
-        for p, master in self.of.items():
+        for p in parameters:
+            master = self.of[p]
             master.requires_grad = p.requires_grad  # it may have been frozen or unfrozen since
             if fingerprint(p) != self._seen[p]:
                 theirs = p.to(master.device)
@@ -286,15 +297,19 @@ class MasterWeights(Extension):
                 by_device.setdefault((p.device, sums.buffers.of[p].made_for.device), []).append(p)
         for (now, then), parameters in by_device.items():
             masters = [local_of(self.of[p].detach()) for p in parameters]
-            cast_ = sums.buffers.of[parameters[0]].ops.cast_
-            if now != then:  # the model was moved, and the wrapper is yet to be built again
-                masters, cast_ = [master.to(now) for master in masters], ops.cast_
             outs = [local_of(p.detach()) for p in parameters]
             unchanged = [before is not None and before[p] == fingerprint(self.of[p]) for p in parameters]
             outs = [out.data if same else out for out, same in zip(outs, unchanged, strict=True)]
-            cast_(outs, masters, backend=sums.backend)
+            if now == then:
+                self._cast(sums.buffers.of[parameters[0]], outs, masters)
+            else:  # the model was moved, and the wrapper is yet to be built again
+                ops.cast_(outs, [master.to(now) for master in masters], backend=sums.backend)
             for p in parameters:
                 self._seen[p] = fingerprint(p)
+
+    def _cast(self, slot: Slot, outs: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
+        """Cast masters to parameters that are where the slot's is."""
+        slot.ops.cast_(outs, masters, backend=self.accumulation.sums.backend)
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 
@@ -308,10 +323,10 @@ class MasterWeights(Extension):
             p = self.accumulation.sums.buffers.slots[index].param
             if p in self.of:
                 self.of[p].copy_(master)
-                self._seen[p] = None  # the model may hold others: _follow_model() compares
+                self._seen[p] = None  # the model may hold others: _follow() compares
 
 
-def fingerprint(p: Parameter) -> tuple[int, int]:
+def fingerprint(p: Tensor) -> tuple[int, int]:
     """What changes when a parameter is written to, or gets other memory (as from vector_to_parameters)."""
     return p._version, p.data_ptr()
 

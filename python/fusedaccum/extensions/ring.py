@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -9,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import limits
+from .. import limits, ops
+from ..ops.memory import is_dense
 
 STAGES = 3  # one that fills, one on its way, one that is being added
 LINE = 64  # bytes: everything in a stage starts at a cache line
@@ -17,12 +19,17 @@ HEAD = 2 * LINE  # a stage begins with the scale and the decay, in a line each
 
 
 class Stage:
-    """One piece of the ring: pinned memory, and as much on the device."""
+    """One piece of the ring: pinned memory."""
 
     def __init__(self, device: torch.device):
         self.here = torch.empty(limits.STAGE, dtype=torch.uint8, device="cpu", pin_memory=True)
-        self.there = torch.empty(limits.STAGE, dtype=torch.uint8, device=device)
         self.busy: Future | torch.Event | None = None  # what still uses it
+        self._device = device
+
+    @functools.cached_property
+    def there(self) -> Tensor:
+        """As much on the device, for what is packed there."""
+        return torch.empty(limits.STAGE, dtype=torch.uint8, device=self._device)
 
     def wait(self) -> None:
         """Wait until nothing uses it."""
@@ -99,3 +106,30 @@ def free_stage(ring: list[Stage]) -> Stage:
     ring[0].wait()
     ring.append(ring.pop(0))
     return ring[-1]
+
+
+class Rings(dict[torch.device, list[Stage]]):
+    """A ring for each device, made when it is first needed."""
+
+    def __missing__(self, device: torch.device) -> list[Stage]:
+        self[device] = [Stage(device) for _ in range(STAGES)]
+        return self[device]
+
+
+def send(ring: list[Stage], outs: Sequence[Tensor], ins: Sequence[Tensor], backend: str) -> None:
+    """:func:`ops.cast_` of ``ins`` in CPU memory to ``outs`` on the ring's device.
+
+    ``ins`` may be overwritten when it returns; the outputs are ready for the current stream, which it does not wait for.
+    """
+    dense = [out if is_dense(out) else torch.empty_like(out) for out in outs]
+    ins = [laid_out(x, out) for x, out in zip(ins, dense, strict=True)]
+    for load, _ in loads(dense):
+        stage = free_stage(ring)
+        staged = [cut.within(stage.here) for cut in load]
+        ops.cast_(staged, [cut.of(ins) for cut in load], backend=backend)
+        for cut, arriving in zip(load, staged, strict=True):
+            cut.of(dense).copy_(arriving, non_blocking=True)
+        stage.busy = recorded(dense[0].device)
+    for out, filled in zip(outs, dense, strict=True):
+        if out is not filled:
+            out.copy_(filled)

@@ -11,7 +11,7 @@ a lower half that is less than the last bit of bf16.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -22,18 +22,17 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from .. import limits, ops
-from ..core.apply import Conclusion
 from ..core.buffers import Slot, padded
 from ..distributed.shards import is_shard
 from ..engine import without_grad
-from ..inner import steps_each_alone
-from .master_weights import MasterWeights, fingerprint
+from .master_weights import fingerprint
+from .masters_in_parts import MastersInParts
 
 if TYPE_CHECKING:
     from ..core.config import Settings
 
 
-class SplitMasters(MasterWeights):
+class SplitMasters(MastersInParts):
     """Masters that have memory of their own only while they are stepped, and are NaN otherwise."""
 
     def __init__(self) -> None:
@@ -45,9 +44,6 @@ class SplitMasters(MasterWeights):
         self._joined: dict[Parameter, int] = {}
         self._scratch: dict[torch.device, Tensor] = {}  # that memory
         self._nan: dict[torch.device, Tensor] = {}  # what the others show
-        # While they hold a part: the groups' lists, and what these hold otherwise.
-        self._lists: list[tuple[list[Any], list[Any]]] = []
-        self._stepped: frozenset[int] = frozenset()  # indices of the slots that the window being applied has stepped
 
     # -- what it does not work with ----------------------------------------------------------------------------
 
@@ -100,52 +96,9 @@ class SplitMasters(MasterWeights):
 
     # -- while the inner optimizer is at work ------------------------------------------------------------------
 
-    def step_inner(self, end: Conclusion, step: Callable[[], None]) -> bool:
-        """Several calls, each with a part of the parameters, if the inner optimizer steps each for itself."""
-        if not self.of:
-            return False
-        if not steps_each_alone(self.inner) or not end.slots:
-            with self._at_hand(self.accumulation.sums.buffers.slots):
-                step()
-            return True
-        parts = list(self._parts([slot for slot in end.slots if slot.index not in self._stepped]))
+    def _parts_come(self, parts: Sequence[Sequence[Slot]]) -> None:
         if parts:
             self._make_room(max(parts, key=_elements))
-        holding: dict[Tensor, list[list[Any]]] = {}
-        for group in self.inner.param_groups:
-            for p in group["params"]:
-                holding.setdefault(p, []).append(group["params"])
-        self._lists = [(group["params"], list(group["params"])) for group in self.inner.param_groups]
-        for part in parts:
-            for members, _ in self._lists:
-                members.clear()
-            for slot in part:
-                for members in holding[slot.stepped]:
-                    members.append(slot.stepped)
-            with self._at_hand(part):
-                done = self._stepped.union([slot.index for slot in part])
-                step()
-                self._stepped = done  # no call comes between, where Ctrl-C could
-        self._fill_lists()
-        return True
-
-    def _parts(self, slots: Sequence[Slot]) -> Iterator[list[Slot]]:
-        by_device: dict[torch.device, list[Slot]] = {}
-        for slot in slots:
-            by_device.setdefault(slot.device, []).append(slot)
-        for device, members in by_device.items():
-            yield from limits.in_parts(members, _bytes_joined, limits.stepped(device))
-
-    def _fill_lists(self) -> None:
-        for members, every in self._lists:
-            members[:] = every
-        self._lists = []
-
-    def closed(self, end: Conclusion) -> None:
-        self._stepped = frozenset()
-
-    def sums_dropped(self) -> None:
-        self._stepped = frozenset()
 
     @contextmanager
     def calling(self, slots: Sequence[Slot], call: FrameType) -> Iterator[None]:
@@ -160,7 +113,6 @@ class SplitMasters(MasterWeights):
         self._scratch = {
             at: x for at, x in self._scratch.items() if at.type == "cpu" and x.nbytes <= limits.stepped(at)
         }
-        self._fill_lists()
         super()._leave(slots)
 
     @contextmanager
@@ -233,9 +185,6 @@ class SplitMasters(MasterWeights):
         ops.cast_(outs, halves[0], low=halves[1], backend=self.accumulation.sums.backend)
 
     # -- the model ---------------------------------------------------------------------------------------------
-
-    def _follow_model(self) -> None:
-        self._follow(self.of)
 
     @without_grad
     def _follow(self, parameters: Iterable[Parameter]) -> None:
@@ -310,10 +259,6 @@ def _by_device(parameters: Iterable[Parameter]) -> Iterable[list[Parameter]]:
     for p in parameters:
         found.setdefault(p.device, []).append(p)
     return found.values()
-
-
-def _bytes_joined(slot: Slot) -> int:
-    return 4 * slot.param.numel()
 
 
 def _elements(part: Sequence[Slot]) -> int:
