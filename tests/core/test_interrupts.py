@@ -1,57 +1,16 @@
-"""Ctrl-C at every point of a call where Python looks for it: nothing outside the wrapper stays changed, and training goes on right.
+"""Ctrl-C at every point of a call where Python looks for it: nothing outside the wrapper stays changed, and training goes on right."""
 
-Python looks for signals where one of its functions begins, and where a call of a C function has returned. A profiler is called there, too.
-"""
-
-import inspect
 import os
-import sys
 import warnings
 
 import fusedaccum as fa
 import pytest
 import torch
+from interrupting import interrupted
 from torch import nn
 from training import assert_same_parameters, twin
 
 pytestmark = pytest.mark.long
-
-
-class Interrupt(KeyboardInterrupt):
-    pass
-
-
-def interrupted(call, at):
-    """Call it, with an interrupt at point number ``at``. Returns the exception, None if there are not so many points."""
-    points = 0
-
-    def look(frame, event, _):
-        nonlocal points
-        points += event in ("call", "c_return") and not within_pytorchs_step(frame)
-        if points == at:
-            sys.setprofile(None)
-            raise Interrupt
-
-    sys.setprofile(look)
-    try:
-        call()
-    except Interrupt as interrupt:
-        return interrupt
-    finally:
-        sys.setprofile(None)
-    return Interrupt() if points == at else None  # a callback of the garbage collector's may have swallowed it
-
-
-PYTORCHS = inspect.getfile(torch.optim.Optimizer)
-
-
-def within_pytorchs_step(frame):
-    """What that leaves half done is not the wrapper's business: it does more when the optimizer's own step has returned."""
-    while frame is not None:
-        if frame.f_code.co_filename == PYTORCHS:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def modes():
@@ -134,13 +93,16 @@ def no_search_for_batch_norm(monkeypatch):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"nonfinite": "skip_window", "max_grad_norm": 1e9}, {"master_weights": True}, {"master_weights": "split"}],
+    [
+        *({}, {"nonfinite": "skip_window", "max_grad_norm": 1e9}),
+        *({"master_weights": True}, {"master_weights": "split"}, {"optimizer_device": "cpu"}),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("name", CALLS)
 def test_nothing_outside_stays_changed_and_training_goes_on(name, settings, monkeypatch):
     """By turns, gradients come through the hooks in C++ and in Python, and the traceback is forgotten and stays alive."""
-    dtype = torch.bfloat16 if settings.get("master_weights") else torch.float32
+    dtype = torch.bfloat16 if settings.keys() & {"master_weights", "optimizer_device"} else torch.float32
     kept = []
     for at in points():
         remembered = at % 2
@@ -183,11 +145,19 @@ def test_nothing_outside_stays_changed_and_training_goes_on(name, settings, monk
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
-    "settings", [{}, {"nonfinite": "skip_window"}, {"master_weights": True}, {"master_weights": "split"}], ids=str
+    "settings",
+    [
+        {},
+        {"nonfinite": "skip_window"},
+        {"master_weights": True},
+        {"master_weights": "split"},
+        {"optimizer_device": "cpu"},
+    ],
+    ids=str,
 )
 def test_a_step_that_was_interrupted_is_called_again(settings):
     """It goes on from there; or says that the sums are half divided, and then the window is repeated."""
-    dtype = torch.bfloat16 if settings.get("master_weights") else torch.float32
+    dtype = torch.bfloat16 if settings.keys() & {"master_weights", "optimizer_device"} else torch.float32
     start, batches, repeated = model(dtype), torch.randn(2, 4, 3, dtype=dtype), 0
 
     def window(net, opt, at):

@@ -9,6 +9,7 @@ import fusedaccum as fa
 import pytest
 import torch
 from fusedaccum.extensions.cpu_optimizer import CpuOptimizer
+from interrupting import interrupted
 from offloading import CountsSteps, Net, assert_same, made, micro_batches, moved, report, weight_of
 from sizes import limits
 from torch import nn
@@ -632,3 +633,44 @@ def test_a_groups_16_bit_buffers_are_refused(device):
 
 def test_it_says_what_was_asked(device):
     assert "optimizer_device=" in repr(made(device, accum_steps=2, **AWAY)[1])
+
+
+# Python says so of what is interrupted in a callback of the garbage collector's.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("settings", [{"accum_steps": 2}, {"accum_steps": 2, "max_grad_norm": 0.5}, {}], ids=str)
+def test_a_step_that_was_interrupted_anywhere_is_called_again(device, settings):
+    """It goes on from there; or says that the sums are half divided, and then the window is repeated."""
+    start = [torch.randn(size).bfloat16() for size in (900, 40, 1200)]
+    grads = [[torch.randn(x.shape).bfloat16() for x in start] for _ in range(2)]
+
+    def backwards(params, opt):
+        for number, these in enumerate(grads):
+            torch.autograd.backward(params, [grad.to(device) for grad in these])
+            if number == 0 and "accum_steps" in settings:
+                opt.step()
+
+    def trained(at):
+        params = [Parameter(x.to(device)) for x in start]
+        opt = fa.AccumulatingOptimizer(torch.optim.SGD(params, lr=0.1, momentum=0.9), **settings, **AWAY)
+        backwards(params, opt)
+        return params, opt, interrupted(opt.step, at) is not None
+
+    expected, repeated = [p.detach().cpu() for p in trained(10**6)[0]], 0
+    for at in range(1, 10**6, 41):
+        gc.collect()  # now, and not within the call
+        params, opt, stopped = trained(at)
+        if not stopped:
+            break
+        assert all(p is q for p, q in zip(opt.param_groups[0]["params"], params, strict=True)) and set(
+            opt.state
+        ) <= set(params)
+        try:
+            opt.step()
+        except RuntimeError as error:
+            assert "call opt.reset(), and repeat" in str(error)
+            repeated += 1
+            opt.reset(), opt.zero_grad()
+            backwards(params, opt)
+            opt.step()
+        assert_same([p.detach().cpu() for p in params], expected)
+    assert at > 500 and repeated < at / 41 / 3

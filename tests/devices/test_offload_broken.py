@@ -79,6 +79,29 @@ def test_writing_masters_back_is_tried_again_without_another_step(device, monkey
     assert opt.updated and (p.cpu() == 0.875).all()
 
 
+@pytest.mark.parametrize(
+    "where", [{"buffer_device": "cpu", "master_weights": True}, {"optimizer_device": "cpu"}], ids=str
+)
+@pytest.mark.parametrize("at", range(4))
+def test_masters_win_over_a_model_that_they_were_half_written_to(device, monkeypatch, where, at):
+    p = nn.Parameter(torch.ones(1000, device=device))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=0.125), 1, **where)
+    p.sum().backward()
+    plain, calls = fusedaccum.extensions.ring.free_stage, itertools.count()
+
+    def interrupted(ring):
+        if next(calls) == at:
+            raise KeyboardInterrupt
+        return plain(ring)
+
+    with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
+        broken.setattr(fusedaccum.extensions.ring, "free_stage", interrupted)
+        opt.step()
+    opt.step()
+    assert opt.updated and (p.cpu() == 0.875).all()
+    assert (opt.state_dict()["fusedaccum"]["masters"][0] == 0.875).all()
+
+
 @pytest.mark.parametrize("make", [torch.optim.Adagrad, torch.optim.AdamW])
 def test_masters_take_the_state_that_is_there_when_they_are_made(device, make):
     ends = []

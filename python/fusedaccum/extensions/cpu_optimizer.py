@@ -8,10 +8,10 @@ window whose end was not known, leave when it closes, all at once, and are stepp
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,7 +53,7 @@ class CpuOptimizer(MastersInParts):
         self._coming: dict[Slot, Arrival] = {}  # of the window that is being applied
         self._near: Sequence[Slot] = ()  # those whose masters have their gradients
         self._unsent: list[Slot] = []  # those whose masters may have been stepped, and that the model has not got
-        self._sent: dict[Parameter, tuple[int, int]] = {}  # the fingerprints of masters that it has
+        self._sent: dict[Parameter, tuple[int, int]] = {}  # fingerprints of masters that it has got, of this window
 
     # -- what it does not work with ----------------------------------------------------------------------------
 
@@ -103,11 +103,14 @@ class CpuOptimizer(MastersInParts):
         for gone in self._pinned.keys() - here:
             del self._pinned[gone]
 
-    def _pin(self, block: Block) -> None:
-        """Pin memory for the gradients of a block, a part at a time."""
+    def block_made(self, block: Block, slots: Sequence[Slot]) -> None:
+        if slots[0].device != CPU:
+            self._pin(block, [slot for slot in slots if slot.param in self.of])
+
+    def _pin(self, block: Block, slots: Sequence[Slot]) -> None:
+        """Pin memory for the gradients of these, whose buffers are in ``block``."""
         stream = self._streams.setdefault(block.flat.device, torch.Stream(block.flat.device))
         block.flat.record_stream(stream)
-        slots = [slot for slot in self.accumulation.sums.buffers.slots if slot.placed and slot.block is block]
         for part in limits.in_parts(slots, _bytes_pinned, limits.PINNED):
             room, at = torch.empty(sum(map(_bytes_pinned, part)), dtype=torch.uint8, device=CPU, pin_memory=True), 0
             for slot in part:
@@ -127,7 +130,7 @@ class CpuOptimizer(MastersInParts):
         for slot in slots:
             if slot.param in self.of and slot.device != CPU and slot.placed and slot.shown is not None:
                 if slot.buffer not in self._pinned:
-                    self._pin(slot.block)
+                    self._pin(slot.block, [slot])  # it got its buffer before its master
                 by_device.setdefault(slot.device, []).append(slot)
         here: dict[Slot, torch.Event] = {}
         for device, members in by_device.items():
@@ -163,10 +166,12 @@ class CpuOptimizer(MastersInParts):
     def sums_dropped(self) -> None:
         super().sums_dropped()
         self._coming.clear()
+        self._sent.clear()
 
     def closed(self, end: Conclusion) -> None:
         super().closed(end)
         self._coming.clear()
+        self._sent.clear()
 
     # -- while the inner optimizer is at work ------------------------------------------------------------------
 
@@ -182,10 +187,8 @@ class CpuOptimizer(MastersInParts):
             return
         self._take_near(slots)
         self._unsent = [slot for slot in slots if slot.stepped.grad is not None]
-        for slot in self._unsent:
-            self._sent.pop(slot.param, None)
         yield
-        self._send()
+        self._send_unsent()
         self._near = ()
 
     @contextmanager
@@ -195,16 +198,17 @@ class CpuOptimizer(MastersInParts):
             yield
 
     def _leave(self, slots: Iterable[Slot]) -> None:
-        self._send()
-        self._near = ()
         super()._leave(slots)
+        self._near = ()
+        self._send_unsent()
 
     def _take_near(self, slots: Sequence[Slot]) -> None:
         self._near = slots
         self._take_gradients(slots)
 
     def _take_gradients(self, slots: Iterable[Slot]) -> None:
-        near = [slot for slot in self._near if slot in set(slots)]
+        wanted = set(slots)
+        near = [slot for slot in self._near if slot in wanted]
         for slot in near:
             if slot.placed and not slot.block.untouched_by_user:  # what was copied is not what p.grad is now
                 self._gradients.pop(slot, None)
@@ -235,20 +239,19 @@ class CpuOptimizer(MastersInParts):
 
     # -- parameters on their way back --------------------------------------------------------------------------
 
-    def _send(self) -> None:
-        sent = [slot.param for slot in self._unsent if slot.param in self.of]
-        self._follow(sent)  # a step hook may have written to them
-        self._write_back(sent)
+    def _send_unsent(self) -> None:
+        parameters = [slot.param for slot in self._unsent if slot.param in self.of]
+        self._follow(parameters)  # a step hook may have written to them
+        self._send(parameters)
         self._unsent = []
 
     def stepped(self, slots: Sequence[Slot]) -> None:
         masters = {slot.param: slot.stepped for slot in slots if slot.param in self.of}
-        self._write_back(p for p, master in masters.items() if self._sent.get(p) != fingerprint(master))
+        self._send([p for p, master in masters.items() if self._sent.get(p) != fingerprint(master)])
 
-    def _write_back(self, stepped: Iterable[Parameter], before: Mapping[Parameter, Any] | None = None) -> None:
-        stepped = list(stepped)
-        super()._write_back(stepped, before)
-        self._sent |= {p: fingerprint(self.of[p]) for p in stepped if p in self.of}
+    def _send(self, parameters: Sequence[Parameter]) -> None:
+        self._write_back(parameters)
+        self._sent |= {p: fingerprint(self.of[p]) for p in parameters}
 
     def _cast(self, slot: Slot, outs: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
         if slot.device == CPU:

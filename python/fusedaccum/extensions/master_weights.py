@@ -42,6 +42,7 @@ class MasterWeights(Extension):
         self.of: dict[Parameter, Parameter] = {}
         self._model: dict[Parameter, Parameter] = {}
         self._seen: dict[Parameter, tuple[int, int] | None] = {}  # version and address, as of the last write-back
+        self._behind: set[Parameter] = set()  # those to which a write-back was begun, and perhaps broken off
         self._meant: dict[Parameter, set[Any]] = {}  # keys of state that the optimizer itself keeps unlike the master
         # While the inner optimizer is at work: the gradients, and the masters' gradients made from them.
         self._gradients: dict[Slot, tuple[Tensor | None, Tensor | None]] = {}
@@ -115,6 +116,7 @@ class MasterWeights(Extension):
         for p in self.of.keys() - self.accumulation.sums.buffers.of.keys():
             del self._model[self.of.pop(p)], self._seen[p]
             self._meant.pop(p, None)
+            self._behind.discard(p)
 
     def newly_wrapped(self) -> None:
         self._take_state(self.of)
@@ -268,6 +270,8 @@ class MasterWeights(Extension):
         The parameters' versions and memory tell, so writes into ``p.data`` go unnoticed. Where a parameter still equals its rounded
         master, the master keeps its FP32 bits: so a model's and an optimizer's checkpoint can be loaded in either order.
         """
+        if self._behind:  # a part of what they hold is older than their masters
+            self._write_back(list(self._behind))
         for p in parameters:
             master = self.of[p]
             master.requires_grad = p.requires_grad  # it may have been frozen or unfrozen since
@@ -300,12 +304,14 @@ class MasterWeights(Extension):
             outs = [local_of(p.detach()) for p in parameters]
             unchanged = [before is not None and before[p] == fingerprint(self.of[p]) for p in parameters]
             outs = [out.data if same else out for out, same in zip(outs, unchanged, strict=True)]
+            self._behind.update(parameters)
             if now == then:
                 self._cast(sums.buffers.of[parameters[0]], outs, masters)
             else:  # the model was moved, and the wrapper is yet to be built again
                 ops.cast_(outs, [master.to(now) for master in masters], backend=sums.backend)
             for p in parameters:
                 self._seen[p] = fingerprint(p)
+            self._behind.difference_update(parameters)
 
     def _cast(self, slot: Slot, outs: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
         """Cast masters to parameters that are where the slot's is."""
