@@ -11,6 +11,7 @@ import torch
 from . import (
     bench_accumulate,
     bench_buckets,
+    bench_cpu_optimizer,
     bench_explain,
     bench_fused,
     bench_memory,
@@ -35,6 +36,7 @@ BENCHMARKS = {
         bench_parts,
         bench_training,
         bench_step,
+        bench_cpu_optimizer,
         bench_fused,
         bench_overhead,
         bench_buckets,

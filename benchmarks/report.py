@@ -23,6 +23,7 @@ TABLES: dict[str, Callable[[Sequence[Row]], tables.Table]] = {
     "parts": tables.parts,
     "training": tables.training,
     "step": tables.step,
+    "cpu_optimizer": tables.cpu_optimizer,
     "fused": tables.fused,
     "overhead": tables.overhead,
     "buckets": tables.buckets,

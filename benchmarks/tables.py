@@ -131,6 +131,18 @@ def parts(rows: Sequence[Row]) -> Table:
     return ["sums of 24 bits", "ms (p10–p90)", "GB/s", "of bandwidth", "FP32 sums, ms", "vs FP32"], lines
 
 
+def cpu_optimizer(rows: Sequence[Row]) -> Table:
+    """One line per set: a window's end beside the longest of what has to be done, and beside other ways."""
+    others = _names(rows, "variant") + _names(rows, "floor")
+    lines = []
+    for (name,), of_case in grouped(rows, ("set",)).items():
+        ours = of_case[OURS]
+        floor = max(r["median_ms"] for r in of_case.values() if r["kind"] == "floor")
+        times = [_milliseconds(of_case.get(o)) for o in others]
+        lines.append([name, _spread(ours), f"{ours['median_ms'] / floor:.2f}×", *times])
+    return ["a window's end, ms", "fusedaccum (p10–p90)", "of the floor", *others], lines
+
+
 def training(rows: Sequence[Row]) -> Table:
     """One line per set and dtype pair: windows through autograd, of every contestant."""
     others = _names(rows, "peer") + _names(rows, "variant")

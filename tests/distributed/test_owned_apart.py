@@ -119,16 +119,21 @@ def test_master_weights_are_kept_by_their_owner(worlds):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
 
 
-def test_split_masters_are_kept_by_their_owner(worlds):
-    how = {"make": sgd, "settings": {"master_weights": "split"}, "dtype": torch.bfloat16}
+ELSEWHERE = [{"master_weights": "split"}, {"optimizer_device": "cpu"}]
+
+
+@pytest.mark.parametrize("settings", ELSEWHERE, ids=str)
+def test_masters_of_other_kinds_are_kept_by_their_owner(worlds, settings):
+    how = {"make": sgd, "settings": settings, "dtype": torch.bfloat16}
     apart, together = (worlds(2).run(train, **how, shard=shard) for shard in (True, False))
     for ours, norms, (_, masters, _) in apart:
         assert masters < together[0][2][1] and norms == together[0][1]
         assert all(torch.equal(a, b) for a, b in zip(ours, together[0][0]))
 
 
-def test_split_masters_of_every_rank_go_on_bit_by_bit(worlds, tmp_path):
-    how = {"make": adamw, "settings": {"master_weights": "split"}, "dtype": torch.bfloat16}
+@pytest.mark.parametrize("settings", ELSEWHERE, ids=str)
+def test_masters_of_other_kinds_of_every_rank_go_on_bit_by_bit(worlds, tmp_path, settings):
+    how = {"make": adamw, "settings": settings, "dtype": torch.bfloat16}
     straight, resumed = worlds(2).run(train, **how), worlds(2).run(train, **how, at=4, folder=tmp_path)
     for (ours, *_), (theirs, *_) in zip(resumed, straight):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs))

@@ -21,6 +21,7 @@ from matplotlib.text import Text
 from benchmarks import (
     bench_accumulate,
     bench_buckets,
+    bench_cpu_optimizer,
     bench_explain,
     bench_memory,
     bench_overhead,
@@ -454,6 +455,15 @@ def test_a_benchmark_that_fails_leaves_the_others_their_results(monkeypatch, tmp
     told = capsys.readouterr()
     assert len(ran) == 1 and "table of second" in told.out
     assert "no such peer" in told.err and "failed, as told above: first" in told.err
+
+
+def test_an_optimizer_in_cpu_memory_is_held_against_what_has_to_be_done(tmp_path: Path) -> None:
+    options = harness.Options(quick=True, rounds=2, sets=("gpt2-124m",), out=tmp_path, backend="reference")
+    rows = bench_cpu_optimizer.run(options)
+    assert {r["kind"] for r in rows} == {"ours", "variant", "floor"}
+    header, (line,) = tables.cpu_optimizer(rows)
+    (ours,), (floor,) = ([r["median_ms"] for r in rows if r["kind"] == kind] for kind in ("ours", "floor"))
+    assert len(line) == len(header) and line[2] == f"{ours / floor:.2f}×"
 
 
 def test_sums_of_24_bits_are_held_against_fp32_ones(tmp_path: Path) -> None:
