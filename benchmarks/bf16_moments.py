@@ -16,7 +16,7 @@ class AdamWInBF16(torch.optim.AdamW):
         self._cast_moments(torch.bfloat16)
         return loss
 
-    def __setstate__(self, state):  # load_state_dict() makes state FP32, and ends here
+    def __setstate__(self, state):  # load_state_dict() ends here, with FP32
         super().__setstate__(state)
         self._cast_moments(torch.bfloat16)
 

@@ -54,7 +54,7 @@ def _scales(inner: Any, slots: list[Slot]) -> bool:
     """True if the inner optimizer can scale these gradients itself: if no step pre-hook, or step() around PyTorch's, sees them first."""
     return (
         all(group.get("fused") for group in inner.param_groups)
-        and (type(inner).step.__module__.startswith("torch.optim.") or SAYS_SO in vars(type(inner)))
+        and (str(type(inner).step.__module__).startswith("torch.optim.") or SAYS_SO in vars(type(inner)))
         and not is_patched(inner)
         and not (inner._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
         and len({(identity(slot.divisor), slot.stepped.device) for slot in slots}) == 1
