@@ -1,6 +1,7 @@
 """AdamW with moments in bf16, as docs/memory.md has it, under FP32 masters."""
 
 import ast
+import copy
 import functools
 import re
 
@@ -9,7 +10,17 @@ import pytest
 import torch
 from pages import ROOT
 from sizes import limits
-from small_states import MASTERS, assert_same, by_hand, bytes_of_state, masters, resumed, straight
+from small_states import (
+    MASTERS,
+    MICRO_BATCHES,
+    assert_same,
+    by_hand,
+    bytes_of_state,
+    masters,
+    parameters,
+    resumed,
+    straight,
+)
 from torch.nn import Parameter
 
 from benchmarks.bf16_moments import AdamWInBF16
@@ -39,6 +50,29 @@ def test_a_run_goes_on_from_a_checkpoint_to_the_bit(settings):
     assert_same(qs, ps)
     for p, q in zip(ps, qs, strict=True):
         assert_same(again.state[q].values(), went_on.state[p].values())
+
+
+@pytest.mark.parametrize("settings", MASTERS.values(), ids=MASTERS)
+def test_loaded_state_has_its_16_bits_before_the_first_step(settings):
+    make = OPTIMIZERS["fused"]
+    _, opt = straight(make, settings)
+    again = fa.AccumulatingOptimizer(make(parameters()), MICRO_BATCHES, **settings)
+    again.load_state_dict(copy.deepcopy(opt.state_dict()))
+    assert {entry[key].dtype for entry in again.state.values() for key in ("exp_avg", "exp_avg_sq")} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("settings", MASTERS.values(), ids=MASTERS)
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop])
+def test_state_that_other_code_casts_is_fp32_again_when_it_is_stepped(kind, settings):
+    """Also where PyTorch would take bf16: such code most often makes it like the model, and does not mean it."""
+    (p,) = parameters(((8,),))
+    opt = fa.AccumulatingOptimizer(kind([p]), **settings)
+    for _ in range(2):
+        opt.backward(p.float().sum())
+        opt.step()
+        (key,) = opt.state[p].keys() & {"square_avg", "exp_avg_sq"}
+        assert opt.state[p][key].dtype == torch.float32
+        opt.state[p][key] = opt.state[p][key].bfloat16()
 
 
 @pytest.mark.parametrize("settings", MASTERS.values(), ids=MASTERS)
