@@ -126,6 +126,27 @@ def test_bytes_moved_are_those_of_the_calls(monkeypatch, name, dtype, micro_batc
     assert said[name].moved == pytest.approx(sum(counted), rel=0.1 if dtype == "mixed" else 0.01)
 
 
+@pytest.mark.parametrize("name", ["FP32 buffers", "master weights"])
+@pytest.mark.parametrize("hooked", [False, True])
+def test_bytes_moved_by_fused_optimizers_that_do_not_scale_gradients_themselves(monkeypatch, name, hooked):
+    model = layers(torch.float32 if name == "FP32 buffers" else torch.bfloat16, width=64)
+    kind = (
+        torch.optim.AdamW
+        if hooked
+        else type("Own", (torch.optim.AdamW,), {"step": lambda self: super(kind, self).step()})
+    )
+    opt = kind(model.parameters(), fused=True)
+    if hooked:
+        opt.register_step_pre_hook(lambda *_: None)
+    said = modes(model, optimizer=opt)[name]
+    opt = fa.AccumulatingOptimizer(opt, accum_steps=4, **SETTINGS[name])
+    counted = counts(monkeypatch)
+    for _ in range(4):
+        sum((p.float() ** 2).sum() for p in model.parameters()).backward()
+        opt.step()
+    assert said.moved == pytest.approx(sum(counted), rel=0.01)
+
+
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name != "fused layers"])
 @pytest.mark.parametrize("asked", [(torch.bfloat16, "nothing"), (torch.float32, "nothing"), (None, torch.float64)])
 @pytest.mark.parametrize("optimizer", ["SGD", "fused AdamW"])

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from .. import limits
 from ..core.buffers import buffer_dtype, gradient_dtype, padded
 from ..extensions.ring import STAGES
-from ..inner import dtypes_of_groups, steps_each_alone
+from ..inner import dtypes_of_groups, scales_gradients, steps_each_alone
 from ..parts import local_of
 from .fuse import Embedding, Linear, has_product, has_unfused_option
 
@@ -302,8 +302,10 @@ def part_brought(gradients: Sequence[Tensor]) -> int:
 
 def passes(way: Way, of: Parameters, micro_batches: int, optimizer: Any) -> list[Pass]:
     """The passes of accumulation in a window, dtype by dtype."""
-    handed_on = _scales(optimizer) and all(
-        of.buffers(p, way) == way.stepped(p.dtype) and p.dtype.itemsize <= 4 for p in of.trained
+    handed_on = (
+        isinstance(optimizer, Optimizer)
+        and scales_gradients(_inner(optimizer))
+        and all(of.buffers(p, way) == way.stepped(p.dtype) and p.dtype.itemsize <= 4 for p in of.trained)
     )
     found: list[Pass] = []
     kinds: dict[tuple[torch.dtype, torch.dtype], list[Tensor]] = {}
@@ -360,12 +362,6 @@ def _closing(
     if way.offloaded:
         kernels.append(Kernel("link", dtype, dtype, "link"))
     return [Pass(kernel, elements, 1, closing=True) for kernel in kernels]
-
-
-def _scales(optimizer: Any) -> bool:
-    """True if the optimizer divides by the weights in its own pass."""
-    groups = getattr(optimizer, "param_groups", [])
-    return bool(groups) and all(group.get("fused") for group in groups)
 
 
 def state_bytes(optimizer: Any, trained: Sequence[Tensor], stepped: Callable[[torch.dtype], torch.dtype]) -> int | None:
