@@ -28,6 +28,7 @@ TABLES: dict[str, Callable[[Sequence[Row]], tables.Table]] = {
     "overhead": tables.overhead,
     "buckets": tables.buckets,
     "memory": tables.memory,
+    "states": tables.states,
     "ranks": tables.ranks,
     "explain": tables.explain,
     "questions": tables.questions,

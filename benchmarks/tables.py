@@ -244,6 +244,16 @@ def memory(rows: Sequence[Row]) -> Table:
     return ["way", "parameters MiB", "sums MiB", "gradients and the rest MiB", "peak MiB"], lines
 
 
+def states(rows: Sequence[Row]) -> Table:
+    """Peaks with AdamW, and what was predicted."""
+    lines = []
+    for r in rows:
+        peak, predicted = r["peak_bytes"], r["predicted_bytes"]
+        sizes = [f"{peak / r['elements']:.1f}", *(f"{n / 2**20:,.0f}" for n in (peak, predicted))]
+        lines.append([str(r["contestant"]), *sizes, f"{predicted / peak:.3f}"])
+    return ["AdamW, bf16 weights", "bytes a parameter", "peak MiB", "fa.explain MiB", "fa.explain / peak"], lines
+
+
 def explain(rows: Sequence[Row]) -> Table:
     """The time that explain predicted for a window's accumulation, the measured time, and the ratio within a round."""
     lines = []

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import fusedaccum as fa
 import torch
@@ -112,10 +112,10 @@ def big_batch_as_is(task: Task, model: nn.Module) -> tuple:
     return step, lambda: plain.masters
 
 
-def fused(task: Task, model: nn.Module) -> tuple:
+def fused(task: Task, model: nn.Module, **settings: Any) -> tuple:
     """(b) fusedaccum: plain PyTorch's loop, with one line more. The partial window at an epoch's end is flushed."""
     inner = task.make_optimizer(list(model.parameters()))
-    opt = fa.AccumulatingOptimizer(inner, accum_steps=task.accum_steps, master_weights=task.master_weights)
+    opt = fa.AccumulatingOptimizer(inner, task.accum_steps, **{"master_weights": task.master_weights, **settings})
     inputs, targets = task.data
 
     def step(window: Tensor) -> float:

@@ -63,6 +63,7 @@ ROOMS = {
         "core/optimizer",
         "engine",
         "extensions",
+        "inner",
         "limits",
         "modules",
         "ops",

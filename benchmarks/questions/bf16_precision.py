@@ -12,17 +12,21 @@ from torch import Tensor, nn
 
 from .. import digits
 from ..harness import OURS, Row
-from ..style import BLUE, NAVY, ORANGE, SKY, label_ends
+from ..style import BLUE, GREEN, NAVY, ORANGE, PURPLE, SKY, label_ends
 
 SUBTITLE = "error of a bf16 model's gradient"
 SAMPLES = 4  # of a micro-batch
 PLAIN, STOCHASTIC, MASTERS = "p.grad in bf16", f"{OURS}, bf16 sums, stochastic", f"{OURS}, master weights"
+COMPENSATED, SPLIT = f"{OURS}, 24-bit sums", f"{OURS}, 24-bit sums, split masters"
+IN_24_BITS: dict[str, Any] = {"buffer_dtype": torch.bfloat16, "rounding": "compensated"}
 SETTINGS: dict[str, dict[str, Any]] = {
     OURS: {},
     MASTERS: {"master_weights": True},
+    COMPENSATED: IN_24_BITS,
+    SPLIT: {**IN_24_BITS, "master_weights": "split"},
     STOCHASTIC: {"buffer_dtype": torch.bfloat16, "rounding": "stochastic"},
 }
-COLOURS = {PLAIN: ORANGE, STOCHASTIC: SKY, OURS: BLUE, MASTERS: NAVY}
+COLOURS = {PLAIN: ORANGE, STOCHASTIC: SKY, OURS: BLUE, MASTERS: NAVY, COMPENSATED: PURPLE, SPLIT: GREEN}
 NAMED = 16, 256  # micro-batches of which the finding speaks
 
 
@@ -47,7 +51,9 @@ def finding(rows: Sequence[Row]) -> str:
     return (
         f"After {NAMED[0]} micro-batches a bf16 p.grad is {few[PLAIN]:.1%} off their exact sum, after {NAMED[1]} {many[PLAIN]:.1%}. "
         f"An FP32 sum that is rounded once, to bf16 for the step, is at most {most[OURS]:.1%} off, and with master weights, which take it "
-        f"unrounded, {most[MASTERS]:.0e}. With stochastic rounding, bf16 sums are {few[STOCHASTIC]:.1%} and {many[STOCHASTIC]:.1%} off."
+        f"unrounded, {most[MASTERS]:.0e}. With stochastic rounding, bf16 sums are {few[STOCHASTIC]:.1%} and {many[STOCHASTIC]:.1%} off. "
+        f"Sums of 24 bits, rounded once to bf16, are at most {most[COMPENSATED]:.1%} off, too; unrounded, as split masters take them, "
+        f"{few[SPLIT]:.0e} and {many[SPLIT]:.0e}."
     )
 
 
@@ -64,8 +70,10 @@ def draw(rows: Sequence[Row], figure: Figure) -> None:
         # An error of exactly 0 has no place on a logarithmic axis.
         points = [(n, error) for n, error in zip(r["windows"], r["errors"], strict=True) if error]
         exact = [n for n, error in zip(r["windows"], r["errors"], strict=True) if not error]
-        label = r["contestant"] + (f", exact up to {exact[-1]}" if exact else "")
-        axes.loglog(*zip(*points, strict=True), "o-", ms=4, base=2, color=COLOURS[r["contestant"]], label=label)
+        label = r["contestant"].removeprefix(f"{OURS}, ") + (f", exact up to {exact[-1]}" if exact else "")
+        # Sums of 24 bits end where FP32 sums do, so their curve is dashed.
+        dashes = "o--" if r["contestant"] == COMPENSATED else "o-"
+        axes.loglog(*zip(*points, strict=True), dashes, ms=4, base=2, color=COLOURS[r["contestant"]], label=label)
     axes.set_yscale("log", base=10)
     axes.set_xticks(rows[0]["windows"], [f"{n:,}" for n in rows[0]["windows"]])
     axes.set(xlabel="micro-batches in the window", ylabel="relative error")
@@ -94,8 +102,12 @@ def _window(way: str, net: nn.Module, batches: Sequence[tuple[Tensor, Tensor]]) 
         for x, y in batches:
             (digits.loss(net, x, y) / len(batches)).backward()
         return digits.gradient(net)
-    opt = fa.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=0.0), len(batches), **SETTINGS[way])
+    inner, found = torch.optim.SGD(net.parameters(), lr=0.0), []
+    inner.register_step_pre_hook(
+        lambda *_: found.extend(p.grad.double().flatten() for p in inner.param_groups[0]["params"])
+    )
+    opt = fa.AccumulatingOptimizer(inner, len(batches), **SETTINGS[way])
     for x, y in batches:
         digits.loss(net, x, y).backward()
         opt.step()
-    return digits.gradient(net)
+    return torch.cat(found)

@@ -42,8 +42,12 @@ def asked_dtypes(inner: Optimizer, of_all: torch.dtype | None) -> set[torch.dtyp
 
 def asked_dtype(inner: Optimizer, parameter: Tensor, of_all: torch.dtype | None) -> torch.dtype | None:
     """The buffer dtype that is asked for this parameter."""
-    asking = (group for group in inner.param_groups if BUFFER_DTYPE in group)
-    return next((group[BUFFER_DTYPE] for group in asking if any(p is parameter for p in group["params"])), of_all)
+    return dtypes_of_groups(inner).get(parameter, of_all)
+
+
+def dtypes_of_groups(inner: Optimizer) -> dict[Tensor, torch.dtype | None]:
+    """The buffer dtypes of the parameters whose group asks for one."""
+    return {p: group[BUFFER_DTYPE] for group in inner.param_groups if BUFFER_DTYPE in group for p in group["params"]}
 
 
 # The attribute of an optimizer under which a wrapper keeps what it has put around its methods.
@@ -63,9 +67,32 @@ def is_patched(inner: Optimizer) -> bool:
     return False
 
 
+# PyTorch's attribute of optimizers whose step() divides by their grad_scale.
+SAYS_SO = "_step_supports_amp_scaling"
+
+
+def scales_gradients(inner: Optimizer) -> bool:
+    """True if a fused inner optimizer scales gradients itself, and no step pre-hook, or step() around PyTorch's, sees them first."""
+    kind = type(inner)
+    # Its own attribute: an optimizer that shows another one's would not hand grad_scale on to that.
+    return (
+        vars(inner).get(SAYS_SO, getattr(kind, SAYS_SO, False))
+        and all(group.get("fused") for group in inner.param_groups)
+        and (str(kind.step.__module__).startswith("torch.optim.") or SAYS_SO in vars(kind))
+        and not is_patched(inner)
+        and not (inner._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
+    )
+
+
+# The attribute by which an optimizer that is not PyTorch's says that it may be stepped in parts.
+STEPS_EACH_ALONE = "steps_each_alone"
+
+
 def steps_each_alone(inner: Optimizer) -> bool:
-    """True if stepping some parameters, then the others, is equivalent: for PyTorch's own optimizers, if no hook counts the steps."""
-    if not type(inner).__module__.startswith("torch.optim.") or is_patched(inner):
+    """True if stepping some parameters, then the others, is equivalent: for PyTorch's own optimizers, and those that say so, if no hook
+    counts the steps.
+    """
+    if not getattr(inner, STEPS_EACH_ALONE, type(inner).__module__.startswith("torch.optim.")) or is_patched(inner):
         return False
     hooks = (inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks)
     return not any((*hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))

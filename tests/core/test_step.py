@@ -244,6 +244,15 @@ def test_an_lr_scheduler_is_no_reason_to_bring_all_offloaded_gradients_at_once(p
     assert steps_each_alone(inner) is not patched
 
 
+@pytest.mark.parametrize("says", [None, False, True])
+@pytest.mark.parametrize("base", [torch.optim.SGD, torch.optim.AdamW])
+def test_an_optimizer_of_others_is_stepped_in_parts_if_it_says_so(base, says):
+    own = type("Own", (base,), {} if says is None else {"steps_each_alone": says})([nn.Parameter(torch.zeros(3))])
+    assert steps_each_alone(own) is bool(says)
+    own.register_step_pre_hook(lambda *_: None)
+    assert not steps_each_alone(own)
+
+
 def test_no_limit_leaves_a_window_alone_whose_norm_overflows():
     p = nn.Parameter(torch.zeros(3, dtype=torch.float64))
     opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), max_grad_norm=math.inf)

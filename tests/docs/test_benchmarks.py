@@ -28,6 +28,7 @@ from benchmarks import (
     bench_parts,
     bench_questions,
     bench_ranks,
+    bench_states,
     bench_step,
     bench_training,
     bench_window,
@@ -473,3 +474,14 @@ def test_sums_of_24_bits_are_held_against_fp32_ones(tmp_path: Path) -> None:
     header, lines = tables.parts(rows)
     assert [line[0] for line in lines] == [f"gpt2-124m {case}" for case in bench_parts.CASES]
     assert all(len(line) == len(header) and line[-1].endswith("×") for line in lines)
+
+
+def test_peaks_with_adamw_are_those_that_explain_predicts(tmp_path: Path) -> None:
+    rows = bench_states.run(harness.Options(quick=True, out=tmp_path, backend="auto"))
+    assert [r["contestant"] for r in rows] == [*bench_states.WAYS]
+    assert all(r["predicted_bytes"] == pytest.approx(r["peak_bytes"], rel=0.1) for r in rows)
+    each = [r["peak_bytes"] / r["elements"] for r in rows]
+    # Two layers of the twelve; what is on top, a bucket and a part of the step, is the same.
+    assert each == pytest.approx([8, 18, 16, 15, 11], rel=0.25) and each[1:] == sorted(each[1:], reverse=True)
+    header, lines = tables.states(rows)
+    assert all(len(line) == len(header) for line in lines)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import io
 from pathlib import Path
 from typing import NamedTuple
@@ -15,8 +17,8 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
 
 from demo import __main__ as demo
-from demo import figure
-from demo.ways import WAYS, Run
+from demo import figure, tasks, ways
+from demo.ways import WAYS, Run, Way
 
 pytestmark = pytest.mark.slow
 
@@ -58,6 +60,22 @@ def test_demo_digits_follow_the_big_batch_to_rounding(outcome: Outcome) -> None:
 def test_demo_gpt_is_closer_than_the_big_batch_in_bf16(outcome: Outcome) -> None:
     _, runs = outcome.results[1]
     assert figure.drift(runs["b"], runs["a"])[-1] < figure.drift(runs["e"], runs["a"])[-1]
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_demo_gpt_ends_as_close_with_sums_of_24_bits_as_with_fp32_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ways, "peak_of", lambda *_: 0)  # records allocations, which takes most of the time
+    task = dataclasses.replace(tasks.gpt(tiny=True), epochs=16)
+    split = {"master_weights": "split"}
+    in_24_bits = {"buffer_dtype": torch.bfloat16, "rounding": "compensated"}
+    big_batch = ways.train(task, WAYS["a"], "a")
+    apart = {}
+    for name, settings in {"copies": {}, "split": split, "24 bits": {**split, **in_24_bits}}.items():
+        run = ways.train(task, Way(name, "", functools.partial(ways.fused, **settings)), name)
+        apart[name] = figure.drift(run, big_batch)[-1]
+    rounded = figure.drift(ways.train(task, WAYS["d"], "d"), big_batch)[-1]
+    assert len(big_batch.losses) == 48 and big_batch.losses[-1] < big_batch.losses[0] - 2
+    assert apart["24 bits"] < 1.5 * min(apart["copies"], apart["split"]) < 0.3 * rounded
 
 
 def test_demo_every_way_makes_the_same_steps_with_a_partial_window(outcome: Outcome) -> None:

@@ -126,6 +126,48 @@ def test_bytes_moved_are_those_of_the_calls(monkeypatch, name, dtype, micro_batc
     assert said[name].moved == pytest.approx(sum(counted), rel=0.1 if dtype == "mixed" else 0.01)
 
 
+@pytest.mark.parametrize("name", ["FP32 buffers", "master weights"])
+@pytest.mark.parametrize("hooked", [False, True])
+def test_bytes_moved_by_fused_optimizers_that_do_not_scale_gradients_themselves(monkeypatch, name, hooked):
+    model = layers(torch.float32 if name == "FP32 buffers" else torch.bfloat16, width=64)
+    kind = (
+        torch.optim.AdamW
+        if hooked
+        else type("Own", (torch.optim.AdamW,), {"step": lambda self: super(kind, self).step()})
+    )
+    opt = kind(model.parameters(), fused=True)
+    if hooked:
+        opt.register_step_pre_hook(lambda *_: None)
+    said = modes(model, optimizer=opt)[name]
+    opt = fa.AccumulatingOptimizer(opt, accum_steps=4, **SETTINGS[name])
+    counted = counts(monkeypatch)
+    for _ in range(4):
+        sum((p.float() ** 2).sum() for p in model.parameters()).backward()
+        opt.step()
+    assert said.moved == pytest.approx(sum(counted), rel=0.01)
+
+
+@pytest.mark.parametrize("name", [name for name in SETTINGS if name != "fused layers"])
+@pytest.mark.parametrize("asked", [(torch.bfloat16, "nothing"), (torch.float32, "nothing"), (None, torch.float64)])
+@pytest.mark.parametrize("optimizer", ["SGD", "fused AdamW"])
+def test_bytes_moved_are_those_of_the_dtypes_that_groups_ask_for(monkeypatch, name, asked, optimizer):
+    model = layers(torch.bfloat16, width=64)
+    ps = list(model.parameters())
+    groups = [
+        {"params": ps[i::2], **({} if dtype == "nothing" else {"buffer_dtype": dtype})} for i, dtype in enumerate(asked)
+    ]
+    opt = getattr(torch.optim, optimizer.split()[-1])(groups, lr=1e-3, **OPTIMIZERS[optimizer])
+    said = modes(model, optimizer=opt)
+    if name not in said:
+        return
+    opt = fa.AccumulatingOptimizer(opt, accum_steps=4, **SETTINGS[name])
+    counted = counts(monkeypatch)
+    for _ in range(4):
+        sum((p.float() ** 2).sum() for p in ps).backward()
+        opt.step()
+    assert said[name].moved == pytest.approx(sum(counted), rel=0.01)
+
+
 def counts(monkeypatch):
     """A list to which each call of an op appends the bytes that it reads and writes."""
     found = []

@@ -8,17 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from ..core.buffers import Slot
 from ..core.extension import Extension, InnerScaling
-from ..inner import is_patched
+from ..inner import scales_gradients
 from ..scalars import Scalar, div, identity, to_device_of
 
 if TYPE_CHECKING:
     from ..core.apply import Conclusion
-
-SAYS_SO = "_step_supports_amp_scaling"
 
 
 class FusedOptimizers(Extension):
@@ -26,9 +23,7 @@ class FusedOptimizers(Extension):
 
     def inner_scales(self, end: Conclusion) -> InnerScaling | None:
         inner: Any = self.inner
-        # Its own attribute: an optimizer that shows another one's would not hand grad_scale on to that.
-        says_so = vars(inner).get(SAYS_SO, getattr(type(inner), SAYS_SO, False))
-        if not (says_so and _scales(inner, end.slots)):
+        if not (scales_gradients(inner) and _alike(end.slots)):
             return None
         applied: bool | Tensor = True
         if isinstance(end.skip, Tensor) and all(inner.state.get(slot.param) for slot in end.slots):
@@ -50,14 +45,10 @@ class FusedOptimizers(Extension):
                 vars(inner).pop(name, None)
 
 
-def _scales(inner: Any, slots: list[Slot]) -> bool:
-    """True if the inner optimizer can scale these gradients itself: if no step pre-hook, or step() around PyTorch's, sees them first."""
+def _alike(slots: list[Slot]) -> bool:
+    """True if one ``grad_scale``, a number in FP32, does for these gradients."""
     return (
-        all(group.get("fused") for group in inner.param_groups)
-        and (type(inner).step.__module__.startswith("torch.optim.") or SAYS_SO in vars(type(inner)))
-        and not is_patched(inner)
-        and not (inner._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
-        and len({(identity(slot.divisor), slot.stepped.device) for slot in slots}) == 1
+        len({(identity(slot.divisor), slot.stepped.device) for slot in slots}) == 1
         and all(slot.dtype == slot.stepped.dtype and slot.device == slot.stepped.device for slot in slots)
         and all(slot.dtype.itemsize <= 4 for slot in slots)  # grad_scale is FP32: too coarse for FP64
         and not any(slot.part is not None for slot in slots)  # grad_scale is no such tensor

@@ -76,7 +76,8 @@ def explain(
         model: a module, or its parameters, on one device. On ``"meta"`` it takes no memory, and nothing is measured.
         desired_batch: samples per window.
         micro_batch: samples that go through the model at once.
-        optimizer: an instance or a class, whose state is counted as it will be after the first step; None leaves it out.
+        optimizer: an instance or a class, whose state is counted as it will be after the first step; None leaves it out. An instance's
+            groups may ask for buffer dtypes (``"buffer_dtype"``).
         memory: bytes available on the device, another machine's for example; None asks this device.
 
     Raises:
@@ -98,7 +99,7 @@ def explain(
         memory = checked_count(memory, "memory", "; it is in bytes: 80 * 2**30")
     if optimizer is not None and not isinstance(optimizer, Optimizer) and not callable(optimizer):
         raise TypeError(f"optimizer must be an optimizer or its class, got {optimizer!r}; try torch.optim.AdamW")
-    of = Parameters.of(model)
+    of = Parameters.of(model, optimizer)
     micro_batches = -(-desired_batch // micro_batch)
     last = desired_batch - (micro_batches - 1) * micro_batch
     modes = [priced(way, of, micro_batches, optimizer) for way in of.ways()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from .. import limits
 from ..core.buffers import buffer_dtype, gradient_dtype, padded
 from ..extensions.ring import STAGES
+from ..inner import dtypes_of_groups, scales_gradients, steps_each_alone
 from ..parts import local_of
 from .fuse import Embedding, Linear, has_product, has_unfused_option
 
@@ -149,9 +150,10 @@ class Parameters:
     linear: frozenset[Tensor]  # weights that fuse_linear (below: fuse_embedding) would fuse: no gradient on its way
     embedding: frozenset[Tensor]
     tied: frozenset[Tensor]  # those that several layers share
+    asked: Mapping[Tensor, torch.dtype | None]  # of those whose group asks for a buffer dtype: which
 
     @classmethod
-    def of(cls, model: nn.Module | Iterable[Tensor]) -> Parameters:
+    def of(cls, model: nn.Module | Iterable[Tensor], optimizer: Any = None) -> Parameters:
         """Raises TypeError or ValueError for anything but a model, and for a model that trains nothing or is on several devices."""
         if isinstance(model, Tensor) or not isinstance(model, (nn.Module, Iterable)):
             raise TypeError(
@@ -178,25 +180,30 @@ class Parameters:
                 raise ValueError(f"a parameter is {p.dtype}; FP64, FP32, bf16 and fp16 parameters can be accumulated")
         size = nbytes([*known, *module.buffers()])
         device = devices.pop()
+        asked = dtypes_of_groups(optimizer) if isinstance(optimizer, Optimizer) else {}
         linear: set[Tensor] = set()
         embedding: set[Tensor] = set()
         layers: Iterable[Any] = module.modules()
         for layer in layers:
-            if type(layer) in (nn.Linear, Linear) and _product(layer.weight.dtype, device):
+            if type(layer) in (nn.Linear, Linear) and _product(layer.weight, asked, device):
                 linear.add(layer.weight)
             elif type(layer) in (nn.Embedding, Embedding) and not has_unfused_option(layer):
                 embedding.add(layer.weight)
         wanted = set(trained)
+        means = {p for p, dtype in asked.items() if buffer_dtype(gradient_dtype(p), dtype).itemsize < 4}
+        linear, embedding = linear & wanted - means, embedding & wanted - linear - means  # layers add to sums alone
         uses: Counter[Tensor] = Counter(p for m in module.modules() for p in m.parameters(recurse=False))
         tied = frozenset(p for p in wanted if uses[p] > 1)
-        return cls(
-            known, trained, size, device, frozenset(linear & wanted), frozenset(embedding & wanted - linear), tied
-        )
+        return cls(known, trained, size, device, frozenset(linear), frozenset(embedding), tied, asked)
 
     @property
     def narrow(self) -> bool:
         """True if any parameters are 16 bits wide."""
         return any(p.dtype.itemsize < 4 for p in self.trained)
+
+    def buffers(self, p: Tensor, way: Way) -> torch.dtype:
+        """The dtype in which the gradients of ``p`` accumulate."""
+        return buffer_dtype(gradient_dtype(p), self.asked.get(p, way.buffers))
 
     def ways(self) -> list[Way]:
         """The modes to choose from, ours in the order of preference if memory allows."""
@@ -208,11 +215,17 @@ class Parameters:
         ways += [MASTERS] if self.narrow else []
         splits = {p.dtype for p in self.known if p.dtype.itemsize < 4} == {torch.bfloat16}
         ways += [SPLIT, SMALLEST] if splits else []
-        return [*ways, HELD, PLAIN]
+        ways += [HELD, PLAIN]
+        # Masters take FP32 gradients, or sums of 24 bits.
+        return [way for way in ways if not way.masters or all(self._wide(p, way) for p in self.asked)]
+
+    def _wide(self, p: Tensor, way: Way) -> bool:
+        buffers = self.buffers(p, way)
+        return buffers.itemsize >= 4 or way.low(buffers) > 0
 
 
-def _product(dtype: torch.dtype, device: torch.device) -> bool:
-    wide = buffer_dtype(dtype, torch.float32)
+def _product(weight: Tensor, asked: Mapping[Tensor, torch.dtype | None], device: torch.device) -> bool:
+    dtype, wide = weight.dtype, buffer_dtype(weight.dtype, asked.get(weight, torch.float32))
     return dtype == wide if device.type == "meta" else has_product(dtype, wide, device.type)
 
 
@@ -226,7 +239,7 @@ def priced(way: Way, of: Parameters, micro_batches: int, optimizer: Any) -> Mode
         memory["buffers"] = nbytes(of.trained)
         memory["gradients"] = max(local_of(p).nbytes for p in of.trained) if micro_batches > 1 else 0
     else:
-        dtypes = {p: buffer_dtype(gradient_dtype(p), way.buffers) for p in of.trained}
+        dtypes = {p: of.buffers(p, way) for p in of.trained}
         there["buffers"] = sum(
             padded(local_of(p).numel()) * (dtype.itemsize + way.low(dtype)) for p, dtype in dtypes.items()
         )
@@ -239,10 +252,11 @@ def priced(way: Way, of: Parameters, micro_batches: int, optimizer: Any) -> Mode
         there["masters"] = sum(local_of(p).numel() * taken for p, taken in beside.items())
         if way.split:  # FP32 masters of a part, with their gradients if these are not in FP32 already
             fp32 = [4 * local_of(p).numel() for p in of.trained if p.dtype == torch.bfloat16]
-            part = max(*fp32, min(sum(fp32), limits.stepped(of.device)))
+            alone = not isinstance(optimizer, Optimizer) or steps_each_alone(_inner(optimizer))
+            part = max(*fp32, min(sum(fp32), limits.stepped(of.device))) if alone else sum(fp32)
             kept = part if of.device.type == "cpu" and part <= limits.stepped(of.device) else 0
             there["masters"] += kept
-            memory["gradients"] = max(memory["gradients"], part - kept + part * way.low(torch.bfloat16))
+            memory["gradients"] = max(memory["gradients"], part - kept + part * max(map(way.low, dtypes.values())))
     if way.offloaded:
         memory["ring"] = cpu["ring"] = STAGES * limits.STAGE
         if not way.masters:
@@ -288,16 +302,18 @@ def part_brought(gradients: Sequence[Tensor]) -> int:
 
 def passes(way: Way, of: Parameters, micro_batches: int, optimizer: Any) -> list[Pass]:
     """The passes of accumulation in a window, dtype by dtype."""
-    handed_on = _scales(optimizer) and all(
-        buffer_dtype(gradient_dtype(p), way.buffers) == way.stepped(p.dtype) and p.dtype.itemsize <= 4
-        for p in of.trained
+    handed_on = (
+        isinstance(optimizer, Optimizer)
+        and scales_gradients(_inner(optimizer))
+        and all(of.buffers(p, way) == way.stepped(p.dtype) and p.dtype.itemsize <= 4 for p in of.trained)
     )
     found: list[Pass] = []
-    for dtype in dict.fromkeys(p.dtype for p in of.trained):
-        alike = [p for p in of.trained if p.dtype == dtype]
+    kinds: dict[tuple[torch.dtype, torch.dtype], list[Tensor]] = {}
+    for p in of.trained:
+        kinds.setdefault((p.dtype, of.buffers(p, way)), []).append(p)
+    for (dtype, buffers), alike in kinds.items():
         fused = [p for p in alike if way.fused and p in of.linear | of.embedding]
         elements = numel(alike)
-        buffers = buffer_dtype(dtype, way.buffers)
         if way.plain:
             found.append(Pass(Kernel("add_", dtype, dtype), elements, micro_batches - 1))
             continue
@@ -348,21 +364,13 @@ def _closing(
     return [Pass(kernel, elements, 1, closing=True) for kernel in kernels]
 
 
-def _scales(optimizer: Any) -> bool:
-    """True if the optimizer divides by the weights in its own pass."""
-    groups = getattr(optimizer, "param_groups", [])
-    return bool(groups) and all(group.get("fused") for group in groups)
-
-
 def state_bytes(optimizer: Any, trained: Sequence[Tensor], stepped: Callable[[torch.dtype], torch.dtype]) -> int | None:
     """Bytes of state that the optimizer will keep, from a trial step of one of its kind on meta tensors; None if that fails."""
     if optimizer is None:
         return None
     kind: Any
     if isinstance(optimizer, Optimizer):
-        inner: Any = optimizer
-        while getattr(inner, "optimizer", None) is not None and inner.optimizer.state is inner.state:
-            inner = inner.optimizer  # of a wrapper, which keeps no state of its own
+        inner = _inner(optimizer)
         groups, kind = [dict(group) for group in inner.param_groups], type(inner)
     else:
         groups, kind = [{"params": trained}], optimizer
@@ -382,3 +390,10 @@ def state_bytes(optimizer: Any, trained: Sequence[Tensor], stepped: Callable[[to
     except Exception:  # other people's code, which may need anything
         return None
     return sum(x.nbytes for entry in trial.state.values() for x in entry.values() if isinstance(x, Tensor))
+
+
+def _inner(optimizer: Any) -> Any:
+    """What a wrapper, which keeps no state of its own, is around."""
+    while getattr(optimizer, "optimizer", None) is not None and optimizer.optimizer.state is optimizer.state:
+        optimizer = optimizer.optimizer
+    return optimizer
