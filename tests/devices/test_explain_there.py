@@ -4,6 +4,7 @@ import fusedaccum as fa
 import pytest
 import torch
 from fusedaccum.extensions.cpu_offload import CpuOffload
+from fusedaccum.extensions.cpu_optimizer import CpuOptimizer
 from sizes import limits
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -48,6 +49,45 @@ def test_cpu_side_of_buffers_in_cpu_memory(device, small, monkeypatch, name, dty
     assert sum(p.bytes for p in mode.passes if p.kernel.lane == "cpu") == sum(moved)
 
 
+AWAY = {
+    "optimizer on the CPU": {},
+    "24-bit sums, optimizer on the CPU": {"buffer_dtype": torch.bfloat16, "rounding": "compensated"},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", AWAY)
+def test_both_sides_of_an_optimizer_in_cpu_memory(device, small, monkeypatch, name, dtype):
+    net = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4))).to(device, dtype)
+    found = fa.explain(net, desired_batch=8, micro_batch=2, optimizer=torch.optim.AdamW)
+    named = {mode.name: mode for mode in found.modes}
+    if name not in named:
+        assert dtype == torch.float32 and AWAY[name]
+        return
+    mode = named[name]
+    assert mode.seconds > 0 and set(found.bandwidths) >= {p.kernel for p in mode.passes}
+    inner = torch.optim.AdamW(net.parameters())
+    opt = fa.AccumulatingOptimizer(inner, accum_steps=4, optimizer_device="cpu", **AWAY[name])
+    moved = []
+    watched(monkeypatch, moved)
+    for _ in range(4):
+        sum((p.float() ** 2).sum() for p in net.parameters()).backward()
+        opt.step()
+    away = opt._accumulation.extensions.of(CpuOptimizer)
+    ring = sum(stage.here.nbytes for ring in away._rings.values() for stage in ring)
+    state = sum(x.nbytes for entry in opt.state.values() for x in entry.values())
+    assert mode.cpu == {
+        "masters": sum(m.nbytes for m in masters_of(opt).values()),
+        "buffers": sum(x.nbytes for x in away._pinned.values()),
+        "ring": ring,
+        "optimizer": pytest.approx(state, rel=1e-2),
+    }
+    assert mode.memory.keys() == {"model", "buffers", "gradients"}
+    assert sum(p.bytes for p in mode.passes if p.kernel.lane != "link") == sum(moved)
+    link = sum(p.bytes for p in mode.passes if p.kernel.lane == "link")
+    assert link == sum(4 * p.numel() + p.nbytes for p in net.parameters())
+
+
 def watched(monkeypatch, moved):
     """Appends to ``moved`` the bytes that the ops on the CPU read and write."""
     accumulate_, cast_, scale_ = fa.ops.accumulate_, fa.ops.cast_, fa.ops.scale_
@@ -56,15 +96,15 @@ def watched(monkeypatch, moved):
         return sum(x.nbytes for x in tensors)
 
     def watched_accumulate_(buffers, grads, *args, overwrite=False, **kwargs):
-        moved.append(size(grads) + (1 if overwrite else 2) * size(buffers))
+        moved.append(size(grads) + (1 if overwrite else 2) * size([*buffers, *(kwargs.get("low") or ())]))
         accumulate_(buffers, grads, *args, overwrite=overwrite, **kwargs)
 
     def watched_cast_(outs, ins, *args, **kwargs):
-        moved.append(size(outs) + size(ins))
+        moved.append(size(outs) + size([*ins, *(kwargs.get("low") or ())]))
         cast_(outs, ins, *args, **kwargs)
 
     def watched_scale_(tensors, *args, **kwargs):
-        moved.append(2 * size(tensors))
+        moved.append(2 * size([*tensors, *(kwargs.get("low") or ())]))
         scale_(tensors, *args, **kwargs)
 
     monkeypatch.setattr(fa.ops, "accumulate_", watched_accumulate_)

@@ -74,10 +74,22 @@ def window(model, step, micro_batches=BATCH // MICRO_BATCH):
         step()
 
 
+def temporaries(layer):
+    """Bytes that this processor's products take beside their results, in the layer's forward and backward."""
+    x = torch.randn(2, layer.in_features).to(layer.weight.dtype).requires_grad_()
+    with memory.recorded("cpu") as timeline, memory.mark("pass"):
+        out = layer(x)
+        out.backward(torch.ones_like(out))
+    results = [out, out, x.grad, *(p.grad for p in layer.parameters())]  # and the gradient of the first
+    return timeline.peak_of("pass") - sum(result.nbytes for result in results)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("name", [*SETTINGS, "plain p.grad"])
-@pytest.mark.usefixtures("one_thread")  # with several, PyTorch's own bf16 products take temporaries on some processors
+@pytest.mark.usefixtures(
+    "one_thread"
+)  # with several, PyTorch's own bf16 products take more temporaries on some processors
 @limits(bucket=1 << 16)
 def test_memory_is_what_a_window_allocates(name, dtype, tied):
     said = modes(layers(DTYPES[dtype], tied=tied), optimizer=torch.optim.AdamW)
@@ -100,7 +112,10 @@ def test_memory_is_what_a_window_allocates(name, dtype, tied):
             window(model, step)
     # Where the shared weight's parts make the peak, products and their temporaries, which depend on the processor, are no part of it.
     exact = tied and name != "fused layers"
-    assert said[name].peak == pytest.approx(timeline.peak_of("second window"), rel=1e-3 if exact else 0.1)
+    tolerance = 1e-3 if exact else 0.1
+    measured = timeline.peak_of("second window")
+    assert said[name].peak * (1 - tolerance) <= measured
+    assert measured - max(0, temporaries(layers(DTYPES[dtype])[-1])) <= said[name].peak * (1 + tolerance)
 
 
 OPTIMIZERS = {"SGD": {}, "fused AdamW": {"fused": True}}

@@ -67,6 +67,7 @@ class Way:
     split: bool = False
     held: bool = False
     offloaded: bool = False
+    away: bool = False  # the optimizer, with its masters
     fused: bool = False
     plain: bool = False
 
@@ -94,6 +95,14 @@ SMALLEST = Way(
 )
 HELD = Way("skip_micro_batch", 'nonfinite="skip_micro_batch"', held=True)
 OFFLOADED = Way("buffers in CPU memory", 'buffer_device="cpu"', offloaded=True)
+AWAY = Way("optimizer on the CPU", 'optimizer_device="cpu"', masters=True, away=True)
+AWAY_COMPENSATED = Way(
+    "24-bit sums, optimizer on the CPU",
+    'buffer_dtype=torch.bfloat16, rounding="compensated", optimizer_device="cpu"',
+    buffers=torch.bfloat16,
+    masters=True,
+    away=True,
+)
 ALL_OFFLOADED = Way("masters there too", 'buffer_device="cpu", master_weights=True', offloaded=True, masters=True)
 PLAIN = Way("plain p.grad", plain=True)
 
@@ -211,7 +220,8 @@ class Parameters:
         ways += [FUSED] if self.linear or self.embedding else []
         ways += [COMPENSATED] if any(p.dtype == torch.bfloat16 for p in self.trained) else []
         ways += [STOCHASTIC] if self.narrow else []
-        ways += [OFFLOADED, ALL_OFFLOADED] if self.device.type != "cpu" else []
+        if self.device.type != "cpu":
+            ways += [AWAY, *([AWAY_COMPENSATED] if COMPENSATED in ways else []), OFFLOADED, ALL_OFFLOADED]
         ways += [MASTERS] if self.narrow else []
         splits = {p.dtype for p in self.known if p.dtype.itemsize < 4} == {torch.bfloat16}
         ways += [SPLIT, SMALLEST] if splits else []
@@ -247,9 +257,9 @@ def priced(way: Way, of: Parameters, micro_batches: int, optimizer: Any) -> Mode
     # Those that autograd adds up from the parts of several layers before they arrive.
     memory["gradients"] += 2 * nbytes(of.tied.intersection(on_the_way))
     if way.masters:
-        theirs = [p for p in of.known if way.offloaded or p.dtype.itemsize < 4]
+        theirs = [p for p in of.known if way.offloaded or way.away or p.dtype.itemsize < 4]
         beside = {p: 2 if way.split else way.stepped(p.dtype).itemsize for p in theirs}
-        there["masters"] = sum(local_of(p).numel() * taken for p, taken in beside.items())
+        (cpu if way.away else there)["masters"] = sum(local_of(p).numel() * taken for p, taken in beside.items())
         if way.split:  # FP32 masters of a part, with their gradients if these are not in FP32 already
             fp32 = [4 * local_of(p).numel() for p in of.trained if p.dtype == torch.bfloat16]
             alone = not isinstance(optimizer, Optimizer) or steps_each_alone(_inner(optimizer))
@@ -257,13 +267,18 @@ def priced(way: Way, of: Parameters, micro_batches: int, optimizer: Any) -> Mode
             kept = part if of.device.type == "cpu" and part <= limits.stepped(of.device) else 0
             there["masters"] += kept
             memory["gradients"] = max(memory["gradients"], part - kept + part * max(map(way.low, dtypes.values())))
+    if way.away:  # their sums are there, too, and parameters pass a ring on their way back
+        cpu["buffers"] = sum(padded(local_of(p).numel()) * way.stepped(p.dtype).itemsize for p in of.trained)
+        cpu["ring"] = STAGES * limits.STAGE
+        wide = [4 * local_of(p).numel() for p, dtype in dtypes.items() if way.low(dtype)]
+        memory["gradients"] = max([memory["gradients"], *wide])
     if way.offloaded:
         memory["ring"] = cpu["ring"] = STAGES * limits.STAGE
         if not way.masters:
             memory["gradients"] = max(memory["gradients"], part_brought(of.trained))
     state = state_bytes(optimizer, of.trained, way.stepped)
     if state is not None:
-        (cpu if way.offloaded and way.masters else memory)["optimizer"] = state
+        (cpu if way.away or (way.offloaded and way.masters) else memory)["optimizer"] = state
     return Mode(way.name, way.arguments, memory, cpu, numel(of.trained), passes(way, of, micro_batches, optimizer))
 
 
@@ -303,7 +318,8 @@ def part_brought(gradients: Sequence[Tensor]) -> int:
 def passes(way: Way, of: Parameters, micro_batches: int, optimizer: Any) -> list[Pass]:
     """The passes of accumulation in a window, dtype by dtype."""
     handed_on = (
-        isinstance(optimizer, Optimizer)
+        not way.away
+        and isinstance(optimizer, Optimizer)
         and scales_gradients(_inner(optimizer))
         and all(of.buffers(p, way) == way.stepped(p.dtype) and p.dtype.itemsize <= 4 for p in of.trained)
     )
@@ -357,11 +373,15 @@ def _closing(
         kernels.append(Kernel("join", buffers, stepped, lane, low=low))
     if way.split and stepped != dtype:
         kernels += [Kernel("join", dtype, stepped, lane, low=2), Kernel("split", stepped, dtype, lane, low=2)]
-    elif way.offloaded or stepped != dtype:  # back: the gradient, or the stepped masters
-        kernels.append(Kernel("cast", stepped, dtype, lane))
-    if way.offloaded:
+    early = way.away and buffers == stepped  # sums that leave during the last backward, and are scaled on both sides
+    if early and divided:
+        kernels.append(Kernel("scale", stepped, stepped, "cpu"))
+    if not way.split and (way.offloaded or way.away or stepped != dtype):  # back: the gradient, or the stepped masters
+        kernels.append(Kernel("cast", stepped, dtype, "cpu" if way.away else lane))
+    if way.offloaded or way.away:
         kernels.append(Kernel("link", dtype, dtype, "link"))
-    return [Pass(kernel, elements, 1, closing=True) for kernel in kernels]
+    sums = [Pass(Kernel("link", stepped, stepped, "link"), elements, 1, closing=not early)] if way.away else []
+    return [*sums, *(Pass(kernel, elements, 1, closing=True) for kernel in kernels)]
 
 
 def state_bytes(optimizer: Any, trained: Sequence[Tensor], stepped: Callable[[torch.dtype], torch.dtype]) -> int | None:
