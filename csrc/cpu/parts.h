@@ -38,7 +38,7 @@ FUSEDACCUM_INLINE Halves load_low(const int8_t* p) {
 #endif
 }
 
-// Halves of words, side by side, of words of elements of even index and of odd ones, and back.
+// The words of elements of even index and of odd ones as their halves, each in the order of memory, and back.
 FUSEDACCUM_INLINE void to_halves(F32::Vector even, F32::Vector odd, Halves& upper, Halves& lower) {
   upper = blended(bitcast<U32::Vector>(even) >> 16, bitcast<U32::Vector>(odd));
   lower = blended(bitcast<U32::Vector>(even), bitcast<U32::Vector>(odd) << 16);
@@ -136,21 +136,19 @@ FUSEDACCUM_INLINE F32 load_parts(const BF16* h, const L* low, Special& special) 
   return x;
 }
 
-// Returns the numbers that it stored if kReturned, or else anything.
+// Returns the numbers that it stored if kReturned, else anything. Those are rounded as words; without them, halves take fewer operations.
 template <bool kCareful, bool kReturned, bool kStreamed, class L>
 FUSEDACCUM_INLINE F32 store_parts(BF16* h, L* low, const F32& x) {
-  constexpr bool kRounded = kCareful || kReturned;  // as words: else as halves, which takes fewer operations and leaves no words
+  constexpr bool kRounded = kCareful || kReturned;
   constexpr uint32_t kMeant = sizeof(L) == 1 ? 0xffffff00u : 0xffffffffu;
   F32 stored;
-  Halves upper[F32::kCount / 2], lower[F32::kCount / 2];
   FUSEDACCUM_UNROLL
   for (int i = 0; i < F32::kCount; ++i) {
-    if constexpr (kRounded) {
-      stored.v[i] = bitcast<F32::Vector>(float_to_parts<kShift<L>, kCareful, F32::Vector, U32::Vector>(x.v[i]) & kMeant);
-    } else {
-      stored.v[i] = x.v[i];
-    }
+    const auto word =
+        kRounded ? float_to_parts<kShift<L>, kCareful, F32::Vector, U32::Vector>(x.v[i]) & kMeant : bitcast<U32::Vector>(x.v[i]);
+    stored.v[i] = bitcast<F32::Vector>(word);
   }
+  Halves upper[F32::kCount / 2], lower[F32::kCount / 2];
   FUSEDACCUM_UNROLL
   for (int i = 0; i < F32::kCount / 2; ++i) {
     to_halves(stored.v[2 * i], stored.v[2 * i + 1], upper[i], lower[i]);
@@ -180,7 +178,7 @@ FUSEDACCUM_INLINE F32 store_split(float* p, const F32& x) {
   return x;
 }
 
-// The same as BF16, of which none is NaN.
+// For a cast of numbers of which none is NaN, if its output is BF16.
 template <bool kStreamed>
 FUSEDACCUM_INLINE F32 store_numbers(BF16* p, const F32& x) {
   F32 stored;
