@@ -108,6 +108,29 @@ FUSEDACCUM_HD U float_to_parts(V x) {
   return word;
 }
 
+// The same on halves of words, side by side in vectors H of uint16_t, of numbers of which none is NaN, infinite, about to be rounded to
+// infinity, or a zero with a negative low part.
+template <int kShift, class H>
+FUSEDACCUM_HD void parts_to_halves(H h, H low, H& upper, H& lower) {
+  lower = low << kShift;
+  upper = h - (lower >> 15);
+}
+
+// The h of a word, whose lower half is rounded at bit kShift. If that carries into the upper half, bit 15 was set before, and is not after.
+template <int kShift, class H>
+FUSEDACCUM_HD H halves_to_h(H upper, H& lower) {
+  const H unrounded = lower;
+  if constexpr (kShift == 8) lower = lower + (0x7f + ((lower >> 8) & 1));
+  return upper + ((unrounded | lower) >> 15);
+}
+
+// The nearest BF16, ties to even.
+template <class H>
+FUSEDACCUM_HD H halves_to_bf16(H upper, H lower) {
+  const H up = (lower | (upper & 1)) > 0x8000;  // 0 or -1
+  return upper - up;
+}
+
 // -- stochastic rounding -----------------------------------------------------------------------------------------------
 // r is a 16-bit random number; only the two neighbours of x can come out, the upper with probability = distance to the lower.
 // nearest_of(x) is x as FP16 in whatever way is the cheapest where this runs.

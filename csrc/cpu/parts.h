@@ -14,6 +14,7 @@ namespace cpu {
 namespace FUSEDACCUM_ISA {
 
 typedef int32_t Signed __attribute__((vector_size(kRegister)));
+typedef int16_t SignedHalves __attribute__((vector_size(kRegister)));
 typedef uint8_t Bytes __attribute__((vector_size(kRegister)));
 
 template <class L>
@@ -37,37 +38,14 @@ FUSEDACCUM_INLINE Halves load_low(const int8_t* p) {
 #endif
 }
 
-// The low parts of elements of even index as they are added to words, and those of odd index.
-template <class L>
-FUSEDACCUM_INLINE U32::Vector even_words(Halves low) {
-#if defined(__AVX512F__)
-  return (U32::Vector)_mm512_madd_epi16((__m512i)low, _mm512_set1_epi32(1 << kShift<L>));
-#elif defined(__AVX2__)
-  return (U32::Vector)_mm256_madd_epi16((__m256i)low, _mm256_set1_epi32(1 << kShift<L>));
-#else
-  return (U32::Vector)((Signed)(bitcast<U32::Vector>(low) << 16) >> (16 - kShift<L>));
-#endif
+// The words of elements of even index and of odd ones as their halves, each in the order of memory, and back.
+FUSEDACCUM_INLINE void to_halves(F32::Vector even, F32::Vector odd, Halves& upper, Halves& lower) {
+  upper = blended(bitcast<U32::Vector>(even) >> 16, bitcast<U32::Vector>(odd));
+  lower = blended(bitcast<U32::Vector>(even), bitcast<U32::Vector>(odd) << 16);
 }
-template <class L>
-FUSEDACCUM_INLINE U32::Vector odd_words(Halves low) {
-#if defined(__AVX512F__)
-  return (U32::Vector)_mm512_madd_epi16((__m512i)low, _mm512_set1_epi32(1 << (16 + kShift<L>)));
-#elif defined(__AVX2__)
-  return (U32::Vector)_mm256_madd_epi16((__m256i)low, _mm256_set1_epi32(1 << (16 + kShift<L>)));
-#else
-  return (U32::Vector)((Signed)(bitcast<U32::Vector>(low) & 0xffff0000u) >> (16 - kShift<L>));
-#endif
-}
-
-// The low parts of words, of even elements and of odd ones.
-template <class L>
-FUSEDACCUM_INLINE Halves low_of(U32::Vector even, U32::Vector odd) {
-  if constexpr (sizeof(L) == 2) return blended(even, odd << 16);
-#if defined(__AVX512F__)
-  return blended(even >> 8, odd << 8);  // with anything in their upper bytes
-#else
-  return blended(even, odd << 16) >> 8;
-#endif
+FUSEDACCUM_INLINE void to_words(Halves upper, Halves lower, U32::Vector& even, U32::Vector& odd) {
+  even = bitcast<U32::Vector>(blended(bitcast<U32::Vector>(lower), bitcast<U32::Vector>(upper) << 16));
+  odd = bitcast<U32::Vector>(blended(bitcast<U32::Vector>(lower) >> 16, bitcast<U32::Vector>(upper)));
 }
 
 template <bool kStreamed>
@@ -103,47 +81,32 @@ FUSEDACCUM_INLINE void store_low(int8_t* p, const Halves (&low)[F32::kCount / 2]
 // -- numbers -------------------------------------------------------------------------------------------------------------
 //
 // Infinities, NaNs, and zeros with low parts that other code has left there take a dozen operations that others do not need. So a step
-// computes without them (kCareful false), and once more with them if Special has seen one.
+// computes without them (kCareful false), on halves of words where it can, and once more with them if Special has seen one.
 
-// Whether one of 32 elements may be special: its h is infinite or NaN, or what becomes of it is, or rounds to infinity as a 24-bit number.
+// Whether one of some words may be special: infinite or NaN, or about to be rounded to infinity. A zero with a negative low part and an
+// infinity with one make such words, too.
 class Special {
  public:
+  FUSEDACCUM_INLINE void see(Halves upper) {
+    const auto magnitude = (SignedHalves)(upper & 0x7fff);
+    largest_ = magnitude > largest_ ? magnitude : largest_;
+  }
+  FUSEDACCUM_INLINE bool any() const {
+    const SignedHalves above = largest_ > 0x7f7e;
 #if defined(__AVX512F__)
-  FUSEDACCUM_INLINE void see(Halves h) {
-    seen_ |= _mm512_cmpge_epu16_mask((__m512i)(h + h), _mm512_set1_epi16(static_cast<short>(0xff00)));
-  }
-  FUSEDACCUM_INLINE void see(F32::Vector x) {
-    const auto f = bitcast<U32::Vector>(x);
-    seen_ |= _mm512_cmpge_epu32_mask((__m512i)(f + f), _mm512_set1_epi32(static_cast<int>(0xfefeff00u)));
-  }
-  FUSEDACCUM_INLINE bool any() const { return seen_ != 0; }
-
- private:
-  uint32_t seen_ = 0;
+    return _mm512_test_epi16_mask((__m512i)above, (__m512i)above) != 0;
 #elif defined(__AVX2__)
-  FUSEDACCUM_INLINE void see(Halves h) { halves_ = _mm256_max_epi16(halves_, (__m256i)(h & 0x7fff)); }
-  FUSEDACCUM_INLINE void see(F32::Vector x) { words_ = _mm256_max_epi32(words_, (__m256i)(bitcast<U32::Vector>(x) & 0x7fffffffu)); }
-  FUSEDACCUM_INLINE bool any() const {
-    const __m256i halves = _mm256_cmpgt_epi16(halves_, _mm256_set1_epi16(0x7f7f));
-    const __m256i words = _mm256_cmpgt_epi32(words_, _mm256_set1_epi32(0x7f7f7f7f));
-    return _mm256_movemask_epi8(_mm256_or_si256(halves, words)) != 0;
-  }
-
- private:
-  __m256i halves_ = _mm256_setzero_si256(), words_ = _mm256_setzero_si256();
+    return _mm256_movemask_epi8((__m256i)above) != 0;
 #else
-  FUSEDACCUM_INLINE void see(Halves h) { seen_ |= bitcast<U32::Vector>((h & 0x7fff) >= 0x7f80); }
-  FUSEDACCUM_INLINE void see(F32::Vector x) { seen_ |= bitcast<U32::Vector>((Signed)(bitcast<U32::Vector>(x) & 0x7fffffffu) > 0x7f7f7f7f); }
-  FUSEDACCUM_INLINE bool any() const {
-    uint64_t words[sizeof(seen_) / sizeof(uint64_t)], seen = 0;
-    memcpy(words, &seen_, sizeof(seen_));
+    uint64_t words[sizeof(above) / sizeof(uint64_t)], seen = 0;
+    memcpy(words, &above, sizeof(above));
     for (const uint64_t word : words) seen |= word;
     return seen != 0;
+#endif
   }
 
  private:
-  U32::Vector seen_ = {};
-#endif
+  SignedHalves largest_ = {};
 };
 
 template <bool kCareful, class L>
@@ -151,36 +114,49 @@ FUSEDACCUM_INLINE F32 load_parts(const BF16* h, const L* low, Special& special) 
   F32 x;
   FUSEDACCUM_UNROLL
   for (int i = 0; i < F32::kCount / 2; ++i) {
-    const auto upper = (Halves) * reinterpret_cast<const UnalignedHalves*>(h + i * 2 * F32::kWidth);
-    const Halves part = load_low(low + i * 2 * F32::kWidth);
-    const auto words = bitcast<U32::Vector>(upper);
-    const auto joined = [](U32::Vector upper, U32::Vector part) {
-      return bitcast<F32::Vector>(kCareful ? parts_to_word<kShift<L>>(upper, part) : upper + part);
-    };
-    x.v[2 * i] = joined(words << 16, even_words<L>(part));
-    x.v[2 * i + 1] = joined(words & 0xffff0000u, odd_words<L>(part));
-    if constexpr (!kCareful && sizeof(L) == 1) special.see(upper);
+    const auto parts = (Halves) * reinterpret_cast<const UnalignedHalves*>(h + i * 2 * F32::kWidth);
+    const Halves beside = load_low(low + i * 2 * F32::kWidth);
+    U32::Vector even, odd;
+    if constexpr (kCareful) {
+      U32::Vector even_low, odd_low;
+      to_words(parts, Halves{}, even, odd);
+      to_words(beside, Halves{}, even_low, odd_low);
+      const auto shifted = [](U32::Vector x) { return (U32::Vector)((Signed)x >> (16 - kShift<L>)); };
+      even = parts_to_word<kShift<L>>(even, shifted(even_low));
+      odd = parts_to_word<kShift<L>>(odd, shifted(odd_low));
+    } else {
+      Halves upper, lower;
+      parts_to_halves<kShift<L>>(parts, beside, upper, lower);
+      special.see(upper);
+      to_words(upper, lower, even, odd);
+    }
+    x.v[2 * i] = bitcast<F32::Vector>(even);
+    x.v[2 * i + 1] = bitcast<F32::Vector>(odd);
   }
   return x;
 }
 
-// Returns the numbers that it stored.
-template <bool kCareful, bool kStreamed, class L>
+// Returns the numbers that it stored if kReturned, else anything. Those are rounded as words; without them, halves take fewer operations.
+template <bool kCareful, bool kReturned, bool kStreamed, class L>
 FUSEDACCUM_INLINE F32 store_parts(BF16* h, L* low, const F32& x) {
+  constexpr bool kRounded = kCareful || kReturned;
+  constexpr uint32_t kMeant = sizeof(L) == 1 ? 0xffffff00u : 0xffffffffu;
   F32 stored;
-  Halves uppers[F32::kCount / 2], lows[F32::kCount / 2];
+  FUSEDACCUM_UNROLL
+  for (int i = 0; i < F32::kCount; ++i) {
+    const auto word =
+        kRounded ? float_to_parts<kShift<L>, kCareful, F32::Vector, U32::Vector>(x.v[i]) & kMeant : bitcast<U32::Vector>(x.v[i]);
+    stored.v[i] = bitcast<F32::Vector>(word);
+  }
+  Halves upper[F32::kCount / 2], lower[F32::kCount / 2];
   FUSEDACCUM_UNROLL
   for (int i = 0; i < F32::kCount / 2; ++i) {
-    const auto even = float_to_parts<kShift<L>, kCareful, F32::Vector, U32::Vector>(x.v[2 * i]);
-    const auto odd = float_to_parts<kShift<L>, kCareful, F32::Vector, U32::Vector>(x.v[2 * i + 1]);
-    uppers[i] = blended((even + 0x8000u) >> 16, odd + 0x8000u);
-    lows[i] = low_of<L>(even, odd);
-    constexpr uint32_t kMeant = sizeof(L) == 1 ? 0xffffff00u : 0xffffffffu;
-    stored.v[2 * i] = bitcast<F32::Vector>(even & kMeant);
-    stored.v[2 * i + 1] = bitcast<F32::Vector>(odd & kMeant);
+    to_halves(stored.v[2 * i], stored.v[2 * i + 1], upper[i], lower[i]);
+    upper[i] = halves_to_h<kRounded ? 0 : kShift<L>>(upper[i], lower[i]);
+    lower[i] >>= kShift<L>;
   }
-  put<kStreamed>(h, uppers);
-  store_low<kStreamed>(low, lows);
+  put<kStreamed>(h, upper);
+  store_low<kStreamed>(low, lower);
   return stored;
 }
 
@@ -200,6 +176,27 @@ FUSEDACCUM_INLINE F32 store_split(float* p, const F32& x) {
   for (int i = 0; i < F32::kCount; i += 2) zip(x.v[i], x.v[i + 1], whole.v[i], whole.v[i + 1]);
   put<kStreamed>(p, whole.v);
   return x;
+}
+
+// For a cast of numbers of which none is NaN, if its output is BF16.
+template <bool kStreamed>
+FUSEDACCUM_INLINE F32 store_numbers(BF16* p, const F32& x) {
+  F32 stored;
+  Halves halves[F32::kCount / 2];
+  FUSEDACCUM_UNROLL
+  for (int i = 0; i < F32::kCount / 2; ++i) {
+    Halves upper, lower;
+    to_halves(x.v[2 * i], x.v[2 * i + 1], upper, lower);
+    halves[i] = halves_to_bf16(upper, lower);
+    stored.v[2 * i] = bitcast<F32::Vector>(bitcast<U32::Vector>(halves[i]) << 16);
+    stored.v[2 * i + 1] = bitcast<F32::Vector>(bitcast<U32::Vector>(halves[i]) & 0xffff0000u);
+  }
+  put<kStreamed>(p, halves);
+  return stored;
+}
+template <bool kStreamed>
+FUSEDACCUM_INLINE F32 store_numbers(float* p, const F32& x) {
+  return store_split<kStreamed>(p, x);
 }
 
 // -- kernels -------------------------------------------------------------------------------------------------------------
@@ -227,26 +224,25 @@ template <Op kOp, int kMode, class L, class T>
 struct PartsStep {
   static constexpr bool kWritesParts = kOp == Op::kAccumulate || kOp == Op::kScale;
   static constexpr bool kReadsParts = kOp != Op::kAccumulate || (kMode & kOverwrite) == 0;
+  static constexpr bool kCastsToHalves = kOp == Op::kCast && sizeof(T) == sizeof(BF16);
   static constexpr bool kStreamed = (kMode & kStream) != 0;
   F32::Vector scale, decay;
 
-  // Returns what it wrote or, for stats, read.
-  FUSEDACCUM_INLINE F32 operator()(BF16* h, L* low, T* other) const {
+  // False, and nothing is written, if one of the elements may be special. `done` is what it wrote or, for stats, read.
+  FUSEDACCUM_INLINE bool operator()(BF16* h, L* low, T* other, F32& done) const {
     Special special;
-    F32 x = computed<false>(h, low, other, special);
-    FUSEDACCUM_UNROLL
-    for (int i = 0; i < F32::kCount; ++i) special.see(x.v[i]);
-    // Register by register: GCC would pass the whole pack through memory.
-    if (__builtin_expect(special.any(), false)) {
-      const F32 written = carefully(h, low, other);
+    const F32 x = computed<false>(h, low, other, special);
+    if constexpr (kWritesParts || kCastsToHalves) {
       FUSEDACCUM_UNROLL
-      for (int i = 0; i < F32::kCount; ++i) x.v[i] = written.v[i];
-    } else {
-      const F32 written = stored<false>(h, low, other, x);
-      FUSEDACCUM_UNROLL
-      for (int i = 0; i < F32::kCount; ++i) x.v[i] = written.v[i];
+      for (int i = 0; i < F32::kCount; i += 2) {
+        Halves upper, lower;
+        to_halves(x.v[i], x.v[i + 1], upper, lower);
+        special.see(upper);
+      }
     }
-    return x;
+    if (__builtin_expect(special.any(), false)) return false;
+    done = stored<false>(h, low, other, x);
+    return true;
   }
 
   // The same, whatever the elements are.
@@ -280,9 +276,9 @@ struct PartsStep {
     if constexpr (kOp == Op::kStats) {
       return x;
     } else if constexpr (kOp == Op::kCast) {
-      return store_split<kStreamed>(other, x);
+      return kCareful ? store_split<kStreamed>(other, x) : store_numbers<kStreamed>(other, x);
     } else {
-      return store_parts<kCareful, kStreamed>(h, low, x);
+      return store_parts<kCareful, (kMode & kStats) != 0, kStreamed>(h, low, x);
     }
   }
 };
@@ -297,14 +293,21 @@ void run_parts(void* out, const void* in, int64_t n, const Parameters& parameter
   const Step step{F32::all(static_cast<float>(parameters.scale)).v[0], F32::all(static_cast<float>(parameters.decay)).v[0]};
   Tally tally;
   int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    if (Step::kReadsParts) {
-      prefetch(h + i);
-      __builtin_prefetch(low + i + kAhead / sizeof(L));
+  while (i + kLanes <= n) {
+    F32 x;
+    for (; i + kLanes <= n; i += kLanes) {  // a call within this loop would keep registers in memory
+      if (Step::kReadsParts) {
+        prefetch(h + i);
+        __builtin_prefetch(low + i + kAhead / sizeof(L));
+      }
+      if (kOp == Op::kAccumulate) prefetch(other + i);
+      if (!step(h + i, low + i, other + i, x)) break;
+      if constexpr ((kMode & kStats) != 0) tally.add<true>(x);
     }
-    if (kOp == Op::kAccumulate) prefetch(other + i);
-    const F32 x = step(h + i, low + i, other + i);
+    if (i + kLanes > n) break;
+    x = step.carefully(h + i, low + i, other + i);
     if constexpr ((kMode & kStats) != 0) tally.add<true>(x);
+    i += kLanes;
   }
   if (i < n) {
     const auto rest = static_cast<size_t>(n - i);

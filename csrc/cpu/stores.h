@@ -29,7 +29,7 @@ FUSEDACCUM_INLINE void put(void* p, const Register (&x)[kCount]) {
   }
 #endif
   FUSEDACCUM_UNROLL
-  for (int i = 0; i < kCount; ++i) static_cast<UnalignedHalves*>(p)[i] = (UnalignedHalves)x[i];
+  for (int i = 0; i < kCount; ++i) memcpy(static_cast<char*>(p) + i * kRegister, &x[i], kRegister);  // bytes may be anywhere
 }
 
 // The upper halves of the words, or the lower ones.

@@ -36,13 +36,13 @@ long checks = 0;
     }                                                                      \
   } while (0)
 
-// Nearest-even in a format with `digits` significant bits, smallest exponent `lowest`; from the definition.
-double rounded(double x, int digits, int lowest, double largest) {
+// In a format with `digits` significant bits, smallest exponent `lowest`; from the definition. Ties go to even, or as `to_whole` has it.
+double rounded(double x, int digits, int lowest, double largest, double (*to_whole)(double) = ::nearbyint) {
   if (x == 0 || !std::isfinite(x)) return x;
   int exponent;
   std::frexp(x, &exponent);
   const int unit = std::max(exponent - 1, lowest) - digits + 1;
-  const double y = std::ldexp(std::nearbyint(std::ldexp(x, -unit)), unit);
+  const double y = std::ldexp(to_whole(std::ldexp(x, -unit)), unit);
   return std::fabs(y) > largest ? std::copysign(INFINITY, y) : y;
 }
 
@@ -192,6 +192,132 @@ void run(DType out_type, DType in_type, const Call& call, const std::vector<int6
         squares);
 }
 
+// Numbers in two parts, in heap blocks of exactly the size needed.
+struct Parts {
+  LowParts kind;
+  int bits;  // of a low part
+  Block h;
+  std::unique_ptr<char[]> memory;
+
+  Parts(LowParts kind_, int64_t n, int64_t offset)
+      : kind(kind_), bits(kind == kInt8 ? 8 : 16), h(kBF16, n, offset), memory(new char[static_cast<size_t>((n + offset) * bits / 8)]) {}
+  char* low() const { return memory.get() + h.offset * bits / 8; }
+
+  // x must be a number of 16 + bits bits.
+  void set(int64_t i, double x) {
+    const float f = static_cast<float>(x), upper = static_cast<float>(nearest_h(x));
+    int32_t word, above;
+    std::memcpy(&word, &f, sizeof(word));
+    std::memcpy(&above, &upper, sizeof(above));
+    h.set(i, upper);
+    set_low(i, (word - above) >> (16 - bits));
+  }
+  void set_low(int64_t i, int32_t part) { std::memcpy(low() + i * bits / 8, &part, static_cast<size_t>(bits / 8)); }
+
+  double get(int64_t i) const {
+    int32_t part = 0;
+    std::memcpy(&part, low() + i * bits / 8, static_cast<size_t>(bits / 8));
+    part = (part ^ 1 << (bits - 1)) - (1 << (bits - 1));
+    const double upper = h.get(i);
+    if (std::isnan(upper) || (part < 0 && (upper == 0 || (kind == kInt8 && std::isinf(upper))))) return upper;
+    uint16_t halves[2] = {0, 0};
+    std::memcpy(halves + 1, h.data() + i * 2, 2);
+    uint32_t word;
+    std::memcpy(&word, halves, sizeof(word));
+    word += static_cast<uint32_t>(part) << (16 - bits);
+    float f;
+    std::memcpy(&f, &word, sizeof(f));
+    return f;
+  }
+
+  static double nearest_h(double x) { return rounded(x, 8, -126, 0x1.fep+127, ::round); }
+  double nearest(double x) const { return kind == kInt8 ? rounded(x, 16, -126, 0x1.fefep+127) : x; }
+};
+
+// One call over numbers in two parts, checked element by element. `other`: of the gradients, or of a cast's output; `specials`: with
+// infinities, and with what other code may leave.
+void run_parts(LowParts kind, DType other, const Call& call, const std::vector<int64_t>& sizes, int64_t offset, int threads,
+               bool with_stats, bool specials) {
+  std::vector<std::unique_ptr<Parts>> numbers;
+  std::vector<std::unique_ptr<Block>> others;
+  std::vector<std::vector<double>> before;
+  std::vector<Pair> pairs;
+  uint64_t seed = 1;
+  const bool casts = call.op == Op::kCast, adds = call.op == Op::kAccumulate;
+  for (int64_t n : sizes) {
+    numbers.push_back(std::make_unique<Parts>(kind, n, offset));
+    others.push_back(std::make_unique<Block>(other, n, offset ? offset + 1 : 0));
+    Parts& x = *numbers.back();
+    for (int64_t i = 0; i < n; ++i) {
+      const double y = number(++seed);
+      x.set(i, x.nearest(static_cast<float>(y + y * number(++seed) * 0x1p-9)));
+      others.back()->set(i, specials && i == 3 ? INFINITY : number(++seed));
+      if (!specials) continue;
+      // What other code has left: a zero, or an infinity, written to h alone.
+      if (i % 128 == 70) x.h.set(i, i % 3 ? 0.0 : -0.0), x.set_low(i, -1);
+      if (i % 128 == 40) x.h.set(i, INFINITY), x.set_low(i, kind == kInt8 ? -1 : 0);
+    }
+    before.emplace_back();
+    for (int64_t i = 0; i < n; ++i) before.back().push_back(x.get(i));
+    void* const h = x.h.data();
+    void* const beside = others.back()->data();
+    pairs.push_back({casts ? beside : h, adds ? beside : h, n, casts ? other : kBF16, adds ? other : kBF16, x.low()});
+  }
+  Partial total{-1, -1};
+  launch(pairs, call, threads, on_threads, with_stats ? &total : nullptr);
+
+  const auto single = [](double x) { return static_cast<double>(static_cast<float>(x)); };
+  double squares = 0;
+  int64_t bad = 0;
+  for (size_t k = 0; k < numbers.size(); ++k) {
+    for (int64_t i = 0; i < numbers[k]->h.n; ++i) {
+      const Parts& parts = *numbers[k];
+      const double t = !adds ? before[k][static_cast<size_t>(i)] : call.scale == 0 ? 0 : single(others[k]->get(i) * single(call.scale));
+      double x = t;
+      if (casts || call.op == Op::kScale) x = single(t * single(call.scale));
+      if (adds && !call.overwrite) x = single(single(before[k][static_cast<size_t>(i)] * single(call.decay)) + t);
+      const double got = casts ? others[k]->get(i) : parts.get(i), want = casts ? rounded_to(x, other) : parts.nearest(x);
+      const double h = parts.h.get(i), nearest_h = Parts::nearest_h(got);
+      CHECK(got == want || (std::isnan(got) && std::isnan(want)), "%s low=%d other=%d op=%d n=%lld i=%lld: %a, not %a", kernels().name,
+            kind, other, static_cast<int>(call.op), static_cast<long long>(parts.h.n), static_cast<long long>(i), got, want);
+      CHECK(casts || h == nearest_h || (std::isnan(h) && std::isnan(got)), "%s: h is %a beside %a", kernels().name, h, got);
+      squares += got * got;
+      bad += !finite(adds ? t : got);
+    }
+  }
+  if (!with_stats) return;
+  CHECK(total.nonfinite == bad, "%lld, not %lld", static_cast<long long>(total.nonfinite), static_cast<long long>(bad));
+  CHECK(finite(squares) ? std::fabs(total.sq_norm - squares) <= 1e-12 * squares : !finite(total.sq_norm), "%a, not %a", total.sq_norm,
+        squares);
+}
+
+void parts_kernels() {
+  for (const std::string& name : capabilities()) {
+    set_capability(name);
+    for (int variant = 0; variant < 64; ++variant) {
+      Call call;
+      call.op = static_cast<Op>(variant % 4);
+      call.low = variant & 4 ? kInt16 : kInt8;
+      call.overwrite = variant & 8;
+      call.scale = variant % 3 == 0 ? 0.0 : call.op == Op::kStats ? 1.0 : 0.3;
+      call.decay = variant & 8 ? 1.0 : 0.7;
+      run_parts(call.low, variant & 16 && call.op != Op::kStats ? kF32 : kBF16, call, {0, 1, 31, 32, 33, 65, 100, 200}, variant % 3, 1,
+                variant & 32 || call.op == Op::kStats, variant % 5);
+    }
+    Call call;
+    call.low = kInt8;
+    call.scale = 0.3;
+    call.decay = 0.7;
+    run_parts(kInt8, kBF16, call, {20000, 30000}, 1, 3, true, false);
+    run_parts(kInt8, kBF16, call, {50000}, 1, 3, false, false);
+    call.overwrite = true;
+    for (int64_t offset : {0, 1}) run_parts(kInt8, kBF16, call, {(3 << 19) + 21}, offset, 2, true, true);  // large enough to be streamed
+    call.op = Op::kCast;
+    call.scale = 0.5;  // which leaves ties
+    run_parts(kInt8, kBF16, call, {50000}, 0, 1, false, false);
+  }
+}
+
 void all_kernels() {
   const std::vector<int64_t> ragged{0, 1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100};
   for (const std::string& name : capabilities()) {
@@ -294,5 +420,6 @@ int main(int argc, char** argv) {
   philox();
   stats_kernel();
   all_kernels();
+  parts_kernels();
   std::printf("%ld checks passed\n", checks);
 }
