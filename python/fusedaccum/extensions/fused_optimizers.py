@@ -8,14 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import Optimizer, _global_optimizer_pre_hooks
 
 from ..core.buffers import Slot
 from ..core.extension import Extension, InnerScaling
-from ..inner import scales_gradients
+from ..inner import is_patched
 from ..scalars import Scalar, div, identity, to_device_of
 
 if TYPE_CHECKING:
     from ..core.apply import Conclusion
+
+# PyTorch's attribute of optimizers whose step() divides by their grad_scale.
+SAYS_SO = "_step_supports_amp_scaling"
 
 
 class FusedOptimizers(Extension):
@@ -43,6 +47,19 @@ class FusedOptimizers(Extension):
         finally:
             for name in ("grad_scale", "found_inf"):
                 vars(inner).pop(name, None)
+
+
+def scales_gradients(inner: Optimizer) -> bool:
+    """True if a fused inner optimizer scales gradients itself, and no step pre-hook, or step() around PyTorch's, sees them first."""
+    kind = type(inner)
+    # Its own attribute: an optimizer that shows another one's would not hand grad_scale on to that.
+    return (
+        vars(inner).get(SAYS_SO, getattr(kind, SAYS_SO, False))
+        and all(group.get("fused") for group in inner.param_groups)
+        and (str(kind.step.__module__).startswith("torch.optim.") or SAYS_SO in vars(kind))
+        and not is_patched(inner)
+        and not (inner._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
+    )
 
 
 def _alike(slots: list[Slot]) -> bool:
