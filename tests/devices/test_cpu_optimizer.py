@@ -495,7 +495,7 @@ def test_the_device_holds_parameters_and_sums_and_nothing_else(late_device, devi
 @pytest.mark.parametrize("kind", [OSError, KeyboardInterrupt])
 @pytest.mark.parametrize("at", range(4))
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("then", ["step", "reset"])
+@pytest.mark.parametrize("then", ["step", "reset", "flush"])
 def test_a_step_that_breaks_off_in_a_part_goes_on_there(device, monkeypatch, kind, at, when, then):
     """Parts that have been stepped are not stepped again; that in which it broke off is, with what it had come to."""
     sizes = [900, 1100, 40, 1200]
@@ -529,14 +529,21 @@ def test_a_step_that_breaks_off_in_a_part_goes_on_there(device, monkeypatch, kin
         stepped = [i < at or (i == at and when == "after") for i in range(4)]
         assert [p[0].item() for p in params] == [0.5 if done else 1.0 for done in stepped]
         assert all(p is q for p, q in zip(opt.param_groups[0]["params"], params))
-        if then == "reset":
+        if then != "step":
             opt.reset()
             opt.zero_grad()
+        if then == "reset":
             window(opt.step)
+        elif then == "flush":  # a window whose end nobody has known
+            (sum(p.sum() for p in params) * 4).backward()
+            opt.flush()
         else:
             opt.step()
-    twice = [(i == at and when == "after") if then == "step" else done for i, done in enumerate(stepped)]
-    assert [p[0].item() for p in params] == [0.0 if t else 0.5 for t in twice]
+    if then == "step":
+        expected = [0.0 if i == at and when == "after" else 0.5 for i in range(4)]
+    else:
+        expected = [(0.5 if done else 1.0) - (0.5 if then == "reset" else 1.0) for done in stepped]
+    assert [p[0].item() for p in params] == expected
     assert all((p.detach().cpu() == p[0].item()).all() for p in params)
 
 
@@ -559,6 +566,25 @@ def test_a_window_that_is_left_out_changes_nothing(device):
     assert not opt.updated
     assert_same(weights(opt), before)
     assert_same([p.detach().cpu() for p in model.parameters()], parameters)
+
+
+def test_sums_that_are_leaving_are_not_freed_before_they_have_left(late_device, device):
+    if late_device is None:
+        pytest.skip("counts what the device of late_device.cpp has not freed yet")
+    gc.collect()
+    begun = late_device.allocated()
+    params = [Parameter(torch.ones(1000, device=device)) for _ in range(40)]
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(params, lr=0.1), 1, **AWAY)
+    sum(p.sum() for p in params).backward()
+    with opt._accumulation.extensions.of(CpuOptimizer)._streams[device]:
+        for _ in range(300):  # each takes a while
+            torch.empty(1, pin_memory=True).copy_(params[0][:1].detach(), non_blocking=True)
+    for p in params:
+        p.grad = None
+    del p, params, opt
+    assert late_device.allocated() - begun >= 40 * 1024 * 4
+    time.sleep(1)
+    assert late_device.allocated() == begun
 
 
 def test_a_dropped_wrapper_leaves_nothing_behind(late_device, device):

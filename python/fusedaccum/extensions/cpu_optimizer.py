@@ -23,12 +23,10 @@ from ..core.buffers import Block, Slot, padded
 from ..distributed.shards import is_shard
 from ..engine import without_grad
 from ..scalars import Scalar, identity, to_device
-from .master_weights import fingerprint
 from .masters_in_parts import MastersInParts
 from .ring import Rings, recorded, send
 
 if TYPE_CHECKING:
-    from ..core.apply import Conclusion
     from ..core.config import Settings
 
 CPU = torch.device("cpu")
@@ -53,7 +51,7 @@ class CpuOptimizer(MastersInParts):
         self._coming: dict[Slot, Arrival] = {}  # of the window that is being applied
         self._near: Sequence[Slot] = ()  # those whose masters have their gradients
         self._unsent: list[Slot] = []  # those whose masters may have been stepped, and that the model has not got
-        self._sent: dict[Parameter, tuple[int, int]] = {}  # fingerprints of masters that it has got, of this window
+        self._sent: set[Parameter] = set()  # those that have got what this step has made of their masters
 
     # -- what it does not work with ----------------------------------------------------------------------------
 
@@ -166,16 +164,11 @@ class CpuOptimizer(MastersInParts):
     def sums_dropped(self) -> None:
         super().sums_dropped()
         self._coming.clear()
-        self._sent.clear()
-
-    def closed(self, end: Conclusion) -> None:
-        super().closed(end)
-        self._coming.clear()
-        self._sent.clear()
 
     # -- while the inner optimizer is at work ------------------------------------------------------------------
 
     def _parts_come(self, parts: Sequence[Sequence[Slot]]) -> None:
+        self._sent.clear()
         for part in parts:
             late = self._depart(slot for slot in part if slot not in self._coming)
             self._coming |= {slot: Arrival(event, 1.0) for slot, event in late.items()}
@@ -246,12 +239,11 @@ class CpuOptimizer(MastersInParts):
         self._unsent = []
 
     def stepped(self, slots: Sequence[Slot]) -> None:
-        masters = {slot.param: slot.stepped for slot in slots if slot.param in self.of}
-        self._send([p for p, master in masters.items() if self._sent.get(p) != fingerprint(master)])
+        self._send([slot.param for slot in slots if slot.param in self.of and slot.param not in self._sent])
 
     def _send(self, parameters: Sequence[Parameter]) -> None:
         self._write_back(parameters)
-        self._sent |= {p: fingerprint(self.of[p]) for p in parameters}
+        self._sent.update(parameters)
 
     def _cast(self, slot: Slot, outs: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
         if slot.device == CPU:
