@@ -67,6 +67,23 @@ def is_patched(inner: Optimizer) -> bool:
     return False
 
 
+# PyTorch's attribute of optimizers whose step() divides by their grad_scale.
+SAYS_SO = "_step_supports_amp_scaling"
+
+
+def scales_gradients(inner: Optimizer) -> bool:
+    """True if a fused inner optimizer scales gradients itself, and no step pre-hook, or step() around PyTorch's, sees them first."""
+    kind = type(inner)
+    # Its own attribute: an optimizer that shows another one's would not hand grad_scale on to that.
+    return (
+        vars(inner).get(SAYS_SO, getattr(kind, SAYS_SO, False))
+        and all(group.get("fused") for group in inner.param_groups)
+        and (str(kind.step.__module__).startswith("torch.optim.") or SAYS_SO in vars(kind))
+        and not is_patched(inner)
+        and not (inner._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
+    )
+
+
 # The attribute by which an optimizer that is not PyTorch's says that it may be stepped in parts.
 STEPS_EACH_ALONE = "steps_each_alone"
 

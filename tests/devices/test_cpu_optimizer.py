@@ -323,6 +323,19 @@ def test_an_optimizer_that_writes_through_data(device):
     assert (p.cpu() == -0.25).all()
 
 
+def test_a_step_hook_may_call_the_wrapper(device):
+    p, seen = Parameter(torch.ones(2000, device=device)), []
+    opt = fa.AccumulatingOptimizer(WritesThroughData([p], lr=0.25), 1, **AWAY)
+    opt.register_step_pre_hook(
+        lambda *_: seen.append((opt.learning_rate(), opt.state_dict()["fusedaccum"]["masters"][0][0]))
+    )
+    for _ in range(2):
+        p.sum().backward()
+        opt.step()
+        opt.zero_grad()
+    assert [lr for lr, _ in seen] == [0.25, 0.25] and (p.cpu() == 0.5).all()
+
+
 @pytest.mark.parametrize("make", ["SGD", "AdamW fused", "not PyTorch's"])
 def test_a_drop_in_steps_again_on_the_same_gradient(device, make):
     ends = []

@@ -175,9 +175,6 @@ class CpuOptimizer(MastersInParts):
 
     @contextmanager
     def _at_hand(self, slots: Sequence[Slot]) -> Iterator[None]:
-        if self._near:  # a step hook may call the wrapper
-            yield
-            return
         self._take_near(slots)
         self._unsent = [slot for slot in slots if slot.stepped.grad is not None]
         yield

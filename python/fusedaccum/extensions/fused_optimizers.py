@@ -8,18 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, _global_optimizer_pre_hooks
 
 from ..core.buffers import Slot
 from ..core.extension import Extension, InnerScaling
-from ..inner import is_patched
+from ..inner import SAYS_SO, scales_gradients
 from ..scalars import Scalar, div, identity, to_device_of
 
 if TYPE_CHECKING:
     from ..core.apply import Conclusion
-
-# PyTorch's attribute of optimizers whose step() divides by their grad_scale.
-SAYS_SO = "_step_supports_amp_scaling"
 
 
 class FusedOptimizers(Extension):
@@ -27,7 +23,8 @@ class FusedOptimizers(Extension):
 
     def inner_scales(self, end: Conclusion) -> InnerScaling | None:
         inner: Any = self.inner
-        if not (scales_gradients(inner) and _alike(end.slots)):
+        # Where it does not say so, as nearly always, this takes no call.
+        if not (hasattr(inner, SAYS_SO) and scales_gradients(inner) and _alike(end.slots)):
             return None
         applied: bool | Tensor = True
         if isinstance(end.skip, Tensor) and all(inner.state.get(slot.param) for slot in end.slots):
@@ -47,19 +44,6 @@ class FusedOptimizers(Extension):
         finally:
             for name in ("grad_scale", "found_inf"):
                 vars(inner).pop(name, None)
-
-
-def scales_gradients(inner: Optimizer) -> bool:
-    """True if a fused inner optimizer scales gradients itself, and no step pre-hook, or step() around PyTorch's, sees them first."""
-    kind = type(inner)
-    # Its own attribute: an optimizer that shows another one's would not hand grad_scale on to that.
-    return (
-        vars(inner).get(SAYS_SO, getattr(kind, SAYS_SO, False))
-        and all(group.get("fused") for group in inner.param_groups)
-        and (str(kind.step.__module__).startswith("torch.optim.") or SAYS_SO in vars(kind))
-        and not is_patched(inner)
-        and not (inner._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
-    )
 
 
 def _alike(slots: list[Slot]) -> bool:

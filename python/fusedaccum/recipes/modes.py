@@ -13,9 +13,8 @@ from torch.optim import Optimizer
 
 from .. import limits
 from ..core.buffers import buffer_dtype, gradient_dtype, padded
-from ..extensions.fused_optimizers import scales_gradients
 from ..extensions.ring import STAGES
-from ..inner import dtypes_of_groups, steps_each_alone
+from ..inner import dtypes_of_groups, scales_gradients, steps_each_alone
 from ..parts import local_of
 from .fuse import Embedding, Linear, has_product, has_unfused_option
 
