@@ -149,8 +149,9 @@ WAYS: dict[str, Way] = {
     "p.grad in FP32": Way("PyTorch's own accumulation", _plain, 4, "fp32"),
 }
 
-# The sums take no memory on the device.
+# Where a CPU has a part in it; the sums take no memory on the device, but in the first.
 OFFLOADED: dict[str, Way] = {
+    "fusedaccum, optimizer in CPU memory": Way("optimizer_device='cpu'", _ours(optimizer_device="cpu"), 4),
     "fusedaccum, buffers in CPU memory": Way("buffer_device='cpu'", _ours(buffer_device="cpu", backend="auto"), 0),
     "fusedaccum, masters in CPU memory": Way(
         "buffer_device='cpu', master_weights=True", _ours(buffer_device="cpu", master_weights=True, backend="auto"), 0

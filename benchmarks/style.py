@@ -41,6 +41,7 @@ COLOURS = {
     "fusedaccum, skip_micro_batch": YELLOW,
     "fusedaccum, FP32 weights": BLUE,
     "fusedaccum, fused layers": SKY,
+    "fusedaccum, optimizer in CPU memory": "#444444",
     "fusedaccum, buffers in CPU memory": NAVY,
     "fusedaccum, masters in CPU memory": "#999999",
     "add after backward": PURPLE,

@@ -75,7 +75,11 @@ def test_a_grad_scaler_skips_the_window_and_backs_off(backend):
 
 
 @needs_gpu
-@pytest.mark.parametrize("settings", [{}, {"buffer_device": "cpu", "master_weights": True}], ids=["there", "offloaded"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"buffer_device": "cpu", "master_weights": True}, {"optimizer_device": "cpu"}],
+    ids=["there", "offloaded", "optimizer away"],
+)
 def test_loading_takes_a_model_that_was_moved_after_it_was_wrapped(settings):
     """As Accelerate and Hugging Face's Trainer do."""
     nets = [model(torch.float32), model(torch.float32).to(DEVICE)]
