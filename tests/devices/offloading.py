@@ -72,7 +72,7 @@ def weight_of(kind, number, device):
     return {"none": None, "number": weight}.get(kind, torch.tensor(weight, device=device))
 
 
-def train(model, opt, device, count=8, kind="none", bad=(), start=0):
+def train(model, opt, device, count=8, kind="none", bad=(), start=0, before_step=lambda model, opt: None):
     """Train on ``count`` micro-batches, with a non-finite gradient in the ``bad`` ones; returns what last_window said after each."""
     said = []
     for number, (x, y) in enumerate(micro_batches(device, count)):
@@ -82,6 +82,7 @@ def train(model, opt, device, count=8, kind="none", bad=(), start=0):
         if number in bad:
             loss = loss + model.last() * float("nan")
         opt.backward(loss, weight=weight_of(kind, number, device))
+        before_step(model, opt)
         opt.step()
         said.append(report(opt))
         opt.zero_grad()

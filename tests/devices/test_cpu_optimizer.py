@@ -10,7 +10,7 @@ import pytest
 import torch
 from fusedaccum.extensions.cpu_optimizer import CpuOptimizer
 from interrupting import interrupted
-from offloading import CountsSteps, Net, assert_same, made, micro_batches, moved, report, weight_of
+from offloading import CountsSteps, Net, assert_same, made, micro_batches, moved, train
 from sizes import limits
 from torch import nn
 from torch.nn import Parameter
@@ -72,22 +72,6 @@ def both(device, make, settings):
     return ours, (place, net, fa.AccumulatingOptimizer(inner, **theirs))
 
 
-def trained(model, opt, device, count=8, kind="none", bad=(), start=0, between=lambda *_: None):
-    said = []
-    for number, (x, y) in enumerate(micro_batches(device, count)):
-        if number >= start:
-            loss = (model(x) - y).square().mean()
-            if number in bad:
-                loss = loss + model.last() * float("nan")
-            opt.backward(loss, weight=weight_of(kind, number, device))
-            between(model, opt)
-            opt.step()
-            said.append(report(opt))
-            opt.zero_grad()
-    opt.flush()
-    return [*said, report(opt)]
-
-
 def weights(opt):
     """What is stepped: masters, and where there are none, parameters."""
     masters = opt.state_dict()["fusedaccum"].get("masters", {})
@@ -114,7 +98,7 @@ def check_same(opt, its, device):
 def test_training_has_the_bits_of_masters_on_a_cpu(device, case, make):
     settings, loop = CASES[case]
     (_, model, opt), (place, plain, its) = both(device, OPTIMIZERS[make], settings)
-    assert trained(model, opt, device, **loop) == trained(plain, its, place, **loop)
+    assert train(model, opt, device, **loop) == train(plain, its, place, **loop)
     check_same(opt, its, device)
     assert all(x.device.type == "cpu" for x in state(opt)) and len(state(opt)) > 0
     for p, master in zip(model.parameters(), weights(opt), strict=True):
@@ -187,7 +171,7 @@ def looked_at(model, opt):
 def test_what_p_grad_is_when_the_window_closes_is_stepped(device, between):
     ends = []
     for where, model, opt in both(device, OPTIMIZERS["SGD"], {"accum_steps": 3}):
-        trained(model, opt, where, count=6, between=between)
+        train(model, opt, where, count=6, before_step=between)
         ends.append(opt)
     check_same(*ends, device)
 
@@ -357,7 +341,7 @@ def test_a_drop_in_steps_again_on_the_same_gradient(device, make):
 @pytest.mark.parametrize("first", ["model", "optimizer"])
 def test_checkpoints_load_into_either_kind_in_either_order(device, tmp_path, of, to, cut, first):
     straight, its = made(device, accum_steps=3, **AWAY)
-    trained(straight, its, device)
+    train(straight, its, device)
     model, opt = made(device, accum_steps=3, **of)
     for x, y in itertools.islice(micro_batches(device, 8), cut):
         (model(x) - y).square().mean().backward()
@@ -376,7 +360,7 @@ def test_checkpoints_load_into_either_kind_in_either_order(device, tmp_path, of,
     loads = [load_model, lambda: again.load_state_dict(of_optimizer)]
     for load in loads if first == "model" else reversed(loads):
         load()
-    trained(resumed, again, device, start=cut)
+    train(resumed, again, device, start=cut)
     tolerance = 0.0 if device.type == "late" else 1e-3
     assert_same(
         [p.detach().cpu() for p in resumed.parameters()], [p.detach().cpu() for p in straight.parameters()], tolerance
@@ -390,10 +374,10 @@ def test_a_copy_goes_on_like_the_original(device, place):
     elif device.type == "late":
         pytest.skip("PyTorch cannot copy sums on this device, which are no parameters")
     model, opt = made(device, accum_steps=2, **AWAY)
-    trained(model, opt, device, count=4)
+    train(model, opt, device, count=4)
     twin, its = copy.deepcopy((model, opt))
     for net, optimizer in ((model, opt), (twin, its)):
-        trained(net, optimizer, device, count=2)
+        train(net, optimizer, device, count=2)
     check_same(its, opt, device)
 
 
@@ -573,9 +557,9 @@ def test_writing_masters_back_is_tried_again_without_another_step(device, monkey
 
 def test_a_window_that_is_left_out_changes_nothing(device):
     model, opt = made(device, accum_steps=2, nonfinite="skip_window", **AWAY)
-    trained(model, opt, device, count=2)
+    train(model, opt, device, count=2)
     before, parameters = weights(opt), [p.detach().cpu().clone() for p in model.parameters()]
-    trained(model, opt, device, count=2, bad=(1,))
+    train(model, opt, device, count=2, bad=(1,))
     assert not opt.updated
     assert_same(weights(opt), before)
     assert_same([p.detach().cpu() for p in model.parameters()], parameters)
@@ -604,7 +588,7 @@ def test_a_dropped_wrapper_leaves_nothing_behind(late_device, device):
     gc.collect()
     before = late_device.allocated() if late_device else torch.cuda.memory_allocated()
     model, opt = made(device, accum_steps=1, **AWAY)
-    trained(model, opt, device, count=2)
+    train(model, opt, device, count=2)
     del model, opt  # what is freed is gone when the streams are done with it, without a garbage collection
     torch.accelerator.current_stream(device).synchronize()
     time.sleep(0.1)
