@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -38,7 +39,6 @@ class Build:
         cuda_archs: GPUs that the CUDA extension was compiled for, as TORCH_CUDA_ARCH_LIST has them.
         sources: digest of the sources that they were built from; None if that was not noted.
         folder: where they are.
-        written: when, in ns.
     """
 
     torch: str | None = None
@@ -47,29 +47,25 @@ class Build:
     cuda_archs: str = ""
     sources: str | None = None
     folder: str = str(PACKAGE)
-    written: int = 0
 
 
 def read(folder: Path) -> Build | None:
     """The record in a folder; None if it is not there, or a network file system does not show it yet."""
-    path = folder / "_build.json"
     try:
-        return Build(**json.loads(path.read_text()), folder=str(folder), written=path.stat().st_mtime_ns)
+        return Build(**json.loads((folder / "_build.json").read_text()), folder=str(folder))
     except (OSError, ValueError):
         return None
 
 
 @functools.cache
 def build() -> Build:
-    """The latest build that fits, else the latest of any; an empty record in a source tree that was never installed."""
+    """The build that fits and has most; if none does, one for another torch. An empty record in a source tree that was never installed."""
     found = []
     for place in places():
-        try:
+        with contextlib.suppress(OSError):  # nothing was built there
             found += [read(place / name) for name in os.listdir(place) if name.startswith(_built_from())]
-        except OSError:  # nothing was built there
-            continue
-    known = [record for record in (*found, read(PACKAGE)) if record is not None]
-    return max(known, key=lambda of: (of.torch is not None, _why_unfit(of) is None, of.written), default=Build())
+    known = filter(None, [*found, read(PACKAGE)])
+    return max(known, key=lambda of: (of.torch is not None, _why_unfit(of) is None, len(of.built)), default=Build())
 
 
 def places() -> list[Path]:
@@ -128,12 +124,10 @@ def warn_of_another_torch() -> None:
     """Say, once on a node, that the extensions are of no use after an upgrade of torch. The command says it by itself."""
     ranks = map(os.environ.get, ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"))
     first = next(filter(None, ranks), "0") == "0" and multiprocessing.parent_process() is None
-    built = build().torch
-    if built is not None and _minor(built) != _minor(torch.__version__) and first and "fusedaccum" not in sys.orig_argv:
-        unused = (
-            f"fusedaccum's kernels were built against torch {built}, and are not used with torch {torch.__version__}"
-        )
-        warnings.warn(f"{unused}; {ADVICE}", RuntimeWarning, stacklevel=3)
+    record = build()
+    other = record.torch is not None and _minor(record.torch) != _minor(torch.__version__)
+    if other and first and "fusedaccum" not in sys.orig_argv:
+        warnings.warn(f"fusedaccum's kernels are not used: {_why_unfit(record)}", RuntimeWarning, stacklevel=3)
 
 
 def why_not_on(capabilities: Iterable[tuple[int, int]]) -> str | None:

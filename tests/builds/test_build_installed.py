@@ -85,7 +85,7 @@ def test_without_a_compiler_then_with_one_then_with_another_torch(run, site, tmp
 
     target = site / "fusedaccum/_native" / native.key()
     built = run("-m", "fusedaccum", "build", compilers=["c++"])
-    assert f"Built _cpu and _intake in {target}; no _cuda: " in built.stdout, built.stdout + built.stderr
+    assert f"\n_cpu and _intake are in {target}; no _cuda: " in built.stdout, built.stdout + built.stderr
     then = run("-W", "error", "-m", "fusedaccum").stdout
     assert then.startswith("Ready: CPU kernels, ") and "Missing" not in then
     assert f"\nBuilt: _cpu, _intake, for torch {torch.__version__}, in {target}.\n" in then
@@ -94,7 +94,7 @@ def test_without_a_compiler_then_with_one_then_with_another_torch(run, site, tmp
 
     (tmp_path / "train.py").write_text("import torch\ntorch.__version__ = '2.99.0'\nimport fusedaccum\n")
     upgraded = run("train.py")
-    said = f"were built against torch {torch.__version__}, and are not used with torch 2.99.0; {native.ADVICE}"
+    said = f"was built against torch {torch.__version__}, but this is torch 2.99.0; {native.ADVICE}"
     assert upgraded.returncode == 0 and upgraded.stderr.count(said) == 1
     assert f"{tmp_path / 'train.py'}:3: RuntimeWarning" in upgraded.stderr
 
@@ -103,10 +103,10 @@ def test_without_a_compiler_then_with_one_then_with_another_torch(run, site, tmp
 def test_with_nvcc(run, site):
     built = run("-m", "fusedaccum", "build", compilers=["c++", "nvcc"])
     target = site / "fusedaccum/_native" / native.key()
-    assert f"Built _cpu and _intake and _cuda in {target}\n" in built.stdout, built.stdout + built.stderr
+    assert f"\n_cpu and _intake and _cuda are in {target}\n" in built.stdout, built.stdout + built.stderr
     record = native.read(target)
     assert record.cuda_archs == "9.0" and not record.missing
     left_out = run("-m", "fusedaccum", "build", compilers=["c++", "nvcc"], FUSEDACCUM_CUDA="0").stdout
-    assert f"Built _cpu and _intake in {target}; no _cuda: FUSEDACCUM_CUDA=0" in left_out
+    assert f"\n_cpu and _intake are in {target}; no _cuda: FUSEDACCUM_CUDA=0" in left_out
     refused = run("-m", "fusedaccum", "build", compilers=["c++"], FUSEDACCUM_CUDA="1")
     assert refused.stderr.startswith("FUSEDACCUM_CUDA=1, but no nvcc found") and refused.returncode == 1

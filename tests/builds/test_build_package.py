@@ -128,7 +128,7 @@ def test_wheel_built_without_torch_works_and_brings_what_the_rest_is_built_from(
     assert "reference  ready" in report
     shutil.rmtree(unpacked)
     built = run(python, "-m", "fusedaccum", "build", cwd=tmp_path, FUSEDACCUM_CUDA="0", XDG_CACHE_HOME=str(tmp_path))
-    assert f"Built _cpu and _intake in {tmp_path / 'venv'}" in built
+    assert f"\n_cpu and _intake are in {tmp_path / 'venv'}" in built
     run(python, "-W", "error", "-c", USE.format(prefix=str(tmp_path), backend="cpu"), cwd=tmp_path)
     report = run(python, "-W", "error", "-m", "fusedaccum", "-v", cwd=tmp_path)
     assert report.startswith("Ready: CPU kernels") and "Hooks: in C++" in report
