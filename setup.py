@@ -153,7 +153,8 @@ class BuildPackage(build_py):
         sources = runpy.run_path("python/fusedaccum/_sources.py")["digest"](Path())
         (folder / "_build.json").write_text(json.dumps(RECORD | {"sources": sources}, indent=1) + "\n")
         reasons = "".join(f"; no {name}: {reason}" for name, reason in RECORD["missing"].items())
-        print(f"fusedaccum: built {' and '.join(RECORD['built']) or 'pure Python'}{reasons}")
+        later = f"pure Python; {COMMAND} adds the CPU kernels, the hooks and, where nvcc is, the CUDA kernels"
+        print(f"fusedaccum: built {later if torch is None else ' and '.join(RECORD['built']) + reasons}")
 
 
 if __name__ == "__main__":

@@ -41,7 +41,8 @@ def build(what, source, out, hide_torch=False, **environment):
     """Run the build backend as pip does; returns the file that it made."""
     hide = "import sys; sys.modules['torch'] = None; " if hide_torch else ""
     code = f"{hide}from setuptools import build_meta; build_meta.build_{what}({str(out)!r})"
-    run(sys.executable, "-c", code, cwd=source, **environment)
+    said = run(sys.executable, "-c", code, cwd=source, **environment)
+    assert not hide_torch or "\nfusedaccum: built pure Python; python -m fusedaccum build adds the CPU kernels" in said
     (made,) = out.iterdir()
     return made
 
