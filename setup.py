@@ -73,7 +73,7 @@ def decide(root: Path | None) -> str | None:
     wanted = os.environ.get("FUSEDACCUM_CUDA", "auto")
     if wanted not in ("auto", "0", "1"):
         sys.exit(f"FUSEDACCUM_CUDA is {wanted!r}; it must be auto, 0 or 1")
-    unwanted = f"FUSEDACCUM_CUDA=0 was set when it was built; with 1: {COMMAND}"
+    unwanted = f"FUSEDACCUM_CUDA=0 was set when it was built; without it: {COMMAND}"
     reason = unwanted if wanted == "0" else why_no_cuda(root)
     if wanted == "1" and reason:
         sys.exit(f"FUSEDACCUM_CUDA=1, but {reason}")

@@ -191,6 +191,9 @@ def test_after_an_upgrade_of_torch_the_import_says_so_until_it_is_built_again(pa
             with upgrade.context() as rank:
                 rank.setenv(name, "1")
                 native.warn_of_another_torch()  # no other rank of the node says it
+        with upgrade.context() as worker:  # that multiprocessing spawned
+            worker.setattr(native.multiprocessing, "parent_process", object)
+            native.warn_of_another_torch()
         upgrade.setenv("LOCAL_RANK", "0")
         with pytest.warns(RuntimeWarning):
             native.warn_of_another_torch()
