@@ -299,8 +299,8 @@ def test_of_eight_at_once_one_compiles_or_one_is_taken(package, locks):
     said = done.communicate()[0]
     assert done.returncode == 0, said
     target = package / "_native" / native.key()
-    assert compiled() == (1 if locks else 8)
-    assert said.count(f"\n_cpu are in {target}\n") == 8
+    assert compiled() == 1 if locks else compiled() > 1
+    assert said.count(f"are in {target}\n") == 8  # one that begins late has nothing to do
     assert what_is_in(package / "_native") == {target.name}
     assert native.why_missing("_cpu") is None
 
