@@ -264,7 +264,7 @@ def priced(way: Way, of: Parameters, micro_batches: int, optimizer: Any) -> Mode
             fp32 = [4 * local_of(p).numel() for p in of.trained if p.dtype == torch.bfloat16]
             alone = not isinstance(optimizer, Optimizer) or steps_each_alone(_inner(optimizer))
             part = max(*fp32, min(sum(fp32), limits.stepped(of.device))) if alone else sum(fp32)
-            kept = part if of.device.type == "cpu" and part <= limits.stepped(of.device) else 0
+            kept = part if of.device.type == "cpu" and part <= max(*fp32, limits.stepped(of.device)) else 0
             there["masters"] += kept
             memory["gradients"] = max(memory["gradients"], part - kept + part * max(map(way.low, dtypes.values())))
     if way.away:  # their sums are there, too, and parameters pass a ring on their way back
