@@ -58,6 +58,9 @@ def why_no_cuda(root: Path | None) -> str | None:
         return f"torch {torch.__version__} is for AMD's GPUs, for which there are Triton's kernels instead"
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA: install a CUDA build of torch, then {COMMAND}"
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if root is None and home:
+        return f"CUDA_HOME is {home}, which has no bin/nvcc: set it to a CUDA toolkit, then {COMMAND}"
     if root is None:
         return f"no nvcc found: install the CUDA toolkit, put nvcc on PATH or set CUDA_HOME, then {COMMAND}"
     release = re.search(r"release ([\d.]+)", subprocess.check_output([root / "bin/nvcc", "--version"], text=True))[1]
@@ -99,7 +102,7 @@ def native(with_cuda: bool) -> tuple[list, type]:
 
         def build_extension(self, ext):
             if ext.name == "fusedaccum._cpu":
-                with ThreadPoolExecutor() as pool:
+                with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or 0) or None) as pool:
                     ext.extra_objects = list(pool.map(self.compile_kernels, CPU_ISA_FLAGS))
             super().build_extension(ext)
 

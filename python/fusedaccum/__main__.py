@@ -7,7 +7,8 @@ import importlib
 import os
 import platform
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -81,9 +82,13 @@ def _extensions() -> Iterator[str]:
     left_out = record.missing if record.torch else {}
     missing = [name for name in native.EXTENSIONS if name not in left_out and native.why_missing(name)]
     if record.built:
-        yield f"Built: {', '.join(record.built)}, for torch {record.torch}, in {record.folder}."
+        yield f"Built: {_words(record.built)}, for torch {record.torch}, in {record.folder}."
     if missing:
-        yield f"Missing: {', '.join(missing)}. To compile what this machine can: {native.COMMAND}"
+        yield f"Missing: {_words(missing)}. To compile what this machine can: {native.COMMAND}"
+
+
+def _words(extensions: Iterable[str]) -> str:
+    return ", ".join(native.EXTENSIONS[name] for name in extensions)
 
 
 def _hooks() -> str:
@@ -126,7 +131,10 @@ def main() -> None:
     if asked.command == "build":
         from . import builder
 
-        print(builder.build(asked.verbose))
+        try:
+            print(builder.build(asked.verbose))
+        except KeyboardInterrupt:
+            sys.exit("\nStopped. Nothing has changed.")
     else:
         print(report() if asked.verbose else summary())
 

@@ -6,7 +6,9 @@ import contextlib
 import errno
 import fcntl
 import json
+import logging
 import os
+import platform
 import re
 import runpy
 import shutil
@@ -15,12 +17,14 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from . import native
 
-STAGE = "building-"  # begins the names of folders in which something is built
+STAGE = f"building-{platform.node()}-"  # begins the names of folders in which this machine builds
+ERRORS = r"\berror\s*:|: not found|undefined reference|multiple definition|cannot find -l"
 COMPILERS = (
     "Debian, Ubuntu: apt install g++; Fedora, RHEL: dnf install gcc-c++; conda: conda install gxx -c conda-forge"
 )
@@ -30,7 +34,8 @@ def build(verbose: bool) -> str:
     """Compile what this machine can, unless that is there already; says what is there then. Exits with what to do if it cannot be done."""
     places = native.places()  # before the folder changes, to which they may be relative
     os.environ["PATH"] = f"{os.environ.get('PATH', os.defpath)}:{Path(sys.executable).parent}"  # which has ninja
-    os.chdir(native.CHECKOUT if (native.CHECKOUT / "csrc").is_dir() else native.PACKAGE / "_native/source")
+    os.chdir(native.SOURCE)
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # which warns that there is no GPU
     try:
         record = runpy.run_path("setup.py")["plan"]()[2] | {"sources": native.sources()}
     except ImportError as error:
@@ -38,23 +43,29 @@ def build(verbose: bool) -> str:
     names = " and ".join(record["built"])
     reasons = "".join(f"; no {name}: {reason}" for name, reason in record["missing"].items())
     here = native.build()
-    if here.built == record["built"] and not any(map(native.why_missing, here.built)):
-        return f"Nothing to do: {names} for torch {here.torch} are in {here.folder}{reasons}"
+    if _is_enough(here, record) and not any(map(native.why_missing, record["built"])):
+        enough = " and ".join(here.built)
+        return f"Nothing to do: {enough} for torch {here.torch} are in {here.folder}{'' if '_cuda' in here.built else reasons}"
     compiler = os.environ.get("CXX") or "c++"
-    if shutil.which(compiler.split()[0]) is None:
-        sys.exit(f"No C++ compiler: {compiler} is not there. {COMPILERS}. Or set CXX. Then {native.COMMAND}")
-    print(
-        f"Building {names} for torch {torch.__version__}: some minutes, or until another process has done it", end=" "
-    )
+    if shutil.which(compiler) is None:
+        sys.exit(f"No C++ compiler: {compiler} is not there. {COMPILERS}. Or set CXX to one. Then {native.COMMAND}")
+    print(f"Building {names} for torch {torch.__version__}: minutes, or until another process has done it", flush=True)
     with _alone(places) as (place, lock), tempfile.TemporaryDirectory(prefix=STAGE, dir=place) as stage:
         target = place / native.key()
         there = native.read(target)
-        if there is None or there == here or there.built != record["built"]:  # else it was made while this one waited
+        if there is None or there == here or not _is_enough(there, record):  # else it was made while this one waited
             _compile(Path(stage), lock, verbose)
             made = Path(stage, "fusedaccum")
             (made / "_build.json").write_text(json.dumps(record, indent=1) + "\n")
             _put(made, target, there)
     return f"\n{names} are in {target}{reasons}"
+
+
+def _is_enough(there: native.Build, record: dict[str, Any]) -> bool:
+    """True if all that can be built is there. What an nvcc has made stays where there is none now, unless it is not wanted."""
+    if os.environ.get("FUSEDACCUM_CUDA") == "0":
+        return there.built == record["built"]
+    return record["built"].items() <= there.built.items()
 
 
 @contextlib.contextmanager
@@ -94,7 +105,8 @@ def _compile(stage: Path, lock: int, verbose: bool) -> None:
             lines.append(line[:300].rstrip())
             print(line if verbose else ".", end="", flush=True)
     if child.returncode:
-        of_errors = (n for n, line in enumerate(lines) if re.search(r"\berror\s*:", line))
+        end = next((n for n, line in enumerate(lines) if n and line.startswith("Traceback")), None)  # setup.py's own
+        of_errors = (n for n, line in enumerate(lines[:end]) if re.search(ERRORS, line))
         first = next(of_errors, max(0, len(lines) - 8))
         shown = "\n".join(lines[first : first + 8])
         sys.exit(f"\nIt does not compile:\n{shown}\nAll that was said, and another try: {native.COMMAND} -v")

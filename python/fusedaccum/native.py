@@ -21,11 +21,14 @@ import torch
 
 from ._sources import digest
 
-EXTENSIONS = ("_cpu", "_intake", "_cuda")
+EXTENSIONS = {"_cpu": "CPU kernels", "_intake": "hooks in C++", "_cuda": "CUDA kernels"}
 COMMAND = "python -m fusedaccum build"
 ADVICE = f"build it again: {COMMAND}"
 PACKAGE = Path(__file__).resolve().parent
-CHECKOUT = PACKAGE.parents[1]  # of an editable install; elsewhere, some folder without csrc
+BROUGHT = PACKAGE / "_native/source"  # by a wheel
+SOURCE = (
+    BROUGHT if BROUGHT.is_dir() else PACKAGE.parents[1]
+)  # of setup.py and csrc; the checkout of an editable install
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ def read(folder: Path) -> Build | None:
     """The record in a folder; None if it is not there, or a network file system does not show it yet."""
     try:
         return Build(**json.loads((folder / "_build.json").read_text()), folder=str(folder))
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError):  # TypeError: of another version of this package
         return None
 
 
@@ -70,13 +73,15 @@ def build() -> Build:
 
 def places() -> list[Path]:
     """Where the command builds: in the package, or where that is read-only, in a cache of the user's."""
-    cache = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "fusedaccum")
-    return [PACKAGE / "_native", Path(os.path.abspath(os.path.expanduser(os.environ.get("FUSEDACCUM_CACHE") or cache)))]
+    ours = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "fusedaccum")
+    cache = os.path.expanduser(os.environ.get("FUSEDACCUM_CACHE") or ours)
+    homeless = cache.startswith("~")  # a user without a home, as in some containers
+    return [PACKAGE / "_native", *([] if homeless else [Path(os.path.abspath(cache))])]
 
 
 def key() -> str:
     """The name of the folder for what is built of these sources, with their flags, for this Python and this torch."""
-    return f"{_built_from()}torch-{'.'.join(_minor(torch.__version__))}"
+    return f"{_built_from()}torch-{'.'.join(_minor(torch.__version__))}-cuda-{torch.version.cuda}"
 
 
 def _built_from() -> str:
@@ -86,14 +91,15 @@ def _built_from() -> str:
 @functools.cache
 def sources() -> str | None:
     """The digest of the sources in the checkout of an editable install, or of those that the package brought; None if it brought none."""
-    if (CHECKOUT / "csrc").is_dir():
-        return digest(CHECKOUT)
+    if SOURCE != BROUGHT and (SOURCE / "csrc").is_dir():
+        return digest(SOURCE)
     installed = read(PACKAGE)
     return installed.sources if installed else None
 
 
 def _why_unfit(record: Build) -> str | None:
-    if record.torch is not None and _minor(record.torch) != _minor(torch.__version__):
+    elsewhere = record.folder != str(PACKAGE) and Path(record.folder).name != key()
+    if record.torch is not None and (elsewhere or _minor(record.torch) != _minor(torch.__version__)):
         return f"it was built against torch {record.torch}, but this is torch {torch.__version__}; {ADVICE}"
     if None not in (record.sources, sources()) and record.sources != sources():
         return f"csrc or setup.py has changed since it was built; {ADVICE}"
@@ -108,7 +114,7 @@ def why_missing(extension: str) -> str | None:
     """
     record = build()
     if extension in record.missing:
-        return record.missing[extension]
+        return record.missing[extension] if record.torch else f"not compiled yet: {COMMAND}"
     if (reason := _why_unfit(record)) is not None:
         return reason
     if importlib.util.find_spec(f"fusedaccum.{extension}") is None:
@@ -127,7 +133,7 @@ def warn_of_another_torch() -> None:
     record = build()
     other = record.torch is not None and _minor(record.torch) != _minor(torch.__version__)
     if other and first and "fusedaccum" not in sys.orig_argv:
-        warnings.warn(f"fusedaccum's kernels are not used: {_why_unfit(record)}", RuntimeWarning, stacklevel=3)
+        warnings.warn(f"fusedaccum's extension is not used: {_why_unfit(record)}", RuntimeWarning, stacklevel=3)
 
 
 def why_not_on(capabilities: Iterable[tuple[int, int]]) -> str | None:

@@ -19,6 +19,7 @@ from fusedaccum.ops import backends
 
 pytestmark = pytest.mark.long
 
+NOT_YET = "not compiled yet: python -m fusedaccum build"
 STAND_IN = """
 import os, pathlib, sys, time
 import torch
@@ -57,7 +58,8 @@ def package(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", os.environ["PATH"])  # both are changed by a build
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(native, "PACKAGE", folder)
-    monkeypatch.setattr(native, "CHECKOUT", tmp_path)
+    monkeypatch.setattr(native, "BROUGHT", source)
+    monkeypatch.setattr(native, "SOURCE", source)
     anew()
     yield folder
     monkeypatch.undo()
@@ -91,7 +93,8 @@ def what_is_in(place):
 ELSEWHERE = """
 import os, sys, pathlib
 from fusedaccum import builder, native
-native.PACKAGE = native.CHECKOUT = pathlib.Path({folder!r})
+native.PACKAGE = pathlib.Path({folder!r})
+native.BROUGHT = native.SOURCE = native.PACKAGE / "_native/source"
 native.build.cache_clear(), native.sources.cache_clear()
 """
 
@@ -111,33 +114,50 @@ def wait_for(condition):
 
 
 def test_what_is_built_lies_in_the_package_and_is_found(package):
-    assert native.why_missing("_cpu") == "no torch"
+    assert native.why_missing("_cpu") == NOT_YET
     target = package / "_native" / native.key()
     assert build() == f"\n_cpu are in {target}"
     assert what_is_in(package / "_native") == {target.name}
     assert what_is_in(target) == {"_cpu.so", "_build.json"}
     assert native.build() == native.read(target) and native.build().torch == torch.__version__
     assert native.why_missing("_cpu") is None
-    assert f"\nBuilt: _cpu, for torch {torch.__version__}, in {target}.\n" in __main__.summary()
+    assert f"\nBuilt: CPU kernels, for torch {torch.__version__}, in {target}.\n" in __main__.summary()
     assert build() == f"Nothing to do: _cpu for torch {torch.__version__} are in {target}"
     assert compiled() == 1
 
 
 def test_the_key_is_of_torch_python_sources_and_flags(package, monkeypatch, tmp_path):
     keys = [native.key()]
-    assert f".cpython-3{sys.version_info.minor}-" in keys[0] and keys[0].endswith(
-        f"torch-{'.'.join(torch.__version__.split('.')[:2])}"
-    )
+    of_torch = f"torch-{'.'.join(torch.__version__.split('.')[:2])}-cuda-{torch.version.cuda}"
+    assert f".cpython-3{sys.version_info.minor}-" in keys[0] and keys[0].endswith(of_torch)
+    monkeypatch.setattr(torch.version, "cuda", "99.9")
+    keys.append(native.key())
     monkeypatch.setattr(torch, "__version__", "2.99.1")
     keys.append(native.key())
     monkeypatch.setattr(native, "EXTENSION_SUFFIXES", [".cpython-399-riscv.so"])
     keys.append(native.key())
     (tmp_path / "csrc").mkdir()  # a checkout
+    monkeypatch.setattr(native, "SOURCE", tmp_path)
     for name, text in (("setup.py", ""), ("csrc/x.cpp", ""), ("csrc/x.cpp", " "), ("setup.py", "-O3")):
         (tmp_path / name).write_text(text)
         anew()
         keys.append(native.key())
     assert len(set(keys)) == len(keys)
+
+
+def test_a_user_without_a_home_has_no_cache(package, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert native.places() == [package / "_native"]
+    monkeypatch.setenv("FUSEDACCUM_CACHE", "/shared")
+    assert native.places() == [package / "_native", Path("/shared")]
+
+
+@pytest.mark.parametrize("record", ["[]", "{", '{"of_a_later_version": 1}'])
+def test_a_record_that_says_nothing_is_none(package, record):
+    (package / "_build.json").write_text(record)
+    anew()
+    assert native.build() == native.Build()
 
 
 def test_other_flags_replace_what_was_there(package, monkeypatch):
@@ -168,7 +188,7 @@ def test_of_builds_that_fit_the_one_with_most_is_used_then_that_of_the_command(p
         (package / "_build.json").write_text(json.dumps(record))
         anew()
         assert native.build() == native.read(used)
-    assert build() == f"\n_cpu are in {target}" and compiled() == 1
+    assert build().startswith("Nothing to do: _cpu and _cuda for torch") and compiled() == 1
 
 
 def test_after_an_upgrade_of_torch_the_import_says_so_until_it_is_built_again(package, monkeypatch):
@@ -184,7 +204,7 @@ def test_after_an_upgrade_of_torch_the_import_says_so_until_it_is_built_again(pa
         assert said in str(warned[0].message)
         assert native.why_missing("_cpu").startswith(f"it was built against torch {native.build().torch}, but this is")
         assert (
-            "Missing: _cpu, _intake, _cuda. To compile what this machine can: python -m fusedaccum build\n"
+            "Missing: CPU kernels, hooks in C++, CUDA kernels. To compile what this machine can: python -m fusedaccum build\n"
             in __main__.summary()
         )
         for name in ("LOCAL_RANK", "SLURM_LOCALID"):
@@ -223,7 +243,7 @@ def test_what_cannot_be_read_is_not_there(package, left):
         if left == "half a record":
             (target / "_build.json").write_text('{"torch": "2.')
     anew()
-    assert native.read(target) is None and native.why_missing("_cpu") == "no torch"
+    assert native.read(target) is None and native.why_missing("_cpu") == NOT_YET
     build()
     assert native.why_missing("_cpu") is None and what_is_in(package / "_native") == {target.name}
 
@@ -256,7 +276,7 @@ def test_of_an_error_it_shows_the_first_lines_and_the_command(package, monkeypat
     with pytest.raises(SystemExit):
         builder.build(verbose=True)
     assert "[1/2] c++ -c x.cpp -Werror\n" in capfd.readouterr().out
-    assert not what_is_in(package / "_native") and native.why_missing("_cpu") == "no torch"
+    assert not what_is_in(package / "_native") and native.why_missing("_cpu") == NOT_YET
 
 
 def test_the_cache_is_for_a_package_that_is_read_only(package, tmp_path):
@@ -313,7 +333,7 @@ def test_after_a_kill_nothing_is_found_and_the_next_build_works(package, killed)
     doomed.communicate()
     (left,) = what_is_in(package / "_native")
     anew()
-    assert left.startswith(builder.STAGE) and native.why_missing("_cpu") == "no torch"
+    assert left.startswith(builder.STAGE) and native.why_missing("_cpu") == NOT_YET
     began = time.monotonic()
     build()
     assert native.why_missing("_cpu") is None

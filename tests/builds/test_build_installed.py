@@ -77,18 +77,22 @@ def run(site, tmp_path):
 
 
 def test_without_a_compiler_then_with_one_then_with_another_torch(run, site, tmp_path):
+    (tmp_path / "csrc").mkdir()  # of somebody else's project, which has this package in a folder of its own
     first = run("-m", "fusedaccum").stdout
     assert first.startswith("Ready: plain PyTorch on the CPU; ")
-    assert "\nMissing: _cpu, _intake, _cuda. To compile what this machine can: python -m fusedaccum build\n" in first
+    assert (
+        "\nMissing: CPU kernels, hooks in C++, CUDA kernels. To compile what this machine can: python -m fusedaccum build\n"
+        in first
+    )
     refused = run("-m", "fusedaccum", "build")
-    assert refused.returncode == 1 and refused.stderr.endswith("Or set CXX. Then python -m fusedaccum build\n")
+    assert refused.returncode == 1 and refused.stderr.endswith("Or set CXX to one. Then python -m fusedaccum build\n")
 
     target = site / "fusedaccum/_native" / native.key()
     built = run("-m", "fusedaccum", "build", compilers=["c++"])
     assert f"\n_cpu and _intake are in {target}; no _cuda: " in built.stdout, built.stdout + built.stderr
     then = run("-W", "error", "-m", "fusedaccum").stdout
     assert then.startswith("Ready: CPU kernels, ") and "Missing" not in then
-    assert f"\nBuilt: _cpu, _intake, for torch {torch.__version__}, in {target}.\n" in then
+    assert f"\nBuilt: CPU kernels, hooks in C++, for torch {torch.__version__}, in {target}.\n" in then
     code = "import importlib, fusedaccum; print(*(importlib.import_module(f'fusedaccum.{n}').__file__ for n in ('_cpu', '_intake')))"
     assert [Path(path).parent for path in run("-W", "error", "-c", code).stdout.split()] == [target, target]
 
@@ -106,7 +110,9 @@ def test_with_nvcc(run, site):
     assert f"\n_cpu and _intake and _cuda are in {target}\n" in built.stdout, built.stdout + built.stderr
     record = native.read(target)
     assert record.cuda_archs == "9.0" and not record.missing
+    without = run("-m", "fusedaccum", "build", compilers=["c++"]).stdout  # on another node of a cluster
+    assert without.startswith("Nothing to do: _cpu and _intake and _cuda for torch ")
     left_out = run("-m", "fusedaccum", "build", compilers=["c++", "nvcc"], FUSEDACCUM_CUDA="0").stdout
     assert f"\n_cpu and _intake are in {target}; no _cuda: FUSEDACCUM_CUDA=0" in left_out
     refused = run("-m", "fusedaccum", "build", compilers=["c++"], FUSEDACCUM_CUDA="1")
-    assert refused.stderr.startswith("FUSEDACCUM_CUDA=1, but no nvcc found") and refused.returncode == 1
+    assert refused.stderr.startswith("FUSEDACCUM_CUDA=1, but CUDA_HOME is ") and refused.returncode == 1

@@ -125,7 +125,7 @@ def test_a_digest_is_of_names_and_contents(tmp_path):
 
 def test_reason_of_the_build_is_passed_on(monkeypatch):
     monkeypatch.setattr(native, "build", lambda: native.Build(None, {}, {"_cpu": "no torch to build against"}))
-    assert native.why_missing("_cpu") == "no torch to build against"
+    assert native.why_missing("_cpu") == "not compiled yet: python -m fusedaccum build"
     assert "_cpu       not built: no torch to build against" in __main__.report()
     assert "CPU kernels in use: none" in __main__.report()
 
