@@ -118,7 +118,7 @@ build: $(WHOLE)  ## the package with all of its extensions, editable, in .venv
 
 clean:  ## remove what was built and set up
 	rm -rf build dist .venv .venv-torch-* *.egg-info python/*.egg-info .mypy_cache .pytest_cache .ruff_cache
-	rm -f python/fusedaccum/*.so python/fusedaccum/_build.json
+	rm -f python/fusedaccum/*.so python/fusedaccum/_build.json python/fusedaccum/_kernels.cu
 
 # Stamps: an empty file in the environment that it speaks for. A change of TORCH needs `make clean`.
 

@@ -1,6 +1,6 @@
 """Builds the native extensions if there is a torch to build them against; everything else is in pyproject.toml.
 
-FUSEDACCUM_CUDA=auto|0|1: build the CUDA extension if possible; never; always, or fail.
+FUSEDACCUM_CUDA=auto|0|1: build the CUDA extension if possible; never; always, or fail. nvrtc: the one that needs no nvcc, or fail.
 TORCH_CUDA_ARCH_LIST: the GPUs to compile for, as in PyTorch. CUDA_HOME: the toolkit, if it is not that of the nvcc on PATH.
 """
 
@@ -35,6 +35,8 @@ CPU_ISA_FLAGS = {  # csrc/cpu/kernels_<isa>.cpp; the machine that runs them choo
 }
 # Compiled for those that nvcc knows, and as PTX of the last for later GPUs.
 CUDA_ARCHS = ("7.0", "7.5", "8.0", "9.0", "10.0", "12.0")
+NVRTC = os.environ.get("FUSEDACCUM_CUDA") == "nvrtc"
+SOURCES = runpy.run_path("python/fusedaccum/_sources.py")
 NO_TORCH = "no torch to build against; with torch installed: pip install --no-build-isolation ."
 
 
@@ -57,6 +59,8 @@ def why_no_cuda(root: Path | None) -> str | None:
         return f"torch {torch.__version__} is for AMD's GPUs, for which there are Triton's kernels instead"
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA: install a CUDA build of torch"
+    if NVRTC:
+        return None
     if root is None:
         return "no nvcc found: install the CUDA toolkit, then put nvcc on PATH or set CUDA_HOME"
     release = re.search(r"release ([\d.]+)", subprocess.check_output([root / "bin/nvcc", "--version"], text=True))[1]
@@ -68,13 +72,13 @@ def why_no_cuda(root: Path | None) -> str | None:
 
 
 def decide(root: Path | None) -> str | None:
-    """Why the CUDA extension is not built, or None; exits if FUSEDACCUM_CUDA=1 insists on it."""
+    """Why the CUDA extension is not built, or None; exits if FUSEDACCUM_CUDA insists on it."""
     wanted = os.environ.get("FUSEDACCUM_CUDA", "auto")
-    if wanted not in ("auto", "0", "1"):
-        sys.exit(f"FUSEDACCUM_CUDA is {wanted!r}; it must be auto, 0 or 1")
+    if wanted not in ("auto", "0", "1", "nvrtc"):
+        sys.exit(f"FUSEDACCUM_CUDA is {wanted!r}; it must be auto, 0, 1 or nvrtc")
     reason = "FUSEDACCUM_CUDA=0 was set when it was built" if wanted == "0" else why_no_cuda(root)
-    if wanted == "1" and reason:
-        sys.exit(f"FUSEDACCUM_CUDA=1, but {reason}")
+    if wanted in ("1", "nvrtc") and reason:
+        sys.exit(f"FUSEDACCUM_CUDA={wanted}, but {reason}")
     return reason
 
 
@@ -112,7 +116,10 @@ def native(with_cuda: bool) -> tuple[list, type]:
         CppExtension("fusedaccum._cpu", ["csrc/bindings_cpu.cpp", *launchers], extra_compile_args=flags),
         CppExtension("fusedaccum._intake", ["csrc/bindings_autograd.cpp"], extra_compile_args=flags),
     ]
-    if with_cuda:
+    if with_cuda and NVRTC:
+        sources, libraries = ["csrc/bindings_nvrtc.cpp"], ["torch_cuda"]
+        modules.append(CppExtension("fusedaccum._cuda", sources, libraries=libraries, extra_compile_args=flags))
+    elif with_cuda:
         sources = ["csrc/bindings_cuda.cpp", "csrc/cuda/kernels.cu"]
         modules.append(CUDAExtension("fusedaccum._cuda", sources, extra_compile_args=flags))
     return modules, BuildNative
@@ -127,14 +134,16 @@ def plan() -> tuple[list, dict, dict]:
         return [], {}, {"torch": None, "built": {}, "missing": missing}
     cxx = " ".join(CXX_FLAGS)
     built = {"_cpu": f"{cxx}; {', '.join(CPU_ISA_FLAGS)}", "_intake": cxx}
-    if not why_not:
+    if NVRTC:
+        built["_cuda"] = f"{cxx}; nvrtc: compiles each kernel when it is first used; not yet run on a GPU"
+    elif not why_not:
         os.environ |= {"CUDA_HOME": str(root), "TORCH_CUDA_ARCH_LIST": arch_list(root)}  # for torch.utils.cpp_extension
         built["_cuda"] = f"{' '.join(NVCC_FLAGS)}; CUDA {torch.version.cuda}; {os.environ['TORCH_CUDA_ARCH_LIST']}"
     modules, command = native(with_cuda=not why_not)
     record = {"torch": torch.__version__, "built": built, "missing": {"_cuda": why_not} if why_not else {}}
-    record["sources"] = runpy.run_path("python/fusedaccum/_sources.py")["digest"](Path("csrc"))
+    record["sources"] = SOURCES["digest"](Path("csrc"))
     if not why_not:
-        record["cuda_archs"] = os.environ["TORCH_CUDA_ARCH_LIST"]
+        record["cuda_archs"] = "nvrtc" if NVRTC else os.environ["TORCH_CUDA_ARCH_LIST"]
     return modules, {"build_ext": command}, record
 
 
@@ -147,6 +156,8 @@ class BuildPackage(build_py):
         for name in RECORD["missing"]:
             (folder / f"{name}{get_config_var('EXT_SUFFIX')}").unlink(missing_ok=True)
         (folder / "_build.json").write_text(json.dumps(RECORD, indent=1) + "\n")
+        if NVRTC:
+            (folder / "_kernels.cu").write_text(SOURCES["device_code"](Path("csrc")))
         reasons = "".join(f"; no {name}: {reason}" for name, reason in RECORD["missing"].items())
         print(f"fusedaccum: built {' and '.join(RECORD['built']) or 'pure Python'}{reasons}")
 

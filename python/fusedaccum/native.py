@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from . import nvrtc
 from ._sources import digest
 
 ADVICE = "build it again: pip install --no-build-isolation --no-deps --force-reinstall <fusedaccum's source folder>"
@@ -27,7 +28,7 @@ class Build:
         torch: version that the extensions were built against; None if there was none.
         built: extension -> how it was built, for people.
         missing: extension -> why it was not built, and what to do about it.
-        cuda_archs: GPUs that the CUDA extension was compiled for, as TORCH_CUDA_ARCH_LIST has them.
+        cuda_archs: GPUs that the CUDA extension was compiled for, as TORCH_CUDA_ARCH_LIST has them, or "nvrtc".
         sources: digest of the sources that they were built from; None if that was not noted.
     """
 
@@ -74,12 +75,14 @@ def why_missing(extension: str) -> str | None:
 
 
 def why_not_on(capabilities: Iterable[tuple[int, int]]) -> str | None:
-    """None if the CUDA extension was compiled for GPUs of all these compute capabilities, else the reason and the remedy.
+    """None if the CUDA extension runs on GPUs of all these compute capabilities, else the reason and the remedy.
 
     Machine code runs on GPUs of its major version, from its minor version on; PTX on all later ones.
     (CUDA C++ Programming Guide, "Compilation with NVCC".)
     """
     archs = build().cuda_archs
+    if archs == "nvrtc":
+        return nvrtc.why_not_on(capabilities)
 
     def runs(arch: str, device: tuple[int, int]) -> bool:
         parts = re.fullmatch(r"(\d+)\.(\d+)([af]?)(\+PTX)?", arch)

@@ -1,23 +1,36 @@
-"""The CUDA extension, where it was compiled: it imports without a GPU, and its machine code is what the source intends."""
+"""The CUDA extension, where nvcc compiled it, imports without a GPU; its machine code, and NVRTC's, is what the source intends."""
 
 import functools
 import importlib
 import importlib.util
+import itertools
 import re
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
-from fusedaccum import native
+from fusedaccum import _sources, native, nvrtc
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif("_cuda" not in native.build().built, reason="the CUDA extension was not built here"),
-]
+pytestmark = pytest.mark.long
+
+built = pytest.mark.skipif(
+    native.build().cuda_archs in ("", "nvrtc"), reason="the CUDA extension was not built here by nvcc"
+)
+bundled = pytest.mark.skipif(torch.version.cuda is None, reason="a torch without NVRTC")
+# nvcc has compiled for several GPUs; NVRTC compiles for one at a time.
+every_compiler = pytest.mark.parametrize(
+    "compiler",
+    [
+        pytest.param("nvcc", marks=built),
+        *(pytest.param(arch, marks=bundled) for arch in (80, 90, 100)),
+        *(pytest.param(arch, marks=[bundled, pytest.mark.slow]) for arch in (75, 120)),
+    ],
+)
 
 
 def cuobjdump():
@@ -31,22 +44,65 @@ def cuobjdump():
     )
 
 
+def instantiations():
+    """Every kernel, as NVRTC knows it by name."""
+    flags = ("false", "true")
+    dtypes = ("double", "float", "BF16", "FP16")
+    for out, x, overwrite, stochastic, stats in itertools.product(dtypes, dtypes, flags, flags, flags):
+        if stochastic == "false" or out in ("BF16", "FP16"):
+            yield f"write_kernel<{out}, {x}, {overwrite}, {stochastic}, {stats}>"
+    yield from (f"stats_kernel<{x}>" for x in dtypes)
+    for low, stats in itertools.product(("int8_t", "int16_t"), flags):
+        for other in ("float", "BF16"):
+            yield from (
+                f"parts_kernel<static_cast<Op>(0), {low}, {other}, {overwrite}, {stats}>" for overwrite in flags
+            )
+            yield f"parts_kernel<static_cast<Op>(1), {low}, {other}, true, {stats}>"
+        yield f"parts_kernel<static_cast<Op>(3), {low}, BF16, true, {stats}>"
+    yield from (f"parts_kernel<static_cast<Op>(2), {low}, BF16, true, true>" for low in ("int8_t", "int16_t"))
+    yield "add_up_kernel"
+
+
+def of_nvrtc(arch, source=None):
+    """All kernels in one module, for this compute capability."""
+    every = "".join(
+        f"template __global__ void {name}(const __grid_constant__ Batch);\n" for name in instantiations() if "<" in name
+    )
+    source = source or _sources.device_code(ROOT / "csrc")
+    return nvrtc._compile(
+        f"{source}namespace fusedaccum::cuda {{ namespace {{\n{every}}} }}".encode(), "add_up_kernel", arch
+    )[1]
+
+
 @functools.cache
-def kernels():
+def kernels(compiler):
     """(arch, kernel) -> machine code."""
     tool = cuobjdump()
     if tool is None:
         pytest.skip("needs cuobjdump")
-    library = importlib.import_module("fusedaccum._cuda").__file__
-    text = subprocess.run([tool, "-sass", library], check=True, capture_output=True, text=True).stdout
+    with tempfile.NamedTemporaryFile() as cubin:
+        if compiler == "nvcc":
+            path = importlib.import_module("fusedaccum._cuda").__file__
+        else:
+            path = cubin.name
+            cubin.write(of_nvrtc(compiler))
+            cubin.flush()
+        text = subprocess.run([tool, "-sass", path], check=True, capture_output=True, text=True).stdout
+    return machine_code(text)
+
+
+def machine_code(text):
+    """(arch, kernel) -> machine code, of what cuobjdump prints."""
     found = {}
-    for part in re.split(r"^arch = ", text, flags=re.MULTILINE)[1:]:
+    for part in re.split(r"^\s*code for ", text, flags=re.MULTILINE)[1:]:
         arch = part.split(maxsplit=1)[0]
         for function in part.split("Function : ")[1:]:
             found[arch, function.split(maxsplit=1)[0]] = function
+    assert found
     return found
 
 
+@built
 def test_cuda_extension_imports_without_a_gpu():
     assert native.why_missing("_cuda") is None
     extension = importlib.import_module("fusedaccum._cuda")
@@ -55,6 +111,7 @@ def test_cuda_extension_imports_without_a_gpu():
     assert extension.driver() >= 12010 or not torch.cuda.is_available()  # a GPU may be hidden, its driver is there
 
 
+@built
 def test_cuda_backend_without_a_gpu_says_so():
     from fusedaccum.ops import backends
 
@@ -64,12 +121,14 @@ def test_cuda_backend_without_a_gpu_says_so():
         backends.check("cuda")
 
 
-def test_every_kernel_was_compiled_for_every_arch():
-    archs = {arch for arch, _ in kernels()}
-    _, *asked = re.findall(r"\d+\.\d+[af]?", native.build().built["_cuda"])  # CUDA's version, and for which GPUs
-    assert archs == {f"sm_{number.replace('.', '')}" for number in asked}
+@every_compiler
+def test_every_kernel_was_compiled_for_every_arch(compiler):
+    archs = {arch for arch, _ in kernels(compiler)}
+    asked = re.findall(r"(\d+)\.(\d+[af]?)", native.build().cuda_archs) if compiler == "nvcc" else [(compiler, "")]
+    assert archs == {f"sm_{major}{minor}" for major, minor in asked}
     for arch in archs:
-        names = [name for found, name in kernels() if found == arch]
+        names = [name for found, name in kernels(compiler) if found == arch]
+        assert len(names) == len(list(instantiations()))
         # 16 pairs of dtypes, and the 8 with 16-bit outputs again for stochastic rounding; each adds or overwrites, with or without stats.
         assert len([name for name in names if "write_kernel" in name]) == 2 * 2 * (16 + 8)
         assert len([name for name in names if "stats_kernel" in name]) == 4
@@ -132,15 +191,17 @@ def loads_together(kernel, loop):
 
 
 @pytest.mark.parametrize("holds", [moves_packs, loads_together])
-def test_in_whole_tiles(holds):
-    for (arch, kernel), loops in working_kernels(kernels()):
+@every_compiler
+def test_in_whole_tiles(holds, compiler):
+    for (arch, kernel), loops in working_kernels(kernels(compiler)):
         for loop in loops:
             assert holds(kernel, loop), (arch, kernel)
 
 
-def test_loads_and_stores_are_weak():
+@every_compiler
+def test_loads_and_stores_are_weak(compiler):
     """No access orders others, as strong ones do; hints of a cache level can make one strong (``__stwb``: STG.E.128.STRONG.SM)."""
-    for key, code in kernels().items():
+    for key, code in kernels(compiler).items():
         assert not re.search(r"\b(LDG|STG)\S*\.STRONG\b", code), key
 
 
@@ -161,16 +222,18 @@ def busy(arch, loop):
     return len(loop) / ISSUED / (moved * processors * clock / bandwidth)
 
 
-def test_computing_takes_less_time_than_the_bytes():
+@every_compiler
+def test_computing_takes_less_time_than_the_bytes(compiler):
     """By instruction count: a kernel that issued one in most clocks would no longer be limited by memory alone."""
-    for (arch, kernel), loops in working_kernels(kernels()):
+    for (arch, kernel), loops in working_kernels(kernels(compiler)):
         if arch in GPUS and "stochastic" not in flags(kernel):
             assert max(busy(arch, loop) for loop in loops) < 0.6, (arch, kernel)
 
 
-def test_numbers_in_two_parts_move_in_packs_and_compute_for_less_time_than_that_takes():
+@every_compiler
+def test_numbers_in_two_parts_move_in_packs_and_compute_for_less_time_than_that_takes(compiler):
     """On an H200, beside 8 bits too, whose bytes have to be taken out of registers one by one."""
-    for (arch, kernel), code in kernels().items():
+    for (arch, kernel), code in kernels(compiler).items():
         if "parts" not in kernel:
             continue
         op, low, other = re.search(r"OpE(\d)E([as])(f|NS\d*_4BF16E)", kernel).groups()
@@ -194,21 +257,24 @@ def parts_flags(kernel):
     }
 
 
-def test_random_numbers_take_about_the_time_of_the_bytes():
+@every_compiler
+def test_random_numbers_take_about_the_time_of_the_bytes(compiler):
     """On an H200; into FP16, whose subnormals need a rounding of their own, half as much again."""
-    for (arch, kernel), loops in working_kernels(kernels()):
+    for (arch, kernel), loops in working_kernels(kernels(compiler)):
         if arch == "sm_90" and "stochastic" in flags(kernel):
             limit = {"BF16": 1.2, "FP16": 1.7}[re.search(r"kernelINS\d*_4(BF16|FP16)E", kernel)[1]]
             assert max(busy(arch, loop) for loop in loops) < limit, kernel
 
 
-def test_cuda_kernels_use_no_local_memory():
-    for key, code in kernels().items():
+@every_compiler
+def test_cuda_kernels_use_no_local_memory(compiler):
+    for key, code in kernels(compiler).items():
         assert not re.search(r"\b(LDL|STL)\b", code), key
 
 
-def test_cuda_kernels_never_contract_a_product_and_a_sum():
-    for key, code in kernels().items():
+@every_compiler
+def test_cuda_kernels_never_contract_a_product_and_a_sum(compiler):
+    for key, code in kernels(compiler).items():
         assert not re.search(r"\b[FD]FMA\b", code), key
 
 

@@ -94,7 +94,8 @@ def test_archs_of_the_environment_are_honoured(setup_py, toolkit, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "says"), [("1", "FUSEDACCUM_CUDA=1, but "), ("yes", "FUSEDACCUM_CUDA is 'yes'; it must be auto, 0 or 1")]
+    ("wanted", "says"),
+    [("1", "FUSEDACCUM_CUDA=1, but "), ("yes", "FUSEDACCUM_CUDA is 'yes'; it must be auto, 0, 1 or nvrtc")],
 )
 def test_what_cannot_be_done_is_an_error(tmp_path, wanted, says):
     environment = {**os.environ, "FUSEDACCUM_CUDA": wanted, "CUDA_HOME": str(tmp_path)}
