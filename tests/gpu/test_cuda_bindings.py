@@ -6,11 +6,7 @@ import pytest
 import torch
 from cuda_standins import ROOT, compile_driver, compile_runtime, run_tests
 
-# Every pair of dtypes in the test of thousands of tensors, and in the others what takes seconds.
-WHICH = (
-    "cuda and (thousands or stochastic or scale_and_stats or read_before or window or finite or scaler or (f32 and bf16) "
-    "or (two_parts and int8 and bf16))"
-)
+EACH_KIND = "stochastic or scale_and_stats or (f32 and bf16) or (two_parts and int8 and bf16)"
 FILES = [f"tests/gpu/test_gpu_{name}.py" for name in ("ops", "windows", "parts")]
 
 pytestmark = [
@@ -20,15 +16,22 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    "compiled",
+    ("compiled", "more"),
     [
-        compile_runtime,
-        pytest.param(compile_driver, marks=pytest.mark.skipif(torch.version.cuda is None, reason="needs NVRTC")),
+        (
+            compile_runtime,
+            "thousands or read_before or window or finite or scaler",
+        ),  # thousands: of every pair of dtypes
+        pytest.param(
+            compile_driver,
+            "f64 and f16",
+            marks=pytest.mark.skipif(torch.version.cuda is None, reason="needs NVRTC"),
+        ),
     ],
 )
-def test_the_cuda_backend_passes_the_tests_of_a_gpu(compiled, tmp_path):
+def test_the_cuda_backend_passes_the_tests_of_a_gpu(compiled, more, tmp_path):
     compiled(tmp_path)
-    code, output = run_tests(tmp_path, "-k", WHICH, *FILES)
+    code, output = run_tests(tmp_path, "-k", f"cuda and ({EACH_KIND} or {more})", *FILES)
     assert code == 0, output[-4000:]
     assert " passed" in output
 
