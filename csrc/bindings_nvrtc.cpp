@@ -13,8 +13,6 @@ namespace fusedaccum {
 namespace cuda {
 namespace {
 
-constexpr const char* kAddUp = "add_up_kernel";
-
 // The kernel that a call needs, as NVRTC knows it.
 std::string kernel_of(DType out, DType in, const Call& call) {
   static constexpr const char* kTypes[kDTypes] = {"double", "float", "BF16", "FP16"};
@@ -42,7 +40,7 @@ class Launcher {
   }
   void prepare(DType out, DType in, const Call& call) {
     kernel_[out][in] = kernel(kernel_of(out, in, call));
-    if (call.partials != nullptr) add_up_ = kernel(kAddUp);
+    add_up_ = kernel("add_up_kernel");
   }
   void run(const std::vector<Pair>& pairs, DType out, DType in, const Call& call) {
     const unsigned threads = threads_of(out, call);

@@ -63,36 +63,31 @@ def instantiations():
     yield "add_up_kernel"
 
 
-def of_nvrtc(arch, source=None):
+def of_nvrtc(arch):
     """All kernels in one module, for this compute capability."""
-    every = "".join(
-        f"template __global__ void {name}(const __grid_constant__ Batch);\n" for name in instantiations() if "<" in name
-    )
-    source = source or _sources.device_code(ROOT / "csrc")
-    return nvrtc._compile(
-        f"{source}namespace fusedaccum::cuda {{ namespace {{\n{every}}} }}".encode(), "add_up_kernel", arch
-    )[1]
+    argument = "const __grid_constant__ Batch"
+    every = "".join(f"template __global__ void {name}({argument});\n" for name in instantiations() if "<" in name)
+    source = f"{_sources.device_code(ROOT / 'csrc')}namespace fusedaccum::cuda {{ namespace {{\n{every}}} }}"
+    return nvrtc._compile(source.encode(), "add_up_kernel", arch)[1]
 
 
 @functools.cache
 def kernels(compiler):
     """(arch, kernel) -> machine code."""
+    if compiler == "nvcc":
+        return machine_code(Path(importlib.import_module("fusedaccum._cuda").__file__).read_bytes())
+    return machine_code(of_nvrtc(compiler))
+
+
+def machine_code(binary):
+    """(arch, kernel) -> machine code, of a cubin or of a library with some in it."""
     tool = cuobjdump()
     if tool is None:
         pytest.skip("needs cuobjdump")
-    with tempfile.NamedTemporaryFile() as cubin:
-        if compiler == "nvcc":
-            path = importlib.import_module("fusedaccum._cuda").__file__
-        else:
-            path = cubin.name
-            cubin.write(of_nvrtc(compiler))
-            cubin.flush()
-        text = subprocess.run([tool, "-sass", path], check=True, capture_output=True, text=True).stdout
-    return machine_code(text)
-
-
-def machine_code(text):
-    """(arch, kernel) -> machine code, of what cuobjdump prints."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(binary)
+        file.flush()
+        text = subprocess.run([tool, "-sass", file.name], check=True, capture_output=True, text=True).stdout
     found = {}
     for part in re.split(r"^\s*code for ", text, flags=re.MULTILINE)[1:]:
         arch = part.split(maxsplit=1)[0]
@@ -311,20 +306,21 @@ def test_planted_faults_show_in_the_machine_code(fault, trace, tmp_path):
     assert re.search(trace, compiled(tmp_path, "sm_90", source=source), re.DOTALL)
 
 
-@pytest.mark.slow
+@bundled
 @pytest.mark.parametrize(
-    ("file", "sound", "fault", "holds"),
+    ("sound", "fault", "holds"),
     [
-        ("elements.h", "store_whole(reinterpret_cast<Whole*>(to), ", "*reinterpret_cast<Whole*>(to) = (", moves_packs),
-        ("kernels.cu", "kPacks = 2;", "kPacks = 1;", loads_together),
+        ("store_whole(reinterpret_cast<Whole*>(to), ", "*reinterpret_cast<Whole*>(to) = (", moves_packs),
+        ("kPacks = 2;", "kPacks = 1;", loads_together),
     ],
     ids=["a plain store", "one pack a thread"],
 )
-def test_planted_faults_show_in_the_loops(file, sound, fault, holds, tmp_path):
-    shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
-    path = tmp_path / "csrc/cuda" / file
-    assert sound in path.read_text()
-    path.write_text(path.read_text().replace(sound, fault))
-    code = compiled(tmp_path, "sm_90", "-fmad=false", source=tmp_path / "csrc/cuda/kernels.cu")
-    faulty = working_kernels({("sm_90", f.split()[0]): f for f in code.split("Function : ")[1:]})
-    assert not all(holds(kernel, loop) for (_, kernel), loops in faulty for loop in loops)
+def test_planted_faults_show_in_the_loops(sound, fault, holds):
+    source = _sources.device_code(ROOT / "csrc")
+    assert source.count(sound) == 1
+    for text, right in ((source, True), (source.replace(sound, fault), False)):
+        _, cubin = nvrtc._compile(text.encode(), "write_kernel<double, double, true, false, true>", 90)
+        assert (
+            all(holds(kernel, loop) for (_, kernel), loops in working_kernels(machine_code(cubin)) for loop in loops)
+            == right
+        )
