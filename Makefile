@@ -31,7 +31,8 @@ INTERPRETED := -n auto --dist worksteal -m "not slow" -W ignore::RuntimeWarning 
 SPREAD := -n auto --dist loadfile --no-loadscope-reorder --ignore tests/distributed
 QUICK := $(SPREAD) -m "not slow"
 # What the version of torch has no part in.
-WITHOUT_TORCH := $(foreach t,docs/test_benchmarks docs/test_site gpu/test_cuda_source test_rooms,--ignore tests/$(t).py)
+WITHOUT_TORCH := $(foreach t,core/test_interrupts core/test_without_a_feature docs/test_benchmarks docs/test_site gpu/test_cuda_source \
+	test_rooms,--ignore tests/$(t).py)
 # Without PyTorch's own caching of memory, so that an access outside of a tensor is one outside of an allocation.
 SANITIZED := PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --report-api-errors no --error-exitcode 1
 SAY = @printf '\n== %s\n'
@@ -122,7 +123,7 @@ build: $(WHOLE)  ## the package with all of its extensions, editable, in .venv
 
 clean:  ## remove what was built and set up
 	rm -rf build dist .venv .venv-torch-* *.egg-info python/*.egg-info .mypy_cache .pytest_cache .ruff_cache
-	rm -f python/fusedaccum/*.so python/fusedaccum/_build.json python/fusedaccum/_kernels.cu
+	rm -rf python/fusedaccum/*.so python/fusedaccum/_build.json python/fusedaccum/_native
 
 # Stamps: an empty file in the environment that it speaks for. A change of TORCH needs `make clean`.
 

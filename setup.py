@@ -36,8 +36,8 @@ CPU_ISA_FLAGS = {  # csrc/cpu/kernels_<isa>.cpp; the machine that runs them choo
 # Compiled for those that nvcc knows, and as PTX of the last for later GPUs.
 CUDA_ARCHS = ("7.0", "7.5", "8.0", "9.0", "10.0", "12.0")
 NVRTC = os.environ.get("FUSEDACCUM_CUDA") == "nvrtc"
-SOURCES = runpy.run_path("python/fusedaccum/_sources.py")
-NO_TORCH = "no torch to build against; with torch installed: pip install --no-build-isolation ."
+COMMAND = "python -m fusedaccum build"
+NO_TORCH = f"no torch to build against; with torch installed: {COMMAND}"
 
 
 def cuda_root() -> Path | None:
@@ -58,11 +58,11 @@ def why_no_cuda(root: Path | None) -> str | None:
     if torch.version.hip is not None:
         return f"torch {torch.__version__} is for AMD's GPUs, for which there are Triton's kernels instead"
     if torch.version.cuda is None:
-        return f"torch {torch.__version__} is built without CUDA: install a CUDA build of torch"
+        return f"torch {torch.__version__} is built without CUDA: install a CUDA build of torch, then {COMMAND}"
     if NVRTC:
         return None
     if root is None:
-        return "no nvcc found: install the CUDA toolkit, then put nvcc on PATH or set CUDA_HOME"
+        return f"no nvcc found: install the CUDA toolkit, put nvcc on PATH or set CUDA_HOME, then {COMMAND}"
     release = re.search(r"release ([\d.]+)", subprocess.check_output([root / "bin/nvcc", "--version"], text=True))[1]
     if release.split(".")[0] != torch.version.cuda.split(".")[0]:
         return f"nvcc has CUDA {release}, torch has {torch.version.cuda}: the major versions must match"
@@ -76,7 +76,8 @@ def decide(root: Path | None) -> str | None:
     wanted = os.environ.get("FUSEDACCUM_CUDA", "auto")
     if wanted not in ("auto", "0", "1", "nvrtc"):
         sys.exit(f"FUSEDACCUM_CUDA is {wanted!r}; it must be auto, 0, 1 or nvrtc")
-    reason = "FUSEDACCUM_CUDA=0 was set when it was built" if wanted == "0" else why_no_cuda(root)
+    unwanted = f"FUSEDACCUM_CUDA=0 was set when it was built; without it: {COMMAND}"
+    reason = unwanted if wanted == "0" else why_no_cuda(root)
     if wanted in ("1", "nvrtc") and reason:
         sys.exit(f"FUSEDACCUM_CUDA={wanted}, but {reason}")
     return reason
@@ -141,7 +142,6 @@ def plan() -> tuple[list, dict, dict]:
         built["_cuda"] = f"{' '.join(NVCC_FLAGS)}; CUDA {torch.version.cuda}; {os.environ['TORCH_CUDA_ARCH_LIST']}"
     modules, command = native(with_cuda=not why_not)
     record = {"torch": torch.__version__, "built": built, "missing": {"_cuda": why_not} if why_not else {}}
-    record["sources"] = SOURCES["digest"](Path("csrc"))
     if not why_not:
         record["cuda_archs"] = "nvrtc" if NVRTC else os.environ["TORCH_CUDA_ARCH_LIST"]
     return modules, {"build_ext": command}, record
@@ -153,13 +153,16 @@ class BuildPackage(build_py):
             shutil.rmtree(self.build_lib, ignore_errors=True)
         super().run()
         folder = Path("python" if self.editable_mode else self.build_lib, "fusedaccum")
+        if not self.editable_mode:  # for `python -m fusedaccum build`, which runs this file there
+            shutil.copytree("csrc", folder / "_native/source/csrc")
+            shutil.copy("setup.py", folder / "_native/source")
         for name in RECORD["missing"]:
             (folder / f"{name}{get_config_var('EXT_SUFFIX')}").unlink(missing_ok=True)
-        (folder / "_build.json").write_text(json.dumps(RECORD, indent=1) + "\n")
-        if NVRTC:
-            (folder / "_kernels.cu").write_text(SOURCES["device_code"](Path("csrc")))
+        sources = runpy.run_path("python/fusedaccum/_sources.py")["digest"](Path())
+        (folder / "_build.json").write_text(json.dumps(RECORD | {"sources": sources}, indent=1) + "\n")
         reasons = "".join(f"; no {name}: {reason}" for name, reason in RECORD["missing"].items())
-        print(f"fusedaccum: built {' and '.join(RECORD['built']) or 'pure Python'}{reasons}")
+        later = f"pure Python; {COMMAND} adds the CPU kernels, the hooks and, where nvcc is, the CUDA kernels"
+        print(f"fusedaccum: built {later if torch is None else ' and '.join(RECORD['built']) + reasons}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """What does the end of a window take when the optimizer is in CPU memory? AdamW, fused, on bf16 parameters, with a window's sums given.
 
 On a GPU the floor is what takes longer of the two that have to be done: the sums over the link one way while the parameters come the
-other, or AdamW's pass over FP32 numbers in CPU memory. Without a GPU nothing crosses a link: what is left is the step in parts.
+other, or AdamW's pass over FP32 numbers in CPU memory. Without a GPU nothing crosses a link: what is left is the step in parts, which split
+masters take, too.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from . import environment
 from .harness import OURS, Contestant, Options, Row, Sink, filled, race, rows_of
 
 NAME = "cpu_optimizer"
-SET_NAMES = {"cpu": ("gpt2-124m",), "cuda": ("gpt2-124m", "llama3-8b")}  # the larger takes 40 GB of CPU memory
+SET_NAMES = {"cpu": ("resnet-101", "gpt2-124m"), "cuda": ("gpt2-124m", "llama3-8b")}  # the larger takes 40 GB of CPU memory
 AWAY = {"optimizer_device": "cpu"}
 WAYS: dict[str, dict[str, Any]] = {
     "masters beside the parameters": {"master_weights": True},
+    "split masters": {"master_weights": "split"},
     "masters and buffers in CPU memory": {"master_weights": True, "buffer_device": "cpu"},
 }
 LINK = "link, both ways at once"

@@ -16,8 +16,9 @@ ROOMS = {
     "_sources": set(),
     "engine": set(),
     "inner": set(),
-    "nvrtc": set(),
-    "native": {"_sources", "nvrtc"},
+    "native": {"_sources"},
+    "builder": {"native"},
+    "nvrtc": {"native"},
     "scalars": set(),
     "modules": set(),
     "warn": set(),
@@ -26,7 +27,7 @@ ROOMS = {
     "parts": set(),
     "limits": set(),
     "mistakes": {"warn"},
-    "ops": {"native", "scalars", "warn"},
+    "ops": {"native", "nvrtc", "scalars", "warn"},
     "autograd": {"engine", "limits", "native", "parts"},
     "core": {"autograd", "engine", "last_window", "older_checkpoints", "ops", "parts", "scalars", "warn"},
     "distributed": {
@@ -73,8 +74,18 @@ ROOMS = {
         "warn",
     },
     "integrations": {"__init__"},
-    "__init__": {"_version", "core", "core/optimizer", "distributed", "last_window", "ops", "recipes", "schedules"},
-    "__main__": {"_version", "native", "ops"},
+    "__init__": {
+        "_version",
+        "core",
+        "core/optimizer",
+        "distributed",
+        "last_window",
+        "native",
+        "ops",
+        "recipes",
+        "schedules",
+    },
+    "__main__": {"_version", "builder", "native", "ops"},
 }
 # What the files of `ops` may import from each other. Only the package itself is for others, with the exceptions in BEYOND_OPS.
 OPS = {

@@ -58,7 +58,10 @@ class Launch {
     if (call_.low == kNoLow) return kernels_.kernel[mode(pair, stochastic, out)][pair.out_type][pair.in_type];
     const bool casts = call_.op == Op::kCast, accumulates = call_.op == Op::kAccumulate;
     int which = casts || accumulates ? mode(pair, stochastic, out) : stats_ ? kStats : 0;
-    if (accumulates && reinterpret_cast<uintptr_t>(low) % 32 != 0) which &= ~kStream;
+    const bool unaligned = accumulates && reinterpret_cast<uintptr_t>(low) % 32 != 0;
+    // Masters are read again at once, by the optimizer's step.
+    const bool masters = casts && call_.low == kInt16 && pair.out_type == kF32;
+    if (unaligned || masters) which &= ~kStream;
     return kernels_.parts[static_cast<int>(call_.op)][which][call_.low][(casts ? pair.out_type : pair.in_type) == kF32];
   }
 

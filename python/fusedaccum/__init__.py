@@ -1,6 +1,6 @@
 """Exact, fast gradient accumulation for PyTorch: ``opt = fusedaccum.AccumulatingOptimizer(opt, accum_steps=8)``."""
 
-from . import ops, schedules
+from . import native, ops, schedules
 from ._version import __version__
 from .core.config import TimesMean
 from .core.optimizer import AccumulatingOptimizer
@@ -30,3 +30,5 @@ __all__ = [
     "schedules",
     "unfuse",
 ]
+
+native.warn_of_another_torch()

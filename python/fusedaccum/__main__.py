@@ -7,6 +7,7 @@ import importlib
 import os
 import platform
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ def summary() -> str:
     return "\n".join(
         [
             f"{_verdict()}.",
+            *_extensions(),
             "",
             f"fusedaccum {__version__} in {Path(__file__).parent}",
             f"Python {platform.python_version()}, torch {torch.__version__}, {platform.system()} {platform.machine()}",
@@ -40,7 +42,7 @@ def report() -> str:
     lines = [
         summary(),
         "",
-        f"Extensions, built against torch {record.torch}:" if record.torch else "Extensions:",
+        "Extensions:",
         *(f"  {name:<10} {how}" for name, how in record.built.items()),
         *(f"  {name:<10} not built: {why}" for name, why in record.missing.items()),
         "",
@@ -71,6 +73,17 @@ def _verdict() -> str:
     first = next(row.name for row in backends.TABLE if row.name != "cpu" and not backends.why_missing(row.name))
     names = {"cuda": "CUDA kernels", "triton": "Triton kernels", "reference": "plain PyTorch"}
     return f"Ready: {names[first]} on {torch.cuda.get_device_name()}; {on_cpu}"
+
+
+def _extensions() -> Iterator[str]:
+    """What is built, for which torch, and where; and the command that would change what is missing for no other reason."""
+    record = native.build()
+    left_out = record.missing if record.torch else {}
+    missing = [name for name in native.EXTENSIONS if name not in left_out and native.why_missing(name)]
+    if record.built:
+        yield f"Built: {', '.join(record.built)}, for torch {record.torch}, in {record.folder}."
+    if missing:
+        yield f"Missing: {', '.join(missing)}. To compile what this machine can: {native.COMMAND}"
 
 
 def _hooks() -> str:
@@ -105,11 +118,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m fusedaccum", description="What runs here, and why anything is missing."
     )
-    parser.add_argument("-v", "--verbose", action="store_true", help="also how everything was built")
+    parser.add_argument("command", nargs="?", choices=["build"], help="compile what this machine can, for this torch")
+    parser.add_argument("-v", "--verbose", action="store_true", help="also how everything was built, or is being built")
     asked = parser.parse_args()
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it, without a traceback
-    print(report() if asked.verbose else summary())
+    if asked.command == "build":
+        from . import builder
+
+        print(builder.build(asked.verbose))
+    else:
+        print(report() if asked.verbose else summary())
 
 
 if __name__ == "__main__":

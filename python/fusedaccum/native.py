@@ -1,28 +1,37 @@
-"""The native extensions of this installation: what its build left behind, and whether that fits the installed torch."""
+"""The native extensions of this installation: where a build left them, and whether they fit the installed torch."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
 import json
+import multiprocessing
 import os
 import re
+import sys
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import torch
 
-from . import nvrtc
 from ._sources import digest
 
-ADVICE = "build it again: pip install --no-build-isolation --no-deps --force-reinstall <fusedaccum's source folder>"
+EXTENSIONS = ("_cpu", "_intake", "_cuda")
+COMMAND = "python -m fusedaccum build"
+ADVICE = f"build it again: {COMMAND}"
+PACKAGE = Path(__file__).resolve().parent
+CHECKOUT = PACKAGE.parents[1]  # of an editable install; elsewhere, some folder without csrc
+SOURCE = CHECKOUT if (CHECKOUT / "csrc").is_dir() else PACKAGE / "_native/source"  # of setup.py and csrc
 
 
 @dataclass(frozen=True)
 class Build:
-    """The record that setup.py leaves in the package.
+    """The record that a build leaves beside its extensions.
 
     Attributes:
         torch: version that the extensions were built against; None if there was none.
@@ -30,6 +39,7 @@ class Build:
         missing: extension -> why it was not built, and what to do about it.
         cuda_archs: GPUs that the CUDA extension was compiled for, as TORCH_CUDA_ARCH_LIST has them, or "nvrtc".
         sources: digest of the sources that they were built from; None if that was not noted.
+        folder: where they are.
     """
 
     torch: str | None = None
@@ -37,19 +47,58 @@ class Build:
     missing: dict[str, str] = field(default_factory=dict)
     cuda_archs: str = ""
     sources: str | None = None
+    folder: str = str(PACKAGE)
 
 
+def read(folder: Path) -> Build | None:
+    """The record in a folder; None if it is not there, or a network file system does not show it yet."""
+    try:
+        return Build(**json.loads((folder / "_build.json").read_text()), folder=str(folder))
+    except (OSError, ValueError):
+        return None
+
+
+@functools.cache
 def build() -> Build:
-    """The record; an empty one in a source tree that was never installed."""
-    path = Path(__file__).with_name("_build.json")
-    return Build(**json.loads(path.read_text())) if path.exists() else Build()
+    """The build that fits and has most; if none does, one for another torch. An empty record in a source tree that was never installed."""
+    found = []
+    for place in places():
+        with contextlib.suppress(OSError):  # nothing was built there
+            found += [read(place / name) for name in os.listdir(place) if name.startswith(_built_from())]
+    known = filter(None, [*found, read(PACKAGE)])
+    return max(known, key=lambda of: (of.torch is not None, _why_unfit(of) is None, len(of.built)), default=Build())
+
+
+def places() -> list[Path]:
+    """Where the command builds: in the package, or where that is read-only, in a cache of the user's."""
+    cache = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "fusedaccum")
+    return [PACKAGE / "_native", Path(os.path.abspath(os.path.expanduser(os.environ.get("FUSEDACCUM_CACHE") or cache)))]
+
+
+def key() -> str:
+    """The name of the folder for what is built of these sources, with their flags, for this Python and this torch."""
+    return f"{_built_from()}torch-{'.'.join(_minor(torch.__version__))}"
+
+
+def _built_from() -> str:
+    return f"{(sources() or '')[:12]}{EXTENSION_SUFFIXES[0].removesuffix('so')}"
 
 
 @functools.cache
 def sources() -> str | None:
-    """The digest of the sources beside the package, in a source tree that is installed as editable; None elsewhere."""
-    folder = Path(__file__).resolve().parents[2] / "csrc"
-    return digest(folder) if folder.is_dir() else None
+    """The digest of the sources in the checkout of an editable install, or of those that the package brought; None if it brought none."""
+    if (CHECKOUT / "csrc").is_dir():
+        return digest(CHECKOUT)
+    installed = read(PACKAGE)
+    return installed.sources if installed else None
+
+
+def _why_unfit(record: Build) -> str | None:
+    if record.torch is not None and _minor(record.torch) != _minor(torch.__version__):
+        return f"it was built against torch {record.torch}, but this is torch {torch.__version__}; {ADVICE}"
+    if None not in (record.sources, sources()) and record.sources != sources():
+        return f"csrc or setup.py has changed since it was built; {ADVICE}"
+    return None
 
 
 def why_missing(extension: str) -> str | None:
@@ -61,17 +110,25 @@ def why_missing(extension: str) -> str | None:
     record = build()
     if extension in record.missing:
         return record.missing[extension]
+    if (reason := _why_unfit(record)) is not None:
+        return reason
     if importlib.util.find_spec(f"fusedaccum.{extension}") is None:
         return f"fusedaccum.{extension} was not built for this Python; {ADVICE}"
-    if record.torch is not None and _minor(record.torch) != _minor(torch.__version__):
-        return f"it was built against torch {record.torch}, but this is torch {torch.__version__}; {ADVICE}"
-    if None not in (record.sources, sources()) and record.sources != sources():
-        return f"the sources in csrc have changed since it was built; {ADVICE}"
     try:
         importlib.import_module(f"fusedaccum.{extension}")
     except ImportError as error:
         return f"fusedaccum.{extension} cannot be loaded ({error}); {ADVICE}"
     return None
+
+
+def warn_of_another_torch() -> None:
+    """Say, once on a node, that the extensions are of no use after an upgrade of torch. The command says it by itself."""
+    ranks = map(os.environ.get, ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"))
+    first = next(filter(None, ranks), "0") == "0" and multiprocessing.parent_process() is None
+    record = build()
+    other = record.torch is not None and _minor(record.torch) != _minor(torch.__version__)
+    if other and first and "fusedaccum" not in sys.orig_argv:
+        warnings.warn(f"fusedaccum's kernels are not used: {_why_unfit(record)}", RuntimeWarning, stacklevel=3)
 
 
 def why_not_on(capabilities: Iterable[tuple[int, int]]) -> str | None:
@@ -81,8 +138,6 @@ def why_not_on(capabilities: Iterable[tuple[int, int]]) -> str | None:
     (CUDA C++ Programming Guide, "Compilation with NVCC".)
     """
     archs = build().cuda_archs
-    if archs == "nvrtc":
-        return nvrtc.why_not_on(capabilities)
 
     def runs(arch: str, device: tuple[int, int]) -> bool:
         parts = re.fullmatch(r"(\d+)\.(\d+)([af]?)(\+PTX)?", arch)
@@ -135,3 +190,7 @@ def why_no_hooks() -> str | None:
 
 def _minor(version: str) -> list[str]:
     return version.split(".")[:2]
+
+
+if build().folder != str(PACKAGE):
+    sys.modules["fusedaccum"].__path__.insert(0, build().folder)

@@ -7,12 +7,15 @@ import ctypes
 import functools
 import hashlib
 import os
+import re
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from . import native
 
 FLAGS = ("-std=c++17", "-default-device", "-fmad=false", "-w")
 # What the kernels take from the standard library, which NVRTC does not have.
@@ -42,7 +45,7 @@ def compiled(kernel: str, device: int) -> tuple[bytes, bytes]:
     """
     arch, source = _arch(device), _source()
     key = hashlib.sha256(repr((kernel, arch, _version(), FLAGS, HEADERS, source)).encode()).hexdigest()
-    path = _folder() / key
+    path = native.places()[-1] / "nvrtc" / key
     with contextlib.suppress(OSError):
         digest, kept = (held := path.read_bytes())[:32], held[32:]
         if hashlib.sha256(kept).digest() == digest:
@@ -65,14 +68,18 @@ def why_not_on(capabilities: Iterable[tuple[int, int]]) -> str | None:
 
 @functools.cache
 def _source() -> bytes:
-    """The kernels as setup.py left them in the package."""
-    return Path(__file__).with_name("_kernels.cu").read_bytes()
+    """The kernels as one text: each header of ours in the place of its first #include."""
+    seen: set[Path] = set()
 
+    def text(path: Path) -> str:
+        if path in seen:
+            return ""
+        seen.add(path)
+        plain = path.read_text().replace("#pragma once\n", "")
+        return re.sub(r'^#include "(.+)"$', lambda found: text((path.parent / found[1]).resolve()), plain, flags=re.M)
 
-def _folder() -> Path:
-    """Where machine code is kept."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(os.environ.get("FUSEDACCUM_CACHE") or Path(cache, "fusedaccum"), "nvrtc")
+    names = "using namespace fusedaccum;\nusing namespace fusedaccum::cuda;\n"
+    return (text(native.SOURCE / "csrc/cuda/kernels.inc.h") + names).encode()
 
 
 def _keep(path: Path, kept: bytes) -> None:

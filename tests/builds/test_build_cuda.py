@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fusedaccum import _sources, native, nvrtc
+from fusedaccum import native, nvrtc
 
 ROOT = Path(__file__).parents[2]
 
@@ -67,7 +67,7 @@ def of_nvrtc(arch):
     """All kernels in one module, for this compute capability."""
     argument = "const __grid_constant__ Batch"
     every = "".join(f"template __global__ void {name}({argument});\n" for name in instantiations() if "<" in name)
-    source = f"{_sources.device_code(ROOT / 'csrc')}namespace fusedaccum::cuda {{ namespace {{\n{every}}} }}"
+    source = f"{nvrtc._source().decode()}namespace fusedaccum::cuda {{ namespace {{\n{every}}} }}"
     return nvrtc._compile(source.encode(), "add_up_kernel", arch)[1]
 
 
@@ -316,7 +316,7 @@ def test_planted_faults_show_in_the_machine_code(fault, trace, tmp_path):
     ids=["a plain store", "one pack a thread"],
 )
 def test_planted_faults_show_in_the_loops(sound, fault, holds):
-    source = _sources.device_code(ROOT / "csrc")
+    source = nvrtc._source().decode()
     assert source.count(sound) == 1
     for text, right in ((source, True), (source.replace(sound, fault), False)):
         _, cubin = nvrtc._compile(text.encode(), "write_kernel<double, double, true, false, true>", 90)

@@ -103,17 +103,24 @@ def test_an_extension_of_other_sources_than_those_beside_the_package_is_not_trie
     if sources != "of before" or native.sources() is None:  # None: not noted, or no sources here
         assert native.why_missing("_cpu") is None
     else:
-        assert native.why_missing("_cpu") == f"the sources in csrc have changed since it was built; {native.ADVICE}"
+        assert native.why_missing("_cpu") == f"csrc or setup.py has changed since it was built; {native.ADVICE}"
 
 
 def test_a_digest_is_of_names_and_contents(tmp_path):
     digests = set()
-    for name, text in (("a.h", "1"), ("a.h", "2"), ("b.h", "2"), ("in/b.h", "2")):
-        folder = tmp_path / f"{len(digests)}" / "csrc"
-        (folder / name).parent.mkdir(parents=True)
-        (folder / name).write_text(text)
-        digests.add(_sources.digest(folder))
-    assert len(digests) == 4
+    for name, text, flags in (
+        ("a.h", "1", ""),
+        ("a.h", "2", ""),
+        ("b.h", "2", ""),
+        ("in/b.h", "2", ""),
+        ("a.h", "1", "-O0"),
+    ):
+        root = tmp_path / f"{len(digests)}"
+        (root / "csrc" / name).parent.mkdir(parents=True)
+        (root / "csrc" / name).write_text(text)
+        (root / "setup.py").write_text(flags)
+        digests.add(_sources.digest(root))
+    assert len(digests) == 5
 
 
 def test_reason_of_the_build_is_passed_on(monkeypatch):

@@ -1,10 +1,10 @@
 """The package as users get it: sdist, wheels with and without extensions, each in a clean environment."""
 
+import importlib.util
 import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import venv
 import zipfile
@@ -50,7 +50,8 @@ def build(what, source, out, hide_torch=False, **environment):
     """Run the build backend as pip does; returns the file that it made."""
     hide = "import sys; sys.modules['torch'] = None; " if hide_torch else ""
     code = f"{hide}from setuptools import build_meta; build_meta.build_{what}({str(out)!r})"
-    run(sys.executable, "-c", code, cwd=source, **environment)
+    said = run(sys.executable, "-c", code, cwd=source, **environment)
+    assert not hide_torch or "\nfusedaccum: built pure Python; python -m fusedaccum build adds the CPU kernels" in said
     (made,) = out.iterdir()
     return made
 
@@ -73,9 +74,8 @@ def clean_environment(folder, wheel):
         cwd=folder,
     )
     site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
-    Path(site, "torch.pth").write_text(
-        sysconfig.get_path("purelib") + "\n"
-    )  # does not run .pth files there: no editable install
+    torch = importlib.util.find_spec("torch").origin
+    Path(site, "torch.pth").write_text(f"{Path(torch).parents[1]}\n")  # no .pth file there is run: no editable install
     return python
 
 
@@ -133,14 +133,17 @@ def test_wheel_from_sdist_runs_its_extension(unpacked, out, tmp_path):
         run(python, "-c", COMPILE, cwd=tmp_path, FUSEDACCUM_CACHE=str(tmp_path / "cache"))
 
 
-def test_wheel_built_without_torch_works_and_says_how_to_get_the_rest(unpacked, out, tmp_path):
+def test_wheel_built_without_torch_works_and_brings_what_the_rest_is_built_from(unpacked, out, tmp_path):
     wheel = build("wheel", unpacked, out, hide_torch=True, FUSEDACCUM_CUDA="auto")
     assert wheel.name.endswith("-py3-none-any.whl")
     python = clean_environment(tmp_path / "venv", wheel)
     run(python, "-W", "error", "-c", USE.format(prefix=str(tmp_path), backend="auto"), cwd=tmp_path)
     report = run(python, "-m", "fusedaccum", cwd=tmp_path)
-    assert (
-        "cpu        missing: no torch to build against; with torch installed: pip install --no-build-isolation ."
-        in report
-    )
+    assert "cpu        missing: no torch to build against; with torch installed: python -m fusedaccum build" in report
     assert "reference  ready" in report
+    shutil.rmtree(unpacked)
+    built = run(python, "-m", "fusedaccum", "build", cwd=tmp_path, FUSEDACCUM_CUDA="0", XDG_CACHE_HOME=str(tmp_path))
+    assert f"\n_cpu and _intake are in {tmp_path / 'venv'}" in built
+    run(python, "-W", "error", "-c", USE.format(prefix=str(tmp_path), backend="cpu"), cwd=tmp_path)
+    report = run(python, "-W", "error", "-m", "fusedaccum", "-v", cwd=tmp_path)
+    assert report.startswith("Ready: CPU kernels") and "Hooks: in C++" in report

@@ -14,8 +14,8 @@ import threading
 import pytest
 import torch
 from cuda_standins import ROOT, compile_driver, run_tests
-from fusedaccum import _sources, native, nvrtc, ops
-from fusedaccum.ops import Stats
+from fusedaccum import native, nvrtc, ops
+from fusedaccum.ops import Stats, backends
 from ops_cases import child_environment
 
 WITH_DRIVER = "CUDA_SHIM" in os.environ
@@ -31,7 +31,6 @@ with_driver = pytest.mark.skipif(not WITH_DRIVER, reason="is run by the test at 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("FUSEDACCUM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(nvrtc, "_source", lambda: _sources.device_code(ROOT / "csrc").encode())
     return tmp_path / "cache/nvrtc"
 
 
@@ -99,8 +98,7 @@ def test_a_folder_in_the_place_of_a_file_is_no_error(cache):
 @pytest.mark.slow
 def test_eight_processes_at_once(cache):
     code = (
-        "import sys; from pathlib import Path; from fusedaccum import _sources, nvrtc; sys.stdin.read()\n"
-        "nvrtc._source = lambda: _sources.device_code(Path('csrc')).encode()\n"
+        "import sys; from fusedaccum import nvrtc; sys.stdin.read()\n"
         f"symbol, code = nvrtc.compiled({KERNEL!r}, 90); assert b'.text.' + symbol in code"
     )
     environment = child_environment(FUSEDACCUM_CACHE=str(cache.parent))
@@ -112,19 +110,6 @@ def test_eight_processes_at_once(cache):
         rank.stdin.close()
     assert [rank.wait() for rank in ranks] == [0] * 8
     assert len(list(cache.iterdir())) == 1
-
-
-def test_where_machine_code_is_kept(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/someone")
-    for name in ("FUSEDACCUM_CACHE", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value, folder in (
-        ("HOME", "/home/someone", "/home/someone/.cache/fusedaccum/nvrtc"),
-        ("XDG_CACHE_HOME", "/xdg", "/xdg/fusedaccum/nvrtc"),
-        ("FUSEDACCUM_CACHE", "/mine", "/mine/nvrtc"),
-    ):
-        monkeypatch.setenv(name, value)
-        assert str(nvrtc._folder()) == folder
 
 
 def test_a_compile_error_says_which_kernel_and_where(cache, monkeypatch):
@@ -139,12 +124,17 @@ def test_a_compile_error_says_which_kernel_and_where(cache, monkeypatch):
 
 
 def test_gpus_that_nvrtc_does_not_know(monkeypatch):
-    monkeypatch.setattr(native, "build", lambda: native.Build(cuda_archs="nvrtc"))
-    assert native.why_not_on([(9, 0), (8, 0)]) is None
     assert nvrtc._arch(109) >= 100  # a later one of a major version that it knows
-    assert "knows no GPUs of compute capability 99.0; use another torch" in native.why_not_on([(9, 0), (99, 0)])
+    monkeypatch.setattr(native, "build", lambda: native.Build(cuda_archs="nvrtc"))
+    monkeypatch.setattr(native, "why_missing", lambda extension: None)
+    monkeypatch.setattr(native, "why_not_with_driver", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for second, said in (((8, 0), None), ((99, 0), "knows no GPUs of compute capability 99.0; use another torch")):
+        monkeypatch.setattr(backends, "_capabilities", lambda second=second: [(9, 0), second])
+        reason = backends._cuda_missing()
+        assert reason == said or said in reason
     monkeypatch.setattr(nvrtc, "_library", lambda: ctypes.CDLL("libnonesuch.so.13"))
-    assert "libnonesuch.so.13: cannot open" in native.why_not_on([(9, 0)])
+    assert "libnonesuch.so.13: cannot open" in backends._cuda_missing()
 
 
 # -- the driver --------------------------------------------------------------------------------------------------
