@@ -18,7 +18,7 @@ from . import environment
 from .harness import OURS, Contestant, Options, Row, Sink, filled, race, rows_of
 
 NAME = "cpu_optimizer"
-SET_NAMES = {"cpu": ("resnet-101", "gpt2-124m"), "cuda": ("gpt2-124m", "llama3-8b")}  # the larger takes 40 GB of CPU memory
+SET_NAMES = {"cpu": ("resnet-101", "gpt2-124m"), "cuda": ("gpt2-124m", "llama3-8b")}  # the last takes 40 GB of memory
 AWAY = {"optimizer_device": "cpu"}
 WAYS: dict[str, dict[str, Any]] = {
     "masters beside the parameters": {"master_weights": True},

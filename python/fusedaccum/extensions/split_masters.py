@@ -90,6 +90,7 @@ class SplitMasters(MastersInParts):
 
     def parameters_moved(self, places: dict[int, int]) -> None:
         super().parameters_moved(places)
+        self._scratch.clear()
         for table in (self._low, self._loaded):
             for p in table.keys() - self.of.keys():
                 del table[p]
@@ -110,8 +111,11 @@ class SplitMasters(MastersInParts):
     def _leave(self, slots: Iterable[Slot]) -> None:
         self._split_all()
         # A part's memory is kept on a CPU, whose system would fill it with zeros again for every step.
+        largest = max((4 * padded(p.numel()) for p in self.of), default=0)
         self._scratch = {
-            at: x for at, x in self._scratch.items() if at.type == "cpu" and x.nbytes <= limits.stepped(at)
+            at: x
+            for at, x in self._scratch.items()
+            if at.type == "cpu" and x.nbytes <= max(largest, limits.stepped(at))
         }
         super()._leave(slots)
 

@@ -263,8 +263,9 @@ def priced(way: Way, of: Parameters, micro_batches: int, optimizer: Any) -> Mode
         if way.split:  # FP32 masters of a part, with their gradients if these are not in FP32 already
             fp32 = [4 * local_of(p).numel() for p in of.trained if p.dtype == torch.bfloat16]
             alone = not isinstance(optimizer, Optimizer) or steps_each_alone(_inner(optimizer))
-            part = max(*fp32, min(sum(fp32), limits.stepped(of.device))) if alone else sum(fp32)
-            kept = part if of.device.type == "cpu" and part <= limits.stepped(of.device) else 0
+            most = max([*fp32, limits.stepped(of.device)])
+            part = min(sum(fp32), most) if alone else sum(fp32)
+            kept = part if of.device.type == "cpu" and part <= most else 0
             there["masters"] += kept
             memory["gradients"] = max(memory["gradients"], part - kept + part * max(map(way.low, dtypes.values())))
     if way.away:  # their sums are there, too, and parameters pass a ring on their way back

@@ -207,15 +207,16 @@ def tensors():
     return [x for x in gc.get_objects() if type(x) in (torch.Tensor, Parameter)]
 
 
-@pytest.mark.parametrize(("settings", "beside"), [({}, 0), (SPLIT, 2), (COPIES, 4)], ids=str)
+@pytest.mark.parametrize(("settings", "beside"), [({}, 0), (SPLIT, 2 + 4 / 4), (COPIES, 4)], ids=str)
 def test_bytes_a_parameter(settings, beside):
+    """Of split masters also, on a CPU, FP32 numbers of a part: of one parameter of four."""
     n = 1 << 16
     before = tensors()  # other tests', which need not have a storage; held, so that no new one gets an old one's id
     params = [Parameter(torch.ones(n, dtype=torch.bfloat16)) for _ in range(4)]
     opt = wrapper(params, settings, lambda ps: torch.optim.SGD(ps, lr=1.0), accum_steps=1)
     for _ in range(2):
         sum(p.sum() for p in params).backward()
-        with limits(stepped=lambda _: 4 * n - 1):  # not one parameter: more is kept on a CPU
+        with limits(stepped=lambda _: 4 * n):
             opt.step()
     known = {id(x) for x in before}
     held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors() if id(x) not in known}
@@ -234,13 +235,15 @@ def test_a_step_joins_no_more_than_a_part_or_one_parameter(monkeypatch):
         return found
 
     monkeypatch.setattr(SplitMasters, "_make_room", seen)
+    masters = opt._accumulation.extensions.of(SplitMasters)
     with limits(stepped=lambda _: 4 * 64):
         window(params, opt, 0)
-    assert sizes == [1, 3, 1, 1] and max(room) == 256  # 200, and the gap after it
-    assert not opt._accumulation.extensions.of(SplitMasters)._scratch
-    window(params[1:4], opt, 1)
-    (kept,) = opt._accumulation.extensions.of(SplitMasters)._scratch.values()
-    assert kept.numel() == 2 * 64  # params[1] is FP32
+        assert sizes == [1, 3, 1, 1] and max(room) == 256  # 200, and the gap after it
+        (kept,) = masters._scratch.values()
+        assert kept.numel() == 256
+        opt.register_step_pre_hook(lambda *_: None)  # all at once
+        window(params, opt, 1)
+    assert max(room) > 256 and not masters._scratch
 
 
 # -- other code --------------------------------------------------------------------------------------------------------------
