@@ -3,7 +3,7 @@ PYTHON ?= python3
 TORCH ?= 2.14.1
 # `make test-all` runs the suite once more against this version of torch; SECOND_TORCH= leaves that out.
 SECOND_TORCH ?= 2.13.0
-# auto, 0 or 1: see setup.py. Where there is no GPU, only `make build` and `make test-all` take the minutes that nvcc takes.
+# auto, 0, 1 or nvrtc: see setup.py. Where there is no GPU, only `make build` and `make test-all` take the minutes that nvcc takes.
 FUSEDACCUM_CUDA ?= auto
 export FUSEDACCUM_CUDA
 CUDA_HERE := $(if $(shell command -v nvidia-smi),$(FUSEDACCUM_CUDA),$(FUSEDACCUM_CUDA:auto=0))
@@ -38,7 +38,7 @@ SANITIZED := PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --report-api-err
 SAY = @printf '\n== %s\n'
 NEEDS_GPU = @$(BIN)/python -c 'import torch; torch.cuda.is_available() or exit("There is no CUDA device here that PyTorch can use: nothing was tested.")'
 
-.PHONY: help demo docs test test-all rest test-gpu sanitize bench bench-gpu lint format build clean
+.PHONY: help demo docs test test-all rest test-gpu test-gpu-nvrtc sanitize bench bench-gpu lint format build clean
 .DEFAULT_GOAL := help
 
 help:  ## what can be made
@@ -90,6 +90,10 @@ test-gpu: $(BUILT)  ## the tests where there is a CUDA device, and `make sanitiz
 	$(BIN)/python -m pytest -q tests/distributed/test_devices.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal tests/devices
 	@$(MAKE) --no-print-directory sanitize
+
+test-gpu-nvrtc:  ## the same with kernels that NVRTC compiles when they are first used, which no GPU has run yet
+	@rm -f $(BUILT)
+	@$(MAKE) --no-print-directory test-gpu FUSEDACCUM_CUDA=nvrtc; status=$$?; rm -f $(BUILT); exit $$status
 
 sanitize: $(BUILT)  ## the kernels on a CUDA device, under compute-sanitizer
 	$(SAY) "Kernels under compute-sanitizer"

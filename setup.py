@@ -1,6 +1,6 @@
 """Builds the native extensions if there is a torch to build them against; everything else is in pyproject.toml.
 
-FUSEDACCUM_CUDA=auto|0|1: build the CUDA extension if possible; never; always, or fail.
+FUSEDACCUM_CUDA=auto|0|1: build the CUDA extension if possible; never; always, or fail. nvrtc: the one that needs no nvcc, or fail.
 TORCH_CUDA_ARCH_LIST: the GPUs to compile for, as in PyTorch. CUDA_HOME: the toolkit, if it is not that of the nvcc on PATH.
 """
 
@@ -35,6 +35,7 @@ CPU_ISA_FLAGS = {  # csrc/cpu/kernels_<isa>.cpp; the machine that runs them choo
 }
 # Compiled for those that nvcc knows, and as PTX of the last for later GPUs.
 CUDA_ARCHS = ("7.0", "7.5", "8.0", "9.0", "10.0", "12.0")
+NVRTC = os.environ.get("FUSEDACCUM_CUDA") == "nvrtc"
 COMMAND = "python -m fusedaccum build"
 NO_TORCH = f"no torch to build against; with torch installed: {COMMAND}"
 
@@ -58,6 +59,8 @@ def why_no_cuda(root: Path | None) -> str | None:
         return f"torch {torch.__version__} is for AMD's GPUs, for which there are Triton's kernels instead"
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA: install a CUDA build of torch, then {COMMAND}"
+    if NVRTC:
+        return None
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     if root is None and home:
         return f"CUDA_HOME is {home}, which has no bin/nvcc: set it to a CUDA toolkit, then {COMMAND}"
@@ -72,14 +75,14 @@ def why_no_cuda(root: Path | None) -> str | None:
 
 
 def decide(root: Path | None) -> str | None:
-    """Why the CUDA extension is not built, or None; exits if FUSEDACCUM_CUDA=1 insists on it."""
+    """Why the CUDA extension is not built, or None; exits if FUSEDACCUM_CUDA insists on it."""
     wanted = os.environ.get("FUSEDACCUM_CUDA", "auto")
-    if wanted not in ("auto", "0", "1"):
-        sys.exit(f"FUSEDACCUM_CUDA is {wanted!r}; it must be auto, 0 or 1")
+    if wanted not in ("auto", "0", "1", "nvrtc"):
+        sys.exit(f"FUSEDACCUM_CUDA is {wanted!r}; it must be auto, 0, 1 or nvrtc")
     unwanted = f"FUSEDACCUM_CUDA=0 was set when it was built; without it: {COMMAND}"
     reason = unwanted if wanted == "0" else why_no_cuda(root)
-    if wanted == "1" and reason:
-        sys.exit(f"FUSEDACCUM_CUDA=1, but {reason}")
+    if wanted in ("1", "nvrtc") and reason:
+        sys.exit(f"FUSEDACCUM_CUDA={wanted}, but {reason}")
     return reason
 
 
@@ -117,7 +120,10 @@ def native(with_cuda: bool) -> tuple[list, type]:
         CppExtension("fusedaccum._cpu", ["csrc/bindings_cpu.cpp", *launchers], extra_compile_args=flags),
         CppExtension("fusedaccum._intake", ["csrc/bindings_autograd.cpp"], extra_compile_args=flags),
     ]
-    if with_cuda:
+    if with_cuda and NVRTC:
+        sources, libraries = ["csrc/bindings_nvrtc.cpp"], ["torch_cuda"]
+        modules.append(CppExtension("fusedaccum._cuda", sources, libraries=libraries, extra_compile_args=flags))
+    elif with_cuda:
         sources = ["csrc/bindings_cuda.cpp", "csrc/cuda/kernels.cu"]
         modules.append(CUDAExtension("fusedaccum._cuda", sources, extra_compile_args=flags))
     return modules, BuildNative
@@ -132,13 +138,15 @@ def plan() -> tuple[list, dict, dict]:
         return [], {}, {"torch": None, "built": {}, "missing": missing}
     cxx = " ".join(CXX_FLAGS)
     built = {"_cpu": f"{cxx}; {', '.join(CPU_ISA_FLAGS)}", "_intake": cxx}
-    if not why_not:
+    if NVRTC:
+        built["_cuda"] = f"{cxx}; nvrtc: compiles each kernel when it is first used; not yet run on a GPU"
+    elif not why_not:
         os.environ |= {"CUDA_HOME": str(root), "TORCH_CUDA_ARCH_LIST": arch_list(root)}  # for torch.utils.cpp_extension
         built["_cuda"] = f"{' '.join(NVCC_FLAGS)}; CUDA {torch.version.cuda}; {os.environ['TORCH_CUDA_ARCH_LIST']}"
     modules, command = native(with_cuda=not why_not)
     record = {"torch": torch.__version__, "built": built, "missing": {"_cuda": why_not} if why_not else {}}
     if not why_not:
-        record["cuda_archs"] = os.environ["TORCH_CUDA_ARCH_LIST"]
+        record["cuda_archs"] = "nvrtc" if NVRTC else os.environ["TORCH_CUDA_ARCH_LIST"]
     return modules, {"build_ext": command}, record
 
 

@@ -18,6 +18,7 @@ ROOMS = {
     "inner": set(),
     "native": {"_sources"},
     "builder": {"native"},
+    "nvrtc": {"native"},
     "scalars": set(),
     "modules": set(),
     "warn": set(),
@@ -26,7 +27,7 @@ ROOMS = {
     "parts": set(),
     "limits": set(),
     "mistakes": {"warn"},
-    "ops": {"native", "scalars", "warn"},
+    "ops": {"native", "nvrtc", "scalars", "warn"},
     "autograd": {"engine", "limits", "native", "parts"},
     "core": {"autograd", "engine", "last_window", "older_checkpoints", "ops", "parts", "scalars", "warn"},
     "distributed": {

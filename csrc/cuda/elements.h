@@ -1,10 +1,6 @@
 // How elements lie in memory, and how they move: dtypes, their way into and out of the type that is computed in, packs of 16 bytes.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime_api.h>
-
 #include "../formulas.h"
 
 namespace fusedaccum {
@@ -19,10 +15,34 @@ struct FP16 {
   uint16_t bits;
 };
 
+// The processor's conversions, to nearest even. NVRTC has no header with them. The text is that of nvcc's headers, braces and all: nvcc
+// judges by it how long a loop is, and unrolls fewer otherwise.
+#if defined(__CUDACC__)
+FUSEDACCUM_DEVICE float fp16_to_fp32(uint16_t x) {
+  float y;
+  asm("{  cvt.f32.f16 %0, %1;}\n" : "=f"(y) : "h"(x));
+  return y;
+}
+FUSEDACCUM_DEVICE uint16_t fp32_to_fp16(float x) {
+  uint16_t y;
+  asm("{  cvt.rn.f16.f32 %0, %1;}\n" : "=h"(y) : "f"(x));
+  return y;
+}
+FUSEDACCUM_DEVICE uint16_t fp32_to_bf16(float x) {
+#if __CUDA_ARCH__ >= 800
+  uint16_t y;
+  asm("{  cvt.rn.bf16.f32 %0, %1;}\n" : "=h"(y) : "f"(x));
+  return y;
+#else
+  return static_cast<uint16_t>(float_to_bf16_upper<float, uint32_t>(x) >> 16);
+#endif
+}
+#endif
+
 FUSEDACCUM_DEVICE double widened(double x) { return x; }
 FUSEDACCUM_DEVICE float widened(float x) { return x; }
 FUSEDACCUM_DEVICE float widened(BF16 x) { return bitcast<float>(uint32_t{x.bits} << 16); }
-FUSEDACCUM_DEVICE float widened(FP16 x) { return __half2float(__ushort_as_half(x.bits)); }
+FUSEDACCUM_DEVICE float widened(FP16 x) { return fp16_to_fp32(x.bits); }
 
 // To nearest even and to FP32 as the processor does it. formulas.h gives the same bits (of NaNs, too, only that they are NaNs), but in
 // so many integer operations that they, not memory, would set the pace.
@@ -33,14 +53,14 @@ struct Rounded {  // to FP64 and FP32
 };
 template <>
 struct Rounded<BF16> {  // from FP64 by way of FP32
-  static FUSEDACCUM_DEVICE BF16 nearest(float x) { return {__bfloat16_as_ushort(__float2bfloat16_rn(x))}; }
+  static FUSEDACCUM_DEVICE BF16 nearest(float x) { return {fp32_to_bf16(x)}; }
   static FUSEDACCUM_DEVICE BF16 stochastic(float x, uint32_t r) {
     return {static_cast<uint16_t>(float_to_bf16_upper_stochastic(x, r) >> 16)};
   }
 };
 template <>
 struct Rounded<FP16> {
-  static FUSEDACCUM_DEVICE FP16 nearest(float x) { return {__half_as_ushort(__float2half_rn(x))}; }
+  static FUSEDACCUM_DEVICE FP16 nearest(float x) { return {fp32_to_fp16(x)}; }
   static FUSEDACCUM_DEVICE FP16 stochastic(float x, uint32_t r) {
     const auto nearest_of = [](float y) { return uint32_t{nearest(y).bits}; };
     return {static_cast<uint16_t>(float_to_fp16_stochastic(x, r, nearest_of))};

@@ -1,8 +1,6 @@
 // What a caller of the CUDA kernels knows of them. No torch.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
 #include <cstddef>
 #include <cstdint>
 
@@ -36,6 +34,14 @@ struct Call {
   LowParts low = kNoLow;        // of the outputs or, for kCast, of the inputs
 };
 
+// Where add_up_kernel finds the partials, and leaves their sum.
+struct AddUp {
+  const Partial* partials;
+  int64_t count;
+  double* sq_norm;
+  int64_t* nonfinite;
+};
+
 // The CUDA version, of toolkit and driver, since which a kernel's arguments may take 32,764 bytes; before, 4,096.
 constexpr int kDriver = 12010;
 
@@ -43,11 +49,12 @@ constexpr int64_t kChunk = 8192;  // elements per block: docs/performance.md
 
 inline int64_t blocks_of(int64_t elements) { return (elements + kChunk - 1) / kChunk; }
 
-// The op over pairs of one dtype combination (kStats: of `in`'s), on the current device. Only starts the work.
-cudaError_t run(const Pair* pairs, std::size_t count, DType out, DType in, const Call& call, cudaStream_t stream);
+// With the kernels of nvcc, on the current device, and a cudaStream_t; they only start the work, and return a cudaError_t.
+// The op over pairs of one dtype combination (kStats: of `in`'s).
+int run(const Pair* pairs, std::size_t count, DType out, DType in, const Call& call, void* stream);
 
-// Adds up `count` partials, in an order that depends on their number alone.
-cudaError_t add_up(const Partial* partials, int64_t count, double* sq_norm, int64_t* nonfinite, cudaStream_t stream);
+// Adds up partials, in an order that depends on their number alone.
+int add_up(AddUp work, void* stream);
 
 }  // namespace cuda
 }  // namespace fusedaccum

@@ -25,10 +25,8 @@ EXTENSIONS = {"_cpu": "CPU kernels", "_intake": "hooks in C++", "_cuda": "CUDA k
 COMMAND = "python -m fusedaccum build"
 ADVICE = f"build it again: {COMMAND}"
 PACKAGE = Path(__file__).resolve().parent
-BROUGHT = PACKAGE / "_native/source"  # by a wheel
-SOURCE = (
-    BROUGHT if BROUGHT.is_dir() else PACKAGE.parents[1]
-)  # of setup.py and csrc; the checkout of an editable install
+BROUGHT = PACKAGE / "_native/source"  # by a wheel; where an editable install is, its checkout has setup.py and csrc
+SOURCE = BROUGHT if BROUGHT.is_dir() else PACKAGE.parents[1]
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class Build:
         torch: version that the extensions were built against; None if there was none.
         built: extension -> how it was built, for people.
         missing: extension -> why it was not built, and what to do about it.
-        cuda_archs: GPUs that the CUDA extension was compiled for, as TORCH_CUDA_ARCH_LIST has them.
+        cuda_archs: GPUs that the CUDA extension was compiled for, as TORCH_CUDA_ARCH_LIST has them, or "nvrtc".
         sources: digest of the sources that they were built from; None if that was not noted.
         folder: where they are.
     """
@@ -137,7 +135,7 @@ def warn_of_another_torch() -> None:
 
 
 def why_not_on(capabilities: Iterable[tuple[int, int]]) -> str | None:
-    """None if the CUDA extension was compiled for GPUs of all these compute capabilities, else the reason and the remedy.
+    """None if the CUDA extension runs on GPUs of all these compute capabilities, else the reason and the remedy.
 
     Machine code runs on GPUs of its major version, from its minor version on; PTX on all later ones.
     (CUDA C++ Programming Guide, "Compilation with NVCC".)

@@ -1,23 +1,36 @@
-"""The CUDA extension, where it was compiled: it imports without a GPU, and its machine code is what the source intends."""
+"""The CUDA extension, where nvcc compiled it, imports without a GPU; its machine code, and NVRTC's, is what the source intends."""
 
 import functools
 import importlib
 import importlib.util
+import itertools
 import re
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
-from fusedaccum import native
+from fusedaccum import native, nvrtc
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif("_cuda" not in native.build().built, reason="the CUDA extension was not built here"),
-]
+pytestmark = pytest.mark.long
+
+built = pytest.mark.skipif(
+    native.build().cuda_archs in ("", "nvrtc"), reason="the CUDA extension was not built here by nvcc"
+)
+bundled = pytest.mark.skipif(torch.version.cuda is None, reason="a torch without NVRTC")
+# nvcc has compiled for several GPUs; NVRTC compiles for one at a time.
+every_compiler = pytest.mark.parametrize(
+    "compiler",
+    [
+        pytest.param("nvcc", marks=built),
+        *(pytest.param(arch, marks=bundled) for arch in (80, 90, 100)),
+        *(pytest.param(arch, marks=[bundled, pytest.mark.slow]) for arch in (75, 120)),
+    ],
+)
 
 
 def cuobjdump():
@@ -31,22 +44,60 @@ def cuobjdump():
     )
 
 
+def instantiations():
+    """Every kernel, as NVRTC knows it by name."""
+    flags = ("false", "true")
+    dtypes = ("double", "float", "BF16", "FP16")
+    for out, x, overwrite, stochastic, stats in itertools.product(dtypes, dtypes, flags, flags, flags):
+        if stochastic == "false" or out in ("BF16", "FP16"):
+            yield f"write_kernel<{out}, {x}, {overwrite}, {stochastic}, {stats}>"
+    yield from (f"stats_kernel<{x}>" for x in dtypes)
+    for low, stats in itertools.product(("int8_t", "int16_t"), flags):
+        for other in ("float", "BF16"):
+            yield from (
+                f"parts_kernel<static_cast<Op>(0), {low}, {other}, {overwrite}, {stats}>" for overwrite in flags
+            )
+            yield f"parts_kernel<static_cast<Op>(1), {low}, {other}, true, {stats}>"
+        yield f"parts_kernel<static_cast<Op>(3), {low}, BF16, true, {stats}>"
+    yield from (f"parts_kernel<static_cast<Op>(2), {low}, BF16, true, true>" for low in ("int8_t", "int16_t"))
+    yield "add_up_kernel"
+
+
+def of_nvrtc(arch):
+    """All kernels in one module, for this compute capability."""
+    argument = "const __grid_constant__ Batch"
+    every = "".join(f"template __global__ void {name}({argument});\n" for name in instantiations() if "<" in name)
+    source = f"{nvrtc._source().decode()}namespace fusedaccum::cuda {{ namespace {{\n{every}}} }}"
+    return nvrtc._compile(source.encode(), "add_up_kernel", arch)[1]
+
+
 @functools.cache
-def kernels():
+def kernels(compiler):
     """(arch, kernel) -> machine code."""
+    if compiler == "nvcc":
+        return machine_code(Path(importlib.import_module("fusedaccum._cuda").__file__).read_bytes())
+    return machine_code(of_nvrtc(compiler))
+
+
+def machine_code(binary):
+    """(arch, kernel) -> machine code, of a cubin or of a library with some in it."""
     tool = cuobjdump()
     if tool is None:
         pytest.skip("needs cuobjdump")
-    library = importlib.import_module("fusedaccum._cuda").__file__
-    text = subprocess.run([tool, "-sass", library], check=True, capture_output=True, text=True).stdout
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(binary)
+        file.flush()
+        text = subprocess.run([tool, "-sass", file.name], check=True, capture_output=True, text=True).stdout
     found = {}
-    for part in re.split(r"^arch = ", text, flags=re.MULTILINE)[1:]:
+    for part in re.split(r"^\s*code for ", text, flags=re.MULTILINE)[1:]:
         arch = part.split(maxsplit=1)[0]
         for function in part.split("Function : ")[1:]:
             found[arch, function.split(maxsplit=1)[0]] = function
+    assert found
     return found
 
 
+@built
 def test_cuda_extension_imports_without_a_gpu():
     assert native.why_missing("_cuda") is None
     extension = importlib.import_module("fusedaccum._cuda")
@@ -55,6 +106,7 @@ def test_cuda_extension_imports_without_a_gpu():
     assert extension.driver() >= 12010 or not torch.cuda.is_available()  # a GPU may be hidden, its driver is there
 
 
+@built
 def test_cuda_backend_without_a_gpu_says_so():
     from fusedaccum.ops import backends
 
@@ -64,12 +116,14 @@ def test_cuda_backend_without_a_gpu_says_so():
         backends.check("cuda")
 
 
-def test_every_kernel_was_compiled_for_every_arch():
-    archs = {arch for arch, _ in kernels()}
-    _, *asked = re.findall(r"\d+\.\d+[af]?", native.build().built["_cuda"])  # CUDA's version, and for which GPUs
-    assert archs == {f"sm_{number.replace('.', '')}" for number in asked}
+@every_compiler
+def test_every_kernel_was_compiled_for_every_arch(compiler):
+    archs = {arch for arch, _ in kernels(compiler)}
+    asked = re.findall(r"(\d+)\.(\d+[af]?)", native.build().cuda_archs) if compiler == "nvcc" else [(compiler, "")]
+    assert archs == {f"sm_{major}{minor}" for major, minor in asked}
     for arch in archs:
-        names = [name for found, name in kernels() if found == arch]
+        names = [name for found, name in kernels(compiler) if found == arch]
+        assert len(names) == len(list(instantiations()))
         # 16 pairs of dtypes, and the 8 with 16-bit outputs again for stochastic rounding; each adds or overwrites, with or without stats.
         assert len([name for name in names if "write_kernel" in name]) == 2 * 2 * (16 + 8)
         assert len([name for name in names if "stats_kernel" in name]) == 4
@@ -132,15 +186,17 @@ def loads_together(kernel, loop):
 
 
 @pytest.mark.parametrize("holds", [moves_packs, loads_together])
-def test_in_whole_tiles(holds):
-    for (arch, kernel), loops in working_kernels(kernels()):
+@every_compiler
+def test_in_whole_tiles(holds, compiler):
+    for (arch, kernel), loops in working_kernels(kernels(compiler)):
         for loop in loops:
             assert holds(kernel, loop), (arch, kernel)
 
 
-def test_loads_and_stores_are_weak():
+@every_compiler
+def test_loads_and_stores_are_weak(compiler):
     """No access orders others, as strong ones do; hints of a cache level can make one strong (``__stwb``: STG.E.128.STRONG.SM)."""
-    for key, code in kernels().items():
+    for key, code in kernels(compiler).items():
         assert not re.search(r"\b(LDG|STG)\S*\.STRONG\b", code), key
 
 
@@ -161,16 +217,18 @@ def busy(arch, loop):
     return len(loop) / ISSUED / (moved * processors * clock / bandwidth)
 
 
-def test_computing_takes_less_time_than_the_bytes():
+@every_compiler
+def test_computing_takes_less_time_than_the_bytes(compiler):
     """By instruction count: a kernel that issued one in most clocks would no longer be limited by memory alone."""
-    for (arch, kernel), loops in working_kernels(kernels()):
+    for (arch, kernel), loops in working_kernels(kernels(compiler)):
         if arch in GPUS and "stochastic" not in flags(kernel):
             assert max(busy(arch, loop) for loop in loops) < 0.6, (arch, kernel)
 
 
-def test_numbers_in_two_parts_move_in_packs_and_compute_for_less_time_than_that_takes():
+@every_compiler
+def test_numbers_in_two_parts_move_in_packs_and_compute_for_less_time_than_that_takes(compiler):
     """On an H200, beside 8 bits too, whose bytes have to be taken out of registers one by one."""
-    for (arch, kernel), code in kernels().items():
+    for (arch, kernel), code in kernels(compiler).items():
         if "parts" not in kernel:
             continue
         op, low, other = re.search(r"OpE(\d)E([as])(f|NS\d*_4BF16E)", kernel).groups()
@@ -194,21 +252,24 @@ def parts_flags(kernel):
     }
 
 
-def test_random_numbers_take_about_the_time_of_the_bytes():
+@every_compiler
+def test_random_numbers_take_about_the_time_of_the_bytes(compiler):
     """On an H200; into FP16, whose subnormals need a rounding of their own, half as much again."""
-    for (arch, kernel), loops in working_kernels(kernels()):
+    for (arch, kernel), loops in working_kernels(kernels(compiler)):
         if arch == "sm_90" and "stochastic" in flags(kernel):
             limit = {"BF16": 1.2, "FP16": 1.7}[re.search(r"kernelINS\d*_4(BF16|FP16)E", kernel)[1]]
             assert max(busy(arch, loop) for loop in loops) < limit, kernel
 
 
-def test_cuda_kernels_use_no_local_memory():
-    for key, code in kernels().items():
+@every_compiler
+def test_cuda_kernels_use_no_local_memory(compiler):
+    for key, code in kernels(compiler).items():
         assert not re.search(r"\b(LDL|STL)\b", code), key
 
 
-def test_cuda_kernels_never_contract_a_product_and_a_sum():
-    for key, code in kernels().items():
+@every_compiler
+def test_cuda_kernels_never_contract_a_product_and_a_sum(compiler):
+    for key, code in kernels(compiler).items():
         assert not re.search(r"\b[FD]FMA\b", code), key
 
 
@@ -245,20 +306,21 @@ def test_planted_faults_show_in_the_machine_code(fault, trace, tmp_path):
     assert re.search(trace, compiled(tmp_path, "sm_90", source=source), re.DOTALL)
 
 
-@pytest.mark.slow
+@bundled
 @pytest.mark.parametrize(
-    ("file", "sound", "fault", "holds"),
+    ("sound", "fault", "holds"),
     [
-        ("elements.h", "store_whole(reinterpret_cast<Whole*>(to), ", "*reinterpret_cast<Whole*>(to) = (", moves_packs),
-        ("kernels.cu", "kPacks = 2;", "kPacks = 1;", loads_together),
+        ("store_whole(reinterpret_cast<Whole*>(to), ", "*reinterpret_cast<Whole*>(to) = (", moves_packs),
+        ("kPacks = 2;", "kPacks = 1;", loads_together),
     ],
     ids=["a plain store", "one pack a thread"],
 )
-def test_planted_faults_show_in_the_loops(file, sound, fault, holds, tmp_path):
-    shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
-    path = tmp_path / "csrc/cuda" / file
-    assert sound in path.read_text()
-    path.write_text(path.read_text().replace(sound, fault))
-    code = compiled(tmp_path, "sm_90", "-fmad=false", source=tmp_path / "csrc/cuda/kernels.cu")
-    faulty = working_kernels({("sm_90", f.split()[0]): f for f in code.split("Function : ")[1:]})
-    assert not all(holds(kernel, loop) for (_, kernel), loops in faulty for loop in loops)
+def test_planted_faults_show_in_the_loops(sound, fault, holds):
+    source = nvrtc._source().decode()
+    assert source.count(sound) == 1
+    for text, right in ((source, True), (source.replace(sound, fault), False)):
+        _, cubin = nvrtc._compile(text.encode(), "write_kernel<double, double, true, false, true>", 90)
+        assert (
+            all(holds(kernel, loop) for (_, kernel), loops in working_kernels(machine_code(cubin)) for loop in loops)
+            == right
+        )

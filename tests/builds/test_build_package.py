@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
@@ -28,6 +29,14 @@ for _ in range(2):
     layer(torch.ones(1, 2)).sum().backward()
     opt.step()
 assert opt.updated
+"""
+
+
+COMPILE = """
+from fusedaccum import _cuda, nvrtc
+symbol, code = nvrtc.compiled("add_up_kernel", 90)
+assert code.startswith(b"\\x7fELF")
+assert callable(_cuda.accumulate_)
 """
 
 
@@ -109,14 +118,19 @@ def test_sdist_holds_all_sources(unpacked):
 
 
 def test_wheel_from_sdist_runs_its_extension(unpacked, out, tmp_path):
-    wheel = build("wheel", unpacked, out, FUSEDACCUM_CUDA="0")
+    cuda = "0" if torch.version.cuda is None else "nvrtc"
+    wheel = build("wheel", unpacked, out, FUSEDACCUM_CUDA=cuda, PATH="/usr/bin:/bin", CUDA_HOME="/nowhere")
     with zipfile.ZipFile(wheel) as archive:
         assert {"fusedaccum/triton_kernels/__init__.py", "fusedaccum/_build.json"} <= set(archive.namelist())
     python = clean_environment(tmp_path / "venv", wheel)
     run(python, "-W", "error", "-c", USE.format(prefix=str(tmp_path), backend="cpu"), cwd=tmp_path)
     report = run(python, "-m", "fusedaccum", "-v", cwd=tmp_path)
     assert "cpu        ready" in report
-    assert "not built: FUSEDACCUM_CUDA=0" in report
+    if cuda == "0":
+        assert "not built: FUSEDACCUM_CUDA=0" in report
+    else:
+        assert "nvrtc: compiles each kernel when it is first used; not yet run on a GPU" in report
+        run(python, "-c", COMPILE, cwd=tmp_path, FUSEDACCUM_CACHE=str(tmp_path / "cache"))
 
 
 def test_wheel_built_without_torch_works_and_brings_what_the_rest_is_built_from(unpacked, out, tmp_path):

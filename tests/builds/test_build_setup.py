@@ -75,6 +75,14 @@ def test_cuda_extension_is_left_out_for_a_stated_reason(setup_py, toolkit, monke
     assert (reason is None) if says is None else (says in reason)
 
 
+def test_nvrtc_needs_no_nvcc(setup_py, monkeypatch):
+    monkeypatch.setattr(setup_py, "NVRTC", True)
+    for torch, says in ((torch_with("13.0"), None), (torch_with(None), "without CUDA"), (None, "no torch")):
+        monkeypatch.setattr(setup_py, "torch", torch)
+        reason = setup_py.why_no_cuda(None)
+        assert (reason is None) if says is None else (says in reason)
+
+
 def test_a_toolkit_without_room_for_the_kernels_arguments(setup_py, toolkit, monkeypatch):
     monkeypatch.setattr(setup_py, "torch", torch_with("12.8"))
     for release, says in (("12.0", "need 12.1 or newer"), ("12.1", None)):
@@ -94,7 +102,8 @@ def test_archs_of_the_environment_are_honoured(setup_py, toolkit, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "says"), [("1", "FUSEDACCUM_CUDA=1, but "), ("yes", "FUSEDACCUM_CUDA is 'yes'; it must be auto, 0 or 1")]
+    ("wanted", "says"),
+    [("1", "FUSEDACCUM_CUDA=1, but "), ("yes", "FUSEDACCUM_CUDA is 'yes'; it must be auto, 0, 1 or nvrtc")],
 )
 def test_what_cannot_be_done_is_an_error(tmp_path, wanted, says):
     environment = {**os.environ, "FUSEDACCUM_CUDA": wanted, "CUDA_HOME": str(tmp_path)}

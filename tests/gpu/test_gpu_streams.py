@@ -1,6 +1,8 @@
 """What only a GPU can show: nothing waits for it, and CUDA graphs, streams and several devices work."""
 
 import contextlib
+import subprocess
+import sys
 
 import fusedaccum as fa
 import pytest
@@ -250,3 +252,28 @@ def test_a_model_on_two_devices_is_one_on_the_cpu(settings):
         results.append([p.detach().cpu() for p in params])
     for a, b in zip(*results):
         torch.testing.assert_close(a, b, rtol=1e-12 if dtype == torch.float64 else 0, atol=0)
+
+
+FIRST_USE = """
+import threading, torch
+from fusedaccum import ops
+x, y = torch.zeros(9, device="cuda"), torch.ones(9, device="cuda", dtype=torch.float16)
+def add():
+    ops.accumulate_([x], [y], 1.0, backend="cuda")
+"""
+
+
+@needs_gpu
+@pytest.mark.skipif("cuda" not in KERNELS, reason="the CUDA kernels are not here")
+@pytest.mark.parametrize(
+    "use",
+    [
+        "graph = torch.cuda.CUDAGraph()\nwith torch.cuda.graph(graph): add()\ngraph.replay()",
+        "thread = threading.Thread(target=add)\nthread.start()\nthread.join()",
+    ],
+    ids=["while a graph is captured", "in a new thread"],
+)
+def test_the_first_use_of_a_kernel_may_be(use):
+    """In a process of its own, where no kernel has been loaded."""
+    code = f"{FIRST_USE}{use}\nassert x.tolist() == [1.0] * 9"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from .. import native
+from .. import native, nvrtc
 from ..warn import warn
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch: kernels run in Python, on CPU tensors
@@ -41,7 +41,8 @@ def _cuda_missing() -> str | None:
     missing = native.why_missing("_cuda")
     if missing or not torch.cuda.is_available():
         return missing or "torch finds no CUDA device on this machine"
-    return native.why_not_on(_capabilities()) or native.why_not_with_driver()
+    why_not_on = nvrtc.why_not_on if native.build().cuda_archs == "nvrtc" else native.why_not_on
+    return why_not_on(_capabilities()) or native.why_not_with_driver()
 
 
 def _triton_missing() -> str | None:

@@ -1,4 +1,4 @@
-// A stand-in for CUDA's header: enough of it to run csrc/cuda/kernels.cu on the CPU, block after block. For tests only.
+// A stand-in for CUDA's header: enough of it to run csrc/cuda on the CPU, block after block. For tests only.
 //
 // The threads of a block are fibers on one CPU thread. Each runs up to its next barrier or shuffle, in an order that is drawn afresh every
 // time, so that a missing barrier shows as a wrong result. A barrier that not all threads reach aborts.
@@ -7,6 +7,7 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
@@ -152,9 +153,29 @@ inline void __syncthreads() {}
 inline void __syncthreads() { shim::wait(shim::State::kAtBlock); }
 #endif
 
+// These stand in for what csrc/cuda/elements.h has in assembly.
 template <class T>
-void store_whole(T* to, T value) {  // stands in for the one in csrc/cuda/elements.h
+void store_whole(T* to, T value) {
   *to = value;
+}
+inline float fp16_to_fp32(uint16_t bits) {
+  _Float16 value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return static_cast<float>(value);
+}
+inline uint16_t fp32_to_fp16(float x) {
+  const auto value = static_cast<_Float16>(x);
+  uint16_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+inline uint16_t fp32_to_bf16(float x) {  // by the definition; a NaN's bits are those of CUDA
+  if (std::isnan(x)) return 0x7fff;
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  const uint32_t below = bits >> 16, lost = bits & 0xffff;  // the neighbour towards zero, and the distance to it: 0x8000 is half way
+  const bool up = lost > 0x8000 || (lost == 0x8000 && below % 2 == 1);
+  return static_cast<uint16_t>(below + up);
 }
 
 template <class T>

@@ -27,7 +27,7 @@ extern "C" int run_parts(int low, int op, const cuda::Pair* pairs, std::size_t c
   launches = 0;
   cuda::run(pairs, count, static_cast<fusedaccum::DType>(out), static_cast<fusedaccum::DType>(in), call, nullptr);
   const int written = launches;
-  if (sq_norm != nullptr) cuda::add_up(partials.data(), blocks, sq_norm, nonfinite, nullptr);
+  if (sq_norm != nullptr) cuda::add_up({partials.data(), blocks, sq_norm, nonfinite}, nullptr);
   return written;
 }
 
