@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from platform import machine
 from sysconfig import get_config_var
@@ -102,6 +103,12 @@ def native(with_cuda: bool) -> tuple[list, type]:
             # Kept, so that ninja rebuilds what changed. Without force, setuptools would even keep an extension of another torch.
             self.build_temp = f"build/{sys.implementation.cache_tag}-torch-{torch.__version__}"
             self.force = True
+
+        def run(self):
+            super().run()
+            for ext in self.extensions:  # a compiler may fail without saying so, and a library be missing
+                spec = spec_from_file_location(ext.name, self.get_ext_fullpath(ext.name))
+                module_from_spec(spec)
 
         def build_extension(self, ext):
             if ext.name == "fusedaccum._cpu":

@@ -10,8 +10,9 @@ namespace cpu {
 namespace {
 
 constexpr int64_t kChunkElements = 1 << 14;
-constexpr int64_t kAlone = 1 << 15;          // elements that are not worth waking another thread for
-constexpr int64_t kStreamedBytes = 4 << 20;  // outputs larger than this are not kept in the caches anyway
+constexpr int64_t kAlone = 1 << 15;             // elements that are not worth waking another thread for
+constexpr int64_t kStreamedBytes = 4 << 20;     // outputs larger than this are not kept in the caches anyway
+constexpr int64_t kStreamedMasters = 32 << 20;  // unless the optimizer's step reads them at once
 constexpr int kZeros = 1 << 12;
 constexpr int64_t kLowSize[kLowParts + 1] = {1, 2, 0};
 
@@ -29,7 +30,8 @@ class Launch {
     int64_t bytes = 0;
     const int64_t beside = call.op == Op::kAccumulate ? kLowSize[call.low] : 0;
     for (const Pair& pair : pairs) bytes += pair.n * (kItemSize[pair.out_type] + beside);
-    streams_ = bytes >= kStreamedBytes;
+    const bool joins_masters = call.op == Op::kCast && call.low == kInt16;
+    streams_ = bytes >= (joins_masters ? kStreamedMasters : kStreamedBytes);
   }
 
   void chunk(const Chunk& chunk, Partial* partial) const {
@@ -58,10 +60,7 @@ class Launch {
     if (call_.low == kNoLow) return kernels_.kernel[mode(pair, stochastic, out)][pair.out_type][pair.in_type];
     const bool casts = call_.op == Op::kCast, accumulates = call_.op == Op::kAccumulate;
     int which = casts || accumulates ? mode(pair, stochastic, out) : stats_ ? kStats : 0;
-    const bool unaligned = accumulates && reinterpret_cast<uintptr_t>(low) % 32 != 0;
-    // Masters are read again at once, by the optimizer's step.
-    const bool masters = casts && call_.low == kInt16 && pair.out_type == kF32;
-    if (unaligned || masters) which &= ~kStream;
+    if (accumulates && reinterpret_cast<uintptr_t>(low) % 32 != 0) which &= ~kStream;
     return kernels_.parts[static_cast<int>(call_.op)][which][call_.low][(casts ? pair.out_type : pair.in_type) == kF32];
   }
 

@@ -356,8 +356,7 @@ template <Op kOp, int kMode, class L, class T>
 constexpr Kernel parts_kernel_for() {
   constexpr bool kStreams = (kMode & kStream) != 0, kOverwrites = (kMode & kOverwrite) != 0;
   constexpr bool kMeant = kOp == Op::kAccumulate ? (kMode & kCountOutput) == 0 && (!kStreams || kOverwrites)
-                          : kOp == Op::kCast     ? kOverwrites && ((kMode & kStats) != 0) == ((kMode & kCountOutput) != 0) &&
-                                                       !(kStreams && sizeof(L) == sizeof(int16_t) && sizeof(T) == sizeof(float))
+                          : kOp == Op::kCast     ? kOverwrites && ((kMode & kStats) != 0) == ((kMode & kCountOutput) != 0)
                           : kOp == Op::kScale    ? (kMode & ~kStats) == 0 && sizeof(T) == sizeof(BF16)
                                                  : kMode == kStats && sizeof(T) == sizeof(BF16);
   if constexpr (kMeant) return &run_parts<kOp, kMode, L, T>;

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -18,14 +19,19 @@ pytestmark = [
     pytest.mark.skipif(bool(native.why_missing("_cpu")), reason="the extensions were not built here"),
 ]
 
-# Makes what -o names: a copy of the real extension, or an empty file.
+# Makes what -o names: a copy of the real extension, an empty one for that of CUDA, or an empty file.
 COMPILER = """#!/bin/sh
 [ "$1" = -dumpfullversion ] && echo 12.2.0
 while [ $# -gt 0 ]; do [ "$1" = -o ] && out=$2; shift; done
 case "$out" in
-  */_cpu.*|*/_intake.*) cp "$REAL/${out##*/}" "$out" ;;
-  ?*) : > "$out" ;;
+  */_cpu.*|*/_intake.*) [ -n "$BROKEN" ] || cp "$REAL/${out##*/}" "$out" ;;
+  */_cuda.*) cp "$EMPTY" "$out" ;;
 esac
+[ -z "$out" ] || [ -e "$out" ] || : > "$out"
+"""
+EMPTY = """#include <Python.h>
+static struct PyModuleDef def = {PyModuleDef_HEAD_INIT, "_cuda"};
+PyMODINIT_FUNC PyInit__cuda(void) { return PyModule_Create(&def); }
 """
 NVCC = """#!/bin/sh
 case "$1" in
@@ -60,6 +66,9 @@ def run(site, tmp_path):
         tool.parent.mkdir(parents=True)
         tool.write_text(text)
         tool.chmod(0o755)
+    (tmp_path / "empty.c").write_text(EMPTY)
+    command = ["gcc", "-shared", "-fPIC", f"-I{sysconfig.get_path('include')}", "empty.c", "-o", "empty.so"]
+    subprocess.run(command, check=True, cwd=tmp_path)
     (tmp_path / "sh").mkdir()
     for name in ("sh", "cp", "which"):
         (tmp_path / "sh" / name).symlink_to(shutil.which(name))
@@ -69,7 +78,12 @@ def run(site, tmp_path):
         known |= {"PYTHONPATH": str(site), "XDG_CACHE_HOME": str(tmp_path), "FUSEDACCUM_CUDA": "auto", "CXX": "c++"}
         known |= {"CUDA_HOME": str(tmp_path / ("nvcc" if "nvcc" in compilers else "none")), "CUDA_PATH": ""}
         known |= {"PATH": f"{tmp_path / ('g++' if 'c++' in compilers else 'none')}/bin:{tmp_path / 'sh'}"}
-        known |= {"REAL": native.build().folder, "TORCH_CUDA_ARCH_LIST": "9.0", **environment}
+        known |= {
+            "REAL": native.build().folder,
+            "EMPTY": str(tmp_path / "empty.so"),
+            "TORCH_CUDA_ARCH_LIST": "9.0",
+            **environment,
+        }
         command = [sys.executable, *command]
         return subprocess.run(command, env=known, cwd=tmp_path, capture_output=True, text=True)
 
@@ -101,6 +115,12 @@ def test_without_a_compiler_then_with_one_then_with_another_torch(run, site, tmp
     said = f"was built against torch {torch.__version__}, but this is torch 2.99.0; {native.ADVICE}"
     assert upgraded.returncode == 0 and upgraded.stderr.count(said) == 1
     assert f"{tmp_path / 'train.py'}:3: RuntimeWarning" in upgraded.stderr
+
+
+def test_what_cannot_be_loaded_is_not_kept(run, site):
+    broken = run("-m", "fusedaccum", "build", compilers=["c++"], BROKEN="1")
+    assert broken.returncode == 1 and "\nIt does not compile:\n" in broken.stderr and "ImportError: " in broken.stderr
+    assert not native.read(site / "fusedaccum/_native" / native.key())
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="torch is built without CUDA")
