@@ -98,8 +98,9 @@ def _compile(stage: Path, lock: int, verbose: bool) -> None:
     """Run setup.py. It holds the lock too, so that nobody sweeps its folder if this process is killed and it is not."""
     command = [sys.executable, "setup.py", "build_ext", f"--build-lib={stage}", f"--build-temp={stage / 'temp'}"]
     lines = []
+    env = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}  # ninja would look for make's pipe
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pass_fds=[lock], text=True, errors="replace"
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pass_fds=[lock], text=True, errors="replace", env=env
     ) as child:
         for line in child.stdout or ():
             lines.append(line[:300].rstrip())

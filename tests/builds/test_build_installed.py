@@ -118,7 +118,8 @@ def test_without_a_compiler_then_with_one_then_with_another_torch(run, site, tmp
 
 
 def test_what_cannot_be_loaded_is_not_kept(run, site):
-    broken = run("-m", "fusedaccum", "build", compilers=["c++"], BROKEN="1")
+    within_make = " -j2 --jobserver-auth=98,99"
+    broken = run("-m", "fusedaccum", "build", compilers=["c++"], BROKEN="1", MAKEFLAGS=within_make)
     assert broken.returncode == 1 and "\nIt does not compile:\n" in broken.stderr and "ImportError: " in broken.stderr
     assert not native.read(site / "fusedaccum/_native" / native.key())
 
