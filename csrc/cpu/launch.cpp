@@ -12,7 +12,7 @@ namespace {
 constexpr int64_t kChunkElements = 1 << 14;
 constexpr int64_t kAlone = 1 << 15;             // elements that are not worth waking another thread for
 constexpr int64_t kStreamedBytes = 4 << 20;     // outputs larger than this are not kept in the caches anyway
-constexpr int64_t kStreamedMasters = 32 << 20;  // unless the optimizer's step reads them at once
+constexpr int64_t kStreamedMasters = 32 << 20;  // the same of joined masters, which the optimizer's step reads at once
 constexpr int kZeros = 1 << 12;
 constexpr int64_t kLowSize[kLowParts + 1] = {1, 2, 0};
 
@@ -30,7 +30,7 @@ class Launch {
     int64_t bytes = 0;
     const int64_t beside = call.op == Op::kAccumulate ? kLowSize[call.low] : 0;
     for (const Pair& pair : pairs) bytes += pair.n * (kItemSize[pair.out_type] + beside);
-    const bool joins_masters = call.op == Op::kCast && call.low == kInt16;
+    const bool joins_masters = call.op == Op::kCast && call.low == kInt16 && !pairs.empty() && pairs[0].out_type == kF32;
     streams_ = bytes >= (joins_masters ? kStreamedMasters : kStreamedBytes);
   }
 

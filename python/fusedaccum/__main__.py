@@ -77,7 +77,7 @@ def _verdict() -> str:
 
 
 def _extensions() -> Iterator[str]:
-    """What is built, for which torch, and where; and the command that would change what is missing for no other reason."""
+    """What is built, for which torch, and where; what is missing, though nothing is in the way of building it."""
     record = native.build()
     left_out = record.missing if record.torch else {}
     missing = [name for name in native.EXTENSIONS if name not in left_out and native.why_missing(name)]
@@ -134,7 +134,7 @@ def main() -> None:
         try:
             print(builder.build(asked.verbose))
         except KeyboardInterrupt:
-            sys.exit("\nStopped. Nothing has changed.")
+            sys.exit(f"\nStopped. Another try: {native.COMMAND}")
     else:
         print(report() if asked.verbose else summary())
 

@@ -314,8 +314,9 @@ def test_cast_equals_reference(low, other):
 
 @every_low
 def test_large_outputs_that_pass_the_caches_are_the_same(low):
-    """As CPU kernels store them: 4 MiB and more, aligned for that or not."""
+    """As CPU kernels store them: 4 MiB and more, of joined masters 32 and more, aligned for that or not."""
     n = (3 << 20) + 77 if not INTERPRETED else 3000
+    masters = (8 << 20) + 77 if not INTERPRETED else 3000
     grad = torch.randn(n).bfloat16()
     for offset in (0, 1, 32):
         for measure in (False, True):
@@ -333,12 +334,13 @@ def test_large_outputs_that_pass_the_caches_are_the_same(low):
                 [torch.zeros(n, dtype=low)],
                 measured=(measure,),
             )
-        h, part = split(torch.randn(n), low)
         for dtype in (torch.bfloat16, torch.float32):
+            elements = masters if (low, dtype) == (torch.int16, torch.float32) else n
+            h, part = split(torch.randn(elements), low)
             compare(
                 lambda out, low, stats, backend, o=offset, h=h: ops.cast_(
                     [x[o:] for x in out], [h[o:]], 0.5, low=[x[o:] for x in low], stats=stats, backend=backend
                 ),
-                [torch.zeros(n, dtype=dtype)],
+                [torch.zeros(elements, dtype=dtype)],
                 [part],
             )

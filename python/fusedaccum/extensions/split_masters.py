@@ -111,13 +111,11 @@ class SplitMasters(MastersInParts):
     def _leave(self, slots: Iterable[Slot]) -> None:
         self._split_all()
         # A part's memory is kept on a CPU, whose system would fill it with zeros again for every step.
-        largest = max((4 * padded(p.numel()) for p in self.of), default=0)
-        self._scratch = {
-            at: x
-            for at, x in self._scratch.items()
-            if at.type == "cpu" and x.nbytes <= max(largest, limits.stepped(at))
-        }
+        self._scratch = {at: x for at, x in self._scratch.items() if at.type == "cpu" and self._is_of_a_part(x)}
         super()._leave(slots)
+
+    def _is_of_a_part(self, room: Tensor) -> bool:
+        return room.nbytes <= limits.stepped(room.device) or room.numel() <= max(padded(p.numel()) for p in self.of)
 
     @contextmanager
     def _at_hand(self, slots: Sequence[Slot]) -> Iterator[None]:
