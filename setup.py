@@ -1,7 +1,13 @@
-"""Builds the native extensions if there is a torch to build them against; everything else is in pyproject.toml.
+"""Builds the native extensions if there is a torch to build them against.
 
-FUSEDACCUM_CUDA=auto|0|1: build the CUDA extension if possible; never; always, or fail. nvrtc: the one that needs no nvcc, or fail.
-TORCH_CUDA_ARCH_LIST: the GPUs to compile for, as in PyTorch. CUDA_HOME: the toolkit, if it is not that of the nvcc on PATH.
+Everything else is in pyproject.toml. What the environment may say:
+
+FUSEDACCUM_CUDA=auto|0|1: build the CUDA extension if possible; never; always, or fail. nvrtc: the
+one that needs no nvcc, or fail.
+
+TORCH_CUDA_ARCH_LIST: the GPUs to compile for, as in PyTorch.
+
+CUDA_HOME: the toolkit, if it is not that of the nvcc on PATH.
 """
 
 import json
@@ -42,7 +48,7 @@ NO_TORCH = f"no torch to build against; with torch installed: {COMMAND}"
 
 
 def cuda_root() -> Path | None:
-    """The toolkit's root, asked of nvcc itself, because the nvcc on PATH may be a wrapper script that lies elsewhere."""
+    """The toolkit's root, asked of nvcc: the nvcc on PATH may be a wrapper script elsewhere."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc = f"{home}/bin/nvcc" if home else shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
     if not os.access(nvcc, os.X_OK):
@@ -53,7 +59,7 @@ def cuda_root() -> Path | None:
 
 
 def why_no_cuda(root: Path | None) -> str | None:
-    """None if the CUDA extension can be built. Whether there is a GPU does not matter: build machines have none."""
+    """None if the CUDA extension can be built, else why not. Building needs no GPU."""
     if torch is None:
         return NO_TORCH
     if torch.version.hip is not None:
@@ -100,7 +106,8 @@ def native(with_cuda: bool) -> tuple[list, type]:
     class BuildNative(BuildExtension):
         def initialize_options(self):
             super().initialize_options()
-            # Kept, so that ninja rebuilds what changed. Without force, setuptools would even keep an extension of another torch.
+            # Kept, so that ninja rebuilds what changed. Without force, setuptools would even keep
+            # an extension of another torch.
             self.build_temp = f"build/{sys.implementation.cache_tag}-torch-{torch.__version__}"
             self.force = True
 
@@ -137,7 +144,7 @@ def native(with_cuda: bool) -> tuple[list, type]:
 
 
 def plan() -> tuple[list, dict, dict]:
-    """The extensions to build, the command for it, and the record of it that ``python -m fusedaccum`` shows."""
+    """The extensions to build, the command, and the record that ``python -m fusedaccum`` shows."""
     root = cuda_root()
     why_not = decide(root)
     if torch is None:

@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: run all benchmarks, or those named; print the tables, write results and plots."""
+"""``python -m benchmarks``: run all benchmarks or those named; write tables, results, plots."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ def main() -> None:
     parser.add_argument(
         "--out",
         type=Path,
-        help="folder for results and plots (default: benchmarks/results; its gpu/ with --device cuda, quick/ with --quick)",
+        help="folder for results and plots (default: benchmarks/results; its gpu/ with --device cuda, quick/ with "
+        "--quick)",
     )
     arguments = parser.parse_args()
     unknown = [n for n in arguments.names if n not in BENCHMARKS]

@@ -1,9 +1,10 @@
 """The machine's own bandwidth, as contestants of the same race.
 
-STREAM-like patterns over separate arrays, with as many threads as PyTorch has: the exact read:write mix of an
-accumulation in C (``stream.c``, compiled when there is a compiler), and PyTorch's own streaming ops whose mix is the
-same or the nearest. The fastest of them is the ceiling, and a row names it. Bytes are counted as for the operations: what
-is read plus what is written, without write-allocate traffic.
+STREAM-like patterns over separate arrays, with as many threads as PyTorch has: the exact read:write
+mix of an accumulation in C (``stream.c``, compiled when there is a compiler), and PyTorch's own
+streaming ops whose mix is the same or the nearest. The fastest of them is the ceiling, and a row
+names it. Bytes are counted as for the operations: what is read plus what is written, without
+write-allocate traffic.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def _library() -> ctypes.CDLL | None:
 
 @functools.lru_cache(maxsize=1)
 def _threads() -> ThreadPoolExecutor:
-    # Python threads, because a ctypes call releases the interpreter's lock, and an OpenMP pool of our own would spin.
+    # Python threads: a ctypes call releases the GIL, and an OpenMP pool of our own would spin.
     return ThreadPoolExecutor(torch.get_num_threads())
 
 
@@ -56,7 +57,8 @@ def streams(
     """Patterns with the mix of an accumulation, each timed as if it moved ``moved`` bytes.
 
     Args:
-        source_bytes, destination_bytes: bytes per element of the gradient and of the buffer (only their ratio matters).
+        source_bytes, destination_bytes: bytes per element of gradient and buffer (only their ratio
+            matters).
         overwrite: the destination is only written, not read and written.
         moved: bytes of the case with which the patterns are compared.
         quick: small arrays, which profit from caches: only to check the harness.
@@ -67,7 +69,10 @@ def streams(
 
 
 def _contestant(name: str, run: Callable[[], object], traffic: int, moved: int) -> Contestant:
-    """A pattern repeated until it has moved about ``moved`` bytes, at most a gigabyte; ``scale`` corrects its time to exactly ``moved``."""
+    """Repeat a pattern until it has moved about ``moved`` bytes, at most a gigabyte.
+
+    ``scale`` corrects its time to exactly ``moved``.
+    """
     times = max(1, min(round(moved / traffic), 2**30 // traffic))
     return Contestant(name, lambda _: [run() for _ in range(times)], kind="bandwidth", scale=moved / (times * traffic))
 

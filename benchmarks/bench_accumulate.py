@@ -1,8 +1,9 @@
-"""How fast is one accumulation? Every dtype pair and shape set, against plain PyTorch's ways in the same run.
+"""How fast is one accumulation?
 
-Bytes that the operation has to move per element, for a gradient of g and a buffer of b bytes: g + 2b to add (both read, the
-buffer written), g + b to overwrite. Statistics are taken in the same pass and count nothing; a peer that wants them reads the
-buffers once more.
+Every dtype pair and shape set, against plain PyTorch's ways in the same run. Bytes that the
+operation has to move per element, for a gradient of g and a buffer of b bytes: g + 2b to add (both
+read, the buffer written), g + b to overwrite. Statistics are taken in the same pass and count
+nothing; a peer that wants them reads the buffers once more.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ ADD_SCALE, OVERWRITE_SCALE = 0.125, 1.0  # with 1.0, a peer needs no more than a
 
 @dataclass(frozen=True)
 class Case:
-    """One row group: a dtype pair on a shape set, added or overwritten, with or without statistics."""
+    """One row group: a dtype pair on a shape set, add or overwrite, with or without statistics."""
 
     set: str
     grads: str
@@ -92,7 +93,7 @@ Inputs = list[tuple[list[Tensor], list[Tensor]]]
 
 
 def _inputs(shapes: ShapeSet, grads: torch.dtype, buffers: torch.dtype) -> Inputs:
-    """Pairs of (buffers, gradients), in enough copies to keep a call from finding its inputs in the cache."""
+    """Pairs of (buffers, gradients), so many that no call finds its own in the cache."""
     copies = rotations(shapes.elements * (grads.itemsize + buffers.itemsize))
     return [(filled(shapes.shapes, buffers, i), filled(shapes.shapes, grads, i + 100)) for i in range(copies)]
 
@@ -135,7 +136,7 @@ def _contestants(case: Case, shapes: ShapeSet, inputs: Inputs, moved: int, optio
 
 
 def _on_gpu(inputs: Inputs, scale: float, overwrite: bool, stats: fa.ops.Stats | None) -> list[Contestant]:
-    """What only a GPU has: the same calls with the Triton kernels, and replayed from CUDA graphs, without the host's time."""
+    """Only on a GPU: calls with Triton's kernels, and from CUDA graphs without the host's time."""
 
     def add(i: int, backend: str) -> None:
         buffers, grads = inputs[i]

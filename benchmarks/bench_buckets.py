@@ -1,8 +1,10 @@
-"""What does holding gradients in buckets cost on a CPU? Process time and page faults of windows of 8, steps included.
+"""What does holding gradients in buckets cost on a CPU?
 
-Memory that is freed in one piece goes back to the system, and the next backward faults it in again: how often depends on all that a process
-has allocated. So here every contestant is a process of its own, and they take turns. Time is the process's own, on all its threads, because
-that is what faults cost; a neighbour on the same cores disturbs it less than the clock on the wall.
+Process time and page faults of windows of 8, steps included. Memory that is freed in one piece goes
+back to the system, and the next backward faults it in again: how often depends on all that a
+process has allocated. So here every contestant is a process of its own, and they take turns. Time
+is the process's own, on all its threads, because that is what faults cost; a neighbour on the same
+cores disturbs it less than the clock on the wall.
 
 "Buckets of 8 MiB" is what the wrapper did for every model once; it goes below the public API.
 """
@@ -34,8 +36,9 @@ MODELS = {
     "gpt-3m": Size(2048, 192, 6, 768, 6),
     "gpt-11m": Size(4096, 320, 5, 1280, 8),
 }
-# Models, sequences in a micro-batch, and tokens in each; fewer where a processor without bf16 instructions takes long. Larger models have
-# gradients of more than 8 MiB, and buckets of that size then as now: bench_step.py measures one.
+# Models, sequences in a micro-batch, and tokens in each; fewer where a processor without bf16
+# instructions takes long. Larger models have gradients of more than 8 MiB, and buckets of that size
+# then as now: bench_step.py measures one.
 CASES = {
     "fp32": {"gpt-50k": (8, 64), "gpt-1m": (4, 64), "gpt-3m": (4, 64), "gpt-11m": (2, 64)},
     "bf16": {"gpt-1m": (1, 16), "gpt-3m": (1, 16)},
@@ -109,7 +112,11 @@ def _raced(case: Row, options: Options) -> list[Row]:
 
 
 def _serve(pipe: Connection, way: str, case: Row, backend: str) -> None:
-    """A contestant's process: for every number it is sent, as many windows; it answers with CPU seconds and page faults of one."""
+    """A contestant's process.
+
+    For each number that it is sent, it runs as many windows, and answers with the CPU seconds and
+    page faults of one.
+    """
     torch.set_num_threads(int(str(case["with_threads"])))
     torch.manual_seed(0)
     size = MODELS[str(case["set"])]

@@ -1,8 +1,9 @@
-"""What does the end of a window take when the optimizer is in CPU memory? AdamW, fused, on bf16 parameters, with a window's sums given.
+"""What does the end of a window take when the optimizer is in CPU memory?
 
-On a GPU the floor is what takes longer of the two that have to be done: the sums over the link one way while the parameters come the
-other, or AdamW's pass over FP32 numbers in CPU memory. Without a GPU nothing crosses a link: what is left is the step in parts, which split
-masters take, too.
+AdamW, fused, on bf16 parameters, with a window's sums given. On a GPU the floor is what takes
+longer of the two that have to be done: the sums over the link one way while the parameters come the
+other, or AdamW's pass over FP32 numbers in CPU memory. Without a GPU nothing crosses a link: what
+is left is the step in parts, which split masters take, too.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Does ``fa.explain`` predict the time of accumulation? Its seconds, and those that a real window spends accumulating, in the same round.
+"""Does ``fa.explain`` predict the time of accumulation?
 
-A window of 8 micro-batches goes through autograd and the wrapper. What is measured is the time within the library's calls: adds, the
-pass that closes the window, and masters on their way back; for plain ``p.grad``, the time within autograd's AccumulateGrad. Each
-round asks explain again, right before the windows, so that both find the machine in the same state; a ratio is the median over the rounds.
+Its seconds, and those that a real window spends accumulating, in the same round. A window of 8
+micro-batches goes through autograd and the wrapper. What is measured is the time within the
+library's calls: adds, the pass that closes the window, and masters on their way back; for plain
+``p.grad``, the time within autograd's AccumulateGrad. Each round asks explain again, right before
+the windows, so that both find the machine in the same state; a ratio is the median over the rounds.
 """
 
 from __future__ import annotations
@@ -140,7 +142,7 @@ def clocked() -> Iterator[list[float]]:
 
 
 def plain(grads: list[torch.Tensor]) -> Window:
-    """A window of PyTorch's own accumulation, timed from the beginning of AccumulateGrad to its end."""
+    """A window of PyTorch's own accumulation, timed from AccumulateGrad's beginning to its end."""
     params = [Parameter(g.clone()) for g in grads]
     began, seconds = [0.0], [0.0]
 

@@ -1,6 +1,7 @@
-"""How much faster are layers that add their weight's gradient into its buffer? A micro-batch of one layer: forward, backward, accumulation.
+"""How much faster are layers that add their weight's gradient into its buffer?
 
-The window stays open, so no optimizer steps. The sums are FP32.
+A micro-batch of one layer: forward, backward, accumulation. The window stays open, so no optimizer
+steps. The sums are FP32.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""What does a window hold in memory? Every allocation of two micro-batches and the step, by PyTorch's own accounting.
+"""What does a window hold in memory?
 
-The model is the 12 blocks of GPT-2 124M (85 million parameters), in bf16 and in FP32, on a short sequence, so that activations are
-small compared with gradients. A way's excess is its peak less the parameters, and less the sums where it has any: what the
-gradients of a backward pass take until they are added, with activations and temporaries.
+Every allocation of two micro-batches and the step, by PyTorch's own accounting. The model is the 12
+blocks of GPT-2 124M (85 million parameters), in bf16 and in FP32, on a short sequence, so that
+activations are small compared with gradients. A way's excess is its peak less the parameters, and
+less the sums where it has any: what the gradients of a backward pass take until they are added,
+with activations and temporaries.
 """
 
 from __future__ import annotations
@@ -119,7 +121,7 @@ def _ours(fused: bool = False, **settings: object) -> Callable:
 
 
 def _sgd(model: nn.Module, sums: list[Tensor]) -> None:
-    """No torch optimizer accepts FP32 gradients of bf16 parameters: step by hand, without a copy."""
+    """Step by hand, without a copy: no torch optimizer takes FP32 gradients of bf16 parameters."""
     with torch.no_grad():
         for p, total in zip(model.parameters(), sums):
             p.add_(total, alpha=-0.05)
@@ -127,7 +129,7 @@ def _sgd(model: nn.Module, sums: list[Tensor]) -> None:
 
 @dataclass(frozen=True)
 class Way:
-    """A way to accumulate; ``sum_bytes`` is the bytes per element of the sums that it keeps (p.grad or others)."""
+    """A way to accumulate; ``sum_bytes``: bytes per element of its sums (p.grad or others)."""
 
     note: str
     window: Callable[[nn.Module, str], AbstractContextManager[Window]]

@@ -1,9 +1,11 @@
-"""What does the wrapper cost the host? Microseconds per parameter and micro-batch, with tensors too small to matter.
+"""What does the wrapper cost the host?
 
-The backward pass only copies given gradients (gradients.py), so that only autograd's engine and the accumulation run. A "tensor" is
-16 elements of bf16; the sums are FP32, except PyTorch's own, which stay in bf16. One contestant is the backward pass alone, which
-returns its gradients instead of accumulating them. Where the adds are left out, the cost of hooks and queue alone remains. Where no
-compiler was, hooks and checks are in Python, and the adds PyTorch's (on a GPU, Triton's). These two go below the public API.
+Microseconds per parameter and micro-batch, with tensors too small to matter. The backward pass only
+copies given gradients (gradients.py), so that only autograd's engine and the accumulation run. A
+"tensor" is 16 elements of bf16; the sums are FP32, except PyTorch's own, which stay in bf16. One
+contestant is the backward pass alone, which returns its gradients instead of accumulating them.
+Where the adds are left out, the cost of hooks and queue alone remains. Where no compiler was, hooks
+and checks are in Python, and the adds PyTorch's (on a GPU, Triton's). Both go below the public API.
 """
 
 from __future__ import annotations
@@ -76,7 +78,7 @@ def _closes() -> Iterator[bool]:
 
 
 def _micro_batches(count: int, backend: str) -> list[Contestant]:
-    """A micro-batch inside a window: backward, ``step()`` and ``zero_grad()``, the last of 8 closing it."""
+    """A micro-batch in a window: backward, ``step()``, ``zero_grad()``; the last of 8 closes it."""
     return [
         Contestant(OURS, _wrapped(count, backend, "auto"), kind="ours"),
         Contestant(PYTHON_HOOKS, _wrapped(count, backend, "python"), kind="variant"),
@@ -108,7 +110,7 @@ def _portable() -> str:
 
 
 def _without_extensions(run: Callable[[int], object]) -> Callable[[int], object]:
-    """The same, with the lists of tensors checked in Python, as where the package was installed without a compiler."""
+    """The same, with lists of tensors checked in Python, as after an install without a compiler."""
     return _with_nothing_for(memory, "native_lists", run)
 
 
@@ -118,7 +120,7 @@ def _hooks_alone(micro_batch: Callable[[int], object]) -> Callable[[int], object
 
 
 def _with_nothing_for(owner: object, name: str, run: Callable[[int], object]) -> Callable[[int], object]:
-    """The same, with a function that does nothing in place of this one. (Not mock.patch, whose 20 microseconds would be timed too.)"""
+    """The same with this function doing nothing. (mock.patch's 20 microseconds would be timed.)"""
 
     def run_without(i: int) -> None:
         before = getattr(owner, name)
@@ -151,7 +153,7 @@ def _plain(count: int) -> Callable[[int], object]:
 
 
 def _main_grad(count: int) -> Callable[[int], object]:
-    """As in Megatron-LM and others: after a parameter's backward, ``main_grad.add_(p.grad)`` and ``p.grad = None``."""
+    """As in Megatron-LM and others: ``main_grad.add_(p.grad)`` and ``p.grad = None`` in a hook."""
     params, grads = _parameters(count), _gradients(count)
     main_grads = filled(count * [SHAPE], torch.float32)
     opt = Hold(params)

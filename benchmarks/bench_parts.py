@@ -1,8 +1,9 @@
-"""Sums of 24 bits, in a BF16 tensor and 8 bits beside it, against FP32 sums: the calls of a window of BF16 gradients.
+"""Sums of 24 bits, in a BF16 tensor and 8 bits beside it, against FP32 sums.
 
-Bytes that have to move per element, for 24 bits and for FP32: add 8 and 10 (with or without the norm), overwrite 5 and 6, finish (the
-scaled sums as BF16) 5 and 6, a window of 8 micro-batches 66 and 82. The stream beside a case has the mix of its 24-bit sums, for the
-window that of an add.
+The calls of a window of BF16 gradients. Bytes that have to move per element, for 24 bits and for
+FP32: add 8 and 10 (with or without the norm), overwrite 5 and 6, finish (the scaled sums as BF16) 5
+and 6, a window of 8 micro-batches 66 and 82. The stream beside a case has the mix of its 24-bit
+sums, for the window that of an add.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ NAME = "parts"
 SET_NAMES = ("gpt2-124m", "2000x64x64")
 FP32 = "fusedaccum, FP32 sums"
 MICRO_BATCHES = 8
-# Bytes per element of 24-bit sums; bytes per element that the same stream reads for each that it writes, and whether it only writes those.
+# Bytes per element of 24-bit sums; bytes per element that the same stream reads for each that it
+# writes, and whether it only writes those.
 CASES = {
     "add": (8, (2, 3, False)),
     "add +norm": (8, (2, 3, False)),

@@ -1,4 +1,7 @@
-"""What do newcomers ask? Every question in docs/questions, measured on the CPU: errors, losses and bytes, not seconds."""
+"""What do newcomers ask?
+
+Every question in docs/questions, measured on the CPU: errors, losses and bytes, not seconds.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ NAME = "questions"
 def run(options: Options) -> list[Row]:
     """Measure all questions; returns the rows, each with its question.
 
-    On one thread: models this small gain little from a second one, and sums are then taken in the same order on every machine.
+    On one thread: models this small gain little from a second one, and sums are then taken in the
+    same order on every machine.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,8 +1,10 @@
-"""A window of 8 micro-batches on each of several ranks: what is sent between them, how often, and behind how much of backward?
+"""A window of 8 micro-batches on each of several ranks.
 
-The backward pass only copies given bf16 gradients (gradients.py), so that what lies between it and the optimizer is what is timed. Ranks
-are processes on this machine: with a GPU each when GPUs are measured, else with one thread each, communicating through gloo. Plain DDP
-adds in bf16, within a rank and between ranks; the others add in FP32.
+What is sent between them, how often, and behind how much of backward? The backward pass only copies
+given bf16 gradients (gradients.py), so that what lies between it and the optimizer is what is
+timed. Ranks are processes on this machine: with a GPU each when GPUs are measured, else with one
+thread each, communicating through gloo. Plain DDP adds in bf16, within a rank and between ranks;
+the others add in FP32.
 """
 
 from __future__ import annotations

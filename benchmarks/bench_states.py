@@ -1,7 +1,8 @@
-"""How many bytes a parameter does training take at its peak? AdamW, a bf16 model, every allocation of two windows.
+"""How many bytes a parameter does training take at its peak?
 
-The model is that of :mod:`benchmarks.bench_memory`. Buckets, activations and temporaries are in the peak; ``fa.explain`` leaves out
-activations, and what the step takes for itself.
+AdamW, a bf16 model, every allocation of two windows. The model is that of
+:mod:`benchmarks.bench_memory`. Buckets, activations and temporaries are in the peak; ``fa.explain``
+leaves out activations, and what the step takes for itself.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ COMPENSATED: dict[str, object] = {"buffer_dtype": torch.bfloat16, "rounding": "c
 
 
 class Way(NamedTuple):
-    """What trains: the mode, as ``fa.explain`` names it, the wrapper's arguments for it (None without a wrapper), and the optimizer."""
+    """What trains: a mode, as ``fa.explain`` names it, and an optimizer.
+
+    ``settings`` are the wrapper's arguments for the mode, or None without a wrapper.
+    """
 
     mode: str
     settings: dict[str, object] | None

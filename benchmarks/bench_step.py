@@ -1,7 +1,9 @@
-"""How much of a training step is accumulation? Windows of 8 micro-batches of one sequence each, with real models in bf16.
+"""How much of a training step is accumulation?
 
-The share is what a way takes beyond forward and backward alone, whose gradients are dropped; the optimizer itself does nothing.
-On a GPU, buffers in CPU memory are a way too, compared with the time that the link to the CPU alone takes for a window's gradients.
+Windows of 8 micro-batches of one sequence each, with real models in bf16. The share is what a way
+takes beyond forward and backward alone, whose gradients are dropped; the optimizer itself does
+nothing. On a GPU, buffers in CPU memory are a way too, compared with the time that the link to the
+CPU alone takes for a window's gradients.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The same window of 8 as in a training loop: gradients come out of autograd, and the result is ``p.grad``.
+"""The same window of 8 as in a training loop.
 
-Every contestant produces the same fresh gradients (one copy each, which "backward alone" times), adds them in FP32 weighted by
-their tokens, and leaves in ``p.grad``, in the parameter's dtype, the window's mean clipped to a norm.
+Gradients come out of autograd, and the result is ``p.grad``. Every contestant produces the same
+fresh gradients (one copy each, which "backward alone" times), adds them in FP32 weighted by their
+tokens, and leaves in ``p.grad``, in the parameter's dtype, the window's mean clipped to a norm.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def run(options: Options) -> list[Row]:
 
 @dataclass
 class Work:
-    """What the contestants share: the gradients of 8 micro-batches, parameters, and sums of their shapes."""
+    """What contestants share: 8 micro-batches' gradients, parameters, and sums of their shapes."""
 
     micro_batches: list[list[Tensor]]
     params: list[torch.nn.Parameter]

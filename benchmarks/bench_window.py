@@ -1,13 +1,14 @@
-"""A whole window of 8 micro-batches: zero, adds, norm, clip, rescale, against the best plain-PyTorch ways.
+"""A whole window of 8 micro-batches: zero, adds, norm, clip, rescale.
 
-Every contestant turns the gradients of 8 micro-batches, weighted by their tokens, into the finished FP32 gradient: divided by
-the window's tokens and clipped to a norm. Bytes per element for 2-byte gradients and FP32 buffers:
+Every contestant, ours and the best plain-PyTorch ways, turns the gradients of 8 micro-batches,
+weighted by their tokens, into the finished FP32 gradient: divided by the window's tokens and
+clipped to a norm. Bytes per element for 2-byte gradients and FP32 buffers:
 
-    as usual     4 (zero) + 8 x 10 (add) + 8 (rescale) + 4 (norm) + 8 (clip)                    = 104
-    cast first   the same with 8 x 18                                                           = 168
-    folded       6 + 8 (copy, weight) + 7 x 10 + 4 (norm) + 8 (rescale and clip at once)        = 96
-    fusedaccum   6 (overwrite) + 7 x 10, the norm from the last of them, + 8 (rescale and clip) = 84
-    handed on    the same without the last pass, as a fused optimizer takes the coefficient     = 76
+    as usual    4 (zero) + 8 x 10 (add) + 8 (rescale) + 4 (norm) + 8 (clip)                    = 104
+    cast first  the same with 8 x 18                                                           = 168
+    folded      6 + 8 (copy, weight) + 7 x 10 + 4 (norm) + 8 (rescale and clip at once)        = 96
+    fusedaccum  6 (overwrite) + 7 x 10, the norm from the last of them, + 8 (rescale and clip) = 84
+    handed on   the same without the last pass, as a fused optimizer takes the coefficient     = 76
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def run(options: Options) -> list[Row]:
 
 
 def bytes_per_element(grads: str, buffers: str) -> int:
-    """The bytes that a window has to move per element: an overwrite, the other adds, and one pass to rescale."""
+    """Bytes per element that a window has to move: overwrite, other adds, one pass to rescale."""
     grad, buffer = DTYPES[grads].itemsize, DTYPES[buffers].itemsize
     return (grad + buffer) + (MICRO_BATCHES - 1) * (grad + 2 * buffer) + 2 * buffer
 
@@ -80,7 +81,7 @@ def _contestants(shapes: ShapeSet, grads: str, buffers: str, options: Options) -
 def fused(
     sums: list[Tensor], micro_batches: list[list[Tensor]], backend: str | None = None, rescale: bool = True
 ) -> Tensor:
-    """The window with fusedaccum's functional layer; the coefficient stays on the device throughout."""
+    """The window with fusedaccum's functional layer. The coefficient stays on the device."""
     stats = fa.ops.Stats.empty(sums[0].device)
     last = len(micro_batches) - 1
     for k, grads in enumerate(micro_batches):
@@ -96,7 +97,7 @@ def fused(
 
 
 def as_usual(sums: list[Tensor], micro_batches: list[list[Tensor]], way: peers.Way) -> None:
-    """The window as training loops write it: zero, add, rescale, ``clip_grad_norm_``'s norm and product."""
+    """The window as loops write it: zero, add, rescale, ``clip_grad_norm_``'s norm and product."""
     torch._foreach_zero_(sums)
     for k, grads in enumerate(micro_batches):
         way(sums, grads, TOKENS[k])
@@ -106,7 +107,7 @@ def as_usual(sums: list[Tensor], micro_batches: list[list[Tensor]], way: peers.W
 
 
 def folded(sums: list[Tensor], micro_batches: list[list[Tensor]], way: peers.Way) -> None:
-    """The window in the fewest passes that plain PyTorch allows: the first copies, one product rescales and clips."""
+    """The fewest passes in plain PyTorch: the first copies, and one product rescales and clips."""
     peers.copy_each(sums, micro_batches[0], TOKENS[0])
     for k, grads in enumerate(micro_batches[1:], start=1):
         way(sums, grads, TOKENS[k])

@@ -1,4 +1,7 @@
-"""Training that the questions share: the demo's small CNN on handwritten digits, with SGD, so that a gradient's error is the update's."""
+"""Training that the questions share: the demo's small CNN on handwritten digits.
+
+The optimizer is SGD, so that a gradient's error is the update's.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ def gradient(net: nn.Module) -> Tensor:
 
 
 def drift(net: nn.Module, big: nn.Module) -> float:
-    """The distance of the parameters from the big batch's, as a share of the distance that those have moved from the start."""
+    """The parameters' distance from the big batch's, as a share of how far those have moved."""
     start = flat(model())
     return ((flat(net) - flat(big)).norm() / (flat(big) - start).norm()).item()
 

@@ -16,7 +16,7 @@ import fusedaccum
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-# Where tensors are made. Not torch.set_default_device(): that puts Python between every call and PyTorch, and the calls are timed.
+# Where tensors are made: torch.set_default_device() would put Python into the calls that are timed.
 device = torch.device("cpu")
 
 
@@ -40,7 +40,7 @@ def describe() -> dict[str, object]:
 
 
 def compiler() -> str | None:
-    """The C compiler for ``stream.c`` (and, beside it, the C++ one that ``torch.compile`` needs), or None."""
+    """The C compiler for ``stream.c`` (``torch.compile`` needs the C++ one beside it), or None."""
     return next((c for c in (os.environ.get("CC"), "cc", "gcc", "clang") if c and shutil.which(c)), None)
 
 
@@ -63,7 +63,7 @@ def _huge_pages() -> str:
 
 
 def _gpu() -> dict[str, object]:
-    """If the measured device is a GPU: its name, memory and driver, and the CUDA version that PyTorch was built for."""
+    """A measured GPU's name, memory and driver, and PyTorch's CUDA version; empty on a CPU."""
     if device.type != "cuda":
         return {}
     p = torch.cuda.get_device_properties(0)

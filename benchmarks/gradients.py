@@ -1,8 +1,10 @@
-"""Training without a model: a backward pass that costs next to nothing but gives every parameter a fresh gradient, and an
-optimizer that does nothing, so that what lies between the two is what is timed.
+"""Training without a model, to time what lies between backward and the optimizer.
 
-Gradients have to be fresh: one that something else still holds must be copied or added immediately, and autograd itself copies it
-into ``p.grad`` where it would have moved a fresh one.
+The backward pass costs next to nothing but gives every parameter a fresh gradient, and the
+optimizer does nothing.
+
+Gradients have to be fresh: one that something else still holds must be copied or added immediately,
+and autograd itself copies it into ``p.grad`` where it would have moved a fresh one.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ def loss_with(grads: Sequence[Tensor], params: Sequence[Tensor]) -> Tensor:
 
 
 def main_grad_hook(total: Tensor) -> Callable[[Tensor], None]:
-    """The hook of Megatron-LM and others: after a parameter's backward, add ``p.grad`` to ``total`` and drop it."""
+    """The hook of Megatron-LM and others after backward: add ``p.grad`` to ``total``, drop it."""
 
     def hook(p: Tensor) -> None:
         total.add_(p.grad)

@@ -1,14 +1,18 @@
-"""The one harness: contestants race in interleaved rounds, and every result is a row of a JSON lines file.
+"""The harness: contestants race in interleaved rounds, each result is a row of a JSON lines file.
 
 Rules that every benchmark here keeps:
 
-- All contestants of a case run in the same process, one after the other in every round, so that a neighbour's noise or a
-  change of clock speed affects all of them. The order differs from round to round, so that none profits from the one before it.
-  A ratio is the median over the rounds of the ratio within a round.
-- Inputs rotate over the calls of all contestants, so that none finds in the cache what the one before it left there.
-- On a GPU a measurement ends when the device is idle again: it is the longer of the host's time and the device's, as long as the host's
-  before the first launch, and the wait, are small beside it. So it lasts longer than on a CPU.
-- GB/s counts the bytes the *operation* has to move, for every contestant alike; a way that moves more shows as slower.
+- All contestants of a case run in the same process, one after the other in every round, so that a
+  neighbour's noise or a change of clock speed affects all of them. The order differs from round to
+  round, so that none profits from the one before it. A ratio is the median over the rounds of the
+  ratio within a round.
+- Inputs rotate over the calls of all contestants, so that none finds in the cache what the one
+  before it left there.
+- On a GPU a measurement ends when the device is idle again: it is the longer of the host's time and
+  the device's, as long as the host's before the first launch, and the wait, are small beside it. So
+  it lasts longer than on a CPU.
+- GB/s counts the bytes the *operation* has to move, for every contestant alike; a way that moves
+  more shows as slower.
 """
 
 from __future__ import annotations
@@ -38,7 +42,8 @@ HOOKS_ALONE = "fusedaccum, adds left out"
 PYTHON_HOOKS_ALONE = "fusedaccum, hooks in Python, adds left out"
 WITHOUT_EXTENSIONS = "fusedaccum, where no compiler was"
 BARE = "gradients alone"  # a backward that accumulates nothing
-# Dtypes of gradients and buffers that most people run: measured on every set, also with statistics and against torch.compile.
+# Dtypes of gradients and buffers that most people run: measured on every set, also with statistics
+# and against torch.compile.
 HEADLINES = (("bf16", "fp32"), ("fp16", "fp32"), ("bf16", "bf16"), ("fp32", "fp32"))
 SHORTEST = {"cpu": 3e-3, "cuda": 10e-3}  # seconds of a measurement, at least
 Row = dict[str, object]
@@ -46,7 +51,7 @@ Row = dict[str, object]
 
 @dataclass
 class Options:
-    """The command line's options; ``--quick`` shrinks the sets, to check the harness and not to measure.
+    """The command line's options; ``--quick`` shrinks the sets, only to check the harness.
 
     ``backend`` is requested by name, so that no other is measured in its place where it is missing.
     """
@@ -81,8 +86,9 @@ class Options:
 class Contestant:
     """One way to do a case's work: ``run(i)`` does it once, on the i-th rotation of the inputs.
 
-    ``kind`` is "ours", "variant", "peer" or "bandwidth"; ``skipped`` says why it could not run; ``scale`` multiplies its seconds
-    (a stream moves a whole number of arrays, not exactly the case's bytes).
+    ``kind`` is "ours", "variant", "peer" or "bandwidth"; ``skipped`` says why it could not run;
+    ``scale`` multiplies its seconds (a stream moves a whole number of arrays, not exactly the
+    case's bytes).
     """
 
     name: str
@@ -116,7 +122,10 @@ def percentile(values: Iterable[float], percent: float) -> float:
 
 
 def race(contestants: list[Contestant], rounds: int, at_least: float | None = None) -> dict[str, Timing]:
-    """Time all contestants in interleaved rounds; a measurement repeats a short call until it lasts ``at_least`` seconds (SHORTEST)."""
+    """Time all contestants in interleaved rounds.
+
+    A measurement repeats a short call until it lasts ``at_least`` seconds (by default, SHORTEST).
+    """
     if at_least is None:
         at_least = SHORTEST[environment.device.type]
     running = [c for c in contestants if c.run is not None]
@@ -150,15 +159,18 @@ def wait_for_device() -> None:
 
 
 def ratio(other: Timing, ours: Timing) -> tuple[float, float, float]:
-    """Median, p10 and p90, over the rounds, of other / ours: how many times faster ours was in the same round."""
+    """Median, p10 and p90 over the rounds of other / ours: how many times faster ours was."""
     ratios = [a / b for a, b in zip(other.seconds, ours.seconds, strict=True)]
     return statistics.median(ratios), percentile(ratios, 10), percentile(ratios, 90)
 
 
 def rows_of(case: Row, contestants: list[Contestant], timings: dict[str, Timing], moved: int) -> list[Row]:
-    """One row per contestant. ``moved`` is the bytes the operation has to move; GB/s and the share of bandwidth follow from it."""
+    """One row per contestant.
+
+    ``moved`` is the bytes the operation has to move, for GB/s and the share of bandwidth.
+    """
     streams = [c.name for c in contestants if c.kind == "bandwidth" and c.name in timings]
-    # A stream's seconds are for `moved` bytes of its own traffic (bandwidth.py): the fastest is the ceiling.
+    # Streams are timed as if they moved `moved` bytes (bandwidth.py): the fastest is the ceiling.
     ceiling = min(streams, key=lambda name: timings[name].median) if streams else None
     ours = timings.get(OURS)
     peers = [c.name for c in contestants if c.kind == "peer" and c.name in timings]
@@ -187,9 +199,10 @@ def rows_of(case: Row, contestants: list[Contestant], timings: dict[str, Timing]
 
 
 class Sink:
-    """Rows of one benchmark, written to ``<out>/<name>.jsonl`` as they come, each with the environment.
+    """Rows of a benchmark, written to ``<out>/<name>.jsonl`` as they come, with the environment.
 
-    A run of some sets keeps the rows there of others, if they are of the same code on the same machine: together they are one run.
+    A run of some sets keeps the rows there of others, if they are of the same code on the same
+    machine: together they are one run.
     """
 
     def __init__(self, name: str, options: Options, cases: int):
@@ -240,7 +253,7 @@ def _rounded(value: object) -> object:
 
 
 def filled(shapes: Iterable[tuple[int, ...]], dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
-    """Tensors with values of a gradient's ordinary size, each its own allocation, as autograd makes them."""
+    """Tensors of ordinary gradients' magnitude, each its own allocation, as autograd makes them."""
     generator = torch.Generator().manual_seed(seed)
     tile = (torch.randn(2**16, generator=generator) * 1e-2).to(environment.device, dtype)
     tensors = []
@@ -254,7 +267,7 @@ def filled(shapes: Iterable[tuple[int, ...]], dtype: torch.dtype, seed: int = 0)
 
 
 def rotations(bytes_each: int) -> int:
-    """How many copies of the inputs it takes to keep a call from finding the previous call's in the cache."""
+    """How many copies of the inputs keep a call from finding the previous call's in the cache."""
     return max(1, min(12, -(-ROTATED_BYTES // bytes_each)))
 
 

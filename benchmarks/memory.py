@@ -1,7 +1,8 @@
-"""Memory as PyTorch's allocator sees it: every allocation and release on a kind of device, from the profiler's memory events.
+"""Memory as PyTorch's allocator sees it, on one kind of device, from the profiler's events.
 
-Exact for tensors, including temporaries inside ops. It does not see what a library allocates by itself (oneDNN's scratch pads), or
-Python objects. Whatever is to be counted has to be built inside the block.
+Every allocation and release, exact for tensors, including temporaries inside ops. It does not see
+what a library allocates by itself (oneDNN's scratch pads), or Python objects. Whatever is to be
+counted has to be built inside the block.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _DEVICE_TYPES = {"cpu": 0, "cuda": 1}  # as c10::DeviceType numbers them
 
 @dataclass
 class Timeline:
-    """Bytes allocated after every event, and the marked stretches, in seconds from the first event."""
+    """Bytes allocated after every event, and marked stretches, in seconds from the first event."""
 
     seconds: list[float] = field(default_factory=list)
     allocated: list[int] = field(default_factory=list)
@@ -43,7 +44,7 @@ class Timeline:
         return max(max(self.within(start, end), default=0) for _, start, end in stretches)
 
     def highest(self, name: str, points: int) -> list[int]:
-        """The peaks of at most ``points`` parts of a stretch, each of equally many events, so that they depend on no clock."""
+        """Peaks of at most ``points`` parts of a stretch, cut by events and not by the clock."""
         ((_, start, end),) = [m for m in self.marks if m[0] == name]
         levels = self.within(start, end)
         size = -(-len(levels) // points)
@@ -52,7 +53,7 @@ class Timeline:
 
 @contextmanager
 def recorded(device_type: str) -> Iterator[Timeline]:
-    """Record a block on this kind of device; the timeline that it yields is filled when the block ends."""
+    """Record a block on this kind of device; the yielded timeline is filled when the block ends."""
     timeline = Timeline()
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own log lines would tear the progress bar
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:

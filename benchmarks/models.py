@@ -12,7 +12,11 @@ from . import environment
 
 @dataclass(frozen=True)
 class Size:
-    """``gated``: Llama's blocks (RMSNorm, SwiGLU, no biases, an untied head); else GPT-2's (LayerNorm, GELU, a tied head)."""
+    """A language model's size, and whose blocks it has.
+
+    ``gated``: Llama's blocks (RMSNorm, SwiGLU, no biases, an untied head); else GPT-2's (LayerNorm,
+    GELU, a tied head).
+    """
 
     vocabulary: int
     width: int
@@ -51,7 +55,7 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Embedding, blocks, head; returns the loss of predicting each token from those before it (positions are left out)."""
+    """Embedding, blocks, head (no positions); returns the loss of predicting each next token."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()

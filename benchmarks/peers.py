@@ -1,7 +1,7 @@
 """Plain PyTorch's ways to do the same, written as well as is possible without a custom kernel.
 
-A way is a function ``(buffers, grads, scale)``. In 16-bit buffers no two of them give the same bits (some round twice);
-all of them are what people use.
+A way is a function ``(buffers, grads, scale)``. In 16-bit buffers no two of them give the same bits
+(some round twice); all of them are what people use.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ COMPILED_TENSORS_AT_MOST = 400
 
 
 def add_each(buffers: Sequence[Tensor], grads: Sequence[Tensor], scale: float) -> None:
-    """One ``add_`` per tensor, as in Megatron-LM's and DeepSpeed's hooks; PyTorch converts within the op."""
+    """One ``add_`` per tensor, as in Megatron-LM's and DeepSpeed's hooks; it converts within."""
     for buffer, grad in zip(buffers, grads):
         buffer.add_(grad, alpha=scale)
 
@@ -30,13 +30,13 @@ def add_foreach(buffers: Sequence[Tensor], grads: Sequence[Tensor], scale: float
 
 
 def cast_then_add(buffers: Sequence[Tensor], grads: Sequence[Tensor], scale: float) -> None:
-    """Convert a gradient, then add it, tensor by tensor: a small one's copy is still in the cache."""
+    """Convert a gradient, then add it, tensor by tensor: a small copy is still in the cache."""
     for buffer, grad in zip(buffers, grads):
         buffer.add_(grad.to(buffer.dtype), alpha=scale)
 
 
 def copy_each(buffers: Sequence[Tensor], grads: Sequence[Tensor], scale: float) -> None:
-    """One ``copy_`` per tensor, and a ``_foreach_mul_`` where there is a scale: the plain way to overwrite."""
+    """One ``copy_`` per tensor, a ``_foreach_mul_`` for a scale: the plain way to overwrite."""
     for buffer, grad in zip(buffers, grads):
         buffer.copy_(grad)
     if scale != 1:
@@ -63,7 +63,7 @@ def why_no_compile() -> str:
 
 
 def why_not_compile(tensors: int, wanted: bool) -> str:
-    """Empty when compiling a list of this many tensors is feasible, else the reason, for the row."""
+    """Empty if compiling a list of this many tensors is feasible, else the reason, for the row."""
     if not wanted:
         return "torch.compile was left out on the command line"
     if tensors > COMPILED_TENSORS_AT_MOST:
@@ -78,6 +78,6 @@ def compiled_adds() -> Way:
 
 
 def norm_and_finite(buffers: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """The norm of the list from ``_foreach_norm``, and whether it is finite, as PyTorch's own clipping does it."""
+    """The list's norm by ``_foreach_norm``, as in PyTorch's clipping, and whether it is finite."""
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(buffers)))
     return norm, torch.isfinite(norm)

@@ -136,7 +136,7 @@ def memory(rows: Sequence[Row]) -> Figure:
 
 
 def memory_finding(rows: Sequence[Row]) -> tuple[str, str]:
-    """What the wrapper holds beside parameters and sums, against all gradients of a micro-batch, for each dtype of the weights."""
+    """What the wrapper holds beside parameters and sums, against all gradients, for each dtype."""
     ours = [next(r for r in rows if r["weights"] == weights) for weights in dict.fromkeys(r["weights"] for r in rows)]
     held = [f"{r['excess_bytes'] / 2**20:.0f} MiB ({r['weights']} weights)" for r in ours]
     shares = [f"{r['excess_bytes'] / r['parameter_bytes']:.0%}" for r in ours]

@@ -1,6 +1,7 @@
 """Writes the results into README.md and docs/: ``python -m benchmarks.report``.
 
-Replaces the text between ``<!-- benchmarks:NAME -->`` and ``<!-- /benchmarks:NAME -->``; no figure is typed by hand.
+Replaces the text between ``<!-- benchmarks:NAME -->`` and ``<!-- /benchmarks:NAME -->``; no figure
+is typed by hand.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def draw_all(folder: Path = RESULTS) -> list[Path]:
 
 
 def blocks() -> dict[str, str]:
-    """The text of every block that a page may contain; the names of blocks measured on a GPU begin with ``gpu_``."""
+    """Every block's text for the pages; names of those measured on a GPU begin with ``gpu_``."""
     texts = _blocks_of(RESULTS)
     on_gpu = {name: load(name, RESULTS / "gpu") for name in ("accumulate", "window", "step")}
     if on_gpu["accumulate"]:
@@ -75,8 +76,9 @@ def blocks() -> dict[str, str]:
 
 
 def _questions(rows: Sequence[Row]) -> dict[str, str]:
-    """For every question that was measured: the finding, the plot, and where it was measured. And a table of all, in the order in which
-    the page lists them, which is from as many places as the questions.
+    """For every question that was measured: the finding, the plot, and where it was measured.
+
+    And a table of all, in the page's order, which is from as many places as the questions.
     """
     found = tables.by_question(rows)
     places = dict.fromkeys(map(_where, found.values()))
@@ -121,9 +123,10 @@ def rewrite(page: Path, texts: dict[str, str]) -> list[str]:
 
 
 def rewritten(before: str, folder: Path, texts: dict[str, str]) -> tuple[str, list[str]]:
-    """The text of a page in ``folder`` with its marked blocks rewritten, and the names of those without results.
+    """A page's text with its marked blocks rewritten, and the names of those without results.
 
-    The texts give pictures by their path from the project's root; on the page the path is relative to ``folder``.
+    The texts give pictures by their path from the project's root; on the page, which is in
+    ``folder``, the path is relative to that.
     """
     missing = []
 
@@ -145,9 +148,9 @@ def _where(rows: Sequence[Row]) -> str:
     r = rows[0]
     gpu = f"{r['gpu']} (driver {r['driver']}, CUDA {r['cuda']}), " if "gpu" in r else ""
     return (
-        f"{gpu}{r['cpu']}, {r['threads']} thread{'s' if r['threads'] > 1 else ''} of {r['cores']} cores, {r['cpu_capability']}, "
-        f"PyTorch {r['torch']}, Python {r['python']}, "
-        f"fusedaccum {r['fusedaccum']} at {r['commit']}, {r['measured']}."
+        f"{gpu}{r['cpu']}, {r['threads']} thread{'s' if r['threads'] > 1 else ''} of {r['cores']} cores, "
+        f"{r['cpu_capability']}, PyTorch {r['torch']}, Python {r['python']}, fusedaccum {r['fusedaccum']} at "
+        f"{r['commit']}, {r['measured']}."
     )
 
 

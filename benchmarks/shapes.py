@@ -21,13 +21,13 @@ class ShapeSet:
         return sum(math.prod(s) for s in self.shapes)
 
     def shrunk(self, factor: int) -> ShapeSet:
-        """The same number of tensors with the first dimension divided, for a quick check of the harness."""
+        """As many tensors with the first dimension divided, for a quick check of the harness."""
         shapes = tuple((max(1, s[0] // factor), *s[1:]) for s in self.shapes)
         return ShapeSet(shapes, f"first dimensions divided by {factor}")
 
 
 def resnet101() -> ShapeSet:
-    """ResNet-101 for ImageNet: convolutions, BatchNorm weights and biases, and the classifier; 44.5 million elements."""
+    """ResNet-101 for ImageNet, with BatchNorm weights and biases: 44.5 million elements."""
 
     def convolution(out: int, into: int, kernel: int) -> list[Shape]:
         return [(out, into, kernel, kernel), (out,), (out,)]  # with the BatchNorm that follows it

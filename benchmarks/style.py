@@ -1,4 +1,7 @@
-"""The look of all plots: a colour for every contestant, from a palette that the colour-blind can tell apart; where texts stand."""
+"""The look of all plots: a colour for every contestant, and where texts stand.
+
+The colours are from a palette that the colour-blind can tell apart.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ COLOURS = {
     "a hook per parameter, FP32 main_grad": GREEN,
     "PyTorch's own p.grad, bf16": ORANGE,
 }
-# Narrow, and in large letters: a page on a phone shows a figure 390 pixels wide. White also where the page is dark.
+# Narrow, in large letters: on a phone, figures are 390 pixels wide. White on dark pages, too.
 WIDTH = 5.5
 STYLE = {
     "figure.figsize": (WIDTH, 3.7),
@@ -81,7 +84,7 @@ def titled(figure: Figure, title: str, subtitle: str = "") -> None:
 
 
 def label_ends(axes: Axes) -> None:
-    """Each labelled curve's label stands beside the axes, where the curve ends, and none on another. Comes last."""
+    """Put labels beside the axes, where their curves end, none on another. Comes last."""
     axes.figure.draw_without_rendering()  # settles the limits, and how high the axes are
     ends = [
         (*axes.transAxes.inverted().transform(line.get_transform().transform(line.get_xydata()[-1])), line)

@@ -13,9 +13,9 @@ Table = tuple[list[str], list[list[str]]]
 ABOVE, SLOWER = "†", "‡"
 FOOTNOTES = {
     ABOVE: "Faster than the memory streams that took turns with it, which measure the bandwidth from below.",
-    SLOWER: "The memory streams of this case were more than 15% slower than those of another one with the same mix of reads and "
-    "writes: the machine was slower then. The ratios hold, because all ways of a case take turns; milliseconds and GB/s do not "
-    "compare with other rows.",
+    SLOWER: "The memory streams of this case were more than 15% slower than those of another one with the same mix of "
+    "reads and writes: the machine was slower then. The ratios hold, because all ways of a case take turns; "
+    "milliseconds and GB/s do not compare with other rows.",
 }
 # The ways to sum a bf16 model's gradients, as the tables of whole steps name them.
 SUMS = {
@@ -38,7 +38,7 @@ def text(table: Table) -> str:
 
 
 def markdown(table: Table, of_words: bool = False) -> str:
-    """A GitHub table: of figures, aligned as :func:`text` is, or ``of_words``, aligned to the left."""
+    """A GitHub table: of figures, aligned as in :func:`text`, or ``of_words``, to the left."""
     header, lines = table
     rule = ["---"] + ["---" if of_words else "---:"] * (len(header) - 1)
     rows = "\n".join("| " + " | ".join(cells) + " |" for cells in [header, rule, *lines])
@@ -54,10 +54,10 @@ def _footnotes(table: Table) -> list[str]:
 
 
 def accumulate(rows: Sequence[Row]) -> Table:
-    """One line per case without a norm: our time, GB/s and share of the bandwidth, and how many times slower each peer was.
+    """One line per case without a norm: our time and bandwidth, how many times slower peers were.
 
-    "At the bandwidth" is how many times faster than the best peer a way would be if it reached the bandwidth of the same run: the most
-    that can be asked for there.
+    "At the bandwidth" is how many times faster than the best peer a way would be if it reached the
+    bandwidth of the same run: the most that can be asked for there.
     """
     rows = [r for r in rows if not r["stats"]]
     cases = grouped(rows, ("set", "grads", "buffers", "mode"))
@@ -83,8 +83,9 @@ def accumulate(rows: Sequence[Row]) -> Table:
 
 
 def stats_cost(rows: Sequence[Row]) -> Table:
-    """An accumulation with the norm and the finite check and without them, in the same race, and how the former compares with the best
-    peer that measures a norm.
+    """An accumulation with the norm and the finite check, and without them, in the same race.
+
+    And how the former compares with the best peer that measures a norm.
     """
     lines = []
     cases = grouped([r for r in rows if r["stats"]], ("set", "grads", "buffers"))
@@ -132,7 +133,7 @@ def parts(rows: Sequence[Row]) -> Table:
 
 
 def cpu_optimizer(rows: Sequence[Row]) -> Table:
-    """One line per set: a window's end beside the longest of what has to be done, and beside other ways."""
+    """One line per set: a window's end beside the longest of its floors, and beside other ways."""
     others = _names(rows, "variant") + _names(rows, "floor")
     lines = []
     for (name,), of_case in grouped(rows, ("set",)).items():
@@ -167,7 +168,7 @@ def ranks(rows: Sequence[Row]) -> Table:
 
 
 def step(rows: Sequence[Row]) -> Table:
-    """One line per model and way: a window of training, and the share of it that is accumulation."""
+    """One line per model and way: a window of training, and the share of accumulation in it."""
     lines = []
     for r in rows:
         model = f"{r['set']}, {r['micro_batches']} × {r['tokens']} tokens"
@@ -177,7 +178,7 @@ def step(rows: Sequence[Row]) -> Table:
 
 
 def fused(rows: Sequence[Row]) -> Table:
-    """One line per layer: the time of a micro-batch for every contestant, and how many times faster ours is."""
+    """One line per layer: a micro-batch's time for all contestants, and how much faster ours is."""
     others = _names(rows, "peer") + _names(rows, "variant")
     lines = []
     for (layer, n, columns, dtype, tokens), of_case in grouped(
@@ -190,8 +191,10 @@ def fused(rows: Sequence[Row]) -> Table:
 
 
 def overhead(rows: Sequence[Row]) -> Table:
-    """Microseconds per tensor of every contestant, by number of tensors; and what C++ hooks add to a backward, as a share of what Python
-    hooks add: for hooks and queue alone, and for the whole wrapper.
+    """Microseconds per tensor of every contestant, by number of tensors.
+
+    And what C++ hooks add to a backward, as a share of what Python hooks add: for hooks and queue
+    alone, and for the whole wrapper.
     """
     contestants = list(dict.fromkeys(str(r["contestant"]) for r in rows))
     pairs = {
@@ -214,7 +217,7 @@ def _above_bare(of_case: dict[str, Row], contestant: str) -> float:
 
 
 def buckets(rows: Sequence[Row]) -> Table:
-    """One line per model and way of ours: its process time against the peer that does as much, and page faults of both."""
+    """One line per model and way of ours: process time against its peer's, page faults of both."""
     lines = []
     for r in (r for r in rows if "against" in r):
         same = ("set", "weights", "with_threads")
@@ -255,7 +258,7 @@ def states(rows: Sequence[Row]) -> Table:
 
 
 def explain(rows: Sequence[Row]) -> Table:
-    """The time that explain predicted for a window's accumulation, the measured time, and the ratio within a round."""
+    """Predicted and measured time of a window's accumulation, and their ratio within a round."""
     lines = []
     for r in rows:
         ratio = f"{r['said_of_measured']:.2f} ({r['p10']:.2f}–{r['p90']:.2f})"
@@ -280,7 +283,7 @@ def by_question(rows: Iterable[Row]) -> dict[str, list[Row]]:
 
 
 def headline(on_cpu: Sequence[Row], on_gpu: Sequence[Row], memory: Sequence[Row]) -> Table:
-    """README's table: milliseconds of a step of each model, and the peak of memory, for the ways to sum a bf16 model's gradients."""
+    """README's table: step times and peak memory of the ways to sum a bf16 model's gradients."""
     columns = {}
     for place, rows in (("CPU", on_cpu), ("GPU", on_gpu)):
         for name in dict.fromkeys(str(r["set"]) for r in rows):
@@ -294,7 +297,7 @@ def headline(on_cpu: Sequence[Row], on_gpu: Sequence[Row], memory: Sequence[Row]
 
 
 def steps(on_cpu: Sequence[Row], on_gpu: Sequence[Row]) -> Table:
-    """Milliseconds of every window's training, for the ways to sum a bf16 model's gradients, and for a way that sums none."""
+    """Milliseconds of windows, for the ways to sum a bf16 model's gradients, and for no sums."""
     columns = _windows("CPU", on_cpu) | _windows("GPU", on_gpu)
     ways = {"forward and backward alone": "forward and backward alone"} | SUMS
     lines = [
@@ -311,7 +314,10 @@ def _windows(place: str, rows: Iterable[Row]) -> dict[str, dict[str, Row]]:
 
 
 def summary(rows: Sequence[Row]) -> Table:
-    """The short table of adds, or of windows: how many times as fast as the best eager way, and as torch.compile where that ran."""
+    """The short table of adds, or of windows.
+
+    How many times as fast as the best eager way, and as torch.compile where that ran.
+    """
     shown = [
         r
         for r in rows
@@ -353,7 +359,7 @@ def goals(accumulated: Sequence[Row], windows: Sequence[Row]) -> Table:
                 *(f"{_share(way.get(OURS))} ({_share(way.get(GRAPH))})" for way in (add, overwrite)),
                 "{} ({})".format(*_eager_and_compiled(add)).removesuffix(" (–)"),
                 f"{_cost_of_stats(with_norm):+.1%}" if with_norm else "–",
-                # Its share of the bandwidth counts the bytes of a window that has the last pass, too.
+                # Its share of bandwidth counts the bytes of a window that has the last pass, too.
                 f"{handed_on['bytes_per_element'] / 76 / handed_on['share_of_bandwidth'] - 1:+.0%}"
                 if handed_on
                 else "–",
@@ -377,7 +383,7 @@ def _names(rows: Iterable[Row], kind: str) -> list[str]:
 
 
 def _mix(row: Row) -> tuple:
-    """What decides the mix of reads and writes: the mode, and how wide a gradient is in widths of the buffer."""
+    """What decides the mix of reads and writes: mode, and a gradient's width in buffer widths."""
     return row.get("mode"), int(row["grads"][2:]) / int(row["buffers"][2:])
 
 
@@ -391,7 +397,7 @@ def _fastest(rows: Iterable[Row]) -> dict[tuple, float]:
 
 
 def _measured(row: Row, fastest: dict[tuple, float]) -> list[str]:
-    """Milliseconds, GB/s and share of the bandwidth, which is marked where it does not mean what it does elsewhere."""
+    """Milliseconds, GB/s, and share of bandwidth, marked where it does not mean the usual."""
     marks = ABOVE if row.get("share_of_bandwidth", 0) >= 1.005 else ""
     if row.get("bandwidth_gb_per_s", math.inf) < 0.85 * fastest.get(_mix(row), 0):
         marks += SLOWER

@@ -1,8 +1,9 @@
-// The extension fusedaccum._intake: the hooks and the queue of gradients, which fusedaccum/autograd/grad_queue.py defines, in Python.
+// The extension fusedaccum._intake: the hooks and the queue of gradients, which
+// fusedaccum/autograd/grad_queue.py defines, in Python.
 //
-// A hook runs in the thread in which the engine computed its gradient, without the GIL. It takes the GIL only to tell Python about a new
-// pass, a full bucket, a gradient that does not fit, or one that its layer may have added itself. Code that holds the mutex never waits for
-// the GIL.
+// A hook runs in the thread in which the engine computed its gradient, without the GIL. It takes
+// the GIL only to tell Python about a new pass, a full bucket, a gradient that does not fit, or one
+// that its layer may have added itself. Code that holds the mutex never waits for the GIL.
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/function.h>
@@ -26,29 +27,32 @@ namespace {
 
 using torch::autograd::variable_list;
 
-// -- whether anybody but autograd holds a fresh gradient ----------------------------------------------------------------
+// -- whether anybody but autograd holds a fresh gradient ------------------------------------------
 
-// A tensor's Python object holds the tensor, and the tensor holds it as long as anything else holds the tensor, too.
+// A tensor's Python object holds the tensor, and the tensor holds it as long as anything else holds
+// the tensor, too.
 bool held_once(const at::TensorBase& x) {
   const auto count = x.use_count();
   return count == 1 || (count == 2 && x.unsafeGetTensorImpl()->pyobj_slot()->has_unique_reference());
 }
 
-// As fusedaccum.autograd.grad_queue.exclusive(): one reference to the gradient, one to what it is a view of, and only theirs to the
-// storage.
+// As fusedaccum.autograd.grad_queue.exclusive(): one reference to the gradient, one to what it is a
+// view of, and only theirs to the storage.
 bool exclusive(const at::Tensor& grad) {
   if (!held_once(grad) || !grad.has_storage()) return false;
   const at::Storage& storage = grad.storage();
-  // Memory that is not PyTorch's own (NumPy's). On a GPU it may be a CUDA graph's, which is not written again before backward is over.
+  // Memory that is not PyTorch's own (NumPy's). On a GPU it may be a CUDA graph's, which is not
+  // written again before backward is over.
   if (grad.is_cpu() && !storage.resizable()) return false;
   const auto holders = storage.use_count();
   if (!grad.is_view()) return holders == 1;
   return holders == 2 && held_once(grad._base());
 }
 
-// -- the hooks and their queue -----------------------------------------------------------------------------------------
+// -- the hooks and their queue --------------------------------------------------------------------
 
-using StreamName = std::tuple<c10::StreamId, c10::DeviceIndex, int>;  // as torch.cuda.Stream takes it; the last is the device's type
+using StreamName =
+    std::tuple<c10::StreamId, c10::DeviceIndex, int>;  // as torch.cuda.Stream takes it; the last is the device's type
 
 class GradQueue : public std::enable_shared_from_this<GradQueue> {
  public:
@@ -116,7 +120,8 @@ class Hook : public torch::autograd::FunctionPreHook {
   variable_list operator()(const variable_list& grads) override {
     const std::shared_ptr<GradQueue> queue = queue_.lock();
     const at::Tensor parameter = queue ? queue->parameter_of(*place_) : at::Tensor();
-    if (!parameter.defined() || !parameter.requires_grad()) return grads;  // autograd drops gradients of what was frozen after its forward
+    if (!parameter.defined() || !parameter.requires_grad())
+      return grads;  // autograd drops gradients of what was frozen after its forward
     if (!grads[0].defined()) {
       if (place_->shown && parameter.grad().defined()) queue->tell("added_already", place_->slot, grads[0]);
       return grads;
@@ -153,7 +158,8 @@ void GradQueue::unhook(const py::object& slot) {
 
 void GradQueue::fill_at(c10::Device device, int64_t bytes) {
   const std::lock_guard<std::mutex> locked(mutex_);
-  const auto known = std::find_if(full_at_.begin(), full_at_.end(), [&](const auto& entry) { return entry.first == device; });
+  const auto known =
+      std::find_if(full_at_.begin(), full_at_.end(), [&](const auto& entry) { return entry.first == device; });
   if (known == full_at_.end()) {
     full_at_.emplace_back(device, bytes);
   } else {
@@ -162,11 +168,13 @@ void GradQueue::fill_at(c10::Device device, int64_t bytes) {
 }
 
 bool GradQueue::full_locked(c10::Device device) const {
-  return std::any_of(full_at_.begin(), full_at_.end(), [&](const auto& entry) { return entry.first == device && bytes_ >= entry.second; });
+  return std::any_of(full_at_.begin(), full_at_.end(),
+                     [&](const auto& entry) { return entry.first == device && bytes_ >= entry.second; });
 }
 
 GradQueue::Place& GradQueue::find(const py::object& slot) {
-  const auto found = std::find_if(places_.begin(), places_.end(), [&](const Place& known) { return known.slot.is(slot); });
+  const auto found =
+      std::find_if(places_.begin(), places_.end(), [&](const Place& known) { return known.slot.is(slot); });
   if (found == places_.end()) throw py::key_error("this slot has no hook");
   return *found;
 }
@@ -235,8 +243,11 @@ void GradQueue::put(const py::object& slot, const at::Tensor& grad) {
   queue_up(&place, grad, true, false);
 }
 
-// A copy. PyTorch 2.13's clone() of a DTensor adds up what the ranks hold parts of, in the dtype that it has.
-at::Tensor copied(const at::Tensor& grad) { return grad.unsafeGetTensorImpl()->is_python_dispatch() ? grad.mul(1) : grad.clone(); }
+// A copy. PyTorch 2.13's clone() of a DTensor adds up what the ranks hold parts of, in the dtype
+// that it has.
+at::Tensor copied(const at::Tensor& grad) {
+  return grad.unsafeGetTensorImpl()->is_python_dispatch() ? grad.mul(1) : grad.clone();
+}
 
 void GradQueue::queue_up(Place* place, const at::Tensor& grad, bool ours, bool awaited) {
   if ((place->intercepted || !ours) && tell("added_already", place->slot, grad)) return;
@@ -295,7 +306,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<GradQueue, std::shared_ptr<GradQueue>>(m, "GradQueue", "fusedaccum.autograd.grad_queue.GradQueue, in C++")
       .def(py::init<py::weakref, bool>(), py::arg("collector"), py::arg("hold"))
       .def("hook", &GradQueue::hook, py::arg("slot"), "Queue the gradients of this slot's parameter from now on")
-      .def("unhook", &GradQueue::unhook, py::arg("slot"), "From now on the gradients of this slot's parameter go their ordinary way")
+      .def("unhook", &GradQueue::unhook, py::arg("slot"),
+           "From now on the gradients of this slot's parameter go their ordinary way")
       .def("fill_at", &GradQueue::fill_at, py::arg("device"), py::arg("bytes"),
            "A gradient on this device that brings the queue to so many bytes fills the bucket")
       .def("unhooked", &GradQueue::unhooked, "Slots of trainable parameters that PyTorch has given new nodes since")

@@ -1,4 +1,5 @@
-// The extension fusedaccum._cpu: lists of tensors in, raw pointers to the launcher. Holds the GIL only while it reads the lists.
+// The extension fusedaccum._cpu: lists of tensors in, raw pointers to the launcher. Holds the GIL
+// only while it reads the lists.
 #include <ATen/Parallel.h>
 
 #include <functional>
@@ -60,7 +61,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   fusedaccum::define_ops(m, run);
   m.attr("TAKES_LOW") = true;
   fusedaccum::define_lists(m);
-  m.def("capability", [] { return std::string(fusedaccum::cpu::kernels().name); }, "The instruction set whose kernels are in use");
+  m.def(
+      "capability", [] { return std::string(fusedaccum::cpu::kernels().name); },
+      "The instruction set whose kernels are in use");
   m.def("capabilities", &fusedaccum::cpu::capabilities, "What this CPU can run, the best last");
-  m.def("set_capability", &fusedaccum::cpu::set_capability, py::arg("name"), "Use other kernels from now on; for tests");
+  m.def("set_capability", &fusedaccum::cpu::set_capability, py::arg("name"),
+        "Use other kernels from now on; for tests");
 }

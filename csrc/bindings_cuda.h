@@ -1,7 +1,9 @@
-// Lists of tensors in, launches of the CUDA kernels out: for both ways to launch them. Never waits for the device.
+// Lists of tensors in, launches of the CUDA kernels out: for both ways to launch them. Never waits
+// for the device.
 //
-// Launcher(device): on the device, and its current stream, as long as it lives. prepare(out, in, call), which comes before anything is
-// written and with the GIL held, makes the kernel for these dtypes ready; run(pairs, out, in, call) and add_up(work) launch.
+// Launcher(device): on the device, and its current stream, as long as it lives. prepare(out, in,
+// call), which comes before anything is written and with the GIL held, makes the kernel for these
+// dtypes ready; run(pairs, out, in, call) and add_up(work) launch.
 #pragma once
 
 #include <ATen/ops/empty.h>
@@ -15,8 +17,9 @@
 namespace fusedaccum {
 namespace cuda {
 
-// A float, or a 0-d tensor on the device; `kept` keeps what the kernel reads alive until it is launched (after that, the stream does).
-// It is a copy if the tensor is an element of an output: some blocks would read what others had written.
+// A float, or a 0-d tensor on the device; `kept` keeps what the kernel reads alive until it is
+// launched (after that, the stream does). It is a copy if the tensor is an element of an output:
+// some blocks would read what others had written.
 inline Scalar scalar_of(pybind11::handle value, const Lists& lists, at::Tensor& kept) {
   Scalar scalar;
   if (!value) return scalar;  // the op has no such number
@@ -81,7 +84,8 @@ void run_lists(const Lists& lists, const Request<pybind11::handle>& request) {
     }
   }
   if (!stats.wanted()) return;
-  launcher.add_up({first_partial, blocks, stats.sq_norm.mutable_data_ptr<double>(), stats.nonfinite.mutable_data_ptr<int64_t>()});
+  launcher.add_up(
+      {first_partial, blocks, stats.sq_norm.mutable_data_ptr<double>(), stats.nonfinite.mutable_data_ptr<int64_t>()});
 }
 
 template <class Launcher>

@@ -1,4 +1,5 @@
-// The extension fusedaccum._cuda without nvcc: fusedaccum.nvrtc compiles a kernel when it is first used; CUDA's driver launches it.
+// The extension fusedaccum._cuda without nvcc: fusedaccum.nvrtc compiles a kernel when it is first
+// used; CUDA's driver launches it.
 #include <map>
 #include <string>
 
@@ -25,7 +26,8 @@ std::string kernel_of(DType out, DType in, const Call& call) {
   }
   if (call.op == Op::kStats) return std::string("stats_kernel<") + kTypes[in] + ">";
   const bool stochastic = threads_of(out, call) == kThreads<true>;
-  return std::string("write_kernel<") + kTypes[out] + ", " + kTypes[in] + flag(overwrite) + flag(stochastic) + flag(stats) + ">";
+  return std::string("write_kernel<") + kTypes[out] + ", " + kTypes[in] + flag(overwrite) + flag(stochastic) +
+         flag(stats) + ">";
 }
 
 struct Kernels : Device {
@@ -36,7 +38,8 @@ struct Kernels : Device {
 class Launcher {
  public:
   explicit Launcher(c10::Device device) : kernels_(kernels_on(device.index())), current_(kernels_) {
-    TORCH_CHECK(aoti_torch_get_current_cuda_stream(device.index(), &stream_) == 0, "torch has no current stream on ", device);
+    TORCH_CHECK(aoti_torch_get_current_cuda_stream(device.index(), &stream_) == 0, "torch has no current stream on ",
+                device);
   }
   void prepare(DType out, DType in, const Call& call) {
     kernel_[out][in] = kernel(kernel_of(out, in, call));
@@ -65,7 +68,8 @@ class Launcher {
   void* kernel(const std::string& name) {
     const auto known = kernels_.loaded.find(name);
     if (known != kernels_.loaded.end()) return known->second;
-    const pybind11::object compiled = pybind11::module_::import("fusedaccum.nvrtc").attr("compiled")(name, kernels_.arch);
+    const pybind11::object compiled =
+        pybind11::module_::import("fusedaccum.nvrtc").attr("compiled")(name, kernels_.arch);
     const auto [symbol, code] = compiled.cast<std::pair<std::string, std::string>>();
     return kernels_.loaded.try_emplace(name, load(code.c_str(), symbol.c_str())).first->second;
   }

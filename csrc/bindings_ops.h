@@ -1,5 +1,6 @@
-// The ops of a backend, as Python calls them: accumulate_, scale_, cast_ and stats read and check their arguments in the same way on every
-// device. The backend CHECKS_LISTS (fusedaccum/ops/backends.py).
+// The ops of a backend, as Python calls them: accumulate_, scale_, cast_ and stats read and check
+// their arguments in the same way on every device. The backend CHECKS_LISTS
+// (fusedaccum/ops/backends.py).
 #pragma once
 
 #include <vector>
@@ -20,7 +21,8 @@ struct Statistics {
   bool wanted() const { return sq_norm.defined(); }
 };
 
-// What a call asks for, its lists apart. Number: double, or pybind11::handle where it may be a 0-d tensor on the lists' device.
+// What a call asks for, its lists apart. Number: double, or pybind11::handle where it may be a 0-d
+// tensor on the lists' device.
 template <class Number>
 struct Request {
   Op op;
@@ -32,7 +34,8 @@ struct Request {
   std::vector<uint64_t> counters;  // one per pair, when stochastic
 };
 
-// Gives a module its ops. They return the verdict on their lists; if that is kFlat, `run`, called with the GIL held, has done the work.
+// Gives a module its ops. They return the verdict on their lists; if that is kFlat, `run`, called
+// with the GIL held, has done the work.
 template <class Number>
 void define_ops(pybind11::module_& m, void (*run)(const Lists& lists, const Request<Number>& request)) {
   namespace py = pybind11;
@@ -45,8 +48,8 @@ void define_ops(pybind11::module_& m, void (*run)(const Lists& lists, const Requ
     }
     return kFlat;
   };
-  const auto accumulate = [checked](py::handle buffers, py::handle grads, Number scale, bool overwrite, Number decay, py::handle rounding,
-                                    py::handle stats, py::handle low) {
+  const auto accumulate = [checked](py::handle buffers, py::handle grads, Number scale, bool overwrite, Number decay,
+                                    py::handle rounding, py::handle stats, py::handle low) {
     Request<Number> request{Op::kAccumulate, Statistics(stats), scale, decay, overwrite};
     if (!rounding.is_none()) {
       request.stochastic = true;
@@ -68,13 +71,15 @@ void define_ops(pybind11::module_& m, void (*run)(const Lists& lists, const Requ
     return checked(Lists(tensors, false, low), request);
   };
   m.attr("CHECKS_LISTS") = true;
-  m.def("accumulate_", accumulate, py::arg("buffers"), py::arg("grads"), py::arg("scale"), py::arg("overwrite"), py::arg("decay"),
-        py::arg("rounding"), py::arg("stats"), py::arg("low") = py::none(),
+  m.def("accumulate_", accumulate, py::arg("buffers"), py::arg("grads"), py::arg("scale"), py::arg("overwrite"),
+        py::arg("decay"), py::arg("rounding"), py::arg("stats"), py::arg("low") = py::none(),
         "buffer = buffer * decay + grad * scale, or grad * scale with overwrite");
-  m.def("scale_", scale, py::arg("tensors"), py::arg("scale"), py::arg("stats"), py::arg("low") = py::none(), "x = x * scale");
+  m.def("scale_", scale, py::arg("tensors"), py::arg("scale"), py::arg("stats"), py::arg("low") = py::none(),
+        "x = x * scale");
   m.def("cast_", cast, py::arg("outs"), py::arg("ins"), py::arg("scale"), py::arg("stats"), py::arg("low") = py::none(),
         "out = cast(in * scale)");
-  m.def("stats", measure, py::arg("tensors"), py::arg("into"), py::arg("low") = py::none(), "squared norm and non-finite count");
+  m.def("stats", measure, py::arg("tensors"), py::arg("into"), py::arg("low") = py::none(),
+        "squared norm and non-finite count");
 }
 
 }  // namespace fusedaccum

@@ -1,6 +1,8 @@
-// Many tensors cut into chunks of bounded size, numbered from 0, on which kernels are started. No torch, host only.
+// Many tensors cut into chunks of bounded size, numbered from 0, on which kernels are started. No
+// torch, host only.
 //
-// The cut depends on the tensors' sizes alone, never on the number of threads: a sum over chunks in their order is deterministic.
+// The cut depends on the tensors' sizes alone, never on the number of threads: a sum over chunks in
+// their order is deterministic.
 #pragma once
 
 #include <algorithm>
@@ -42,7 +44,8 @@ class ChunkTable {
     auto tensor = static_cast<std::size_t>(std::upper_bound(first_.begin(), first_.end(), begin) - first_.begin()) - 1;
     for (int64_t number = begin; number < end; ++tensor) {
       const int64_t size = sizes_[tensor];
-      for (int64_t at = (number - first_[tensor]) * chunk_elements_; at < size && number < end; at += chunk_elements_, ++number) {
+      for (int64_t at = (number - first_[tensor]) * chunk_elements_; at < size && number < end;
+           at += chunk_elements_, ++number) {
         visit(number, Chunk{tensor, at, std::min(size, at + chunk_elements_)});
       }
     }

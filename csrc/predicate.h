@@ -1,7 +1,8 @@
-// Whether a kernel may be given these lists of tensors: the C++ half of fusedaccum/ops/arguments.py, thousands in microseconds.
+// Whether a kernel may be given these lists of tensors: the C++ half of
+// fusedaccum/ops/arguments.py, thousands in microseconds.
 //
-// It only says yes, yes after copying, or no. The Python half words the error, and has the last say: where stretches of memory overlap,
-// it also looks for interleaved views, which share nothing.
+// It only says yes, yes after copying, or no. The Python half words the error, and has the last
+// say: where stretches of memory overlap, it also looks for interleaved views, which share nothing.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,25 +17,30 @@ enum Verdict : int { kFlat = 0, kStrided = 1, kRefused = 2 };
 
 using Tensors = std::vector<const at::Tensor*>;
 
-// Thousands of tensors are seldom in the cache: if prefetched, the lines of one arrive while others are being checked.
+// Thousands of tensors are seldom in the cache: if prefetched, the lines of one arrive while others
+// are being checked.
 template <class Struct>
 inline void prefetch(const Struct* object) {
   const auto* lines = reinterpret_cast<const char*>(object);
   for (std::size_t at = 0; at < sizeof(Struct); at += 64) __builtin_prefetch(lines + at);
 }
 
-inline void prefetch_storage(const at::Tensor& x) { prefetch(x.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()); }
+inline void prefetch_storage(const at::Tensor& x) {
+  prefetch(x.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+}
 
 inline bool supported(at::ScalarType type) {
   return type == at::kDouble || type == at::kFloat || type == at::kBFloat16 || type == at::kHalf;
 }
 
-// Dispatch keys of plain, dense tensors; anything else (subclasses, functorch's wrappers, sparse …) is not read through its pointer.
+// Dispatch keys of plain, dense tensors; anything else (subclasses, functorch's wrappers, sparse …)
+// is not read through its pointer.
 inline bool plain(const at::Tensor& x) {
-  constexpr c10::DispatchKeySet fine =
-      c10::DispatchKeySet({c10::DispatchKey::Dense, c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::AutogradFunctionality,
-                           c10::DispatchKey::Negative, c10::DispatchKey::ZeroTensor}) |
-      c10::autocast_dispatch_keyset | c10::DispatchKeySet(c10::DispatchKeySet::RAW, c10::full_backend_mask);
+  constexpr c10::DispatchKeySet fine = c10::DispatchKeySet({c10::DispatchKey::Dense, c10::DispatchKey::ADInplaceOrView,
+                                                            c10::DispatchKey::AutogradFunctionality,
+                                                            c10::DispatchKey::Negative, c10::DispatchKey::ZeroTensor}) |
+                                       c10::autocast_dispatch_keyset |
+                                       c10::DispatchKeySet(c10::DispatchKeySet::RAW, c10::full_backend_mask);
   return (x.key_set() | fine) == fine && x.layout() == at::kStrided && !x.is_meta() && x.has_storage();
 }
 
@@ -50,7 +56,8 @@ inline int64_t span(const at::Tensor& x) {
 inline bool backed(const at::Tensor& x) {
   if (x.numel() == 0 || x._is_zerotensor()) return true;
   const c10::TensorImpl* impl = x.unsafeGetTensorImpl();
-  return impl->unsafe_storage().nbytes() >= static_cast<std::size_t>(impl->storage_offset() + span(x)) * impl->itemsize();
+  return impl->unsafe_storage().nbytes() >=
+         static_cast<std::size_t>(impl->storage_offset() + span(x)) * impl->itemsize();
 }
 
 inline bool dense(const at::Tensor& x) { return x.is_non_overlapping_and_dense(); }
@@ -108,13 +115,15 @@ inline Stretches within(const Stretches& stretches, const char* begin, const cha
 
 // True if an output's stretch of memory overlaps another output's, or an input's.
 inline bool share_memory(Stretches outs, const Stretches& ins) {
-  if (std::is_sorted(outs.rbegin(), outs.rend(), by_begin)) std::reverse(outs.begin(), outs.end());  // as backward brings them
+  if (std::is_sorted(outs.rbegin(), outs.rend(), by_begin))
+    std::reverse(outs.begin(), outs.end());  // as backward brings them
   if (!std::is_sorted(outs.begin(), outs.end(), by_begin)) std::sort(outs.begin(), outs.end(), by_begin);
   for (std::size_t i = 1; i < outs.size(); ++i) {
     if (outs[i].begin < outs[i - 1].end) return true;
   }
   if (outs.empty()) return false;
-  auto next = outs.begin();  // the first that ends after the input begins: as outputs do not overlap, also the first that may meet it
+  auto next = outs.begin();  // the first that ends after the input begins: as outputs do not overlap, also the first
+                             // that may meet it
   for (const Stretch& read : within(ins, outs.front().begin, outs.back().end)) {
     while (next != outs.end() && next->end <= read.begin) ++next;
     if (next != outs.end() && next->begin < read.end) return true;
@@ -125,7 +134,8 @@ inline bool share_memory(Stretches outs, const Stretches& ins) {
 constexpr std::size_t kAhead = 8;  // tensors
 
 // The verdict on one pair by itself, which must be on the device of `first`.
-inline Verdict judge_pair(const at::Tensor& out, const at::Tensor& in, const at::Tensor& first, bool written, bool inference) {
+inline Verdict judge_pair(const at::Tensor& out, const at::Tensor& in, const at::Tensor& first, bool written,
+                          bool inference) {
   for (const at::Tensor* x : {&out, &in}) {
     if (!plain(*x) || !supported(x->scalar_type()) || x->device() != first.device() || !backed(*x)) return kRefused;
   }
@@ -139,12 +149,15 @@ inline Verdict judge_pair(const at::Tensor& out, const at::Tensor& in, const at:
 class Kind {
  public:
   Kind() = default;  // of no tensor
-  explicit Kind(const at::Tensor& x) : keys_(x.key_set()), dtype_(x.dtype()), device_(x.device()), itemsize_(x.element_size()) {}
+  explicit Kind(const at::Tensor& x)
+      : keys_(x.key_set()), dtype_(x.dtype()), device_(x.device()), itemsize_(x.element_size()) {}
 
-  // True if this is a contiguous tensor of this kind, with memory behind all of it: then sets `stretch` to that memory.
+  // True if this is a contiguous tensor of this kind, with memory behind all of it: then sets
+  // `stretch` to that memory.
   C10_ALWAYS_INLINE bool includes(const at::Tensor& x, bool written, Stretch* stretch) const {
     const c10::TensorImpl* impl = x.unsafeGetTensorImpl();
-    if (impl->key_set() != keys_ || impl->dtype() != dtype_ || impl->device() != device_ || !impl->is_contiguous()) return false;
+    if (impl->key_set() != keys_ || impl->dtype() != dtype_ || impl->device() != device_ || !impl->is_contiguous())
+      return false;
     c10::StorageImpl* storage = impl->unsafe_storage().unsafeGetStorageImpl();
     if (storage == nullptr || impl->numel() == 0) return false;
     const std::size_t before = static_cast<std::size_t>(impl->storage_offset()) * itemsize_;
@@ -235,7 +248,8 @@ inline Judgement judge(const Tensors& outs, const Tensors& ins, bool written, co
   Stretches writes = judged.outs, reads = judged.low;
   if (!low.of_ins) std::swap(writes, reads), writes.insert(writes.end(), reads.begin(), reads.end()), reads.clear();
   for (std::size_t k = 0; k < ins.size(); ++k) {
-    const bool in_place = low.of_ins && judged.ins[k].begin == judged.outs[k].begin && outs[k]->dtype() == ins[k]->dtype() &&
+    const bool in_place = low.of_ins && judged.ins[k].begin == judged.outs[k].begin &&
+                          outs[k]->dtype() == ins[k]->dtype() &&
                           flat_pair(*outs[k], *ins[k]);  // an output may be the very memory of its input
     if (!in_place) reads.push_back(judged.ins[k]);
   }

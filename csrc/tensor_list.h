@@ -1,4 +1,5 @@
-// The lists of tensors of a call, as the bindings read them: once, for the check and for the kernels.
+// The lists of tensors of a call, as the bindings read them: once, for the check and for the
+// kernels.
 #pragma once
 
 #include <torch/csrc/autograd/python_variable.h>
@@ -14,15 +15,16 @@ inline void bump_version(const at::Tensor& x) {
   if (!x.is_inference()) x.unsafeGetTensorImpl()->bump_version();
 }
 
-// One or two Python lists or tuples of tensors, and their low parts or None, judged, and held so that the GIL may be released, whatever
-// happens to the lists meanwhile.
+// One or two Python lists or tuples of tensors, and their low parts or None, judged, and held so
+// that the GIL may be released, whatever happens to the lists meanwhile.
 class Lists {
  public:
   Lists(pybind11::handle outs, bool written, pybind11::handle low) : one_(true) {
     if (outs_.read(outs) && read_low(low, false)) judged_ = judge(outs_.tensors, {}, written, low_);
   }
   Lists(pybind11::handle outs, pybind11::handle ins, bool written, pybind11::handle low, bool of_ins) : one_(false) {
-    if (!outs_.read(outs) || !ins_.read(ins) || outs_.tensors.size() != ins_.tensors.size() || !read_low(low, of_ins)) return;
+    if (!outs_.read(outs) || !ins_.read(ins) || outs_.tensors.size() != ins_.tensors.size() || !read_low(low, of_ins))
+      return;
     judged_ = judge(outs_.tensors, ins_.tensors, written, low_);
   }
   Verdict verdict() const { return judged_.verdict; }
@@ -32,7 +34,9 @@ class Lists {
   void* written(std::size_t k) const { return const_cast<char*>(judged_.outs[k].begin); }
   // True if this is the address of an output's element.
   bool writes(const void* address) const {
-    const auto within = [at = static_cast<const char*>(address)](const Stretch& x) { return x.begin <= at && at < x.end; };
+    const auto within = [at = static_cast<const char*>(address)](const Stretch& x) {
+      return x.begin <= at && at < x.end;
+    };
     return std::any_of(judged_.outs.begin(), judged_.outs.end(), within);
   }
   // Tells autograd, if the op writes the low parts.
@@ -58,7 +62,8 @@ class Lists {
       auto count = PySequence_Fast_GET_SIZE(list.ptr());
       items = pybind11::reinterpret_steal<pybind11::object>(PyTuple_New(count));
       if (!items) throw pybind11::error_already_set();
-      // The allocation may collect garbage, whose finalizers may do anything to a list. From here on no other code runs.
+      // The allocation may collect garbage, whose finalizers may do anything to a list. From here
+      // on no other code runs.
       if (PySequence_Fast_GET_SIZE(list.ptr()) != count) return false;
       PyObject** given = PySequence_Fast_ITEMS(list.ptr());
       tensors.reserve(static_cast<std::size_t>(count));

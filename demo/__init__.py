@@ -1,1 +1,1 @@
-"""The demo: real training with micro-batches, compared with the big batch that they stand for. Run it with ``make demo``."""
+"""The demo (``make demo``): real training in micro-batches against the big batch they stand for."""

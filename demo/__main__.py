@@ -1,4 +1,4 @@
-"""``make demo``, or ``python -m demo``: train two models with micro-batches, and see that they follow the big batch."""
+"""``make demo`` or ``python -m demo``: two models trained in micro-batches follow the big batch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> list[tuple[Task, dict[str, R
     parser = argparse.ArgumentParser(prog="python -m demo", description=__doc__)
     parser.add_argument("--tiny", action="store_true", help="tiny models and data, to check that the demo runs")
     parser.add_argument("--figure", type=Path, default=FIGURE, help="the figure's file (.png, .svg or .pdf)")
-    # One thread: models this small gain little from a second one, and sums are then taken in the same order on every machine.
+    # One thread: a second would gain little, and sums are taken in the same order on every machine.
     parser.add_argument("--threads", type=int, default=1, help="PyTorch's threads (default: 1)")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)

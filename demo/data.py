@@ -1,4 +1,4 @@
-"""Data that is already on the machine: scikit-learn's handwritten digits, and the Python standard library's own sources."""
+"""Data already on the machine: scikit-learn's digits, and the standard library's sources."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def digits() -> tuple[Tensor, Tensor]:
 
 
 def text(sequences: int, context: int) -> tuple[Tensor, Tensor]:
-    """Stretches of ``context`` bytes from the standard library's sources, shape (sequences, context), and the next bytes."""
+    """Bytes of the standard library's sources, shape (sequences, context), and each one's next."""
     folder = Path(sysconfig.get_path("stdlib"))
     content = b"".join((folder / name).read_bytes() for name in SOURCES if (folder / name).exists())
     needed = sequences * context + 1

@@ -1,4 +1,4 @@
-"""The demo's figure: a panel per task, with how far every way's weights are from the big batch's."""
+"""The demo's figure: a panel per task, with every way's distance from the big batch's weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.style import STYLE
 
 from .ways import WAYS, Run, Task
 
-# Okabe and Ito's colours, for readers who cannot tell red from green, and different dashes for readers in black and white.
+# Okabe and Ito's colours, for the colour-blind, and different dashes, for print in black and white.
 LINES = {
     "b": ("#0072B2", "-", 3.0),
     "c": ("#D55E00", "--", 1.8),
@@ -45,7 +45,7 @@ def draw(results: Sequence[tuple[Task, dict[str, Run]]], path: Path) -> None:
 
 
 def drift(run: Run, reference: Run) -> list[float]:
-    """After every step, the distance of the weights from the reference's, as a share of how far those have moved since the start."""
+    """The weights' distance from the reference's by step, as a share of how far those moved."""
     return [
         ((mine - other).norm() / (other - reference.start).norm()).item()
         for mine, other in zip(run.parameters, reference.parameters, strict=True)

@@ -1,4 +1,7 @@
-"""The demo's two models, small enough for two cores. Neither has BatchNorm, which sees a micro-batch and not the whole batch."""
+"""The demo's two models, small enough for two cores.
+
+Neither has BatchNorm, which sees a micro-batch and not the whole batch.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +31,9 @@ class DigitsCNN(nn.Sequential):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear`` in FP32, rounded to ``x``'s dtype, as are its gradients: what hardware for bf16 does.
+    """``F.linear`` in FP32, it and its gradients rounded to ``x``'s dtype, as bf16 hardware does.
 
-    On a CPU without bf16 instructions, PyTorch's own bf16 matrix products are many times slower than those in FP32.
+    On a CPU without bf16 instructions, bf16 matrix products are many times slower than FP32's.
     """
     return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
 

@@ -12,7 +12,10 @@ from .ways import Task
 
 
 def digits(tiny: bool = False) -> Task:
-    """A CNN in FP32. 1,437 images make 5 windows of 8 x 32 and one of 157: four micro-batches, and a fifth of 29."""
+    """A CNN in FP32.
+
+    1,437 images make 5 windows of 8 x 32 and one of 157: four micro-batches, and a fifth of 29.
+    """
     images, labels = data.digits()
     kept = 300 if tiny else 1437
     return Task(
@@ -33,8 +36,9 @@ def gpt(tiny: bool = False) -> Task:
 
     1,000 sequences make 7 windows of 64 x 2 and one of 52 x 2.
 
-    SGD with momentum, because its update is linear in the gradient: the drift is then the gradients' error, summed. (Adam's first
-    steps are as large as the learning rate even where a gradient is nothing but rounding, and would hide that error.)
+    SGD with momentum, because its update is linear in the gradient: the drift is then the
+    gradients' error, summed. (Adam's first steps are as large as the learning rate even where a
+    gradient is nothing but rounding, and would hide that error.)
     """
     context, width, layers = (16, 32, 1) if tiny else (64, 128, 2)
     sequences = 160 if tiny else 1000

@@ -1,4 +1,4 @@
-"""The ways to train that the demo compares: the same model, data, order and optimizer, with only the gradient computed differently."""
+"""The demo's ways to train: only the gradient differs, not the model, data, order or optimizer."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from benchmarks.memory import mark, recorded
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained: a model with its data and optimizer, and how a big batch is split into micro-batches.
+    """A model with its data and optimizer, and how a big batch is split into micro-batches.
 
-    ``make_model`` is called after seeding and returns a model of ``dtype``; ``loss`` is a mean over a (micro-)batch's samples.
+    ``make_model`` is called after seeding and returns a model of ``dtype``; ``loss`` is a mean over
+    a (micro-)batch's samples.
     """
 
     title: str
@@ -50,7 +51,10 @@ class Task:
 
 @dataclass
 class Run:
-    """The result of one way of training: the weights at the start and after every step, losses (the final one over all data), cost."""
+    """The result of a way: the weights at the start and after every step, losses, and cost.
+
+    The final loss is over all data.
+    """
 
     start: Tensor
     parameters: list[Tensor] = field(default_factory=list)
@@ -61,7 +65,7 @@ class Run:
 
 
 class PlainMasters:
-    """FP32 master weights in plain PyTorch, for the runs without fusedaccum: step FP32 copies, then round them into the model."""
+    """FP32 master weights in plain PyTorch: step FP32 copies, then round them into the model."""
 
     def __init__(self, model: nn.Module, task: Task):
         self.params = list(model.parameters())
@@ -70,7 +74,7 @@ class PlainMasters:
         self.optimizer = task.make_optimizer(self.masters)
 
     def step(self) -> None:
-        """One optimizer step with the gradients that the parameters hold, which are then dropped."""
+        """One optimizer step with the parameters' gradients, which are then dropped."""
         if self.masters is not self.params:
             for master, p in zip(self.masters, self.params):
                 master.grad, p.grad = p.grad.float(), None
@@ -83,7 +87,11 @@ class PlainMasters:
 
 
 class Way(NamedTuple):
-    """A way to train. ``begin(task, model)`` returns two functions: step(window) -> mean loss; the weights as the optimizer has them."""
+    """A way to train.
+
+    ``begin(task, model)`` returns two functions: step(window) -> mean loss, and one that returns
+    the weights as the optimizer has them.
+    """
 
     name: str
     meaning: str
@@ -93,13 +101,13 @@ class Way(NamedTuple):
 def big_batch(task: Task, model: nn.Module) -> tuple:
     """(a) The batch that micro-batches stand for, in one forward and backward, in FP32 arithmetic.
 
-    A bf16 model's weights are rounded to bf16 as in all the other ways; only the arithmetic on them is in FP32.
+    A bf16 model's weights are rounded to bf16 as in all other ways; only the arithmetic is in FP32.
     """
     return big_batch_as_is(task, model.float())
 
 
 def big_batch_as_is(task: Task, model: nn.Module) -> tuple:
-    """(e) The big batch in the model's own arithmetic: what (a) would be if that could be trusted."""
+    """(e) The big batch in the model's arithmetic: what (a) would be if that could be trusted."""
     plain = PlainMasters(model, task)
     inputs, targets = task.data
 
@@ -113,7 +121,7 @@ def big_batch_as_is(task: Task, model: nn.Module) -> tuple:
 
 
 def fused(task: Task, model: nn.Module, **settings: Any) -> tuple:
-    """(b) fusedaccum: plain PyTorch's loop, with one line more. The partial window at an epoch's end is flushed."""
+    """(b) fusedaccum: plain PyTorch's loop, one line more. An epoch's partial window is flushed."""
     inner = task.make_optimizer(list(model.parameters()))
     opt = fa.AccumulatingOptimizer(inner, task.accum_steps, **{"master_weights": task.master_weights, **settings})
     inputs, targets = task.data
@@ -138,9 +146,9 @@ def fused(task: Task, model: nn.Module, **settings: Any) -> tuple:
 
 
 def plain_accumulation(task: Task, model: nn.Module, corrected: bool = False) -> tuple:
-    """(c) What most loops do: ``(loss / accum_steps).backward()`` into the parameters' own ``.grad``.
+    """(c) What most loops do: ``(loss / accum_steps).backward()`` into parameters' own ``.grad``.
 
-    ``corrected`` multiplies a micro-batch's loss by its share of the samples that its window really holds, as careful loops do.
+    ``corrected`` multiplies a loss by its share of the window's samples, as careful loops do.
     """
     plain = PlainMasters(model, task)
     inputs, targets = task.data
@@ -206,7 +214,7 @@ def train(task: Task, way: Way, label: str) -> Run:
 
 
 def peak_of(task: Task, way: Way) -> int:
-    """The most bytes that PyTorch's allocator held during two windows, including parameters and optimizer state, but not the data."""
+    """PyTorch's peak of bytes in two windows, with parameters and optimizer state, but no data."""
     windows = [next(task.windows(epoch)) for epoch in range(2)]
     with recorded("cpu") as timeline:
         with mark("build"):

@@ -1,8 +1,8 @@
 """Hooks of MkDocs, so that links which work in the source tree work in the site too.
 
-Pages link to each other, to README.md and to files of the project by relative paths. README.md, CONTRIBUTING.md and CHANGELOG.md
-are pages of the site; any other file outside docs/ that a page links to (plots, sources) is copied into it; a folder is
-named, not linked.
+Pages link to each other, to README.md and to files of the project by relative paths. README.md,
+CONTRIBUTING.md and CHANGELOG.md are pages of the site; any other file outside docs/ that a page
+links to (plots, sources) is copied into it; a folder is named, not linked.
 """
 
 from __future__ import annotations

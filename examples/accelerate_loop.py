@@ -1,4 +1,7 @@
-"""Accelerate's loop with a wrapped optimizer, beside its own big batch: `python examples/accelerate_loop.py`."""
+"""Accelerate's loop with a wrapped optimizer, beside its own big batch.
+
+Run it: `python examples/accelerate_loop.py`.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ def train(micro_batch: int, accum_steps: int, wrap: bool) -> list[float]:
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     if wrap:
-        # Accelerate divides the loss, and calls the wrapper's step() once per window only: there it ends.
+        # Accelerate divides the loss, and calls step() once per window only: there it ends.
         optimizer = fa.AccumulatingOptimizer(optimizer, reduction="none")
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
     loader = DataLoader(samples(), batch_size=micro_batch)

@@ -1,6 +1,7 @@
-"""Hugging Face's Trainer with a wrapped optimizer, beside its own big batch: `python examples/hf_trainer.py`.
+"""Hugging Face's Trainer with a wrapped optimizer, beside its own big batch.
 
-Texts differ in how many of their tokens count, and the last window is not full. The Trainer sees to both.
+Texts differ in how many of their tokens count, and the last window is not full. The Trainer sees
+to both. Run it: `python examples/hf_trainer.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ def train(micro_batch: int, accum_steps: int, wrap: bool) -> list[float]:
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     if wrap:
-        # The Trainer divides the loss, clips the gradient and moves the scheduler; the window ends when it calls step().
+        # The Trainer divides the loss, clips the gradient and moves the scheduler; a window ends
+        # when it calls step().
         optimizer = fa.AccumulatingOptimizer(optimizer, reduction="none")
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(

@@ -1,4 +1,7 @@
-"""Lightning's Trainer with a wrapped optimizer, beside its own big batch: `python examples/lightning_trainer.py`."""
+"""Lightning's Trainer with a wrapped optimizer, beside its own big batch.
+
+Run it: `python examples/lightning_trainer.py`.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ class Regression(L.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         if self.wrap:
-            # Lightning divides the loss, and calls the wrapper's step() once per window only: there it ends.
+            # Lightning divides the loss, and calls step() once per window only: there it ends.
             optimizer = fa.AccumulatingOptimizer(optimizer, reduction="none")
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

@@ -1,4 +1,7 @@
-"""nanoGPT's loop as it is, with one line added, and with its windows left to the wrapper: `python examples/nanogpt_loop.py`."""
+"""nanoGPT's loop as it is, with one line added, and with its windows left to the wrapper.
+
+Run it: `python examples/nanogpt_loop.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Layers that add their weights' gradients into main_grad themselves, by the protocol of Megatron-LM and TransformerEngine.
+"""Layers that add gradients to main_grad, by the protocol of Megatron-LM and TransformerEngine.
 
-Their backward does what that of Megatron-LM's LinearWithGradAccumulationAndAsyncCommunication and TransformerEngine's Linear (with
-fuse_wgrad_accumulation) does, without their GEMMs, which need a GPU. The placeholder gradients that they return are NaN.
+Their backward does what that of Megatron-LM's LinearWithGradAccumulationAndAsyncCommunication and
+TransformerEngine's Linear (with fuse_wgrad_accumulation) does, without their GEMMs, which need a
+GPU. The placeholder gradients that they return are NaN.
 """
 
 import fusedaccum as fa

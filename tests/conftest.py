@@ -18,8 +18,10 @@ if backends.INTERPRETED:
     patched = set()
 
     def call_device_function(function, *args, **kwargs):
-        """Triton's own version patches its whole language at every call, which takes half of these tests' time. The calling kernel has
-        patched it already, except for what only the device function's module sees of it."""
+        """Triton's own patches its whole language at every call: half of these tests' time.
+
+        The calling kernel has patched it already, but for what only the function's module sees.
+        """
         if function.fn.__module__ not in patched:
             interpreter._patch_lang(function.fn)
             patched.add(function.fn.__module__)
@@ -32,8 +34,11 @@ COUNT_FROZEN = gc.get_freeze_count
 
 
 def freeze_imports():
-    """What has been imported is no garbage, and no model of a test's: neither the collector nor a wrapper, which searches all modules alive
-    at its first window's end, need go through a million objects, or count them. That took half of the tests' time."""
+    """What has been imported is no garbage, and no test's model.
+
+    Neither the collector nor a wrapper, which searches all modules alive at its first window's end,
+    need go through a million objects, or count them. That took half of the tests' time.
+    """
     gc.collect()
     gc.freeze()
     fusedaccum.modules._FROZEN_BEFORE = COUNT_FROZEN()
@@ -46,7 +51,7 @@ def pytest_collection_finish():
 
 @pytest.fixture
 def freeze():
-    """``gc.freeze()``, as before a long training: the collector no longer looks at what is there."""
+    """``gc.freeze()``, as before a long training: the collector no longer sees what is there."""
     gc.get_freeze_count = COUNT_FROZEN
     yield gc.freeze
     gc.unfreeze()
@@ -54,7 +59,7 @@ def freeze():
 
 
 def pytest_collection_modifyitems(items):
-    """Files with slow tests come first, so that in the end no process waits for another that has one of them left."""
+    """Files with slow tests come first, so that in the end no process waits for one of them."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 
@@ -66,7 +71,7 @@ def same_numbers_every_time():
 
 @pytest.fixture
 def cpu():
-    """The native CPU extension; after the test it gets back the instruction set that it had before."""
+    """The native CPU extension; after the test it has its former instruction set again."""
     if importlib.util.find_spec("fusedaccum._cpu") is None:
         pytest.skip("the extension fusedaccum._cpu was not built")
     module = importlib.import_module("fusedaccum._cpu")
@@ -77,7 +82,7 @@ def cpu():
 
 @pytest.fixture(params=["native", "python"])
 def each_intake(request, monkeypatch):
-    """Runs the test twice: wrappers take gradients through the hooks in C++, then through those in Python."""
+    """Runs the test twice: wrappers take gradients by hooks in C++, then by those in Python."""
     if request.param == "native" and importlib.util.find_spec("fusedaccum._intake") is None:
         pytest.skip("the extension fusedaccum._intake was not built")
     monkeypatch.setenv("FUSEDACCUM_INTAKE", request.param)

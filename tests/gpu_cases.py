@@ -1,7 +1,8 @@
 """What the tests of a GPU share: the device, its kernels, and tensors there.
 
-Without a GPU the same tests run on CPU tensors (with the CPU kernels, or Triton's under TRITON_INTERPRET=1), so that the tests
-themselves are known to work before they meet one; what needs CUDA itself is skipped.
+Without a GPU the same tests run on CPU tensors (with the CPU kernels, or Triton's under
+TRITON_INTERPRET=1), so that the tests themselves are known to work before they meet one; what needs
+CUDA itself is skipped.
 """
 
 import pytest
@@ -22,7 +23,7 @@ needs_gpu = pytest.mark.skipif(not GPU, reason="needs a CUDA device")
 
 
 def there(tensors, offset=0):
-    """Copies on the device, each ``offset`` elements into memory of its own that begins and ends with sentinels."""
+    """Copies on the device, ``offset`` elements into memory of their own, between sentinels."""
     placed = []
     for x in tensors:
         whole = torch.full((x.numel() + 32,), 77.0, dtype=x.dtype, device=DEVICE)

@@ -1,4 +1,6 @@
-"""CUDA graphs and a stand-in for them on the CPU, which records ops and replays them on the same memory without any Python of ours.
+"""CUDA graphs, and a stand-in for them on the CPU.
+
+It records ops and replays them on the same memory without any Python of ours.
 
 Also: which functions torch.compile has traced.
 """
@@ -12,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Recording(TorchDispatchMode):
-    """Runs ops and records them. What they read and wrote stays at its address, like a graph's memory."""
+    """Runs and records ops. What they read and wrote stays at its address, as in a graph."""
 
     def __init__(self):
         super().__init__()
@@ -33,7 +35,7 @@ class Recording(TorchDispatchMode):
                     there.copy_(fresh)
 
     def ours(self):
-        """For every call of our ops: its name, the addresses that it writes to, and its arguments that are not tensors."""
+        """For every call of our ops: its name, addresses written to, and non-tensor arguments."""
         return [
             (
                 func.name(),
@@ -65,7 +67,7 @@ def compile_anew():
 
 
 def compiled_functions():
-    """All functions that the compiler has traced since compile_anew(), in order; and those of them that are the package's."""
+    """Functions that the compiler has traced since compile_anew(), in order; and the package's."""
     found = [each for each in torch._dynamo.utils.get_compilation_metrics() if each.co_filename is not None]
     ours = [each.co_name for each in found if Path(fusedaccum.__file__).parent in Path(each.co_filename).parents]
     return [each.co_name for each in found], ours

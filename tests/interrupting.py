@@ -1,6 +1,7 @@
 """Ctrl-C at a point of a call where Python looks for it.
 
-Python looks for signals where one of its functions begins, and where a call of a C function has returned. A profiler is called there, too.
+Python looks for signals where one of its functions begins, and where a call of a C function has
+returned. A profiler is called there, too.
 """
 
 import inspect
@@ -14,7 +15,7 @@ class Interrupt(KeyboardInterrupt):
 
 
 def interrupted(call, at):
-    """Call it, with an interrupt at point number ``at``. Returns the exception, None if there are not so many points."""
+    """Call it with an interrupt at point ``at``; returns the exception, None past the last one."""
     points = 0
 
     def look(frame, event, _):
@@ -38,7 +39,7 @@ PYTORCHS = inspect.getfile(torch.optim.Optimizer)
 
 
 def within_pytorchs_step(frame):
-    """What that leaves half done is not the wrapper's business: it does more when the optimizer's own step has returned."""
+    """True in the optimizer's own step: what it leaves half done is not the wrapper's business."""
     while frame is not None:
         if frame.f_code.co_filename == PYTORCHS:
             return True

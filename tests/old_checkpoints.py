@@ -1,6 +1,6 @@
 """A training that an earlier version has broken off by a checkpoint, and how it went on there.
 
-``python tests/old_checkpoints.py FOLDER``, with the version installed that is to be kept readable, writes both.
+``python tests/old_checkpoints.py FOLDER`` writes both, with the version that is to stay readable.
 """
 
 import socket
@@ -47,8 +47,10 @@ def train(kind, net, opt, steps, rank):
 
 
 def ended(net, opt):
-    """What the training has come to, by name: the model, the master weights, the inner optimizer's state, the loss of the window that
-    has closed since the checkpoint.
+    """What the training has come to, by name.
+
+    The model, the master weights, the inner optimizer's state, and the loss of the window that has
+    closed since the checkpoint.
     """
     now = opt.state_dict()
     masters = {f"master.{i}": master for i, master in now["fusedaccum"].get("masters", {}).items()}
@@ -56,13 +58,14 @@ def ended(net, opt):
     return net.state_dict() | masters | state | {"loss": opt.last_window.loss}
 
 
-# A bias before BatchNorm has a gradient of rounding errors alone, which AdamW makes as large as any: it depends on the machine, and the
-# running mean with it. The running variance does not, and is pooled from the same means.
+# A bias before BatchNorm has a gradient of rounding errors alone, which AdamW makes as large as
+# any: it depends on the machine, and the running mean with it. The running variance does not, and
+# is pooled from the same means.
 OF_THE_MACHINE = {"0.bias", "1.running_mean", "master.1", "exp_avg.1", "exp_avg_sq.1"}
 
 
 def resumed(kind, rank=0, process_group=None):
-    """What the training has come to, gone on with from the checkpoint; and what it came to where that was written."""
+    """What the resumed training comes to, and what it came to where the checkpoint was made."""
     net, opt = started(kind, process_group)
     saved = torch.load(OF / f"{kind}{rank}.pt")
     net.load_state_dict(saved["net"])

@@ -1,4 +1,4 @@
-"""What the tests of the ops share: dtypes, sizes around every boundary, awkward values, and equality of bits."""
+"""What tests of ops share: dtypes, sizes around every boundary, awkward values, equal bits."""
 
 import contextlib
 import importlib
@@ -13,27 +13,28 @@ DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f
 PAIRS = [(buffer, grad) for buffer in DTYPES for grad in DTYPES]
 PAIR_IDS = [f"buffer={buffer}-grad={grad}" for buffer, grad in PAIRS]
 
-# CPU kernels work in steps of 32 elements, draw random numbers 256 at a time, and use chunks of 16,384 and blocks of zeros of 4,096.
+# CPU kernels work in steps of 32 elements, draw random numbers 256 at a time, and use chunks of
+# 16,384 and blocks of zeros of 4,096.
 RAGGED = [0, 1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 255, 256, 257, 1000, 4095, 4096, 4097]
 LONG = [16383, 16384, 16385, 32767, 32769, 50001]
 SCALES = [1.0, 0.37, -2.5, 0.0, -0.0, 1e-30, float("inf"), float("nan")]
 
 
 def capabilities():
-    """The instruction sets that the ``cpu`` backend has on this machine; none if it was not built."""
+    """The ``cpu`` backend's instruction sets on this machine; none if it was not built."""
     if importlib.util.find_spec("fusedaccum._cpu") is None:
         return []
     return importlib.import_module("fusedaccum._cpu").capabilities()
 
 
-# The kernels that can run on CPU tensors here: the CPU backend with each instruction set, or, with TRITON_INTERPRET=1, Triton's alone.
+# Kernels for CPU tensors: each instruction set's or, with TRITON_INTERPRET=1, only Triton's.
 NATIVE = ["triton"] if backends.INTERPRETED else [f"cpu-{name}" for name in capabilities()]
 BACKENDS = ["reference", *NATIVE]
 
 
 @contextlib.contextmanager
 def running(backend):
-    """Yields the name to pass as ``backend=``; inside, the CPU backend uses the instruction set asked for."""
+    """Yields the name for ``backend=``; inside, the CPU backend has the wanted instruction set."""
     name, _, capability = backend.partition("-")
     if not capability:
         yield name
@@ -48,7 +49,7 @@ def running(backend):
 
 
 def values(n, dtype, seed=0):
-    """Numbers of all magnitudes: normal, subnormal, zeros of both signs, and at the limits of FP16; all finite in FP64."""
+    """Normal and subnormal numbers, both zeros, numbers at FP16's limits; all finite in FP64."""
     g = torch.Generator().manual_seed(seed + n)
     x = torch.randn(n, generator=g, dtype=torch.float64)
     x *= torch.pow(10.0, torch.randint(-9, 6, (n,), generator=g, dtype=torch.float64))

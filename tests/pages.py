@@ -16,7 +16,7 @@ OF_FRAMEWORKS = [page for page in PAGES if page.stem in ("accelerate", "huggingf
 def run_examples(page):
     """Runs a page, top to bottom, in one namespace that has a model, a criterion and a loader.
 
-    Of a diff, the new side is run, with a model of its own; the old side only has to be valid Python.
+    Of a diff, the new side is run, with a model of its own; the old side must only be valid Python.
     """
     text = page.read_text()
     # On a GPU the pages about several ranks use NCCL, which does not take CPU tensors.
@@ -38,7 +38,7 @@ def run_examples(page):
 
 
 def assert_shows(page, printed):
-    """The page shows what an example printed: the same words, and the same numbers up to what other processors round."""
+    """The page shows what an example printed: the same words, and numbers up to other rounding."""
     blocks = re.findall(r"^```text\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
     (shown,) = (block for block in blocks if block.startswith(printed.splitlines()[0]))
     number = re.compile(r"\d+\.\d+")

@@ -13,7 +13,7 @@ SIZES = (5, 12, 7)
 
 
 class AddsToGrad(torch.autograd.Function):
-    """``x @ weight.t()``, whose backward adds to ``weight.grad`` where there is one, and returns nothing then."""
+    """``x @ weight.t()``; backward adds to a ``weight.grad``, if any, and returns nothing then."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -31,7 +31,7 @@ class AddsToGrad(torch.autograd.Function):
 
 
 class Net(nn.Module):
-    """A weight for each way in which a gradient may come. What it normalises has no part in its output."""
+    """A weight for each way a gradient may come. What it normalises has no part in its output."""
 
     def __init__(self):
         super().__init__()
@@ -53,9 +53,12 @@ class On:
     """How to turn a feature on.
 
     Attributes:
-        settings: of the wrapper. scaler: is the loop GradScaler's? sums: are the losses sums over items, as they must be?
-        fused: is the optimizer?
-        prepare: called with the model, before it is wrapped. wrap: makes the wrapper, or several, of which the first is given the weights.
+        settings: of the wrapper.
+        scaler: True if the loop is GradScaler's.
+        sums: True if the losses are sums over items, as they must be.
+        fused: True if the optimizer is.
+        prepare: called with the model, before it is wrapped.
+        wrap: makes the wrapper, or several, of which the first is given the weights.
     """
 
     settings: dict = field(default_factory=dict)

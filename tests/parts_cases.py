@@ -1,4 +1,4 @@
-"""What the tests of numbers in two parts share: an oracle in NumPy, and words around every boundary."""
+"""What tests of numbers in two parts share: an oracle in NumPy, words around every boundary."""
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ LOWER = [
 
 
 def parts_of(x, dtype):
-    """The parts of FP32 numbers, by FP64 arithmetic: BF16 bits as int16, and integers. NaNs have any."""
+    """FP32 numbers' parts, by FP64 arithmetic: BF16 bits as int16, and integers. NaNs have any."""
     x = x.double().numpy()
     magnitude = np.abs(x)
     exponent = np.maximum(np.frexp(magnitude)[1] - 1, -126)

@@ -4,7 +4,7 @@ from unittest import mock
 
 
 def limits(**sizes):
-    """A context manager, and a decorator of tests and of what ranks run, in which the sizes of ``fusedaccum.limits`` are these."""
+    """A context manager, and a decorator, in which ``fusedaccum.limits`` has these sizes."""
     size = sizes.get("bucket")
     if isinstance(size, int):
         sizes["bucket"] = lambda _: size

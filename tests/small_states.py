@@ -1,4 +1,4 @@
-"""Optimizers whose state is smaller than FP32, under FP32 masters of every kind, against the same optimizer on FP32 parameters."""
+"""Optimizers with state smaller than FP32: all kinds of FP32 masters against FP32 parameters."""
 
 import io
 
@@ -17,7 +17,7 @@ MASTERS = {
 
 
 def gradient(window, micro_batch, i):
-    """Of the i-th parameter: multiples of 1/8, whose sums are exact in 24 bits, so that they are the same for all kinds of masters."""
+    """Parameter i's, in multiples of 1/8: sums are exact in 24 bits, so equal for all masters."""
     seeded = torch.Generator().manual_seed(100 * window + 10 * micro_batch + i)
     return torch.randint(-128, 129, SHAPES[i], generator=seeded) / 8
 

@@ -1,1 +1,1 @@
-"""The ops as Triton kernels, installed as ``fusedaccum.triton_kernels`` (the bare name belongs to another project)."""
+"""The ops in Triton, installed as ``fusedaccum.triton_kernels``: the bare name is taken."""

@@ -1,7 +1,8 @@
-"""The backend ``triton``: the ops of :mod:`fusedaccum.ops.reference`, with the same arguments, on any GPU that Triton compiles for.
+"""The backend ``triton``: :mod:`fusedaccum.ops.reference` on any GPU that Triton compiles for.
 
-A call makes one launch for every combination of dtypes and alignment that occurs among its tensors, and one small copy to the
-device: the table of pointers. Nothing waits for the device.
+The ops take the same arguments. A call makes one launch for every combination of dtypes and
+alignment that occurs among its tensors, and one small copy to the device: the table of pointers.
+Nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def _run(
         )
         for out, dtype, aligned, count, blocks, rows in plan:
             table = _Table(rows, numbers, 0 if rounding is None else rounding.seed, device)
-            # Without statistics nothing is written there, but a kernel's argument must point to something.
+            # Without statistics nothing is written there, but an argument must point to something.
             partials, bad = (table.number(0), table.on_device) if tally is None else tally.take(blocks)
             kernels.write[(blocks,)](
                 table.on_device,
@@ -129,7 +130,7 @@ def _run(
         tally.finish(stats)
 
 
-# A launch: the dtypes of outputs and inputs, whether all accesses may be of 16 bytes, tensors, blocks, and the rows of the table.
+# Dtypes of outputs and inputs, whether all accesses may be of 16 bytes, tensors, blocks, rows.
 Launch = tuple[torch.dtype, torch.dtype, bool, int, int, bytes]
 
 
@@ -139,9 +140,10 @@ def _plan(
     rounding: StochasticRounding | None,
     low: Sequence[Tensor] | None,
 ) -> list[Launch]:
-    """The launches of a call. In C++, if that was built: in Python, this is most of a call's time on the host.
+    """The launches of a call, listed in C++ if that was built.
 
-    The row of counters has the addresses of low parts, where there are some.
+    In Python, this is most of a call's time on the host. The row of counters has the addresses of
+    low parts, where there are some.
     """
     compiled = memory.native_lists()
     counters = [x.data_ptr() for x in low] if low is not None else None if rounding is None else rounding.counters
@@ -149,14 +151,20 @@ def _plan(
 
 
 def _low_parts(low: Sequence[Tensor] | None) -> tuple[int, bool]:
-    """How many bits low parts have, 0 for none, and whether accesses to all of them may be as wide as those to what they belong to."""
+    """How many bits low parts have, 0 for none, and whether all of them are aligned.
+
+    Then accesses to them may be as wide as those to what they belong to.
+    """
     if low is None:
         return 0, False
     return 8 * low[0].itemsize, all(x.data_ptr() % 16 == 0 for x in low)
 
 
 def launches(outs: Sequence[Tensor], ins: Sequence[Tensor], counters: Sequence[int] | None, block: int) -> list[Launch]:
-    """One launch for every combination of dtypes and alignment, tensors in their order. csrc/bindings_lists.h has the same in C++."""
+    """One launch for every combination of dtypes and alignment, tensors in their order.
+
+    csrc/bindings_lists.h has the same in C++.
+    """
     # The addresses of the two, their elements, the first element's random number.
     tensors: dict[tuple[torch.dtype, torch.dtype, bool], list[tuple[int, int, int, int]]] = defaultdict(list)
     for out, x, counter in zip(outs, ins, itertools.repeat(0) if counters is None else counters, strict=False):
@@ -179,10 +187,10 @@ class _Table:
     def __init__(self, rows: bytes, numbers: tuple[float, float], seed: int, device: torch.device) -> None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "backend='triton' cannot be captured in a CUDA graph, whose replays would read a table of pointers that is gone; "
-                "use backend='cuda', or capture without these calls"
+                "backend='triton' cannot be captured in a CUDA graph, whose replays would read a table of pointers "
+                "that is gone; use backend='cuda', or capture without these calls"
             )
-        # From pageable memory, of which the driver immediately takes a copy, without waiting, if it is at most 64 KiB.
+        # From pageable memory: the driver copies pieces of up to 64 KiB at once, without waiting.
         table = torch.frombuffer(bytearray(struct.pack("=2dQ", *numbers, seed) + rows), dtype=torch.int64)
         self.on_device = torch.empty_like(table, device=device)
         for there, piece in zip(self.on_device.split(AT_ONCE), table.split(AT_ONCE), strict=True):

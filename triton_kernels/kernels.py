@@ -1,16 +1,19 @@
 """The kernels: one that writes (accumulate and cast are its modes) and one that only measures.
 
-A program takes BLOCK elements of one tensor, which it finds in a table on the device: so one launch serves any number of tensors.
-BF16 travels as 16-bit integers and is rounded here, which makes its bits the same on every GPU and in Triton's interpreter.
+A program takes BLOCK elements of one tensor, which it finds in a table on the device: so one launch
+serves any number of tensors. BF16 travels as 16-bit integers and is rounded here, which makes its
+bits the same on every GPU and in Triton's interpreter.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False, disallow-untyped-decorators=False
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-calls=False, disallow-untyped-decorators=False
 # Triton reads the annotations: anything but constexpr would be a name for it to look up.
 
 import triton
 import triton.language as tl
 
-# The table is int64: a header of three (scale and decay as FP64, the seed as 64 bits), then a row of each of the others for all tensors.
+# The table is int64: a header of three (scale and decay as FP64, the seed as 64 bits), then a row
+# of each of the others for all tensors.
 SCALE, DECAY = 0, 1
 _SEED, _HEADER = tl.constexpr(2), tl.constexpr(3)
 _OUT, _IN, _ELEMENTS, _FIRST_BLOCK, _COUNTER = (tl.constexpr(row) for row in range(5))
@@ -37,7 +40,7 @@ def _tensor_of(table, tensors, block):
 
 @triton.jit
 def _place(table, tensors, BLOCK: tl.constexpr):
-    """This program's tensor, how many elements that has, and the first of them that is the program's."""
+    """This program's tensor, how many elements it has, and the program's first of them."""
     block = tl.program_id(0)
     tensor = _tensor_of(table, tensors, block)
     begin = (block - _row(table, tensors, tensor, _FIRST_BLOCK)) * BLOCK
@@ -46,8 +49,10 @@ def _place(table, tensors, BLOCK: tl.constexpr):
 
 @triton.jit
 def _pointer(address, DTYPE: tl.constexpr, WIDER: tl.constexpr, ALIGNED: tl.constexpr):
-    """Accesses are of as many elements as 16 bytes of the WIDER side are, on both sides: then all threads hold the same elements of both,
-    and nothing has to be exchanged between them."""
+    """Accesses are of as many elements, on both sides, as 16 bytes of the WIDER one are.
+
+    Then all threads hold the same elements of both, and nothing has to be exchanged between them.
+    """
     stored: tl.constexpr = tl.int16 if DTYPE == tl.bfloat16 else DTYPE
     pointer = address.to(tl.pointer_type(stored))
     if ALIGNED:
@@ -96,7 +101,7 @@ def _nearest(x, DTYPE: tl.constexpr):
     return y
 
 
-# -- numbers in two parts: csrc/formulas.h. BITS is how many a low part has, 8 or 16; 0 where there are none.
+# -- numbers in two parts: csrc/formulas.h. BITS: of a low part, 8 or 16, or 0 without one.
 
 
 @triton.jit
@@ -107,7 +112,10 @@ def _low(table, tensors, tensor, WIDER: tl.constexpr, ALIGNED: tl.constexpr, BIT
 
 @triton.jit
 def _number(h, low, BITS: tl.constexpr):
-    """The FP32 of two parts; where other code has written 0 or, beside 8 bits, infinity to h, a negative low part is none."""
+    """The FP32 of two parts.
+
+    Where other code has written 0 or, beside 8 bits, infinity to h, a negative low part is none.
+    """
     upper = (h.to(tl.int32) & 0xFFFF) << 16
     part = low.to(tl.int32) << (16 - BITS)
     magnitude = upper & 0x7FFFFFFF
@@ -129,7 +137,7 @@ def _values(pointer, low, at, elements, DTYPE: tl.constexpr, BITS: tl.constexpr,
 
 @triton.jit
 def _word(x, BITS: tl.constexpr):
-    """Both parts of an FP32 in 32 bits: h in the upper half of the word + 0x8000, the low part from bit 16 - BITS on."""
+    """Both parts of an FP32: h in the upper half of word + 0x8000, low from bit 16 - BITS on."""
     word = x.to(tl.int32, bitcast=True)
     if BITS == 8:
         rounded = word + 0x7F + ((word >> 8) & 1)
@@ -146,7 +154,7 @@ def _random_blocks(block, seed):
 
 @triton.jit
 def _whole_blocks(first, seed, COUNT: tl.constexpr):
-    """COUNT numbers from a block's first one on: each block is drawn once, for all 8 of its numbers."""
+    """COUNT numbers from a block's first one on: each block is drawn once, for all its 8."""
     w0, w1, w2, w3 = _random_blocks((first + 8 * tl.arange(0, COUNT // 8).to(tl.uint64)) >> 3, seed)
     words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
     return tl.interleave(words & 0xFFFF, words >> 16)
@@ -163,7 +171,7 @@ def _one_by_one(first, seed, COUNT: tl.constexpr):
 
 @triton.jit
 def _random16(first, seed, COUNT: tl.constexpr):
-    """COUNT numbers of csrc/formulas.h, from number ``first`` on: number n is 16 bits of block n >> 3."""
+    """COUNT numbers of csrc/formulas.h from ``first`` on: number n is 16 bits of block n >> 3."""
     if (first & 7) == 0:
         numbers = _whole_blocks(first, seed, COUNT)
     else:
@@ -173,7 +181,7 @@ def _random16(first, seed, COUNT: tl.constexpr):
 
 @triton.jit
 def _stochastic(x, r, DTYPE: tl.constexpr):
-    """One of the two neighbours, the upper one with the probability of the distance to the lower."""
+    """One of the two neighbours, the upper with the probability of the distance to the lower."""
     f = x.to(tl.float32)
     bits = f.to(tl.int32, bitcast=True)
     finite = f - f == 0
@@ -275,7 +283,8 @@ def _write_block(
         tl.store(partials + tl.program_id(0), _squares(written))
 
 
-# Not specialized: a value of 1 would become a constant, which no loop can change, and these pointers' alignment is of no use.
+# Not specialized: a value of 1 would become a constant, which no loop can change, and these
+# pointers' alignment is of no use.
 @triton.jit(do_not_specialize=["tensors"], do_not_specialize_on_alignment=["scale_at", "decay_at", "partials", "bad"])
 def write(
     table,
@@ -302,12 +311,14 @@ def write(
     if begin + BLOCK <= elements:
         _write_block(
             table, tensors, tensor, begin, at, elements, scale_at, decay_at, partials, bad,
-            OUT_DTYPE, IN_DTYPE, ALIGNED, CAST, OVERWRITE, STOCHASTIC, STATS, BITS, LOW_ALIGNED, LOW_WRITTEN, BLOCK, True,
+            OUT_DTYPE, IN_DTYPE, ALIGNED, CAST, OVERWRITE, STOCHASTIC, STATS, BITS, LOW_ALIGNED, LOW_WRITTEN,
+            BLOCK, True,
         )  # fmt: skip
     else:
         _write_block(
             table, tensors, tensor, begin, at, elements, scale_at, decay_at, partials, bad,
-            OUT_DTYPE, IN_DTYPE, ALIGNED, CAST, OVERWRITE, STOCHASTIC, STATS, BITS, LOW_ALIGNED, LOW_WRITTEN, BLOCK, False,
+            OUT_DTYPE, IN_DTYPE, ALIGNED, CAST, OVERWRITE, STOCHASTIC, STATS, BITS, LOW_ALIGNED, LOW_WRITTEN,
+            BLOCK, False,
         )  # fmt: skip
 
 

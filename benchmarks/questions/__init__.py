@@ -1,9 +1,12 @@
-"""The questions that every newcomer asks (docs/questions), measured: one file per question, each with
+"""The questions that newcomers ask (docs/questions), measured: one file per question, each with
 
-- ``measure(quick) -> list[Row]``: deterministic (PyTorch is seeded before), a minute at most; ``quick`` runs the same code in seconds and
-  measures nothing. A row's ``contestant`` names the way that was used.
-- ``finding(rows) -> str``: the result, in a line or two with figures from the rows. It stands on the page, above the plot.
-- ``title(rows) -> str``: the result in at most eight words, with a figure from the rows; ``SUBTITLE`` says what is drawn.
+- ``measure(quick) -> list[Row]``: deterministic (PyTorch is seeded before), a minute at most;
+  ``quick`` runs the same code in seconds and measures nothing. A row's ``contestant`` names the way
+  that was used.
+- ``finding(rows) -> str``: the result, in a line or two with figures from the rows. It stands on
+  the page, above the plot.
+- ``title(rows) -> str``: the result in at most eight words, with a figure from the rows;
+  ``SUBTITLE`` says what is drawn.
 - ``draw(rows, figure)``: the plot, from the rows alone.
 
 Every file here is a question; code that several of them share is elsewhere.

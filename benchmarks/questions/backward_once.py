@@ -1,4 +1,7 @@
-"""Backward once on a summed loss, or once per micro-batch? What each holds while it runs, and whether the gradients are the same."""
+"""Backward once on a summed loss, or once per micro-batch?
+
+What each holds while it runs, and whether the gradients are the same.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ COLOURS = {BIG: GREY, ONCE: ORANGE, EACH: PURPLE, OURS: BLUE}
 
 
 def measure(quick: bool) -> list[Row]:
-    """One window with every way: what is allocated from its start to its end, and its gradient against the big batch's."""
+    """A window by every way: what is allocated throughout, its gradient against the big batch's."""
     batch = torch.randint(0, 256, (PARTS * SEQUENCES, TOKENS))
     rows: list[Row] = []
     big = None
@@ -50,8 +53,9 @@ def finding(rows: Sequence[Row]) -> str:
     peak = {r["contestant"]: f"{r['peak_bytes'] / 2**20:.0f} MiB" for r in rows}
     error = max(r["error"] for r in rows)
     return (
-        f"One backward of the sum of {PARTS} losses peaks at {peak[ONCE]} of memory (the big batch at {peak[BIG]}); one backward per "
-        f"micro-batch peaks at {peak[EACH]}, and with fusedaccum at {peak[OURS]}. The gradients differ by at most {error:.0e}."
+        f"One backward of the sum of {PARTS} losses peaks at {peak[ONCE]} of memory (the big batch at {peak[BIG]}); "
+        f"one backward per micro-batch peaks at {peak[EACH]}, and with fusedaccum at {peak[OURS]}. The gradients "
+        f"differ by at most {error:.0e}."
     )
 
 

@@ -1,4 +1,7 @@
-"""Why did accuracy fall at micro-batch size 1? BatchNorm with and without pooled statistics, and GroupNorm, at one desired batch."""
+"""Why did accuracy fall at micro-batch size 1?
+
+BatchNorm with and without pooled statistics, and GroupNorm, at one desired batch.
+"""
 
 from __future__ import annotations
 
@@ -48,9 +51,10 @@ def finding(rows: Sequence[Row]) -> str:
     one, all_ = ({way: _mean(rows, way, size, "accuracy") for way in WAYS} for size in (1, DESIRED))
     plain, pooled = (_mean(rows, way, 1, "variance_error") for way in (PLAIN, POOLED))
     return (
-        f"Training with micro-batches of 1 instead of {DESIRED} takes BatchNorm's test accuracy from {all_[PLAIN]:.1%} to "
-        f"{one[PLAIN]:.1%} ({one[POOLED]:.1%} with accumulate_batchnorm), and GroupNorm's from {all_[GROUPS]:.1%} to {one[GROUPS]:.1%}. "
-        f"The first layer's running variance is then {plain:.0%} off the big batch's, and {pooled:.0e} off with accumulate_batchnorm."
+        f"Training with micro-batches of 1 instead of {DESIRED} takes BatchNorm's test accuracy from {all_[PLAIN]:.1%} "
+        f"to {one[PLAIN]:.1%} ({one[POOLED]:.1%} with accumulate_batchnorm), and GroupNorm's from {all_[GROUPS]:.1%} "
+        f"to {one[GROUPS]:.1%}. The first layer's running variance is then {plain:.0%} off the big batch's, and "
+        f"{pooled:.0e} off with accumulate_batchnorm."
     )
 
 
@@ -65,7 +69,7 @@ def draw(rows: Sequence[Row], figure: Figure) -> None:
     axes = figure.subplots()
     for way, colour in WAYS.items():
         means = [_mean(rows, way, size, "accuracy") for size in MICRO_BATCHES]
-        # BatchNorm's two curves nearly coincide: the first is drawn wide, and shows below the second.
+        # BatchNorm's two curves nearly coincide: the first is wide, and shows below the second.
         width, size = (5, 9) if way == PLAIN else (1.6, 5)
         axes.plot(MICRO_BATCHES, means, "o-", lw=width, ms=size, color=colour, label=way)
         mine = [r for r in rows if r["contestant"] == way]
@@ -87,12 +91,12 @@ def _model(way: str, seed: int) -> nn.Module:
 
 
 def _train(net: nn.Module, x: Tensor, y: Tensor, size: int, epochs: int, pooled: bool) -> nn.Module:
-    """Train; returns a BatchNorm that was given each window as one batch, where the model's first norm was given micro-batches."""
+    """Train; returns a BatchNorm given whole windows where the model's first got micro-batches."""
     big = nn.BatchNorm2d(net[0].out_channels)
     if pooled:
         fa.accumulate_batchnorm(net)
     opt = fa.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), accum_steps=DESIRED // size)
-    # To zero, so that the statistics of every way end where the model does, and not some windows behind it.
+    # To zero, so that every way's statistics end where the model does, not some windows behind.
     decay = torch.optim.lr_scheduler.LinearLR(opt, 1.0, 0.0, epochs * len(x) // DESIRED)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*BatchNorm layer")  # what it warns of is what is measured
@@ -109,7 +113,7 @@ def _train(net: nn.Module, x: Tensor, y: Tensor, size: int, epochs: int, pooled:
 
 @torch.no_grad()
 def _told(net: nn.Module, big: nn.Module, x: Tensor, y: Tensor, trained: int) -> Row:
-    """The trained model's accuracy and loss in eval(), and how far its first norm's running variance is from the big batch's."""
+    """Accuracy and loss in eval(); distance of the first norm's running variance from ``big``'s."""
     norm = net.eval()[1]
     right = (net(x[trained:]).argmax(1) == y[trained:]).double().mean().item()
     error = 0.0

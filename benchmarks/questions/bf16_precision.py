@@ -1,4 +1,7 @@
-"""Does accumulating in bf16 lose precision? The window's gradient against the FP64 sum of the same micro-batches' gradients."""
+"""Does accumulating in bf16 lose precision?
+
+The window's gradient against the FP64 sum of the same micro-batches' gradients.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ NAMED = 16, 256  # micro-batches of which the finding speaks
 
 
 def measure(quick: bool) -> list[Row]:
-    """Windows of 4 to 1,024 micro-batches of a bf16 model, each as every way leaves its gradient for the optimizer."""
+    """Windows of 4 to 1,024 micro-batches of a bf16 model, with the gradient that a way leaves."""
     windows = [*NAMED] if quick else [4**k for k in range(1, 6)]
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)).bfloat16()
     batches = _micro_batches(max(windows))
@@ -49,11 +52,12 @@ def finding(rows: Sequence[Row]) -> str:
     few, many = ({r["contestant"]: r["errors"][r["windows"].index(n)] for r in rows} for n in NAMED)
     most = {r["contestant"]: max(r["errors"]) for r in rows}
     return (
-        f"After {NAMED[0]} micro-batches a bf16 p.grad is {few[PLAIN]:.1%} off their exact sum, after {NAMED[1]} {many[PLAIN]:.1%}. "
-        f"An FP32 sum that is rounded once, to bf16 for the step, is at most {most[OURS]:.1%} off, and with master weights, which take it "
-        f"unrounded, {most[MASTERS]:.0e}. With stochastic rounding, bf16 sums are {few[STOCHASTIC]:.1%} and {many[STOCHASTIC]:.1%} off. "
-        f"Sums of 24 bits, rounded once to bf16, are at most {most[COMPENSATED]:.1%} off, too; unrounded, as split masters take them, "
-        f"{few[SPLIT]:.0e} and {many[SPLIT]:.0e}."
+        f"After {NAMED[0]} micro-batches a bf16 p.grad is {few[PLAIN]:.1%} off their exact sum, after {NAMED[1]} "
+        f"{many[PLAIN]:.1%}. An FP32 sum that is rounded once, to bf16 for the step, is at most {most[OURS]:.1%} off, "
+        f"and with master weights, which take it unrounded, {most[MASTERS]:.0e}. With stochastic rounding, bf16 sums "
+        f"are {few[STOCHASTIC]:.1%} and {many[STOCHASTIC]:.1%} off. Sums of 24 bits, rounded once to bf16, are at most "
+        f"{most[COMPENSATED]:.1%} off, too; unrounded, as split masters take them, {few[SPLIT]:.0e} and "
+        f"{many[SPLIT]:.0e}."
     )
 
 
@@ -81,7 +85,7 @@ def draw(rows: Sequence[Row], figure: Figure) -> None:
 
 
 def _micro_batches(count: int) -> list[tuple[Tensor, Tensor]]:
-    """As many micro-batches as asked for, of images in a new order each time that all have been seen."""
+    """``count`` micro-batches, of images in a new order each time that all have been seen."""
     images, labels = digits.samples(1536)
     epochs = -(-count * SAMPLES // len(images))
     order = torch.cat([batch for epoch in range(epochs) for batch in digits.batches(len(images), epoch, len(images))])

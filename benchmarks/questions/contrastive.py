@@ -1,4 +1,7 @@
-"""Is there a loss that cannot be accumulated? A contrastive one, on two views of handwritten digits: the gradient's error, and memory."""
+"""Is there a loss that cannot be accumulated?
+
+A contrastive one, on two views of handwritten digits: the gradient's error, and memory.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ COLOURS = {BIG: GREY, ACCUMULATED: ORANGE, OURS: BLUE}
 
 
 def measure(quick: bool) -> list[Row]:
-    """The gradient of one batch with every way and micro-batch size, and the peak in memory, model and data included."""
+    """A batch's gradient by way and micro-batch size, and the peak, model and data included."""
     samples, sizes = (16, (4, 16)) if quick else (512, (4, 16, 64, 256, 512))
     exact = _gradient(Pair(samples, torch.float64), BIG, samples)
     rows: list[Row] = []
@@ -42,7 +45,7 @@ def measure(quick: bool) -> list[Row]:
 
 
 def _sums_in_bf16(samples: int, size: int) -> list[Row]:
-    """The error of adding up the micro-batches' gradients in bf16, against the same gradients added up in FP64."""
+    """The error of adding up the micro-batches' gradients in bf16, against adding them in FP64."""
     exact = _gradient(Pair(samples, torch.bfloat16), IN_FP64, size)
     ways = (CHECKPOINTED, OURS)
     found = [_gradient(Pair(samples, torch.bfloat16), way, size) for way in ways]
@@ -51,15 +54,16 @@ def _sums_in_bf16(samples: int, size: int) -> list[Row]:
 
 
 def finding(rows: Sequence[Row]) -> str:
-    """The largest errors when accumulated and when cached, memory at the smallest size, and the error of sums in bf16."""
+    """Errors when accumulated and when cached, memory at the smallest size, the error in bf16."""
     accumulated, cached = ([r["error"] for r in _of(rows, way)[:-1]] for way in (ACCUMULATED, OURS))
     (big,), small = _of(rows, BIG), _of(rows, OURS)[0]
     in_bf16 = max(r["error"] for r in rows if r["contestant"] == CHECKPOINTED)
     return (
-        f"Accumulated over micro-batches, a contrastive loss has a gradient {min(accumulated):.0%} to {max(accumulated):.0%} off the big "
-        f"batch's. That of fa.cached_backward is {max(cached):.0e} off, in {small['peak_bytes'] / big['peak_bytes']:.0%} of the memory "
-        f"({small['samples']} samples in micro-batches of {small['micro_batch_size']}). Checkpointing the micro-batches in one backward "
-        f"would sum their gradients in bf16, {in_bf16:.1%} off."
+        f"Accumulated over micro-batches, a contrastive loss has a gradient {min(accumulated):.0%} to "
+        f"{max(accumulated):.0%} off the big batch's. That of fa.cached_backward is {max(cached):.0e} off, in "
+        f"{small['peak_bytes'] / big['peak_bytes']:.0%} of the memory ({small['samples']} samples in micro-batches of "
+        f"{small['micro_batch_size']}). Checkpointing the micro-batches in one backward would sum their gradients in "
+        f"bf16, {in_bf16:.1%} off."
     )
 
 
@@ -95,7 +99,7 @@ def _of(rows: Sequence[Row], way: str) -> list[Row]:
 
 
 class Pair:
-    """An encoder, the two views of every digit, and a SimCLR-like loss over them with a learned temperature."""
+    """An encoder, two views of every digit, and a SimCLR-like loss with a learned temperature."""
 
     def __init__(self, samples: int, dtype: torch.dtype):
         torch.manual_seed(0)

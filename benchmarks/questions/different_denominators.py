@@ -1,7 +1,9 @@
-"""Loss terms with denominators of their own: the gradient's error by the number of micro-batches, on one rank and on two.
+"""Loss terms with denominators of their own.
 
-A small language model with three terms, each a mean over other tokens: the next token of the answer, the one after that (multi-token
-prediction), and the squared logarithm of a router's normaliser (MoE's z-loss), over all tokens.
+The gradient's error by the number of micro-batches, on one rank and on two. A small language model
+with three terms, each a mean over other tokens: the next token of the answer, the one after that
+(multi-token prediction), and the squared logarithm of a router's normaliser (MoE's z-loss), over
+all tokens.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ class LanguageModel(nn.Module):
 
 
 def window(seed: int) -> tuple[Tensor, Tensor]:
-    """Sequences of one window, with padding, and where the answer is in each: anything from 1 token to nearly all."""
+    """A window's padded sequences, and where the answer is in each: 1 token to nearly all."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(VOCABULARY, (SEQUENCES, LENGTH), generator=generator)
     length = (LENGTH * torch.rand(SEQUENCES, 1, generator=generator) ** 2).long().clamp(min=4)
@@ -74,7 +76,7 @@ def counted(tokens: Tensor, answer: Tensor) -> Tensor:
 
 
 def measure(quick: bool) -> list[Row]:
-    """Each way's gradient against the big batch's, for several windows; on two ranks, each has half of a window's sequences."""
+    """Each way's gradient against the big batch's. Of two ranks, each has half of every window."""
     seeds = 1 if quick else SEEDS
     errors = {1: _errors(seeds, 0, 1)}
     with tempfile.TemporaryDirectory() as folder:
@@ -97,7 +99,7 @@ def _on_rank(rank: int, seeds: int, folder: str) -> None:
 
 
 def _errors(seeds: int, rank: int, ranks: int) -> dict[str, list[float]]:
-    """For every way, the mean error over the windows, by the number of micro-batches that a rank has."""
+    """For every way, the mean error over the windows, by the micro-batches that a rank has."""
     found = {}
     for way, gradient in WAYS.items():
         found[way] = [
@@ -128,9 +130,10 @@ def finding(rows: Sequence[Row]) -> str:
     plain = errors[MEANS, 1][1:] + errors[MEANS, 2]
     ours = max(errors[OURS, 1] + errors[OURS, 2])
     return (
-        f"Three loss terms, each the mean over its own tokens: weighted by the answer's tokens, the gradient is {min(several):.0%} to "
-        f"{max(several):.0%} off the big batch's; unweighted, {min(plain):.0%} to {max(plain):.0%}. With each term divided by the window's "
-        f"count, it is at most {ours:.0e} off, in 1 to 8 micro-batches, on one rank and on two."
+        "Three loss terms, each the mean over its own tokens: weighted by the answer's tokens, the gradient is "
+        f"{min(several):.0%} to {max(several):.0%} off the big batch's; unweighted, {min(plain):.0%} to "
+        f"{max(plain):.0%}. With each term divided by the window's count, it is at most {ours:.0e} off, in 1 to 8 "
+        "micro-batches, on one rank and on two."
     )
 
 

@@ -1,4 +1,7 @@
-"""Divide the loss by the number of micro-batches, or not? Drift from the big batch, with equal and with unequal micro-batches."""
+"""Divide the loss by the number of micro-batches, or not?
+
+Drift from the big batch, with equal and with unequal micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -44,9 +47,9 @@ def finding(rows: Sequence[Row]) -> str:
     """The final drift of the ways that people believe to be right."""
     last = {(r["contestant"], r["sizes"]): r["drift"] for r in rows}
     return (
-        f"With unequal micro-batches, training on loss / N ends {last['loss / N', 'unequal']:.0%} of the distance trained away from the "
-        f"big batch's result, and on weighted losses {last[OURS, 'unequal']:.0e}. Means that are added and never divided end "
-        f"{last['not divided', 'equal']:.0%} away, even with equal micro-batches."
+        f"With unequal micro-batches, training on loss / N ends {last['loss / N', 'unequal']:.0%} of the distance "
+        f"trained away from the big batch's result, and on weighted losses {last[OURS, 'unequal']:.0e}. Means that are "
+        f"added and never divided end {last['not divided', 'equal']:.0%} away, even with equal micro-batches."
     )
 
 
@@ -57,7 +60,10 @@ def title(rows: Sequence[Row]) -> str:
 
 
 def draw(rows: Sequence[Row], figure: Figure) -> None:
-    """Drift by window, for unequal micro-batches and for equal ones; of curves that coincide, each is drawn thinner than the one below."""
+    """Drift by window, for unequal micro-batches and for equal ones.
+
+    Of curves that coincide, each is drawn thinner than the one below.
+    """
     figure.set_figheight(5.6)
     panels = figure.subplots(2, 1, sharex=True, sharey=True)
     for axes, sizes in zip(panels, ("unequal", "equal")):

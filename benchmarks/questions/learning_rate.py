@@ -1,4 +1,7 @@
-"""Must the learning rate change? Training curves of the big batch, of windows with its rate, and of a batch four times as large."""
+"""Must the learning rate change?
+
+Training curves of the big batch, of windows with its rate, and of a batch four times as large.
+"""
 
 from __future__ import annotations
 
@@ -50,10 +53,11 @@ def finding(rows: Sequence[Row]) -> str:
     """How far windows are from the big batch, and where the other ways end."""
     losses = {r["contestant"]: r["losses"] for r in rows}
     return (
-        f"With the window's mean the learning rate stays as it is: the loss is within {_apart(rows):.0e} of the big batch's, which ends at "
-        f"{losses[BIG][-1]:.3f}. Without the division it ends at {losses[SUMMED][-1]:.3f}. A batch {GROWN} times as large ends at "
-        f"{losses[LINEAR][-1]:.3f} with {GROWN} times the rate, at {losses[ROOT][-1]:.3f} with {GROWN**0.5:g} times (the square root), "
-        f"and at {losses[UNCHANGED][-1]:.3f} with the same rate."
+        f"With the window's mean the learning rate stays as it is: the loss is within {_apart(rows):.0e} of the big "
+        f"batch's, which ends at {losses[BIG][-1]:.3f}. Without the division it ends at {losses[SUMMED][-1]:.3f}. A "
+        f"batch {GROWN} times as large ends at {losses[LINEAR][-1]:.3f} with {GROWN} times the rate, at "
+        f"{losses[ROOT][-1]:.3f} with {GROWN**0.5:g} times (the square root), and at {losses[UNCHANGED][-1]:.3f} with "
+        "the same rate."
     )
 
 

@@ -1,4 +1,7 @@
-"""How do I log a window's loss? What three ways log while a model trains, against the loss of the window as one batch."""
+"""How do I log a window's loss?
+
+What three ways log while a model trains, against the loss of the window as one batch.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +49,8 @@ def finding(rows: Sequence[Row]) -> str:
     """The largest error of each way."""
     off = {r["contestant"]: max(r["errors"]) for r in rows}
     return (
-        f"With unequal micro-batches, the last one's loss is up to {off[LAST]:.0%} off the big batch's, and the plain mean of all "
-        f"up to {off[MEAN]:.0%}; last_window.loss is at most {off[OURS]:.0e} off."
+        f"With unequal micro-batches, the last one's loss is up to {off[LAST]:.0%} off the big batch's, and the plain "
+        f"mean of all up to {off[MEAN]:.0%}; last_window.loss is at most {off[OURS]:.0e} off."
     )
 
 

@@ -1,4 +1,7 @@
-"""How long should a window be? The noise scale that windows measure, against the covariance of single samples' gradients."""
+"""How long should a window be?
+
+The noise scale that windows measure, against the covariance of single samples' gradients.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ WINDOW, FIRST = 512, 16  # samples per window, and in the first of its two micro
 
 
 def measure(quick: bool) -> list[Row]:
-    """Train; at every point of ``LOOKS`` measure the model's noise scale both ways, without changing the model."""
+    """Train; at every point of ``LOOKS`` measure the noise scale both ways, the model unchanged."""
     x, y = digits.samples(200 if quick else 1797)
     model = digits.model()
     opt = _wrapped(model, lr=0.05, decay=0.95)
@@ -41,8 +44,8 @@ def finding(rows: Sequence[Row]) -> str:
     exact = _points(rows, DIRECT)
     first, last = min(exact), max(exact)
     return (
-        f"The noise scale estimated from norms of windows is within {_apart(rows):.0%} of the one from single samples. In {last} windows, "
-        f"the batch that still pays off goes from {exact[first]:.0f} to {exact[last]:.0f} samples."
+        f"The noise scale estimated from norms of windows is within {_apart(rows):.0%} of the one from single samples. "
+        f"In {last} windows, the batch that still pays off goes from {exact[first]:.0f} to {exact[last]:.0f} samples."
     )
 
 
@@ -87,7 +90,7 @@ def direct(model: nn.Module, x: Tensor, y: Tensor) -> float:
 
 
 def _at(model: nn.Module, x: Tensor, y: Tensor, windows: int) -> float:
-    """The wrapper's estimate, from windows that change nothing; on a copy, because a parameter belongs to one wrapper."""
+    """The wrapper's estimate while nothing changes; on a copy, as a parameter has one wrapper."""
     twin = digits.model()
     twin.load_state_dict(model.state_dict())
     opt = _wrapped(twin, lr=0.0, decay=1 - 1e-6)  # all windows count alike

@@ -1,4 +1,7 @@
-"""A last window that is not full, a batch that is no multiple of the micro-batch: the gradient's error by what the window holds."""
+"""A last window that is not full, or a batch that is no multiple of the micro-batch.
+
+The gradient's error by what the window holds.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ COLOURS = {FULL: ORANGE, HELD: PURPLE, OURS: BLUE}
 
 
 def measure(quick: bool) -> list[Row]:
-    """Windows of 4 to ``DESIRED`` samples; each way's gradient against that of the samples as one batch."""
+    """Windows of 4 to ``DESIRED`` samples: each way's gradient against that of one batch."""
     x, y = digits.samples(DESIRED)
     held = [4, 50, DESIRED] if quick else list(range(4, DESIRED + 1, 4))
     rows: list[Row] = []
@@ -40,9 +43,9 @@ def finding(rows: Sequence[Row]) -> str:
     """The largest error of every way, and the error of ``loss / N`` even in a full window."""
     errors = {r["contestant"]: r["errors"] for r in rows}
     return (
-        f"The gradient of loss / {N} is up to {max(errors[FULL]):.0%} off, and still {errors[FULL][-1]:.0%} in a full window, because "
-        f"{DESIRED} is not {N} × {MICRO_BATCH}. Divided by the number of micro-batches held, it is up to {max(errors[HELD]):.0%} off; "
-        f"weighted and flushed, at most {max(errors[OURS]):.0e}."
+        f"The gradient of loss / {N} is up to {max(errors[FULL]):.0%} off, and still {errors[FULL][-1]:.0%} in a full "
+        f"window, because {DESIRED} is not {N} × {MICRO_BATCH}. Divided by the number of micro-batches held, it is up "
+        f"to {max(errors[HELD]):.0%} off; weighted and flushed, at most {max(errors[OURS]):.0e}."
     )
 
 

@@ -1,4 +1,7 @@
-"""Is there a limit to the batch? Peak memory over the desired batch, for one big batch and for windows of micro-batches."""
+"""Is there a limit to the batch?
+
+Peak memory over the desired batch, for one big batch and for windows of micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ COLOURS = {BIG: GREY, OURS: BLUE}
 
 
 def measure(quick: bool) -> list[Row]:
-    """The peak of one step at every batch size, with both ways, and how far apart their gradients are."""
+    """A step's peak at every batch size, by both ways, and how far apart their gradients are."""
     rows: list[Row] = []
     for batch in (4, 8) if quick else (4, 8, 16, 32, 64, 128, 256):
         tokens = torch.randint(0, 256, (batch, TOKENS))
@@ -52,9 +55,9 @@ def finding(rows: Sequence[Row]) -> str:
     sizes = [r["batch"] for r in rows]
     error = max(r["error"] for r in rows)
     return (
-        f"From a batch of {min(sizes)} sequences to {max(sizes)}, peak memory goes from {peaks[BIG][0]:.0f} to {peaks[BIG][-1]:.0f} MiB "
-        f"with the big batch, and from {peaks[OURS][0]:.1f} to {peaks[OURS][-1]:.1f} MiB in micro-batches of {MICRO_BATCH}, for a gradient "
-        f"at most {error:.0e} off."
+        f"From a batch of {min(sizes)} sequences to {max(sizes)}, peak memory goes from {peaks[BIG][0]:.0f} to "
+        f"{peaks[BIG][-1]:.0f} MiB with the big batch, and from {peaks[OURS][0]:.1f} to {peaks[OURS][-1]:.1f} MiB in "
+        f"micro-batches of {MICRO_BATCH}, for a gradient at most {error:.0e} off."
     )
 
 

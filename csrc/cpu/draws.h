@@ -11,12 +11,14 @@ struct MultiplyVectors {
   FUSEDACCUM_INLINE void operator()(const U32::Vector& a, uint32_t b, U32::Vector& high, U32::Vector& low) const {
 #if defined(__AVX512F__)
     const __m512i factor = _mm512_set1_epi32(static_cast<int>(b));
-    const __m512i even = _mm512_mul_epu32((__m512i)a, factor), odd = _mm512_mul_epu32(_mm512_srli_epi64((__m512i)a, 32), factor);
+    const __m512i even = _mm512_mul_epu32((__m512i)a, factor),
+                  odd = _mm512_mul_epu32(_mm512_srli_epi64((__m512i)a, 32), factor);
     high = (U32::Vector)_mm512_mask_mov_epi32(_mm512_srli_epi64(even, 32), 0xaaaa, odd);
     low = (U32::Vector)_mm512_mask_mov_epi32(even, 0xaaaa, _mm512_slli_epi64(odd, 32));
 #elif defined(__AVX2__)
     const __m256i factor = _mm256_set1_epi32(static_cast<int>(b));
-    const __m256i even = _mm256_mul_epu32((__m256i)a, factor), odd = _mm256_mul_epu32(_mm256_srli_epi64((__m256i)a, 32), factor);
+    const __m256i even = _mm256_mul_epu32((__m256i)a, factor),
+                  odd = _mm256_mul_epu32(_mm256_srli_epi64((__m256i)a, 32), factor);
     high = (U32::Vector)_mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
     low = (U32::Vector)_mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
 #else
@@ -30,14 +32,16 @@ struct MultiplyVectors {
   }
 };
 
-// The 8 * kWidth numbers of the kWidth blocks from `block` on. A register's word vectors come out of Philox with a block in each
-// position; transposed within 128 bits they are whole blocks, in the order of their numbers if blocks get their positions like this:
+// The 8 * kWidth numbers of the kWidth blocks from `block` on. A register's word vectors come out
+// of Philox with a block in each position; transposed within 128 bits they are whole blocks, in the
+// order of their numbers if blocks get their positions like this:
 FUSEDACCUM_INLINE void draw(uint64_t block, uint64_t seed, uint16_t* numbers) {
   constexpr int kBlocks = U32::kWidth, kQuarters = kBlocks / 4;
   U32::Vector words[4] = {};
   FUSEDACCUM_UNROLL
   for (int i = 0; i < kBlocks; ++i) {
-    const uint64_t b = (block + static_cast<uint64_t>(kQuarters * (i % 4) + i / 4)) & 0x1fffffffffffffffu;  // n is modulo 2^64
+    const uint64_t b =
+        (block + static_cast<uint64_t>(kQuarters * (i % 4) + i / 4)) & 0x1fffffffffffffffu;  // n is modulo 2^64
     words[0][i] = static_cast<uint32_t>(b);
     words[1][i] = static_cast<uint32_t>(b >> 32);
   }

@@ -1,4 +1,5 @@
-// What the launcher knows about kernels: their table by dtypes and mode, one table per instruction set. No torch.
+// What the launcher knows about kernels: their table by dtypes and mode, one table per instruction
+// set. No torch.
 #pragma once
 
 #include <cstdint>
@@ -29,8 +30,8 @@ struct Parameters {
   void* low;         // low parts, of kernels that have them
 };
 
-// out[0..n) from in[0..n). Pointers need no alignment beyond their dtype's; nothing outside of [0, n) is touched.
-// `partial` is written by kStats modes only.
+// out[0..n) from in[0..n). Pointers need no alignment beyond their dtype's; nothing outside of
+// [0, n) is touched. `partial` is written by kStats modes only.
 using Kernel = void (*)(void* out, const void* in, int64_t n, const Parameters& parameters, Partial* partial);
 // The squares and the non-finite count of in[0..n). `prefetch`: as in Parameters.
 using StatsKernel = void (*)(const void* in, int64_t n, bool prefetch, Partial* partial);
@@ -41,7 +42,8 @@ struct KernelTable {
   const char* name;
   Kernel kernel[kModes][kDTypes][kDTypes];  // [mode][out][in], null where the mode makes no sense
   StatsKernel stats[kDTypes];
-  // [op][mode][low parts][the other tensor (gradient, or output of a cast) is FP32]; kStream needs low parts aligned to 32 bytes.
+  // [op][mode][low parts][the other tensor (gradient, or output of a cast) is FP32]; kStream needs
+  // low parts aligned to 32 bytes.
   Kernel parts[static_cast<int>(Op::kOps)][kPartsModes][kLowParts][2];
 };
 

@@ -1,11 +1,14 @@
-// The CPU kernels: accumulate (with cast and scale as modes of it) and stats, for one instruction set.
+// The CPU kernels: accumulate (with cast and scale as modes of it) and stats, for one instruction
+// set.
 //
 //   t = in * scale;  new = overwrite ? t : out * decay + t;  out = round(new)
 //
-// Bytes per element: in + 2 * out to add, in + out to overwrite when streamed (a plain store reads the line first). No alignment is
-// required. All elements go through one body, 32 at a time; the last ones through a padded copy, so that the memory around them is
-// neither read nor written. Included by kernels_<isa>.cpp, which define FUSEDACCUM_ISA. No function here may be shared between
-// instruction sets (the linker would keep any one of them): all are inlined or in FUSEDACCUM_ISA, none is from std.
+// Bytes per element: in + 2 * out to add, in + out to overwrite when streamed (a plain store reads
+// the line first). No alignment is required. All elements go through one body, 32 at a time; the
+// last ones through a padded copy, so that the memory around them is neither read nor written.
+// Included by kernels_<isa>.cpp, which define FUSEDACCUM_ISA. No function here may be shared
+// between instruction sets (the linker would keep any one of them): all are inlined or in
+// FUSEDACCUM_ISA, none is from std.
 #pragma once
 
 #include <tuple>
@@ -54,9 +57,10 @@ template <int kMode, class Out, class In>
 constexpr bool kComputesMuch = sizeof(Out) < sizeof(float) || ((kMode & kStats) != 0 && sizeof(In) < sizeof(float));
 
 template <int kMode, class Out, class In, class C>
-FUSEDACCUM_INLINE void run_steps(Out* out, const In* in, int64_t n, const Step<kMode, Out, In, C>& step, bool prefetches, Draws* draws,
-                                 Tally& tally) {
-  constexpr bool kSplit = Step<kMode, Out, In, C>::kSplit, kStreams = (kMode & kStream) != 0, kMuch = kComputesMuch<kMode, Out, In>;
+FUSEDACCUM_INLINE void run_steps(Out* out, const In* in, int64_t n, const Step<kMode, Out, In, C>& step,
+                                 bool prefetches, Draws* draws, Tally& tally) {
+  constexpr bool kSplit = Step<kMode, Out, In, C>::kSplit, kStreams = (kMode & kStream) != 0,
+                 kMuch = kComputesMuch<kMode, Out, In>;
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
     if (kMuch || (prefetches && !kStreams)) {
@@ -75,7 +79,8 @@ FUSEDACCUM_INLINE void run_steps(Out* out, const In* in, int64_t n, const Step<k
   step(last_out, last_in, draws);
   memcpy(static_cast<void*>(out + i), last_out, rest * sizeof(Out));
   if constexpr ((kMode & kStats) != 0) {
-    memset(static_cast<void*>(last_out + rest), 0, sizeof(last_out) - rest * sizeof(Out));  // where 0 * infinity may have left NaNs
+    memset(static_cast<void*>(last_out + rest), 0,
+           sizeof(last_out) - rest * sizeof(Out));  // where 0 * infinity may have left NaNs
     tally.add<kSplit>(read<kSplit>(last_out));
   }
 }
@@ -129,7 +134,8 @@ template <int kMode, class Out, class In>
 constexpr Kernel kernel_for() {
   constexpr bool kPlain = (kMode & (kCountOutput | kStream)) == 0;
   constexpr bool kOverwrites = (kMode & kOverwrite) != 0 && ((kMode & kStats) != 0 || (kMode & kCountOutput) == 0);
-  if constexpr ((kMode & kStochastic) != 0 ? kPlain && sizeof(Out) == 2 : kPlain || kOverwrites) return &run<kMode, Out, In>;
+  if constexpr ((kMode & kStochastic) != 0 ? kPlain && sizeof(Out) == 2 : kPlain || kOverwrites)
+    return &run<kMode, Out, In>;
   return nullptr;
 }
 
@@ -148,14 +154,16 @@ constexpr Kernel parts_kernel_at() {
 template <int... kPlaces, int... kPartsPlaces>
 constexpr KernelTable table(std::integer_sequence<int, kPlaces...>, std::integer_sequence<int, kPartsPlaces...>) {
   return {FUSEDACCUM_NAME,
-          {kernel_for<kPlaces / (kDTypes * kDTypes), Element<kPlaces / kDTypes % kDTypes>, Element<kPlaces % kDTypes>>()...},
+          {kernel_for<kPlaces / (kDTypes * kDTypes), Element<kPlaces / kDTypes % kDTypes>,
+                      Element<kPlaces % kDTypes>>()...},
           {&run_stats<double>, &run_stats<float>, &run_stats<BF16>, &run_stats<FP16>},
           {parts_kernel_at<kPartsPlaces>()...}};
 }
 
 }  // namespace FUSEDACCUM_ISA
 
-// A constant: nothing compiled for an instruction set may run before it is known that this CPU has it.
+// A constant: nothing compiled for an instruction set may run before it is known that this CPU has
+// it.
 constexpr KernelTable FUSEDACCUM_TABLE =
     FUSEDACCUM_ISA::table(std::make_integer_sequence<int, kModes * kDTypes * kDTypes>(),
                           std::make_integer_sequence<int, static_cast<int>(Op::kOps) * kPartsModes * kLowParts * 2>());

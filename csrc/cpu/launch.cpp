@@ -22,15 +22,19 @@ alignas(64) const double zeros[kZeros] = {};
 bool is_16_bit(DType type) { return type == kBF16 || type == kFP16; }
 
 char* at(void* p, int64_t element, DType type) { return static_cast<char*>(p) + element * kItemSize[type]; }
-const char* at(const void* p, int64_t element, DType type) { return static_cast<const char*>(p) + element * kItemSize[type]; }
+const char* at(const void* p, int64_t element, DType type) {
+  return static_cast<const char*>(p) + element * kItemSize[type];
+}
 
 class Launch {
  public:
-  Launch(const std::vector<Pair>& pairs, const Call& call, bool stats) : pairs_(pairs), call_(call), kernels_(kernels()), stats_(stats) {
+  Launch(const std::vector<Pair>& pairs, const Call& call, bool stats)
+      : pairs_(pairs), call_(call), kernels_(kernels()), stats_(stats) {
     int64_t bytes = 0;
     const int64_t beside = call.op == Op::kAccumulate ? kLowSize[call.low] : 0;
     for (const Pair& pair : pairs) bytes += pair.n * (kItemSize[pair.out_type] + beside);
-    const bool joins_masters = call.op == Op::kCast && call.low == kInt16 && !pairs.empty() && pairs[0].out_type == kF32;
+    const bool joins_masters =
+        call.op == Op::kCast && call.low == kInt16 && !pairs.empty() && pairs[0].out_type == kF32;
     streams_ = bytes >= (joins_masters ? kStreamedMasters : kStreamedBytes);
   }
 
@@ -54,7 +58,9 @@ class Launch {
   }
 
  private:
-  char* low_at(const Pair& pair, int64_t element) const { return static_cast<char*>(pair.low) + element * kLowSize[call_.low]; }
+  char* low_at(const Pair& pair, int64_t element) const {
+    return static_cast<char*>(pair.low) + element * kLowSize[call_.low];
+  }
 
   Kernel kernel_for(const Pair& pair, bool stochastic, const char* out, const void* low) const {
     if (call_.low == kNoLow) return kernels_.kernel[mode(pair, stochastic, out)][pair.out_type][pair.in_type];
@@ -74,7 +80,8 @@ class Launch {
     return mode;
   }
 
-  void from_zeros(Kernel kernel, const Pair& pair, char* out, int64_t n, Parameters parameters, Partial* partial) const {
+  void from_zeros(Kernel kernel, const Pair& pair, char* out, int64_t n, Parameters parameters,
+                  Partial* partial) const {
     parameters.scale = 0.0;  // not -0.0
     Partial sum{0.0, 0};
     for (int64_t i = 0; i < n; i += kZeros) {
@@ -113,7 +120,9 @@ void launch(const std::vector<Pair>& pairs, const Call& call, int threads, const
     run(0, table.chunks());
   } else {
     const std::vector<int64_t> cuts = table.balanced(workers);
-    parallel(workers, [&](int64_t worker) { run(cuts[static_cast<std::size_t>(worker)], cuts[static_cast<std::size_t>(worker) + 1]); });
+    parallel(workers, [&](int64_t worker) {
+      run(cuts[static_cast<std::size_t>(worker)], cuts[static_cast<std::size_t>(worker) + 1]);
+    });
   }
   if (total == nullptr) return;
   *total = {0.0, 0};

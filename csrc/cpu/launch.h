@@ -1,4 +1,5 @@
-// From lists of raw pointers to kernel calls on chunks, on as many threads as the caller offers. No torch, no formula.
+// From lists of raw pointers to kernel calls on chunks, on as many threads as the caller offers. No
+// torch, no formula.
 #pragma once
 
 #include <cstdint>
@@ -33,7 +34,8 @@ struct Call {
 // Calls `work` with each of 0 .. count - 1, perhaps concurrently, and returns when all are done.
 using Parallel = std::function<void(int64_t count, const std::function<void(int64_t)>& work)>;
 
-// Runs a call over all pairs. Adds up `total`, in an order that does not depend on `threads`, unless it is null.
+// Runs a call over all pairs. Adds up `total`, in an order that does not depend on `threads`,
+// unless it is null.
 void launch(const std::vector<Pair>& pairs, const Call& call, int threads, const Parallel& parallel, Partial* total);
 
 }  // namespace cpu

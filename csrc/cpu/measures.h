@@ -1,4 +1,5 @@
-// What the kernels have in common beside their steps: sums of squares, counts of what is not finite, and prefetching.
+// What the kernels have in common beside their steps: sums of squares, counts of what is not
+// finite, and prefetching.
 #pragma once
 
 #include "vectors.h"
@@ -7,14 +8,15 @@ namespace fusedaccum {
 namespace cpu {
 namespace FUSEDACCUM_ISA {
 
-// Sums of squares in 16 lanes. Every instruction set puts an element of a chunk into the same lane: i % 16 for element i, or (i % 32) / 2
-// where even and odd elements come in separate registers.
+// Sums of squares in 16 lanes. Every instruction set puts an element of a chunk into the same lane:
+// i % 16 for element i, or (i % 32) / 2 where even and odd elements come in separate registers.
 struct Tally {
   static constexpr int kSums = 16;
   static constexpr int kRegisters = kSums / F64::kWidth;
   F64::Vector sums[kRegisters] = {};
 
-  // The sum to which register i of a step goes. Split, four in a row are two of even elements, and two of the odd ones between these.
+  // The sum to which register i of a step goes. Split, four in a row are two of even elements, and
+  // two of the odd ones between these.
   template <bool kSplit>
   static constexpr int sum_of(int i) {
     return kSplit ? i / 4 * 2 + i % 2 : i % kRegisters;
@@ -28,7 +30,8 @@ struct Tally {
       sum += x.v[i] * x.v[i];
     }
   }
-  // The square of a float has at most 48 bits: exact in FP64, so that here, and only here, an FMA gives the same bits.
+  // The square of a float has at most 48 bits: exact in FP64, so that here, and only here, an FMA
+  // gives the same bits.
   template <bool kSplit>
   FUSEDACCUM_INLINE void add(const F32& x) {
     const F64 wide = widen(x);
@@ -64,7 +67,8 @@ FUSEDACCUM_INLINE auto read(const T* p) {
 
 FUSEDACCUM_INLINE bool finite(double x) { return x - x == 0.0; }
 
-// How many of in[i] * scale are not finite. Rarely called: if one is not, the outputs' sum of squares is not either, and shows it.
+// How many of in[i] * scale are not finite. Rarely called: if one is not, the outputs' sum of
+// squares is not either, and shows it.
 template <class In, class C>
 __attribute__((noinline)) int64_t count_nonfinite(const In* in, int64_t n, C scale) {
   int64_t count = 0;
@@ -80,14 +84,16 @@ __attribute__((noinline)) int64_t count_nonfinite(const In* in, int64_t n, C sca
   return count;
 }
 
-// How many bytes ahead of a step lines are prefetched: the hardware stops at the end of a page, and the more a step computes, the fewer
-// loads of later steps are under way with it. Whether that pays for steps that compute little (an add into FP32 or FP64) depends on the
-// processor (Parameters::prefetch).
+// How many bytes ahead of a step lines are prefetched: the hardware stops at the end of a page, and
+// the more a step computes, the fewer loads of later steps are under way with it. Whether that pays
+// for steps that compute little (an add into FP32 or FP64) depends on the processor
+// (Parameters::prefetch).
 constexpr int kAhead = 3072;
 
 template <class T>
 FUSEDACCUM_INLINE void prefetch(const T* p) {
-  for (size_t line = 0; line < kLanes * sizeof(T); line += 64) __builtin_prefetch(reinterpret_cast<const char*>(p) + kAhead + line);
+  for (size_t line = 0; line < kLanes * sizeof(T); line += 64)
+    __builtin_prefetch(reinterpret_cast<const char*>(p) + kAhead + line);
 }
 
 }  // namespace FUSEDACCUM_ISA

@@ -1,9 +1,13 @@
-// Numbers in two parts: a BF16 tensor and integers beside it. Loads, stores and kernels, 32 elements at a time.
+// Numbers in two parts: a BF16 tensor and integers beside it. Loads, stores and kernels, 32
+// elements at a time.
 //
-//   accumulate: new = overwrite ? t : joined * decay + t, t = in * scale;  scale: new = joined * scale;  cast: out = round(joined * scale)
+//   accumulate: new = overwrite ? t : joined * decay + t, with t = in * scale
+//   scale:      new = joined * scale
+//   cast:       out = round(joined * scale)
 //
-// Bytes per element with 8-bit low parts and BF16 gradients: 8 to add, 5 to overwrite when streamed, 5 to cast to BF16 when streamed. In
-// registers, elements are in the order of load_split().
+// Bytes per element with 8-bit low parts and BF16 gradients: 8 to add, 5 to overwrite when
+// streamed, 5 to cast to BF16 when streamed. In registers, elements are in the order of
+// load_split().
 #pragma once
 
 #include "measures.h"
@@ -20,7 +24,7 @@ typedef uint8_t Bytes __attribute__((vector_size(kRegister)));
 template <class L>
 constexpr int kShift = sizeof(L) == 1 ? 8 : 0;
 
-// -- low parts, two bytes each in registers -----------------------------------------------------------------------------
+// -- low parts, two bytes each in registers -------------------------------------------------------
 
 // kRegister / 2 of them.
 FUSEDACCUM_INLINE Halves load_low(const int16_t* p) { return (Halves) * reinterpret_cast<const UnalignedHalves*>(p); }
@@ -38,7 +42,8 @@ FUSEDACCUM_INLINE Halves load_low(const int8_t* p) {
 #endif
 }
 
-// The words of elements of even index and of odd ones as their halves, each in the order of memory, and back.
+// The words of elements of even index and of odd ones as their halves, each in the order of memory,
+// and back.
 FUSEDACCUM_INLINE void to_halves(F32::Vector even, F32::Vector odd, Halves& upper, Halves& lower) {
   upper = blended(bitcast<U32::Vector>(even) >> 16, bitcast<U32::Vector>(odd));
   lower = blended(bitcast<U32::Vector>(even), bitcast<U32::Vector>(odd) << 16);
@@ -78,13 +83,14 @@ FUSEDACCUM_INLINE void store_low(int8_t* p, const Halves (&low)[F32::kCount / 2]
 #endif
 }
 
-// -- numbers -------------------------------------------------------------------------------------------------------------
+// -- numbers --------------------------------------------------------------------------------------
 //
-// Infinities, NaNs, and zeros with low parts that other code has left there take a dozen operations that others do not need. So a step
-// computes without them (kCareful false), on halves of words where it can, and once more with them if Special has seen one.
+// Infinities, NaNs, and zeros with low parts that other code has left there take a dozen operations
+// that others do not need. So a step computes without them (kCareful false), on halves of words
+// where it can, and once more with them if Special has seen one.
 
-// Whether one of some words may be special: infinite or NaN, or about to be rounded to infinity. A zero with a negative low part and an
-// infinity with one make such words, too.
+// Whether one of some words may be special: infinite or NaN, or about to be rounded to infinity. A
+// zero with a negative low part and an infinity with one make such words, too.
 class Special {
  public:
   FUSEDACCUM_INLINE void see(Halves upper) {
@@ -136,7 +142,8 @@ FUSEDACCUM_INLINE F32 load_parts(const BF16* h, const L* low, Special& special) 
   return x;
 }
 
-// Returns the numbers that it stored if kReturned, else anything. Those are rounded as words; without them, halves take fewer operations.
+// Returns the numbers that it stored if kReturned, else anything. Those are rounded as words;
+// without them, halves take fewer operations.
 template <bool kCareful, bool kReturned, bool kStreamed, class L>
 FUSEDACCUM_INLINE F32 store_parts(BF16* h, L* low, const F32& x) {
   constexpr bool kRounded = kCareful || kReturned;
@@ -144,8 +151,8 @@ FUSEDACCUM_INLINE F32 store_parts(BF16* h, L* low, const F32& x) {
   F32 stored;
   FUSEDACCUM_UNROLL
   for (int i = 0; i < F32::kCount; ++i) {
-    const auto word =
-        kRounded ? float_to_parts<kShift<L>, kCareful, F32::Vector, U32::Vector>(x.v[i]) & kMeant : bitcast<U32::Vector>(x.v[i]);
+    const auto word = kRounded ? float_to_parts<kShift<L>, kCareful, F32::Vector, U32::Vector>(x.v[i]) & kMeant
+                               : bitcast<U32::Vector>(x.v[i]);
     stored.v[i] = bitcast<F32::Vector>(word);
   }
   Halves upper[F32::kCount / 2], lower[F32::kCount / 2];
@@ -160,7 +167,8 @@ FUSEDACCUM_INLINE F32 store_parts(BF16* h, L* low, const F32& x) {
   return stored;
 }
 
-// FP32 between its order in memory and that of load_split(): the elements of two registers, in turns from one and from the other.
+// FP32 between its order in memory and that of load_split(): the elements of two registers, in
+// turns from one and from the other.
 FUSEDACCUM_INLINE F32 load_split(const float* p) {
   const F32 x = load(p);
   F32 split;
@@ -199,7 +207,7 @@ FUSEDACCUM_INLINE F32 store_numbers(float* p, const F32& x) {
   return store_split<kStreamed>(p, x);
 }
 
-// -- kernels -------------------------------------------------------------------------------------------------------------
+// -- kernels --------------------------------------------------------------------------------------
 
 template <class L>
 __attribute__((noinline)) int64_t count_nonfinite_parts(const BF16* h, const L* low, int64_t n) {
@@ -228,7 +236,8 @@ struct PartsStep {
   static constexpr bool kStreamed = (kMode & kStream) != 0;
   F32::Vector scale, decay;
 
-  // False, and nothing is written, if one of the elements may be special. `done` is what it wrote or, for stats, read.
+  // False, and nothing is written, if one of the elements may be special. `done` is what it wrote
+  // or, for stats, read.
   FUSEDACCUM_INLINE bool operator()(BF16* h, L* low, T* other, F32& done) const {
     Special special;
     const F32 x = computed<false>(h, low, other, special);
@@ -290,7 +299,8 @@ void run_parts(void* out, const void* in, int64_t n, const Parameters& parameter
   BF16* const h = static_cast<BF16*>(Step::kWritesParts ? out : read);
   T* const other = static_cast<T*>(kOp == Op::kCast ? out : read);
   L* const low = static_cast<L*>(parameters.low);
-  const Step step{F32::all(static_cast<float>(parameters.scale)).v[0], F32::all(static_cast<float>(parameters.decay)).v[0]};
+  const Step step{F32::all(static_cast<float>(parameters.scale)).v[0],
+                  F32::all(static_cast<float>(parameters.decay)).v[0]};
   Tally tally;
   int64_t i = 0;
   while (i + kLanes <= n) {
@@ -356,9 +366,9 @@ template <Op kOp, int kMode, class L, class T>
 constexpr Kernel parts_kernel_for() {
   constexpr bool kStreams = (kMode & kStream) != 0, kOverwrites = (kMode & kOverwrite) != 0;
   constexpr bool kMeant = kOp == Op::kAccumulate ? (kMode & kCountOutput) == 0 && (!kStreams || kOverwrites)
-                          : kOp == Op::kCast     ? kOverwrites && ((kMode & kStats) != 0) == ((kMode & kCountOutput) != 0)
-                          : kOp == Op::kScale    ? (kMode & ~kStats) == 0 && sizeof(T) == sizeof(BF16)
-                                                 : kMode == kStats && sizeof(T) == sizeof(BF16);
+                          : kOp == Op::kCast  ? kOverwrites && ((kMode & kStats) != 0) == ((kMode & kCountOutput) != 0)
+                          : kOp == Op::kScale ? (kMode & ~kStats) == 0 && sizeof(T) == sizeof(BF16)
+                                              : kMode == kStats && sizeof(T) == sizeof(BF16);
   if constexpr (kMeant) return &run_parts<kOp, kMode, L, T>;
   return nullptr;
 }

@@ -1,4 +1,5 @@
-// Stores: 32 elements rounded to a format and written, through the caches or past them; every store returns what it wrote.
+// Stores: 32 elements rounded to a format and written, through the caches or past them; every store
+// returns what it wrote.
 #pragma once
 
 #include "vectors.h"
@@ -29,7 +30,8 @@ FUSEDACCUM_INLINE void put(void* p, const Register (&x)[kCount]) {
   }
 #endif
   FUSEDACCUM_UNROLL
-  for (int i = 0; i < kCount; ++i) memcpy(static_cast<char*>(p) + i * kRegister, &x[i], kRegister);  // bytes may be anywhere
+  for (int i = 0; i < kCount; ++i)
+    memcpy(static_cast<char*>(p) + i * kRegister, &x[i], kRegister);  // bytes may be anywhere
 }
 
 // The upper halves of the words, or the lower ones.
@@ -40,9 +42,10 @@ FUSEDACCUM_INLINE void put_halves(void* p, const U32& words) {
   FUSEDACCUM_UNROLL
   for (int i = 0; i < kCount; ++i) {
 #if defined(__AVX512F__)
-    static const uint16_t kPick[64] = {0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, 32, 34, 36, 38, 40, 42,
-                                       44, 46, 48, 50, 52, 54, 56, 58, 60, 62, 1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23,
-                                       25, 27, 29, 31, 33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
+    static const uint16_t kPick[64] = {0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
+                                       32, 34, 36, 38, 40, 42, 44, 46, 48, 50, 52, 54, 56, 58, 60, 62,
+                                       1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
+                                       33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
     const __m512i pick = _mm512_loadu_si512(kPick + (kUpper ? 32 : 0));
     halves[i] = (Halves)_mm512_permutex2var_epi16((__m512i)words.v[2 * i], pick, (__m512i)words.v[2 * i + 1]);
 #else
@@ -55,7 +58,8 @@ FUSEDACCUM_INLINE void put_halves(void* p, const U32& words) {
     halves[i] = (Halves)_mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)low, (__m256i)high), 0xd8);
 #elif defined(__SSE2__)
     // Only a signed pack exists; sign-extended halves go through it unchanged.
-    const __m128i a = _mm_srai_epi32(_mm_slli_epi32((__m128i)low, 16), 16), b = _mm_srai_epi32(_mm_slli_epi32((__m128i)high, 16), 16);
+    const __m128i a = _mm_srai_epi32(_mm_slli_epi32((__m128i)low, 16), 16),
+                  b = _mm_srai_epi32(_mm_slli_epi32((__m128i)high, 16), 16);
     halves[i] = (Halves)_mm_packs_epi32(a, b);
 #else
     typedef uint16_t Half __attribute__((vector_size(kRegister / 2)));
@@ -165,7 +169,8 @@ FUSEDACCUM_INLINE F32 store_stochastic(BF16* p, const Pack<C>& x, const U32& r) 
   const F32 y = narrow(x);
   U32 upper;
   FUSEDACCUM_UNROLL
-  for (int i = 0; i < F32::kCount; ++i) upper.v[i] = float_to_bf16_upper_stochastic<F32::Vector, U32::Vector>(y.v[i], r.v[i]);
+  for (int i = 0; i < F32::kCount; ++i)
+    upper.v[i] = float_to_bf16_upper_stochastic<F32::Vector, U32::Vector>(y.v[i], r.v[i]);
   put_halves<false, true>(p, upper);
   return truncated(upper);
 }
@@ -176,7 +181,8 @@ FUSEDACCUM_INLINE F32 store_stochastic(FP16* p, const Pack<C>& x, const U32& r) 
   const auto nearest_of = [](F32::Vector v) { return float_to_fp16<F32::Vector, U32::Vector>(v); };
   U32 bits;
   FUSEDACCUM_UNROLL
-  for (int i = 0; i < F32::kCount; ++i) bits.v[i] = float_to_fp16_stochastic<F32::Vector, U32::Vector>(y.v[i], r.v[i], nearest_of);
+  for (int i = 0; i < F32::kCount; ++i)
+    bits.v[i] = float_to_fp16_stochastic<F32::Vector, U32::Vector>(y.v[i], r.v[i], nearest_of);
   put_halves<false, false>(p, bits);
   return load(p);
 }

@@ -1,7 +1,9 @@
-// Thirty-two elements at a time on every instruction set: loads and conversions. Everything else is operators on vectors.
+// Thirty-two elements at a time on every instruction set: loads and conversions. Everything else is
+// operators on vectors.
 //
-// A Pack<T> holds 32 elements in as many registers as the instruction set needs. Included once per instruction set, within its namespace
-// FUSEDACCUM_ISA; an architecture without intrinsics here runs the generic vectors of GCC and Clang.
+// A Pack<T> holds 32 elements in as many registers as the instruction set needs. Included once per
+// instruction set, within its namespace FUSEDACCUM_ISA; an architecture without intrinsics here
+// runs the generic vectors of GCC and Clang.
 #pragma once
 
 #if defined(__x86_64__)
@@ -60,7 +62,7 @@ using F32 = Pack<float>;
 using F64 = Pack<double>;
 using U32 = Pack<uint32_t>;
 
-// -- between FP32 and FP64 ---------------------------------------------------------------------------------------------
+// -- between FP32 and FP64 ------------------------------------------------------------------------
 
 FUSEDACCUM_INLINE F64 widen(const F32& x) {
   F64 wide;
@@ -100,7 +102,8 @@ FUSEDACCUM_INLINE F32 narrow(const F64& x) {
 #elif defined(__AVX2__)
   FUSEDACCUM_UNROLL
   for (int i = 0; i < F32::kCount; ++i) {
-    narrowed.v[i] = (F32::Vector)_mm256_set_m128(_mm256_cvtpd_ps((__m256d)x.v[2 * i + 1]), _mm256_cvtpd_ps((__m256d)x.v[2 * i]));
+    narrowed.v[i] =
+        (F32::Vector)_mm256_set_m128(_mm256_cvtpd_ps((__m256d)x.v[2 * i + 1]), _mm256_cvtpd_ps((__m256d)x.v[2 * i]));
   }
 #else
   typedef float Half __attribute__((vector_size(kRegister / 2)));
@@ -123,7 +126,7 @@ FUSEDACCUM_INLINE Pack<C> as(const X& x) {
   }
 }
 
-// -- loads: 32 elements as FP32, or FP64 ones as they are --------------------------------------------------------------
+// -- loads: 32 elements as FP32, or FP64 ones as they are -----------------------------------------
 
 template <class T>
 FUSEDACCUM_INLINE Pack<T> load_plain(const T* p) {
@@ -144,7 +147,8 @@ FUSEDACCUM_INLINE U32 load_halves(const void* p) {
     bits.v[i] = (U32::Vector)_mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(p) + i));
 #elif defined(__AVX2__)
   FUSEDACCUM_UNROLL
-  for (int i = 0; i < U32::kCount; ++i) bits.v[i] = (U32::Vector)_mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p) + i));
+  for (int i = 0; i < U32::kCount; ++i)
+    bits.v[i] = (U32::Vector)_mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p) + i));
 #else
   typedef uint16_t Half __attribute__((vector_size(kRegister / 2)));
   FUSEDACCUM_UNROLL
@@ -165,7 +169,8 @@ FUSEDACCUM_INLINE F32 load(const BF16* p) {
   return x;
 }
 
-// The same with the elements of even index in registers 0, 2 … and those of odd index in 1, 3 …: cheaper if they are stored that way too.
+// The same with the elements of even index in registers 0, 2 … and those of odd index in 1, 3 …:
+// cheaper if they are stored that way too.
 FUSEDACCUM_INLINE F32 load_split(const BF16* p) {
   F32 x;
   FUSEDACCUM_UNROLL
@@ -177,7 +182,8 @@ FUSEDACCUM_INLINE F32 load_split(const BF16* p) {
   return x;
 }
 
-// Two registers of elements side by side as one of those of even index and one of the odd ones, and back.
+// Two registers of elements side by side as one of those of even index and one of the odd ones, and
+// back.
 FUSEDACCUM_INLINE void unzip(F32::Vector a, F32::Vector b, F32::Vector& even, F32::Vector& odd) {
 #if defined(__AVX512F__)
   const __m512i pick = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
@@ -203,7 +209,8 @@ FUSEDACCUM_INLINE void zip(F32::Vector even, F32::Vector odd, F32::Vector& a, F3
   a = (F32::Vector)_mm512_permutex2var_ps((__m512)even, pick, (__m512)odd);
   b = (F32::Vector)_mm512_permutex2var_ps((__m512)even, _mm512_add_epi32(pick, _mm512_set1_epi32(8)), (__m512)odd);
 #elif defined(__AVX2__)
-  const __m256 low = _mm256_unpacklo_ps((__m256)even, (__m256)odd), high = _mm256_unpackhi_ps((__m256)even, (__m256)odd);
+  const __m256 low = _mm256_unpacklo_ps((__m256)even, (__m256)odd),
+               high = _mm256_unpackhi_ps((__m256)even, (__m256)odd);
   a = (F32::Vector)_mm256_permute2f128_ps(low, high, 0x20);
   b = (F32::Vector)_mm256_permute2f128_ps(low, high, 0x31);
 #elif defined(__SSE2__)
@@ -221,10 +228,12 @@ FUSEDACCUM_INLINE F32 load(const FP16* p) {
   F32 x;
 #if defined(__AVX512F__)
   FUSEDACCUM_UNROLL
-  for (int i = 0; i < F32::kCount; ++i) x.v[i] = (F32::Vector)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p) + i));
+  for (int i = 0; i < F32::kCount; ++i)
+    x.v[i] = (F32::Vector)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p) + i));
 #elif defined(__AVX2__)
   FUSEDACCUM_UNROLL
-  for (int i = 0; i < F32::kCount; ++i) x.v[i] = (F32::Vector)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p) + i));
+  for (int i = 0; i < F32::kCount; ++i)
+    x.v[i] = (F32::Vector)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p) + i));
 #else
   const U32 bits = load_halves(p);
   FUSEDACCUM_UNROLL

@@ -1,4 +1,5 @@
-// The kernels' arguments, by value, and how a list of tensors becomes a few of them: for the kernels and for both launchers.
+// The kernels' arguments, by value, and how a list of tensors becomes a few of them: for the
+// kernels and for both launchers.
 #pragma once
 
 #include "kernels.h"
@@ -6,15 +7,17 @@
 namespace fusedaccum {
 namespace cuda {
 
-// Threads of a block, of which a multiprocessor has room for so many at least: docs/decisions.md. Two tiles are a chunk then; stochastic
-// rounding, which computes for as long as it moves, is faster with four.
+// Threads of a block, of which a multiprocessor has room for so many at least: docs/decisions.md.
+// Two tiles are a chunk then; stochastic rounding, which computes for as long as it moves, is
+// faster with four.
 template <bool kStochastic>
 constexpr int kThreads = kStochastic ? 256 : 512;
 template <bool kStochastic>
 constexpr int kBlocks = kStochastic ? 3 : 2;
 
 constexpr int kArgumentBytes = 32764;
-constexpr int kTensors = (kArgumentBytes - static_cast<int>(sizeof(Call)) - 16) / static_cast<int>(sizeof(Pair) + sizeof(uint32_t));
+constexpr int kTensors =
+    (kArgumentBytes - static_cast<int>(sizeof(Call)) - 16) / static_cast<int>(sizeof(Pair) + sizeof(uint32_t));
 
 struct Batch {
   Pair pairs[kTensors];
@@ -26,7 +29,8 @@ static_assert(sizeof(Batch) <= kArgumentBytes, "the table must fit into the kern
 
 constexpr int kAddUpThreads = 512;  // of its one block, which waits for memory and for little else
 
-// launch(batch, blocks) until all tensors are in a launch, or one of them fails: returns its error, or 0.
+// launch(batch, blocks) until all tensors are in a launch, or one of them fails: returns its error,
+// or 0.
 template <class Launch>
 int in_batches(const Pair* pairs, std::size_t count, const Call& call, Launch launch) {
   Batch batch;

@@ -9,7 +9,8 @@
 namespace fusedaccum {
 namespace cuda {
 
-// What it exports, in the types of cuda.h's ABI: results, devices and modes are ints, handles are pointers.
+// What it exports, in the types of cuda.h's ABI: results, devices and modes are ints, handles are
+// pointers.
 struct Driver {
   struct Symbol {
     const char* name;
@@ -39,7 +40,8 @@ struct Driver {
     if (error == 0) return;
     const char* meaning = nullptr;
     error_string(error, &meaning);
-    throw std::runtime_error(std::string("CUDA error in ") + call + ": " + (meaning != nullptr ? meaning : std::to_string(error)));
+    throw std::runtime_error(std::string("CUDA error in ") + call + ": " +
+                             (meaning != nullptr ? meaning : std::to_string(error)));
   }
 };
 
@@ -65,7 +67,8 @@ struct Device {
   }
 };
 
-// Makes a device's context current as long as it lives: a thread may have none, and setting PyTorch's device does not give it one.
+// Makes a device's context current as long as it lives: a thread may have none, and setting
+// PyTorch's device does not give it one.
 class Current {
  public:
   explicit Current(const Device& device) { driver().check(driver().push(device.context), "cuCtxPushCurrent"); }
@@ -76,8 +79,8 @@ class Current {
   Current(const Current&) = delete;
 };
 
-// The kernel of this name in a module of machine code, in the current context. Also while a stream is captured as a graph: loading
-// allocates, which a thread may do then only in this mode.
+// The kernel of this name in a module of machine code, in the current context. Also while a stream
+// is captured as a graph: loading allocates, which a thread may do then only in this mode.
 inline void* load(const char* code, const char* name) {
   int mode = 2;  // CU_STREAM_CAPTURE_MODE_RELAXED
   void *module = nullptr, *kernel = nullptr;

@@ -1,4 +1,5 @@
-// How elements lie in memory, and how they move: dtypes, their way into and out of the type that is computed in, packs of 16 bytes.
+// How elements lie in memory, and how they move: dtypes, their way into and out of the type that is
+// computed in, packs of 16 bytes.
 #pragma once
 
 #include "../formulas.h"
@@ -15,8 +16,9 @@ struct FP16 {
   uint16_t bits;
 };
 
-// The processor's conversions, to nearest even. NVRTC has no header with them. The text is that of nvcc's headers, braces and all: nvcc
-// judges by it how long a loop is, and unrolls fewer otherwise.
+// The processor's conversions, to nearest even. NVRTC has no header with them. The text is that of
+// nvcc's headers, braces and all: nvcc judges by it how long a loop is, and unrolls fewer
+// otherwise.
 #if defined(__CUDACC__)
 FUSEDACCUM_DEVICE float fp16_to_fp32(uint16_t x) {
   float y;
@@ -44,8 +46,9 @@ FUSEDACCUM_DEVICE float widened(float x) { return x; }
 FUSEDACCUM_DEVICE float widened(BF16 x) { return bitcast<float>(uint32_t{x.bits} << 16); }
 FUSEDACCUM_DEVICE float widened(FP16 x) { return fp16_to_fp32(x.bits); }
 
-// To nearest even and to FP32 as the processor does it. formulas.h gives the same bits (of NaNs, too, only that they are NaNs), but in
-// so many integer operations that they, not memory, would set the pace.
+// To nearest even and to FP32 as the processor does it. formulas.h gives the same bits (of NaNs,
+// too, only that they are NaNs), but in so many integer operations that they, not memory, would set
+// the pace.
 template <class Out>
 struct Rounded {  // to FP64 and FP32
   static FUSEDACCUM_DEVICE Out nearest(double x) { return static_cast<Out>(x); }
@@ -84,8 +87,9 @@ FUSEDACCUM_DEVICE float split(float x, BF16& h, Low& low) {
   return bitcast<float>(sizeof(Low) == 1 ? word & 0xffffff00u : word);
 }
 
-// What a thread moves at a time: 16 bytes of the wider side, and as many elements of the other. Neighbouring threads then touch
-// neighbouring memory on both sides. With 16 bytes of the narrower one, the wider would be stored half a 32-byte sector at a time.
+// What a thread moves at a time: 16 bytes of the wider side, and as many elements of the other.
+// Neighbouring threads then touch neighbouring memory on both sides. With 16 bytes of the narrower
+// one, the wider would be stored half a 32-byte sector at a time.
 template <class Out, class In>
 constexpr int kPack = 16 / static_cast<int>(sizeof(Out) > sizeof(In) ? sizeof(Out) : sizeof(In));
 
@@ -104,8 +108,8 @@ struct Word<4> {
   using type = uint32_t;
 };
 
-// A plain store, which the compiler would take apart where it has computed the elements one by one. (__stwb() is stronger than a plain
-// one: its stores are ordered within the multiprocessor.)
+// A plain store, which the compiler would take apart where it has computed the elements one by one.
+// (__stwb() is stronger than a plain one: its stores are ordered within the multiprocessor.)
 #if defined(__CUDACC__)
 FUSEDACCUM_DEVICE void store_whole(uint4* to, uint4 x) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
@@ -113,7 +117,9 @@ FUSEDACCUM_DEVICE void store_whole(uint4* to, uint4 x) {
 FUSEDACCUM_DEVICE void store_whole(uint2* to, uint2 x) {
   asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(x.x), "r"(x.y) : "memory");
 }
-FUSEDACCUM_DEVICE void store_whole(uint32_t* to, uint32_t x) { asm volatile("st.global.b32 [%0], %1;" ::"l"(to), "r"(x) : "memory"); }
+FUSEDACCUM_DEVICE void store_whole(uint32_t* to, uint32_t x) {
+  asm volatile("st.global.b32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
+}
 #endif
 
 template <class T, int kCount>
@@ -122,7 +128,9 @@ struct alignas(kCount * sizeof(T)) Pack {
   T x[kCount];
 
   FUSEDACCUM_DEVICE void load(const T* from) { *reinterpret_cast<Whole*>(x) = *reinterpret_cast<const Whole*>(from); }
-  FUSEDACCUM_DEVICE void store(T* to) const { store_whole(reinterpret_cast<Whole*>(to), *reinterpret_cast<const Whole*>(x)); }
+  FUSEDACCUM_DEVICE void store(T* to) const {
+    store_whole(reinterpret_cast<Whole*>(to), *reinterpret_cast<const Whole*>(x));
+  }
 
   // The first `valid` elements, one by one; the others become 0.
   FUSEDACCUM_DEVICE void load(const T* from, int valid) {
@@ -142,8 +150,9 @@ FUSEDACCUM_DEVICE bool is_aligned(const T* p) {
   return reinterpret_cast<uintptr_t>(p) % sizeof(Pack<T, kCount>) == 0;
 }
 
-// The random numbers n to n + kCount - 1, n being a multiple of kCount: they lie in one block of 8, as one half or quarter of it, or all.
-// That part is taken by halving the block, because words[n / 2 % 4] would put the words into local memory.
+// The random numbers n to n + kCount - 1, n being a multiple of kCount: they lie in one block of 8,
+// as one half or quarter of it, or all. That part is taken by halving the block, because words[n /
+// 2 % 4] would put the words into local memory.
 template <int kCount>
 FUSEDACCUM_DEVICE void draw(uint64_t n, uint64_t seed, uint32_t (&numbers)[kCount]) {
   uint32_t words[4];

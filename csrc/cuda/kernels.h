@@ -9,7 +9,8 @@
 namespace fusedaccum {
 namespace cuda {
 
-// A number that the host has, or that a kernel finds in device memory (so that no one waits for it).
+// A number that the host has, or that a kernel finds in device memory (so that no one waits for
+// it).
 struct Scalar {
   double host = 0.0;
   const float* device_f32 = nullptr;
@@ -20,7 +21,8 @@ struct Pair {
   void* out;
   const void* in;  // equal to out for scale; what stats reads
   int64_t elements;
-  uint64_t counter;  // index of the output's first random number or, of numbers in two parts, where their low parts begin
+  uint64_t
+      counter;  // index of the output's first random number or, of numbers in two parts, where their low parts begin
 };
 
 struct Call {
@@ -42,15 +44,16 @@ struct AddUp {
   int64_t* nonfinite;
 };
 
-// The CUDA version, of toolkit and driver, since which a kernel's arguments may take 32,764 bytes; before, 4,096.
+// The CUDA version, of toolkit and driver, since which a kernel's arguments may take 32,764 bytes;
+// before, 4,096.
 constexpr int kDriver = 12010;
 
 constexpr int64_t kChunk = 8192;  // elements per block: docs/performance.md
 
 inline int64_t blocks_of(int64_t elements) { return (elements + kChunk - 1) / kChunk; }
 
-// With the kernels of nvcc, on the current device, and a cudaStream_t; they only start the work, and return a cudaError_t.
-// The op over pairs of one dtype combination (kStats: of `in`'s).
+// With the kernels of nvcc, on the current device, and a cudaStream_t; they only start the work,
+// and return a cudaError_t. The op over pairs of one dtype combination (kStats: of `in`'s).
 int run(const Pair* pairs, std::size_t count, DType out, DType in, const Call& call, void* stream);
 
 // Adds up partials, in an order that depends on their number alone.

@@ -1,11 +1,13 @@
-// Every op over many tensors in one launch. Both accumulate and cast are one kernel; a cast overwrites:
+// Every op over many tensors in one launch. Both accumulate and cast are one kernel; a cast
+// overwrites:
 //
 //   t = in * scale;  new = overwrite ? t : out * decay + t;  out = round(new)
 //
-// Bytes per element: in + 2 * out to add, in + out to overwrite or cast. A block takes a chunk of one tensor, tile by tile. A thread
-// loads all of its packs of a tile before it uses the first. Whole tiles of aligned tensors move pack by pack; the others go through the
-// same body, element by element. The tensors' table is a kernel argument, by value: nothing to copy to the device, nothing to keep alive.
-// Offsets are 64 bits wide. Compile with -fmad=false.
+// Bytes per element: in + 2 * out to add, in + out to overwrite or cast. A block takes a chunk of
+// one tensor, tile by tile. A thread loads all of its packs of a tile before it uses the first.
+// Whole tiles of aligned tensors move pack by pack; the others go through the same body, element by
+// element. The tensors' table is a kernel argument, by value: nothing to copy to the device,
+// nothing to keep alive. Offsets are 64 bits wide. Compile with -fmad=false.
 #pragma once
 
 #include "batch.h"
@@ -38,7 +40,8 @@ FUSEDACCUM_DEVICE int tensor_of(const Batch& batch, uint32_t block) {
   return low;
 }
 
-// The chunk of its tensor that a block works on, a tile of kTile packs at a time. Elements are counted from the chunk's first.
+// The chunk of its tensor that a block works on, a tile of kTile packs at a time. Elements are
+// counted from the chunk's first.
 template <int kBlockThreads, int kCount, int kTilePacks>
 struct Chunk {
   static constexpr int kTile = kBlockThreads * kTilePacks * kCount;
@@ -52,7 +55,9 @@ struct Chunk {
   }
 
   // Where this thread's pack k of a tile begins. A warp's packs lie side by side.
-  FUSEDACCUM_DEVICE static int at(int tile, int k) { return tile + (k * kBlockThreads + static_cast<int>(threadIdx.x)) * kCount; }
+  FUSEDACCUM_DEVICE static int at(int tile, int k) {
+    return tile + (k * kBlockThreads + static_cast<int>(threadIdx.x)) * kCount;
+  }
 
   // How many of its elements there are; 0 or less for none.
   FUSEDACCUM_DEVICE int valid(int at) const { return elements - at < kCount ? elements - at : kCount; }
@@ -77,7 +82,8 @@ struct Chunk {
 };
 
 template <class Out, class In, bool kOverwrite, bool kStochastic, bool kStats>
-__global__ void __launch_bounds__(kThreads<kStochastic>, kBlocks<kStochastic>) write_kernel(const __grid_constant__ Batch batch) {
+__global__ void __launch_bounds__(kThreads<kStochastic>, kBlocks<kStochastic>)
+    write_kernel(const __grid_constant__ Batch batch) {
   using C = Compute<Out, In>;
   constexpr int kCount = kPack<Out, In>;
 
@@ -92,8 +98,10 @@ __global__ void __launch_bounds__(kThreads<kStochastic>, kBlocks<kStochastic>) w
 
   [[maybe_unused]] Tally<int> tally;
   const uint64_t numbers_from = chunk.pair.counter + static_cast<uint64_t>(chunk.first);
-  // Scale 0 is rare enough to go the slow way, and so are random numbers that do not begin where a pack's would.
-  const bool in_packs = reads && is_aligned<kCount>(output) && is_aligned<kCount>(input) && (!kStochastic || numbers_from % kCount == 0);
+  // Scale 0 is rare enough to go the slow way, and so are random numbers that do not begin where a
+  // pack's would.
+  const bool in_packs =
+      reads && is_aligned<kCount>(output) && is_aligned<kCount>(input) && (!kStochastic || numbers_from % kCount == 0);
   chunk.each_tile(in_packs, [&](int tile, auto whole) {
     constexpr bool kWhole = decltype(whole)::value;
     Pack<In, kCount> in[kPacks];
@@ -177,8 +185,9 @@ __global__ void __launch_bounds__(kThreads<false>, kBlocks<false>) stats_kernel(
   if (threadIdx.x == 0) batch.call.partials[blockIdx.x] = sum;
 }
 
-// The ops on numbers in two parts: h, BF16, and low parts beside it. Bytes per element with low parts of 8 bits and BF16 gradients: 8 to
-// add, 5 to overwrite, 5 to cast to BF16, 6 to scale. Other: the gradients, or the outputs of a cast; BF16 where there is neither.
+// The ops on numbers in two parts: h, BF16, and low parts beside it. Bytes per element with low
+// parts of 8 bits and BF16 gradients: 8 to add, 5 to overwrite, 5 to cast to BF16, 6 to scale.
+// Other: the gradients, or the outputs of a cast; BF16 where there is neither.
 template <Op kOp, class Low, class Other, bool kOverwrite, bool kStats>
 __global__ void __launch_bounds__(kThreads<false>, kBlocks<false>) parts_kernel(const __grid_constant__ Batch batch) {
   constexpr bool kAdds = kOp == Op::kAccumulate, kCasts = kOp == Op::kCast, kWrites = kAdds || kOp == Op::kScale;
@@ -193,7 +202,8 @@ __global__ void __launch_bounds__(kThreads<false>, kBlocks<false>) parts_kernel(
 
   const double exact_scale = value_of(batch.call.scale);
   const bool lets_in = !kAdds || exact_scale != 0.0;
-  const float scale = static_cast<float>(lets_in ? exact_scale : 0.0), decay = static_cast<float>(value_of(batch.call.decay));
+  const float scale = static_cast<float>(lets_in ? exact_scale : 0.0),
+              decay = static_cast<float>(value_of(batch.call.decay));
 
   [[maybe_unused]] Tally<int> tally;
   const bool in_packs = lets_in && is_aligned<kCount>(h) && is_aligned<kCount>(low) && is_aligned<kCount>(other);

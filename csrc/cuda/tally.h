@@ -1,7 +1,9 @@
-// Statistics of what a block reads or writes: squares added in FP64, elements that are not finite counted.
+// Statistics of what a block reads or writes: squares added in FP64, elements that are not finite
+// counted.
 //
-// No atomics: a block leaves one Partial, and add_up_kernel adds these up. Which thread sees which element, and the order of every sum,
-// depend on the tensors' sizes alone, so that the same call gives the same bits.
+// No atomics: a block leaves one Partial, and add_up_kernel adds these up. Which thread sees which
+// element, and the order of every sum, depend on the tensors' sizes alone, so that the same call
+// gives the same bits.
 #pragma once
 
 #include "elements.h"
@@ -34,7 +36,8 @@ struct Tally {
     }
   }
 
-  // The sum over all kThreads threads of the block, all of which must call it; only thread 0 gets it.
+  // The sum over all kThreads threads of the block, all of which must call it; only thread 0 gets
+  // it.
   template <int kThreads>
   FUSEDACCUM_DEVICE Partial add_block() {
     static_assert(kThreads % kWarp == 0 && kThreads <= kWarp * kWarp, "the first warp adds up the sums of all");

@@ -1,8 +1,10 @@
-"""Exact, fast gradient accumulation for PyTorch: ``opt = fusedaccum.AccumulatingOptimizer(opt, accum_steps=8)``."""
+"""Exact, fast gradient accumulation for PyTorch.
+
+``opt = fusedaccum.AccumulatingOptimizer(opt, accum_steps=8)``
+"""
 
 from . import native, ops, schedules
 from ._version import __version__
-from .core.config import TimesMean
 from .core.optimizer import AccumulatingOptimizer
 from .distributed.checkpoint import DistributedState
 from .last_window import LastWindow
@@ -11,6 +13,7 @@ from .recipes.cached import cached_backward
 from .recipes.explaining import Explanation, explain
 from .recipes.fuse import fuse_embedding, fuse_linear, unfuse
 from .recipes.micro_batcher import MicroBatcher
+from .times_mean import TimesMean
 
 __all__ = [
     "AccumulatingOptimizer",

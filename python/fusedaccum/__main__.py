@@ -77,7 +77,7 @@ def _verdict() -> str:
 
 
 def _extensions() -> Iterator[str]:
-    """What is built, for which torch, and where; what is missing, though nothing is in the way of building it."""
+    """What is built, for which torch, and where; what is missing though it could be built."""
     record = native.build()
     left_out = record.missing if record.torch else {}
     missing = [name for name in native.EXTENSIONS if name not in left_out and native.why_missing(name)]
@@ -113,7 +113,8 @@ def _cuda_devices() -> str:
     if not torch.cuda.is_available():
         return "none that torch can use"
     names = [
-        f"{torch.cuda.get_device_name(i)} (compute capability {'.'.join(map(str, torch.cuda.get_device_capability(i)))})"
+        f"{torch.cuda.get_device_name(i)} (compute capability "
+        f"{'.'.join(map(str, torch.cuda.get_device_capability(i)))})"
         for i in range(torch.cuda.device_count())
     ]
     return ", ".join(names)

@@ -1,4 +1,7 @@
-"""Which sources and flags the extensions were built from. Also run by setup.py, so it imports nothing of the package."""
+"""Which sources and flags the extensions were built from.
+
+Also run by setup.py, so it imports nothing of the package.
+"""
 
 import hashlib
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""``python -m fusedaccum build``: the package's own setup.py compiles the extensions for the torch that is installed."""
+"""``python -m fusedaccum build``: setup.py compiles the extensions for the installed torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ COMPILERS = (
 
 
 def build(verbose: bool) -> str:
-    """Compile what this machine can, unless that is there already; says what is there then. Exits with what to do if it cannot be done."""
+    """Compile what this machine can, unless that is there already; says what is there then.
+
+    Exits with what to do if it cannot be done.
+    """
     places = native.places()  # before the folder changes, to which they may be relative
     os.environ["PATH"] = f"{os.environ.get('PATH', os.defpath)}:{Path(sys.executable).parent}"  # which has ninja
     os.chdir(native.SOURCE)
@@ -45,7 +48,8 @@ def build(verbose: bool) -> str:
     here = native.build()
     if _is_enough(here, record) and not any(map(native.why_missing, record["built"])):
         enough = " and ".join(here.built)
-        return f"Nothing to do: {enough} for torch {here.torch} are in {here.folder}{'' if '_cuda' in here.built else reasons}"
+        without = "" if "_cuda" in here.built else reasons
+        return f"Nothing to do: {enough} for torch {here.torch} are in {here.folder}{without}"
     compiler = os.environ.get("CXX") or "c++"
     if shutil.which(compiler) is None:
         sys.exit(f"No C++ compiler: {compiler} is not there. {COMPILERS}. Or set CXX to one. Then {native.COMMAND}")
@@ -62,7 +66,10 @@ def build(verbose: bool) -> str:
 
 
 def _is_enough(there: native.Build, record: dict[str, Any]) -> bool:
-    """True if all that can be built is there. What an nvcc has made stays where there is none now, unless it is not wanted."""
+    """True if all that can be built is there.
+
+    What an nvcc has made stays where there is none now, unless it is not wanted.
+    """
     if os.environ.get("FUSEDACCUM_CUDA") == "0":
         return there.built == record["built"]
     return record["built"].items() <= there.built.items()
@@ -70,9 +77,10 @@ def _is_enough(there: native.Build, record: dict[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def _alone(places: list[Path]) -> Iterator[tuple[Path, int]]:
-    """The first folder that can be written, swept of what killed builders left there, and a lock that keeps others out.
+    """The first folder that can be written, and a lock that keeps others out.
 
-    Where a file system has no locks, builders work beside each other.
+    The folder is swept of what killed builders left there. Where a file system has no locks,
+    builders work beside each other.
     """
     refused = []
     for place in places:
@@ -95,7 +103,7 @@ def _alone(places: list[Path]) -> Iterator[tuple[Path, int]]:
 
 
 def _compile(stage: Path, lock: int, verbose: bool) -> None:
-    """Run setup.py. It holds the lock too, so that nobody sweeps its folder if this process is killed and it is not."""
+    """Run setup.py, which holds the lock too, so that its folder is safe if only we are killed."""
     command = [sys.executable, "setup.py", "build_ext", f"--build-lib={stage}", f"--build-temp={stage / 'temp'}"]
     lines = []
     env = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}  # ninja would look for make's pipe
@@ -114,7 +122,7 @@ def _compile(stage: Path, lock: int, verbose: bool) -> None:
 
 
 def _put(made: Path, target: Path, before: native.Build | None) -> None:
-    """Put what was made in place of what was there before. If another process was faster, what it made stays."""
+    """Put what was made in place of what was there before, unless another process was faster."""
     if native.read(target) == before:
         with contextlib.suppress(FileNotFoundError):
             os.rename(target, made.with_name("before"))

@@ -1,4 +1,4 @@
-"""PyTorch's autograd engine and compiler, as far as several rooms need what they have only under private names."""
+"""What several rooms need of PyTorch's autograd engine and compiler, under private names there."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-# Decorates what must not be traced: within torch.compile it is a graph break, as are the methods of torch.optim that carry the same
-# decorator. (torch.compiler.disable does so too, but loads the compiler when this package is imported.)
+# Decorates what must not be traced: within torch.compile it is a graph break, as are the methods of
+# torch.optim that carry the same decorator. (torch.compiler.disable does so too, but loads the
+# compiler when this package is imported.)
 from torch._compile import _disable_dynamo as outside_graphs
 
 # A context in which tensors are real again, whatever mode the caller is in (FakeTensorMode).
@@ -33,8 +34,9 @@ R = TypeVar("R")
 def without_grad(call: Callable[P, R]) -> Callable[P, R]:
     """As torch.no_grad() decorates, but Ctrl-C cannot leave gradients off.
 
-    PyTorch's sets and resets the mode in methods written in Python, and a KeyboardInterrupt may come in place of the first line of one, or
-    before its last: Python looks for signals where a function of its own begins, and where a call has returned. None lies between here.
+    PyTorch's sets and resets the mode in methods written in Python, and a KeyboardInterrupt may
+    come in place of the first line of one, or before its last: Python looks for signals where a
+    function of its own begins, and where a call has returned. None lies between here.
     """
 
     @functools.wraps(call)
@@ -50,12 +52,15 @@ def without_grad(call: Callable[P, R]) -> Callable[P, R]:
 
 
 def recording() -> Any:
-    """A context in which autograd records, whatever mode the caller is in. Not torch.inference_mode(False), for the same reason."""
+    """A context in which autograd records, whatever mode the caller is in.
+
+    Not torch.inference_mode(False), for the same reason.
+    """
     return torch._C._InferenceMode(False)
 
 
 def runs(frame: FrameType | None) -> bool:
-    """True if this call is still running, in any thread. Ctrl-C may have ended it without what it does at its end."""
+    """True if this call still runs, in any thread. Ctrl-C may have kept it from its last acts."""
     stacks = [] if frame is None else list(sys._current_frames().values())
     try:
         for caller in stacks:
@@ -76,5 +81,5 @@ def within_backward() -> bool:
 
 @outside_graphs
 def when_backward_ends(call: Callable[[], None]) -> None:
-    """Have the engine call this at the end of the backward pass that runs the caller; of a re-entrant one, if it is that."""
+    """Have the engine call this when the backward around the caller ends, even a re-entrant one."""
     torch.autograd.Variable._execution_engine.queue_callback(call)

@@ -1,4 +1,7 @@
-"""What is asked of an inner optimizer: which others it has inside, what its groups ask for, whether it can be stepped in parts."""
+"""What is asked of an inner optimizer.
+
+Which others it has inside, what its groups ask for, whether it can be stepped in parts.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ def with_those_inside(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def inside(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
-    """The optimizers that this one has as attributes, or in a list, tuple or dict that is one; with the attribute's name."""
+    """The optimizers in this one's attributes, or in lists, tuples or dicts; with the names."""
     for name, value in vars(optimizer).items():
         several = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
         for other in several:
@@ -31,12 +34,12 @@ def states_of(optimizer: Optimizer) -> list[dict]:
     return list({id(one.state): one.state for one in with_those_inside(optimizer)}.values())
 
 
-# The key of a group that says in which dtype its parameters' gradients accumulate; without it, the wrapper's argument does.
+# The key for the dtype in which a group's gradients accumulate, instead of the wrapper's argument.
 BUFFER_DTYPE = "buffer_dtype"
 
 
 def asked_dtypes(inner: Optimizer, of_all: torch.dtype | None) -> set[torch.dtype | None]:
-    """The buffer dtypes that are asked for: by the wrapper's argument, ``of_all``, and by groups."""
+    """The buffer dtypes asked for: by the wrapper's argument, ``of_all``, and by groups."""
     return {of_all, *(group[BUFFER_DTYPE] for group in inner.param_groups if BUFFER_DTYPE in group)}
 
 
@@ -55,7 +58,10 @@ GUARD = "_fusedaccum_guard"
 
 
 def is_patched(inner: Optimizer) -> bool:
-    """True if other code has put a ``step()`` of its own into this optimizer. (A scheduler only notes that it was called at all.)"""
+    """True if other code has patched this optimizer's ``step()``.
+
+    A scheduler's patch does not count: it only notes that it was called at all.
+    """
     patch, found = vars(inner).get("step"), vars(inner).get(GUARD)
     while patch is not None:
         if found is not None and patch in found.patches:
@@ -72,7 +78,10 @@ SAYS_SO = "_step_supports_amp_scaling"
 
 
 def scales_gradients(inner: Optimizer) -> bool:
-    """True if a fused inner optimizer scales gradients itself, and no step pre-hook, or step() around PyTorch's, sees them first."""
+    """True if a fused inner optimizer scales gradients itself, and nothing sees them before.
+
+    Step pre-hooks, and a step() around PyTorch's, would.
+    """
     kind = type(inner)
     # Its own attribute: an optimizer that shows another one's would not hand grad_scale on to that.
     return (
@@ -89,8 +98,9 @@ STEPS_EACH_ALONE = "steps_each_alone"
 
 
 def steps_each_alone(inner: Optimizer) -> bool:
-    """True if stepping some parameters, then the others, is equivalent: for PyTorch's own optimizers, and those that say so, if no hook
-    counts the steps.
+    """True if stepping some parameters, then the others, is equivalent.
+
+    So it is for PyTorch's own optimizers, and those that say so, if no hook counts the steps.
     """
     if not getattr(inner, STEPS_EACH_ALONE, type(inner).__module__.startswith("torch.optim.")) or is_patched(inner):
         return False

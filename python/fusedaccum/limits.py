@@ -1,4 +1,6 @@
-"""How many bytes are handled at once. None of these sizes changes a bit of a gradient; tests make them small, so that small models have
+"""How many bytes are handled at once.
+
+None of these sizes changes a bit of a gradient; tests make them small, so that small models have
 several of everything. (They are read where they are used, as ``limits.STAGE``.)
 """
 
@@ -9,8 +11,9 @@ from typing import TypeVar
 
 import torch
 
-# The most in a bucket of fresh gradients whose sums go on from its device, which should begin while the pass still computes. On a GPU any
-# bucket may have as much, so that its call costs little beside the backward behind it; on a CPU LEAST.
+# The most in a bucket of fresh gradients whose sums go on from its device, which should begin while
+# the pass still computes. On a GPU any bucket may have as much, so that its call costs little
+# beside the backward behind it; on a CPU LEAST.
 SENT = 32 << 20
 LEAST = 1 << 20
 SHARE = 16  # buckets that a model's gradients on a GPU make, at least, where they are larger than that
@@ -19,8 +22,9 @@ STAGE = 32 << 20  # of a piece of the ring to CPU memory; a power of two, becaus
 
 PINNED = 256 << 20  # of memory that is pinned at once; a power of two, as above
 
-# Of FP32 copies that a part of a step makes. On a CPU they should stay in its cache, and their memory is kept; on a GPU a call of the
-# optimizer costs time of the host. On both a call takes some 0.2 ms by itself.
+# Of FP32 copies that a part of a step makes. On a CPU they should stay in its cache, and their
+# memory is kept; on a GPU a call of the optimizer costs time of the host. On both a call takes some
+# 0.2 ms by itself.
 STEPPED_CPU = 8 << 20
 STEPPED = 256 << 20
 
@@ -28,7 +32,7 @@ Item = TypeVar("Item")
 
 
 def stepped(device: torch.device) -> int:
-    """Bytes of FP32 copies that are made at once on this device, at most, if a parameter is not larger."""
+    """Bytes of FP32 copies made at once on this device, at most, unless a parameter is larger."""
     return STEPPED_CPU if device.type == "cpu" else STEPPED
 
 
@@ -50,8 +54,8 @@ def in_parts(items: Sequence[Item], nbytes: Callable[[Item], int], most: int) ->
 def bucket(device: torch.device) -> int:
     """Bytes of fresh gradients on this device that make a bucket, at most.
 
-    On a CPU they are read again before they leave its cache. On a GPU every bucket costs time of the host, which a backward may wait for,
-    and holds back memory: 0.4% of it.
+    On a CPU they are read again before they leave its cache. On a GPU every bucket costs time of
+    the host, which a backward may wait for, and holds back memory: 0.4% of it.
     """
     if device.type == "cpu":
         return 8 << 20
@@ -60,10 +64,13 @@ def bucket(device: torch.device) -> int:
 
 
 def full_at(device: torch.device, sizes: Sequence[int], sent: bool) -> int:
-    """Bytes that make a bucket on this device, where a backward brings gradients of ``sizes`` bytes. ``sent``: True if their sums leave it.
+    """Bytes that make a bucket on this device, for a backward with gradients of ``sizes`` bytes.
 
-    On a GPU a bucket is a small part of the model's own gradients. On a CPU, memory that is freed at once must not be much more than the
-    largest tensor freed before: glibc's malloc gives back to the system what is more than twice that, and faults it in again.
+    ``sent``: True if their sums leave it.
+
+    On a GPU a bucket is a small part of the model's own gradients. On a CPU, memory that is freed
+    at once must not be much more than the largest tensor freed before: glibc's malloc gives back to
+    the system what is more than twice that, and faults it in again.
     """
     most = min(bucket(device), SENT) if sent else bucket(device)
     if device.type == "cpu":

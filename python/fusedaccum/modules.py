@@ -1,4 +1,4 @@
-"""Modules that are alive. A parameter does not say which modules hold it, so all of them are searched."""
+"""Modules that are alive. All are searched, as a parameter does not say which modules hold it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ _FROZEN_BEFORE = gc.get_freeze_count()  # some versions of Python freeze some ob
 def modules_alive(kind: type[M], wanted: Callable[[M], bool] = lambda module: True) -> list[M]:
     """Modules of this class or a subclass that are ``wanted`` and still referenced, in any order.
 
-    Ranks share windows by what is found, and must find the same. A module that was dropped may be part of a reference cycle, as FSDP2's
-    are, and then stays until the garbage collector runs, at a different time on every rank. So if anything is found, it runs now.
+    Ranks share windows by what is found, and must find the same. A module that was dropped may be
+    part of a reference cycle, as FSDP2's are, and then stays until the garbage collector runs, at a
+    different time on every rank. So if anything is found, it runs now.
     """
     with _thawed():
-        # Objects refer to their classes: asking which objects do is several times faster than checking the class of every object.
+        # Objects refer to their classes: asking which objects do is several times faster than
+        # checking the class of every object.
         found = [weakref.ref(x) for x in gc.get_referrers(*_classes(kind)) if issubclass(type(x), kind) and wanted(x)]
         if found:
             gc.collect()
@@ -35,9 +37,10 @@ WRAPPED = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}  #
 
 
 def name_of(held: Module | Tensor) -> str:
-    """The name of a module or parameter in the outermost module alive that holds it: "encoder.layer1.0.bn1". Empty if none does.
+    """The name of a module or parameter in the outermost module alive that holds it.
 
-    Searches all modules that are alive: for messages only.
+    For example "encoder.layer1.0.bn1". Empty if none holds it. Searches all modules that are alive:
+    for messages only.
     """
     above: dict[int, list[tuple[Module, str]]] = {}
     for module in modules_alive(Module):
@@ -64,7 +67,7 @@ def _classes(kind: type) -> set[type]:
 
 @contextmanager
 def _thawed() -> Iterator[None]:
-    """In the block, the collector also sees what the caller has hidden from it with ``gc.freeze()``; everything is frozen after that."""
+    """In the block, the collector sees what ``gc.freeze()`` hid; all is frozen after that."""
     frozen = gc.get_freeze_count() > _FROZEN_BEFORE
     if frozen:
         gc.unfreeze()

@@ -1,4 +1,4 @@
-"""The native extensions of this installation: where a build left them, and whether they fit the installed torch."""
+"""The native extensions: where a build left them, and whether they fit the installed torch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Build:
         torch: version that the extensions were built against; None if there was none.
         built: extension -> how it was built, for people.
         missing: extension -> why it was not built, and what to do about it.
-        cuda_archs: GPUs that the CUDA extension was compiled for, as TORCH_CUDA_ARCH_LIST has them, or "nvrtc".
+        cuda_archs: GPUs that the CUDA extension is for, as in TORCH_CUDA_ARCH_LIST, or "nvrtc".
         sources: digest of the sources that they were built from; None if that was not noted.
         folder: where they are.
     """
@@ -51,7 +51,7 @@ class Build:
 
 
 def read(folder: Path) -> Build | None:
-    """The record in a folder; None if it is not there, or a network file system does not show it yet."""
+    """The record in a folder; None if it is not there, or not shown yet (network file systems)."""
     try:
         return Build(**json.loads((folder / "_build.json").read_text()), folder=str(folder))
     except (OSError, ValueError, TypeError):  # TypeError: of another version of this package
@@ -60,7 +60,10 @@ def read(folder: Path) -> Build | None:
 
 @functools.cache
 def build() -> Build:
-    """The build that fits and has most; if none does, one for another torch. An empty record in a source tree that was never installed."""
+    """The build that fits and has most; if none does, one for another torch.
+
+    An empty record in a source tree that was never installed.
+    """
     found = []
     for place in places():
         with contextlib.suppress(OSError):  # nothing was built there
@@ -70,7 +73,7 @@ def build() -> Build:
 
 
 def places() -> list[Path]:
-    """Where the command builds: in the package, or where that is read-only, in a cache of the user's."""
+    """Where the command builds: in the package, or if that is read-only, in the user's cache."""
     ours = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "fusedaccum")
     cache = os.path.expanduser(os.environ.get("FUSEDACCUM_CACHE") or ours)
     homeless = cache.startswith("~")  # a user without a home, as in some containers
@@ -78,7 +81,7 @@ def places() -> list[Path]:
 
 
 def key() -> str:
-    """The name of the folder for what is built of these sources, with their flags, for this Python and this torch."""
+    """The folder's name for what is built of these sources and flags, for this Python and torch."""
     return f"{_built_from()}torch-{'.'.join(_minor(torch.__version__))}-cuda-{torch.version.cuda}"
 
 
@@ -88,7 +91,10 @@ def _built_from() -> str:
 
 @functools.cache
 def sources() -> str | None:
-    """The digest of the sources in the checkout of an editable install, or of those that the package brought; None if it brought none."""
+    """The digest of an editable install's sources, or of those that the package brought.
+
+    None if it brought none.
+    """
     if SOURCE != BROUGHT and (SOURCE / "csrc").is_dir():
         return digest(SOURCE)
     installed = read(PACKAGE)
@@ -107,8 +113,9 @@ def _why_unfit(record: Build) -> str | None:
 def why_missing(extension: str) -> str | None:
     """None if ``fusedaccum.<extension>`` can be imported, else the reason and the remedy.
 
-    PyTorch keeps its C++ interface stable within a minor version only. An extension built for another one may load and then crash, so
-    it is not even tried; nor is one of other sources than those beside the package, which may have changed with it (by git pull).
+    PyTorch keeps its C++ interface stable within a minor version only. An extension built for
+    another one may load and then crash, so it is not even tried; nor is one of other sources than
+    those beside the package, which may have changed with it (by git pull).
     """
     record = build()
     if extension in record.missing:
@@ -125,7 +132,10 @@ def why_missing(extension: str) -> str | None:
 
 
 def warn_of_another_torch() -> None:
-    """Say, once on a node, that the extensions are of no use after an upgrade of torch. The command says it by itself."""
+    """Say, once on a node, that the extensions are of no use after an upgrade of torch.
+
+    The command says it by itself.
+    """
     ranks = map(os.environ.get, ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"))
     first = next(filter(None, ranks), "0") == "0" and multiprocessing.parent_process() is None
     record = build()
@@ -135,10 +145,10 @@ def warn_of_another_torch() -> None:
 
 
 def why_not_on(capabilities: Iterable[tuple[int, int]]) -> str | None:
-    """None if the CUDA extension runs on GPUs of all these compute capabilities, else the reason and the remedy.
+    """None if the CUDA extension runs on all these compute capabilities, else reason and remedy.
 
-    Machine code runs on GPUs of its major version, from its minor version on; PTX on all later ones.
-    (CUDA C++ Programming Guide, "Compilation with NVCC".)
+    Machine code runs on GPUs of its major version, from its minor version on; PTX on all later
+    ones. (CUDA C++ Programming Guide, "Compilation with NVCC".)
     """
     archs = build().cuda_archs
 
@@ -164,13 +174,17 @@ def why_not_on(capabilities: Iterable[tuple[int, int]]) -> str | None:
 def why_not_with_driver() -> str | None:
     """None if the driver launches the CUDA extension's kernels, else the reason and the remedy.
 
-    A toolkit works with older drivers of its major version, but not for kernels with more than 4,096 bytes of arguments.
+    A toolkit works with older drivers of its major version, but not for kernels with more than
+    4,096 bytes of arguments.
     """
     extension = importlib.import_module("fusedaccum._cuda")
     needed, there = extension.NEEDS_DRIVER, extension.driver()
     if there >= needed:
         return None
-    return f"it needs a driver for CUDA {_cuda_version(needed)} or newer, and this one is for {_cuda_version(there)}; update the driver"
+    return (
+        f"it needs a driver for CUDA {_cuda_version(needed)} or newer, and this one is for {_cuda_version(there)}; "
+        "update the driver"
+    )
 
 
 def _cuda_version(number: int) -> str:
@@ -178,9 +192,10 @@ def _cuda_version(number: int) -> str:
 
 
 def why_no_hooks() -> str | None:
-    """None if the hooks and the queue of gradients run in C++, else why not. The environment variable FUSEDACCUM_INTAKE may ask for either.
+    """None if the hooks and the queue of gradients run in C++, else why not.
 
-    Raises ValueError for any other value of it, RuntimeError if it is "native" and the extension is missing.
+    The environment variable FUSEDACCUM_INTAKE may ask for either. Raises ValueError for any other
+    value of it, RuntimeError if it is "native" and the extension is missing.
     """
     asked = os.environ.get("FUSEDACCUM_INTAKE") or "auto"
     if asked not in ("auto", "native", "python"):

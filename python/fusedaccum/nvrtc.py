@@ -1,4 +1,7 @@
-"""Machine code of the CUDA kernels without nvcc: compiled by NVRTC, which comes with torch, when it is first needed, and kept on disk."""
+"""Machine code of the CUDA kernels without nvcc.
+
+NVRTC, which comes with torch, compiles it when it is first needed; it is kept on disk.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,8 @@ HEADERS = {
     "cstddef": "namespace std { using size_t = decltype(sizeof 0); }",
     "cstdint": """
         using int8_t = signed char; using int16_t = short; using int32_t = int; using int64_t = long;
-        using uint8_t = unsigned char; using uint16_t = unsigned short; using uint32_t = unsigned; using uint64_t = unsigned long;
+        using uint8_t = unsigned char; using uint16_t = unsigned short;
+        using uint32_t = unsigned; using uint64_t = unsigned long;
         using uintptr_t = unsigned long;""",
     "cstring": "",  # memcpy is built in
     "type_traits": """namespace std {
@@ -39,9 +43,11 @@ HEADERS = {
 
 
 def compiled(kernel: str, device: int) -> tuple[bytes, bytes]:
-    """The symbol and the machine code of a kernel, named as in C++, for GPUs of this compute capability (90 for 9.0).
+    """The symbol and the machine code of a kernel, named as in C++.
 
-    Raises RuntimeError if it does not compile. A folder that cannot be read or written costs only time.
+    ``device``: the GPUs' compute capability (90 for 9.0).
+
+    Raises RuntimeError if it does not compile. A folder that is not accessible costs only time.
     """
     arch, source = _arch(device), _source()
     key = hashlib.sha256(repr((kernel, arch, _version(), FLAGS, HEADERS, source)).encode()).hexdigest()
@@ -57,7 +63,7 @@ def compiled(kernel: str, device: int) -> tuple[bytes, bytes]:
 
 
 def why_not_on(capabilities: Iterable[tuple[int, int]]) -> str | None:
-    """None if NVRTC compiles for GPUs of all these compute capabilities, else the reason and the remedy."""
+    """None if NVRTC compiles for all these compute capabilities, else the reason and the remedy."""
     try:
         for major, minor in capabilities:
             _arch(10 * major + minor)
@@ -83,7 +89,7 @@ def _source() -> bytes:
 
 
 def _keep(path: Path, kept: bytes) -> None:
-    """Under another name until it is whole. It is not read back, because network file systems may not have it yet."""
+    """Under another name until it is whole. Not read back: network file systems may lack it yet."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=path.parent)
@@ -114,7 +120,10 @@ def _version() -> tuple[int, int]:
 
 
 def _arch(device: int) -> int:
-    """The newest GPUs that NVRTC knows whose machine code runs on this one: of the same major version, and no newer."""
+    """The newest GPUs that NVRTC knows whose machine code runs on this one.
+
+    They are of the same major version, and no newer.
+    """
     count = ctypes.c_int()
     _call("nvrtcGetNumSupportedArchs", ctypes.byref(count))
     known = (ctypes.c_int * count.value)()

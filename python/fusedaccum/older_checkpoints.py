@@ -11,10 +11,11 @@ SMALL = {"sq_norm": "small_sq_norm", "weight": "small_weight", "square": "small_
 
 
 def as_now(own: dict[str, Any], written_as: int | None) -> dict[str, Any]:
-    """``own``, in today's format. What is of no format that is known stays as it is, to be refused.
+    """``own``, in today's format. What is of no known format stays as it is, to be refused.
 
-    Format 5 kept what random rounding needs beside the wrapper's own; format 4 the state of the micro-batch as two booleans; format 3 also
-    what extensions need among the numbers of the window and the micro-batch.
+    Format 5 kept what random rounding needs beside the wrapper's own; format 4 the state of the
+    micro-batch as two booleans; format 3 also what extensions need among the numbers of the window
+    and the micro-batch.
     """
     if written_as not in OLDER:
         return own

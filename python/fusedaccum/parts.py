@@ -1,4 +1,4 @@
-"""Tensors that are spread over processes, each of which holds a part: told by ``to_local()``, without knowing what makes them."""
+"""Tensors of which each process holds a part: told by ``to_local()``, whatever makes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Weights, losses, scales and counts: each a number or a 0-d tensor, which stays on its device so that nothing waits for it."""
+"""Weights, losses, scales and counts: numbers, or 0-d tensors that stay on their device.
+
+So nothing waits for them.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +35,14 @@ def is_number(value: Any) -> bool:
 
 
 def identity(scalar: Scalar) -> float | int:
-    """A key that is the same for equal numbers, and for one and the same tensor (whose value is not read)."""
+    """A key that is the same for equal numbers, and for the same tensor (value not read)."""
     return id(scalar) if isinstance(scalar, Tensor) else scalar
 
 
 def as_tensor(value: Scalar) -> Tensor:
-    """A number as a CPU tensor, a tensor as it is, whatever the user's default device and dtype are (torch.as_tensor moves to that device,
-    and waits; FP32 counts tokens up to 2**24, bf16 up to 256).
+    """A number as a CPU tensor, a tensor as it is, whatever the default device and dtype are.
+
+    (torch.as_tensor moves to that device, and waits; FP32 counts tokens to 2**24, bf16 to 256.)
     """
     if isinstance(value, Tensor):
         return value
@@ -47,8 +51,9 @@ def as_tensor(value: Scalar) -> Tensor:
 
 
 def to_device(scalar: Scalar, device: torch.device) -> Scalar:
-    """``scalar``, moved to ``device`` if it is a tensor elsewhere (FP64 becomes FP32 where the device has none). Waits only on the way to
-    the CPU.
+    """``scalar``, moved to ``device`` if it is a tensor elsewhere.
+
+    FP64 becomes FP32 where the device has none. Waits only on the way to the CPU.
     """
     if not isinstance(scalar, Tensor) or scalar.device == device:
         return scalar
@@ -57,8 +62,10 @@ def to_device(scalar: Scalar, device: torch.device) -> Scalar:
 
 
 def to_device_of(scalar: Scalar, other: Scalar) -> Scalar:
-    """``scalar``, so that it combines with ``other`` without waiting: if ``other`` is on a device, a CPU tensor becomes a Python number,
-    and any other tensor moves to that device.
+    """``scalar``, so that it combines with ``other`` without waiting.
+
+    If ``other`` is on a device, a CPU tensor becomes a Python number, and any other tensor moves to
+    that device.
     """
     if not (isinstance(scalar, Tensor) and isinstance(other, Tensor)) or other.device.type == "cpu":
         return scalar
@@ -87,7 +94,7 @@ def copied(scalar: Scalar | None) -> Any:
 
 
 def product(factors: Iterable[Scalar]) -> Scalar:
-    """The product, 1 if there are none; of a single one, itself. (``math.prod`` multiplies it by 1, a kernel more.)"""
+    """The product: 1 of none, itself of one. (``math.prod`` multiplies by 1, a kernel more.)"""
     found = list(factors)
     return functools.reduce(operator.mul, found) if found else 1.0
 
@@ -109,11 +116,14 @@ def mul(factor: Scalar, value: Scalar) -> Scalar:
 
 
 def checked_weight(weight: Any, name: str = "weight") -> Scalar:
-    """A micro-batch's weight as a float, or on another device than the CPU as a 0-d tensor of its own (the caller may overwrite theirs).
+    """A micro-batch's weight: a float, or a 0-d tensor if it is on another device than the CPU.
+
+    The tensor is one of its own, because the caller may overwrite theirs.
 
     Raises:
-        TypeError: not a number or a tensor. ValueError: more than one element, negative, NaN or infinite
-            (a tensor's value is looked at only on the CPU, where that costs no synchronisation).
+        TypeError: not a number or a tensor. ValueError: more than one element, negative, NaN or
+            infinite (a tensor's value is looked at only on the CPU, where that costs no
+            synchronisation).
     """
     if isinstance(weight, Tensor):
         if weight.numel() != 1 or weight.is_complex() or weight.dtype is torch.bool:
@@ -133,11 +143,15 @@ def checked_weight(weight: Any, name: str = "weight") -> Scalar:
 
 
 def checked_loss(loss: Any) -> Scalar:
-    """``loss`` as a float, or the tensor as it is. Raises TypeError unless it is one of these, ValueError for several elements."""
+    """``loss`` as a float, or the tensor as it is.
+
+    Raises TypeError unless it is one of these, ValueError for several elements.
+    """
     if isinstance(loss, Tensor):
         if loss.numel() != 1:
             raise ValueError(
-                f"loss must be one number, got a tensor of shape {tuple(loss.shape)}; give what backward() was called on"
+                f"loss must be one number, got a tensor of shape {tuple(loss.shape)}; give what backward() was called "
+                "on"
             )
         return loss
     if not is_number(loss):
@@ -149,7 +163,8 @@ def checked_count(count: Any, name: str, hint: str = "") -> int:
     """``count`` as an int.
 
     Raises:
-        TypeError: not a number. ValueError: a float (``desired / tolerable`` is one) or a value below 1, with the ``hint``.
+        TypeError: not a number. ValueError: a float (``desired / tolerable`` is one) or a value
+            below 1, with the ``hint``.
     """
     if isinstance(count, float):
         write = f"write {int(count)}" if count.is_integer() else "round it to the whole number you mean"

@@ -1,4 +1,4 @@
-"""Windows that change length during training, for ``accum_steps=``, and the learning rate that goes with a larger batch."""
+"""Windows that change length, for ``accum_steps=``, and the learning rate of a larger batch."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ def piecewise(steps: Mapping[int, int]) -> Steps:
     """``piecewise({0: 4, 1000: 8})``: 4 micro-batches per window, and 8 from window 1000 on.
 
     Raises:
-        TypeError, ValueError: not a dict, no entry for window 0, or an entry that is not a window and a count of micro-batches.
+        TypeError, ValueError: not a dict, no entry for window 0, or an entry that is not a window
+            and a count of micro-batches.
     """
     if not isinstance(steps, Mapping):
         raise TypeError(
-            f"steps must be a dict of windows and micro-batches, such as {{0: 4, 1000: 8}}, got a {type(steps).__name__}"
+            "steps must be a dict of windows and micro-batches, such as {0: 4, 1000: 8}, got a "
+            f"{type(steps).__name__}"
         )
     if 0 not in steps:
         raise ValueError(f"steps must say what window 0 holds, got {dict(steps)!r}; begin with {{0: 1, ...}}")
@@ -38,10 +40,11 @@ def _piecewise(steps: dict[int, int], index: int) -> int:
 
 
 def linear(start: int, end: int, windows: int) -> Steps:
-    """From ``start`` micro-batches per window to ``end``, in equal steps over the first ``windows`` windows; ``end`` from then on.
+    """From ``start`` micro-batches per window to ``end``, in equal steps over ``windows`` windows.
 
-    Window i holds ``round(start + (end - start) * min(i / windows, 1))``: the ramp of GPT-3 (Brown et al., 2020, section 2.3), there in
-    samples. Raises as :func:`geometric`.
+    It is ``end`` from window ``windows`` on. Window i holds
+    ``round(start + (end - start) * min(i / windows, 1))``: the ramp of GPT-3 (Brown et al., 2020,
+    section 2.3), there in samples. Raises as :func:`geometric`.
     """
     return functools.partial(_linear, *_ramp(start, end, windows))
 
@@ -51,9 +54,10 @@ def _linear(start: int, end: int, windows: int, index: int) -> int:
 
 
 def geometric(start: int, end: int, windows: int) -> Steps:
-    """From ``start`` micro-batches per window to ``end``, by equal factors over the first ``windows`` windows; ``end`` from then on.
+    """From ``start`` micro-batches per window to ``end`` by equal factors over ``windows`` windows.
 
-    Window i holds ``round(start * (end / start) ** min(i / windows, 1))``.
+    It is ``end`` from window ``windows`` on. Window i holds
+    ``round(start * (end / start) ** min(i / windows, 1))``.
 
     Raises:
         TypeError, ValueError: an argument that is not an int of at least 1.
@@ -72,17 +76,20 @@ def _ramp(start: int, end: int, windows: int) -> tuple[int, int, int]:
 class noise_scale:  # named as the functions beside it
     """Windows as long as a batch still pays off, by the gradient noise scale.
 
-    ``accum_steps=noise_scale(start=4, at_most=64), noise_scale=0.95``: every ``every`` windows, the next ones hold ``fraction`` of
-    ``last_window.noise_scale``, in micro-batches that weigh what the last window's did, on all ranks together. At a batch of the noise
-    scale, training takes twice the steps of a far larger batch, and twice the samples of a far smaller one
-    (McCandlish et al., 2018, equation 2.11).
+    ``accum_steps=noise_scale(start=4, at_most=64), noise_scale=0.95``: every ``every`` windows, the
+    next ones hold ``fraction`` of ``last_window.noise_scale``, in micro-batches that weigh what the
+    last window's did, on all ranks together. At a batch of the noise scale, training takes twice
+    the steps of a far larger batch, and twice the samples of a far smaller one (McCandlish et al.,
+    2018, equation 2.11).
 
     Args:
         start: micro-batches per window until the noise scale is known.
-        at_most, at_least: bounds. With at_least=1 a window may shrink to one micro-batch, which measures no noise, so it stays at one.
+        at_most, at_least: bounds. With at_least=1 a window may shrink to one micro-batch, which
+            measures no noise, so it stays at one.
         every: windows between two checks. Each check waits for the device.
         fraction: of the noise scale.
-        growth: the largest factor by which one check changes the length (one micro-batch is always allowed).
+        growth: the largest factor by which one check changes the length (one micro-batch is
+            always allowed).
 
     Attributes:
         steps: micro-batches of the next window, on each rank.
@@ -147,18 +154,22 @@ class noise_scale:  # named as the functions beside it
 
 
 def scaled_lr(lr: float, *, batch: float, base_batch: float, rule: str) -> float:
-    """The learning rate for batches of ``batch``, given an ``lr`` that suits ``base_batch`` (both in samples, or both in tokens).
+    """The learning rate for batches of ``batch``, given an ``lr`` that suits ``base_batch``.
 
-    Accumulating does not change a batch: a window of 8 micro-batches takes the learning rate of the batch that they add up to. Use this
-    for batches that become larger or smaller.
+    Both are in samples, or both in tokens. Accumulating does not change a batch: a window of 8
+    micro-batches takes the learning rate of the batch that they add up to. Use this for batches
+    that become larger or smaller.
 
     Args:
-        rule: ``"linear"``, ``lr * batch / base_batch``, for SGD while batches are small beside the noise scale (Goyal et al., 2017,
-            "Accurate, Large Minibatch SGD", with a warmup); ``"sqrt"``, ``lr * sqrt(batch / base_batch)``, for Adam and the like (Malladi
-            et al., 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms"; Krizhevsky, 2014, for SGD).
+        rule: ``"linear"``, ``lr * batch / base_batch``, for SGD while batches are small beside the
+            noise scale (Goyal et al., 2017, "Accurate, Large Minibatch SGD", with a warmup);
+            ``"sqrt"``, ``lr * sqrt(batch / base_batch)``, for Adam and the like (Malladi et al.,
+            2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms"; Krizhevsky,
+            2014, for SGD).
 
     Raises:
-        ValueError: another rule; a batch or a learning rate that is not greater than 0. TypeError: one that is not a number.
+        ValueError: another rule; a batch or a learning rate that is not greater than 0. TypeError:
+            one that is not a number.
     """
     powers = {"linear": 1.0, "sqrt": 0.5}
     if rule not in list(powers):

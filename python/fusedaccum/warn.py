@@ -11,7 +11,10 @@ BETWEEN = {"fusedaccum", "torch", "contextlib", "accelerate", "lightning", "pyto
 
 
 def warn(message: str, category: type[Warning] = RuntimeWarning) -> None:
-    """Warn at the line of the caller's code that called us, perhaps through PyTorch. (In a thread of autograd's own there is none.)"""
+    """Warn at the caller's line that called us, perhaps through PyTorch.
+
+    In a thread of autograd's own there is no such line.
+    """
     _, level = _caller(sys._getframe(1))
     warnings.warn(message, category, stacklevel=level + 1)
 

@@ -1,4 +1,7 @@
-"""How gradients arrive: kinds of graphs, and hooks. Buckets are in test_intake_memory.py, failures in test_intake_broken.py."""
+"""How gradients arrive: kinds of graphs, and hooks.
+
+Buckets are in test_intake_memory.py, failures in test_intake_broken.py.
+"""
 
 import threading
 
@@ -221,7 +224,7 @@ def test_a_compiled_model():
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # inside the outer forward none does
 @pytest.mark.parametrize("settings", [{"accum_steps": 2}, {}, {"nonfinite": "skip_micro_batch"}], ids=str)
 def test_reentrant_passes_deeper_than_a_thread_of_the_engines(settings):
-    """From the 60th level on, PyTorch runs nested passes in threads of a pool, which start without Python."""
+    """From level 60 on, PyTorch nests passes in threads of a pool, which start without Python."""
     weights = nn.ParameterList([nn.Parameter(torch.ones(1)) for _ in range(70)])
 
     def deep(x, depth):

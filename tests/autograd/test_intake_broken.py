@@ -1,4 +1,4 @@
-"""Passes that break off, and gradients that cannot be accumulated: nothing is counted twice, and nothing is lost silently."""
+"""Passes that break off, gradients that are refused: nothing counts twice or is lost silently."""
 
 import contextlib
 import threading
@@ -84,7 +84,7 @@ def test_exception_after_part_was_added_drops_the_window_and_says_so(through):
 @pytest.mark.parametrize("repeated", [True, False])
 @pytest.mark.parametrize("settings", [{"accum_steps": 2}, {"window_weight": 24}], ids=str)
 def test_a_part_that_raises_before_it_adds_anything_leaves_the_parts_before_it(settings, repeated, through):
-    """The micro-batch keeps its weight and the gradients that it has; the part may be repeated, or left out."""
+    """The micro-batch keeps its weight and gradients; the part may be repeated or left out."""
     net, (x, y) = model(), data()
     big = twin(net)
     opt, plain = wrapped(net, **settings), sgd(big.parameters())
@@ -225,7 +225,7 @@ def test_parameter_changed_under_the_wrapper_is_an_error_that_names_it(change):
 @pytest.mark.parametrize("windows", [0, 1])
 @pytest.mark.parametrize("how", ["a group of the inner optimizer's", "appended", "replaced"])
 def test_a_parameter_that_came_past_the_wrapper_is_refused_by_name(how, windows):
-    """Its gradients would reach the inner optimizer as undivided sums. Also after ``windows`` without a fault."""
+    """The inner optimizer would get undivided sums. Also after ``windows`` without a fault."""
     net, (x, y) = model(), data()
     *most, last = net.parameters()
     opt = fa.AccumulatingOptimizer(sgd(most), 2)
@@ -337,7 +337,7 @@ def test_a_parameter_that_stays_frozen_may_be_converted_there_and_back(each_inta
 @pytest.mark.parametrize("group", [False, True], ids=["one pass", "grouped"])
 @pytest.mark.parametrize("owned", [False, True], ids=["counted", "caller-owned"])
 def test_an_exception_after_backward_leaves_nothing_behind(owned, group, op, error, monkeypatch):
-    """The exception comes while held gradients are checked or added: that micro-batch is dropped, later ones count."""
+    """If it comes while held gradients are checked or added, only that micro-batch is dropped."""
     p = nn.Parameter(torch.zeros(2))
     opt = fa.AccumulatingOptimizer(
         torch.optim.SGD([p], lr=1.0), None if owned else 2, nonfinite="skip_micro_batch", backend="reference"
@@ -362,7 +362,10 @@ def raised(errors):
 
 
 def all_in_checkpoints(net, x, y, broken):
-    """A loss with all parameters inside re-entrant checkpoints (so the outermost pass has no gradient for them); may break in between."""
+    """A loss with all parameters inside re-entrant checkpoints; may break in between.
+
+    The outermost pass has no gradient for them.
+    """
     hidden = checkpoint(net[:2], x.requires_grad_(), use_reentrant=True)
     return nn.functional.mse_loss(checkpoint(net[2:], Boom.apply(hidden) if broken else hidden, use_reentrant=True), y)
 
@@ -400,7 +403,7 @@ def test_two_passes_over_one_graph_of_checkpoints_are_two_micro_batches():
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # PyTorch's own code reads it
 @pytest.mark.filterwarnings("ignore:backward was broken off")
 def test_a_pass_whose_end_autograd_does_not_tell_is_an_error():
-    """Compiled autograd runs the Python hooks but not the callback that they queue; hooks in C++ it refuses itself."""
+    """Compiled autograd runs Python hooks but not their callback, and refuses hooks in C++."""
     net, (x, y) = model(), data()
     opt = wrapped(net, 2)
     loss = mean_loss(net, x, y)
@@ -436,7 +439,7 @@ def test_a_call_while_another_thread_is_in_backward_is_refused(call):
 
 
 def unseen(tensor):
-    """A backward called past torch.autograd.backward, as some do, so that no stack frame shows it."""
+    """A backward past torch.autograd.backward, as some do, so that no stack frame shows it."""
     torch.autograd.Variable._execution_engine.run_backward(
         (tensor,), (torch.ones_like(tensor),), False, False, (), allow_unreachable=True, accumulate_grad=True
     )

@@ -1,4 +1,4 @@
-"""Buckets of gradients that wait to be added: how large they get, how long gradients are held, and whose memory they are."""
+"""Buckets of gradients: how large they get, how long gradients are held, whose memory they are."""
 
 import gc
 import weakref
@@ -60,7 +60,7 @@ def test_a_bucket_is_a_small_part_of_the_models_gradients_on_a_gpu_and_their_lar
 
 @pytest.fixture
 def added(monkeypatch):
-    """The sizes of the gradients of every call that adds some, in bytes: what was held until then."""
+    """The bytes of the gradients of every call that adds some: what was held until then."""
     calls = []
     add = BackwardPasses.add
 
@@ -93,7 +93,7 @@ def test_on_a_cpu_no_more_is_held_than_a_bucket_and_the_gradient_that_fills_it(s
 
 @pytest.mark.parametrize("way", ["together", "large added later", "small added later", "replaced"])
 def test_buckets_fit_all_parameters_that_there_are(way, added):
-    """The largest gradient says how large a bucket is on a CPU: whenever it came, and no longer when it has gone."""
+    """On a CPU the largest gradient decides a bucket's size: whenever it came, until it is gone."""
     small = [nn.Parameter(torch.randn(256, 512, dtype=torch.bfloat16)) for _ in range(8)]  # a quarter of a MiB
     large = nn.Parameter(torch.randn(1024, 512))  # FP32, 2 MiB
     first = {"large added later": small, "small added later": [large]}.get(way, [*small, large])
@@ -137,7 +137,7 @@ def test_bucket_size_does_not_change_a_bit(bucket):
 
 @pytest.mark.parametrize(("width", "bucket"), [(128, 100_000), (1024, fusedaccum.limits.bucket)])
 def test_fresh_gradients_are_freed_as_soon_as_added(width, bucket):
-    """During backward, no more fresh gradients are alive than one bucket, here of two, and the gradient being computed."""
+    """No more fresh gradients are alive than a bucket, here of two, and the one being computed."""
     net = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(20)])
     with limits(bucket=bucket):
         opt = wrapped(net, 2)
@@ -157,7 +157,7 @@ def test_fresh_gradients_are_freed_as_soon_as_added(width, bucket):
 
 
 def test_p_grad_never_aliases_a_gradient_that_somebody_else_keeps():
-    """We read a static gradient buffer (a CUDA graph's, say) and never make it p.grad, so nothing is added twice."""
+    """A static gradient buffer (a CUDA graph's, say) is never p.grad, so nothing is added twice."""
     p = nn.Parameter(torch.zeros(5))
     static = torch.ones(5)
 
@@ -220,7 +220,7 @@ class Scratch(torch.autograd.Function):
     ids=["itself", "alias", "view", "view of an alias", "NumPy's"],
 )
 def test_static_gradient_overwritten_within_the_same_backward(hand_over, policy, monkeypatch):
-    """A gradient that other code holds too is not queued: it might be overwritten before the bucket is full."""
+    """A gradient that other code holds is not queued: it might be overwritten in the meantime."""
     monkeypatch.setattr(Scratch, "hand_over", staticmethod(hand_over))
     monkeypatch.setattr(Scratch, "buffer", torch.empty(3))  # of which the tests before hold nothing
     a, b = nn.Parameter(torch.full((3,), 2.0)), nn.Parameter(torch.full((3,), 3.0))
@@ -248,7 +248,7 @@ def test_ordinary_gradients_are_ours_alone(module, monkeypatch):
 
 
 def test_who_holds_a_fresh_gradient_is_found_out_with_a_real_one():
-    """Fake tensors are held more often: a gradient that other code holds too would then count as ours."""
+    """Fake tensors are held more often: gradients that other code holds would count as ours."""
     with FakeTensorMode(), torch.device("meta"):
         found = _fresh_holders.__wrapped__()
     assert found == _fresh_holders()
@@ -285,7 +285,7 @@ def test_every_full_bucket_is_one_call(monkeypatch):
 
 
 class Fresh(torch.autograd.Function):
-    """Multiplies; its backward, in Python, returns a gradient that nobody else holds, or one that it keeps."""
+    """Multiplies; backward, in Python, returns a gradient held by nobody else, or one it keeps."""
 
     kept = None
 

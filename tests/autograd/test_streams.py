@@ -1,4 +1,4 @@
-"""Gradients queued on one CUDA stream and added on another, with stand-ins for streams and tensors; tests/gpu use real ones."""
+"""Gradients queued on a CUDA stream, added on another: stand-ins here, real ones in tests/gpu."""
 
 import contextlib
 
@@ -75,7 +75,7 @@ def test_the_memory_of_a_gradient_may_be_another_streams(current):
     assert (here.recorded, on_the_second.recorded, on_the_cpu.recorded) == ([(7, 0, 1)], [(3, 1, 1)], [])
 
 
-# -- the adds of a pass ----------------------------------------------------------------------------------------
+# -- the adds of a pass ----------------------------------------------------------------------------
 
 
 def moved_to(current, stream):
@@ -140,7 +140,10 @@ def test_a_capture_waits_for_what_is_part_of_it(current, monkeypatch, in_it):
 
 @pytest.fixture
 def buckets(current, monkeypatch):
-    """Buckets of one gradient each, which seem to come from and be added on streams 10, 11, ...; after them the caller's, 3, is back."""
+    """Buckets of one gradient each, which seem to come from and be added on streams 10, 11, ...
+
+    After them the caller's stream, 3, is back.
+    """
     monkeypatch.setenv("FUSEDACCUM_INTAKE", "python")
     plain, caller, seen = GradQueue.take, current[DEVICE], []
 

@@ -1,7 +1,7 @@
-"""``python -m fusedaccum build``: where it builds and for what, beside others, after a crash, and what it says when it cannot.
+"""``python -m fusedaccum build``: where it builds and for what, beside others, after a crash.
 
-A stand-in for setup.py writes an empty file. In test_build_installed.py setup.py runs, with stand-ins for compilers, and in
-test_build_package.py it compiles.
+Also what it says when it cannot. A stand-in for setup.py writes an empty file. setup.py itself runs
+in test_build_installed.py, with stand-ins for compilers, and compiles in test_build_package.py.
 """
 
 import json
@@ -42,7 +42,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """A package that was installed without torch, its sources a stand-in, and a home for its user."""
+    """A package installed without torch, its sources a stand-in, and a home for its user."""
     folder = tmp_path / "site/fusedaccum"
     source = folder / "_native/source"
     source.mkdir(parents=True)
@@ -204,8 +204,8 @@ def test_after_an_upgrade_of_torch_the_import_says_so_until_it_is_built_again(pa
         assert said in str(warned[0].message)
         assert native.why_missing("_cpu").startswith(f"it was built against torch {native.build().torch}, but this is")
         assert (
-            "Missing: CPU kernels, hooks in C++, CUDA kernels. To compile what this machine can: python -m fusedaccum build\n"
-            in __main__.summary()
+            "Missing: CPU kernels, hooks in C++, CUDA kernels. To compile what this machine can: python -m fusedaccum "
+            "build\n" in __main__.summary()
         )
         for name in ("LOCAL_RANK", "SLURM_LOCALID"):
             with upgrade.context() as rank:

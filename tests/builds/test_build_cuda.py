@@ -1,4 +1,7 @@
-"""The CUDA extension, where nvcc compiled it, imports without a GPU; its machine code, and NVRTC's, is what the source intends."""
+"""The CUDA extension, where nvcc compiled it, imports without a GPU.
+
+Its machine code, and NVRTC's, is what the source intends.
+"""
 
 import functools
 import importlib
@@ -124,16 +127,18 @@ def test_every_kernel_was_compiled_for_every_arch(compiler):
     for arch in archs:
         names = [name for found, name in kernels(compiler) if found == arch]
         assert len(names) == len(list(instantiations()))
-        # 16 pairs of dtypes, and the 8 with 16-bit outputs again for stochastic rounding; each adds or overwrites, with or without stats.
+        # 16 pairs of dtypes, and the 8 with 16-bit outputs again for stochastic rounding; each adds
+        # or overwrites, with or without stats.
         assert len([name for name in names if "write_kernel" in name]) == 2 * 2 * (16 + 8)
         assert len([name for name in names if "stats_kernel" in name]) == 4
         assert len([name for name in names if "add_up_kernel" in name]) == 1
-        # For low parts of 8 bits and of 16: adds and overwrites from, and casts to, 2 dtypes, scales, all with or without stats; and stats.
+        # For low parts of 8 bits and of 16: adds and overwrites from, and casts to, 2 dtypes,
+        # scales, all with or without stats; and stats.
         assert len([name for name in names if "parts_kernel" in name]) == 2 * (2 * 2 * 2 + 2 * 2 + 2 + 1)
 
 
 def work_loops(code):
-    """The instructions of the loop over whole tiles, known by its 16-byte accesses; several lists if nvcc made several loops of it."""
+    """The instructions of each loop that nvcc made over whole tiles, known by 16-byte accesses."""
     lines = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(\S.*?) *;", code)]
     loops = []
     for at, text in lines:
@@ -150,19 +155,19 @@ def widths(loop, access):
 
 
 def flags(kernel):
-    """Which of overwrite, stochastic and stats a writing kernel was compiled for, from the template arguments in its mangled name."""
+    """Which of overwrite, stochastic and stats a writing kernel has, from its mangled name."""
     names = ("overwrite", "stochastic", "stats")
     return {name for name, flag in zip(names, re.findall(r"Lb([01])E", kernel)) if flag == "1"}
 
 
 def itemsizes(kernel):
-    """Bytes of an element of the output and the input, or of the input alone, from the template arguments in the mangled name."""
+    """Bytes per element of output and input, or of the input alone, from the mangled name."""
     arguments = re.search(r"_kernelI(.*?)(?:Lb|EEv)", kernel)[1]
     return [{"d": 8, "f": 4}.get(name, 2) for name in re.findall(r"NS\d*_4[BF][FP]16E|S\d*_|d|f", arguments)]
 
 
 def working_kernels(found):
-    """(arch, kernel) and its work loops, for all kernels except the one that adds up partial sums."""
+    """(arch, kernel) and its work loops, for all kernels but the one that adds up partial sums."""
     for key, code in found.items():
         if "add_up" not in key[1] and "parts" not in key[1]:
             loops = work_loops(code)
@@ -180,7 +185,7 @@ def moves_packs(kernel, loop):
 
 
 def loads_together(kernel, loop):
-    """Are four loads (two when overwriting) under way before the first store waits for any of them?"""
+    """True if four loads (two to overwrite) are under way before the first store waits for any."""
     first_store = next((k for k, text in enumerate(loop) if "STG" in text), None)
     return len(widths(loop[:first_store], "LDG")) >= (2 if "overwrite" in flags(kernel) else 4)
 
@@ -195,12 +200,15 @@ def test_in_whole_tiles(holds, compiler):
 
 @every_compiler
 def test_loads_and_stores_are_weak(compiler):
-    """No access orders others, as strong ones do; hints of a cache level can make one strong (``__stwb``: STG.E.128.STRONG.SM)."""
+    """No access orders others, as strong ones do.
+
+    Hints of a cache level can make one strong (``__stwb``: STG.E.128.STRONG.SM).
+    """
     for key, code in kernels(compiler).items():
         assert not re.search(r"\b(LDG|STG)\S*\.STRONG\b", code), key
 
 
-# A GPU of each kind, from its data sheet: memory bytes per second, multiprocessors, clocks per second.
+# A GPU of each kind, by data sheet: memory bytes per second, multiprocessors, clocks per second.
 GPUS = {
     "sm_80": ("A100 80 GB", 2.04e12, 108, 1.41e9),
     "sm_90": ("H200", 4.8e12, 132, 1.755e9),
@@ -219,7 +227,7 @@ def busy(arch, loop):
 
 @every_compiler
 def test_computing_takes_less_time_than_the_bytes(compiler):
-    """By instruction count: a kernel that issued one in most clocks would no longer be limited by memory alone."""
+    """By instruction count: a kernel that issues in most clocks is no longer limited by memory."""
     for (arch, kernel), loops in working_kernels(kernels(compiler)):
         if arch in GPUS and "stochastic" not in flags(kernel):
             assert max(busy(arch, loop) for loop in loops) < 0.6, (arch, kernel)
@@ -273,7 +281,7 @@ def test_cuda_kernels_never_contract_a_product_and_a_sum(compiler):
         assert not re.search(r"\b[FD]FMA\b", code), key
 
 
-# -- that these checks can fail, and what the build leaves out -----------------------------------------------------
+# -- that these checks can fail, and what the build leaves out -------------------------------------
 
 
 def compiled(tmp_path, arch, *flags, source=None):

@@ -1,4 +1,4 @@
-"""A plain ``pip install .``, then ``python -m fusedaccum build``, on machines with and without compilers, which are stand-ins."""
+"""``pip install .``, then ``python -m fusedaccum build``, with and without (stand-in) compilers."""
 
 import json
 import os
@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(bool(native.why_missing("_cpu")), reason="the extensions were not built here"),
 ]
 
-# Makes what -o names: a copy of the real extension, an empty one for that of CUDA, or an empty file.
+# Makes what -o names: a copy of the real extension, an empty one for CUDA's, or an empty file.
 COMPILER = """#!/bin/sh
 [ "$1" = -dumpfullversion ] && echo 12.2.0
 while [ $# -gt 0 ]; do [ "$1" = -o ] && out=$2; shift; done
@@ -95,8 +95,8 @@ def test_without_a_compiler_then_with_one_then_with_another_torch(run, site, tmp
     first = run("-m", "fusedaccum").stdout
     assert first.startswith("Ready: plain PyTorch on the CPU; ")
     assert (
-        "\nMissing: CPU kernels, hooks in C++, CUDA kernels. To compile what this machine can: python -m fusedaccum build\n"
-        in first
+        "\nMissing: CPU kernels, hooks in C++, CUDA kernels. To compile what this machine can: python -m fusedaccum "
+        "build\n" in first
     )
     refused = run("-m", "fusedaccum", "build")
     assert refused.returncode == 1 and refused.stderr.endswith("Or set CXX to one. Then python -m fusedaccum build\n")

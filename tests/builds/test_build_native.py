@@ -1,4 +1,4 @@
-"""Without an extension, or with one that does not fit, the package says why and works without it."""
+"""Without an extension, or with one that does not fit, the package says why and works without."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The package as users get it: sdist, wheels with and without extensions, each in a clean environment."""
+"""The package as users get it: sdist, wheels with and without extensions, in clean environments."""
 
 import importlib.util
 import os

@@ -27,7 +27,7 @@ def setup_py(monkeypatch):
 
 @pytest.fixture
 def toolkit(tmp_path, monkeypatch):
-    """The root of a CUDA 13.0 toolkit; first on PATH is a wrapper script for its nvcc, in another folder."""
+    """A CUDA 13.0 toolkit's root; first on PATH is a wrapper script for its nvcc, elsewhere."""
     nvcc = tmp_path / "toolkit/bin/nvcc"
     wrapper = tmp_path / "wrapper/bin/nvcc"
     script = f"""#!/bin/sh

@@ -1,4 +1,4 @@
-"""Wrong arguments raise an error that names the argument, the value and the fix, and change nothing."""
+"""Wrong arguments change nothing; the error names the argument, the value and the fix."""
 
 import math
 from pathlib import Path
@@ -117,7 +117,7 @@ def test_callable_length_is_checked_by_name():
 
 
 def test_an_optimizer_whose_step_insists_on_an_argument():
-    """Refused where windows close by themselves; who closes them may never call step(), but the optimizer's own methods."""
+    """Refused where windows close by themselves; who closes them may call other methods instead."""
 
     class Insisting(torch.optim.SGD):
         def step(self, batch):
@@ -185,7 +185,10 @@ UNFIT = {
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("make, message", UNFIT.values(), ids=UNFIT)
 def test_parameters_in_which_no_gradient_accumulates_are_named(make, message):
-    """At the constructor, in add_param_group() and in an assignment. (``differentiable=True`` lets an optimizer hold them.)"""
+    """At the constructor, in add_param_group() and in an assignment.
+
+    (``differentiable=True`` lets an optimizer hold them.)
+    """
     whole = r"parameter param_groups\[{}\]\['params'\]\[{}\] " + message
     inner = torch.optim.SGD([nn.Parameter(torch.ones(2)), make()], lr=0.1, differentiable=True)
     with pytest.raises(ValueError, match=whole.format(0, 1)):
@@ -221,7 +224,7 @@ def test_a_parameter_without_memory_is_named_before_anything_is_added():
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn], ids=str)
 def test_quantized_weights_stay_out_of_the_optimizer(dtype):
-    """As in QLoRA, where they are frozen beside adapters: plain PyTorch takes model.parameters() there, and so must we."""
+    """As in QLoRA, whose frozen weights plain PyTorch takes with the rest of model.parameters()."""
     frozen = nn.Parameter(torch.zeros(4).to(dtype), requires_grad=False)
     with pytest.raises(
         ValueError, match=r"\['params'\]\[1\] is torch\..*8.*Leave .* out of the optimizer: .* if p\.requires_grad"

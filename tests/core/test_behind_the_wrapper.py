@@ -1,4 +1,7 @@
-"""Other code calls step() or zero_grad() of the inner optimizer, which the wrapper should be asked for: an error, or what it asks for."""
+"""Other code calls step() or zero_grad() of the inner optimizer instead of the wrapper's.
+
+It is an error, or does what it asks for.
+"""
 
 import copy
 import gc
@@ -67,7 +70,7 @@ def test_steps_of_the_inner_optimizer_by_a_gradscaler_are_such_calls():
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("settings", [{"accum_steps": 1}, {}, {"reduction": "none"}, {"reduction": "sum"}], ids=str)
 def test_where_nothing_is_to_be_kept_its_zero_grad_drops_as_the_wrappers_does(settings, to_none):
-    """Two backward passes with a zero_grad() between: the first must leave nothing, not even a count that divides."""
+    """Two passes with a zero_grad() between: the first leaves nothing, not even a count."""
     net, (x, y) = model(), data()
     opt = wrapped(net, **settings)
     expected = gradient(net, x, y)

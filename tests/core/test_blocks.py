@@ -17,7 +17,7 @@ from training import assert_same_parameters, big_batch_step, data, gradient, mea
 )
 @pytest.mark.parametrize("weighed", [False, True])
 def test_a_block_that_is_left_without_a_backward_counts_for_nothing(weighed, settings, skipped, block):
-    """A loop that skips a micro-batch whose loss is NaN, with ``continue``: its weight used to stay behind."""
+    """A loop that skips a micro-batch with a NaN loss by ``continue``: no weight stays behind."""
     (x, y), runs = data(), []
     for sizes in ([4, 5, 7, 3, 5], [size for i, size in enumerate([4, 5, 7, 3, 5]) if i != skipped]):
         net = model()

@@ -1,4 +1,4 @@
-"""What windows count, remember and forget: weights, non-finite micro-batches, and norms that come free with the adds."""
+"""What windows count, remember and forget: weights, non-finite micro-batches, the adds' norms."""
 
 import fusedaccum as fa
 import pytest
@@ -29,7 +29,7 @@ def test_no_device_is_waited_for_to_learn_whether_a_weighed_window_may_be_comple
 
 
 def test_nothing_moves_to_the_default_device():
-    """With a CPU model under torch.set_default_device("cuda"), a step would otherwise wait for the GPU."""
+    """With a CPU model and "cuda" as the default device, a step would otherwise wait for a GPU."""
     net, (x, y) = model(), data()
     there, batch = twin(net), parts(x, y, (12, 12))
 

@@ -1,4 +1,4 @@
-"""Building a wrapper again on the same parameters: the one built last has them, as with plain optimizers."""
+"""A wrapper built again on the same parameters: the last has them, as with plain optimizers."""
 
 import copy
 import re
@@ -37,7 +37,7 @@ def trained(net, opt, batches, steps=2):
 @pytest.mark.parametrize("leaves", ["nothing", "a gradient", "an open window"])
 @pytest.mark.parametrize("case", SETTINGS)
 def test_a_search_over_learning_rates_under_one_name(case, leaves):
-    """Each rate starts from the same weights. The oracle builds its wrapper on parameters of its own."""
+    """Each rate starts from the same weights. The oracle's wrapper has parameters of its own."""
     dtype, settings = torch.bfloat16 if case == "16 bits" else torch.float32, SETTINGS[case]
     net, (x, y) = model(dtype), data(dtype=dtype)
     start, batches = copy.deepcopy(net.state_dict()), parts(x, y, (12, 12))

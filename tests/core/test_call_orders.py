@@ -1,4 +1,4 @@
-"""Any order of calls behaves like a model of the contract that fits on one page: lists of numbers and one division."""
+"""Any order of calls behaves like a one-page model: lists of numbers and one division."""
 
 import copy
 import io
@@ -19,7 +19,7 @@ GRADIENTS = st.fixed_dictionaries({}, optional={"p": VALUES, "q": VALUES}).filte
 
 
 class CallOrders(RuleBasedStateMachine):
-    """``self.real`` is a wrapper around SGD; ``self.window`` and ``self.values`` are what it should hold."""
+    """``self.real`` wraps SGD; ``self.window`` and ``self.values`` are what it should hold."""
 
     @initialize(
         mode=st.sampled_from(["counted", "weighed", "caller-owned"]),
@@ -87,7 +87,7 @@ class CallOrders(RuleBasedStateMachine):
         return self.mode == "caller-owned" and self.reduction == "none"
 
     def closes(self):
-        """Expects the warning of a window whose weight is 0, or that has begun over the gradient of a step."""
+        """Expects the warning of a window of weight 0, or one begun over the gradient of a step."""
         if self.over and self.real is not self.told_over:
             self.told_over = self.real
             return pytest.warns(RuntimeWarning, match=r"with no zero_grad\(\) between")
@@ -208,7 +208,8 @@ class CallOrders(RuleBasedStateMachine):
                     torch.testing.assert_close(p.grad.tolist(), [x / self.shown.get(name, 1.0) for x in sums[name]])
 
 
-# Orders that look like the mistakes that these warnings are for come up as well: test_step.py and test_loops.py test when they are given.
+# Some orders look like the mistakes that these warnings are for. When they are given is tested in
+# test_step.py and test_loops.py.
 TestCallOrders = pytest.mark.filterwarnings("ignore:the first micro-batch had", r"ignore:flush\(\) takes")(
     CallOrders.TestCase
 )

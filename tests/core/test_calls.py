@@ -1,4 +1,4 @@
-"""What one plain window passes through: calls of Python functions of ours, and files that these are in. They may fall, and not rise."""
+"""The calls of our Python functions, and their files, in one plain window. They may only fall."""
 
 import os
 import sys

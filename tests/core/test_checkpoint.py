@@ -1,4 +1,4 @@
-"""state_dict() has PyTorch's layout plus one key for the open window; training resumes bit for bit, also inside a window."""
+"""state_dict() is PyTorch's plus one key; training resumes bit for bit, also inside a window."""
 
 import copy
 import gc
@@ -126,7 +126,7 @@ def test_resuming_with_a_scaler_whose_scale_has_changed_in_the_window():
 
 @pytest.mark.parametrize("overflow", [None, 1], ids=["clean", "overflow"])
 def test_resuming_with_a_scaler_whose_scale_changes_before_it_is_seen_plainly(overflow):
-    """With unscale_() at every window's end, as for clipping by hand, the wrapper does not see the scale there."""
+    """With unscale_() at every window's end (clipping by hand), the wrapper sees no scale there."""
     net, (x, y) = model(torch.float32), data(dtype=torch.float32)
     big = twin(net)
     opt, plain = wrapped(net, 2), sgd(big.parameters())
@@ -280,7 +280,7 @@ def test_a_window_that_its_caller_has_dropped_stays_dropped(how):
 )
 @pytest.mark.parametrize("bad", [(0,), (1,), (0, 1), (2,), ()], ids=str)
 def test_what_was_not_finite_before_a_checkpoint_inside_a_micro_batch_is_counted_after_it(settings, bad):
-    """A micro-batch of three passes, of which two are in the checkpoint. The run that was saved goes on, too."""
+    """Two of a micro-batch's three passes are in the checkpoint. The saved run goes on, too."""
     net, (x, y) = model(), data()
     opt = wrapped(net, 2, **settings)
     for i in range(3):
@@ -483,7 +483,10 @@ MOVES = {
 @pytest.mark.usefixtures("each_intake")
 @pytest.mark.parametrize("case", MOVES)
 def test_loading_takes_a_model_that_was_moved_after_it_was_wrapped(case):
-    """As Accelerate's `prepare` and Hugging Face's Trainer do. (A move to another dtype loses the hooks, as one to a GPU does.)"""
+    """As Accelerate's `prepare` and Hugging Face's Trainer do.
+
+    (A move to another dtype loses the hooks, as one to a GPU does.)
+    """
     move, kwargs = MOVES[case]
     nets = [model(torch.float32), model(torch.float32)]
     move(nets[1])

@@ -1,4 +1,4 @@
-"""Closures: step() evaluates one once, and the inner optimizer, which may want the loss, gets one that returns it."""
+"""Closures: step() evaluates one once, and gives the inner optimizer one that returns the loss."""
 
 import weakref
 from contextlib import nullcontext
@@ -30,7 +30,10 @@ class AliG(torch.optim.Optimizer):
 
 
 class Emo(torch.optim.SGD):
-    """As the Emo family has it: the rate falls with a moving average of the loss; without a closure the loss counts as 0."""
+    """As the Emo family has it: the rate falls with a moving average of the loss.
+
+    Without a closure the loss counts as 0.
+    """
 
     average = 0.0
 
@@ -342,7 +345,10 @@ def test_lbfgs_takes_the_weight_at_step_and_refuses_to_skip_a_window():
 
 
 def test_lbfgs_as_a_drop_in_steps_again_with_the_gradient_as_it_was_clipped():
-    """A closure without a backward leaves p.grad as it is, in plain PyTorch too, where clip_grad_norm_ comes after the backward."""
+    """A closure without a backward leaves p.grad as it is, as in plain PyTorch.
+
+    There, clip_grad_norm_ comes after the backward.
+    """
 
     def moved(make, clip):
         p = nn.Parameter(torch.tensor([3.0, 4.0]))

@@ -1,4 +1,4 @@
-"""Compiled models train through the wrapper as uncompiled ones do, and as plain PyTorch does on the big batch."""
+"""Compiled models train as uncompiled ones do, and as plain PyTorch does on the big batch."""
 
 import fusedaccum as fa
 import pytest
@@ -68,7 +68,7 @@ def test_compiled_model_is_the_uncompiled_one_and_the_big_batch(options, each_in
 
 
 def test_compiled_backward_gives_the_bits_of_the_uncompiled_one():
-    """aot_eager runs eager PyTorch's kernels, so only what we do with the gradients could differ."""
+    """aot_eager runs eager kernels, so only what we do with the gradients could differ."""
     net, (x, y) = model(torch.bfloat16), data(dtype=torch.bfloat16)
     plain, micro_batches = twin(net), parts(x, y, (8, 8, 8))
     settings = {"max_grad_norm": 0.1, "nonfinite": "skip_window"}
@@ -97,7 +97,7 @@ def test_activation_checkpointing_within_the_compiled_model(use_reentrant):
     assert_same_parameters(net, whole, 1e-12)
 
 
-# -- calls of the wrapper inside a compiled function ------------------------------------------------------------
+# -- calls of the wrapper inside a compiled function -----------------------------------------------
 
 
 def loop(opt, loss_of, x, y):
@@ -127,7 +127,7 @@ def loop_in_blocks(opt, loss_of, x, y):
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler reads the loss's .grad after a graph break
 @pytest.mark.parametrize("body", [loop, loop_of_ours, loop_in_blocks])
 def test_calls_within_a_compiled_function_are_graph_breaks(body, each_intake):
-    """Over many windows the wrapper's counts cause no recompilation, and the compiler does not trace our code that runs in backward."""
+    """The wrapper's counts cause no recompilation, and our code in backward is not traced."""
     net, (x, y) = model(), data()
     whole, opt = twin(net), wrapped(net, 2)
     counter = CompileCounterWithBackend("aot_eager")
@@ -174,11 +174,11 @@ def test_calls_within_a_full_graph_are_refused_by_name(call):
         torch.compile(lambda: getattr(opt, call)(), fullgraph=True, backend="eager")()
 
 
-# -- a loop of one's own, in one graph -------------------------------------------------------------------------
+# -- a loop of one's own, in one graph -------------------------------------------------------------
 
 
 def test_a_step_with_the_functional_ops_is_one_graph():
-    """Forward, backward (torch.func), accumulation and norm in one graph; the window's gradient is the big batch's."""
+    """Forward, backward (torch.func), accumulation and norm, with the big batch's gradient."""
     net, (x, y) = model().to(DEVICE), (each.to(DEVICE) for each in data())
     counter = CompileCounterWithBackend("aot_eager")
     weights = {name: p.detach().clone() for name, p in net.named_parameters()}

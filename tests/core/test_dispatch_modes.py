@@ -1,4 +1,4 @@
-"""Training inside a mode that watches or changes PyTorch's calls (profilers, debuggers) gives the numbers of plain training without it."""
+"""Training in a mode that sees or changes PyTorch's calls (profilers) gives the same numbers."""
 
 import fusedaccum as fa
 import pytest
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("each_intake")
 
 
 class Watching(TorchDispatchMode):
-    """As a profiler does: looks at the schema of every call, at what it is given, and at what it writes.
+    """Looks at the schema of every call, its arguments, and what it writes, as a profiler does.
 
     Attributes:
         written: names of the ops that have written to an argument.
@@ -128,7 +128,10 @@ def test_a_mode_is_told_of_what_the_ops_write():
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 @pytest.mark.parametrize("settings", [{"accum_steps": 2}, {}, {"accum_steps": 2, "master_weights": True}], ids=str)
 def test_a_run_that_only_has_shapes(settings):
-    """As tools do that predict the memory of a run. (What reads a value, such as ``nonfinite="skip_window"``, cannot run there.)"""
+    """As tools do that predict the memory of a run.
+
+    (What reads a value, such as ``nonfinite="skip_window"``, cannot run there.)
+    """
     with FakeTensorMode():
         net = nn.Sequential(nn.Linear(6, 4, dtype=torch.bfloat16), nn.Linear(4, 3, dtype=torch.bfloat16))
         opt = fa.AccumulatingOptimizer(sgd(net.parameters()), **settings)

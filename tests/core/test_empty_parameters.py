@@ -1,4 +1,4 @@
-"""Parameters of no elements, and of no dimensions, beside others and alone, train as in plain PyTorch in every mode."""
+"""Parameters of no elements or no dimensions train as in plain PyTorch in every mode."""
 
 import copy
 import math
@@ -13,7 +13,7 @@ COUNT, WINDOWS = 2, 3
 
 
 class Net(nn.Module):
-    """Gradients are small whole numbers, so that no mode rounds them: the weights are used as they would be in a sum."""
+    """Gradients are small whole numbers, which no mode rounds. Weights are used as in a sum."""
 
     def __init__(self, shapes):
         super().__init__()

@@ -1,4 +1,7 @@
-"""Exceptions anywhere in the wrapper's calls: a call that raised is made again, or a lost window repeated, and everything counts once."""
+"""Exceptions anywhere in the wrapper's calls: everything counts once.
+
+A call that raised is made again, or a lost window is repeated.
+"""
 
 import copy
 import functools
@@ -21,7 +24,9 @@ class Fault(BaseException):
 
 
 class Faults(TorchFunctionMode):
-    """Counts the calls of PyTorch's functions, of which the reference backend is made, and raises at one: before it runs, or after.
+    """Counts the calls of PyTorch's functions, and raises before or after one of them.
+
+    The reference backend is made of these functions.
 
     Attributes:
         met: how many there were. fired: has it raised?
@@ -52,7 +57,7 @@ class Faults(TorchFunctionMode):
 
 
 class Steps(torch.optim.SGD):
-    """An optimizer in whose own step nothing raises: what that leaves half done is not the wrapper's business."""
+    """Nothing raises in its own step: what that leaves half done is not the wrapper's business."""
 
     faults = None
 

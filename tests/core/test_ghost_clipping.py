@@ -1,4 +1,7 @@
-"""Clipping each sample's gradient in two backward passes with a `zero_grad()` between them, as Opacus' ghost clipping does (1.6.0)."""
+"""Clipping each sample's gradient in two passes, with a `zero_grad()` between them.
+
+Opacus' ghost clipping does so (1.6.0).
+"""
 
 import copy
 
@@ -11,9 +14,10 @@ LIMIT, SAMPLES, MICRO_BATCHES = 0.1, 4, 3
 
 
 class GhostClipping(torch.optim.Optimizer):
-    """Adds up the micro-batches' clipped gradients by itself, and steps the optimizer in it once they are all there.
+    """Adds up the micro-batches' clipped gradients, and steps the optimizer once all are there.
 
-    The calls and their order are those of Opacus' DPOptimizerFastGradientClipping, without noise. It runs no `Optimizer.__init__` either.
+    The calls and their order are those of Opacus' DPOptimizerFastGradientClipping, without noise.
+    It runs no `Optimizer.__init__` either.
     """
 
     def __init__(self, optimizer, samples):
@@ -45,7 +49,10 @@ class GhostClipping(torch.optim.Optimizer):
 
 
 def ghost_backward(losses, params, optimizer):
-    """What `loss.backward()` of Opacus' DPLossFastGradientClipping calls. (It takes the norms by hooks in the first pass.)"""
+    """What `loss.backward()` of Opacus' DPLossFastGradientClipping calls.
+
+    (It takes the norms by hooks in the first pass.)
+    """
     each = [torch.autograd.grad(loss, params, retain_graph=True) for loss in losses]
     losses.mean().backward(retain_graph=True)
     optimizer.zero_grad()
@@ -82,7 +89,7 @@ def clipped_by_hand(net, micro_batches):
 @pytest.mark.parametrize("loss_has", ["ghost", "outermost"])
 @pytest.mark.parametrize("zeroed", ["before", "after"])
 def test_a_drop_in_around_or_within_ghost_clipping_steps_on_what_it_has_added_up(wrapper, loss_has, zeroed):
-    """`signal_skip_step` tells it where the batch ends, and `reduction="none"` leaves the dividing to it."""
+    """`signal_skip_step` tells it where the batch ends, and `reduction="none"` lets it divide."""
     torch.manual_seed(0)
     net = network()
     inner = torch.optim.SGD(net.parameters(), lr=1.0)

@@ -1,4 +1,7 @@
-"""A window recorded once and replayed (docs/frameworks/compile-and-graphs.md): by CUDA graphs, or on the CPU by tests/graphs.py."""
+"""A window recorded once and replayed: by CUDA graphs, or on the CPU by tests/graphs.py.
+
+See docs/frameworks/compile-and-graphs.md.
+"""
 
 import contextlib
 import importlib.util
@@ -77,7 +80,8 @@ class Training:
         return [*self.net.parameters(), *grads, *(x for x in numbers if x is not None)]
 
 
-# With "skip_window", a fused optimizer skips on the device if it takes the buffers as they are: with FP32 parameters here.
+# With "skip_window", a fused optimizer skips on the device if it takes the buffers as they are:
+# with FP32 parameters here.
 FP32_ONLY = [({"nonfinite": "skip_window"}, torch.float32, adamw)]
 SETTINGS = [{}, {"max_grad_norm": 0.05}, {"master_weights": True}, {"reduction": "none"}, {"noise_scale": 0.5}]
 LOW = {"buffer_dtype": torch.bfloat16, "rounding": "compensated"}
@@ -89,14 +93,18 @@ CASES += [(s, dtype, make) for s in SETTINGS for dtype in (torch.float32, torch.
     ("settings", "dtype", "make"), CASES, ids=[f"{settings}-{dtype}-{make.__name__}" for settings, dtype, make in CASES]
 )
 def test_a_window_recorded_and_replayed_is_every_window(settings, dtype, make):
-    """Parameters, gradients and norms have the same bits: no gradient is stolen or added twice, and nothing waits."""
+    """Parameters, gradients and norms have the same bits.
+
+    No gradient is stolen or added twice, and nothing waits.
+    """
     net = model(dtype).to(DEVICE)
     graphed, plain = Training(net, make, settings), Training(twin(net), make, settings)
     warm_up, first, *rest = windows(dtype)
     graphed.run(warm_up)  # creates buffers and the optimizer's state
     plain.run(warm_up)
     graphed.record(first)
-    # A recording holds gradients, so they are added one by one; on the CPU we record the twin too, so that the norm's bits are equal.
+    # A recording holds gradients, so they are added one by one. On the CPU we record the twin too,
+    # so that the norm's bits are equal.
     unreplayed = plain.run if GPU else plain.record
     unreplayed(first)
     for window in rest:
@@ -114,7 +122,10 @@ def test_a_window_recorded_and_replayed_is_every_window(settings, dtype, make):
 @pytest.mark.skipif(GPU, reason="looks into recordings, which CUDA graphs do not allow")
 @pytest.mark.parametrize("settings", [*SETTINGS, LOW, FP32_ONLY[0][0]], ids=str)
 def test_every_window_does_the_same_at_the_same_addresses(settings):
-    """So any window can be recorded: the same adds overwrite, with the same factors, and buffers and gradients keep their addresses."""
+    """So any window can be recorded: the same adds overwrite, with the same factors.
+
+    Buffers and gradients keep their addresses.
+    """
     training = Training(model(torch.float32), adamw, settings)
     seen = []
     warm_up, *rest = windows(torch.float32)

@@ -1,4 +1,4 @@
-"""Inner optimizers that do more than step(): with another optimizer inside them, or with methods of their own."""
+"""Inner optimizers that do more than step(): they hold another, or have methods of their own."""
 
 import copy
 import math
@@ -15,7 +15,7 @@ from training import assert_same_parameters, data, masters_of, mean_loss, model,
 
 
 class Lookahead(Optimizer):
-    """Zhang et al., 2019, as packaged: steps another optimizer with the same groups, and has a state besides that one's."""
+    """Zhang et al., 2019, as packaged: steps another with the same groups, and has a state, too."""
 
     def __init__(self, base):
         super().__init__(base.param_groups, {})
@@ -112,7 +112,7 @@ def window(net, x, y, opt):
 
 
 def assert_rounded(net, opt, copies):
-    """Check that the masters are what plain FP32 training gives, and that the model is the masters rounded."""
+    """Check that the masters are those of plain FP32 training, and the model is them rounded."""
     for p, m in zip(net.parameters(), copies, strict=True):
         torch.testing.assert_close(masters_of(opt)[p].detach(), m.detach(), rtol=1e-5, atol=1e-6)
         assert torch.equal(p, masters_of(opt)[p].bfloat16())
@@ -120,7 +120,10 @@ def assert_rounded(net, opt, copies):
 
 @pytest.mark.parametrize("stepped_before", [False, True])
 def test_masters_of_an_optimizer_inside_another_that_keeps_its_own_state(stepped_before):
-    """Its new state used to stay with the masters and its old one with the model: it started over, and had no state_dict()."""
+    """Its new state used to stay with the masters and its old one with the model.
+
+    So it started over, and had no state_dict().
+    """
     net, (x, y) = model(torch.bfloat16), data(dtype=torch.bfloat16)
     inner = lookahead(net.parameters())
     if stepped_before:
@@ -193,7 +196,7 @@ def test_methods_of_the_inner_optimizer_work_on_the_masters():
 
 
 def test_methods_that_step_step_the_masters():
-    """They used to step the 16-bit model. What they do to the masters' gradients must reach p.grad, too."""
+    """Not the 16-bit model. What they do to the masters' gradients must reach p.grad, too."""
     net, (x, y) = model(torch.bfloat16), data(dtype=torch.bfloat16)
     copies, plain = oracle(net, SAM)
     opt = fa.AccumulatingOptimizer(SAM(net.parameters()), master_weights=True)
@@ -308,7 +311,7 @@ def test_what_a_method_that_raises_has_done_reaches_the_model():
 
 
 def test_masters_have_the_attributes_of_their_parameters():
-    """Some optimizers read them from each parameter (p.lr_mul); they were silently missing on masters."""
+    """Some optimizers read them from each parameter (p.lr_mul); masters must have them, too."""
 
     class Multiplying(torch.optim.SGD):
         def step(self, closure=None):
@@ -379,7 +382,7 @@ def test_a_subclass_may_set_attributes_before_there_is_an_inner_optimizer():
 
 
 class Remembering(Optimizer):
-    """Keeps gradients without copying them, as some optimizers do: in plain PyTorch they stay intact after zero_grad()."""
+    """Keeps gradients without copying them: in plain PyTorch they survive zero_grad()."""
 
     def __init__(self, parameters):
         super().__init__(parameters, {})
@@ -534,7 +537,7 @@ def test_a_backward_within_the_inner_step_of_a_window_that_the_caller_owns():
 
 
 def test_groups_that_are_not_fused_any_more():
-    """As after loading the state of an optimizer that was not: such a step does not divide by grad_scale."""
+    """As after loading a state that was not fused: such a step does not divide by grad_scale."""
     p = Parameter(torch.zeros(3))
     opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0, fused=True), 2)
     opt.param_groups[0]["fused"] = False

@@ -1,4 +1,7 @@
-"""Ctrl-C at every point of a call where Python looks for it: nothing outside the wrapper stays changed, and training goes on right."""
+"""Ctrl-C at every point where Python looks for it: training goes on right.
+
+Nothing outside the wrapper stays changed.
+"""
 
 import os
 import warnings
@@ -101,7 +104,7 @@ def no_search_for_batch_norm(monkeypatch):
 )
 @pytest.mark.parametrize("name", CALLS)
 def test_nothing_outside_stays_changed_and_training_goes_on(name, settings, monkeypatch):
-    """By turns, gradients come through the hooks in C++ and in Python, and the traceback is forgotten and stays alive."""
+    """By turns, hooks are those in C++ and in Python, and the traceback is forgotten or kept."""
     dtype = torch.bfloat16 if settings.keys() & {"master_weights", "optimizer_device"} else torch.float32
     kept = []
     for at in points():
@@ -156,7 +159,7 @@ def test_nothing_outside_stays_changed_and_training_goes_on(name, settings, monk
     ids=str,
 )
 def test_a_step_that_was_interrupted_is_called_again(settings):
-    """It goes on from there; or says that the sums are half divided, and then the window is repeated."""
+    """It goes on; or says that the sums are half divided, and then the window is repeated."""
     dtype = torch.bfloat16 if settings.keys() & {"master_weights", "optimizer_device"} else torch.float32
     start, batches, repeated = model(dtype), torch.randn(2, 4, 3, dtype=dtype), 0
 

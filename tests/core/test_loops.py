@@ -1,4 +1,4 @@
-"""Loops in which steps and backwards do not pair up: two models that train against each other, and two steps on one batch."""
+"""Loops in which steps and backwards do not pair up: two rival models, two steps on a batch."""
 
 import copy
 import gc
@@ -34,7 +34,7 @@ def gan():
 
 
 def losses(net, real, noise):
-    """The judge's loss, and the maker's as a function, because it is computed after the judge's step."""
+    """The judge's loss, and a function for the maker's, which comes after the judge's step."""
     made = net["makes"](noise)
     judged = softplus(-net["judges"](real)).mean() + softplus(net["judges"](made.detach())).mean()
     return judged, lambda: softplus(-net["judges"](made)).mean()
@@ -94,7 +94,7 @@ ONE_MICRO_BATCH = {
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("settings", ONE_MICRO_BATCH)
 def test_a_window_of_one_micro_batch_drops_what_another_loss_has_left(settings, to_none):
-    """An unchanged WGAN-GP: the maker's loss reaches the judge, whose zero_grad() comes before its own backward."""
+    """WGAN-GP, unchanged: the maker's loss reaches the judge, which zeroes before its backward."""
     net = gan().float()
     if settings == "16-bit buffers":
         net = net.bfloat16()
@@ -128,7 +128,10 @@ def test_a_window_of_one_micro_batch_still_counts_those_that_were_left_out():
 @pytest.mark.parametrize("steps", [2, 4])
 @pytest.mark.parametrize("how", ["plain", "wrapper", "block"])
 def test_a_step_that_is_left_under_the_old_condition_is_warned_of(steps, how):
-    """`if (i + 1) % 4 == 0:` left around step(): the window would be 16 micro-batches long. Two backwards are often of two losses."""
+    """`if (i + 1) % 4 == 0:` left around step(): the window would be 16 micro-batches long.
+
+    Two backwards are often of two losses.
+    """
     net, (x, y) = model(), data()
     opt = wrapped(net, steps)
     with warnings.catch_warnings(record=True) as told:
@@ -145,7 +148,10 @@ def test_a_step_that_is_left_under_the_old_condition_is_warned_of(steps, how):
 
 
 def test_chunks_of_a_loss_beside_their_backward_are_no_forgotten_condition():
-    """Two chunks of the head's loss, each with a backward to the hidden state, and one from there: as many passes as micro-batches."""
+    """Two chunks of the head's loss, each with a backward to the hidden state, and one from there.
+
+    They are as many passes as the window has micro-batches.
+    """
     net, (x, y) = model(), data()
     opt = wrapped(net, 3)
     body, head = net[:4], net[4]
@@ -174,7 +180,7 @@ def test_a_loss_of_other_parameters_beside_two_of_all_is_no_forgotten_condition(
 
 
 def test_a_gan_in_windows_that_the_caller_ends_clears_gradients_by_its_models():
-    """Each model's zero_grad() drops what the other's loss has left in it, as in plain PyTorch, and nothing is warned of."""
+    """Each zero_grad() drops the other loss's gradient, as in plain PyTorch, without a warning."""
     net = gan()
     big, generator = twin(net), torch.Generator().manual_seed(1)
     batches = [[torch.randn(4, n, generator=generator).double() for n in (6, 2)] for _ in range(4)]
@@ -196,7 +202,7 @@ def test_a_gan_in_windows_that_the_caller_ends_clears_gradients_by_its_models():
 @pytest.mark.parametrize("steps", [None, 4])
 @pytest.mark.parametrize("zeroes", ["opt", "to zeros", "model", "never"])
 def test_what_is_done_once_a_window_is_done_once(steps, zeroes):
-    """`if opt.updated:` after every micro-batch, in a loop that calls step() after each, or after every fourth."""
+    """`if opt.updated:` after each micro-batch; step() comes after each, or after every fourth."""
     net, (x, y) = model(), data()
     opt = wrapped(net, steps)
     at = []
@@ -231,7 +237,10 @@ INSIDE = "a scheduler steps inside window 0, of which 1/4 micro-batches are in"
 @pytest.mark.parametrize("of", ["wrapper", "inner, before", "inner, after", "inner with masters"])
 @pytest.mark.parametrize("when", ["micro-batch", "window", "epoch", "long epoch", "partial window", "before the step"])
 def test_a_scheduler_that_moves_inside_the_first_window_is_warned_of(when, of):
-    """Also one of the inner optimizer, whose step() PyTorch would miss. What it says itself of the wrong order, it still says."""
+    """Also one of the inner optimizer, whose step() PyTorch would miss.
+
+    What it says itself of the wrong order, it still says.
+    """
     net = model(torch.bfloat16 if of == "inner with masters" else torch.float64)
     x, y = data(dtype=net[0].weight.dtype)
     inner = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -305,7 +314,10 @@ def test_an_optimizer_whose_wrapper_is_gone_answers_its_scheduler_by_itself():
 
 @pytest.mark.parametrize("how", ["block", "apart", "one of two", "all", "none", "window_weight"])
 def test_a_weight_that_is_missing_beside_others_is_warned_of_once(how):
-    """A second loss of each micro-batch, in windows that the caller ends; then one micro-batch of two; then window_weight without any."""
+    """A second loss of each micro-batch, in windows that the caller ends.
+
+    Then one micro-batch of two; then window_weight without any.
+    """
     net, (x, y) = model(), data()
     opt = wrapped(net, window_weight=3.0) if how == "window_weight" else wrapped(net)
     with warnings.catch_warnings(record=True) as told:
@@ -328,7 +340,7 @@ def test_a_weight_that_is_missing_beside_others_is_warned_of_once(how):
     }.get(how, [])
 
 
-# -- gradients that are not for the step: adversarial attacks, and several losses' that are combined --------------
+# -- gradients not for the step: adversarial attacks, and several losses' that are combined --------
 
 
 class Classifier(nn.Module):
@@ -380,7 +392,7 @@ def texts(count):
 
 
 def freelb(net, ids, y, backward, passes=3):
-    """Zhu et al., 2020: adversarial steps along delta's gradient; the model's is the mean over the steps."""
+    """Zhu et al., 2020: steps along delta's gradient; the model's is the mean over the steps."""
     delta = torch.full((4, 5, 6), 0.01, dtype=torch.float64)
     for _ in range(passes):
         delta.requires_grad_()
@@ -389,7 +401,10 @@ def freelb(net, ids, y, backward, passes=3):
 
 
 def pgd(net, ids, y, zero_grad, attacks=3):
-    """Madry et al., 2018, as packaged for language models: p.grad is set aside for the attacks, and put back before the last backward."""
+    """Madry et al., 2018, as packaged for language models.
+
+    p.grad is set aside for the attacks, and put back before the last backward.
+    """
     words = net.words.weight
     cross_entropy(net(ids), y).backward()
     kept = {p: p.grad.clone() for p in net.parameters()}
@@ -420,7 +435,7 @@ def pgd_beside_the_window(net, ids, y, attacks=3):
 
 
 def plain_steps(run, count, length):
-    """Plain PyTorch, with each micro-batch's gradient by itself, and their mean stepped: no accumulation in p.grad."""
+    """Plain PyTorch: steps the mean of separate gradients, without accumulation in p.grad."""
     net = Classifier()
     opt = torch.optim.SGD(net.parameters(), lr=0.1)
     sums = [torch.zeros_like(p) for p in net.parameters()]
@@ -446,7 +461,10 @@ def all_told(run):
 
 @pytest.mark.parametrize("windows", ["block", "apart", "opt.backward", "ended by the caller"])
 def test_adversarial_steps_of_one_micro_batch(windows):
-    """As many as the window has micro-batches, which a forgotten condition looks like; a block says what they are."""
+    """As many as the window has micro-batches, which a forgotten condition looks like.
+
+    A block says what they are.
+    """
     net = Classifier()
     length = 1 if windows == "ended by the caller" else 3
     settings = {"reduction": "none"} if length == 1 else {"accum_steps": length}
@@ -511,7 +529,7 @@ def test_an_attack_by_autograd_grad_leaves_counted_windows_alone():
 
 
 def projected(gradients):
-    """Yu et al., 2020, without the shuffling: of each loss's gradient, what contradicts another's is taken out."""
+    """Yu et al., 2020, without shuffling: takes out of each gradient what contradicts another."""
     flat = [torch.cat([g.flatten() for g in of_loss]) for of_loss in gradients]
     found = [g.clone() for g in flat]
     for ours in found:
@@ -523,7 +541,7 @@ def projected(gradients):
 
 
 class PCGrad:
-    """As packaged: round an optimizer, it clears p.grad for every loss, reads it, and puts the combined gradient there."""
+    """As packaged: clears and reads p.grad for every loss, and puts their combination there."""
 
     def __init__(self, optimizer):
         self.optimizer = optimizer
@@ -603,7 +621,7 @@ def test_losses_combined_as_the_warning_says_join_the_window():
 
 
 class SAM(torch.optim.SGD):
-    """Foret et al., 2020, as packaged: climbs along one gradient, and descends from there along another."""
+    """Foret et al., 2020, as packaged: climbs along one gradient, descends along another."""
 
     @torch.no_grad()
     def first_step(self, zero_grad=False):
@@ -700,7 +718,7 @@ def test_a_drop_in_steps_again_on_what_p_grad_holds(case, how):
 @pytest.mark.parametrize("how", ["zeroed", "zeroed to zeros", "written", "all replaced and one written"])
 @pytest.mark.parametrize("case", DROP_INS)
 def test_a_drop_in_adds_to_what_other_code_has_made_of_p_grad(case, how):
-    """A parameter that the next backward does not reach decays if p.grad was zeroed, and is left alone if it was removed."""
+    """A parameter without a gradient decays if p.grad was zeroed, not if it was removed."""
     make, settings = DROP_INS[case]
     dtype = torch.bfloat16 if case == "bf16" else torch.float32
     net, (x, y) = model(dtype), data(dtype=dtype)

@@ -1,4 +1,4 @@
-"""Mistakes that the wrapper tells: names of other libraries, something else in the optimizer's place, a loss divided twice."""
+"""Mistakes that are told: other libraries' names, a wrong optimizer, a loss divided twice."""
 
 import contextlib
 import inspect
@@ -165,7 +165,7 @@ def test_a_model_before_the_optimizer_is_answered_by_the_model():
         fa.AccumulatingOptimizer(net, torch.optim.AdamW(net.parameters()))
 
 
-# -- a loss divided twice --------------------------------------------------------------------------------------
+# -- a loss divided twice --------------------------------------------------------------------------
 
 N = 4
 WAYS = {
@@ -317,7 +317,7 @@ def test_passes_of_one_micro_batch_may_be_divided_by_their_number(windows):
 
 
 def test_what_checkpointing_has_saved_is_not_asked_for():
-    """A chunk of the loss, computed again in backward: asking for what its last product has saved would compute it before."""
+    """A chunk of the loss, computed again in backward: asking would compute it earlier."""
     net, (x, y) = model(), data()
     opt, calls = wrapped(net, N), []
 
@@ -335,7 +335,7 @@ def test_what_checkpointing_has_saved_is_not_asked_for():
 
 
 def test_a_division_is_not_held_against_a_window_that_is_not_its_own():
-    """A window of plain backward passes between two: 2 divides the loss of one window and is the length of another."""
+    """A window of plain passes between two: 2 divides one window's loss and is another's length."""
     p = torch.nn.Parameter(torch.ones(()))
     opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=0.1))
     opt.backward(p * 3.0 / 2)

@@ -15,7 +15,7 @@ def test_a_window_goes_on_as_where_it_was_saved(kind, rtol):
 
 
 def test_the_noise_scale_goes_on_from_the_window_that_was_open():
-    """Its small batch was measured before the checkpoint, and its large one is complete after it."""
+    """Its small batch was measured before the checkpoint; its large one is complete after it."""
     net, opt = started("window")
     saved = torch.load(OF / "window0.pt")
     net.load_state_dict(saved["net"])
@@ -43,7 +43,7 @@ def distributed_state():
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated")
 def test_a_distributed_state_of_an_open_window_goes_on():
-    """Five micro-batches of losses (1 + i) * sum(p) had run, without anything that moved p otherwise."""
+    """Five micro-batches of losses (1 + i) * sum(p) had run; nothing else moved p."""
     path = OF.parent / "6c1f5ed/dcp"
     (p, opt), (q, whole) = distributed_state(), distributed_state()
     dcp.load({"opt": fa.DistributedState(opt, path)}, checkpoint_id=path)
@@ -62,7 +62,7 @@ def test_a_distributed_state_of_an_open_window_goes_on():
 
 
 def test_a_micro_batch_that_was_open_in_format_4_goes_on():
-    """Gradients of 1 to 5 had been added to a window of 3; the last micro-batch was judged, and its step() was to come."""
+    """Gradients of 1 to 5 were in a window of 3. The last was judged; its step() was to come."""
     saved = torch.load(OF.parent / "684b957/micro_batch.pt")
     assert saved["opt"]["fusedaccum"]["format"] == 4
     (p, opt), (q, whole) = (
@@ -83,7 +83,10 @@ def test_a_micro_batch_that_was_open_in_format_4_goes_on():
 
 
 def test_a_micro_batch_that_was_open_in_format_5_is_rounded_as_where_it_was_saved():
-    """A micro-batch of weight 2 was in, and a part of one of weight 3; the rest of that, and one of weight 1, had followed."""
+    """A micro-batch of weight 2 was in, and a part of one of weight 3.
+
+    The rest of that, and one of weight 1, had followed.
+    """
     saved = torch.load(OF.parent / "57349e1/rounding.pt")
     params = [torch.nn.Parameter(p) for p in saved["params"]]
     opt = fa.AccumulatingOptimizer(

@@ -1,4 +1,4 @@
-"""Gradients that the user's code computes itself (torch.autograd.grad, torch.func, evolution strategies)."""
+"""Gradients computed by the user's code (torch.autograd.grad, torch.func, evolution strategies)."""
 
 import contextlib
 import copy
@@ -27,7 +27,7 @@ SIZES = (4, 8, 12)
 )
 @pytest.mark.parametrize("beside_a_backward", [False, True])
 def test_a_backward_of_their_own_brings_them_into_the_window(settings, beside_a_backward):
-    """The rows of each micro-batch, weighted: half of them by autograd, if there is a backward, and the others by hand."""
+    """Each micro-batch's rows, weighted: half by autograd, if it has a backward, others by hand."""
     (net, (x, y)), counted = (model(), data()), len(settings) > 0
     parameters, opt = list(net.parameters()), wrapped(net, make=lambda ps: torch.optim.SGD(ps, lr=0.0), **settings)
     expected = gradient(net, x, y)
@@ -73,7 +73,7 @@ def write(p, g):
 
 @pytest.mark.parametrize("put", [assign, alias, write])
 def test_one_that_takes_the_place_of_the_windows_is_warned_of(put):
-    """As a plain loop has it: zero_grad(), a gradient by hand, step(). The last would be all that the window holds."""
+    """A plain loop: zero_grad(), gradient by hand, step(). The window would hold only the last."""
     net, (x, y) = model(), data()
     opt = wrapped(net, 3)
     for number, batch in enumerate(parts(x, y, (8, 8, 8))):
@@ -105,7 +105,7 @@ def test_one_per_window_is_that_windows():
 
 
 def a3c(shared, worker, opt, batches):
-    """The worker's gradients become the shared model's, once: from then on, both models have the same tensors."""
+    """The worker's gradients become the shared model's: from then on both have the same tensors."""
     for batch in batches:
         worker.load_state_dict(shared.state_dict())
         for p in worker.parameters():
@@ -188,7 +188,10 @@ def test_two_gradients_swapped_by_hand():
 @pytest.mark.parametrize("how", ["grad.data", "model.to"])
 @pytest.mark.parametrize("at", [1, 2])
 def test_memory_of_a_gradient_replaced_inside_a_window(at, how, dtype):
-    """``model.to(dtype)`` replaces the memory of every p.grad with another dtype, even if it changes no parameter."""
+    """``model.to(dtype)`` replaces the memory of every p.grad with another dtype.
+
+    It does so even if it changes no parameter.
+    """
     net = torch.nn.Linear(3, 2, bias=False).to(dtype)
     opt = fa.AccumulatingOptimizer(
         torch.optim.SGD(net.parameters(), lr=0.0), 3, reduction="none", max_grad_norm=math.inf

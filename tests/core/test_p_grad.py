@@ -1,4 +1,4 @@
-"""What p.grad holds when, and what happens when it is cleared or changed: zero_grad, normalize_, hooks, by hand."""
+"""What p.grad holds when; how zero_grad, normalize_, hooks or user code clear or change it."""
 
 import warnings
 
@@ -88,7 +88,7 @@ def test_backward_after_normalize_still_counts_right():
 
 @pytest.mark.parametrize("owned", [False, True], ids=["counted", "caller-owned"])
 def test_backward_after_normalize_that_reaches_some_parameters_and_then_all(owned):
-    """The last gradients come in one bucket, although after normalize_() one buffer held a mean and the other a sum."""
+    """The last gradients share a bucket, though normalize_() left a mean in only one buffer."""
     a, c = (nn.Parameter(torch.zeros(2, dtype=torch.float64)) for _ in range(2))
     opt = fa.AccumulatingOptimizer(torch.optim.SGD([a, c], lr=1.0), None if owned else 2)
     ones = torch.ones(2, dtype=torch.float64)
@@ -302,7 +302,7 @@ def test_step_with_gradients_put_in_by_hand_alone():
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_step_with_gradients_written_into_p_grad_alone(dtype, settings):
-    """Reptile's loop: p.grad, which the last step has left, is written in place, and there is no zero_grad()."""
+    """Reptile's loop: the p.grad of the last step is written in place, without a zero_grad()."""
     net = model(dtype)
     torch.nn.utils.vector_to_parameters(torch.zeros(1000, dtype=dtype), net.parameters())  # so that nothing is rounded
     plain = twin(net).float()
@@ -358,7 +358,10 @@ def test_post_accumulate_grad_hooks_and_tensor_hooks_still_run():
 )
 @pytest.mark.parametrize("looks", [False, True], ids=["with no other hook", "with a hook of the weight"])
 def test_a_modules_backward_hook_finds_the_sum_of_the_passes_before(looks, each_intake):
-    """Plain PyTorch's finds this pass's gradient, too, except in the first layer. So does ours what is added for a hook of the weight."""
+    """Plain PyTorch's finds this pass's gradient, too, except in the first layer.
+
+    So does ours what is added for a hook of the weight.
+    """
     net = model()
     plain, batches = twin(net), parts(*data(), (8, 8, 8))
     opt, found = wrapped(net, 3, reduction="none"), {}

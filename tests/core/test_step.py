@@ -1,4 +1,4 @@
-"""The wrapper as a training loop sees it: norms, reset, closures, hooks, schedulers, groups, copies."""
+"""The wrapper in a training loop: norms, reset, closures, hooks, schedulers, groups, copies."""
 
 import copy
 import gc
@@ -73,7 +73,7 @@ FUSED = {
 @pytest.mark.parametrize("dtypes", ["fp64", "fp64 and fp32", "fp64 buffers"])
 @pytest.mark.parametrize("nonfinite", ["propagate", "skip_window", "raise"])
 def test_a_clipped_window_in_fp64_is_not_divided_in_a_fused_optimizers_fp32(make, dtypes, nonfinite):
-    """Weights, norm and coefficient are numbers that FP32 does not hold exactly; ``grad_scale`` is FP32."""
+    """Weights, norm and coefficient do not fit FP32 exactly; ``grad_scale`` is FP32."""
     net, (x, y) = model(torch.float32 if dtypes == "fp64 buffers" else torch.float64), data()
     if dtypes == "fp64 and fp32":
         net[2].float()
@@ -122,7 +122,10 @@ class Clipping(torch.optim.SGD):
 
 
 def clipping(how, parameters):
-    """A fused optimizer that clips in step(): overridden, or patched, or patched by an LR scheduler after that."""
+    """A fused optimizer that clips in step().
+
+    It is overridden, or patched, or patched by an LR scheduler after that.
+    """
     if how == "overridden":
         return Clipping(parameters, lr=0.1, fused=True)
     inner = torch.optim.SGD(parameters, lr=0.1, fused=True)
@@ -140,7 +143,10 @@ def clipping(how, parameters):
 
 @pytest.mark.parametrize("how", ["overridden", "patched", "scheduled"])
 def test_a_step_around_pytorchs_fused_one_finds_the_windows_gradient(how):
-    """Clipping inside step(), as detectron2 does it: the division must not be left to PyTorch's step(), which comes after it."""
+    """Clipping inside step(), as detectron2 does it, comes before PyTorch's step().
+
+    So the division must not be left to PyTorch's.
+    """
     net, (x, y) = model(torch.float32), data(dtype=torch.float32)
     big = twin(net)
     opt, plain = wrapped(net, 3, make=lambda ps: clipping(how, list(ps))), clipping(how, list(big.parameters()))
@@ -153,7 +159,7 @@ def test_a_step_around_pytorchs_fused_one_finds_the_windows_gradient(how):
 
 
 class Dividing(torch.optim.Optimizer):
-    """Divides by ``grad_scale`` in its own step(), as PyTorch's fused optimizers do, and says so."""
+    """Divides by ``grad_scale`` in its own step(), as PyTorch's fused ones do, and says so."""
 
     _step_supports_amp_scaling = True
 
@@ -223,7 +229,7 @@ def test_an_exception_on_the_way_into_a_fused_step_leaves_no_scale_there(monkeyp
 
 
 def test_a_tiny_norm_is_clipped_as_pytorch_clips_it():
-    """PyTorch clips by ``limit / (norm + 1e-6)``, which for a norm of 1e-6 is half of ``limit / norm``."""
+    """PyTorch clips by ``limit / (norm + 1e-6)``: for a norm of 1e-6, half of ``limit / norm``."""
     net, big = nn.Parameter(torch.zeros(2).double()), nn.Parameter(torch.zeros(2).double())
     opt, plain = fa.AccumulatingOptimizer(sgd([net]), 2, max_grad_norm=1e-6), sgd([big])
     for _ in range(2):
@@ -292,7 +298,7 @@ def test_grad_norm_sees_gradients_changed_by_hand():
 @pytest.mark.parametrize("put", ["written", "replaced", "one of two blocks"])
 @pytest.mark.parametrize("steps", [None, 2])
 def test_a_gradient_changed_after_the_last_backward_is_clipped_by_its_own_norm(steps, put):
-    """Nothing writes to the buffers after that, which would tell that the norm taken with the last add is stale."""
+    """No later write to the buffers would tell that the norm taken with the last add is stale."""
     net, (x, y) = model(), data()
     net[2].float()
     net.insert(2, nn.Identity())
@@ -479,7 +485,10 @@ def test_add_param_group_accumulates_the_new_parameters():
 
 @pytest.mark.parametrize("how", ["add_param_group", "assigned"])
 def test_a_run_that_took_in_parameters_on_the_way_is_resumed(how):
-    """Lightning's BackboneFinetuning adds a group; when a run is resumed, it assigns the groups, and then loads the state."""
+    """Lightning's BackboneFinetuning adds a group.
+
+    When a run is resumed, it assigns the groups, and then loads the state.
+    """
 
     def start():
         net = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)])
@@ -632,7 +641,7 @@ def test_a_step_that_breaks_off_at_the_windows_end_can_be_called_again(monkeypat
 
 @pytest.mark.parametrize("where", ["step", "report", "noise scale"])
 def test_a_step_that_breaks_off_after_it_has_stepped_can_be_called_again(monkeypatch, where):
-    """It then only finishes the report: the parameters move once, and no empty micro-batch is counted."""
+    """Then it only finishes the report: parameters move once; no empty micro-batch is counted."""
     nets, (x, y) = [model(), model()], data()
     failing, plain = (wrapped(net, 2, noise_scale=0.5) for net in nets)
     params_broadcast = []  # a collective, in which the other ranks would not join a second time

@@ -41,7 +41,7 @@ OPTIMIZERS = {
     "Adafactor": lambda ps: torch.optim.Adafactor(ps, lr=1e-2, eps=(1e-3, 1e-3)),
     "Muon": lambda ps: torch.optim.Muon([p for p in ps if p.ndim == 2], lr=1e-2),
 }
-# Muon orthogonalises in bf16, where a difference in the gradient's last bit can grow to one in bf16's last bit.
+# Muon orthogonalises in bf16: a difference in the gradient's last bit can grow to bf16's last bit.
 LOOSER = {"Muon": 2e-3}
 
 
@@ -217,7 +217,10 @@ def test_weighed_windows_close_at_their_weight():
 
 @pytest.mark.parametrize("share", [0.1, torch.tensor(0.1, dtype=torch.float64)], ids=["number", "tensor"])
 def test_weights_that_are_shares_of_a_window_close_it(share):
-    """Ten times 0.1 adds up to 0.9999999999999999, which must close the window; 10**6 - 1 tokens of a million must not."""
+    """Ten times 0.1 adds up to 0.9999999999999999, which must close the window.
+
+    But 10**6 - 1 tokens of a million must not.
+    """
     net, (x, y) = model(), data()
     opt = wrapped(net, window_weight=1)
     for i in range(30):
@@ -333,7 +336,7 @@ def test_flush_divides_a_partial_window_by_what_it_holds(last):
 
 
 def test_parameters_without_a_gradient_in_some_micro_batches():
-    """If only some micro-batches take a branch, the others count as zeros for it, as they would in the big batch."""
+    """If only some micro-batches take a branch, the others count as zeros, as in the big batch."""
     torch.manual_seed(0)
     net = nn.ModuleDict({"a": nn.Linear(6, 3), "b": nn.Linear(6, 3), "unused": nn.Linear(2, 2)}).double()
     x, y = data()
@@ -482,7 +485,8 @@ def test_repr_says_what_was_asked_for_and_where_the_window_is():
         opt.step()
     first, *rest = repr(opt).splitlines()
     assert first == (
-        "AccumulatingOptimizer(accum_steps=8, buffer_dtype=torch.float64, max_grad_norm=1.0): window 0, 2/8 micro-batches, for"
+        "AccumulatingOptimizer(accum_steps=8, buffer_dtype=torch.float64, max_grad_norm=1.0): window 0, 2/8 "
+        "micro-batches, for"
     )
     assert "\n".join(rest) == repr(opt.optimizer)
     weighed = wrapped(model(), window_weight=4096.0)

@@ -1,4 +1,4 @@
-"""A feature is one file and its row: without it the package imports, trains, and continues from a checkpoint."""
+"""A feature is one file and its row: without it the package trains and loads checkpoints."""
 
 import re
 import shutil
@@ -12,12 +12,13 @@ pytestmark = pytest.mark.long
 
 PACKAGE = Path(__file__).parents[2] / "python/fusedaccum"
 FEATURES = sorted(path.stem for path in (PACKAGE / "extensions").glob("*.py") if path.stem != "__init__")
-# What a recipe is made of goes with the recipe (`explain` knows the ring); moments are a part of batch_norm, and split masters
-# and those in CPU memory are masters.
+# What a recipe is made of goes with the recipe (`explain` knows the ring). Moments are a part of
+# batch_norm; split masters and those in CPU memory are masters.
 IN_PARTS = ["split_masters", "cpu_optimizer"]
 WITH_OTHERS = {
     "batch_norm": ["moments"],
-    "master_weights": ["masters_in_parts", *IN_PARTS],
+    "master_weights": ["master_state", "masters_in_parts", *IN_PARTS],
+    "master_state": ["master_weights", "masters_in_parts", *IN_PARTS],
     "masters_in_parts": IN_PARTS,
 }
 OF_RECIPES = {"batch_norm", "fused_layers", "retries", "moments", "ring"}

@@ -1,6 +1,7 @@
-"""Tests that need a device besides the CPU: a GPU if there is one, else one simulated on the CPU (late_device.cpp).
+"""Tests that need a device besides the CPU: a GPU, or a simulated one (late_device.cpp).
 
-They run in a process of their own, because PyTorch can have only one such device and then treats it as the machine's accelerator.
+They run in a process of their own, because PyTorch can have only one such device and then treats it
+as the machine's accelerator.
 """
 
 import contextlib
@@ -48,6 +49,6 @@ def device(late_device):
 
 @pytest.fixture(autouse=True)
 def small_stages():
-    """Makes stages so small that some gradients need several, and that several gradients share one."""
+    """Makes stages so small that some gradients need several, and several gradients share one."""
     with limits(STAGE=1024, bucket=3000):
         yield

@@ -1,8 +1,10 @@
-// A device for tests without a GPU: memory of its own (the host's), and streams that copy late, from the bytes that are there by then.
+// A device for tests without a GPU: memory of its own (the host's), and streams that copy late,
+// from the bytes that are there by then.
 //
-// Ops run on the CPU once the current stream is empty. Copies within the device, and copies with non_blocking=True between it and pinned
-// memory, are made some time later by the stream's thread. Freed memory is filled with NaNs at once, or as soon as the streams that it was
-// recorded on are done with it. So a missing wait or a missing record_stream shows as a wrong number.
+// Ops run on the CPU once the current stream is empty. Copies within the device, and copies with
+// non_blocking=True between it and pinned memory, are made some time later by the stream's thread.
+// Freed memory is filled with NaNs at once, or as soon as the streams that it was recorded on are
+// done with it. So a missing wait or a missing record_stream shows as a wrong number.
 #include <ATen/core/Tensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
@@ -40,9 +42,11 @@ thread_local c10::DeviceIndex current_device = 0;
 thread_local c10::StreamId current_stream[kDevices] = {};  // 0 is each device's default
 
 c10::Device here() { return {kDevice, current_device}; }
-c10::Stream stream(c10::DeviceIndex device, c10::StreamId id) { return {c10::Stream(c10::Stream::UNSAFE, {kDevice, device}, id)}; }
+c10::Stream stream(c10::DeviceIndex device, c10::StreamId id) {
+  return {c10::Stream(c10::Stream::UNSAFE, {kDevice, device}, id)};
+}
 
-// -- streams and events ---------------------------------------------------------------------------------------------------
+// -- streams and events ---------------------------------------------------------------------------
 
 // Runs jobs in order, on a thread that lives as long as the process.
 class Queue {
@@ -172,7 +176,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
 };
 
-// -- memory ---------------------------------------------------------------------------------------------------------------
+// -- memory ---------------------------------------------------------------------------------------
 
 std::atomic<int64_t> allocated{0}, peak{0};
 
@@ -196,8 +200,8 @@ struct Block {
   }
 };
 
-// Frees as PyTorch's allocators do: in the order of the stream that it was allocated on, for which the memory counts as free at once, and
-// when other streams that use it are done.
+// Frees as PyTorch's allocators do: in the order of the stream that it was allocated on, for which
+// the memory counts as free at once, and when other streams that use it are done.
 void free_block(void* context) {
   const std::shared_ptr<Block> block(static_cast<Block*>(context));
   if (block->used_on.empty()) allocated -= static_cast<int64_t>(block->bytes);
@@ -255,22 +259,25 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   c10::DeviceIndex deviceCount() const override { return kDevices; }
   c10::DeviceIndex getCurrentDevice() const override { return current_device; }
   void setCurrentDevice(c10::DeviceIndex device) const override { current_device = device; }
-  c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override { return std::exchange(current_device, device); }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override {
+    return std::exchange(current_device, device);
+  }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override { return exchangeDevice(device); }
   bool isPinnedPtr(const void* data) const override { return is_pinned(data); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory; }
 };
 
-// -- ops ------------------------------------------------------------------------------------------------------------------
+// -- ops ------------------------------------------------------------------------------------------
 
-at::Tensor empty(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>, std::optional<c10::Device> device,
-                 std::optional<bool>, std::optional<c10::MemoryFormat> format) {
+at::Tensor empty(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>,
+                 std::optional<c10::Device> device, std::optional<bool>, std::optional<c10::MemoryFormat> format) {
   const c10::OptionalDeviceGuard guard(device);
-  return at::detail::empty_generic(size, &memory, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype), format);
+  return at::detail::empty_generic(size, &memory, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+                                   c10::dtype_or_default(dtype), format);
 }
 
-at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>,
-                         std::optional<c10::Device> device, std::optional<bool>) {
+at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<c10::ScalarType> dtype,
+                         std::optional<c10::Layout>, std::optional<c10::Device> device, std::optional<bool>) {
   const c10::OptionalDeviceGuard guard(device);
   return at::detail::empty_strided_generic(size, stride, &memory, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
                                            c10::dtype_or_default(dtype));
@@ -278,21 +285,24 @@ at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::op
 
 // The same memory as a CPU tensor, which does not keep it alive.
 at::Tensor bare(const at::Tensor& x) {
-  return at::from_blob(const_cast<void*>(x.const_data_ptr()), x.sizes(), x.strides(), at::device(c10::kCPU).dtype(x.dtype()));
+  return at::from_blob(const_cast<void*>(x.const_data_ptr()), x.sizes(), x.strides(),
+                       at::device(c10::kCPU).dtype(x.dtype()));
 }
 
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   if (to.numel() == 0) return to;
-  const at::Tensor &host = from.is_cpu() ? from : to, &device = from.is_cpu() ? to : from, source = bare(from), target = bare(to);
+  const at::Tensor &host = from.is_cpu() ? from : to, &device = from.is_cpu() ? to : from, source = bare(from),
+                   target = bare(to);
   const bool over_the_link = host.is_cpu();
   const bool across = !over_the_link && from.device() != to.device();  // both devices' streams wait for such a copy
   if (!across && (!over_the_link || (non_blocking && is_pinned(host.const_data_ptr())))) {
     // PyTorch too does not reuse pinned memory before streams are done with it.
-    current_queue(device.device().index()).add([source, target, held = over_the_link ? host.storage() : c10::Storage()] {
-      std::this_thread::sleep_for(held ? kDelay : kDelay / 7);
-      const at::NoGradGuard no_grad;
-      target.copy_(source);
-    });
+    current_queue(device.device().index())
+        .add([source, target, held = over_the_link ? host.storage() : c10::Storage()] {
+          std::this_thread::sleep_for(held ? kDelay : kDelay / 7);
+          const at::NoGradGuard no_grad;
+          target.copy_(source);
+        });
     return to;
   }
   drain();
@@ -330,7 +340,8 @@ void check_devices(const c10::OperatorHandle& op, const torch::jit::Stack& stack
   std::optional<c10::Device> seen;
   const auto check = [&](const at::Tensor& x) {
     if (!x.defined() || (x.is_cpu() && (x.dim() == 0 || !x.is_floating_point()))) return;
-    TORCH_CHECK(!seen || *seen == x.device(), op.schema().name(), ": expected all tensors on one device, got ", *seen, " and ", x.device());
+    TORCH_CHECK(!seen || *seen == x.device(), op.schema().name(), ": expected all tensors on one device, got ", *seen,
+                " and ", x.device());
     seen = x.device();
   };
   for (auto value = stack.end() - static_cast<int64_t>(op.schema().arguments().size()); value != stack.end(); ++value) {

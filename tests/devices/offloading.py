@@ -1,4 +1,4 @@
-"""What the tests of offloaded buffers train: a model with all kinds of parameters, in all kinds of windows."""
+"""What tests of offloaded buffers train: all kinds of parameters, in all kinds of windows."""
 
 import fusedaccum as fa
 import torch
@@ -6,7 +6,7 @@ from torch import nn
 
 
 class Net(nn.Module):
-    """Parameters of two dtypes, some with unusual strides, a frozen one, and one that gets no gradient."""
+    """Parameters of two dtypes, some with unusual strides, one frozen, and one without gradient."""
 
     def __init__(self):
         super().__init__()
@@ -73,7 +73,10 @@ def weight_of(kind, number, device):
 
 
 def train(model, opt, device, count=8, kind="none", bad=(), start=0, before_step=lambda model, opt: None):
-    """Train on ``count`` micro-batches, with a non-finite gradient in the ``bad`` ones; returns what last_window said after each."""
+    """Train on ``count`` micro-batches, with a non-finite gradient in the ``bad`` ones.
+
+    Returns what last_window said after each.
+    """
     said = []
     for number, (x, y) in enumerate(micro_batches(device, count)):
         if number < start:

@@ -1,4 +1,7 @@
-"""``optimizer_device="cpu"``: the bits of FP32 masters that are stepped on a CPU; on the device, parameters and sums only."""
+"""``optimizer_device="cpu"``: the bits of FP32 masters that are stepped on a CPU.
+
+The device has parameters and sums only.
+"""
 
 import copy
 import gc
@@ -56,8 +59,10 @@ CASES = {
 
 
 def both(device, make, settings):
-    """``(place, model, wrapper)`` of the optimizer on the CPU, and of the oracle: FP32 masters beside the model, which is on a CPU, too,
-    whose kernels the device made for tests computes with; on a GPU it is there, where the step's kernels differ a little.
+    """``(place, model, wrapper)`` of the optimizer on the CPU, and of the oracle.
+
+    The oracle has FP32 masters beside the model. It is on a CPU, too, whose kernels the device made
+    for tests computes with; on a GPU it is there, where the step's kernels differ a little.
     """
     place = torch.device("cpu") if device.type == "late" else device
     torch.manual_seed(1)
@@ -90,7 +95,7 @@ def check_same(opt, its, device):
     assert_same([x.cpu() for x in state(opt)], [x.cpu() for x in state(its)], tolerance)
 
 
-# -- bits -----------------------------------------------------------------------------------------------------------------
+# -- bits ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS)
@@ -127,7 +132,7 @@ def test_a_literal_fp32_loop_has_the_same_bits(device):
     )
 
 
-# -- what changes between the last add and the step -----------------------------------------------------------------------------
+# -- what changes between the last add and the step ------------------------------------------------
 
 
 def test_the_sums_of_a_known_last_micro_batch_leave_during_its_backward(device):
@@ -222,7 +227,7 @@ def test_p_grad_is_the_windows_gradient_after_the_step(device):
             torch.testing.assert_close(p.grad.cpu(), q.grad.cpu(), rtol=0 if device.type == "late" else 1e-3, atol=1e-6)
 
 
-# -- hooks, and the inner optimizer's other methods -------------------------------------------------------------------------------
+# -- hooks, and the inner optimizer's other methods ------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["replace", "write", "of the masters"])
@@ -333,7 +338,7 @@ def test_a_drop_in_steps_again_on_the_same_gradient(device, make):
     check_same(*ends, device)
 
 
-# -- parameters and checkpoints ---------------------------------------------------------------------------------------------------
+# -- parameters and checkpoints --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cut", [3, 4])  # between two windows, and inside one
@@ -456,7 +461,7 @@ def test_parameters_of_no_elements_and_single_numbers(device, shapes):
     assert_same(*ends)
 
 
-# -- memory -----------------------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -486,7 +491,7 @@ def test_the_device_holds_parameters_and_sums_and_nothing_else(late_device, devi
     assert all(x.device.type == "cpu" for x in state(opt))
 
 
-# -- faults -----------------------------------------------------------------------------------------------------------------------
+# -- faults ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [OSError, KeyboardInterrupt])
@@ -494,7 +499,10 @@ def test_the_device_holds_parameters_and_sums_and_nothing_else(late_device, devi
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("then", ["step", "reset", "flush"])
 def test_a_step_that_breaks_off_in_a_part_goes_on_there(device, monkeypatch, kind, at, when, then):
-    """Parts that have been stepped are not stepped again; that in which it broke off is, with what it had come to."""
+    """Parts that have been stepped are not stepped again.
+
+    That in which it broke off is, with what it had come to.
+    """
     sizes = [900, 1100, 40, 1200]
     params = [Parameter(torch.ones(size, device=device)) for size in sizes]
     opt = fa.AccumulatingOptimizer(torch.optim.SGD(params, lr=0.25), 2, **AWAY)
@@ -597,7 +605,7 @@ def test_a_dropped_wrapper_leaves_nothing_behind(late_device, device):
     ) == before  # without a garbage collection
 
 
-# -- what it does not work with -----------------------------------------------------------------------------------------------------
+# -- what it does not work with --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -653,7 +661,7 @@ def test_it_says_what_was_asked(device):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("settings", [{"accum_steps": 2}, {"accum_steps": 2, "max_grad_norm": 0.5}, {}], ids=str)
 def test_a_step_that_was_interrupted_anywhere_is_called_again(device, settings):
-    """It goes on from there; or says that the sums are half divided, and then the window is repeated."""
+    """It goes on; or says that the sums are half divided, and then the window is repeated."""
     start = [torch.randn(size).bfloat16() for size in (900, 40, 1200)]
     grads = [[torch.randn(x.shape).bfloat16() for x in start] for _ in range(2)]
 

@@ -1,4 +1,4 @@
-"""fa.explain for parameters on another device: what buffers in CPU memory hold and move, on both sides and in between."""
+"""fa.explain for another device: what CPU buffers hold and move, on both sides and in between."""
 
 import fusedaccum as fa
 import pytest

@@ -1,4 +1,4 @@
-"""MicroBatcher with a device: micro-batches are moved there one by one, and gradients leave it for buffers in CPU memory."""
+"""MicroBatcher with a device: micro-batches go there singly, gradients leave for CPU buffers."""
 
 import fusedaccum as fa
 import fusedaccum.extensions.cpu_offload

@@ -50,7 +50,7 @@ def test_offloaded_training_is_the_same_bit_by_bit(device, case, make):
 @pytest.mark.parametrize("kind", ["none", "tensor"])
 @pytest.mark.parametrize("settings", [{"max_grad_norm": 0.1}, {"max_grad_norm": 0.1, "nonfinite": "skip_window"}])
 def test_clipping_and_the_norm(device, monkeypatch, settings, kind):
-    """The same, up to the order in which squares are added, and without a pass over the buffers (ops.stats) for the norm."""
+    """The same, up to the order of added squares, with no pass over the buffers (ops.stats)."""
     ends, norms = [], []
     for where in ({}, {"buffer_device": "cpu"}):
         model, opt = made(device, accum_steps=4, **settings, **where)
@@ -65,7 +65,7 @@ def test_clipping_and_the_norm(device, monkeypatch, settings, kind):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_master_weights_are_stepped_on_the_cpu(device, fused):
-    """The oracle is a model wholly on the CPU, whose bits the device of late_device.cpp computes; on a GPU, one wholly there."""
+    """The oracle is wholly on the CPU, whose bits late_device.cpp computes, or on the GPU."""
 
     def make(params):
         return torch.optim.AdamW(params, lr=0.01, fused=fused, foreach=False)
@@ -134,7 +134,7 @@ def test_a_copy_goes_on_like_the_original(device):
     assert_same(contents(twin, its), contents(model, opt))
 
 
-# -- what p.grad is -------------------------------------------------------------------------------------------------------
+# -- what p.grad is --------------------------------------------------------------------------------
 
 
 def test_p_grad_is_there_for_the_inner_step_only(device):

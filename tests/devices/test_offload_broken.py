@@ -117,7 +117,7 @@ def test_masters_take_the_state_that_is_there_when_they_are_made(device, make):
             model(torch.ones(3, 20, device=device)).square().mean().backward()
             opt.step()
         ends.append([p.detach().cpu() for p in model.parameters()])
-    # Without buffer_device the step runs on the device, and CUDA's kernels multiply and add with a single rounding.
+    # Without buffer_device the step runs on the device; CUDA's kernels round a multiply-add once.
     assert_same(*ends, tolerance=1e-6 if device.type == "cuda" else 0.0)
     assert all(x.device.type == "cpu" for entry in opt.state.values() for x in entry.values())
 

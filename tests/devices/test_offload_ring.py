@@ -1,4 +1,4 @@
-"""Buffers in CPU memory: the ring that gradients and sums pass through, and its bounded cost in device memory."""
+"""Buffers in CPU memory: gradients and sums pass through a ring that bounds device memory."""
 
 import gc
 
@@ -13,7 +13,7 @@ from offloading import assert_same
 from sizes import limits
 from torch import nn
 
-# -- memory ---------------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 class Made(torch.autograd.Function):
@@ -32,7 +32,7 @@ class Made(torch.autograd.Function):
 @pytest.mark.parametrize("sizes", [[24], [24, 24, 24], [1] * 24, [5, 1, 9, 1, 1, 7]])
 @limits(STAGE=1 << 14, SENT=1 << 14, bucket=1 << 40)  # as on a large GPU
 def test_memory_for_gradients_is_bounded_by_the_ring(late_device, device, sizes):
-    """``sizes`` are in stages. The bounds are for backward, and for step(), which brings the sums back."""
+    """``sizes`` are in stages. Bounds are for backward, and for step(), which brings sums back."""
     if late_device is None:
         pytest.skip("counts what the device of late_device.cpp allocates; benchmarks/bench_memory.py measures a GPU's")
     stage = fusedaccum.limits.STAGE
@@ -60,12 +60,12 @@ def test_memory_for_gradients_is_bounded_by_the_ring(late_device, device, sizes)
     assert opt.updated and all((p.cpu() == -0.1).all() for p in params)
 
 
-# -- gradients that others hold -------------------------------------------------------------------------------------------
+# -- gradients that others hold --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("hooks", ["native", "python"])
 def test_a_gradient_that_autograd_goes_on_adding_to(device, monkeypatch, hooks):
-    """``h`` and ``p`` get the same gradient tensor, to which autograd then adds, in place, the gradient of ``h``'s other use."""
+    """``h`` and ``p`` get one gradient tensor; autograd adds that of ``h``'s other use in place."""
     monkeypatch.setenv("FUSEDACCUM_INTAKE", hooks)
     w, p = (nn.Parameter(torch.randn(shape).to(device)) for shape in ((32, 32), (4, 32)))
     opt = fa.AccumulatingOptimizer(torch.optim.SGD([w, p], lr=1.0, foreach=False), accum_steps=1, buffer_device="cpu")
@@ -108,7 +108,7 @@ def test_gradients_in_static_memory_and_such_that_a_hook_writes_to(device, monke
     assert (p.cpu() == -7).all() and (q.cpu() == -3).all()
 
 
-# -- the two ops ----------------------------------------------------------------------------------------------------------
+# -- the two ops -----------------------------------------------------------------------------------
 
 
 def late(x, device):

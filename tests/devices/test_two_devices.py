@@ -112,7 +112,7 @@ class Broken(torch.autograd.Function):
 
 @pytest.mark.parametrize("intake", ["native", "python"])
 def test_a_late_gradient_of_a_broken_pass_does_not_join_the_next(device, intake, monkeypatch):
-    """The engine tells the caller of an exception while the thread of another device is still at work."""
+    """The engine tells of an exception while the thread of another device is still at work."""
     monkeypatch.setenv("FUSEDACCUM_INTAKE", intake)
     there, here, first = nn.Parameter(torch.zeros(3, device=device)), *(nn.Parameter(torch.zeros(3)) for _ in range(2))
     opt = fa.AccumulatingOptimizer(torch.optim.SGD([there, here, first], lr=1.0))

@@ -66,8 +66,10 @@ SETTINGS = {
 @pytest.mark.parametrize("scaled", [False, True], ids=["unscaled", "scaler"])
 @pytest.mark.parametrize("case", SETTINGS)
 def test_training_there_is_training_on_the_cpu(device, case, scaled):
-    """Losses and some weights are tensors on the device. A checkpoint within a window is resumed where it was made, or what the CPU began
-    in FP64 is finished on the device.
+    """Losses and some weights are tensors on the device.
+
+    A checkpoint within a window is resumed where it was made, or what the CPU began in FP64 is
+    finished on the device.
     """
     torch.manual_seed(1)
     dtype, rtol = (torch.bfloat16, 2**-8) if case in ("16-bit", "masters") else (torch.float32, 1e-5)
@@ -80,7 +82,10 @@ def test_training_there_is_training_on_the_cpu(device, case, scaled):
 
 
 def train(net, data, begins, ends, resumed_at, settings, scaled):
-    """The parameters at the end, and what the windows reported. (Of batch statistics, the simulated device hands out only zeros.)"""
+    """The parameters at the end, and what the windows reported.
+
+    (Of batch statistics, the simulated device hands out only zeros.)
+    """
     net = copy.deepcopy(net).to(begins)
     fa.accumulate_batchnorm(net)
     opt, scaler = wrapped(net, settings), torch.amp.GradScaler(begins.type, init_scale=8.0, enabled=scaled)

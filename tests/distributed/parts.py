@@ -1,4 +1,4 @@
-"""What the ranks train: a small model, on a batch cut into micro-batches of unequal weights, of which each rank gets some."""
+"""What the ranks train: a small model, on a batch cut into micro-batches of unequal weights."""
 
 import fusedaccum as fa
 import torch
@@ -26,7 +26,7 @@ class Net(nn.Module):
 
 
 class Gathered(torch.autograd.Function):
-    """All ranks' rows; in backward, a rank's rows get the sum of the gradients that all ranks have for them."""
+    """All ranks' rows; in backward, a rank's rows get the sum of all ranks' gradients for them."""
 
     @staticmethod
     def forward(ctx, mine):
@@ -67,7 +67,10 @@ def adamw(params):
 
 
 def micro_batches(window, count, equal=False):
-    """The ``count`` micro-batches of a window: inputs, targets, weight (tokens), and whether ``sometimes`` is used."""
+    """The ``count`` micro-batches of a window.
+
+    Each is its inputs, targets, weight (tokens), and whether ``sometimes`` is used.
+    """
     generator = torch.Generator().manual_seed(window)
     for number in range(count):
         tokens = 4 if equal else int(torch.randint(1, 9, (), generator=generator))
@@ -81,9 +84,10 @@ def mean_loss(model, x, y, use):
 
 
 def big_batch(model, opt, window, count, equal=False, limit=None, sometimes=True):
-    """The oracle: one gradient of all tokens of a window, in the model's dtype, and one step; returns the norm before clipping.
+    """The oracle: one gradient of all tokens of a window, in the model's dtype, and one step.
 
-    ``sometimes``: is the parameter of that name used? (FSDP2 needs it used by all ranks or by none.)
+    Returns the norm before clipping. ``sometimes``: is the parameter of that name used? (FSDP2
+    needs it used by all ranks or by none.)
     """
     parts = [(x, y, w, use and sometimes) for x, y, w, use in micro_batches(window, count, equal)]
     return one_batch(model, opt, parts, limit)
@@ -105,7 +109,7 @@ def share(window, count, rank, size, equal=False):
 
 
 def full(x):
-    """A copy of a tensor; of a DTensor, the full one (all ranks that hold parts of it must call this)."""
+    """A copy of a tensor; of a DTensor, the full one (all ranks with parts must call this)."""
     return (x.full_tensor() if isinstance(x, DTensor) else x).detach().clone()
 
 

@@ -1,4 +1,4 @@
-"""The ranks agree on what is skipped, on checkpoints inside a window, and that something has gone wrong."""
+"""The ranks agree on what is skipped, on checkpoints inside a window, and on failures."""
 
 import contextlib
 import datetime
@@ -67,7 +67,7 @@ def test_a_micro_batch_that_one_rank_drops_is_missing_for_all(worlds):
 
 
 def nothing_but_dropped(rank):
-    """The first window holds one micro-batch, which is dropped; the other rank has no data for it."""
+    """The first window's only micro-batch is dropped; the other rank has no data for it."""
     model = made()
     settings = {"accum_steps": lambda window: (1, 2)[window], "nonfinite": "skip_micro_batch"}
     opt = wrapped(model, process_group=dist.group.WORLD, **settings)
@@ -87,7 +87,7 @@ def nothing_but_dropped(rank):
 
 
 def test_a_window_of_which_all_was_dropped_closes_on_all_ranks(worlds):
-    """Also on a rank whose flush() meets the others' step(); the length of the next window may depend on its index."""
+    """Also where a flush() meets a step(); the next window's length may depend on its index."""
     model = made()
     opt = sgd(model.parameters())
     big_batch(model, opt, 1, 4)
@@ -116,11 +116,11 @@ def weightless(rank):
     assert opt.updated and float(opt.last_window.weight) == 1.0
 
 
-# -- checkpoints ------------------------------------------------------------------------------------------------------------
+# -- checkpoints -----------------------------------------------------------------------------------
 
 
 def interrupted(rank, folder, at):
-    """Three windows; after ``at`` micro-batches everything is thrown away and loaded again, on each rank from its own file."""
+    """Three windows; after ``at`` micro-batches each rank starts anew from its own checkpoint."""
     model = made()
     opt = wrapped(model, accum_steps=4, process_group=dist.group.WORLD)
     number = 0
@@ -177,7 +177,7 @@ def looks_at_the_end(rank, goes_back):
 
 
 def test_a_window_that_is_those_of_all_ranks_already_goes_back_to_a_checkpoint(worlds):
-    """After normalize_() no rank holds its own part of the sums any more; loading a state brings it back."""
+    """After normalize_() no rank holds its own part of the sums; loading a state brings it back."""
     straight = worlds(2).run(looks_at_the_end, goes_back=False)
     for ours, theirs in zip(worlds(2).run(looks_at_the_end, goes_back=True), straight):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
@@ -194,7 +194,7 @@ def copied(rank):
         copy.deepcopy(wrapped(made(), process_group=dist.group.WORLD))
 
 
-# -- what cannot be meant ---------------------------------------------------------------------------------------------------
+# -- what cannot be meant --------------------------------------------------------------------------
 
 
 def test_bad_arguments():
@@ -226,7 +226,7 @@ def test_ranks_with_other_parameters_are_told_so(worlds, how):
 
 
 def the_same_in_another_format(rank):
-    """Memory formats that differ only in the strides of dimensions of size 1, which mean nothing."""
+    """Memory formats that differ only in strides of dimensions of size 1, which mean nothing."""
     model = nn.Conv2d(1, 2, 2, bias=False)
     if rank:
         model.to(memory_format=torch.channels_last)
@@ -276,11 +276,11 @@ def test_what_cannot_work_together_is_refused(worlds):
     worlds(2).run(cannot_work)
 
 
-# -- ranks that fail --------------------------------------------------------------------------------------------------------
+# -- ranks that fail -------------------------------------------------------------------------------
 
 
 def fails(rank, how, where):
-    """Rank 1 raises or dies in the second window, before its first micro-batch or before its last."""
+    """Rank 1 raises or dies in the second window, before its first or its last micro-batch."""
     model = made()
     opt = wrapped(model, accum_steps=2, process_group=dist.group.WORLD)
     x, y, _, use = share(0, 1, 0, 1)[0]

@@ -1,4 +1,7 @@
-"""Gradients that are non-finite only in one rank's part of a split parameter: all ranks with parts of it drop the micro-batch together."""
+"""Gradients that are non-finite only in one rank's part of a split parameter.
+
+All ranks with parts of it drop the micro-batch together.
+"""
 
 import contextlib
 import warnings

@@ -1,4 +1,4 @@
-"""BatchNorm over ranks: on every rank, a window's statistics are those of all ranks' micro-batches."""
+"""BatchNorm over ranks: a window's statistics are those of all ranks' micro-batches."""
 
 import warnings
 
@@ -17,7 +17,10 @@ WINDOWS, COUNT = 2, 4  # micro-batches per window, of all ranks
 
 
 class FakeSync(nn.SyncBatchNorm):
-    """A stand-in on the CPU for SyncBatchNorm, which needs GPUs. Gradients are only those of the rank's own samples."""
+    """Stands in on the CPU for SyncBatchNorm, which needs GPUs.
+
+    Gradients are only those of the rank's own samples.
+    """
 
     def forward(self, x):
         if not self.training:
@@ -152,7 +155,7 @@ def test_what_fsdp2_holds_back_is_left_out_with_a_bad_micro_batch(worlds, bad):
 
 
 def without_data(rank, kind, second):
-    """The second rank has less for the first window, perhaps nothing, and nothing for the second."""
+    """The second rank has less for the first window, or nothing, and nothing for the second."""
     module, model = made(kind)
     opt = wrapped(module, kind, accum_steps=2)
     gather(module, opt, 0, [0, 1] if rank == 0 else second)
@@ -222,7 +225,7 @@ def test_resumed_inside_a_window_on_as_many_ranks_or_one(worlds, tmp_path, ranks
 
 
 def of_its_own(rank):
-    """BatchNorm layers that nobody pools, under DDP that broadcasts no buffers: plain, and wrapped."""
+    """BatchNorm layers that nobody pools, under DDP that broadcasts no buffers: plain, wrapped."""
     found = []
     for wraps in (False, True):
         torch.manual_seed(2)
@@ -247,7 +250,7 @@ def test_ranks_keep_statistics_of_their_own_where_ddp_does_not_broadcast_them(wo
 
 
 def noted(rank):
-    """True if this rank, which runs one micro-batch more than the rank before it, tells of a layer that is not pooled."""
+    """True if this rank, of ``rank + 1`` micro-batches, tells of a layer that is not pooled."""
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setattr(statistics, "_noted", False)
     torch.manual_seed(2)

@@ -1,4 +1,4 @@
-"""Wrappers built again on the same parameters, which several ranks hold: every rank builds them in the same order."""
+"""Wrappers built again on parameters that several ranks hold: all ranks use the same order."""
 
 import pytest
 import torch

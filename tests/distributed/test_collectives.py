@@ -1,4 +1,4 @@
-"""Sums are sent once per window and bucket, while the last backward still runs, and never by DDP itself."""
+"""Sums are sent once per window and bucket, during the last backward, and never by DDP."""
 
 import warnings
 
@@ -46,7 +46,7 @@ def collectives(rank, ddp, bucket_bytes, settings):
 @pytest.mark.parametrize("ddp", [False, True], ids=["plain", "ddp"])
 @pytest.mark.parametrize("bucket_bytes", [1 << 20, 400])
 def test_one_all_reduce_a_window_and_bucket(worlds, ddp, bucket_bytes, settings):
-    """In a narrower dtype it is made of two: terms go to the rank that adds them, and sums come back."""
+    """A narrower dtype takes two: terms go to the rank that adds them, and sums come back."""
     each = ["gloo:all_to_all", "gloo:all_gather"] if settings else ["gloo:all_reduce"]
     for calls, buckets in worlds(2).run(collectives, ddp=ddp, bucket_bytes=bucket_bytes, settings=settings):
         assert buckets == (1 if bucket_bytes > 400 else 3)
@@ -112,12 +112,12 @@ def test_sums_go_while_the_last_backward_computes(worlds, told):
             assert later == sorted(later)
 
 
-# -- gradients that come after the sums have been sent ------------------------------------------------------------------
+# -- gradients that come after the sums have been sent ---------------------------------------------
 
 
 @limits(REDUCED=400)
 def twice_a_micro_batch(rank, how, settings):
-    """Backward twice before a step(), so that the second comes after sums have been sent; not the same way on both ranks."""
+    """Two backwards before each step(), the second after sums were sent; ranks differ in this."""
     model = made()
     opt = wrapped(model, accum_steps=2, process_group=dist.group.WORLD, **settings)
     for window in range(3):
@@ -158,11 +158,14 @@ def test_gradients_that_come_after_the_sums_have_gone(worlds, how, shard, reduct
         assert_close(ours, theirs)
 
 
-# -- DistributedDataParallel with windows that the caller owns -------------------------------------------------------------
+# -- DistributedDataParallel with windows that the caller owns -------------------------------------
 
 
 def as_under_ddp(rank, no_sync):
-    """A loop written for DDP: no_sync() for all but the last backward (or what that sets, as nanoGPT does), then clipping by hand."""
+    """A loop written for DDP: no_sync() for all but the last backward, then clipping by hand.
+
+    Or it sets what no_sync() sets, as nanoGPT does.
+    """
     model = made()
     module = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
     opt = wrapped(model, reduction="none")

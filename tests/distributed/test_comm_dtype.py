@@ -1,4 +1,4 @@
-"""``comm_dtype``: what travels between ranks in bf16 is added in FP32, and nothing is added in less where buffers are FP32."""
+"""``comm_dtype``: what travels in bf16 is added in FP32, and FP32 buffers add nothing in less."""
 
 from unittest import mock
 
@@ -34,7 +34,7 @@ def added(rank, seed, bucket_bytes, dtype, settings):
 
 
 def expected(seed, size, travels, back, reduction, dtype=torch.float32):
-    """The FP64 sum of what the ranks send, each rounded to ``travels``; the sum itself rounded to ``back``."""
+    """The FP64 sum of what ranks send, each rounded to ``travels``; the sum itself to ``back``."""
     scale = 1 / size if reduction == "none" else 1.0
     parts = [zip(gradients(seed, rank, dtype), gradients(seed + 1, rank, dtype), strict=True) for rank in range(size)]
     sent = [[((a + b) * scale).to(travels).double() for a, b in of_rank] for of_rank in parts]
@@ -70,7 +70,7 @@ def test_fp64_sums_that_travel_in_fp32_are_added_in_fp64(worlds, shard):
 
 
 def again(rank, shard, late):
-    """One large gradient, and then, after the sums have gone, many small ones, which come on the ranks ``late`` only."""
+    """One large gradient; after the sums have gone, many small ones, on the ranks ``late`` only."""
     params = [nn.Parameter(torch.zeros(3)) for _ in range(4)]
     opt = fa.AccumulatingOptimizer(
         torch.optim.SGD(params, lr=1.0), 1, process_group=dist.group.WORLD, comm_dtype=torch.bfloat16, shard=shard
@@ -122,7 +122,7 @@ def weighed(rank, shard):
 
 @pytest.mark.parametrize("shard", [False, True], ids=["all", "owners"])
 def test_it_takes_the_bytes_of_a_ring_all_reduce_in_bf16(worlds, shard):
-    """A ring sends (ranks - 1) / ranks of the elements twice, in bf16: the terms, and then the sums."""
+    """A ring sends (ranks - 1) / ranks of the elements twice, in bf16: the terms, then the sums."""
     for moved in worlds(3).run(weighed, shard=shard):
         assert 20_000 <= moved["out"] < 21_000  # of which a third stays here
         low = 4 * 10_000 / 3 if shard else 20_000  # to the owner a rank sends its part, in FP32
@@ -130,7 +130,7 @@ def test_it_takes_the_bytes_of_a_ring_all_reduce_in_bf16(worlds, shard):
 
 
 def of_a_bf16_model(rank, ddp, settings):
-    """Gradients 256 and 258 on two ranks, then 256 and 1: neither 257 nor 128.5 + 257 is a bf16 number."""
+    """Gradients 256 and 258 on two ranks, then 256 and 1: bf16 has neither 257 nor 128.5 + 257."""
     model = nn.Linear(1, 1, bias=False).bfloat16()
     nn.init.zeros_(model.weight)
     module = nn.parallel.DistributedDataParallel(model) if ddp else model

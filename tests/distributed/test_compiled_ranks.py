@@ -1,4 +1,4 @@
-"""Compiled models and compiled loops over ranks take the big batch's steps, and the compiler does not trace the wrapper."""
+"""Compiled models and loops over ranks take the big batch's steps; the wrapper is not traced."""
 
 import functools
 import warnings

@@ -1,4 +1,7 @@
-"""FSDP2's CPUOffloadPolicy hands over a shard's gradient while it is still being copied from the GPU; we simulate that copy."""
+"""FSDP2's CPUOffloadPolicy hands over a shard's gradient while it is still being copied.
+
+We simulate that copy from the GPU.
+"""
 
 from unittest import mock
 
@@ -22,7 +25,7 @@ class UnderWay:
 
 
 def late(plain, copies):
-    """A ``FSDPParam.to_sharded_dtensor`` that, in backward, returns memory that the gradient is still being copied to."""
+    """A ``FSDPParam.to_sharded_dtensor`` that, in backward, returns memory still being filled."""
 
     def to_sharded_dtensor(self, gradient):
         if torch._C._current_graph_task_id() == -1:

@@ -145,11 +145,11 @@ def test_running_means_do_not_overflow_over_the_ranks(worlds, settings):
             assert torch.equal(p, torch.full((4,), 1 - 40000.0, dtype=torch.float16))
 
 
-# -- where windows end ----------------------------------------------------------------------------------------------------
+# -- where windows end -----------------------------------------------------------------------------
 
 
 def uneven(rank, counts):
-    """Rank r takes ``counts[r]`` micro-batches per window; a rank with fewer than others calls flush() to end the window."""
+    """Rank r takes ``counts[r]`` micro-batches a window, and calls flush() if others take more."""
     model = made()
     opt = wrapped(model, accum_steps=max(counts), process_group=dist.group.WORLD)
     for window in range(WINDOWS):
@@ -177,7 +177,7 @@ def test_ranks_with_unequal_numbers_of_micro_batches(worlds, counts):
 
 
 def scaled(rank, windows):
-    """A GradScaler whose scale grows; rank 1 has data for only ``windows`` windows, after which its own scaler stays behind."""
+    """A GradScaler whose scale grows; after its ``windows`` windows, rank 1's stays behind."""
     model = made()
     opt = wrapped(model, accum_steps=1, process_group=dist.group.WORLD)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
@@ -233,7 +233,10 @@ def test_a_weighed_window_closes_when_all_ranks_together_have_gathered_it(worlds
 
 
 def said_by_some(rank, how):
-    """Rank 0 marks the last micro-batch of a weighed window with ``last=``; the other does not, or has run out of data by then."""
+    """Rank 0 marks the last micro-batch of a weighed window with ``last=``.
+
+    The other rank does not, or has run out of data by then.
+    """
     model = made()
     opt = wrapped(model, window_weight=40, process_group=dist.group.WORLD)
     for window in range(2):

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint: training saved on some number of ranks goes on with the same number or another, as the big batch would."""
+"""torch.distributed.checkpoint: training goes on as the big batch would, on any number of ranks."""
 
 import contextlib
 import warnings
@@ -22,7 +22,7 @@ MOVES = [(2, 2), (2, 4), (4, 2), (2, 1)]
 
 
 def stream(equal=False):
-    """The micro-batches of all windows and of one more, in the order in which the ranks take them."""
+    """The micro-batches of all windows and one more, in the order in which the ranks take them."""
     return [part for window in range(WINDOWS + 1) for part in micro_batches(window, COUNT, equal)]
 
 
@@ -49,7 +49,10 @@ def job(kind, make=sgd, dtype=torch.float32, seed=1, **settings):
 
 
 def train(module, opt, kind, begin, end):
-    """Train on micro-batches [begin, end) of the stream, each rank on its own; returns (micro-batches, weight) of each window."""
+    """Train on micro-batches [begin, end) of the stream, each rank on its own.
+
+    Returns (micro-batches, weight) of each window.
+    """
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     told = []
     equal = opt.settings.reduction == "none"
@@ -144,7 +147,7 @@ def assert_equal(ours, theirs):
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
 
 
-# -- the same number of ranks, and another -----------------------------------------------------------------------------------
+# -- the same number of ranks, and another ---------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +198,7 @@ def test_gone_on_with_elsewhere_is_the_big_batch(worlds, straight, saved, kind, 
 @pytest.mark.slow
 @pytest.mark.parametrize("kinds", [("ddp", "ddp"), ("ddp", "fsdp"), ("fsdp", "plain")], ids="-".join)
 def test_from_one_kind_of_parallelism_to_another(worlds, tmp_path, kinds, at=INSIDE):
-    """If FSDP2 is one of them, with losses that leave out ``sometimes``, which FSDP2 needs used by all ranks or by none."""
+    """With FSDP2, losses leave out ``sometimes``, which all ranks must use, or none."""
     before, after = kinds
     flavour = "fsdp" if "fsdp" in kinds else "plain"
     theirs, _ = literal(make=adamw, kind=flavour)
@@ -300,13 +303,16 @@ def test_as_many_ranks_go_on_bit_by_bit(worlds, tmp_path, kind, setting):
         assert told[-len(told_there) :] == told_there and told_there
 
 
-# -- what the numbers become -------------------------------------------------------------------------------------------------
+# -- what the numbers become -----------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, before, after", [("plain", 2, 4), ("plain", 2, 1), ("fsdp", 4, 2)])
 def test_gradients_that_come_normalised(worlds, tmp_path, kind, before, after):
-    """With reduction="none" the window's gradient is a mean over the ranks, and for what was saved, over the ranks of that time."""
+    """With reduction="none" the window's gradient is a mean over the ranks.
+
+    For what was saved, it is over the ranks of that time.
+    """
     theirs, _ = literal(kind=kind, equal=True)
     worlds(before).run(saving, path=tmp_path, kind=kind, at=INSIDE, reduction="none")
     for ours, _ in worlds(after).run(loading, path=tmp_path, kind=kind, at=INSIDE, reduction="none"):
@@ -324,7 +330,7 @@ def test_gradients_that_come_normalised(worlds, tmp_path, kind, before, after):
     ids=str,
 )
 def test_gradients_that_come_normalised_from_one_kind_to_another(worlds, tmp_path, kinds, ranks):
-    """FSDP2 has already taken the mean over the ranks, while replicas take it when the window closes."""
+    """FSDP2 has taken the mean over the ranks; replicas take it when the window closes."""
     theirs, _ = literal(kind="fsdp", equal=True)
     settings = {"path": tmp_path, "flavour": "fsdp", "at": INSIDE, "make": sgd, "reduction": "none"}
     worlds(ranks[0]).run(moving, kind=kinds[0], load_from=None, **settings)
@@ -335,7 +341,10 @@ def test_gradients_that_come_normalised_from_one_kind_to_another(worlds, tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, before, after", [("plain", 2, 4), ("fsdp", 4, 2)])
 def test_master_weights_and_their_state(worlds, tmp_path, kind, before, after):
-    """Compared at the end of the open window: after that the 16-bit models may differ where a rounding goes the other way."""
+    """Compared at the end of the open window.
+
+    After that the 16-bit models may differ where a rounding goes the other way.
+    """
     at = INSIDE
     settings = {"make": adamw, "master_weights": True, "dtype": torch.bfloat16}
     straight = worlds(before).run(saving, path=tmp_path, kind=kind, at=at, **settings)[0][0]
@@ -345,7 +354,8 @@ def test_master_weights_and_their_state(worlds, tmp_path, kind, before, after):
         assert {x.dtype for x in ours} == {torch.bfloat16, torch.float32}
     for ours, _ in worlds(after).run(loading, path=tmp_path, kind=kind, at=at, **settings):
         masters, theirs = ([x for x in all_of if x.dtype == torch.float32] for all_of in (ours, straight))
-        # FSDP2 rounds each micro-batch's sum over the ranks to the parameter's 16 bits, and other numbers of ranks sum other micro-batches.
+        # FSDP2 rounds each micro-batch's sum over the ranks to the parameter's 16 bits, and other
+        # numbers of ranks sum other micro-batches.
         assert_close(masters, theirs, 1e-6 if kind == "plain" else 4e-3)
 
 
@@ -365,7 +375,10 @@ def heavy(params):
 
 @pytest.mark.parametrize("kind", ["plain", "fsdp"])
 def test_a_count_that_does_not_divide_is_rounded_down(worlds, tmp_path, kind):
-    """Two saved micro-batches count as none on four ranks: the window gets two more than others, and is the big batch of them all."""
+    """Two saved micro-batches count as none on four ranks, so the window gets two more than others.
+
+    It is the big batch of them all.
+    """
     theirs, told = literal(kind=kind, lengths=(COUNT, COUNT + 2))
     worlds(2).run(saving, path=tmp_path, kind=kind, at=COUNT + 2)
     for ours, told_here in worlds(4).run(until, path=tmp_path, kind=kind, begin=COUNT + 2, end=2 * COUNT + 2):
@@ -413,7 +426,7 @@ def test_a_mistake_would_show(worlds, saved):
                 assert_close(ours, theirs)
 
 
-# -- what is in the file, and what is refused ----------------------------------------------------------------------------------
+# -- what is in the file, and what is refused ------------------------------------------------------
 
 
 def test_sums_are_written_of_open_windows_only(saved):
@@ -421,7 +434,7 @@ def test_sums_are_written_of_open_windows_only(saved):
         for at in PLACES.values():
             stored = dcp.FileSystemReader(saved(2, kind, at)[0]).read_metadata().state_dict_metadata
             sums = {name for name in stored if name.startswith("opt.sums.")}
-            # Four parameters per rank, and the one that a single micro-batch uses, on the second rank.
+            # Four parameters per rank, and on the second rank one that a single micro-batch uses.
             assert len(sums) == (0 if at == COUNT else 4 if kind == "fsdp" else 2 * 4 + 1), sums
 
 
@@ -525,7 +538,7 @@ def test_what_fsdp2_holds_back_is_not_lost(worlds, tmp_path):
 
 
 def listed_twice(rank, path):
-    """PyTorch's state dict counts a parameter twice that its group lists twice, so that the next one's index is one more."""
+    """PyTorch's state counts twice a parameter listed twice: the next one's index is one more."""
     made, factor = [], torch.randn(3)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "optimizer contains a parameter group with duplicate parameters")
@@ -548,7 +561,7 @@ def test_a_parameter_that_its_group_lists_twice(worlds, tmp_path):
 
 
 class Local(torch.optim.Optimizer):
-    """Keeps of each gradient what is on this rank (as kernels do that know no DTensors), or a list."""
+    """Keeps of each gradient this rank's part (as kernels that know no DTensors do), or a list."""
 
     def __init__(self, params, listed):
         super().__init__(params, {})

@@ -1,4 +1,4 @@
-"""Loops written for DDP, with caller-owned windows, when a rank's gradients are dropped or it has run out of data."""
+"""DDP loops with caller-owned windows, when gradients are dropped or a rank has no more data."""
 
 import contextlib
 
@@ -14,7 +14,7 @@ DDP = nn.parallel.DistributedDataParallel
 
 
 def dropped(rank, at):
-    """The only micro-batch of rank ``at`` is dropped; the end of its backward brings it the other rank's gradient."""
+    """The only micro-batch of rank ``at`` is dropped; its backward brings the other's gradient."""
     model = made()
     opt = wrapped(DDP(model, find_unused_parameters=True), nonfinite="skip_micro_batch")
     x, y, weight, _ = share(0, 2, rank, 2)[0]
@@ -37,7 +37,7 @@ def test_what_other_ranks_have_gathered_is_no_micro_batch_here(worlds, at):
 
 
 def without_data(rank, warm, sync):
-    """Rank 1 calls flush() where the other rank's windows close, from the first window on or (``warm``) from the second."""
+    """Rank 1 calls flush() at the other's window ends, from the first or (``warm``) second on."""
     model = made()
     module = DDP(model, find_unused_parameters=True)
     opt = wrapped(module)
@@ -169,7 +169,10 @@ def test_narrow_buffers_are_clipped_by_what_all_ranks_have(worlds, how):
 
 
 def grouped(rank, other):
-    """Rank 0's micro-batch takes two passes, the first of which sends its sums; the other's takes one, or it has none."""
+    """Rank 0's micro-batch takes two passes, the first of which sends its sums.
+
+    The other rank's takes one, or it has none.
+    """
     model = made(torch.float64)  # all parameters of this dtype are used, so their sums are sent
     module = DDP(model, find_unused_parameters=True)
     opt = wrapped(model, reduction="none")
@@ -234,7 +237,10 @@ class Plain(nn.Module):
 
 
 def stepped_again(rank, size, how, quiet):
-    """Two windows, each stepped twice, by the wrapper and by plain DDP; rank ``quiet`` has no backward in the second window."""
+    """Two windows, each stepped twice, by the wrapper and by plain DDP.
+
+    Rank ``quiet`` has no backward in the second window.
+    """
     plain, model = DDP(Plain()), Plain()
     if how == "fsdp2":
         fully_shard(model)
@@ -271,7 +277,7 @@ def test_a_rank_without_a_backward_takes_part_in_the_others_window_before_it_ste
 
 
 def not_zeroed(rank):
-    """Rank 1 has no backward in the second window, and p.grad still holds the first window's gradient: it must not count again."""
+    """Rank 1 has no backward in the second window; the first's p.grad must not count again."""
     model = made()
     opt = wrapped(model, torch.optim.SGD, reduction="none", process_group=dist.group.WORLD)
     for window in range(2):

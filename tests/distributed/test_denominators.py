@@ -1,6 +1,7 @@
-"""Losses of several ranks that one weight does not describe: terms with denominators of their own, and parts of one sequence.
+"""Losses of several ranks that one weight does not describe.
 
-As docs/questions/different-denominators.md has it; the oracle is plain PyTorch on the whole window, in one process.
+As in docs/questions/different-denominators.md, terms have denominators of their own, or ranks have
+parts of one sequence. The oracle is plain PyTorch on the whole window, in one process.
 """
 
 import fusedaccum as fa
@@ -21,7 +22,7 @@ def made():
 
 
 def window(size, seed=2):
-    """``size`` parts of unequal length: inputs, targets, and which tokens each of the three terms is over."""
+    """``size`` unequal parts: inputs, targets, and which tokens each of the three terms is over."""
     g = torch.Generator().manual_seed(seed)
     counts = [int(n) for n in torch.randint(3, 20, (size,), generator=g)]
     return [
@@ -31,7 +32,7 @@ def window(size, seed=2):
 
 
 def terms(net, x, y, some, last):
-    """The sum of each term: cross-entropy over some tokens, an error over the last of them, a penalty over all."""
+    """Each term's sum: cross-entropy over some tokens, error over the last, penalty over all."""
     out = net(x)
     losses = nn.functional.cross_entropy(out[:, :3], y, reduction="none")
     return torch.stack([losses[some].sum(), out[last, 3].square().sum(), out.logsumexp(1).square().sum()])
@@ -93,7 +94,7 @@ def test_own_means_with_the_weight_of_one_of_them_are_not(worlds):
         assert (found - expected).norm() > 0.05 * expected.norm()
 
 
-# -- both ranks have a part of every sequence ------------------------------------------------------------------
+# -- both ranks have a part of every sequence ------------------------------------------------------
 
 
 class Attends(nn.Module):

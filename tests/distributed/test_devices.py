@@ -1,4 +1,4 @@
-"""The same training with one device per rank: NCCL on four GPUs, or on one; gloo runs the same code on the CPU."""
+"""The same training, one device per rank: NCCL on four GPUs or one; gloo runs it on the CPU."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Parameters of no elements, or of which a rank has none, and single numbers, in windows that ranks share."""
+"""Parameters of no elements, or with none on a rank, and single numbers, in shared windows."""
 
 import math
 
@@ -17,7 +17,7 @@ COUNT, WINDOWS, RANKS = 2, 2, 2
 
 
 class Net(nn.Module):
-    """Gradients are small whole numbers, which no way of adding them rounds. Parameters of no elements are used or not."""
+    """Gradients are small whole numbers, which no sum rounds. Empty parameters are used or not."""
 
     def __init__(self, shapes, dtype, uses_empty=True):
         super().__init__()

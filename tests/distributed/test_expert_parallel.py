@@ -1,4 +1,4 @@
-"""FSDP2 modules over different sets of ranks: experts, each over the ranks that hold it, beside layers over all ranks."""
+"""FSDP2 modules over different ranks: experts, each over its own, beside layers over all."""
 
 import fusedaccum as fa
 import pytest
@@ -56,7 +56,7 @@ def sgd(parameters):
 
 
 def expert_parallel(says_so=True):
-    """The model on two ranks with one expert each. ``says_so``: is its weight a DTensor, which says what it is a part of?"""
+    """The model on two ranks with one expert each. ``says_so``: is its weight a DTensor?"""
     model = Net()
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("copies", "experts"))
     weight = distribute_tensor(model.experts.weight, mesh["experts"], [Shard(0)])
@@ -99,7 +99,7 @@ def test_experts_beside_layers_over_all_ranks_are_the_big_batch(worlds, first):
 
 
 def refused_beside_others(rank):
-    """A parameter that only one rank has, on the same mesh as a weight that is spread as it should be."""
+    """A parameter of only one rank, on the mesh of a weight that is spread as it should be."""
     model = Net()
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("copies", "experts"))
     model.experts.weight = nn.Parameter(distribute_tensor(model.experts.weight, mesh["experts"], [Shard(0)]))

@@ -1,4 +1,7 @@
-"""FSDP2 with backward passes that do not begin at the root's output: a loss in chunks, a loss that a layer has set aside."""
+"""FSDP2 with backward passes that do not begin at the root's output.
+
+They begin at a loss in chunks, or at a loss that a layer has set aside.
+"""
 
 from contextlib import nullcontext
 from functools import partial
@@ -56,7 +59,7 @@ def micro_batches(window, rank, unequal):
 
 
 class Passes:
-    """How a loop runs its backward passes; parameters stay gathered until the last one of a forward."""
+    """How a loop runs its backwards; parameters stay gathered until the last one of a forward."""
 
     def __init__(self, model, backward, grouped):
         self.model, self.backward, self.grouped = model, backward, grouped
@@ -216,7 +219,7 @@ def test_a_weight_that_one_of_the_passes_lacks_is_an_error(worlds, form):
 
 
 def unseen(rank, last):
-    """The first layer's input needs no gradient, so FSDP2 sees nothing of a backward from the loss that it sets aside."""
+    """FSDP2 misses a backward of the loss set aside by a layer whose input needs no gradient."""
     torch.manual_seed(2)
     model = nn.Sequential(Layer(), nn.Linear(6, 2))
     fully_shard(model, reshard_after_forward=False)

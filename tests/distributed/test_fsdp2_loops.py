@@ -1,4 +1,4 @@
-"""FSDP2 with unusual orders of calls, with gradients that it holds back, and with modules that return other things than tensors."""
+"""FSDP2 with unusual orders of calls, held-back gradients, and outputs that are not tensors."""
 
 import dataclasses
 from contextlib import nullcontext
@@ -117,7 +117,10 @@ def with_an_output_dtype(rank, call, settings):
     "settings", [{}, {"accum_steps": 2}, {"accum_steps": 2, "nonfinite": "skip_micro_batch"}], ids=str
 )
 def test_the_roots_output_in_another_dtype(worlds, call, settings):
-    """FSDP2 hooks the output before it casts it. So it queues the reduction of what is left at the end of backward after our hook."""
+    """FSDP2 hooks the output before it casts it.
+
+    So it queues the reduction of what is left at the end of backward after our hook.
+    """
     model = made()
     opt = sgd(model.parameters())
     for window in range(2):
@@ -208,7 +211,7 @@ def test_gradients_that_fsdp2_holds_back(worlds, call):
 
 
 def owned_and_held_back(rank):
-    """Passes whose gradients are held back count as micro-batches; passes for an input's gradient do not."""
+    """Passes whose gradients are held back are micro-batches; those for an input's are not."""
     model = made()
     fully_shard(model)
     opt = wrapped(model)
@@ -278,7 +281,7 @@ def held_back_beside(rank, frozen):
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_what_a_bad_micro_batch_could_not_take_with_it_is_an_error(worlds, frozen):
-    """FSDP2 holds back the gradients of one half of the model; the other half's, unless it is frozen, are added at once."""
+    """FSDP2 holds back the gradients of one half; the other's, unless frozen, are added at once."""
     worlds(2).run(held_back_beside, frozen=frozen)
 
 
@@ -290,7 +293,7 @@ def two_sgds(model, beside):
 
 
 def two_wrappers(rank, beside, parts, held):
-    """One for matrices and one for vectors (as Muon and AdamW); or one for what FSDP2 shards and one for the rest."""
+    """For matrices and for vectors (as Muon and AdamW), or for what FSDP2 shards and the rest."""
     model = made()
     fully_shard(model.first)
     if not beside:
@@ -399,7 +402,10 @@ def test_a_block_whose_backward_fsdp2_holds_back_is_not_empty(worlds):
 
 
 def bad_after_a_window_was_dropped(rank, by):
-    """A window is dropped while FSDP2 holds gradients back; in the next one, some that it holds back come with a bad one."""
+    """A window is dropped while FSDP2 holds gradients back.
+
+    In the next one, some that it holds back come with a bad one.
+    """
     model = made()
     fully_shard(model)
     opt = wrapped(model, accum_steps=4, nonfinite="skip_micro_batch")

@@ -1,4 +1,7 @@
-"""What FSDP2, or tensor parallelism, adds up for an FP32 buffer is added in FP32 on the whole way, and divided as FSDP2 is told now."""
+"""What FSDP2 or tensor parallelism adds up for an FP32 buffer is added in FP32 all the way.
+
+It is divided as FSDP2 is told now.
+"""
 
 import gc
 import re
@@ -115,7 +118,10 @@ class Two(nn.Module):
 
 
 def beside(rank, other):
-    """Two weights that FSDP2 sends together, of two optimizers: the first accumulates in FP32, and the ``other`` need not."""
+    """Two weights that FSDP2 sends together, of two optimizers.
+
+    The first accumulates in FP32, and the ``other`` need not.
+    """
     model = fully_shard(Two(), mp_policy=FP32_SUMS)
     inner = [torch.optim.SGD(layer.parameters(), lr=1.0) for layer in (model.ours, model.theirs)]
     opts = [fa.AccumulatingOptimizer(inner[0], 2)]
@@ -135,7 +141,10 @@ def beside(rank, other):
 
 @pytest.mark.parametrize("other", ["plain", None, torch.float32])
 def test_a_weight_that_fsdp2_sends_together_with_another_optimizers(worlds, other):
-    """What is plain PyTorch's comes as without the wrapper, in the parameter's dtype; ours is then rounded with it, which is told."""
+    """Plain PyTorch's comes as without the wrapper, in the parameter's dtype.
+
+    Ours is then rounded with it, which is told.
+    """
     exact = EXACT.mean((0, 1)).expand(2, 3)
     sums = [EXACT[:, number].mean(0).bfloat16() for number in range(2)]  # of the ranks, rounded by FSDP2
     for (ours, theirs), dtypes, warned in worlds(2).run(beside, other=other):
@@ -169,13 +178,16 @@ def test_fsdp2_is_as_it_was_when_the_wrapper_is_gone(worlds):
         assert torch.equal(ours, EXACT[:, 0].mean(0).expand(2, 3).bfloat16())
 
 
-# -- what FSDP2 divides by ---------------------------------------------------------------------------------------------------
+# -- what FSDP2 divides by -------------------------------------------------------------------------
 
 FACTORS = [None, 1.0, 3.0, None]
 
 
 def divided(rank, reduction, hold, mesh, wrapped):
-    """The windows' gradients, if FSDP2 is told to divide by something else before micro-batches and between windows."""
+    """The windows' gradients, if FSDP2 is told to divide by something else along the way.
+
+    It is told before micro-batches and between windows.
+    """
     model = sharded(mesh, torch.float32)
     model.set_force_sum_reduction_for_comms(mesh == "FSDP")  # as Gloo has no reduce-scatter that multiplies
     opt = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -203,7 +215,10 @@ def divided(rank, reduction, hold, mesh, wrapped):
 @pytest.mark.parametrize("hold", HOLDS)
 @pytest.mark.parametrize("mesh", ["FSDP", "HSDP 2x1"])
 def test_a_divide_factor_that_is_set_after_wrapping_counts_from_then_on(worlds, mesh, hold):
-    """The mean over ranks and micro-batches is what it is, whatever FSDP2 divides by; a sum that is taken as it comes is plain FSDP2's."""
+    """The mean over ranks and micro-batches is the same, whatever FSDP2 divides by.
+
+    A sum that is taken as it comes is plain FSDP2's.
+    """
     twice = 2.0 if mesh == "FSDP" else 1.0  # by the hook
     for reduction in ("mean", "sum"):
         for found in worlds(2).run(divided, reduction=reduction, hold=hold, mesh=mesh, wrapped=True):
@@ -244,11 +259,11 @@ def test_a_divisor_that_changes_while_fsdp2_keeps_sums_from_the_replicas_is_an_e
         torch.testing.assert_close(ours, EXACT.mean((0, 1)).expand(2, 3))
 
 
-# -- tensor parallelism ------------------------------------------------------------------------------------------------------
+# -- tensor parallelism ----------------------------------------------------------------------------
 
 
 def parts_of_a_sum(rank, placement, dtype, pairs, **settings):
-    """The window's gradient of a parameter whose gradients tensor parallelism's ranks hold parts of."""
+    """A window's gradient of a parameter of which tensor parallelism's ranks hold partial sums."""
     mesh = init_device_mesh("cpu", (2,))
     p = nn.Parameter(distribute_tensor(torch.zeros(4, dtype=dtype), mesh, [placement]))
     opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=0.0), len(pairs), reduction="none", **settings)
@@ -275,7 +290,7 @@ def test_parts_of_a_sum_over_tensor_parallelism_are_added_in_fp32(worlds, dtype,
 
 
 class Parted(nn.Module):
-    """Each rank of tensor parallelism sees a part of the batch, so that it has a part of the gradient."""
+    """Each rank of tensor parallelism has a part of the batch, and so a part of the gradient."""
 
     def __init__(self, mesh):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The garbage collector runs at a different time on every rank, so nothing that ranks do together may depend on it."""
+"""Garbage is collected at other times on each rank: nothing done together may depend on it."""
 
 import contextlib
 import datetime
@@ -34,12 +34,12 @@ def only_on(rank, at):
 
 
 def in_a_cycle(module):
-    """Lets a module outlive its last user, as one does that knows its parent or keeps a bound method."""
+    """Lets a module outlive its last user, as if it knew its parent or kept a bound method."""
     module.itself = [module]
     return module
 
 
-# -- modules without users -------------------------------------------------------------------------------------------------
+# -- modules without users -------------------------------------------------------------------------
 
 
 def sharded_by_a_dropped_module(rank, at):
@@ -84,7 +84,10 @@ def frozen(rank):
 
 
 def test_frozen_modules_are_found_and_stay_frozen(tmp_path):
-    """``gc.freeze()``, which saves long trainings the collector's time, hides objects from the collector and from gc.get_objects()."""
+    """``gc.freeze()`` hides objects from the collector and from gc.get_objects().
+
+    It saves long trainings the collector's time.
+    """
     with contextlib.closing(World(2, tmp_path)) as world:  # a world of its own: what is frozen stays frozen
         assert world.run(frozen) == [([True, True], True)] * 2
 
@@ -118,7 +121,7 @@ def test_a_dropped_batchnorm_layer_is_pooled_on_no_rank(worlds):
             torch.testing.assert_close(mean, torch.cat(samples).mean(0) * 0.1)
 
 
-# -- the order in which modules are found ----------------------------------------------------------------------------------
+# -- the order in which modules are found ----------------------------------------------------------
 
 
 def normed(size):
@@ -167,7 +170,7 @@ def test_fsdp2_modules_of_two_groups_share_windows_over_the_first_ones(worlds):
         assert worlds(2).run(two_meshes, at=at) == [True, True]
 
 
-# -- wrappers without users ------------------------------------------------------------------------------------------------
+# -- wrappers without users ------------------------------------------------------------------------
 
 
 def a_second_wrapper(rank, at, cycle):
@@ -221,5 +224,8 @@ def destroyed(rank):
 
 
 def test_a_wrapper_does_not_keep_its_group_alive_after_it_was_destroyed(worlds):
-    """A thread of gloo's that outlived it aborted the process at its end, in a third of all runs; a later wrapper makes a new group."""
+    """A thread of gloo's that outlived it aborted the process at its end.
+
+    It did so in a third of all runs. A later wrapper makes a new group.
+    """
     assert worlds(2).run(destroyed) == [[None, None], [None, None]]

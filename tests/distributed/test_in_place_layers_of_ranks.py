@@ -1,4 +1,4 @@
-"""Layers that add their gradient to ``p.grad`` itself, under DistributedDataParallel and with a process group."""
+"""Layers that add their gradient to ``p.grad`` itself, under DDP and with a process group."""
 
 import contextlib
 
@@ -13,7 +13,7 @@ LR = 0.25
 
 
 class AddsItself(torch.autograd.Function):
-    """``x @ weight.t()``; adds to ``weight.grad`` where there is one, and goes on in one of two ways."""
+    """``x @ weight.t()``; adds to any ``weight.grad``, and goes on in one of two ways."""
 
     @staticmethod
     def forward(ctx, x, weight, returns):

@@ -1,4 +1,7 @@
-"""What else scripts do: several wrappers, DDP's own options, changes to p.grad, other orders of calls. Each case was once wrong."""
+"""What else scripts do: several wrappers, DDP's own options, changes to p.grad, other call orders.
+
+Each case was once wrong.
+"""
 
 import datetime
 import threading
@@ -20,7 +23,7 @@ def one(value=1.0, size=2):
     return nn.Parameter(torch.full((size,), value))
 
 
-# -- windows that a rank ends alone -----------------------------------------------------------------------------------------
+# -- windows that a rank ends alone ----------------------------------------------------------------
 
 
 def last_is_bad(rank, how):
@@ -135,11 +138,11 @@ def test_a_rank_without_data_gets_the_batch_statistics_too(worlds):
     assert torch.equal(first, second) and first.abs().sum() > 0
 
 
-# -- several wrappers -------------------------------------------------------------------------------------------------------
+# -- several wrappers ------------------------------------------------------------------------------
 
 
 def two_wrappers(rank):
-    """Two wrappers with one group; one backward has gradients for both, in an order that depends on the rank."""
+    """Two wrappers, one group, and one backward for both, in an order that depends on the rank."""
     a, b = [one(), one()], [one(), one()]
     group = dist.group.WORLD
     first = fa.AccumulatingOptimizer(torch.optim.SGD(a, lr=1.0), 1, process_group=group)
@@ -241,7 +244,7 @@ def test_what_ddp_cannot_do_without_its_reduction_is_refused(worlds):
     worlds(2).run(ddp_options)
 
 
-# -- changes to p.grad --------------------------------------------------------------------------------------------------------
+# -- changes to p.grad -----------------------------------------------------------------------------
 
 
 def clipped_with_one_unused(rank):
@@ -275,7 +278,7 @@ def test_clipping_by_hand_sees_what_other_ranks_have(worlds):
 
 
 def used_by_one_rank(rank):
-    """In every window after the first, one rank uses layer b; buffers have 16 bits, and their sums are sent at the window's end."""
+    """After the first window, one rank uses layer b. Sums of 16-bit buffers are sent at the end."""
     model = Both(nn.ModuleDict({"a": nn.Linear(2, 1, bias=False), "b": nn.Linear(2, 1, bias=False)}).to(torch.bfloat16))
     for p in model.parameters():
         nn.init.zeros_(p)
@@ -329,7 +332,7 @@ def test_a_group_that_cannot_be_added_leaves_nothing_behind(worlds):
 
 
 def new_group_of_ranks(rank, kind, named):
-    """Added to a wrapper without ranks, which refuses it; or to one with a process_group, which takes it."""
+    """Added to a wrapper without ranks, which refuses, or with a process_group, which takes it."""
     module = nn.Linear(2, 1, bias=False)
     module = fully_shard(module) if kind == "FSDP2" else nn.parallel.DistributedDataParallel(module)
     group = {"params": list(module.parameters())}
@@ -362,7 +365,10 @@ def test_a_group_of_ranks_is_not_added_to_a_wrapper_of_one(worlds, kind):
 
 
 def parameters_that_leave(rank, shard):
-    """The first layer's bias leaves after a window, and the others change places; the optimizer's state stays where it is."""
+    """The first layer's bias leaves after a window, and the others change places.
+
+    The optimizer's state stays where it is.
+    """
     model = made()
     opt = wrapped(model, accum_steps=2, process_group=dist.group.WORLD, shard=shard)
     threads = None

@@ -1,6 +1,7 @@
-"""Loops that step within DDP's no_sync(), as local SGD and DiLoCo do: ranks go apart, and average their parameters themselves.
+"""Loops that step within DDP's no_sync(), as local SGD and DiLoCo do.
 
-The oracle is plain DDP, run beside it on the same ranks.
+Ranks go apart, and average their parameters themselves. The oracle is plain DDP, run beside it on
+the same ranks.
 """
 
 import contextlib
@@ -85,7 +86,7 @@ class Plain:
 
 
 class Wrapped(Plain):
-    """The same loop with a wrapper: a drop-in; or windows that it divides, counted or closed by the caller."""
+    """The same loop, wrapped: a drop-in, or windows it divides, counted or closed by the caller."""
 
     def __init__(self, dtype=torch.float32, clip=False, **settings):
         self.settings = {**settings, **({"max_grad_norm": CLIP} if clip else {})}
@@ -108,8 +109,9 @@ class Wrapped(Plain):
 
 
 def rounds(rank, how, settings, dtype=torch.float32, clip=False, late=False):
-    """Two rounds of windows of this rank's own, an average, and a window of all ranks; the average may come ``late``, after that. Both
-    loops' states after each.
+    """Two rounds: windows of this rank's own, an average, and a window of all ranks.
+
+    The average may come ``late``, after that. Returns both loops' states after each.
     """
     size = dist.get_world_size()
     loops = [Plain(dtype, clip), Wrapped(dtype, clip, **settings)]
@@ -170,11 +172,14 @@ def test_a_bf16_model_steps_alone(worlds, more):
     check(worlds(2).run(rounds, how="inside", settings={**DROP_IN, **more}, dtype=torch.bfloat16), 3e-2)
 
 
-# -- loops that share their windows, and go on doing so ------------------------------------------------------------------------
+# -- loops that share their windows, and go on doing so --------------------------------------------
 
 
 def steps_in_the_block(rank, epochs, micro_batches):
-    """A counted loop that steps within the block, too: no_sync() for all but the last of PARTS, counted from each epoch's start."""
+    """A counted loop that steps within the block, too.
+
+    no_sync() is for all but the last of PARTS, counted from each epoch's start.
+    """
     size = dist.get_world_size()
     loop = Wrapped(accum_steps=PARTS)
     told = []
@@ -192,7 +197,7 @@ def steps_in_the_block(rank, epochs, micro_batches):
 
 
 def test_no_sync_around_all_but_the_last_micro_batch_shares_the_window(worlds):
-    """Also the partial one at the end, all of whose backwards were within the block, and flush() is not."""
+    """Also a partial one at the end, whose backwards were all within the block; flush() is not."""
     model = made()
     opt = adamw(model.parameters())
     parts = [share(0, 2 * 4, 0, 1)[: 2 * PARTS], share(0, 2 * 4, 0, 1)[2 * PARTS :]]
@@ -204,7 +209,10 @@ def test_no_sync_around_all_but_the_last_micro_batch_shares_the_window(worlds):
 
 
 def test_ranks_that_come_apart_because_another_count_closes_their_windows_are_told(worlds):
-    """4 micro-batches an epoch: the second window ends within no_sync(), and the third is shared. Later ones do the same."""
+    """4 micro-batches an epoch: the second window ends within no_sync().
+
+    The third is shared, and later ones do the same.
+    """
     for _, told, warned in worlds(2).run(steps_in_the_block, epochs=6, micro_batches=4):
         assert told[5] and len(warned) == 1
         assert "parameters differ since window 1, which ended within no_sync()" in warned[0]
@@ -212,7 +220,10 @@ def test_ranks_that_come_apart_because_another_count_closes_their_windows_are_to
 
 
 def after_the_block(rank):
-    """Windows that the wrapper divides: no_sync() round each backward, to keep DDP quiet, and step() after it."""
+    """Windows that the wrapper divides, with no_sync() round each backward and step() after it.
+
+    no_sync() keeps DDP quiet.
+    """
     size = dist.get_world_size()
     loop = Wrapped()
     for window in range(2):
@@ -255,11 +266,11 @@ def test_a_window_with_one_synchronised_backward_is_shared_wherever_it_ends(worl
         assert_close(ours, list(model.parameters()), 1e-5)
 
 
-# -- what else a loop does --------------------------------------------------------------------------------------------------
+# -- what else a loop does -------------------------------------------------------------------------
 
 
 def other_calls(rank, settings):
-    """flush(), normalize_(), step() without data, a checkpoint inside a window: all without the other rank, which takes no part."""
+    """flush(), normalize_(), an empty step(), a checkpoint in a window, without the other rank."""
     loop = Wrapped(**settings)
     if rank == 0:
         return None
@@ -319,7 +330,7 @@ def test_an_overflow_costs_its_own_rank_a_window(worlds):
 
 
 def post_local(rank, inside):
-    """PyTorch's PostLocalSGDOptimizer, around the wrapper or inside it, as around and inside plain optimizers."""
+    """PyTorch's PostLocalSGDOptimizer, around or inside the wrapper and plain optimizers."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch 2.13 warns of what it uses itself
         from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
@@ -351,7 +362,7 @@ def test_post_local_sgd_optimizer(worlds, inside):
         assert_close(ours, theirs, 1e-5)
 
 
-# -- what cannot be followed ------------------------------------------------------------------------------------------------
+# -- what cannot be followed -----------------------------------------------------------------------
 
 
 def refused(rank, settings):
@@ -391,7 +402,7 @@ def test_windows_that_need_all_ranks_are_refused_within_no_sync_and_lose_nothing
 
 
 def one_of_two(rank):
-    """Two modules under one optimizer, of which one is within no_sync() when the window ends: it is shared."""
+    """Of two modules under one optimizer, one is in no_sync() at the window's end: it is shared."""
     torch.manual_seed(0)
     modules = [DDP(nn.Linear(12, 3)) for _ in range(2)]
     parameters = [p for module in modules for p in module.parameters()]

@@ -1,4 +1,4 @@
-"""Loss scales over ranks: an overflow on one rank, scalers that diverge, and sums with different scales."""
+"""Loss scales over ranks: one rank's overflow, scalers that diverge, sums of different scales."""
 
 import itertools
 import re
@@ -41,7 +41,7 @@ def scaled(rank, scaler_class, windows, at=3, **settings):
 
 
 def literally(windows, without=None):
-    """The oracle: the same training with only these windows, each a mean over the micro-batches of both ranks."""
+    """The oracle: training with only these windows, each a mean over both ranks' micro-batches."""
     torch.manual_seed(1)
     model = nn.Linear(4, 4)
     opt = sgd(model.parameters())
@@ -62,7 +62,7 @@ SCALERS = [torch.amp.GradScaler, ShardedGradScaler]
 @pytest.mark.parametrize("scaler_class", SCALERS)
 @pytest.mark.parametrize("at", [2, 3])
 def test_an_overflow_on_one_rank_skips_the_window_of_all(worlds, scaler_class, at):
-    """Also in a micro-batch where no other rank's scaler can see it; all ranks go on with the smallest scale."""
+    """Also where no other rank's scaler can see it; all ranks go on with the smallest scale."""
     for rank, (ours, said) in enumerate(worlds(2).run(scaled, scaler_class=scaler_class, windows=3, at=at)):
         assert_close(ours, literally([0, 2]))
         assert [updated for updated, *_ in said] == [False, True, False, False, False, True]
@@ -73,7 +73,7 @@ def test_an_overflow_on_one_rank_skips_the_window_of_all(worlds, scaler_class, a
 
 @pytest.mark.parametrize("scaler_class", SCALERS)
 def test_a_window_whose_sums_carry_different_loss_scales_is_not_applied_and_says_so(worlds, scaler_class):
-    """The last micro-batch of window 1 is dropped on one rank, and its scaler backs off when the window is already over."""
+    """Window 1's last micro-batch is dropped on one rank; its scaler backs off after the end."""
     settings = {"scaler_class": scaler_class, "windows": 4, "nonfinite": "skip_micro_batch"}
     for rank, (ours, said) in enumerate(worlds(2).run(scaled, **settings)):
         assert_close(ours, literally([0, 1, 3], without=(3, 1)))
@@ -87,7 +87,7 @@ def test_a_window_whose_sums_carry_different_loss_scales_is_not_applied_and_says
 
 
 def unscaled(rank, scaler_class):
-    """Rank 1 drops its only micro-batch: there unscale_() sees that one, and on the other rank the sum that both hold."""
+    """Rank 1 drops its only micro-batch: unscale_() sees it there, and the common sum elsewhere."""
     torch.manual_seed(1)
     model = nn.Linear(4, 4)
     opt = wrapped(model, accum_steps=1, process_group=dist.group.WORLD, nonfinite="skip_micro_batch")
@@ -123,7 +123,7 @@ def test_sums_that_one_rank_has_unscaled_and_another_not_are_not_applied(worlds)
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7, 8, 9, 36, 72, 1000])
 def test_scales_of_many_ranks_are_told_apart_whatever_their_sums_are_rounded_to(ranks):
-    """A scale that has grown by 1.5 is not a power of two, and its sum over 7, 9 or 36 ranks is rounded."""
+    """A scale that grew by 1.5 is not a power of two; its sum over 7, 9 or 36 ranks is rounded."""
     for scale in torch.rand(100).add(1).mul(2**16).tolist():
         for other in [scale, scale / 2, scale * 1.001] if ranks > 1 else [scale]:
             scales = [scale] * (ranks - 1) + [other]

@@ -106,7 +106,7 @@ def by_modules(rank, kind, settings):
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_modules_of_pytorch(worlds, kind):
-    """One rounding of a parameter differs at most here and there: of FP32 buffers' gradients nearly all are the same."""
+    """One rounding may differ here and there: nearly all are the same as with FP32 buffers."""
     theirs = worlds(2).run(by_modules, kind=kind, settings={"buffer_dtype": torch.float32})[0]
     results = worlds(2).run(by_modules, kind=kind, settings=ON)
     for ours in results:
@@ -116,7 +116,7 @@ def test_modules_of_pytorch(worlds, kind):
 
 
 def again(rank, late, shard, reduction):
-    """One large gradient, and then, after the sums have gone, many small ones, which come on the ranks ``late`` only."""
+    """One large gradient; after the sums have gone, many small ones, on the ranks ``late`` only."""
     params = [nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)) for _ in range(4)]
     group, in_flight = dist.group.WORLD, []
     inner = torch.optim.SGD(params, lr=1.0)
@@ -151,7 +151,7 @@ def test_what_comes_after_the_sums_have_gone_is_added_to_them(worlds, late, shar
 
 
 def lacking(rank):
-    """A window in which this rank has no gradient for a parameter, of which it had one in the window before."""
+    """A window where this rank has no gradient for a parameter that had one the window before."""
     params = [nn.Parameter(torch.zeros(5, dtype=torch.bfloat16)) for _ in range(2)]
     opt = fa.AccumulatingOptimizer(
         torch.optim.SGD(params, lr=1.0), 2, process_group=dist.group.WORLD, reduction="none", **ON

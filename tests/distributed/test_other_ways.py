@@ -1,4 +1,4 @@
-"""PyTorch's ways to train over ranks that the guide does not show: they work as intended, or are refused with what to do instead."""
+"""PyTorch's ways over ranks that the guide leaves out: they work, or the error says what to do."""
 
 import contextlib
 import warnings
@@ -39,7 +39,8 @@ def fsdp1(rank, strategy, original, first):
             opt.step()
 
 
-# It used to be accepted: gradients were divided by weights that had not multiplied them, and replicas diverged.
+# It used to be accepted: gradients were divided by weights that had not multiplied them, and
+# replicas diverged.
 @pytest.mark.parametrize(
     "strategy, original, first", [("FULL_SHARD", True, True), ("NO_SHARD", False, True), ("NO_SHARD", True, False)]
 )
@@ -48,7 +49,9 @@ def test_fsdp1_is_refused(worlds, strategy, original, first):
 
 
 def tried_out(rank, when):
-    """Windows beside a DDP forward that the wrapper does not see: before it is built, or by module.forward(); no backward follows, or
+    """Windows beside a DDP forward that the wrapper does not see.
+
+    It is made before the wrapper is built, or by module.forward(); no backward follows, or
     (``instead``) one does.
     """
     model = plain()
@@ -140,7 +143,10 @@ def pipeline(rank, sharded, reduction="mean"):
 
 @contextlib.contextmanager
 def synchronised(module):
-    """Accelerate's trigger_sync_in_backward(): the next backward is synchronised, although its forward ran within no_sync()."""
+    """Accelerate's trigger_sync_in_backward(): the next backward is synchronised.
+
+    It is so although its forward ran within no_sync().
+    """
     before = module.require_backward_grad_sync, module.require_forward_param_sync
     module.require_backward_grad_sync = module.require_forward_param_sync = True
     module.reducer.prepare_for_backward([])
@@ -151,7 +157,10 @@ def synchronised(module):
 
 
 def triggered(rank, order, forwards, wraps):
-    """Two forwards, then two backwards; ``order``: which of these are synchronised. The gradients after each, and the parameters."""
+    """Two forwards, then two backwards; ``order`` says which of these are synchronised.
+
+    Returns the gradients after each, and the parameters.
+    """
     model, grads = plain(), []
     module = DDP(model)
     opt = sgd(model.parameters())
@@ -245,7 +254,7 @@ def test_zero_redundancy_optimizer(worlds):
 
 
 def zero_clipped_and_saved(rank, ddp):
-    """Clipped by the norm of all parameters, whoever steps them, and saved inside the second window."""
+    """Clipped by the norm of all parameters, whoever steps them; saved inside the second window."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -305,7 +314,7 @@ def test_join_is_refused(worlds):
 
 
 def ignored(rank, gathered):
-    """DDP ignores a part of the model, whose gradients are this rank's own, as with sharded embeddings."""
+    """DDP ignores a part of the model, whose gradients are the rank's own (sharded embeddings)."""
     model = plain()
     DDP._set_params_and_buffers_to_ignore_for_model(model, ["2.weight", "2.bias"])
     module = DDP(model)

@@ -1,4 +1,4 @@
-"""shard=True: every rank steps a part of the parameters and keeps only its state; all ranks end with the same parameters."""
+"""shard=True: each rank steps its part and keeps only its state; all end with equal parameters."""
 
 import copy
 import math
@@ -90,7 +90,10 @@ def test_other_dtypes_and_backends(worlds, settings):
 
 
 def skips_with_a_state_of_some(rank, shared):
-    """The first window reaches one parameter alone: a fused optimizer has a state, and could decide by itself, only where that is."""
+    """The first window reaches one parameter alone.
+
+    A fused optimizer has a state, and could decide by itself, only where that is.
+    """
     params = [nn.Parameter(torch.ones(5)) for _ in range(2)]
     ranks = {"process_group": dist.group.WORLD, "shard": True} if shared else {}
     opt = fa.AccumulatingOptimizer(torch.optim.AdamW(params, lr=0.1, fused=True), 1, nonfinite="skip_window", **ranks)
@@ -233,7 +236,10 @@ def test_what_cannot_be_meant_is_refused(worlds):
 
 
 class SharedOut(torch.optim.SGD):
-    """Steps every second parameter here and the others elsewhere, as some make of Muon does: ranks tell each other by collectives."""
+    """Steps every second parameter here and the others elsewhere, as some make of Muon does.
+
+    Ranks tell each other by collectives.
+    """
 
     def step(self, closure=None):
         def tell(p):

@@ -1,4 +1,4 @@
-"""What one rank makes of windows and sums that several have saved, where another number of ranks goes on."""
+"""What one rank makes of windows and sums of several, where another number of ranks goes on."""
 
 import fusedaccum as fa
 import pytest
@@ -88,7 +88,7 @@ def test_a_loss_scale_that_the_sums_carry_goes_on_and_is_lost_where_a_part_of_th
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sums_of_both_ranks_are_added_whatever_they_were_divided_by(dtype):
-    """Buffers of 32 bits may hold a mean since normalize_(); narrower ones always do, and are saved as sums."""
+    """32-bit buffers may hold a mean since normalize_(); narrower ones always do, saved as sums."""
     opt = alone(dtype=dtype, buffer_dtype=None)
     ranks = [{"divisors": {0: 2.0}, "shards": []}, {"divisors": {0: torch.tensor(3.0)}, "shards": []}]
     wide = dtype == torch.float32

@@ -1,4 +1,7 @@
-"""16-bit buffers over ranks: sums that will be added up round with different random numbers, and replicas with the same."""
+"""16-bit buffers over ranks: sums to be added up round with different random numbers.
+
+Replicas round with the same.
+"""
 
 import fusedaccum as fa
 import pytest
@@ -20,7 +23,7 @@ def of_all_ranks(mine):
 
 
 def rounding_errors(rank):
-    """The errors of every rank's running mean, if all ranks have the same gradients and the same seed."""
+    """Errors of each rank's running mean, if all ranks have the same gradients and seed."""
     p = nn.Parameter(torch.zeros(4096, dtype=torch.bfloat16))
     opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), process_group=dist.group.WORLD, **STOCHASTIC)
     factors = torch.tensor([0.7, 1.1, 0.9], dtype=torch.bfloat16)
@@ -37,7 +40,7 @@ def test_rounding_errors_of_ranks_do_not_add_up(worlds):
 
 
 def replicas(rank, kind, rounding):
-    """The replicated parameters after training, if every rank has its own seed and its own micro-batch weights."""
+    """The replicated parameters after training with each rank's own seed and weights."""
     torch.manual_seed(1)
     layers = {"norm": nn.LayerNorm(16), "up": nn.Linear(16, 32), "down": nn.Linear(32, 16)}
     model = nn.Sequential()

@@ -149,14 +149,14 @@ def test_the_norm_of_shards_comes_with_the_adds(worlds, split):
         assert reads == 0 and ours == pytest.approx(theirs, rel=1e-5)
 
 
-# -- dtypes ------------------------------------------------------------------------------------------------------------------
+# -- dtypes ----------------------------------------------------------------------------------------
 
 
 NARROW = r"adds up the gradient of parameter .* in torch\.bfloat16.*reduce_dtype=torch\.float32"
 
 
 def low_precision(rank, kind):
-    """Gradients that FSDP2 reduces in bf16 and we accumulate in FP32: many small ones after a large one."""
+    """Gradients that FSDP2 reduces in bf16 and we add in FP32: one large, then many small ones."""
     torch.manual_seed(0)
     model = nn.Linear(4, 4, bias=False)
     if kind == "bf16 model":
@@ -195,7 +195,7 @@ def test_fp32_buffers_over_bf16_reductions(worlds, kind):
     )  # a sum in bf16 would lose the small ones
 
 
-# -- what goes wrong ---------------------------------------------------------------------------------------------------------
+# -- what goes wrong -------------------------------------------------------------------------------
 
 
 def with_a_bad_one(rank, nonfinite):
@@ -257,7 +257,7 @@ def test_clipped_by_hand(worlds, normalize):
 
 
 def changed_by_hand(rank, split, factor):
-    """The user replaces each running sum with another tensor: a view of it, or one with memory of its own."""
+    """The user replaces each running sum by a view of it, or by a tensor with its own memory."""
     torch.manual_seed(2)
     model, mesh = Block(), init_device_mesh("cpu", (2,))
     plain = copy.deepcopy(model)

@@ -17,7 +17,10 @@ def whole(window):
 
 
 def train(rank, size, ddp, broken_rank, point):
-    """Three windows; on one rank memory runs out at the ``point``-th gradient. Returns parameters and state, the sizes and the losses."""
+    """Three windows; on one rank memory runs out at the ``point``-th gradient.
+
+    Returns parameters and state, the sizes and the losses.
+    """
     model = made()
     module = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True) if ddp else model
     with limits(bucket=1):

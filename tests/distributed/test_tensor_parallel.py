@@ -60,7 +60,10 @@ def test_gradients_in_parts(worlds):
 
 
 def queued_on_another_stream(rank):
-    """Returns the tensors whose memory is kept: their types and shapes. Stands in for the streams, which a CPU does not have."""
+    """Returns the tensors whose memory is kept: their types and shapes.
+
+    Stands in for the streams, which a CPU does not have.
+    """
     kept, grad = [], distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)])
     here, elsewhere = (mock.Mock(device=grad.device) for _ in range(2))
     with (
@@ -109,7 +112,7 @@ def test_tensor_parallelism_over_data_parallel_ranks_is_fsdp2s(worlds):
 
 
 def two_dimensions(rank):
-    """Tensor parallelism within pairs of ranks and FSDP2 between them; micro-batch weights are summed over the latter only."""
+    """Tensor parallelism within pairs, FSDP2 between them, over which alone weights are summed."""
     torch.manual_seed(2)
     model = Block()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))

@@ -1,4 +1,4 @@
-"""The loss and the noise scale that last_window reports for a window of all ranks are those of the big batch."""
+"""The loss and noise scale in last_window, for a window of all ranks, are the big batch's."""
 
 import math
 
@@ -80,9 +80,10 @@ def gradient(model, micro_batches):
 
 
 def known_of(count, ranks, equal, together=False):
-    """The oracle: loss and noise scale of each of two windows, from plain gradients of the big batch and of the small batches.
+    """The oracle: loss and noise scale of each of two windows.
 
-    ``together``: do the ranks' first micro-batches form one small batch, rather than one each?
+    They are from plain gradients of the big batch and of the small batches. ``together``: do the
+    ranks' first micro-batches form one small batch, rather than one each?
     """
     model, averages = made(torch.float64), torch.zeros(2)
     for window in range(2):
@@ -93,7 +94,8 @@ def known_of(count, ranks, equal, together=False):
         firsts = [batch[:ranks]] if together else [[first] for first in batch[:ranks]]
         small, large = [sum(w for *_, w, _ in first) for first in firsts], sum(w for *_, w, _ in batch)
         of_firsts = sum(gradient(model, first)[0].square().sum() for first in firsts)
-        # Least squares is exact here: two equations, E|S|^2 = square |G|^2 + weight tr(Sigma), for two unknowns.
+        # Least squares is exact here: two equations, E|S|^2 = square |G|^2 + weight tr(Sigma),
+        # for two unknowns.
         equations = torch.tensor([[sum(w**2 for w in small), sum(small)], [large**2, large]])
         found = torch.linalg.solve(equations.double(), torch.stack([of_firsts, whole.square().sum()]).double())
         averages = DECAY * averages + (1 - DECAY) * found
@@ -122,7 +124,7 @@ def test_loss_and_noise_scale_are_those_of_all_ranks(worlds, settings, count):
         assert noise_scale.item() == pytest.approx(of_batches, rel=1e-6)  # the model computes in FP32 in part
 
 
-# -- shards: FSDP2 adds the ranks' micro-batches up before anybody sees them, so that the small batch is one of every rank ---------
+# -- shards: FSDP2 adds up the ranks' micro-batches first: the small batch is one of every rank ----
 
 
 def shards(rank, settings, mesh_shape, sync, plain):
@@ -204,7 +206,7 @@ def test_the_noise_scale_over_tensor_parallelism_is_that_of_one_process(worlds):
     assert worlds(2).run(split, parallel=True) == pytest.approx([split(0, False)] * 2, rel=1e-9)
 
 
-# -- over another number of ranks --------------------------------------------------------------------------------------------
+# -- over another number of ranks ------------------------------------------------------------------
 
 
 def normalised(rank, path, begin, end):

@@ -1,4 +1,4 @@
-"""Processes that are the ranks of a process group, kept for all tests because starting one takes seconds."""
+"""Processes that are a process group's ranks, kept for all tests: starting one takes seconds."""
 
 import contextlib
 import datetime
@@ -25,7 +25,8 @@ def _serve(rank, size, store, timeout, backend, pipe, together):
     import torch._dynamo
     import torch.distributed as dist
 
-    # Else collecting would go through PyTorch's 300,000 objects, and so would counting the frozen ones: two thirds of the tests' time.
+    # Else collecting would go through PyTorch's 300,000 objects, and so would counting the frozen
+    # ones: two thirds of the tests' time.
     gc.freeze()
     gc.get_freeze_count = functools.partial(int, COUNT_FROZEN())
     warnings.simplefilter("error")
@@ -49,10 +50,10 @@ def _serve(rank, size, store, timeout, backend, pipe, together):
 
 
 class World:
-    """``size`` ranks. ``run(case, **arguments)`` calls ``case(rank, **arguments)`` on each and returns their results."""
+    """``size`` ranks: ``run(case, **arguments)`` returns ``case(rank, **arguments)`` of each."""
 
     def __init__(self, size, folder, timeout=20, backend="gloo"):
-        # Imported once for all ranks that CUDA has no part in: it does not always work in a process that was forked.
+        # Imported once for all ranks without CUDA, which does not always work in a forked process.
         context = multiprocessing.get_context("forkserver" if backend == "gloo" else "spawn")
         context.set_forkserver_preload(SLOW_TO_IMPORT)
         self.size, self._pipes, self.processes = size, [], []
@@ -74,7 +75,7 @@ class World:
         return [answer for _, answer in answers]
 
     def answers(self, case, **arguments):
-        """As :meth:`run`, but returns for every rank whether it succeeded, and its result or what went wrong."""
+        """As :meth:`run`, but returns per rank whether it succeeded, and its result or error."""
         for pipe in self._pipes:
             pipe.send((case, arguments))
         answers = [self._answer(pipe) for pipe in self._pipes]

@@ -1,4 +1,4 @@
-"""The benchmarks themselves: peers do the same work as we do, shapes are the models', and results get into the pages."""
+"""The benchmarks: peers do the same work, shapes are the models', and pages show the results."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def test_sets_are_measured_one_after_another_into_one_file(tmp_path: Path, monke
 
 
 def test_ways_of_buffers_in_cpu_memory_have_a_colour_too() -> None:
-    """They are drawn only on a GPU and after all measurements, which a missing colour would waste."""
+    """They are drawn only on a GPU, after all measurements, which a missing colour would waste."""
     assert style.COLOURS.keys() >= bench_memory.WAYS.keys() | bench_memory.OFFLOADED.keys()
 
 
@@ -245,7 +245,7 @@ def test_a_contestant_has_one_colour_in_all_questions() -> None:
 
 @pytest.mark.parametrize("folder", [report.RESULTS, report.RESULTS / "gpu"], ids=lambda folder: folder.name)
 def test_what_is_written_in_a_plot_can_be_read(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No text is cut off, small, or on another text, a curve or a bar; titles and legends are short."""
+    """No text is cut off, small, or on another text, curve or bar; titles and legends are short."""
     with monkeypatch.context() as patched:
         figures: list[Figure] = []
         patched.setattr(plots.plt, "close", figures.append)
@@ -398,7 +398,7 @@ def raced(contestant: str, kind: str, ms: float, **of_row: object) -> harness.Ro
 
 
 def test_shares_that_do_not_compare_are_marked_and_the_marks_explained() -> None:
-    """Above 100%, and where another race of the run measured a bandwidth that is more than 15% higher."""
+    """Above 100%, and where another race measured a bandwidth that is more than 15% higher."""
     fast = {"set": "fast", "bandwidth_gb_per_s": 11.7}
     slow = {"set": "slow", "bandwidth_gb_per_s": 11.9}
     for other, mark in ((fast, ""), (slow, tables.SLOWER)):

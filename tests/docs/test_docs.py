@@ -14,7 +14,7 @@ from pages import OF_FRAMEWORKS, PAGES, ROOT, run_examples
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in OF_FRAMEWORKS], ids=lambda page: page.name)
 def test_examples_run(page, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    # PyTorch's default backend compiles C++, which takes long; tests/core/test_compile.py covers it.
+    # PyTorch's default backend compiles C++, which is slow; tests/core/test_compile.py covers it.
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     # A page that begins with a process group finds what torchrun sets, for one process.
     with socket.create_server(("127.0.0.1", 0)) as free:

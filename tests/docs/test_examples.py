@@ -1,4 +1,4 @@
-"""The example that needs no framework prints what its page says. (The others are in tests/frameworks.)"""
+"""The example without a framework prints what its page says. (tests/frameworks has the others.)"""
 
 import runpy
 

@@ -1,4 +1,7 @@
-"""The documentation site: every page is in the navigation, every figure is drawn from results, every question is answered in code."""
+"""The documentation site: its navigation, figures and questions.
+
+Every page is in the navigation, figures are drawn from results, questions are answered in code.
+"""
 
 import re
 
@@ -49,7 +52,10 @@ def test_figures_are_drawn_from_results(tmp_path):
 
 
 def texts(figure):
-    """Titles and legends, which matplotlib writes into an SVG as comments. (Short texts are ticks, which depend on its version.)"""
+    """Titles and legends, which matplotlib writes into an SVG as comments.
+
+    (Short texts are ticks, which depend on its version.)
+    """
     return [text for text in re.findall(r"<!-- (.*?) -->", figure.read_text()) if len(text) > 15]
 
 

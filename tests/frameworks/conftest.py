@@ -1,4 +1,7 @@
-"""Tests with real frameworks, at the versions that pyproject.toml pins. They run apart from the other tests, which need none of them."""
+"""Tests with real frameworks, at the versions that pyproject.toml pins.
+
+They run apart from the other tests, which need none of them.
+"""
 
 import os
 
@@ -6,6 +9,6 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # the tests make their own models and data
 
 
 def pytest_configure(config):
-    # Frameworks warn about each other and the machine; this package's warnings are RuntimeWarnings, which stay errors.
+    # Frameworks warn about each other and the machine. Our warnings, RuntimeWarnings, stay errors.
     for category in ("UserWarning", "FutureWarning", "DeprecationWarning"):
         config.addinivalue_line("filterwarnings", f"ignore::{category}")

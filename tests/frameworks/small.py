@@ -1,11 +1,12 @@
-"""What the tests of every framework share: optimizers, tolerances, and a model whose gradient is known."""
+"""What all frameworks' tests share: optimizers, tolerances, and a model with a known gradient."""
 
 import fusedaccum as fa
 import torch
 from torch import nn
 
-# For parameters, relative to the largest element of a tensor. In FP64 and FP32 sums differ by the order of their terms; in bf16 every
-# step rounds every parameter by up to half of 2^-8, and a run here has at most six steps.
+# For parameters, relative to the largest element of a tensor. In FP64 and FP32 sums differ by the
+# order of their terms; in bf16 every step rounds every parameter by up to half of 2^-8, and a run
+# here has at most six steps.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 6 * 2**-9}
 IDS = ["fp64", "fp32", "bf16"]
 CLIP = 0.05  # every window's norm is larger
@@ -16,12 +17,12 @@ def adamw(parameters):
 
 
 def wrapped(parameters):
-    """The wrapper of docs/frameworks, for frameworks that divide the loss by the number of micro-batches."""
+    """As in docs/frameworks, where frameworks divide the loss by the number of micro-batches."""
     return fa.AccumulatingOptimizer(adamw(parameters), reduction="none")
 
 
 def unequal(parameters):
-    """The wrapper for micro-batches of unequal size: tests undo the framework's division, and the weights divide instead."""
+    """For unequal micro-batches: tests undo the framework's division, and weights divide."""
     return fa.AccumulatingOptimizer(adamw(parameters))
 
 

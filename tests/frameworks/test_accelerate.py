@@ -1,4 +1,7 @@
-"""Accelerate's own loop with a wrapped optimizer: `accumulate`, `backward`, clipping, schedulers and `save_state` are Accelerate's."""
+"""Accelerate's own loop with a wrapped optimizer.
+
+`accumulate`, `backward`, clipping, schedulers and `save_state` are Accelerate's.
+"""
 
 from contextlib import nullcontext
 
@@ -20,7 +23,7 @@ def accelerator(accum_steps):
 
 
 class Run:
-    """Trains a model on one pass over ``samples``, with ``accum_steps`` micro-batches of ``size`` per step."""
+    """Trains a model on ``samples`` once, with ``accum_steps`` micro-batches of ``size`` a step."""
 
     def __init__(self, make, size, accum_steps, dtype=torch.float64, samples=48, scaler=None, seed=0, made_in=None):
         self.accelerator = accelerator(accum_steps)
@@ -45,7 +48,10 @@ class Run:
         self.norms.append(torch.nn.utils.get_total_norm([p.grad for p in self.net.parameters()]).item())
 
     def train(self, skip=0, save=None, bad=None):
-        """Train from micro-batch ``skip`` on. ``save``: {micro-batches done: folder}; the loss of micro-batch ``bad`` is infinite."""
+        """Train from micro-batch ``skip`` on; the loss of micro-batch ``bad`` is infinite.
+
+        ``save``: {micro-batches done: folder}.
+        """
         for i, (x, y) in enumerate(self.accelerator.skip_first_batches(self.loader, skip), skip):
             with self.accelerator.accumulate(self.net):
                 loss = mse_loss(self.net(x), y)
@@ -91,7 +97,10 @@ def test_bf16_gradients_are_added_in_fp32():
 
 @pytest.mark.parametrize("samples", [48, 42, 45], ids=["full", "last window short", "last micro-batch short too"])
 def test_unequal_micro_batches_and_a_short_last_window(samples):
-    """As in docs/frameworks/accelerate.md, "Micro-batches that are not of one size". Accelerate alone divides every window by 4."""
+    """As in docs/frameworks/accelerate.md, "Micro-batches that are not of one size".
+
+    Accelerate alone divides every window by 4.
+    """
     big, ours = Run(adamw, 8, 1, samples=samples).train(), Run(unequal, 2, 4, samples=samples)
     for x, y in ours.loader:
         with ours.accelerator.accumulate(ours.net):
@@ -109,7 +118,7 @@ def test_unequal_micro_batches_and_a_short_last_window(samples):
 
 
 def resumed(make, at, folder, dtype):
-    """A run that goes on from a saved state, and the whole run that saved it after ``at`` micro-batches."""
+    """A run from a saved state, and the whole run that saved it after ``at`` micro-batches."""
     whole = Run(make, 2, 4, dtype).train(save={at: folder})
     again = Run(make, 2, 4, dtype, seed=9)
     again.accelerator.load_state(folder)
@@ -133,7 +142,10 @@ def test_state_saved_by_accelerate_alone_loses_the_window(tmp_path):
 
 
 def test_an_optimizer_that_accelerate_has_prepared_is_refused():
-    """It lets only every fourth step() through, but every one would close a window. Without accumulation of its own it lets all through."""
+    """It lets only every fourth step() through, but every one would close a window.
+
+    Without accumulation of its own it lets all through.
+    """
     net = model()
     for accum_steps, refused in (
         (4, pytest.raises(ValueError, match=r"before accelerator\.prepare")),

@@ -1,4 +1,4 @@
-"""The pages in docs/frameworks and the scripts in examples run as written, and the pages show what the scripts print."""
+"""docs/frameworks' pages and examples run as written, and the pages show what scripts print."""
 
 import runpy
 

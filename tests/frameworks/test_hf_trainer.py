@@ -1,4 +1,7 @@
-"""Hugging Face's Trainer with a wrapped optimizer: token counts, accumulation, clipping, schedulers and checkpoints are the Trainer's."""
+"""Hugging Face's Trainer with a wrapped optimizer.
+
+Token counts, accumulation, clipping, schedulers and checkpoints are the Trainer's.
+"""
 
 import fusedaccum as fa
 import pytest
@@ -20,7 +23,7 @@ def llama(dtype=torch.float32, seed=0):
 
 
 def texts(samples=42):
-    """Texts of 16 tokens, of which 2 to 15 count. In micro-batches of 2 the last window is not full."""
+    """Texts of 16 tokens (2 to 15 count). In micro-batches of 2 the last window is not full."""
     g = torch.Generator().manual_seed(1)
     ids = torch.randint(1, 64, (samples, LENGTH), generator=g)
     counted = torch.arange(LENGTH) < torch.randint(2, LENGTH, (samples, 1), generator=g)
@@ -85,7 +88,7 @@ def test_steps_clipping_and_the_scheduler_are_once_a_window(tmp_path):
 
 
 class OwnLoss(nn.Module):
-    """A custom model that computes a mean and takes no token count, so the Trainer divides by the window's micro-batches."""
+    """A custom model that takes no token count: the Trainer divides its mean by micro-batches."""
 
     def __init__(self):
         super().__init__()
@@ -125,7 +128,7 @@ def test_bf16_gradients_are_added_in_fp32(tmp_path):
 
 
 class Wrapping(Trainer):
-    """Wraps the optimizer that TrainingArguments describe, as in docs/frameworks/huggingface-trainer.md."""
+    """Wraps TrainingArguments' optimizer, as in docs/frameworks/huggingface-trainer.md."""
 
     def create_optimizer(self, *args):
         if self.optimizer is None:

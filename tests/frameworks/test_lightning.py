@@ -1,4 +1,7 @@
-"""Lightning's Trainer with a wrapped optimizer: accumulation, clipping, schedulers and checkpoints are Lightning's."""
+"""Lightning's Trainer with a wrapped optimizer.
+
+Accumulation, clipping, schedulers and checkpoints are Lightning's.
+"""
 
 import fusedaccum as fa
 import lightning as L
@@ -117,7 +120,7 @@ class Logged(Logger):
 
 
 class Scheduled(Regression):
-    """Its scheduler is of the optimizer that is returned, of the one inside that, or there is none; of one group or two."""
+    """Its scheduler is of the returned optimizer, the one inside, or none; of one group or two."""
 
     def __init__(self, make, of, groups, name):
         super().__init__(make)
@@ -184,7 +187,10 @@ def test_bf16_gradients_are_added_in_fp32():
 
 @pytest.mark.parametrize("samples", [48, 42, 45], ids=["full", "last window short", "last micro-batch short too"])
 def test_unequal_micro_batches_and_a_short_last_window(samples):
-    """As in docs/frameworks/lightning.md, "Micro-batches that are not of one size". Lightning alone divides every window by 4."""
+    """As in docs/frameworks/lightning.md, "Micro-batches that are not of one size".
+
+    Lightning alone divides every window by 4.
+    """
 
     class Weighed(Regression):
         def training_step(self, batch, index):
@@ -281,7 +287,7 @@ def test_checkpoint_of_lightning_alone_loses_the_window(tmp_path):
 
 
 def test_manual_optimization_flushes_through_lightnings_own_optimizer():
-    """Lightning's stand-in for the wrapper is of a subclass made on the fly, and has no state of its own."""
+    """Lightning's stand-in for the wrapper is of a subclass made on the fly, without own state."""
 
     class Manual(Regression):
         def __init__(self, make):
@@ -293,7 +299,7 @@ def test_manual_optimization_flushes_through_lightnings_own_optimizer():
             self.optimizers().step()
 
         def on_validation_model_zero_grad(self):
-            """Lightning's own version sets every gradient to None, here inside a window that it does not know about."""
+            """Lightning's own would set all gradients to None, inside a window unknown to it."""
 
         def on_train_epoch_end(self):
             self.optimizers().flush()

@@ -6,7 +6,7 @@ import torchao.optim
 from sizes import limits
 from small_states import MASTERS, assert_same, by_hand, bytes_of_state, masters, resumed, straight
 
-# Each with the bytes of its state for a parameter. torchao compiles its step, which takes most of the time here.
+# Each with its bytes of state a parameter. torchao's compilation takes most of the time here.
 OPTIMIZERS = {
     "torchao, 8 bits": (torchao.optim.AdamW8bit, 2),
     "torchao, 4 bits": (torchao.optim.AdamW4bit, 1),

@@ -1,4 +1,4 @@
-"""Accelerate's and the Trainer's own loops on two ranks, where they put the model into DistributedDataParallel themselves."""
+"""Accelerate's and the Trainer's own loops on two ranks: they put the model into DDP themselves."""
 
 import os
 import subprocess

@@ -1,4 +1,7 @@
-"""Run by torchrun on two ranks: a framework's own loop over DistributedDataParallel, with a wrapped optimizer or its own big batch."""
+"""Run by torchrun on two ranks: a framework's own loop over DistributedDataParallel.
+
+With a wrapped optimizer, or its own big batch.
+"""
 
 import sys
 
@@ -43,7 +46,10 @@ def accelerate(wrap):
 
 
 def accelerate_alone(wrap):
-    """Two forwards within no_sync(), the last backward synchronised all the same; then Accelerate's LocalSGD, which averages at the end."""
+    """Two forwards within no_sync(), the last backward synchronised all the same.
+
+    Then Accelerate's LocalSGD, which averages at the end.
+    """
     accelerator = Accelerator(cpu=True)
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -1,4 +1,4 @@
-"""The whole CUDA backend, bindings and kernels, passes the tests of a GPU on the CPU, compiled against stand-ins for CUDA."""
+"""The whole CUDA backend, compiled against stand-ins for CUDA, passes a GPU's tests on the CPU."""
 
 import shutil
 

@@ -1,7 +1,8 @@
-"""csrc/cuda/kernels.cu itself, run on the CPU under sanitizers: block after block, a block's threads in a different order each time.
+"""csrc/cuda/kernels.cu itself, run on the CPU under sanitizers.
 
-The undefined-behaviour sanitizer is always on. A slow test at the end runs this file again with the address sanitizer, on a library
-that it has compiled for this (``SHIM_LIBRARY``), with libasan preloaded.
+Block after block, a block's threads in a different order each time. The undefined-behaviour
+sanitizer is always on. A slow test at the end runs this file again with the address sanitizer, on a
+library that it has compiled for this (``SHIM_LIBRARY``), with libasan preloaded.
 """
 
 import ctypes
@@ -46,7 +47,7 @@ def compiled(target, *flags, sanitizers="undefined"):
 
 
 def loaded(library):
-    """The C function of tests/gpu/cuda_shim/kernels.cpp: run(op, pairs, …) -> number of launches."""
+    """C function of tests/gpu/cuda_shim/kernels.cpp: run(op, pairs, …) -> number of launches."""
     run = ctypes.CDLL(library).run
     number, flag = ctypes.c_double, ctypes.c_bool
     run.argtypes = (
@@ -69,7 +70,10 @@ def kernels(library):
 def call(
     kernels, op, outs, ins, scale=1.0, *, on_device=False, overwrite=False, decay=1.0, rounding=None, stats=None, more=0
 ):
-    """Run the kernels on lists of one dtype each; returns the number of launches. ``more`` plants a fault: that many elements too many."""
+    """Run the kernels on lists of one dtype each; returns the number of launches.
+
+    ``more`` plants a fault: that many elements too many.
+    """
     counters = rounding.counters if rounding else [0] * len(outs)
     table = (Pair * len(outs))(
         *(Pair(o.data_ptr(), x.data_ptr(), o.numel() + more, c) for o, x, c in zip(outs, ins, counters, strict=True))
@@ -82,7 +86,7 @@ def call(
 
 
 def tensors(sizes, dtype, offset, seed):
-    """Views of the given sizes, each ``offset`` elements past an aligned address in memory of its own, with sentinels on both sides."""
+    """Views of given sizes between sentinels, each ``offset`` elements past an aligned address."""
     views = []
     for k, size in enumerate(sizes):
         whole = torch.full((size + 32,), SENTINEL, dtype=dtype)
@@ -92,7 +96,7 @@ def tensors(sizes, dtype, offset, seed):
 
 
 def check(kernels, outs, ins, scale=0.37, *, stats=False, **options):
-    """Accumulate into the outputs, compare with the reference on copies of them; returns the number of launches."""
+    """Accumulate, and compare with the reference on copies; returns the number of launches."""
     expected = [x.clone() for x in outs]
     measured, right = (Stats.empty() if stats else None for _ in range(2))
     overwrite, decay, rounding = (
@@ -204,7 +208,7 @@ def test_special_values_come_out_as_from_reference(kernels, out, x):
 
 @pytest.mark.parametrize("op", [ACCUMULATE, CAST])
 def test_lanes_beyond_a_tensors_end_are_not_measured(kernels, op):
-    """They hold 0: times an infinite scale, NaN, which would make NaN of a squared norm that is infinite."""
+    """They hold 0: NaN with an infinite scale, which would make an infinite squared norm NaN."""
     ins = [torch.ones(n, dtype=torch.bfloat16) for n in SIZES]
     outs, measured = [torch.ones(n) for n in SIZES], Stats.empty()
     call(kernels, op, outs, ins, float("inf"), stats=measured)
@@ -214,7 +218,7 @@ def test_lanes_beyond_a_tensors_end_are_not_measured(kernels, op):
 @pytest.mark.parametrize("counter", [0, 2, 4, 7, 2**64 - 5, 2**64 - 4096])
 @pytest.mark.parametrize(("out", "x"), [p for p in PAIRS if p.values[0].itemsize == 2])
 def test_stochastic_rounding_equals_reference(kernels, out, x, counter):
-    """The counters make packs begin at a block of 8 random numbers, at a half or a quarter of one, or anywhere inside one."""
+    """By the counters, packs begin at a block of 8 draws, a half or quarter of it, or anywhere."""
     outs, ins = tensors(SIZES, out, 0, 1), tensors(SIZES, x, 0, 2)
     rounding = StochasticRounding(2**63 + 12345, [counter] * len(SIZES))
     check(kernels, outs, ins, rounding=rounding, stats=counter in (4, 7))
@@ -226,7 +230,7 @@ def test_thousands_of_tensors_take_few_launches(kernels):
     assert launches == 3
 
 
-# -- numbers in two parts ----------------------------------------------------------------------------------------
+# -- numbers in two parts --------------------------------------------------------------------------
 
 SCALE = 3
 LOWS = (torch.int8, torch.int16)  # in the order of csrc/types.h
@@ -248,7 +252,7 @@ def low_of(library, low, measured, op, outs, ins, parts, scale, decay=1.0, overw
 
 
 def low_parts(dtype, offset):
-    """Low parts for tensors of SIZES, with sentinels on both sides, ``offset`` elements past an aligned address."""
+    """Low parts for SIZES between sentinels, each ``offset`` elements past an aligned address."""
     views = []
     for k, size in enumerate(SIZES):
         whole = torch.full((size + 64,), int(SENTINEL), dtype=dtype)
@@ -298,7 +302,7 @@ def test_ops_on_numbers_in_two_parts_equal_reference(library, low, other, offset
             assert_same_stats(measured, right)
 
 
-# -- that these tests can fail -----------------------------------------------------------------------------------
+# -- that these tests can fail ---------------------------------------------------------------------
 
 
 def test_a_missing_barrier_shows(tmp_path):

@@ -7,7 +7,7 @@ from fusedaccum.recipes import fuse
 from gpu_cases import DEVICE, needs_gpu
 from torch import nn
 
-# -- side streams ----------------------------------------------------------------------------------------------
+# -- side streams ----------------------------------------------------------------------------------
 
 
 class Late(torch.autograd.Function):
@@ -77,7 +77,7 @@ def test_a_layer_that_is_used_on_two_streams_gets_both_gradients(fused):
     assert (stepped(layer, opt, loss) == -2).all()
 
 
-# -- what the layers add ---------------------------------------------------------------------------------------
+# -- what the layers add ---------------------------------------------------------------------------
 
 
 @needs_gpu
@@ -102,8 +102,8 @@ def test_fused_linear_layers_of_16_bits_gather_what_plain_ones_do(dtype, monkeyp
         sums.append([p.grad for p in net.parameters()])
     if fuse.has_product(dtype, torch.float32, DEVICE.type):
         assert added.count(torch.float32) >= 2 * len(micro_batches)
-    # The plain way rounds each gradient to 16 bits (by half a unit in the last place) before it is added; a GPU that splits up the
-    # product may round once more.
+    # The plain way rounds each gradient to 16 bits (by half a unit in the last place) before it is
+    # added; a GPU that splits up the product may round once more.
     tolerance = 2 * torch.finfo(dtype).eps
     for theirs, ours in zip(*sums):
         assert ours.dtype == theirs.dtype == torch.float32

@@ -20,7 +20,7 @@ def assert_neighbours_untouched(tensors):
 
 
 def check(call, expected_call, outs, offset=0, measured=False):
-    """Check that ``call(outs, stats)`` on the device gives what ``expected_call(outs, stats)`` gives on the CPU."""
+    """Check that ``call(outs, stats)`` on the device equals ``expected_call`` on the CPU."""
     ours, expected = there(outs, offset), copies(outs)
     got, right = (Stats.empty(DEVICE), Stats.empty()) if measured else (None, None)
     written = [*ours, got.sq_norm, got.nonfinite] if measured else ours
@@ -112,7 +112,7 @@ def test_scale_and_stats(backend, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("backend", ["reference", *KERNELS])
 def test_a_scale_that_is_written_too_is_read_before(backend, dtype):
-    """Called without the checks of ops, which make a number of a scale on the CPU, where Triton's interpreter runs."""
+    """Called past the checks of ops, which make a CPU scale, as the interpreter has, a number."""
     module = backends.select(backend, DEVICE, "scale_")
     factor = torch.randn(1, dtype=dtype).abs() + 1.5
     whole = torch.cat([factor, torch.randn(100_000, dtype=dtype)])
@@ -143,7 +143,7 @@ def test_stochastic_rounding(backend, out, x, counter):
 @every_kernel
 def test_thousands_of_tensors_in_one_call(backend, kinds):
     sizes = [(k * 37) % 211 for k in range(3000)]
-    # From one pair of tensors to the next, the one's dtype changes, or the other's, both, or none; all pairs of dtypes occur.
+    # From pair to pair, the dtype of one changes, of both, or none; all pairs of dtypes occur.
     outs = [values(n, kinds[k // 2 % len(kinds)], k) for k, n in enumerate(sizes)]
     ins = [values(n, kinds[k // 3 % len(kinds)], k + 1) for k, n in enumerate(sizes)]
     ins_there = there(ins)

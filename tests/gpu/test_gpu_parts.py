@@ -1,4 +1,4 @@
-"""On a GPU, the ops on numbers in two parts give, with every kernel backend, the bits of the reference on the CPU."""
+"""Ops on numbers in two parts give the CPU reference's bits on a GPU, with every kernel backend."""
 
 import itertools
 
@@ -12,7 +12,10 @@ from parts_cases import LOWS, split
 
 
 def check(call, expected_call, tensors, low, offset):
-    """Check that ``call(tensors, low, stats)`` on the device gives what ``expected_call`` gives on the CPU, and is noticed."""
+    """Check that ``call(tensors, low, stats)`` on the device equals ``expected_call`` on the CPU.
+
+    And that autograd notices what it writes.
+    """
     ours, parts = there(tensors, offset), there(low, 3 * offset)
     expected, right_parts = copies(tensors), copies(low)
     got, right = Stats.empty(DEVICE), Stats.empty()

@@ -1,4 +1,4 @@
-"""What only a GPU can show: nothing waits for it, and CUDA graphs, streams and several devices work."""
+"""Only a GPU can show: nothing waits for it; CUDA graphs, streams and several devices work."""
 
 import contextlib
 import subprocess
@@ -46,7 +46,7 @@ def test_nothing_waits_for_the_device(backend):
 @needs_gpu
 @pytest.mark.parametrize("backend", [*KERNELS, "reference"])
 def test_calls_return_while_the_device_is_busy(backend):
-    """PyTorch, asked above, does not know of waits within the driver, as for a copy from memory that is not pinned."""
+    """PyTorch, asked above, knows no waits in the driver, as for copies of unpinned memory."""
     outs, ins, scale = there(made(torch.float32, 1)), there(made(torch.bfloat16, 2)), torch.tensor(0.5, device=DEVICE)
 
     def return_within(seconds):
@@ -128,14 +128,14 @@ def test_a_graph_replays_with_the_scale_of_the_moment():
 
 @pytest.mark.skipif(not GPU or "cuda" not in KERNELS, reason="needs a CUDA device and the CUDA kernels")
 def test_compiled_functions_with_graphs_of_their_own_write_the_same_buffers():
-    """mode="reduce-overhead" warms up, records and replays, and must not do so on copies of the buffers."""
+    """mode="reduce-overhead" must not warm up, record or replay on copies of the buffers."""
 
     @torch.compile(fullgraph=True, mode="reduce-overhead")
     def add(buffers, grads, scale):
         ops.accumulate_(buffers, [x * 2 for x in grads], scale, backend="cuda")
         return ops.stats(buffers, backend="cuda").sq_norm
 
-    # Each in memory of its own: PyTorch before 2.13 miscompiles writes to parts of a storage, so we refuse those.
+    # Each a storage of its own: PyTorch before 2.13 miscompiles writes to parts, which we refuse.
     outs, ins = ([x.to(DEVICE) for x in made(dtype, seed)] for dtype, seed in ((torch.float32, 1), (torch.bfloat16, 2)))
     for x in outs:
         torch._dynamo.mark_static_address(x)  # a graph is not made for writes to memory that may move
@@ -196,7 +196,7 @@ def test_gradients_from_several_streams_arrive_whole(backend):
 @pytest.mark.usefixtures("each_intake")
 @every_kernel
 def test_memory_of_gradients_from_two_streams_is_used_again_only_after_the_add(backend):
-    """Within one backward: a bucket holds two gradients, one from each stream, and is added where the second of them arrives."""
+    """Within a backward: a bucket of one gradient per stream is added where the second arrives."""
     n, side, main = 2_000_000, torch.cuda.Stream(), torch.cuda.current_stream()
     params = [nn.Parameter(torch.zeros(n, dtype=torch.bfloat16, device=DEVICE)) for _ in range(8)]
     streams, nodes = [side if k % 2 else main for k in range(8)], []

@@ -1,6 +1,7 @@
-"""Kernels without nvcc: NVRTC compiles them, files keep them, CUDA's driver loads and launches them. No GPU: a stand-in is the driver.
+"""Kernels without nvcc: NVRTC compiles, files keep, CUDA's driver loads and launches them.
 
-What needs the stand-in is run again by a test at the end, in a process that finds it as libcuda.so.1.
+No GPU: a stand-in is the driver. What needs the stand-in is run again by a test at the end, in a
+process that finds it as libcuda.so.1.
 """
 
 import ctypes
@@ -25,7 +26,7 @@ pytestmark = [pytest.mark.long, pytest.mark.skipif(torch.version.cuda is None, r
 with_driver = pytest.mark.skipif(not WITH_DRIVER, reason="is run by the test at the end")
 
 
-# -- the compiler, and what is kept ------------------------------------------------------------------------------
+# -- the compiler, and what is kept ----------------------------------------------------------------
 
 
 @pytest.fixture
@@ -137,7 +138,7 @@ def test_gpus_that_nvrtc_does_not_know(monkeypatch):
     assert "libnonesuch.so.13: cannot open" in backends._cuda_missing()
 
 
-# -- the driver --------------------------------------------------------------------------------------------------
+# -- the driver ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -161,7 +162,7 @@ def calls(driver):
 
 
 def fails(driver, call, out, x):
-    """Fails if the driver's function fails, before anything is written, and not any more once it does not."""
+    """Fails if the driver's function does, before anything is written, and no longer than that."""
     outs, ins = [torch.ones(5, dtype=out)], [torch.ones(5, dtype=x)]
     driver.plan(call.encode(), 2)
     with pytest.raises(RuntimeError, match=f"CUDA error in {call}: out of memory"):
@@ -258,7 +259,7 @@ def test_statistics_of_nothing(driver):
 
 @with_driver
 def test_each_device_has_code_and_context_of_its_own_in_every_thread(driver):
-    """Device 1 is of another compute capability; the stand-in takes neither code for another nor another's context."""
+    """Device 1 has another compute capability: the stand-in refuses another's code or context."""
     import cuda_shim
 
     library = ctypes.PyDLL(cuda_shim.__file__)  # keeps the GIL

@@ -1,4 +1,4 @@
-"""The Triton kernels, compiled down to machine code for GPUs that need not be here: the code is what the source intends."""
+"""The Triton kernels' machine code, for GPUs that need not be here, is what the source intends."""
 
 import functools
 import importlib.util
@@ -122,7 +122,10 @@ def amd_accesses(code):
 
 
 def amd_contractions(code):
-    """Products not rounded before something is added; but those of -1, and those to which -0 is added (so is FP16 multiplied), are fine."""
+    """Products not rounded before something is added.
+
+    Those of -1, and those to which -0 is added (so is FP16 multiplied), are fine.
+    """
     return re.findall(r"\bv_(?:pk_)?(?:fma|mac|fmac|mad)\w*(?!.* (?:neg\(0\)|-1\.0)).*", code)
 
 
@@ -170,7 +173,7 @@ def test_for_amd_too_stochastic_rounding_and_measuring_compile(architecture):
 
 @pytest.mark.parametrize(("out", "x"), PAIRS)
 def test_every_dtype_pair_moves_packs_without_contraction(out, x):
-    """As many elements at a time on both sides as there are in 16 bytes of the wider one, so that threads exchange nothing."""
+    """Both sides move as many elements as fit 16 bytes of the wider: threads exchange nothing."""
     sass = nvidia(90, out, x, ADD)
     sizes = [{"fp64": 8, "fp32": 4}.get(name, 2) for name in (out, x)]
     write_width, read_width = (16 * size // max(sizes) for size in sizes)

@@ -1,4 +1,4 @@
-"""Bad input raises an error that names the argument, the value and the fix, and writes nothing. C++ and Python agree."""
+"""Bad input raises errors naming argument, value and fix, writes nothing. C++ and Python agree."""
 
 import itertools
 import random
@@ -176,7 +176,7 @@ def test_nothing_is_written_when_the_last_of_many_is_bad(backend):
 
 @pytest.fixture(params=["addresses", "storages"])
 def places(request, monkeypatch):
-    """How memory is compared: by addresses, or by storages and places in them, as on Apple's GPUs, where there are no addresses."""
+    """By what memory is compared: addresses or, as on Apple's GPUs, storages and places in them."""
     if request.param == "storages":
         monkeypatch.setattr(memory, "WITHOUT_ADDRESSES", ("cpu",))
 
@@ -196,7 +196,7 @@ def test_a_list_is_not_its_own_partner():
 
 
 def test_ordinary_lists_are_not_looked_at_tensor_by_tensor(monkeypatch):
-    """That would take several times as long, where the extension is missing: some microseconds for each tensor of every call."""
+    """That would take several times as long without the extension: microseconds for each tensor."""
     monkeypatch.delattr(arguments, "_check_tensor")
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Conv2d(4, 2, 1))
     outs = list(model.to(memory_format=torch.channels_last).parameters())
@@ -257,7 +257,7 @@ def test_predicate_finds_the_one_overlap_among_thousands(cpu):
 
 @pytest.mark.skipif(not NATIVE, reason="the extension fusedaccum._cpu was not built")
 def test_predicate_agrees_with_python_on_all_pairs_of_views(cpu):
-    """All views of one stretch of memory, as output and as input: overlaps, gaps, transposes, other dtypes."""
+    """Views of one stretch of memory, as output and input: overlaps, gaps, transposes, dtypes."""
     base = torch.zeros(48)
     views = [
         base[:12],
@@ -439,7 +439,7 @@ def test_a_view_of_which_the_storage_was_cut_off_is_refused(cpu):
 @pytest.mark.parametrize("cut", [0, 1, 2, 3])
 @pytest.mark.parametrize("as_input", [False, True], ids=["written", "read"])
 def test_a_view_beyond_a_cut_storage_is_refused_among_others_of_its_kind(cpu, as_input, cut):
-    """The first tensor sets what the next ones are compared with; each is shorter than what is left of the storage."""
+    """All are compared with the first; each is shorter than what is left of the storage."""
     x, fine = torch.zeros(12), [torch.zeros(3) for _ in range(4)]
     views = [x[3 * k : 3 * k + 3] for k in range(4)]
     x.untyped_storage().resize_(4 * (3 * cut + 2))  # one element of view number ``cut`` is gone, and all after it

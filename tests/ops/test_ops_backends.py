@@ -1,4 +1,4 @@
-"""The table of backends: which one gets a call, what the environment variable says, and why one is missing."""
+"""Backends: which one gets a call, what the environment variable says, and why one is missing."""
 
 import importlib.util
 import re

@@ -1,4 +1,4 @@
-"""Every op on every backend gives the bits of the reference: dtypes x ragged sizes x scales x overwrite x decay."""
+"""Every op on every backend gives the reference's bits: dtypes, sizes, scales, overwrite, decay."""
 
 import itertools
 import math
@@ -30,8 +30,10 @@ pytestmark = [
 
 
 def compare(call, outs, backends=NATIVE, measured=(True, False)):
-    """Check that ``call(outs, stats, backend)`` gives the same bits on every native backend as on the reference, and where ``measured``
-    says so the same stats."""
+    """Check that ``call(outs, stats, backend)`` has the reference's bits on all native backends.
+
+    Also the same stats, where ``measured`` says so.
+    """
     expected, expected_stats = copies(outs), ops.Stats.empty()
     call(expected, expected_stats, "reference")
     for backend in backends:
@@ -46,7 +48,7 @@ def compare(call, outs, backends=NATIVE, measured=(True, False)):
 
 
 def with_and_without(turn):
-    """With statistics and without them; in Triton's interpreter, which is slow, only the one or the other by turns."""
+    """With and without statistics; in Triton's interpreter, which is slow, one of them by turns."""
     return (turn % 2 == 0,) if INTERPRETED else (True, False)
 
 
@@ -60,8 +62,9 @@ def lists(buffer, grad, sizes, nonfinite=False):
 def test_accumulate_equals_reference(buffer, grad):
     outs, ins = lists(buffer, grad, RAGGED)
     for overwrite, decay in itertools.product((False, True), (1.0, 0.75)):
-        # Triton's interpreter is slow. There we run each scale in two of these four combinations, so that it both adds and
-        # overwrites, and runs both with and without decay, and with and without statistics.
+        # Triton's interpreter is slow. There we run each scale in two of these four combinations,
+        # so that it both adds and overwrites, and runs both with and without decay, and with and
+        # without statistics.
         for turn, scale in enumerate(SCALES[overwrite ^ (decay == 1) :: 2] if INTERPRETED else SCALES, start=overwrite):
             compare(
                 lambda out, stats, backend, s=scale, o=overwrite, d=decay: ops.accumulate_(
@@ -102,7 +105,10 @@ def test_accumulate_zero_scale_adds_nothing_whatever_the_gradient_holds(scale):
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("scale", [1e-50, -1e-300, 5e-324], ids=str)
 def test_a_scale_that_only_fp32_takes_for_zero_is_none(scale, overwrite):
-    """Arithmetic of FP32 tensors is FP32, where it is 0, and NaN times that is NaN. So is an infinity. A scale of 0 would hide them."""
+    """Arithmetic of FP32 tensors is FP32, where it is 0: NaN or an infinity times that is NaN.
+
+    A scale of 0 would hide them.
+    """
     made = torch.tensor([math.nan, math.inf, -math.inf, 1.0, -1.0, 3e38])
     for given, (buffer, grad) in itertools.product(
         (scale, torch.tensor(scale, dtype=torch.float64)), itertools.product(("f32", "bf16", "f16"), repeat=2)
@@ -118,7 +124,7 @@ def test_a_scale_that_only_fp32_takes_for_zero_is_none(scale, overwrite):
 
 
 def test_lanes_beyond_a_tensors_end_are_not_measured():
-    """They hold 0: times an infinite scale, NaN, which would make NaN of a squared norm that is infinite."""
+    """They hold 0: NaN with an infinite scale, which would make an infinite squared norm NaN."""
     for n in RAGGED[1:]:
         ones = [torch.ones(n)]
         for backend in ("reference", *NATIVE):
@@ -176,7 +182,7 @@ def test_accumulate_mixes_dtypes_in_one_call():
 def test_accumulate_stochastic_equals_reference(buffer, grad, overwrite):
     sizes = [0, 1, 31, 32, 33, 255, 257, 300, 1000, 4097, 40000, 5000, 5000]
     outs, ins = lists(buffer, grad, sizes, nonfinite=True)
-    # Kernels draw numbers differently if they begin at a block of 8, at a half or a quarter of one, or anywhere else.
+    # Kernels draw differently from a block of 8 on, from half or a quarter of one, or elsewhere.
     counters = [0, 1, 5, 7, 8, 2**35 - 3, 2**63, 2**64 - 40, 12345, 3, 2**64 - 4096, 12, 2]
     rounding = ops.StochasticRounding(2**63 + 987654321, counters)
     for scale, decay in ((1.0, 1.0), (1e-3, 0.5), (0.0, 0.9)):

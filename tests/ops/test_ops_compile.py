@@ -1,4 +1,4 @@
-"""The ops under torch.compile and other tracers give eager's bits, and writes and reads keep the order of the function."""
+"""Under torch.compile and other tracers ops give eager's bits; writes and reads keep order."""
 
 import re
 
@@ -25,7 +25,7 @@ def made(dtype, seed):
     return [values(n, dtype, seed + k) for k, n in enumerate(SIZES)]
 
 
-# One function per op and way of calling it. All arguments that are not tensors are numbers that may change from call to call.
+# A function per op and way of calling it; arguments are tensors, or numbers that may change.
 CALLS = {
     "accumulate": lambda outs, ins, s, stats, backend: ops.accumulate_(outs, ins, s, stats=stats, backend=backend),
     "decay": lambda outs, ins, s, stats, backend: ops.accumulate_(
@@ -44,7 +44,7 @@ every_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 
 
 def step(call, outs, sources, scale, stats, backend):
-    """The call between other ops: gradients are made here, and the buffers are read before and after they are written."""
+    """The call between other ops: gradients are made here, buffers are read before and after."""
     before = [out * 2 for out in outs]
     ins = [x * 2 for x in sources]
     call(outs, ins, scale, stats, backend)
@@ -91,12 +91,15 @@ def test_inductor_gives_the_bits_of_eager(call):
     assert_compiled_is_eager(compiled, CALLS[call], BF16_FP32, 0.37, None)
 
 
-# -- what a graph is made for ----------------------------------------------------------------------------------
+# -- what a graph is made for ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_numbers_that_change_do_not_compile_anew(backend):
-    """One compilation for the first value, one for all others (except NaN, which PyTorch guards separately); no value loses precision."""
+    """One compilation for the first value, one for all others but NaN; no value loses precision.
+
+    PyTorch guards NaN separately.
+    """
     counter = CompileCounterWithBackend(backend)
 
     @torch.compile(backend=counter, fullgraph=True)
@@ -136,7 +139,7 @@ def test_one_graph_for_all_sizes(mark):
 @pytest.mark.skipif(REFUSES_VIEWS, reason="before torch 2.13 views that begin inside their storage are refused")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_writes_and_reads_keep_their_order(backend):
-    """With gradients from torch.func, several adds, reads in between, and buffers that are views of one stretch of memory."""
+    """Gradients from torch.func, several adds, reads between, buffers in one stretch of memory."""
 
     def window(flat, weight, batches):
         buffer, other = flat[:12].view(3, 4), flat[12:]
@@ -203,7 +206,7 @@ def test_gradients_are_not_tracked():
     assert x.grad.tolist() == [6.0] * 3
 
 
-# -- errors ----------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 z = torch.zeros
 BAD = {
@@ -227,14 +230,14 @@ BAD = {
 
 @pytest.mark.parametrize("call", BAD.values(), ids=BAD)
 def test_errors_are_those_of_eager_calls(call):
-    """While tracing, the compiler's own error contains the message; at run time it is the same error."""
+    """While tracing, the compiler's error contains the message; at run time it is the same."""
     with pytest.raises((TypeError, ValueError, RuntimeError)) as expected:
         call()
     with pytest.raises(Exception, match=re.escape(str(expected.value).split(" (")[0])):
         torch.compile(call, fullgraph=True, backend="aot_eager")()
 
 
-# -- the registered ops ----------------------------------------------------------------------------------------
+# -- the registered ops ----------------------------------------------------------------------------
 
 
 def registered_calls(dtype=torch.bfloat16):

@@ -1,4 +1,4 @@
-"""Ops read and write only the elements they are given: misaligned views, strides, NaN in outputs, neighbours that must not change."""
+"""Ops touch only the elements given: misaligned views, strides, NaN in outputs, neighbours."""
 
 import gc
 import weakref
@@ -15,7 +15,7 @@ SENTINEL = 7.0
 
 
 def guarded(x, offset):
-    """A copy of ``x``, as a view ``offset`` elements into memory full of sentinels; and that memory."""
+    """A copy of ``x``, ``offset`` elements into memory full of sentinels; and that memory."""
     memory = torch.full((x.numel() + offset + 70,), SENTINEL, dtype=x.dtype)
     view = memory[offset : offset + x.numel()]
     view.copy_(x)

@@ -1,4 +1,4 @@
-"""The ops against oracles other than our reference: plain PyTorch expressions, FP64 arithmetic, exact fractions."""
+"""Ops against other oracles than our reference: plain PyTorch, FP64 arithmetic, exact fractions."""
 
 import math
 from fractions import Fraction
@@ -14,7 +14,7 @@ FORMATS = {torch.float32: (24, -126, 127), torch.bfloat16: (8, -126, 127), torch
 
 
 def nearest(x, dtype):
-    """The format's number nearest to ``x`` (a Fraction), ties to even, written from the formats' definitions."""
+    """The format's number nearest to ``x``, a Fraction, ties to even, by formats' definitions."""
     digits, lowest, highest = FORMATS[dtype]
     if x == 0:
         return 0.0
@@ -35,7 +35,7 @@ def nearest(x, dtype):
 @pytest.mark.parametrize("grad", ["bf16", "f16", "f32"])
 @pytest.mark.parametrize("buffer", ["bf16", "f16", "f32"])
 def test_accumulate_rounds_product_and_sum_and_result_once_each(backend, buffer, grad):
-    """The oracle is exact rational arithmetic, rounded to FP32 after the product and after the sum, then to the buffer's format."""
+    """The oracle: fractions, rounded to FP32 after product and sum, then to the buffer's format."""
     b, g = values(120, DTYPES[buffer], seed=3), values(120, DTYPES[grad], seed=4)
     b, g = b.where(b.isfinite(), 1), g.where(g.isfinite(), 1)
     scale = Fraction(float(np.float32(0.37)))
@@ -89,7 +89,7 @@ def test_cast_of_every_16_bit_number_comes_back(backend, dtype):
 @every_backend
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
 def test_cast_rounds_midpoints_to_even(backend, dtype):
-    """For the midpoint between each number and the next, and for that midpoint's FP32 neighbours."""
+    """For the midpoint between each number and the next, and for its neighbours in FP32."""
     x = torch.arange(2**15, dtype=torch.int32).to(torch.int16).view(DTYPES[dtype])
     x = x[x.isfinite()]
     middle = (x[:-1].double() + x[1:].double()).div(2).float()

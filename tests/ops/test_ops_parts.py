@@ -1,4 +1,7 @@
-"""Numbers in two parts, a BF16 tensor and low parts beside it: what they mean, by oracles in NumPy, and the same bits on every backend."""
+"""Numbers in two parts: a BF16 tensor, and low parts beside it.
+
+What they mean, by oracles in NumPy, and the same bits on every backend.
+"""
 
 import itertools
 import math
@@ -53,7 +56,7 @@ def assert_parts(h, low, x, what=""):
     )
 
 
-# -- what the parts mean ---------------------------------------------------------------------------------------
+# -- what the parts mean ---------------------------------------------------------------------------
 
 
 @every_backend
@@ -142,7 +145,7 @@ def test_what_is_too_large_for_h_is_infinite_beside_8_bits_alone(backend):
         assert_same_bits(number_of(h, low), x)
 
 
-# -- the ops ---------------------------------------------------------------------------------------------------
+# -- the ops ---------------------------------------------------------------------------------------
 
 
 @every_backend
@@ -201,7 +204,10 @@ def test_cast_may_write_its_own_inputs(backend, low):
 
 @every_backend
 def test_a_window_of_8_is_fp32s_to_bf16(backend):
-    """The sums' error is at most 2**-17 of the largest partial sum for every add; the finished gradients are nearly all FP32's."""
+    """The sums' error is at most 2**-17 of the largest partial sum for every add.
+
+    The finished gradients are nearly all FP32's.
+    """
     n = 20_000 if INTERPRETED else 400_000
     g = torch.Generator().manual_seed(1)
     signal = torch.randn(n, generator=g) * 0.1
@@ -219,11 +225,11 @@ def test_a_window_of_8_is_fp32s_to_bf16(backend):
     assert (h == (sums * 0.125).bfloat16()).double().mean() >= 0.999
 
 
-# -- bits --------------------------------------------------------------------------------------------------------
+# -- bits ------------------------------------------------------------------------------------------
 
 
 def compare(call, tensors, low, measured=(True, False)):
-    """Check that ``call(tensors, low, stats, backend)`` leaves the reference's bits and stats on every native backend."""
+    """Compare bits and stats of ``call(tensors, low, stats, backend)`` with the reference's."""
     expected, parts, expected_stats = copies(tensors), copies(low), ops.Stats.empty()
     call(expected, parts, expected_stats, "reference")
     for backend, measure in itertools.product(NATIVE, measured):
@@ -314,7 +320,7 @@ def test_cast_equals_reference(low, other):
 
 @every_low
 def test_large_outputs_that_pass_the_caches_are_the_same(low):
-    """As CPU kernels store them: 4 MiB and more, of joined masters 32 and more, aligned for that or not."""
+    """As CPU kernels store from 4 MiB on, joined masters from 32 MiB on, aligned for it or not."""
     n = (3 << 20) + 77 if not INTERPRETED else 3000
     masters = (8 << 20) + 77 if not INTERPRETED else 3000
     grad = torch.randn(n).bfloat16()

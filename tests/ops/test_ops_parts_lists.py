@@ -1,4 +1,4 @@
-"""Lists of numbers in two parts: what is refused, what memory is touched, and what compilers record."""
+"""Lists of numbers in two parts: what is refused, what memory is touched, what compilers record."""
 
 import math
 import random
@@ -170,11 +170,11 @@ def test_both_checks_of_lists_say_the_same():
     assert len(verdicts) == 6
 
 
-# -- memory ----------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 def guarded(x, offset):
-    """A copy of ``x``, as a view ``offset`` elements into memory full of sentinels; and that memory."""
+    """A copy of ``x``, ``offset`` elements into memory full of sentinels; and that memory."""
     memory = torch.full((x.numel() + offset + 70,), SENTINEL, dtype=x.dtype)
     view = memory[offset : offset + x.numel()]
     view.copy_(x)
@@ -327,7 +327,7 @@ def test_a_backend_without_low_parts_leaves_them_to_the_reference(monkeypatch):
             assert backends.select(name, torch.device("cpu"), "stats") is module
 
 
-# -- compilers -------------------------------------------------------------------------------------------------
+# -- compilers -------------------------------------------------------------------------------------
 
 
 def window(upper, grad, part):

@@ -16,7 +16,7 @@ scales = st.one_of(st.sampled_from([0.0, 1.0, -1.0, 0.125, float("inf")]), st.fl
 
 @st.composite
 def view_of(draw, shape, dtype):
-    """Random numbers of this shape, with any order of strides, any gaps, and any offset into their memory."""
+    """Random numbers of this shape, with any order of strides, gaps, and offset into memory."""
     order = draw(st.permutations(range(len(shape))))
     gaps = [draw(st.integers(1, 2)) for _ in shape]
     offset = draw(st.integers(0, 5))

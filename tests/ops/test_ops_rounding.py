@@ -1,4 +1,4 @@
-"""Stochastic rounding: the generator gives its published answers, each element its own number, only neighbours result, no bias."""
+"""Stochastic rounding: published draws, one per element, only neighbours as results, no bias."""
 
 import itertools
 
@@ -49,7 +49,7 @@ def draws(seed, counter, count):
 @every_backend
 @pytest.mark.parametrize("counter", [0, 1, 13, 2**32 * 8 - 5, 2**63 - 3, 2**64 - 20])
 def test_element_e_uses_number_counter_plus_e(backend, counter):
-    """Rounding 1 + 2^-7 * r' / 2^16 to bf16 goes up exactly where the element's random number is at least 2^16 - r'."""
+    """1 + 2^-7 * r' / 2^16 rounds up in bf16 exactly where the element's draw is >= 2^16 - r'."""
     seed, count, fraction = 2**64 - 12345, 100, 20000
     x = torch.full((count,), 0x3F800000 + fraction, dtype=torch.int32).view(torch.float32)
     got = torch.empty(count, dtype=torch.bfloat16)
@@ -86,8 +86,11 @@ def counters_of(*wanted):
 @every_backend
 @every_format
 def test_what_is_exact_stays_whatever_is_drawn(backend, dtype):
-    """Every bit of the format once, and its neighbours: subnormals, where numbers lie on an even grid, and normal numbers. The draws 0 and
-    65535 are those that would move it if the test for "greater" were one for "greater or equal", or the reverse."""
+    """For every bit of the format, and its neighbours: subnormal numbers, and normal ones.
+
+    Subnormals lie on an even grid. The draws 0 and 65535 are those that would move a number if the
+    test for "greater" were one for "greater or equal", or the reverse.
+    """
     exact = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(DTYPES[dtype])
     sizes = [2**k + d for k in range(15) for d in (-1, 0, 1)]
     exact = exact[[n for n in sizes if n >= 0] + [n + (1 << 15) for n in sizes if n >= 0]]
@@ -103,7 +106,10 @@ def test_what_is_exact_stays_whatever_is_drawn(backend, dtype):
 @every_backend
 @every_format
 def test_what_lies_between_two_numbers_goes_up_at_the_draws_that_it_should(backend, dtype):
-    """A quarter of the way from one number to the next: up at a quarter of the draws, which end, or begin, at a quarter of 65536."""
+    """A quarter of the way from one number to the next: up at a quarter of the draws.
+
+    These end, or begin, at a quarter of 65536.
+    """
     exact = [2.0**-24, 5 * 2.0**-24, 1023 * 2.0**-24, -3 * 2.0**-24] if dtype == "f16" else [1.0, -3.0, 2.0**-100, 7.5]
     steps = [2.0**-24] * 4 if dtype == "f16" else [2.0**-7, 2.0**-6, 2.0**-107, 2.0**-5]
     low = torch.tensor(exact)
@@ -143,7 +149,7 @@ def test_rounding_is_unbiased(backend, dtype):
 
 @every_backend
 def test_a_mean_that_nearest_loses_is_kept(backend):
-    """Each addition is 1/1000 of a bf16 step: rounding to nearest never moves, stochastic rounding keeps the mean."""
+    """Adds are 1/1000 of a bf16 step: nearest never moves, stochastic rounding keeps the mean."""
     n, additions = 4096, 1000 if backend.startswith("cpu") else 200
     up, plain = torch.ones(n, dtype=torch.bfloat16), torch.ones(n, dtype=torch.bfloat16)
     grad = torch.full((n,), 2.0**-7 / 1000)

@@ -1,4 +1,4 @@
-"""The CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer: a C++ program without PyTorch, built with g++."""
+"""The CPU kernels under g++'s address and undefined-behaviour sanitizers, without PyTorch."""
 
 import hashlib
 import platform
@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# Unoptimized, so that the sanitizers see every access as it is written. Null and size checks would double the time to compile, and
-# AddressSanitizer finds such accesses anyway.
+# Unoptimized, so that the sanitizers see every access as it is written. Null and size checks would
+# double the time to compile, and AddressSanitizer finds such accesses anyway.
 FLAGS = [
     *("-std=c++17", "-O0", "-g1", "-Wall", "-Wextra", "-ffp-contract=off"),
     *("-fsanitize=address,undefined", "-fno-sanitize=null,object-size", "-fno-sanitize-recover=all"),

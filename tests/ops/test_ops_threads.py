@@ -1,4 +1,4 @@
-"""Threads and instruction sets change the time and nothing else; other Python threads run during a call."""
+"""Threads and instruction sets change nothing but time; other Python threads run during a call."""
 
 import subprocess
 import sys
@@ -61,7 +61,7 @@ def test_stats_do_not_depend_on_the_instruction_set_or_the_alignment(buffer, gra
 
 @native_only
 def test_many_tensors_fall_to_threads_evenly(threads, cpu):
-    """Sums stay right with a few large tensors among thousands of small ones, and with any number of threads."""
+    """Sums are right with few large tensors among thousands of small, by any number of threads."""
     sizes = [1] * 1500 + [200_000] + [17] * 1500 + [70_000]
     outs, ins = [torch.zeros(n) for n in sizes], [torch.ones(n, dtype=torch.bfloat16) for n in sizes]
     for n in (1, 2, 5, 16):

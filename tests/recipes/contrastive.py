@@ -1,4 +1,4 @@
-"""Losses that are not a sum over samples, with their encoders and inputs, and the big batch of each, written out."""
+"""Losses that are not a sum over samples, their encoders, inputs and big batches, written out."""
 
 import copy
 
@@ -10,7 +10,7 @@ SAMPLES = 13
 
 
 class Tower(nn.Module):
-    """An encoder without any statistics over the batch; it takes keyword, positional or single inputs."""
+    """An encoder without batch statistics, which takes keyword, positional or single inputs."""
 
     def __init__(self, features, embedding=6, dropout=0.0):
         super().__init__()
@@ -37,7 +37,7 @@ class Clip(nn.Module):
 
 
 class SupCon(nn.Module):
-    """Khosla et al., 2020: all samples with the same label are positives. (A loss that is a module, without parameters.)"""
+    """Khosla et al., 2020: samples of one label are positives. (A module without parameters.)"""
 
     labels = torch.arange(SAMPLES) % 3
 
@@ -49,7 +49,7 @@ class SupCon(nn.Module):
 
 
 def barlow_twins(a, b):
-    """Zbontar et al., 2021: pulls the correlation of the two views' features over the batch towards the identity."""
+    """Zbontar et al., 2021: pulls the correlation of two views' features towards the identity."""
     a, b = ((z - z.mean(0)) / z.std(0) for z in (a, b))
     apart = (a.T @ b / len(a) - torch.eye(a.shape[1], dtype=a.dtype)).square()
     return apart.diagonal().sum() + 0.1 * (apart.sum() - apart.diagonal().sum())
@@ -75,7 +75,7 @@ def barlow(dtype):
 
 
 def unequal_batches(dtype):
-    """Three passages per query, as in dense retrieval; one batch is a tuple, the other is encoded by a function."""
+    """Three passages per query (dense retrieval); one batch is a tuple, one encoder a function."""
     queries, passages = Tower(5), Tower(5)
 
     def loss(q, p):
@@ -130,7 +130,10 @@ def gradients(parts):
 
 
 def assert_close(ours, theirs, tolerance):
-    """Compare each parameter's gradient, with an error relative to the whole gradient: where terms cancel, their rounding errors do not."""
+    """Compare each parameter's gradient, with an error relative to the whole gradient.
+
+    Where terms cancel, their rounding errors do not.
+    """
     assert ours.keys() == theirs.keys()
     size = torch.stack([grad.double().norm() for grad in theirs.values()]).norm()
     for name, grad in theirs.items():
@@ -139,7 +142,7 @@ def assert_close(ours, theirs, tolerance):
 
 
 def both(make, dtype=torch.float64):
-    """A case for us, and the gradients and the loss of the big batch, computed on a copy with weights of its own."""
+    """A case for us, and the big batch's gradients and loss, from a copy with its own weights."""
     case = make(dtype)
     modules(case).to(dtype)
     ours = copy.deepcopy(case)

@@ -1,4 +1,7 @@
-"""Memory that runs out where a test wants it to: each place in a window where PyTorch may allocate is a point, and points can fail."""
+"""Memory that runs out where a test wants it to.
+
+Each place in a window where PyTorch may allocate is a point, and points can fail.
+"""
 
 import functools
 
@@ -164,7 +167,10 @@ class Memory:
 
 
 def ran(monkeypatch, fail=(), first=4, dtype=torch.float64, windows=1, net=Net, reduction="mean", **settings):
-    """Windows that begin with micro-batches of ``first`` and run out of memory at ``fail``: model, points, losses, optimizer."""
+    """Windows that begin with micro-batches of ``first`` and run out of memory at ``fail``.
+
+    Returns model, points, losses and optimizer.
+    """
     with monkeypatch.context() as patched:
         model, opt = made(dtype, reduction=reduction, net=net, **settings)
         points = Points(patched, model, fail)

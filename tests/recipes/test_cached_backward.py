@@ -1,4 +1,7 @@
-"""``fa.cached_backward`` gives the big batch's gradient for losses that are not a sum over samples, and leaves nothing behind."""
+"""``fa.cached_backward`` gives the big batch's gradient for losses that are no sum over samples.
+
+It leaves nothing behind.
+"""
 
 import copy
 
@@ -40,11 +43,11 @@ def test_accumulating_such_a_loss_is_not_the_big_batch():
         assert_close(gradients(modules(case)), theirs, 0.1)
 
 
-# -- random numbers ----------------------------------------------------------------------------------------------
+# -- random numbers --------------------------------------------------------------------------------
 
 
 def test_dropout_of_the_second_pass_is_that_of_the_first():
-    """The oracle is one graph in which the encoders run on the same micro-batches, from the same seed."""
+    """The oracle is one graph of the same micro-batches, with encoders run from the same seed."""
     a, b, loss_fn = Tower(5, dropout=0.5).double(), Tower(7, dropout=0.3).double(), Clip().double()
     x, y = torch.randn(SAMPLES, 5).double(), torch.randn(SAMPLES, 7).double()
     literal = copy.deepcopy(nn.ModuleList([a, b, loss_fn]))
@@ -82,11 +85,11 @@ def test_the_generator_stands_where_one_pass_leaves_it_also_after_an_exception()
     assert torch.equal(after, torch.rand(3))
 
 
-# -- what moves in a forward ------------------------------------------------------------------------------------------
+# -- what moves in a forward -----------------------------------------------------------------------
 
 
 class Counting(nn.Module):
-    """Replaces one buffer and writes to another, and its output depends on what it has written, as with spectral_norm."""
+    """Replaces one buffer and writes to another, which its output depends on (spectral_norm)."""
 
     def __init__(self):
         super().__init__()
@@ -150,7 +153,7 @@ def test_buffers_are_as_before_when_the_first_pass_or_the_loss_fails(place):
         assert torch.equal(value, before[name])
 
 
-# -- what needs a gradient ----------------------------------------------------------------------------------------------
+# -- what needs a gradient -------------------------------------------------------------------------
 
 
 class Calls(Tower):
@@ -193,7 +196,10 @@ def test_no_pass_but_the_second_makes_a_graph():
 
 
 def test_inputs_get_their_gradients_also_through_what_made_them():
-    """Of a leaf, a frozen encoder's input, and the output of a trunk that both encoders share, which one backward goes through."""
+    """Of a leaf, a frozen encoder's input, and a trunk's output that both encoders share.
+
+    One backward goes through that output.
+    """
     case, _, _ = both(clip)
     loss_fn, (a, _), (x, _) = case
     b, trunk, leaf = Tower(5).double().requires_grad_(False), nn.Linear(5, 5).double(), x.clone().requires_grad_()
@@ -218,7 +224,7 @@ def test_embeddings_that_the_loss_does_not_use():
     assert all(p.grad is None for p in b.parameters()) and b[1].num_batches_tracked == 2
 
 
-# -- autocast ----------------------------------------------------------------------------------------------------------------
+# -- autocast --------------------------------------------------------------------------------------
 
 
 class Mixed(nn.Module):
@@ -245,7 +251,7 @@ def test_the_callers_autocast_holds_in_both_passes_and_not_in_the_backward():
         loss = SupCon()(torch.cat(parts))
     loss.backward()
     assert_close({"exact": net.exact.grad}, {"exact": literal.exact.grad}, 1e-6)
-    # We sum a bf16 weight's gradient over the micro-batches in FP32; the oracle does so in bf16 at most.
+    # We sum a bf16 weight's gradients in FP32 over micro-batches; the oracle in bf16 at most.
     assert_close(gradients(net.cast), gradients(literal.cast), 2**-8)
 
 
@@ -287,7 +293,7 @@ def test_an_input_that_the_encoder_does_not_use():
 
 @BATCH_NORM
 def test_running_statistics_of_a_frozen_encoder_move_also_beside_a_function():
-    """Of modules that a function calls, the first pass leaves no trace; a frozen encoder has no other pass."""
+    """The first pass leaves no trace in a function's modules. A frozen encoder has no other."""
     frozen = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)).requires_grad_(False)
     tower, x = Tower(5, embedding=4), torch.randn(12, 5)
     literal = copy.deepcopy(frozen)
@@ -299,7 +305,10 @@ def test_running_statistics_of_a_frozen_encoder_move_also_beside_a_function():
 
 
 def test_parametrized_weights_that_are_cached_get_their_gradients():
-    """Those that the first pass has made have no graph, which the loss may need, and that of a micro-batch's is gone after its backward."""
+    """Those that the first pass made have no graph, which the loss may need.
+
+    Those of a micro-batch have one, which is gone after its backward.
+    """
     net, x = nn.Sequential(nn.Linear(5, 4), parametrizations.weight_norm(nn.Linear(4, 3))), torch.randn(12, 5)
     literal = copy.deepcopy(net)
 
@@ -314,7 +323,7 @@ def test_parametrized_weights_that_are_cached_get_their_gradients():
 
 @pytest.mark.parametrize("frozen_first", [False, True])
 def test_a_frozen_encoder_that_is_a_part_of_a_trained_one(frozen_first):
-    """The buffers that they share are in both passes as the big batch finds them, and move as often."""
+    """Both passes find the shared buffers as the big batch does, and move them as often."""
     net, x, y = nn.Sequential(Counting().requires_grad_(False), nn.Linear(3, 3)), torch.randn(12, 5), torch.randn(12, 5)
     literal = copy.deepcopy(net)
     order = slice(None, None, -1 if frozen_first else 1)

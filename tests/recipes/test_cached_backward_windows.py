@@ -1,4 +1,4 @@
-"""``fa.cached_backward`` in a wrapper's windows, with a GradScaler, and with pooled batch statistics."""
+"""``fa.cached_backward`` in a wrapper's windows, with a GradScaler or pooled batch statistics."""
 
 import copy
 
@@ -18,7 +18,7 @@ def wrapped(parts, **settings):
 
 @pytest.mark.parametrize("settings", [{}, {"accum_steps": 3}, {"accum_steps": 3, "nonfinite": "skip_micro_batch"}])
 def test_windows_of_cached_micro_batches(settings):
-    """bf16 parameters and three cached micro-batches of unequal weight, against the same model in FP64."""
+    """bf16 parameters, three cached micro-batches of unequal weight, against a model in FP64."""
     a, b, loss_fn = Tower(5).bfloat16(), Tower(7).bfloat16(), Clip()
     parts = nn.ModuleList([a, b, loss_fn])
     exact = copy.deepcopy(parts).double()
@@ -150,7 +150,7 @@ def test_an_exception_counts_for_nothing(place):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("calls", [1, 2])
 def test_pooled_batch_statistics_are_the_big_batchs(calls, way, checkpointed):
-    """The parts of a cached micro-batch count as one population, and once: the first pass, without a graph, does not count."""
+    """A cached micro-batch's parts are one population, counted once: not in the first pass."""
     torch.manual_seed(0)
     encoder = Checkpointed(checkpointed)
     views = [torch.randn(10, 3).double() * (i + 1) + i for i in range(calls)]

@@ -1,4 +1,4 @@
-"""fa.explain against what really happens: bytes allocated, bytes passed to the ops, the state of a real optimizer."""
+"""fa.explain against what happens: bytes allocated, bytes passed to ops, real optimizer state."""
 
 import fusedaccum as fa
 import pytest
@@ -45,7 +45,10 @@ class Tokens(nn.Module):
 
 
 def layers(dtype, width=96, tied=False):
-    """Deep enough that a bucket, all gradients and the largest gradient differ in size; the last layer may be tied to an embedding."""
+    """Deep enough that a bucket, all gradients and the largest gradient differ in size.
+
+    The last layer may be tied to an embedding.
+    """
     net = nn.Sequential(*(nn.Linear(width, width) for _ in range(6)), nn.Linear(width, 3 * width))
     if tied:
         net = nn.Sequential(Tokens(), nn.Embedding(3 * width, width), *net)
@@ -75,7 +78,7 @@ def window(model, step, micro_batches=BATCH // MICRO_BATCH):
 
 
 def temporaries(layer):
-    """Bytes that this processor's products take beside their results, in the layer's forward and backward."""
+    """Bytes that this processor's products take beside results, in forward and backward."""
     x = torch.randn(2, layer.in_features).to(layer.weight.dtype).requires_grad_()
     with memory.recorded("cpu") as timeline, memory.mark("pass"):
         out = layer(x)
@@ -110,7 +113,8 @@ def test_memory_is_what_a_window_allocates(name, dtype, tied):
             opt.zero_grad()
         with memory.mark("second window"):  # by now the optimizer has its state
             window(model, step)
-    # Where the shared weight's parts make the peak, products and their temporaries, which depend on the processor, are no part of it.
+    # Where the shared weight's parts make the peak, products and their temporaries, which depend on
+    # the processor, are no part of it.
     exact = tied and name != "fused layers"
     tolerance = 1e-3 if exact else 0.1
     measured = timeline.peak_of("second window")
@@ -290,7 +294,7 @@ def test_what_an_optimizer_keeps_is_left_out_where_it_cannot_be_told():
     assert "state is left out" in str(found)
 
 
-# -- elsewhere: bytes on a device that this machine need not have ----------------------------------------------
+# -- elsewhere: bytes on a device that this machine need not have ----------------------------------
 
 
 def on_meta(dtype, width=4096):
@@ -379,7 +383,7 @@ def test_the_call_makes_the_window_that_was_asked_for(desired, micro):
         torch.testing.assert_close(ours, theirs)
 
 
-# -- the text, and what is refused -----------------------------------------------------------------------------
+# -- the text, and what is refused -----------------------------------------------------------------
 
 
 def test_prints_nothing_and_leaves_the_model_alone(capfd):

@@ -1,4 +1,7 @@
-"""fa.explain against the peaks of whole windows with AdamW, byte by byte: FP32 masters, smaller states, groups with a buffer dtype."""
+"""fa.explain against the peaks of whole windows with AdamW, byte by byte.
+
+FP32 masters, smaller states, groups with a buffer dtype.
+"""
 
 import fusedaccum as fa
 import pytest
@@ -40,7 +43,7 @@ class Gradient(torch.autograd.Function):
 
 
 class Chain(nn.Module):
-    """Its backward brings gradients from the last parameter to the first, and allocates nothing else that counts."""
+    """Its backward brings gradients last to first, and allocates nothing else that counts."""
 
     def __init__(self, dtype, sizes=(1 << 16,) * 24):
         super().__init__()
@@ -54,7 +57,7 @@ class Chain(nn.Module):
 
 
 def groups_of(model, asked):
-    """The parameters in as many groups as there are dtypes; "nothing" for one that asks for none."""
+    """The parameters in as many groups as dtypes; "nothing" for one that asks for none."""
     ps = list(model.parameters())
     parts = [ps[i :: len(asked)] for i in range(len(asked))]
     return [
@@ -63,7 +66,7 @@ def groups_of(model, asked):
 
 
 def said_and_measured(name, dtype, make, asked=("nothing",), micro_batches=4):
-    """The mode as fa.explain has it, and what its second window allocates at most; None for a mode that is not offered."""
+    """fa.explain's mode, and what its second window allocates at most; None if not offered."""
     model = Chain(dtype)
     inner = make(groups_of(model, asked))
     found = fa.explain(model, desired_batch=micro_batches, micro_batch=1, optimizer=inner)

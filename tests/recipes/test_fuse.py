@@ -1,4 +1,4 @@
-"""Layers that add their weight's gradient into its buffer train as unfused ones do, in every way a layer can be used."""
+"""Layers that add their weight's gradient into its buffer train like unfused ones, in any use."""
 
 import copy
 import io
@@ -19,7 +19,10 @@ TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-13}
 
 
 class Net(nn.Module):
-    """Tokens to classes: an embedding, a layer used twice, one without bias, and a head, which may be the embedding's weight."""
+    """Tokens to classes: an embedding, a layer used twice, one without bias, and a head.
+
+    The head may be the embedding's weight.
+    """
 
     def __init__(self, dtype=torch.float64, tied=False, padding=None, checkpointed=None):
         super().__init__()
@@ -73,7 +76,10 @@ def train(net, data, **kwargs):
 
 
 class Made(TorchDispatchMode):
-    """Records the shapes of all tensors that ops return, except for in-place ops, which return the tensor that they were given."""
+    """Records the shapes of all tensors that ops return, but not of in-place ops.
+
+    Those return the tensor that they were given.
+    """
 
     def __init__(self):
         super().__init__()
@@ -124,7 +130,7 @@ def test_no_weight_gradient_is_ever_a_tensor(first):
         losses[0].backward()
     assert len(made.sizes) > 10
     weights = {tuple(m.weight.shape) for m in net.modules() if isinstance(m, (nn.Linear, nn.Embedding))}
-    # Views of weights and buffers may have this shape, or its transpose; results of a computation may not.
+    # Views of weights and buffers may have this shape or its transpose; results may not.
     shapes = weights | {shape[::-1] for shape in weights}
     views = (
         "aten.t.default",
@@ -348,7 +354,10 @@ def test_a_weight_frozen_between_forward_and_backward_gets_no_gradient():
 
 @pytest.mark.parametrize("buffer_dtype", [torch.float32, None], ids=str)
 def test_16_bit_layers(buffer_dtype):
-    """FP32 buffers: fused where there is a GEMM for it (never on a CPU), an embedding always. 16-bit buffers: the plain way."""
+    """FP32 buffers: fused where there is a GEMM (never on a CPU); an embedding always.
+
+    16-bit buffers go the plain way.
+    """
     net, data = fused(Net(torch.bfloat16)), batches()
     plain = fa.unfuse(twin(net))
     for each in (net, plain):

@@ -142,7 +142,7 @@ def test_embeddings_with_options_take_the_plain_way(options):
 
 
 def test_16_bit_gemms_into_32_bit_buffers(monkeypatch):
-    """With a stand-in for the GEMM that only GPUs have (16-bit inputs, FP32 sums): it is called with the right arguments."""
+    """With a stand-in for the GEMM of GPUs (16-bit inputs, FP32 sums): its arguments are right."""
     addmm, calls = torch.addmm, []
 
     def with_out_dtype(buffer, a, b, *, out_dtype=None, beta, alpha, out):

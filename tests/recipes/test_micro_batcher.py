@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("small_buckets")]
 
 
-# -- batches and splits --------------------------------------------------------------------------------------------------
+# -- batches and splits ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 10, 11, 12, 100, np.int64(3)])
@@ -160,21 +160,24 @@ def test_what_was_found_goes_into_a_checkpoint():
     assert memory.errors == 2 and other.micro_batch_size == 4 and "float32[8]" in state["sizes"]
 
 
-@pytest.mark.parametrize(("samples", "sizes"), [(9, [5, 4]), (16, [8, 8]), (17, [6, 6, 5]), (7, [7])])
-def test_parts_are_as_few_and_as_equal_as_can_be(samples, sizes):
+@pytest.mark.parametrize(
+    ("samples", "most", "sizes"),
+    [(9, 8, [5, 4]), (16, 8, [8, 8]), (17, 8, [6, 6, 5]), (7, 8, [7]), (10, 4, [4, 3, 3]), (21, 5, [5, 4, 4, 4, 4])],
+)
+def test_parts_are_as_few_and_as_equal_as_can_be(samples, most, sizes):
     """So the last part is not a single leftover sample, which BatchNorm would refuse."""
-    for size in (8, "auto"):
-        memory = Memory(8)
+    for size in (most, "auto"):
+        memory = Memory(most)
         batcher = fa.MicroBatcher(memory, memory.opt, size)
         batch = torch.randn(samples, 1)
-        batcher._sizes.of(batch).limit = 8
+        batcher._sizes.of(batch).limit = most
         batcher.step(batch)
         assert memory.sizes == sizes
 
 
 @pytest.mark.parametrize("size", ["auto", 3])
 def test_a_grad_scaler_scales_steps_and_is_updated_once_a_window(size):
-    """As a GradScaler loop does with the whole batch; an overflow skips the window, and the scale backs off once."""
+    """As with the whole batch; an overflow skips the window, and the scale backs off once."""
     torch.manual_seed(0)
     net, x, y = nn.Linear(4, 2), torch.randn(8, 4), torch.randn(8, 2)
     twin = copy.deepcopy(net)
@@ -233,7 +236,10 @@ def test_a_size_that_has_fitted_is_no_trial_any_more():
 
 @pytest.mark.parametrize(("samples", "then"), [(8, 4), (5, 4), (4, 2), (3, 2)])
 def test_after_a_trial_the_size_that_had_fitted_is_next_unless_it_fails_too(samples, then):
-    """Parts are as equal as they can be, so those of a limit of 8 may hold 5 samples, half of which is less than the 4 that fitted."""
+    """Parts are as equal as they can be, so those of a limit of 8 may hold 5 samples.
+
+    Half of that is less than the 4 that fitted.
+    """
     assert Size(1, limit=8, trial=True).failed(samples) == then
 
 

@@ -1,4 +1,4 @@
-"""MicroBatcher when something other than memory is wrong: what it refuses, and what an error leaves behind."""
+"""MicroBatcher when other things than memory fail: what it refuses, what errors leave behind."""
 
 import warnings
 

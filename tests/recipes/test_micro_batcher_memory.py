@@ -1,4 +1,4 @@
-"""MicroBatcher when memory runs out: the gradient is the big batch's, whatever broke off and was repeated."""
+"""MicroBatcher out of memory: the big batch's gradient, whatever broke off and was repeated."""
 
 import copy
 import itertools
@@ -75,7 +75,7 @@ def oracle_of(make, settings):
 
 @pytest.mark.parametrize(("dtype", "reduction"), [(torch.bfloat16, "mean"), (torch.float16, "sum")])
 def test_16_bit_buffers_hold_means_of_their_own(monkeypatch, dtype, reduction):
-    """A part counted twice or left out, or a mean over the wrong weight, would be an error of a tenth or more."""
+    """A part counted twice or left out, or a wrong weight, would be an error of a tenth or more."""
     make = lambda params: torch.optim.SGD(params, lr=1.0)  # noqa: E731
     expected = oracle([batch()], make=make)[0]
     start = made()[0]
@@ -170,7 +170,10 @@ def test_a_checkpointed_pass_before_does_not_make_the_window_begin_anew(each_int
 
 
 def test_fused_layers(monkeypatch):
-    """They add their gradients themselves if the weight is a number, and go the plain way where a gradient may have to be left out."""
+    """They add their gradients themselves if the weight is a number.
+
+    They go the plain way where a gradient may have to be left out.
+    """
     fused = lambda dtype: fa.fuse_linear(Net(dtype))  # noqa: E731
     expected = oracle([batch()])[0]
     model, opt = made(net=fused)
@@ -187,7 +190,7 @@ def test_fused_layers(monkeypatch):
 
 @pytest.mark.parametrize("nonfinite", ["skip_window", "skip_micro_batch"])
 def test_what_is_not_finite_is_seen_also_where_it_broke_off(monkeypatch, nonfinite):
-    """Also a NaN of a single parameter that already has its gradient, which the retry of these samples leaves out."""
+    """Also a NaN of a parameter whose gradient is there, which the retry leaves out."""
     whole = batch()
     bad = float(whole["x"][4:8, 0].max())
     assert bad > 0
@@ -317,7 +320,7 @@ def test_pooled_batch_statistics_hold_every_sample_once(monkeypatch):
 
 
 def test_the_noise_scale_is_not_measured_of_a_mixture(monkeypatch):
-    """The window's first micro-batch is the small sample, unless some parameters have accumulated more than that."""
+    """The first micro-batch is the small sample, unless some parameters accumulated more."""
     *_, opt = ran(monkeypatch, noise_scale=0.9)
     assert opt.last_window.noise_scale is not None
     _, points, _, opt = ran(monkeypatch, [22], noise_scale=0.9)
@@ -369,7 +372,10 @@ def test_extensions_are_told_what_counts(monkeypatch):
 
 
 def test_a_function_that_runs_a_backward_of_its_own(monkeypatch):
-    """If an attempt breaks off, it is unknown which of its passes a parameter has accumulated, so the window starts over."""
+    """If an attempt breaks off, nobody knows which of its passes a parameter has accumulated.
+
+    So the window starts over.
+    """
     lost = 0
     for point in range(5, 200, 12):
         with monkeypatch.context() as patched, limits(bucket=1):
@@ -399,7 +405,7 @@ def twin_step(model):
 
 
 def test_memory_that_runs_out_while_a_micro_batch_is_judged_whose_layer_has_added_it(monkeypatch):
-    """Nobody can tell what the layer has added from what was there before: the whole batch is repeated."""
+    """No one can tell what the layer added from what was there: the whole batch is repeated."""
     p = nn.Parameter(torch.zeros(1, 3, dtype=torch.float64))
     opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), reduction="sum", nonfinite="skip_micro_batch")
     judged, count = [], nonfinite.count

@@ -1,4 +1,4 @@
-"""Batches in containers are cut into micro-batches, and keep their types and everything that is not cut."""
+"""Batches in containers are cut into micro-batches, keeping their types and all that is not cut."""
 
 import collections
 import collections.abc
@@ -48,7 +48,7 @@ class Shown(dict):
 
 
 class Dotted(dict):
-    """A common recipe; it has every attribute one asks for, and those that are not items are None."""
+    """A common recipe; it has every attribute one asks for, which is None if it is no item."""
 
     __getattr__ = dict.get
     __setattr__ = dict.__setitem__

@@ -1,4 +1,7 @@
-"""How ``fusedaccum.schedules`` round, and what they learn nothing from. (What they follow is in test_noise_scale.py.)"""
+"""How ``fusedaccum.schedules`` round, and what they learn nothing from.
+
+(What they follow is in test_noise_scale.py.)
+"""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Recipes that split a batch look for layers and losses that do not split, and say so once, by the names of modules."""
+"""Recipes that split a batch find layers and losses that do not, and name the modules, once."""
 
 import copy
 import re
@@ -66,7 +66,7 @@ def distance(net, expected):
 
 
 def big_batch(net, batch):
-    """The gradient of the whole batch, in plain PyTorch; the running statistics stay as they are."""
+    """The gradient of the whole batch, in plain PyTorch; the running statistics stay the same."""
     net = copy.deepcopy(net)
     net.zero_grad()
     contrastive(*(net.encoder(x) for x in batch)).backward()

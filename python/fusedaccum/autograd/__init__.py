@@ -1,1 +1,1 @@
-"""How fresh gradients get from autograd to what adds them: hooks, buckets, backward passes, streams."""
+"""How fresh gradients get from autograd to what adds them: hooks, buckets, passes, streams."""

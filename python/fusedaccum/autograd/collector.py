@@ -1,10 +1,11 @@
-"""How fresh gradients get from autograd into the buffers: where a backward pass begins and ends, and when a bucket is added.
+"""How fresh gradients reach the buffers: where a pass begins and ends, and when a bucket is added.
 
-Hooks queue the gradients (:mod:`fusedaccum.autograd.grad_queue`, or the same in C++). A full bucket, and what is left at the end of the
-pass, goes to the owner in one call, or in several if a parameter is in it more than once, and is freed. (The engine's callback signals
-the end, as it does for FSDP.)
+Hooks queue the gradients (:mod:`fusedaccum.autograd.grad_queue`, or the same in C++). A full
+bucket, and what is left at the end of the pass, goes to the owner in one call, or several if a
+parameter is in it more than once, and is freed. (The engine's callback tells the end, as for FSDP.)
 
-What the engine calls is kept out of graphs: in a compiled loop the compiler traces whatever Python runs within ``backward()``.
+What the engine calls is kept out of graphs: in a compiled loop the compiler traces whatever Python
+runs within ``backward()``.
 """
 
 from __future__ import annotations
@@ -35,10 +36,13 @@ if TYPE_CHECKING:
 
 
 class Owner(Protocol):
-    """What the collector calls (BackwardPasses), from whichever thread autograd runs hooks in, one call at a time."""
+    """What the collector calls (BackwardPasses), from any thread that runs hooks, one at a time."""
 
     def pass_begins(self, thread: int | None) -> None:
-        """An outermost backward pass, called by ``thread``, brings its first gradient. May raise, which refuses the pass."""
+        """An outermost pass, called by ``thread``, brings its first gradient.
+
+        May raise, which refuses the pass.
+        """
 
     def part_begins(self) -> None:
         """So does a re-entrant part of it, such as a checkpoint's."""
@@ -53,7 +57,7 @@ class Owner(Protocol):
         """The outermost pass is over and its gradients have been handed over (or are held)."""
 
     def pass_failed(self) -> None:
-        """A pass broke off, and what it had queued is dropped; part of it may have been added before that."""
+        """A pass broke off, and what it queued is dropped. A part may have been added before."""
 
 
 def queue_class() -> Any:
@@ -69,11 +73,13 @@ class OpenPass:
 
 
 class GradCollector:
-    """The passes over a set of slots, between their :class:`~fusedaccum.autograd.grad_queue.GradQueue` and an :class:`Owner`.
+    """The passes over a set of slots, between their queue and an :class:`Owner`.
+
+    The queue is a :class:`~fusedaccum.autograd.grad_queue.GradQueue`.
 
     Args:
-        owner: gets gradients and passes; held weakly, so that dropping the wrapper unhooks the parameters.
-        hold: keep a pass's gradients until :meth:`release`, instead of handing them over bucket by bucket.
+        owner: gets gradients and passes; held weakly, so that dropping the wrapper unhooks all.
+        hold: keep a pass's gradients until :meth:`release`, and hand over no buckets before.
     """
 
     def __init__(self, owner: Owner, hold: bool):
@@ -83,7 +89,7 @@ class GradCollector:
         self._order = StreamOrder()
         self._queue = queue_class()(weakref.ref(self), hold)
         self._tasks: set[int] = set()  # graph tasks (outermost and re-entrant passes) that have begun and not ended
-        # The newest task that was dropped when its pass broke off. (The engine numbers them in the order in which they begin.)
+        # The newest task dropped when a pass broke off. (The engine numbers them as they begin.)
         self._last_broken = -1
         self._pass: OpenPass | None = None  # the outermost pass that has begun, and not ended
 
@@ -93,8 +99,8 @@ class GradCollector:
         frozen = not p.requires_grad
         try:
             p.requires_grad_(True)  # a frozen one may be thawed later
-            # The node is kept alive by us: autograd itself holds it only as long as some graph does. (get_gradient_edge() refuses a shard
-            # of no elements.)
+            # The node is kept alive by us: autograd itself holds it only as long as some graph
+            # does. (get_gradient_edge() refuses a shard of no elements.)
             slot.node = grad_queue.nodes_of([p])[0]
             self._queue.hook(slot)
         finally:
@@ -103,7 +109,10 @@ class GradCollector:
             slot.free_grad_dtype()
 
     def size_buckets(self, slots: Iterable[Slot], shared: bool) -> None:
-        """Size buckets for the gradients of these slots, which are all. ``shared``: True if their sums go on to other ranks."""
+        """Size buckets for the gradients of these slots, which are all.
+
+        ``shared``: True if their sums go on to other ranks.
+        """
         by_device: dict[torch.device, list[Slot]] = {}
         for slot in slots:
             by_device.setdefault(slot.made_for.device, []).append(slot)
@@ -119,7 +128,7 @@ class GradCollector:
 
     @property
     def unhooked(self) -> list[Slot]:
-        """Slots whose gradients would go past us, because PyTorch has dropped the hooks of their parameters."""
+        """Slots whose gradients would go past us, because PyTorch has dropped their hooks."""
         return self._queue.unhooked()
 
     def check_hooked(self) -> None:
@@ -127,9 +136,9 @@ class GradCollector:
         unhooked = self._queue.unhooked()
         if unhooked:
             raise RuntimeError(
-                f"parameter {unhooked[0].name} was converted to another dtype or device and back, or given or rid of a parametrization, "
-                "and PyTorch dropped its gradient hooks on the way; after that, before the next backward, call "
-                "opt.load_state_dict(opt.state_dict())"
+                f"parameter {unhooked[0].name} was converted to another dtype or device and back, or given or rid of a "
+                "parametrization, and PyTorch dropped its gradient hooks on the way; after that, before the next "
+                "backward, call opt.load_state_dict(opt.state_dict())"
             )
 
     def _owner_now(self) -> Owner:
@@ -138,13 +147,13 @@ class GradCollector:
         return owner
 
     def accumulates(self, slot: Slot) -> bool:
-        """True if the pass that is running here puts its gradient into the slot's ``p.grad``, and not into torch.autograd.grad's hands."""
+        """True if the running pass has a gradient for ``p.grad``, not for torch.autograd.grad."""
         frame = running_backward()
         asked = frame is not None and frame.f_locals["kwargs"].get("accumulate_grad", False)
         return bool(asked and torch._C._will_engine_execute_node(slot.node))
 
     def begin_pass(self) -> None:
-        """Begin a pass for the backward that is running here, even if it has not brought a gradient yet."""
+        """Begin a pass for the backward running here, even if it has brought no gradient yet."""
         frame = running_backward()
         if frame is None:
             return
@@ -154,25 +163,28 @@ class GradCollector:
 
     @contextmanager
     def within_pass(self, device: torch.device) -> Iterator[None]:
-        """For code that adds a gradient on ``device`` without the hooks: begins the pass if need be, and keeps other threads out."""
+        """A block for code that adds a gradient on ``device`` without the hooks.
+
+        Begins the pass if need be, and keeps other threads out.
+        """
         with self._lock:
             self.enter(torch._C._current_graph_task_id())
             self._order.acquire([device])
             yield
 
     def put(self, slot: Slot, grad: Tensor) -> None:
-        """Queue a gradient that did not come through a hook, and that nothing else will write to."""
+        """Queue a gradient that came through no hook, and that nothing else will write to."""
         self._queue.put(slot, grad)
 
-    # -- what the hooks call (their Listener) ------------------------------------------------------------------
+    # -- what the hooks call (their Listener) ------------------------------------------------------
 
     def refuse_unfit(self, slot: Slot, grad: Any) -> None:
         """Raises RuntimeError for a gradient that cannot be accumulated, before it is queued."""
         if torch.is_grad_enabled():
             raise RuntimeError(
-                f"backward(create_graph=True) reached parameter {slot.name}: a gradient that is itself part of a graph cannot be "
-                "accumulated into a buffer. Take it with torch.autograd.grad(loss, params, create_graph=True), build the second "
-                "loss from it and call backward() on that"
+                f"backward(create_graph=True) reached parameter {slot.name}: a gradient that is itself part of a graph "
+                "cannot be accumulated into a buffer. Take it with torch.autograd.grad(loss, params, "
+                "create_graph=True), build the second loss from it and call backward() on that"
             )
         if grad.layout is not torch.strided:
             raise RuntimeError(
@@ -182,7 +194,8 @@ class GradCollector:
         if grad.shape != slot.made_for.shape:
             slot.check_unchanged()
             raise RuntimeError(
-                f"parameter {slot.name} of shape {tuple(slot.made_for.shape)} got a gradient of shape {tuple(grad.shape)}"
+                f"parameter {slot.name} of shape {tuple(slot.made_for.shape)} got a gradient of shape "
+                f"{tuple(grad.shape)}"
             )
         slot.check_width(grad)
 
@@ -193,13 +206,14 @@ class GradCollector:
 
     @outside_graphs
     def enter(self, task: int) -> None:
-        """The first gradient of a graph task, which is a pass of its own or a re-entrant part of one."""
+        """The first gradient of a graph task, which is a pass or a re-entrant part of one."""
         with self._lock:
             if task in self._tasks:
                 return
             if -1 < task <= self._last_broken:
                 raise RuntimeError(
-                    "a gradient of a backward pass that an exception has broken off came when that pass had been dropped"
+                    "a gradient of a backward pass that an exception has broken off came when that pass had been "
+                    "dropped"
                 )
             call, thread, nested = outermost_backward()
             if self._pass is not None and (
@@ -207,8 +221,8 @@ class GradCollector:
             ):
                 if under_way(self._pass.call):
                     raise RuntimeError(
-                        "two backward passes run at once, in two threads, but the gradients of one optimizer's parameters can be "
-                        "accumulated from only one pass at a time; put a lock around backward()"
+                        "two backward passes run at once, in two threads, but the gradients of one optimizer's "
+                        "parameters can be accumulated from only one pass at a time; put a lock around backward()"
                     )
                 self.end_open_pass()
             if self._pass is None:
@@ -220,7 +234,8 @@ class GradCollector:
             self._queue.expect(task)
             end = functools.partial(_task_ended, weakref.ref(self), task)
             weakref.finalize(end, _task_gone, weakref.ref(self), task).atexit = False
-            # Queued by a callback, it comes after those that are queued during the pass: in one of them FSDP2 reduces what is left.
+            # Queued by a callback, it comes after those that are queued during the pass: in one of
+            # them FSDP2 reduces what is left.
             when_backward_ends(functools.partial(when_backward_ends, end))
 
     @outside_graphs
@@ -234,7 +249,7 @@ class GradCollector:
             for slots, grads in batches:
                 self._owner_now().add(slots, grads)
 
-    # -- the end of a pass -------------------------------------------------------------------------------------
+    # -- the end of a pass -------------------------------------------------------------------------
 
     def _leave(self, task: int) -> None:
         with self._lock:
@@ -261,22 +276,23 @@ class GradCollector:
             raise
 
     def end_returned_pass(self) -> None:
-        """:meth:`end_open_pass`, if the backward of the pass that is still open has returned; one that is under way is left alone."""
+        """:meth:`end_open_pass`, if its backward has returned. One under way is left alone."""
         if self._pass is not None and returned(self._pass.call):
             self.end_open_pass()
 
     def end_open_pass(self) -> None:
         """End the pass that is still open, if any: its backward should be over.
 
-        One is left open when every parameter is in a re-entrant checkpoint (the outermost pass then brings no gradient of its
-        own and nothing signals its end), and when an exception broke it off.
+        One is left open when every parameter is in a re-entrant checkpoint (the outermost pass then
+        brings no gradient and nothing signals its end), and when an exception broke it off.
         """
         with self._lock:
             if self._pass is None:
                 return
             if under_way(self._pass.call):
                 raise RuntimeError(
-                    "the wrapper was called while a backward pass of its parameters runs in another thread; wait until that has returned"
+                    "the wrapper was called while a backward pass of its parameters runs in another thread; wait until "
+                    "that has returned"
                 )
             if not self._tasks and not broke_off(self._pass.call):
                 self._end_pass()
@@ -286,13 +302,15 @@ class GradCollector:
             self._pass = None
             for task in list(self._tasks):
                 self._forget(task)
-            self._order.acquire()  # not release(): this may be a node of the next pass, whose adds come after what is done here
+            # Not release(): this may be a node of the next pass, whose adds come after this.
+            self._order.acquire()
             self.drop()
             self._owner_now().pass_failed()
             if untold:
                 raise RuntimeError(
-                    "backward() returned, but autograd never signalled its end, so its gradients were dropped: compiled autograd does "
-                    "that; switch it off (torch._dynamo.config.compiled_autograd = False); torch.compile itself may stay"
+                    "backward() returned, but autograd never signalled its end, so its gradients were dropped: "
+                    "compiled autograd does that; switch it off (torch._dynamo.config.compiled_autograd = False); "
+                    "torch.compile itself may stay"
                 )
 
     def drop(self) -> list[grad_queue.Batch]:
@@ -306,9 +324,10 @@ class GradCollector:
 
 
 def _task_gone(collector: weakref.ref[GradCollector], task: int) -> None:
-    """The engine releases a graph task. One that has not ended broke off: drop its call, whose frame holds those of its callers.
+    """The engine releases a graph task. If that has not ended, it broke off: drop its call.
 
-    (Compiled autograd releases tasks that it goes on with; end_open_pass() finds out.)
+    The call's frame holds those of its callers. (Compiled autograd releases tasks that it goes on
+    with; end_open_pass() finds out.)
     """
     alive = collector()
     compiled = getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "compiled_autograd_enabled", False)

@@ -1,9 +1,10 @@
-"""The hooks that take fresh gradients from autograd, and the queue behind them: the definition, in Python.
+"""Hooks that take fresh gradients from autograd, and their queue: the definition, in Python.
 
-A pre-hook on a parameter's AccumulateGrad node is handed the fresh gradient. Returning ``(None,)`` makes autograd leave
-``p.grad`` alone, so the gradient is only queued. (The node is the one that FSDP hooks, too.)
+A pre-hook on a parameter's AccumulateGrad node is handed the fresh gradient. Returning ``(None,)``
+makes autograd leave ``p.grad`` alone, so the gradient is only queued. (The node is the one that
+FSDP hooks, too.)
 
-``fusedaccum._intake`` has the same class in C++, which needs neither Python nor its lock for each parameter.
+``fusedaccum._intake`` has the class in C++, which needs neither Python nor its lock per parameter.
 """
 
 from __future__ import annotations
@@ -39,10 +40,11 @@ class Listener(Protocol):
         """Raises for a gradient that cannot be accumulated, before it is queued."""
 
     def added_already(self, slot: Slot, grad: Tensor | None) -> bool:
-        """True if the gradient of this slot is in its buffer, so that what has arrived (None: nothing) is not one to be added.
+        """True if the slot's gradient is in its buffer, so that what has arrived must not be added.
 
-        Asked if extensions must see the slot's gradients (``intercepted``), if other code holds what has arrived, or if nothing has.
-        May begin a pass, as :meth:`enter` does.
+        ``grad``: what has arrived; None if nothing has. Asked if extensions must see the slot's
+        gradients (``intercepted``), if other code holds what has arrived, or if nothing has. May
+        begin a pass, as :meth:`enter` does.
         """
 
     def release(self) -> None:
@@ -53,8 +55,8 @@ class GradQueue:
     """Hooks on parameters, and the queue of their gradients.
 
     Args:
-        listener: a weak reference to a :class:`Listener`; once it is dead, gradients go their ordinary way.
-        hold: keep all gradients of a pass until they are taken; otherwise the listener is told when a bucket is full.
+        listener: weak reference to a :class:`Listener`; if dead, gradients go their ordinary way.
+        hold: keep a pass's gradients until taken; else the listener is told when a bucket is full.
     """
 
     def __init__(self, listener: weakref.ref[Listener], hold: bool):
@@ -81,11 +83,11 @@ class GradQueue:
         del self._hooked[slot]
 
     def fill_at(self, device: torch.device, bytes: int) -> None:
-        """From now on a gradient on this device that brings the queue to so many bytes fills the bucket."""
+        """A gradient on this device that brings the queue to so many bytes fills the bucket."""
         self._full_at[device] = bytes
 
     def unhooked(self) -> list[Slot]:
-        """Slots of trainable parameters that PyTorch has given new nodes since, as it does for another dtype or device."""
+        """Slots of trainable parameters that have new nodes, as for another dtype or device."""
         nodes = nodes_of([slot.param for slot in self._hooked])
         return [slot for slot, node in zip(self._hooked, nodes, strict=False) if node not in (None, slot.node)]
 
@@ -97,7 +99,7 @@ class GradQueue:
         self._queue_up(listener, slot, grads[0], ours, awaited)
 
     def put(self, slot: Slot, grad: Tensor) -> None:
-        """Queue a gradient that did not come through a hook, and that nothing else will write to."""
+        """Queue a gradient that came through no hook, and that nothing else will write to."""
         listener = self._listener()
         if listener is not None:
             self._queue_up(listener, slot, grad, True, False)
@@ -108,7 +110,7 @@ class GradQueue:
         task = torch._C._current_graph_task_id()
         if task not in self._tasks:
             listener.enter(task)
-        # A gradient that other code holds too may be overwritten before the bucket is full (a static buffer): it cannot wait.
+        # What other code holds too (a static buffer) may be overwritten meanwhile: it cannot wait.
         kept = copied(grad) if self._hold and not ours else grad
         with self._lock:
             if task not in self._tasks:
@@ -152,7 +154,7 @@ class GradQueue:
 
 
 def copied(grad: Tensor) -> Tensor:
-    """A copy. PyTorch 2.13's ``clone()`` of a DTensor adds up what the ranks hold parts of, in the dtype that it has."""
+    """A copy. PyTorch 2.13's ``clone()`` of a DTensor adds up the ranks' parts, in its dtype."""
     return grad * 1 if hasattr(grad, "to_local") else grad.clone()
 
 
@@ -182,7 +184,10 @@ class _Joined(torch.autograd.Function):
 
 
 def nodes_of(parameters: Sequence[Parameter]) -> list[Any]:
-    """The AccumulateGrad node of each parameter, None for frozen ones; empty if all are. (To ask for each takes several times as long.)"""
+    """The AccumulateGrad node of each parameter, None for frozen ones; empty if all are.
+
+    To ask for each takes several times as long.
+    """
     with recording():
         output = _Joined.apply(*parameters)  # before PyTorch 2.13, grad_fn itself did not keep its node alive
         joined = output.grad_fn
@@ -190,7 +195,7 @@ def nodes_of(parameters: Sequence[Parameter]) -> list[Any]:
 
 
 def exclusive(grads: tuple[Tensor | None, ...]) -> bool:
-    """True if a hook's fresh gradient is held by autograd alone, so that nothing else can write to it while it is queued."""
+    """True if only autograd holds a hook's gradient: nothing else can write to it in the queue."""
     if _is_foreign(grads):
         return False
     counts, fresh = _holders(grads), _fresh_holders()[_is_view(grads)]
@@ -198,7 +203,10 @@ def exclusive(grads: tuple[Tensor | None, ...]) -> bool:
 
 
 def _is_foreign(grads: tuple[Tensor | None, ...]) -> bool:
-    """True if its memory is not PyTorch's own (NumPy's). A CUDA graph's, on a GPU, is not written again before backward is over."""
+    """True if its memory is not PyTorch's own (NumPy's).
+
+    A CUDA graph's, on a GPU, is not written again before backward is over.
+    """
     grad = grads[0]
     return grad is not None and grad.device.type == "cpu" and not grad.untyped_storage().resizable()
 
@@ -208,7 +216,7 @@ def _is_view(grads: tuple[Tensor | None, ...]) -> bool:
 
 
 def _holders(grads: tuple[Tensor | None, ...]) -> tuple[int, ...]:
-    """Reference counts of a gradient, as Python object and as tensor, and of its storage; of a view, also those of its base."""
+    """Reference counts: of a gradient's Python object, tensor and storage, and of a view's base."""
     grad: Any = grads[0]
     counts = (sys.getrefcount(grad), grad._use_count(), torch._C._storage_Use_Count(grad.untyped_storage()._cdata))
     base = grad._base
@@ -217,7 +225,7 @@ def _holders(grads: tuple[Tensor | None, ...]) -> tuple[int, ...]:
 
 @functools.cache
 def _fresh_holders() -> dict[bool, tuple[int, ...]]:
-    """The counts of gradients that nothing else holds, views and others, as this version of PyTorch and Python makes them."""
+    """Counts of gradients that nothing else holds, views and others, in this PyTorch and Python."""
     found: dict[bool, tuple[int, ...]] = {}
     with outside_modes(), recording():
         x, weight, scale = (torch.ones(2, 2, device="cpu", requires_grad=True) for _ in range(3))

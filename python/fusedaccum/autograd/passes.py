@@ -1,4 +1,4 @@
-"""Which backward passes are under way, in which thread: read off the Python stacks. How many each thread has called."""
+"""Backward passes under way, by thread, read off Python stacks; how many each thread has called."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SEEN: Counter[int | None] = Counter()  # passes by the thread that has called t
 
 
 def saw_pass(thread: int | None) -> None:
-    """A backward pass that this thread has called is under way, or over, whether or not it reaches any wrapper's parameters."""
+    """Count a pass that this thread called, which may be over, or reach no wrapper's parameters."""
     _SEEN[thread] += 1
 
 
@@ -26,7 +26,10 @@ def passes_seen(thread: int) -> int:
 
 
 class Outermost(NamedTuple):
-    """The outermost backward pass under way: its call, that call's thread (if known), and whether the pass running here is nested in it."""
+    """The outermost backward pass under way.
+
+    Its call, that call's thread (if known), and whether the pass running here is nested in it.
+    """
 
     call: FrameType | None
     thread: int | None
@@ -36,13 +39,14 @@ class Outermost(NamedTuple):
 def outermost_backward() -> Outermost:
     """The pass for which the calling hook runs.
 
-    Autograd gives no name to the pass around a re-entrant one (activation checkpointing with ``use_reentrant=True``), so
-    this reads it off the Python stack: every pass is a call of ``_engine_run_backward``. For parameters on a GPU the hooks
-    run in a thread of the engine's, whose stack begins inside the engine; there the outermost call is on another thread's.
-    So may be the call of a re-entrant pass, which ends where its last node ran: on another device, or in a thread of the engine's pool.
-    Its caller waits for it, so a pass that is seen anywhere within another counts as the one that runs here. (Where it is another
-    model's, this pass is taken to be nested too, and its end is noticed late.)
-    The call is None if it was made from C++.
+    Autograd gives no name to the pass around a re-entrant one (activation checkpointing with
+    ``use_reentrant=True``), so this reads it off the Python stack: every pass is a call of
+    ``_engine_run_backward``. For parameters on a GPU the hooks run in a thread of the engine's,
+    whose stack begins inside the engine; there the outermost call is on another thread's. So may be
+    the call of a re-entrant pass, which ends where its last node ran: on another device, or in a
+    thread of the engine's pool. Its caller waits for it, so a pass that is seen anywhere within
+    another counts as the one that runs here. (Where it is another model's, this pass is taken to be
+    nested too, and its end is noticed late.) The call is None if it was made from C++.
     """
     here = threading.get_ident()
     frames, begins_inside = _backward_frames(sys._getframe())
@@ -67,7 +71,7 @@ def under_way(call: FrameType | None) -> bool:
 
 
 def returned(call: FrameType | None) -> bool:
-    """True if this backward pass has returned. (The frame of a finished call stays at its last instruction.)"""
+    """True if this pass has returned. (A finished call's frame stays at its last instruction.)"""
     return call is not None and dis.opname[call.f_code.co_code[call.f_lasti]].startswith("RETURN")
 
 
@@ -77,7 +81,7 @@ def broke_off(call: FrameType | None) -> bool:
 
 
 def running_backward() -> FrameType | None:
-    """The call of ``_engine_run_backward`` that this thread, or the thread that waits for it, is in."""
+    """The ``_engine_run_backward`` call that this thread, or the one that waits for it, is in."""
     frames = _backward_frames(sys._getframe())[0]
     if not frames:
         stacks = [_backward_frames(frame)[0] for frame in sys._current_frames().values()]
@@ -86,7 +90,7 @@ def running_backward() -> FrameType | None:
 
 
 def _backward_frames(frame: FrameType | None) -> tuple[list[FrameType], bool]:
-    """A stack's backward calls, innermost first, and whether the last lies within a node that the engine runs."""
+    """A stack's backward calls, innermost first, and whether the last lies in a running node."""
     found: list[FrameType] = []
     inside = False
     while frame is not None:

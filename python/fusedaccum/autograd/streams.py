@@ -1,6 +1,6 @@
-"""Gradients that are queued on one CUDA stream and added on another: the add waits for them, and their memory is kept for that long.
+"""Gradients queued on one CUDA stream and added on another: adds wait, and memory is kept for them.
 
-The adds of a pass may run on several streams, too: each waits for the one before, and the pass's caller for the last.
+A pass may add on several streams: each add waits for the one before, its caller for the last.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ StreamName = tuple[int, int, int]  # a CUDA stream's stream_id, device_index and
 
 
 def current_name(device: torch.device) -> StreamName:
-    """The current stream of a CUDA device. (``torch.cuda.current_stream()`` makes an object of it, which takes as long as a launch.)"""
+    """The current stream of a CUDA device.
+
+    (``torch.cuda.current_stream()`` makes an object of it, which takes as long as a launch.)
+    """
     return torch._C._cuda_getCurrentStream(device.index)
 
 
@@ -42,29 +45,32 @@ def join(arrived: Iterable[StreamName], grads: Sequence[Tensor]) -> None:
 
 
 def keep(grad: Tensor) -> None:
-    """Keep the memory of a gradient until the current stream is done with it: its own stream may be another, on which nobody waits for us.
+    """Keep a gradient's memory until the current stream is done with it.
 
-    FSDP2 allocates gradients on its stream for reduce-scatters. After an all-reduce (over replicas, or a hook of the user's) they arrive on
-    another one. That it holds them until the end of backward, through ``p.grad``, is what it relies on, and we take them out of there.
+    Its own stream may be another, on which nobody waits for us. FSDP2 allocates gradients on its
+    stream for reduce-scatters. After an all-reduce (over replicas, or a hook of the user's) they
+    arrive on another one. That it holds them until the end of backward, through ``p.grad``, is what
+    it relies on, and we take them out of there.
     """
     if grad.device.type == "cuda":
         grad.record_stream(torch.cuda.current_stream(grad.device))  # costs nothing if it is the same
 
 
 class StreamOrder:
-    """Adds on a device take turns, on whichever streams they run. Costs nothing where there is no CUDA device.
+    """Adds on a device take turns, on whichever streams they run. Without CUDA it costs nothing.
 
-    The engine runs a node on the stream of its forward. A layer that adds its gradient itself does so there, and a bucket is added where
-    its last gradient arrived; the engine makes the pass's caller wait for neither.
+    The engine runs a node on the stream of its forward. A layer that adds its gradient itself does
+    so there, and a bucket is added where its last gradient arrived; the engine makes the pass's
+    caller wait for neither.
     """
 
     def __init__(self) -> None:
         self._last: dict[torch.device, StreamName] = {}  # where the last add was launched
 
     def acquire(self, devices: Iterable[torch.device] | None = None) -> None:
-        """Order what the current streams of ``devices`` get from here on after the last add there; it then counts as the last.
+        """Order what current streams of ``devices`` get from here on after the last add there.
 
-        None: all devices that had an add.
+        It then counts as the last. ``devices``: None for all that had an add.
         """
         for device in list(self._last) if devices is None else devices:
             if device.type == "cuda":
@@ -77,14 +83,15 @@ class StreamOrder:
                 self._last[device] = here
 
     def release(self) -> None:
-        """The pass is over: its caller's streams, which are the current ones, come after the last adds."""
+        """The pass is over: the current streams, which are its caller's, wait for the last adds."""
         self.acquire()
         self._last.clear()
 
 
 def _left_behind(stream: torch.cuda.Stream, device: torch.device) -> bool:
-    """True if a graph capture has begun since, of which ``stream`` is not part. To wait for that stream is then forbidden, and needless: a
-    capture begins by waiting for the device.
+    """True if a graph capture has begun since, of which ``stream`` is not part.
+
+    To wait for it is then forbidden, and needless: a capture begins by waiting for the device.
     """
     with torch.cuda.device(device):
         if not capturing(device):

@@ -1,11 +1,13 @@
-"""Gradient accumulation: windows of micro-batches, what they add up, and the optimizer that steps with it. It knows no feature by name.
+"""Gradient accumulation: windows of micro-batches, what they add up, and the optimizer that steps
+with it. It knows no feature by name.
 
-Hooks bring fresh gradients (:mod:`fusedaccum.autograd`), and call BackwardPasses. To be read in this order:
+Hooks bring fresh gradients (:mod:`fusedaccum.autograd`), and call BackwardPasses. To be read in
+this order:
 
 optimizer     the public face: what a training loop calls
 config        its arguments, and what they may be
-window        when a window closes; what is counted for it, for a micro-batch, and the states that both go through
-ledger        the open window: what its micro-batches weigh, when it is complete, what divides its sum
+window        when a window closes; what is counted for it and for a micro-batch, their states
+ledger        the open window: what it weighs, when it is complete, what divides its sum
 backward      backward passes, which open micro-batches and bring them gradients
 accumulation  a micro-batch from its opening to its place in the window
 adding        a bucket of gradients is scaled and added to its buffers

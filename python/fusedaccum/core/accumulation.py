@@ -1,4 +1,4 @@
-"""Micro-batches from their first gradient to their place in the window: opened, added or rejected, counted."""
+"""Micro-batches from their first gradient until they are counted: opened, added or rejected."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ from .window import MicroBatchState
 class Accumulation:
     """Windows that accumulate the gradients of backward passes, micro-batch by micro-batch.
 
-    Joins the ledger (what micro-batches count for), the sums (where their gradients go) and the ranks (who has the others).
+    Joins the ledger (what micro-batches count for), the sums (where their gradients go) and the
+    ranks (who has the others).
 
     Args:
         settings: of the wrapper. extensions: of the wrapper, not attached yet.
 
     Attributes:
-        wants_norm, counts, holds: as the extensions have them; the norm is also wanted for clipping.
+        wants_norm, counts, holds: as the extensions have them; clipping wants the norm, too.
         step_under_way: True if a step() has ended the micro-batch counted last, and not returned.
         inner_call: the call in which the inner optimizer steps, or another of its methods runs.
-        updated: True if the last step() or flush() changed the parameters, and no micro-batch has begun since.
-        rejected: the parameters whose gradients micro-batches were rejected for since the last ``step()``, by name.
+        updated: True if the last step() or flush() changed the parameters, until the next backward.
+        rejected: names of parameters whose gradients were rejected since the last ``step()``.
     """
 
     def __init__(self, settings: Settings, extensions: Extensions):
@@ -65,14 +66,14 @@ class Accumulation:
             unhide()
 
     def check(self) -> None:
-        """Raises RuntimeError if a parameter has changed, gradients have gone past the hooks, or sums are lost."""
+        """Raises RuntimeError if a parameter changed, a hook was missed, or sums are lost."""
         self.sums.check()
         self.collector.check_hooked()
         if self.sums.copied:
             grad_views.follow_copied(self.sums)
 
     def begin_window(self, backward: bool = False) -> None:
-        """``backward``: because a backward begins, for which plain PyTorch would leave what is in ``p.grad``."""
+        """``backward``: for a pass, for which plain PyTorch would leave what is in ``p.grad``."""
         if backward and self.settings.drop_in:
             grad_views.part_with_written(self.sums, False)  # zeroed, perhaps
         for begins in self.extensions.window_begins:
@@ -96,7 +97,7 @@ class Accumulation:
 
     @property
     def weighs_loss(self) -> bool:
-        """True if a weight must be in the loss, because the ranks' gradients are added up before they get here."""
+        """True if weights must be in the loss: ranks add up gradients before they get here."""
         return self.ledger.mixes_ranks and self.settings.reduction == "mean"
 
     def complete(self) -> bool:
@@ -104,10 +105,11 @@ class Accumulation:
         self.ranks.before_weighing()
         return self.ranks.agreed or self.ledger.complete()
 
-    # -- a micro-batch -----------------------------------------------------------------------------------------
+    # -- a micro-batch -----------------------------------------------------------------------------
 
     def open(self, weight: Scalar | None, last: bool = False, in_loss: bool = False) -> bool:
-        """Open a micro-batch (and return True), or join the one that is open already. Raises as Ledger.weigh does.
+        """Open a micro-batch (and return True), or join the one that is open already. Raises as
+        Ledger.weigh does.
 
         ``in_loss``: the losses of its passes are multiplied by the weight.
         """
@@ -117,8 +119,8 @@ class Accumulation:
         elif self.idle_is_open:
             ledger.micro.state = MicroBatchState.OPEN
             warn(
-                "a backward without a weight joins the micro-batch of a block, `with opt.micro_batch(weight=...)`, that had ended without "
-                "one; put the backward into its block, or give it a weight of its own"
+                "a backward without a weight joins the micro-batch of a block, `with opt.micro_batch(weight=...)`, "
+                "that had ended without one; put the backward into its block, or give it a weight of its own"
             )
         if weight is not None:
             for check in self.extensions.check_weight:
@@ -142,8 +144,9 @@ class Accumulation:
         return begins
 
     def drop_taken_away(self) -> None:
-        """Drop a window that its caller ends if all that it had accumulated has been taken out of ``p.grad``, as in plain PyTorch (by the
-        model's ``zero_grad()``, or SAM's ``first_step(zero_grad=True)``). Warn if a checkpoint has brought it.
+        """Drop a window that its caller ends if all that it had accumulated has been taken out of
+        ``p.grad``, as in plain PyTorch (by the model's ``zero_grad()``, or SAM's
+        ``first_step(zero_grad=True)``). Warn if a checkpoint has brought it.
         """
         if self.settings.schedule.caller_owned and self.ledger.is_open and self.sums.taken_away:
             if self.ledger.restored:
@@ -158,18 +161,18 @@ class Accumulation:
         return self.ledger.micro is not None and self.ledger.micro.state is MicroBatchState.IDLE
 
     def drop_idle(self) -> None:
-        """Forget a micro-batch that was opened and left without a backward (by ``continue``), unless a ``step()`` has counted it."""
+        """Forget a micro-batch whose block had no backward, if no ``step()`` has counted it."""
         if self.idle_is_open:
             self.ledger.withdraw_micro_batch()
 
     def end_micro_batch(self, weight: Scalar | None) -> None:
-        """What ``step()`` and ``flush()`` do before they check whether the window is complete: count the micro-batch, or refuse."""
+        """Count the micro-batch, or refuse, before ``step()`` or ``flush()`` checks the window."""
         ledger, caller_owned = self.ledger, self.settings.schedule.caller_owned
         if self.ranks.agreed:  # normalize_() has done this already
             if weight is not None:
                 raise ValueError(
-                    f"step(weight={float(weight):.12g}) comes too late: opt.normalize_() has added up the weights of all ranks; give it "
-                    "with the backward: opt.backward(loss, weight=n)"
+                    f"step(weight={float(weight):.12g}) comes too late: opt.normalize_() has added up the weights of "
+                    "all ranks; give it with the backward: opt.backward(loss, weight=n)"
                 )
             return
         between = self.ranks.alone and ledger.window is not None and ledger.micro is None
@@ -202,31 +205,32 @@ class Accumulation:
         return bool(set(self.sums.slots_with_grad()) - self.ranks.shown_for_others)
 
     def record_loss(self, loss: Scalar, source: LossFrom) -> None:
-        """The loss of the open micro-batch, or of the one counted last. Raises RuntimeError if that has one already."""
+        """The loss of the open micro-batch, or the last. Raises RuntimeError if it has one."""
         for check in self.extensions.check_call:
             check()
         for given in self.extensions.loss_given:
             given(loss, source)
 
     def record_result(self, result: Any) -> None:
-        """Record what a closure has returned as its micro-batch's loss, if it is a single number and no loss was recorded."""
+        """Record what a closure returned, if it is a single number and no loss was recorded."""
         one = result.numel() == 1 if isinstance(result, Tensor) else is_number(result)
         if one and self.lacks_loss:
             self.record_loss(checked_loss(result), LossFrom.CALLER)
 
     @property
     def lacks_loss(self) -> bool:
-        """True if the loss of the micro-batch that is open, or was counted last, is wanted and has not come."""
+        """True if the loss of the open micro-batch, or of the last, is wanted and has not come."""
         return any(lacks() for lacks in self.extensions.lacks_loss)
 
     def commit(self, weight: Scalar | None) -> None:
-        """The micro-batch is over: count it, with the ``weight`` that comes this late, if any; or leave it out."""
+        """The micro-batch is over: count it, with a ``weight`` that comes late, or leave it out."""
         # Where nothing asks for the count, this need not wait for adds that end late.
         if self.counts or not self.sums.buffers.private:
             adding.count_nonfinite(self)
         window, micro = self.ledger.window, self.ledger.micro
         if not micro.passes and self.sums.normalized_by is None:
-            # What was put into p.grad by hand may have taken the place of the window's sum; step() warns of that.
+            # What was put into p.grad by hand may have taken the place of the window's sum; step()
+            # warns of that.
             grad_views.adopt_all(self.sums, self.sums.buffers.slots)
         held = self.ranks.holds_back
         alone = self.extensions.counted_alone and window.empty and not (self.ranks.sent or held or micro.partial)

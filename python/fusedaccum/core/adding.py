@@ -1,4 +1,4 @@
-"""Adding: every gradient that arrives is scaled and added to its parameter's buffer, bucket by bucket.
+"""Adding: each bucket of gradients that arrives is scaled and added to its buffers.
 
 What layers have written into a buffer themselves is counted here, too.
 """
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 def add(accumulation: Accumulation, slots: Sequence[Slot], grads: Sequence[Tensor]) -> None:
-    """``buffer += c * g`` for a bucket, as the open micro-batch is weighted: one call per device and kind of add; the first touch of a
-    parameter overwrites.
+    """``buffer += c * g`` for a bucket, as the open micro-batch is weighted: one call per device
+    and kind of add; the first touch of a parameter overwrites.
     """
     sums, micro, extensions = accumulation.sums, accumulation.ledger.micro, accumulation.extensions
     for select in extensions.select:
@@ -78,7 +78,7 @@ def tell_arrived(accumulation: Accumulation, slots: Sequence[Slot]) -> None:
 
 
 def measures(accumulation: Accumulation) -> bool:
-    """True if adds take norms and count what is not finite. (Norms of sums that go to other ranks are taken when those have arrived.)"""
+    """True if adds take norms and count what is not finite, which sums of ranks do on arrival."""
     ledger = accumulation.ledger
     takes_norm = accumulation.wants_norm and (accumulation.ranks.alone or ledger.mixes_ranks)
     if takes_norm and ledger.may_be_last():
@@ -97,8 +97,8 @@ def contribution(accumulation: Accumulation, scale: Scalar) -> Scalar:
 
 @without_grad
 def count_added(accumulation: Accumulation, slot: Slot, announced: bool = True) -> None:
-    """Within a pass: a layer has added a gradient to the slot's buffer, scaled as the open window needs it. ``announced``: True if an
-    extension has made the buffer ready for that.
+    """Within a pass: a layer has added a gradient to the slot's buffer, scaled as the open window
+    needs it. ``announced``: True if an extension has made the buffer ready for that.
     """
     sums = accumulation.sums
     if not announced:
@@ -119,7 +119,7 @@ def _measured(accumulation: Accumulation, stats: ops.Stats, slots: Sequence[Slot
 
 
 def count_nonfinite(accumulation: Accumulation) -> None:
-    """Add up what the micro-batch's adds have counted as not finite. Waits for adds that end late."""
+    """Add up what the adds have counted as not finite. Waits for adds that end late."""
     for finish in accumulation.extensions.finish_adds:
         finish()
     micro = accumulation.ledger.micro
@@ -140,9 +140,9 @@ def _room_for_stats(slot: Slot) -> ops.Stats:
 def one_call_each(
     slots: Sequence[Slot], grads: Sequence[Tensor], measure: bool
 ) -> Iterator[tuple[tuple, Sequence[Slot], Sequence[Tensor]]]:
-    """Each call that an add takes: ``(gradients' device, first touch, ...)``, its slots and its gradients.
+    """Each call that an add takes: ``(device, first touch, ...)``, its slots and gradients.
 
-    ``measure``: True if norms are taken, which can be added up over the ranks only for parts that are laid out alike.
+    ``measure``: norms are taken, which ranks add up only for parts that are laid out alike.
     """
     calls: dict[tuple, list[int]] = {}
     for i in range(1 if _agree(slots) else len(slots)):  # where they agree, the first stands for all

@@ -1,6 +1,7 @@
-"""A window's end: what it comes to, whether that may be applied, and the inner optimizer's step with it.
+"""A window's end: what it comes to, whether to apply it, and the inner optimizer's step.
 
-A window that has closed stays until it is applied and reported: if something raises on the way, the next call goes on from there.
+A window that has closed stays until it is applied and reported: if something raises on the way, the
+next call goes on from there.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ UNKNOWN: dict[str, Any] = dict.fromkeys(of.name for of in fields(LastWindow))
 
 @dataclass
 class Conclusion:
-    """A complete window: its gradient is ``coef * sum / divisor`` in every slot, and ``skip`` forbids applying it.
+    """A complete window: its gradient is ``coef * sum / divisor``; ``skip`` forbids applying it.
 
-    An extension that skips joins its own decision with what ``skip`` is already. A tensor is read when the window is applied, if not left
-    to an inner optimizer that decides on its device.
+    An extension that skips joins its own decision with what ``skip`` is already. A tensor is read
+    when the window is applied, if not left to an inner optimizer that decides on its device.
     """
 
     window: Window
@@ -119,10 +120,10 @@ class Closing:
         self._needs_loss = "closure" in required_by_step(inner)
 
     def close(self, evaluated: Evaluated | None = None) -> None:
-        """The window is over: the next gradient begins a new one, and this one is applied, unless something forbids it.
+        """The window is over: a new one begins, and this one is applied, if nothing forbids it.
 
         Args:
-            evaluated: the closure that ``step()`` was given and has called; None if it was given none.
+            evaluated: the closure that ``step()`` was given, which has been called; None without.
         """
         self._accumulation.ranks.agree()
         end = conclude(self._accumulation)
@@ -132,7 +133,9 @@ class Closing:
         self.apply(end)
 
     def anything_to_flush(self) -> bool:
-        """True if the open window has accumulated anything, on any rank. With several ranks, it is that of all of them afterwards."""
+        """True if the open window has accumulated anything, on any rank. With several ranks, it is
+        that of all of them afterwards.
+        """
         ranks = self._accumulation.ranks
         if ranks.alone:
             return self._ledger.is_open
@@ -142,24 +145,36 @@ class Closing:
         ranks.agree()
         if not self._ledger.has_any:
             self._ledger.drop_window()
-        # Dropped micro-batches alone make a window, too: a rank whose step() meets this flush() has closed one.
+        # Dropped micro-batches make a window, too: a rank in step() meanwhile has closed one.
         return self._ledger.has_any
 
-    def check_closure(self, closure: Callable[[], Any] | None) -> None:
-        """Raises TypeError if the inner optimizer could not step with what ``step()`` has been given."""
-        if closure is not None and evaluates_itself(self._inner):
+    def evaluate(self, closure: Callable[[], Any] | None) -> Evaluated | None:
+        """Call the closure that ``step()`` was given, and record its loss.
+
+        Raises TypeError if the inner optimizer cannot step with what ``step()`` was given.
+        """
+        if closure is None:
+            if self._needs_loss and self._accumulation.lacks_loss:
+                raise self._lacks_loss()
+            return None
+        if evaluates_itself(self._inner):
             raise refused(self._inner, ["closure"])
-        if closure is None and self._needs_loss and self._accumulation.lacks_loss:
-            raise self._lacks_loss()
+        micro = self._ledger.micro
+        whole = micro is None or not micro.passes  # else the loss is that of a part of a micro-batch
+        with torch.enable_grad():
+            evaluated = Evaluated(closure())
+        if whole:
+            self._accumulation.record_result(evaluated.result)
+        return evaluated
 
     def _lacks_loss(self) -> TypeError:
         return TypeError(
-            f"the step() of {type(self._inner).__name__} needs the loss: call opt.step(closure), or opt.backward(loss) in place of "
-            "loss.backward(), for every micro-batch"
+            f"the step() of {type(self._inner).__name__} needs the loss: call opt.step(closure), or opt.backward(loss) "
+            "in place of loss.backward(), for every micro-batch"
         )
 
     def handed_on(self, evaluated: Evaluated | None, end: Conclusion) -> Evaluated | None:
-        """What the inner optimizer's ``step()`` gets for a closure: one that returns the loss of what it steps with."""
+        """The inner optimizer's closure, if it gets one: it returns the loss of the window."""
         if evaluated is None and not self._needs_loss:
             return None
         if evaluated is not None and not takes_closure(self._inner):
@@ -173,7 +188,9 @@ class Closing:
         return evaluated
 
     def apply_again(self) -> bool:
-        """Go on with the window that a call closed before it raised. Returns False if there is none, or its gradient was dropped since."""
+        """Go on with the window that a call closed before it raised. Returns False if there is
+        none, or its gradient was dropped since.
+        """
         end = self._unapplied
         if end is None or not self.broke_off:
             return False
@@ -187,8 +204,8 @@ class Closing:
         return end is not None and end.begun == self._sums.begun and not self._accumulation.at_work
 
     def apply(self, end: Conclusion) -> None:
-        """Apply a closed window and report it. When the inner optimizer raises, or anything after it, the next ``step()`` or ``flush()``
-        goes on from there.
+        """Apply a closed window and report it. When the inner optimizer raises, or anything after
+        it, the next ``step()`` or ``flush()`` goes on from there.
         """
         self._unapplied = end
         with self._inner_at_work():
@@ -207,8 +224,8 @@ class Closing:
     def _inner_at_work(self) -> Iterator[None]:
         accumulation, here = self._accumulation, sys._getframe(2)
         before = accumulation.passes.refused_in, accumulation.inner_call
-        # The backward of an inner optimizer that steps the parameters themselves (SAM), with the sums that p.grad shows, is an ordinary one
-        # in a caller-owned window.
+        # The backward of an inner optimizer that steps the parameters themselves (SAM), with the
+        # sums that p.grad shows, is an ordinary one in a caller-owned window.
         apart = self._extensions.stand_in or self._sums.buffers.private
         accumulation.passes.refused_in = here if apart or not self._settings.schedule.caller_owned else None
         accumulation.inner_call = here
@@ -234,7 +251,7 @@ class Closing:
         self._unapplied = None
 
     def call(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Call another method of the inner optimizer (``eval()``, ``second_step()``) on what it steps."""
+        """Call another of the inner optimizer's methods (``second_step()``) on what it steps."""
         self._accumulation.passes.end_open_pass()
         with self._inner_at_work(), self._extensions.inner_called(self._sums.buffers.slots):
             result = method(*args, **kwargs)
@@ -245,7 +262,7 @@ class Closing:
     def normalize_(self) -> None:
         """Make ``p.grad`` the gradient of the complete window, which stays open."""
         ranks = self._accumulation.ranks
-        # Nothing accumulated, or all of it dropped: other ranks, which close such a window too, may have gradients.
+        # Nothing accumulated, or all dropped: other ranks, which close it too, may have gradients.
         if ranks.alone or self._ledger.is_open or not self._settings.schedule.caller_owned:
             divisor = self._ledger.divisor_at_end()
         if not ranks.alone:
@@ -264,12 +281,15 @@ class Closing:
         self._report(end, not end.skip)
 
     def still_shows(self, end: Conclusion) -> bool:
-        """True if ``p.grad`` still is the gradient of this window, which has closed: neither a backward nor other code has changed it."""
+        """True if ``p.grad`` still is the gradient of this window, which has closed."""
         return self._ledger.window is None and end.begun == self._sums.begun and self._sums.as_shown
 
 
 def step_with(end: Conclusion, inner: Any, accumulation: Accumulation) -> bool | Tensor:
-    """Step the inner optimizer with the window's gradient, unless that is to be skipped. Returns whether it was applied."""
+    """Step the inner optimizer with the window's gradient, unless that is to be skipped.
+
+    Returns whether it was applied.
+    """
     sums, extensions = accumulation.sums, accumulation.extensions
 
     scaling: InnerScaling | None = None
@@ -320,7 +340,7 @@ def step_with(end: Conclusion, inner: Any, accumulation: Accumulation) -> bool |
 def among_hooks(
     inner: Optimizer, pre_hooks_have_run: Callable[[], None], post_hooks_follow: Callable[[], None]
 ) -> Iterator[None]:
-    """In the block, ``inner.step()`` calls the first after its step pre-hooks and the second before its post-hooks, if it has any."""
+    """``inner.step()`` calls these after its step pre-hooks and before its post-hooks."""
     handles = []
     calls_hooks = hasattr(inner, "_optimizer_step_post_hooks")  # one that hands all to another optimizer need not
     if calls_hooks and (inner._optimizer_step_pre_hooks or _global_optimizer_pre_hooks):

@@ -1,4 +1,4 @@
-"""Backward passes: each belongs to a micro-batch, which it opens or joins, and brings it gradients until it ends or breaks off."""
+"""Backward passes: each opens or joins a micro-batch, and brings it gradients until it ends."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class BackwardPasses:
 
     Attributes:
         inside: True if the caller is within ``micro_batch()``.
-        refused_in: the call in which the inner optimizer is at work on a window that has closed, so that a backward would belong to the
-            next one.
+        refused_in: the call in which the inner optimizer is at work on a window that has closed, so
+            that a backward would belong to the next one.
     """
 
     def __init__(self, accumulation: Accumulation):
@@ -39,7 +39,7 @@ class BackwardPasses:
         self._block: tuple[Scalar | None, bool, bool] = (None, False, False)  # what the latest grouped() gave to open()
 
     def end_open_pass(self) -> None:
-        """Every public call begins here: a pass that still seems open is over, or was broken off; ``p.grad`` is ours again."""
+        """Every public call begins here: no pass is under way, and ``p.grad`` is ours again."""
         accumulation = self._accumulation()
         for check in accumulation.extensions.check_call:
             check()
@@ -56,7 +56,7 @@ class BackwardPasses:
 
     @contextmanager
     def grouped(self, weight: Scalar | None = None, last: bool = False, in_loss: bool = False) -> Iterator[None]:
-        """Make all passes in the block one micro-batch, as ``Accumulation.open()`` has it; an exception drops it."""
+        """Make all passes in the block one micro-batch, as open() has it; an exception drops it."""
         accumulation = self._accumulation()
         self._block = weight, last, in_loss
         thread = threading.get_ident()
@@ -92,7 +92,7 @@ class BackwardPasses:
         return any(slot.holder.grad is not slot.shown for slot in accumulation.sums.buffers.slots_with_grad())
 
     def drop_micro_batch(self) -> None:
-        """Drop the open micro-batch, if any, and its gradients that are queued. What was added stays in the sums."""
+        """Drop the open micro-batch and its queued gradients. What was added stays in the sums."""
         accumulation = self._accumulation()
         accumulation.collector.drop()
         if accumulation.ledger.micro is not None:
@@ -104,7 +104,7 @@ class BackwardPasses:
         accumulation = self._accumulation()
         return not self.inside and (accumulation.settings.schedule.caller_owned or accumulation.holds)
 
-    # -- what the collector calls (its Owner) -----------------------------------------------------------------
+    # -- what the collector calls (its Owner) ------------------------------------------------------
 
     def pass_begins(self, thread: int | None) -> None:
         accumulation = self._accumulation()
@@ -113,21 +113,23 @@ class BackwardPasses:
             comes()
         if runs(self.refused_in):
             raise RuntimeError(
-                "the inner optimizer, or a hook of its step, ran a backward inside step(), and its gradients would join the next window; "
-                "for an optimizer that evaluates gradients itself, leave out accum_steps, window_weight, master_weights and buffer_device"
+                "the inner optimizer, or a hook of its step, ran a backward inside step(), and its gradients would "
+                "join the next window; for an optimizer that evaluates gradients itself, leave out accum_steps, "
+                "window_weight, master_weights and buffer_device"
             )
         if accumulation.ranks.agreed:
             raise RuntimeError(
-                "opt.normalize_() has added up this window's sums over the ranks, so no gradient can join it any more; call opt.step() "
-                "before the next backward"
+                "opt.normalize_() has added up this window's sums over the ranks, so no gradient can join it any more; "
+                "call opt.step() before the next backward"
             )
         if not self.inside:
             accumulation.open(None)
             self._adds_before = accumulation.ledger.micro.adds
         elif accumulation.ledger.window is None:
             raise RuntimeError(
-                "a backward of this block, `with opt.micro_batch():`, was broken off after part of its gradients had been added, which "
-                "dropped the window, so that nothing can join it; let the exception leave the block, and repeat the window"
+                "a backward of this block, `with opt.micro_batch():`, was broken off after part of its gradients had "
+                "been added, which dropped the window, so that nothing can join it; let the exception leave the block, "
+                "and repeat the window"
             )
         elif accumulation.ledger.micro is None:
             accumulation.open(*self._block)  # again: one that was broken off has left nothing
@@ -183,7 +185,7 @@ class BackwardPasses:
             accumulation.ledger.drop_micro_batch()
 
     def _unfinished(self) -> str | None:
-        """Why a pass cannot follow one that was broken off, if that has left what no hook has told of."""
+        """Why no pass can follow one that broke off and left what no hook has told of."""
         accumulation = self._accumulation()
         for unfinished in accumulation.extensions.unfinished:
             if why := unfinished():

@@ -1,4 +1,4 @@
-"""Flat, aligned storage for the accumulated gradients, one per device and dtype, and the views that ``p.grad`` becomes."""
+"""Flat, aligned storage of the buffers, one per device and dtype; ``p.grad`` is a view of it."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def padded(elements: int) -> int:
 
 
 def buffer_dtype(parameter: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
-    """The dtype in which gradients of a ``parameter`` accumulate: as ``asked``, but never narrower than the gradient itself."""
+    """The buffer's dtype: as ``asked``, but never narrower than a gradient of the ``parameter``."""
     return parameter if asked is None else torch.promote_types(parameter, asked)
 
 
 def gradient_dtype(p: Tensor) -> torch.dtype:
-    """The dtype that the gradients of ``p`` fit into, as far as it says: with ``p.grad_dtype = None`` they may be of any."""
+    """The dtype that gradients of ``p`` fit into; if ``p.grad_dtype`` is None, they may not."""
     return p.dtype if p.grad_dtype is None else torch.promote_types(p.dtype, p.grad_dtype)
 
 
@@ -71,7 +71,7 @@ class Slot:
     divisor: Scalar = 1.0  # the buffer holds the sum divided by this
     prepared: bool = False  # True if an extension has filled the buffer, and nothing has written to it since
     intercepted: bool = False  # True if extensions see its gradients before they are queued (C++ reads it)
-    # True if the buffer is out of other code's reach, because p.grad does not show it. Its adds may end late.
+    # True if p.grad does not show the buffer, so that no other code reaches it. Adds may end late.
     private: bool = False
     ops: Any = ops  # has the ops that read and write the buffer, and the cast_() from there to the parameter
     their_grad_dtype: torch.dtype | None = None  # what the parameter's grad_dtype was before it became ours
@@ -108,7 +108,7 @@ class Slot:
             self._assign_any(holder, grad, refusal)
 
     def _assign_any(self, holder: Any, grad: Tensor | None, refusal: RuntimeError) -> None:
-        """The same, after PyTorch has refused it, because other code has set the parameter's grad_dtype meanwhile."""
+        """The same, after PyTorch's refusal, because other code has set grad_dtype meanwhile."""
         if self.param.grad_dtype is None:
             raise refusal
         self.free_grad_dtype()
@@ -120,7 +120,7 @@ class Slot:
         self.param.grad_dtype = None
 
     def give_back_grad_dtype(self) -> None:
-        """Make the parameter's grad_dtype what it was before, and its gradient fit that, unless other code has set it since."""
+        """Restore the parameter's grad_dtype, which its gradient then fits, if nobody set it."""
         p, theirs = self.param, self.their_grad_dtype
         if self.frees_grad and p.grad_dtype is None and theirs is not None:
             theirs = p.dtype if theirs == self.made_for.dtype else theirs  # its own, also of one that was cast since
@@ -135,9 +135,9 @@ class Slot:
         if needed != self.dtype:
             self.check_unchanged()
             raise RuntimeError(
-                f"parameter {self.name} got a {grad.dtype} gradient (its grad_dtype is {self.param.grad_dtype}), but its buffer is "
-                f"{self.dtype}, and a buffer is never narrower than the gradient; pass buffer_dtype={needed}, or set "
-                f"parameter.grad_dtype = {needed} before the optimizer is wrapped"
+                f"parameter {self.name} got a {grad.dtype} gradient (its grad_dtype is {self.param.grad_dtype}), but "
+                f"its buffer is {self.dtype}, and a buffer is never narrower than the gradient; pass "
+                f"buffer_dtype={needed}, or set parameter.grad_dtype = {needed} before the optimizer is wrapped"
             )
 
     @property
@@ -148,16 +148,16 @@ class Slot:
 
     @property
     def stepped_grad(self) -> Tensor | None:
-        """``p.grad`` as the inner optimizer sees it: all of it, also where this process holds a part."""
+        """``p.grad`` as the inner optimizer sees it: whole, also if this process holds a part."""
         return self.part.whole if self.part is not None and self.holder is self.part else self.holder.grad
 
     @property
     def layout(self) -> Hashable:
-        """A key shared by the slots whose norms can be added up together; None for those that this process holds whole."""
+        """A key of the slots whose norms can be added up together; None for whole parameters."""
         return None if self.part is None else self.part.layout
 
     def check_unchanged(self) -> None:
-        """Raises RuntimeError if the parameter has changed its dtype, device or shape since it was wrapped.
+        """Raises RuntimeError if the parameter's dtype, device or shape is not what was wrapped.
 
         Other strides are no error: they are noted in :attr:`relaid`.
         """
@@ -165,16 +165,16 @@ class Slot:
         if Form.of(p) != self.made_for:
             was, now = (f"{form.dtype} {tuple(form.shape)} on {form.device}" for form in (self.made_for, Form.of(p)))
             raise RuntimeError(
-                f"parameter {self.name} was {was} when it was wrapped and is {now} now; "
-                "after a move or a cast, call opt.load_state_dict(opt.state_dict()); after a change of shape, build the optimizer and its "
-                "wrapper anew"
+                f"parameter {self.name} was {was} when it was wrapped and is {now} now; after a move or a cast, call "
+                "opt.load_state_dict(opt.state_dict()); after a change of shape, build the optimizer and its wrapper "
+                "anew"
             )
         self.relaid = self.placed and self.buffer.stride() != self.strides
 
 
 @dataclass(eq=False)
 class Block:
-    """A flat stretch of storage, shared by slots that agree in device and dtype of parameter and buffer; all of them parts, or none."""
+    """Flat storage that slots share: of one device, parameter dtype, buffer dtype; parts or not."""
 
     flat: Tensor
     private: bool  # as its slots are
@@ -188,15 +188,16 @@ class Block:
         return self.private or self.flat._version == self.version
 
     def view(self, slot: Slot, offset: int) -> Tensor:
-        """The part of the storage that is ``slot``'s, in its parameter's shape (and memory format, when that is dense)."""
+        """The slot's part of the storage, in its parameter's shape (and format, if dense)."""
         return self.flat.as_strided(local_of(slot.param).shape, slot.strides, offset)
 
     def cast_in_place_(self, dtype: torch.dtype, scale: Scalar, shown: Iterable[Slot], backend: str) -> None:
-        """Cast ``flat * scale`` to a narrower dtype, into the first part of its own storage, and show it in ``shown``.
+        """Cast ``flat * scale`` to a narrower dtype, in place, and show the result in ``shown``.
 
-        The first elements go through a small temporary. From there on, each wave casts elements [a, 2a). They need at most half their
-        space now, which lies within what the previous wave has already moved. So a wave's reads and writes never overlap, and each wave
-        is one ordinary, parallel call.
+        The first elements go through a small temporary. From there on, each wave casts elements [a,
+        2a). They need at most half their space now, which lies within what the previous wave has
+        already moved. So a wave's reads and writes never overlap, and each wave is one ordinary,
+        parallel call.
         """
         narrow = self.flat.view(dtype)
         total = self.flat.numel()
@@ -214,14 +215,14 @@ class Block:
 
 
 def _let_go(slots: list[Slot]) -> None:
-    """The wrapper is gone: its parameters are as they were, as far as nobody has written to them since."""
+    """The wrapper is gone: restore its parameters, where nobody has written to them since."""
     for slot in slots:
         if slot.param.grad is None:  # one that is still shown stays as it is
             slot.give_back_grad_dtype()
 
 
 class Buffers:
-    """The slots of an optimizer's parameters. Storage is allocated with the first gradients, not before."""
+    """The slots of an optimizer's parameters, which get storage when gradients come."""
 
     def __init__(self, asked: torch.dtype | None, extensions: Extensions):
         self._asked, self._extensions = asked, extensions
@@ -241,7 +242,7 @@ class Buffers:
         return fresh
 
     def replace(self, slots: Sequence[Slot]) -> None:
-        """Have these slots, in this order. Others leave; their storage remains until :meth:`free`."""
+        """Have these slots, in this order. Storage of others remains until :meth:`free`."""
         self.slots[:] = slots
         self.of.clear()
         for index, slot in enumerate(slots):
@@ -276,9 +277,9 @@ class Buffers:
         for (home, device, dtype, _, _), members in groups.items():
             if home.type == "meta":
                 raise RuntimeError(
-                    f"parameter {members[0].name} is on the meta device, where it has no memory; give the model memory first "
-                    "(model.to_empty(device=...), then its weights), make the optimizer from its parameters then, and wrap that. To run a "
-                    "loop on shapes alone, use torch's FakeTensorMode"
+                    f"parameter {members[0].name} is on the meta device, where it has no memory; give the model memory "
+                    "first (model.to_empty(device=...), then its weights), make the optimizer from its parameters "
+                    "then, and wrap that. To run a loop on shapes alone, use torch's FakeTensorMode"
                 )
             sizes = [local_of(slot.param).numel() for slot in members]
             *offsets, end = itertools.accumulate(map(padded, sizes), initial=0)
@@ -299,7 +300,8 @@ class Buffers:
 
     def check_unchanged(self) -> None:
         """Raises as :meth:`Slot.check_unchanged` and extensions do."""
-        # Every step() calls this, so it compares what is cheap and nearly always shows a change. The rest shows when a gradient arrives.
+        # Every step() calls this, so it compares what is cheap and nearly always shows a change.
+        # The rest shows when a gradient arrives.
         if traits([*self.of]) != self._checked:
             for slot in self.slots:
                 for check in self._extensions.check_changed:
@@ -308,10 +310,10 @@ class Buffers:
             self._checked = traits([*self.of])
 
     def check_gathers(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Raises RuntimeError if an optimizer's groups do not hold the parameters that have slots, in their order.
+        """Raises RuntimeError if the groups do not hold the slots' parameters, in their order.
 
-        Nothing would divide the gradients of those that have none; norms would include others that nothing steps; and checkpoints know
-        parameters by their places.
+        Nothing would divide the gradients of those that have none; norms would include others that
+        nothing steps; and checkpoints know parameters by their places.
         """
         found = list(itertools.chain.from_iterable(map(PARAMS, groups)))
         if len(found) == len(self._in_groups) and all(map(is_, found, self._in_groups)):
@@ -320,16 +322,17 @@ class Buffers:
             for i, p in enumerate(group["params"]):
                 if p not in self.of:
                     raise RuntimeError(
-                        f"parameter param_groups[{g}]['params'][{i}], of shape {tuple(p.shape)}, was put there after the optimizer was "
-                        "wrapped, so its gradients are not accumulated; add it with the wrapper's add_param_group() instead, or, where it "
-                        "replaces another, set its .grad to None and say `opt.param_groups = opt.param_groups`"
+                        f"parameter param_groups[{g}]['params'][{i}], of shape {tuple(p.shape)}, was put there after "
+                        "the optimizer was wrapped, so its gradients are not accumulated; add it with the wrapper's "
+                        "add_param_group() instead, or, where it replaces another, set its .grad to None and say "
+                        "`opt.param_groups = opt.param_groups`"
                     )
         once = list(dict.fromkeys(found))
         for slot, p in zip(self.slots, [*once, *[None] * len(self.slots)], strict=False):
             if slot.param is not p:
                 raise RuntimeError(
-                    f"parameter {slot.name}, of shape {tuple(slot.made_for.shape)}, is not in its place in opt.param_groups any more; "
-                    "after a change of these, say `opt.param_groups = opt.param_groups`"
+                    f"parameter {slot.name}, of shape {tuple(slot.made_for.shape)}, is not in its place in "
+                    "opt.param_groups any more; after a change of these, say `opt.param_groups = opt.param_groups`"
                 )
         self._in_groups = found
 

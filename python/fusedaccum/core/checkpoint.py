@@ -1,4 +1,4 @@
-"""The wrapper's own part of a checkpoint: the open window with its buffers, and an entry for each extension."""
+"""The wrapper's part of a checkpoint: the open window, and an entry for each extension."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ UNSAVED = {"counts", "in_place", "nested", "repeatable", "partial"}  # what last
 
 
 def save(opt: Wrapper) -> dict[str, Any]:
-    """Everything needed to continue bit-identically, as tensors and plain values; parameters by position."""
+    """All that it takes to continue with the same bits, in tensors and plain values."""
     sums, ledger, accumulation = opt._sums, opt._ledger, opt._accumulation
     ranks, adaptive = accumulation.ranks, opt.settings.schedule.adaptive
     if opt._closing.broke_off:
         warn(
-            "the last step() was broken off by an exception after it had closed its window, which no checkpoint or copy holds; call step() "
-            "again first, which applies it, or opt.reset() to drop it"
+            "the last step() was broken off by an exception after it had closed its window, which no checkpoint or "
+            "copy holds; call step() again first, which applies it, or opt.reset() to drop it"
         )
     accumulation.drop_taken_away()
     ranks.undo_reduce()
@@ -85,19 +85,20 @@ def check(opt: Wrapper, own: dict[str, Any]) -> None:
     own = as_now(own, own.get("format"))
     if own.get("format") != FORMAT:
         raise ValueError(
-            f"the checkpoint's {KEY!r} part has format {own.get('format')!r}, and this version of fusedaccum reads {FORMAT}; use the "
-            "version that wrote it"
+            f"the checkpoint's {KEY!r} part has format {own.get('format')!r}, and this version of fusedaccum reads "
+            f"{FORMAT}; use the version that wrote it"
         )
     slots = opt._sums.buffers.slots
     if len(own["shapes"]) != len(slots):
         raise ValueError(
-            f"the checkpoint has {len(own['shapes'])} parameters and the optimizer has {len(slots)}; is it another model's?"
+            f"the checkpoint has {len(own['shapes'])} parameters and the optimizer has {len(slots)}; is it another "
+            "model's?"
         )
     for slot, shape in zip(slots, own["shapes"], strict=True):
         if tuple(shape) != tuple(slot.param.shape):
             raise ValueError(
-                f"the checkpoint has shape {tuple(shape)} for parameter {slot.name}, which is {tuple(slot.param.shape)}; is it another "
-                "model's?"
+                f"the checkpoint has shape {tuple(shape)} for parameter {slot.name}, which is "
+                f"{tuple(slot.param.shape)}; is it another model's?"
             )
     for key, extension in opt._accumulation.extensions.saved.items():
         if key in own:
@@ -111,13 +112,14 @@ def check(opt: Wrapper, own: dict[str, Any]) -> None:
         saved = own["settings"].get(name)
         if name == "rank" and saved != mine[name]:
             raise ValueError(
-                f"the checkpoint holds what rank {saved} has accumulated in an open window, and this is rank {mine[name]} (None: "
-                "without process_group); load on every rank what it saved itself, or save at a window's end"
+                f"the checkpoint holds what rank {saved} has accumulated in an open window, and this is rank "
+                f"{mine[name]} (None: without process_group); load on every rank what it saved itself, or save at a "
+                "window's end"
             )
         if saved != mine[name]:
             raise ValueError(
-                f"the checkpoint was taken inside a window with {name}={saved}, and this wrapper has {name}={mine[name]}; "
-                f"build it with {name}={saved}, or save at a window's end (flush() first)"
+                f"the checkpoint was taken inside a window with {name}={saved}, and this wrapper has "
+                f"{name}={mine[name]}; build it with {name}={saved}, or save at a window's end (flush() first)"
             )
 
 
@@ -136,7 +138,7 @@ def load(opt: Wrapper, own: dict[str, Any]) -> None:
         None if micro is None else MicroBatch(**{**micro, "state": MicroBatchState[micro["state"]]}),
     )
     if opt._ledger.window is not None and not opt._ledger.is_open:
-        # It holds nothing (its micro-batches were dropped), so check() has let another accum_steps pass.
+        # It holds nothing (all were dropped), so check() has let another accum_steps pass.
         opt._ledger.window.length = opt.settings.schedule.length(own["index"])
     opt._accumulation.rejected = list(own["rejected"])
     for index, saved in own["buffers"].items():

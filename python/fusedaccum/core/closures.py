@@ -1,4 +1,4 @@
-"""Closures of the inner optimizer: the micro-batches have run when it steps, so all that is left to do is to return their loss."""
+"""Closures for the inner optimizer: the micro-batches have run, so they only return the loss."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def takes_closure(optimizer: Optimizer) -> bool:
 
 
 def evaluates_itself(optimizer: Optimizer) -> bool:
-    """True for SAM, by whoever wrote it: on the way, its ``step()`` needs a gradient of other weights."""
+    """True for SAM, by whoever wrote it: its ``step()`` needs a gradient of other weights."""
     return hasattr(optimizer, "first_step")
 
 
 def check_steps_alone(optimizer: Optimizer) -> None:
-    """Raises TypeError for an optimizer that cannot step with a gradient and a loss that were computed before."""
+    """Raises TypeError for an optimizer that cannot step with a gradient computed before."""
     needed = ["closure"] if evaluates_itself(optimizer) else required_by_step(optimizer)
     if evaluates_itself(optimizer) or needed not in ([], ["closure"]):
         raise refused(optimizer, needed)
@@ -36,15 +36,17 @@ def check_steps_alone(optimizer: Optimizer) -> None:
 
 def refused(optimizer: Optimizer, needed: list[str], when: str = "") -> TypeError:
     return TypeError(
-        f"{when}optimizer is {type(optimizer).__name__}, whose step() cannot do without its {' and '.join(needed)}, but a window is "
-        "stepped with what is in p.grad; leave out accum_steps and window_weight, and after opt.normalize_() call the optimizer's own "
-        "methods (SAM's first_step() and second_step()); or wrap another optimizer"
+        f"{when}optimizer is {type(optimizer).__name__}, whose step() cannot do without its {' and '.join(needed)}, "
+        "but a window is stepped with what is in p.grad; leave out accum_steps and window_weight, and after "
+        "opt.normalize_() call the optimizer's own methods (SAM's first_step() and second_step()); or wrap another "
+        "optimizer"
     )
 
 
 class Evaluated:
-    """Stands for the user's closure in the inner optimizer's ``step()``. Returns the loss of what has been evaluated, as often as it is
-    called, as long as the weights are those of which it is the loss.
+    """Stands for the user's closure in the inner optimizer's ``step()``. Returns the loss of what
+    has been evaluated, as often as it is called, as long as the weights are those of which it is
+    the loss.
 
     Args:
         result: what the user's closure has returned.
@@ -54,7 +56,7 @@ class Evaluated:
         self.result = result
 
     def of_all(self, loss: Tensor) -> Evaluated:
-        """The same, of the window's loss: the user's closure has returned that of the last micro-batch."""
+        """The same, of the window's loss; the closure has returned the last micro-batch's."""
         like = self.result
         return Evaluated(loss.to(like.device, like.dtype) if isinstance(like, Tensor) else float(loss))
 
@@ -70,6 +72,6 @@ class Evaluated:
 
 
 def _state(optimizer: Optimizer) -> tuple[list[int], bool]:
-    """What tells whether the weights have been written to, and whether all gradients have been dropped."""
+    """What changes if weights are written, or all gradients dropped."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     return [p._version for p in parameters], all(p.grad is None for p in parameters)

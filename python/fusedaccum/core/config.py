@@ -14,7 +14,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import SparseAdam
 
 from ..ops import backends
-from ..scalars import checked_count, is_number
+from ..scalars import is_number
+from ..times_mean import TimesMean
 from .closures import check_steps_alone
 from .window import Schedule
 
@@ -25,40 +26,8 @@ BUFFER_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16, torch.float
 
 
 @dataclass(frozen=True)
-class TimesMean:
-    """A limit that follows what it limits: ``factor`` times the running mean.
-
-    Args:
-        factor: greater than 1.
-        decay: of the exponential average, per window: 0.98 averages over about the last 50.
-        after: windows to look at before the limit holds.
-
-    Raises:
-        TypeError, ValueError: not a number, or out of range.
-    """
-
-    factor: float
-    decay: float = 0.98
-    after: int = 20
-
-    def __post_init__(self) -> None:
-        for name, value in (("factor", self.factor), ("decay", self.decay)):
-            if not is_number(value):
-                raise TypeError(f"{name} must be a number, got {value!r}")
-        if not 1 < self.factor < math.inf:
-            raise ValueError(
-                f"factor must be greater than 1, and finite, got {self.factor}; half of all values are above their mean"
-            )
-        if not 0 <= self.decay < 1:
-            raise ValueError(
-                f"decay must be at least 0 and less than 1, got {self.decay}; 0.98 averages over about 50 windows"
-            )
-        checked_count(self.after, "after", "; it is the number of windows that the mean is of before it decides")
-
-
-@dataclass(frozen=True)
 class Settings:
-    """How an :class:`~fusedaccum.AccumulatingOptimizer` was asked to work; its docstring says what each means."""
+    """The arguments of an :class:`~fusedaccum.AccumulatingOptimizer`, which documents them."""
 
     schedule: Schedule
     reduction: str
@@ -74,7 +43,19 @@ class Settings:
     comm_dtype: torch.dtype | None
     shard: bool
     noise_scale: float | None
-    skip_norm: float | TimesMean | None = None
+    skip_norm: float | TimesMean | None
+
+    @classmethod
+    def checked(
+        cls, *, accum_steps: Any, window_weight: Any, buffer_device: Any, optimizer_device: Any, **others: Any
+    ) -> Settings:
+        """Build from the user's arguments; raises TypeError or ValueError for invalid ones."""
+        return cls(
+            schedule=Schedule.checked(accum_steps, window_weight),
+            buffer_device=checked_device("buffer_device", buffer_device),
+            optimizer_device=checked_device("optimizer_device", optimizer_device),
+            **others,
+        )
 
     def __post_init__(self) -> None:
         one_of("reduction", self.reduction, REDUCTIONS)
@@ -86,13 +67,14 @@ class Settings:
             check_norm("max_grad_norm", self.max_grad_norm, "None does not clip, math.inf only measures")
         if self.noise_scale is None and self.schedule.adaptive is not None:
             raise ValueError(
-                "accum_steps follows the noise scale, but nothing measures it; add noise_scale=0.95, the decay of its averages per window"
+                "accum_steps follows the noise scale, but nothing measures it; add noise_scale=0.95, the decay of its "
+                "averages per window"
             )
         backends.check(self.backend)
 
     @functools.cached_property
     def drop_in(self) -> bool:
-        """True where a loop that was written for plain PyTorch stays as it is: no window divides anything, and each ends with step()."""
+        """True for a loop of plain PyTorch's: no window divides, and each ends with ``step()``."""
         return self.reduction == "none" and self.schedule.caller_owned
 
 
@@ -118,7 +100,7 @@ def checked_device(name: str, device: Any) -> torch.device | None:
 
 
 def check_optimizer(optimizer: Any, settings: Settings, wrapper: type) -> None:
-    """Raises TypeError or ValueError for an optimizer that cannot be wrapped, or not with these settings."""
+    """Raises TypeError or ValueError for an optimizer that cannot be wrapped like this."""
     if isinstance(optimizer, wrapper):
         raise TypeError(
             "optimizer is wrapped already; wrap the torch optimizer inside it (optimizer.optimizer) instead"
@@ -133,36 +115,41 @@ def check_optimizer(optimizer: Any, settings: Settings, wrapper: type) -> None:
     accelerates = getattr(optimizer, "gradient_state", None)
     if accelerates is not None and accelerates.num_steps != 1:
         raise ValueError(
-            f"optimizer is Accelerate's, which steps once for every {accelerates.num_steps} calls, so that most windows would be lost; "
-            "wrap the optimizer before accelerator.prepare()"
+            f"optimizer is Accelerate's, which steps once for every {accelerates.num_steps} calls, so that most "
+            "windows would be lost; wrap the optimizer before accelerator.prepare()"
         )
     if not settings.schedule.caller_owned:
         check_steps_alone(optimizer)
 
 
 def check_parameter(name: str, parameter: Tensor, settings: Settings, left: bool) -> None:
-    """Raises ValueError for a parameter whose gradients cannot be accumulated, or not with these settings.
+    """Raises ValueError for a parameter whose gradients cannot be accumulated like this.
 
     ``left``: True if another wrapper, which is left behind, has put there what is in ``p.grad``.
     """
     if is_lazy(parameter):
         raise ValueError(
-            f"parameter {name} has no shape yet, because its lazy module has seen no input; run one forward of the model before wrapping"
+            f"parameter {name} has no shape yet, because its lazy module has seen no input; run one forward of the "
+            "model before wrapping"
         )
     if torch._C._functorch.is_functorch_wrapped_tensor(parameter):
         raise ValueError(
-            f"parameter {name} belongs to a function that torch.func transforms, where no backward() runs; wrap an optimizer of the model "
-            "outside of it, and bring the gradients with torch.autograd.backward(parameters, gradients)"
+            f"parameter {name} belongs to a function that torch.func transforms, where no backward() runs; wrap an "
+            "optimizer of the model outside of it, and bring the gradients with torch.autograd.backward(parameters, "
+            "gradients)"
         )
     if parameter.is_inference():
         raise ValueError(
-            f"parameter {name} was made in torch.inference_mode(), where it can get no gradient; make the model outside of it"
+            f"parameter {name} was made in torch.inference_mode(), where it can get no gradient; make the model "
+            "outside of it"
         )
     if not parameter.is_leaf:
+        computed = parameter.grad_fn.name()  # type: ignore[union-attr]
         raise ValueError(
-            f"parameter {name} is not a leaf of the graph: it was computed from another tensor ({parameter.grad_fn.name()}; a view of one "  # type: ignore[union-attr]
-            "counts as computed), and gradients accumulate in leaves only. Give the optimizer that tensor, or a leaf of its own, "
-            "torch.nn.Parameter(parameter.detach()); an optimizer that is differentiated through steps without a wrapper"
+            f"parameter {name} is not a leaf of the graph: it was computed from another tensor ({computed}; a view of "
+            "one counts as computed), and gradients accumulate in leaves only. Give the optimizer that tensor, or a "
+            "leaf of its own, torch.nn.Parameter(parameter.detach()); an optimizer that is differentiated through "
+            "steps without a wrapper"
         )
     if parameter.is_complex():
         raise ValueError(
@@ -171,13 +158,15 @@ def check_parameter(name: str, parameter: Tensor, settings: Settings, left: bool
         )
     if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
         raise ValueError(
-            f"parameter {name} is {parameter.dtype}; FP64, FP32, bf16 and fp16 parameters can be accumulated. Leave quantized parameters "
-            "that are not trained out of the optimizer: [p for p in model.parameters() if p.requires_grad]"
+            f"parameter {name} is {parameter.dtype}; FP64, FP32, bf16 and fp16 parameters can be accumulated. Leave "
+            "quantized parameters that are not trained out of the optimizer: [p for p in model.parameters() if "
+            "p.requires_grad]"
         )
     if parameter.layout is not torch.strided or parameter.is_nested:
         form = "a nested tensor" if parameter.is_nested else parameter.layout
         raise ValueError(f"parameter {name} is {form}; only dense parameters can be accumulated")
     if parameter.grad is not None and not left:
         raise ValueError(
-            f"parameter {name} has a gradient already, which would be in no window; call optimizer.zero_grad() before you wrap it"
+            f"parameter {name} has a gradient already, which would be in no window; call optimizer.zero_grad() before "
+            "you wrap it"
         )

@@ -74,7 +74,7 @@ class InnerScaling(NamedTuple):
 class MicroBatchEvents:
     """What becomes of a micro-batch: the first part of :class:`Extension`."""
 
-    # -- a micro-batch -----------------------------------------------------------------------------------------
+    # -- a micro-batch -----------------------------------------------------------------------------
 
     def micro_batch_opened(self) -> None:
         """A micro-batch is open."""
@@ -83,33 +83,36 @@ class MicroBatchEvents:
         """A backward pass brings its first gradient, and has opened nothing yet. May refuse it."""
 
     def block_begins(self, thread: int) -> None:
-        """A block of backward passes that are one micro-batch, which is open, begins in this thread."""
+        """A block of passes that are one micro-batch, which is open, begins in this thread."""
 
     def block_ends(self) -> None:
         """The block is over, or was not begun, because an exception came before."""
 
     def pass_begins(self, thread: int | None) -> None:
-        """A backward pass of the open micro-batch, called by this thread (None: not known), brings its first gradient. May refuse it."""
+        """A pass of the open micro-batch brings its first gradient. May refuse it.
+
+        ``thread``: that called the backward; None if it is not known.
+        """
 
     def passes_over(self) -> None:
-        """The pass is over, or a call of the wrapper finds that none is under way: ``p.grad`` is the wrapper's again."""
+        """No pass is under way any more: ``p.grad`` is the wrapper's again."""
 
     def pass_failed(self) -> None:
         """A pass broke off."""
 
     def weighed_elsewhere(self, thread: int | None) -> MicroBatch | None:
-        """Another wrapper's micro-batch, if its weight was given to the loss whose backward ``thread`` has called."""
+        """Another wrapper's micro-batch whose weight is in the loss that ``thread`` has run."""
         return None
 
     def judge(self, held: list[Tensor], added: list[Slot]) -> bool:
-        """False if the micro-batch must be left out, whose gradients are ``held``; layers have added those of the slots ``added``."""
+        """False leaves out the micro-batch. Its gradients are ``held``, or ``added`` by layers."""
         return True
 
     def rejected(self, batches: Sequence[tuple[list[Slot], list[Tensor]]]) -> None:
         """The micro-batch of these gradients is left out."""
 
     def sums_shown(self) -> None:
-        """A backward pass is over, and what ``p.grad`` shows does not change any more before the next call or backward."""
+        """A pass is over: what ``p.grad`` shows stays until the next call or backward."""
 
     def shown_instead(self) -> Instead:
         """What the extension has put in the place of the sums in ``p.grad``."""
@@ -119,13 +122,13 @@ class MicroBatchEvents:
         """Have ``p.grad`` show the sums again, if it shows something else."""
 
     def micro_batch_ends(self, micro: MicroBatch) -> None:
-        """The micro-batch is about to be counted, or left out if it was rejected. If this raises, it is neither, and still open."""
+        """The micro-batch will be counted, or left out. If this raises, it stays open."""
 
     def micro_batch_counted(self, micro: MicroBatch) -> None:
         """The micro-batch is over, and part of the open window."""
 
     def counted_alone(self, micro: MicroBatch) -> None:
-        """The buffers hold the gradients of this micro-batch, which was counted, of this rank, and nothing else."""
+        """The buffers hold the gradients of this counted micro-batch alone, of this rank."""
 
     def micro_batch_rejected(self) -> None:
         """A micro-batch was left out when it was complete. It was dropped before this."""
@@ -133,7 +136,7 @@ class MicroBatchEvents:
     def micro_batch_dropped(self) -> None:
         """What has happened since the last micro-batch was counted belongs to none."""
 
-    # -- its gradients on their way ----------------------------------------------------------------------------
+    # -- its gradients on their way ----------------------------------------------------------------
 
     def select(self, slots: Sequence[Slot], grads: Sequence[Tensor]) -> tuple[Sequence[Slot], Sequence[Tensor]]:
         """Those of the gradients of ``slots`` that are to be added."""
@@ -144,8 +147,8 @@ class MicroBatchEvents:
         return scale
 
     def as_mean(self, slots: Sequence[Slot], scale: Scalar) -> tuple[Scalar, Scalar]:
-        """What to multiply the gradients of ``slots`` by, in place of ``scale``, and what their sums are divided by in the buffers.
-        One at most.
+        """What to multiply the gradients of ``slots`` by, in place of ``scale``, and what their
+        sums are divided by in the buffers. One at most.
         """
         return scale, 1.0
 
@@ -154,9 +157,11 @@ class MicroBatchEvents:
         return None
 
     def added_already(self, slot: Slot, grad: Tensor | None) -> bool:
-        """True if the slot's gradient is in its buffer, so that ``grad``, which autograd brings, is none. It may be used by other code.
+        """True if the slot's gradient is in its buffer, so that ``grad``, which autograd brings, is
+        none. It may be used by other code.
 
-        Asked about a gradient that other code holds, too, about None, and about all of a slot with ``intercepted``.
+        Asked about a gradient that other code holds, too, about None, and about all of a slot with
+        ``intercepted``.
         """
         return False
 
@@ -170,51 +175,53 @@ class MicroBatchEvents:
         """What a backward has brought for ``slots`` is in their sums."""
 
     def unfinished(self) -> str | None:
-        """If a pass that was broken off has left what no hook has told of: why the next one, if that has begun, is refused."""
+        """Why no pass can follow one that broke off and left what no hook has told of."""
         return None
 
     def measures(self) -> bool:
-        """True if the adds of the open micro-batch must take norms, and count what is not finite."""
+        """True if this micro-batch's adds must take norms, and count what is not finite."""
         return False
 
     def finish_adds(self) -> None:
-        """The buffers are about to be read: return when they hold all that was added. Raises RuntimeError if they will not."""
+        """Return when the buffers hold all that was added. Raises RuntimeError if they will not."""
 
     def half_added(self) -> bool:
-        """True if an add that has raised may have written a part of what it should have, where no version of a tensor tells."""
+        """True if an add that raised may have written some, where no tensor's version tells."""
         return False
 
-    # -- its loss ----------------------------------------------------------------------------------------------
+    # -- its loss ----------------------------------------------------------------------------------
 
     def backward_begins(self, loss: Tensor) -> None:
-        """``opt.backward()`` was given this loss, for the open micro-batch, and runs its backward next."""
+        """``opt.backward()`` was given this loss, and runs its backward next."""
 
     def loss_given(self, loss: Scalar, source: LossFrom) -> None:
         """The loss of the open micro-batch, or of the one counted last."""
 
     def lacks_loss(self) -> bool:
-        """True if the loss of the micro-batch that is open, or was counted last, is wanted and has not come."""
+        """True if the loss of the open micro-batch, or of the last, is wanted and has not come."""
         return False
 
     def loss_scale(self) -> Tensor | None:
-        """The factor that losses carry which ``opt.backward()`` is given, and that are reported without it."""
+        """The factor in losses that ``opt.backward()`` is given; reports leave it out."""
 
     def scale_news(self, news: ScaleNews, scale: Scalar | None) -> None:
-        """Something has become known of the loss scale; ``scale`` is what it is, if it is known now."""
+        """Something has become known of the loss scale, which is ``scale``, if that is known."""
 
 
 class Extension(MicroBatchEvents):
-    """One feature of one wrapper. The core calls these methods; a feature overrides those that it needs. features.py has their order.
+    """One feature of one wrapper. The core calls these methods; a feature overrides those that it
+    needs. features.py has their order.
 
     Attributes:
         key: of the feature's entry in a checkpoint; None for one that has nothing to continue from.
-        by_parameter: True if that entry is tensors by the index of their parameter's slot, which ranks save as parts of one tensor.
-        asleep: True if it is told of nothing until :meth:`Extensions.wake`. (Ranks and checkpoints have its numbers nevertheless.)
+        by_parameter: True if that entry is tensors by the index of their parameter's slot, which
+            ranks save as parts of one tensor.
+        asleep: True if it is called for checkpoints and ranks only, until :meth:`Extensions.wake`.
         attributes: names of attributes of the wrapper that are attributes of this instead.
         holds: True if a micro-batch must be judged whole, before any of it is added.
         counts: True if it must be known in which micro-batches a value was not finite.
         wants_norm: True if the norm of every window's gradient must be known.
-        wants_first_alone: True if a window's first micro-batch must be counted before its sums are added to other ranks'.
+        wants_first_alone: True if ranks must not add up sums before a first micro-batch is counted.
         accumulation: the wrapper's, of which this is a part. inner: the optimizer that is wrapped.
     """
 
@@ -231,20 +238,23 @@ class Extension(MicroBatchEvents):
 
     def attach(self, accumulation: Accumulation, inner: Optimizer) -> None:
         """Become a part of a wrapper, before it has any parameters, or any that it is for."""
-        # A proxy, because the accumulation holds its extensions: dropping the wrapper must free the model at once.
+        # A proxy, because the accumulation holds this: dropping the wrapper must free the model.
         self.accumulation, self.inner = weakref.proxy(accumulation), inner
 
-    # -- what it does not work with ----------------------------------------------------------------------------
+    # -- what it does not work with ----------------------------------------------------------------
 
     @classmethod
     def refuses(cls, settings: Settings, inner: Optimizer) -> None:
-        """Raises TypeError or ValueError for settings or an optimizer with which the feature does not work."""
+        """Raises TypeError or ValueError for settings or an optimizer that rule the feature out."""
 
     def check_parameter(self, name: str, parameter: Parameter, settings: Settings, left: bool) -> None:
-        """Raises ValueError for a parameter that these settings rule out. ``left``: it is taken over from another wrapper."""
+        """Raises ValueError for a parameter that the settings rule out.
+
+        ``left``: it is taken over from another wrapper.
+        """
 
     def check_changed(self, slot: Slot) -> None:
-        """Raises RuntimeError if the slot's parameter, of which other code has changed something, is now one that cannot be accumulated."""
+        """Raises RuntimeError if other code has made this a parameter that cannot be had."""
 
     def check_shared(self) -> None:
         """Raises ValueError if ranks cannot share windows of these parameters."""
@@ -256,20 +266,20 @@ class Extension(MicroBatchEvents):
         """Raises RuntimeError if the wrapper is not to be called."""
 
     def needs_all_ranks(self) -> str | None:
-        """The argument for which every window must be that of all ranks, as the caller has written it; None if none does."""
+        """The argument, as written, for which a window must be that of all ranks, if any."""
         return None
 
-    # -- a call of step() or flush() ---------------------------------------------------------------------------
+    # -- a call of step() or flush() ---------------------------------------------------------------
 
     def steps_again(self, closing: Closing, evaluated: Evaluated | None) -> bool:
-        """True if this ``step()``, with which no gradients come, was one more with those of the last window, and has been carried out."""
+        """True if this ``step()`` without gradients has stepped with the last window's again."""
         return False
 
     def step_begins(self) -> None:
         """``step()`` was called; the micro-batch that it ends is still open."""
 
     def ended(self, rejected: list[str]) -> None:
-        """``step()`` has ended the micro-batch; others were left out since the last one for parameters named ``rejected``."""
+        """``step()`` has ended the micro-batch; ``rejected``: parameters of those left out."""
 
     def window_goes_on(self) -> None:
         """``step()`` has ended a micro-batch, and the window is not complete."""
@@ -284,18 +294,18 @@ class Extension(MicroBatchEvents):
         """Raises RuntimeError if the buffers are known not to hold the sums of all gradients."""
 
     def check_shown(self, why: str, instead: str) -> None:
-        """Raises RuntimeError if ``p.grad`` does not show the sums; ``why`` it has to, and what works ``instead``."""
+        """Raises RuntimeError if ``p.grad`` does not show the sums, with what works ``instead``."""
 
     def run_step(self, closing: Closing, closure: Callable[[], Any] | None, weight: Scalar | None) -> Any:
-        """Do what ``step()`` is for, in place of the core, and return what the closure has returned."""
+        """Do what ``step()`` is for, in the core's place; return what the closure returned."""
 
     def forgotten(self) -> None:
-        """``reset()`` was called, or another state is loaded: what other code has shown so far does not count."""
+        """``reset()``, or a state that is loaded, voids what other code has shown so far."""
 
-    # -- a window ----------------------------------------------------------------------------------------------
+    # -- a window ----------------------------------------------------------------------------------
 
     def window_begins(self, backward: bool) -> None:
-        """A window is about to be opened, because a ``backward`` begins, or without one; ``p.grad`` still shows the last one's gradient."""
+        """A window opens next, for a ``backward`` or not; ``p.grad`` still shows the last one."""
 
     def window_kept(self) -> None:
         """``zero_grad()`` was called, and has left the open window as it is."""
@@ -308,7 +318,9 @@ class Extension(MicroBatchEvents):
         return 1.0
 
     def normalizing(self) -> Scalar:
-        """The factor that ``normalize_()`` leaves in the window's gradient, over the one that its sums carry."""
+        """The factor that ``normalize_()`` leaves in the window's gradient, over the one that its
+        sums carry.
+        """
         return 1.0
 
     def weighed_late(self) -> None:
@@ -318,13 +330,15 @@ class Extension(MicroBatchEvents):
         """The window is complete, and ``end`` says what it comes to. May change that."""
 
     def normed(self, end: Conclusion, sq_norm: Tensor) -> None:
-        """The norm of the window that is closing is known; ``sq_norm`` is that of its sums, squared."""
+        """The norm of the window that is closing is known; ``sq_norm`` is that of its sums,
+        squared.
+        """
 
     def window_closed(self) -> None:
-        """The next gradient begins a new window. With several ranks, all are notified at the same place between their collectives."""
+        """The next gradient begins a new window. All ranks are told at the same place."""
 
     def closed(self, end: Conclusion) -> None:
-        """The window has been applied, or skipped. May be called again for the same window, if something raised meanwhile."""
+        """The window was applied, or skipped. May come again, if something raised meanwhile."""
 
     def window_dropped(self) -> None:
         """The micro-batches that the open window has counted no longer count."""
@@ -336,19 +350,19 @@ class Extension(MicroBatchEvents):
         """The sums of ``slots``, or it is not known which, are others than before."""
 
     def buffers_set(self, slots: Sequence[Slot]) -> None:
-        """Others than their ops have written these buffers, so that what is in them is all that they hold."""
+        """Others than their ops have written these buffers: all that they hold is in them."""
 
     def read_sums(self, slots: Sequence[Slot], outs: Sequence[Tensor]) -> bool:
-        """True if the slots' buffers hold sums in a form of this extension's, and these have been written to ``outs``, in FP32."""
+        """True if sums have a form of this extension's; ``outs`` then holds them, in FP32."""
         return False
 
     def write_sums(self, slots: Sequence[Slot], sums: Sequence[Tensor]) -> bool:
-        """True if the slots' buffers hold sums in a form of this extension's, and now these ``sums``."""
+        """True if sums have a form of this extension's; they are these ``sums`` then."""
         return False
 
     def finishes(self, slots: Sequence[Slot], scale: Scalar) -> bool:
-        """True if this has made ``p.grad`` of the slots, which share their ops, the window's gradient, ``scale`` times what the buffers
-        hold; else the core scales them.
+        """True if this has made ``p.grad`` of the slots, which share their ops, the window's
+        gradient, ``scale`` times what the buffers hold; else the core scales them.
         """
         return False
 
@@ -356,58 +370,58 @@ class Extension(MicroBatchEvents):
         """Of what was added to the buffers so far, nothing counts any more."""
 
     def buffers_released(self) -> None:
-        """What the buffers hold is needed no more: the window was applied and reported, or dropped."""
+        """The buffers' window was applied and reported, or dropped: they are needed no more."""
 
-    # -- the inner optimizer's work ----------------------------------------------------------------------------
+    # -- the inner optimizer's work ----------------------------------------------------------------
 
     def stands_in(self) -> bool:
-        """True if the inner optimizer steps other tensors than the model's parameters: some :attr:`Slot.stepped`."""
+        """True if the inner optimizer steps other tensors than the model's (`Slot.stepped`)."""
         return False
 
     def stepping(self, slots: Sequence[Slot], call: FrameType) -> AbstractContextManager[None]:
-        """In the block, which is in ``call``, the inner optimizer is at work, and steps ``slots`` if it steps."""
+        """A block in ``call`` where the inner optimizer is at work; ``slots`` may be stepped."""
         return nullcontext()
 
     def inner_scales(self, end: Conclusion) -> InnerScaling | None:
-        """How the inner optimizer makes ``p.grad`` the gradient of ``end`` within its own ``step()``. None: it must be that before. One at
-        most.
+        """How the inner optimizer makes ``p.grad`` the gradient of ``end`` within its own
+        ``step()``. None: it must be that before. One at most.
         """
         return None
 
     def step_inner(self, end: Conclusion, step: Callable[[], None]) -> bool:
-        """True if this has made the inner optimizer step ``end.slots``, by calls of ``step``; else the core calls it once."""
+        """True if this has stepped ``end.slots``, calling ``step``; else the core calls it."""
         return False
 
     def calling(self, slots: Sequence[Slot], call: FrameType) -> AbstractContextManager[None]:
-        """In the block, which is in ``call``, another method of the inner optimizer runs; ``slots`` are all that there are."""
+        """A block in ``call`` where another of its methods runs; ``slots`` are all slots."""
         return nullcontext()
 
     def recover(self) -> None:
-        """``param_groups`` are read: end a block of :meth:`stepping` whose call has ended without it (by Ctrl-C)."""
+        """``param_groups`` are read: end a :meth:`stepping` block that Ctrl-C has left open."""
 
     def finished(self, cast: list[Slot]) -> bool:
-        """False if the window must not be applied, now that ``p.grad`` is its gradient, cast to FP16 in the slots ``cast``."""
+        """False to skip the window: ``p.grad`` is its gradient, in the slots ``cast`` in FP16."""
         return True
 
     def others_may_have_written(self, slots: Sequence[Slot]) -> None:
-        """Other code may have written to the model; and replaced gradients of ``slots``, with which the inner optimizer is at work."""
+        """Other code may have written to the model, and replaced gradients of ``slots``."""
 
     def stepped(self, slots: Sequence[Slot]) -> None:
-        """The inner optimizer has stepped these. May come again, if an exception has broken off what follows a step."""
+        """The inner optimizer has stepped these. May come again, if something raised after it."""
 
-    # -- parameters --------------------------------------------------------------------------------------------
+    # -- parameters --------------------------------------------------------------------------------
 
     def newly_wrapped(self) -> None:
-        """The inner optimizer, and the state that it has, come from outside; the wrapper is no copy of another."""
+        """The inner optimizer and its state come from outside: the wrapper is no copy."""
 
     def built_again(self, before: Extension) -> None:
-        """The wrapper was built again, for parameters that have moved or changed their dtype; ``before`` is what this was until then."""
+        """The wrapper was built again; ``before`` is what this was until then."""
 
     def slot_made(self, slot: Slot) -> None:
-        """A parameter has a slot, which has no buffer yet. May say where that will be, what adds to it, and what shows it."""
+        """A slot was made, without a buffer. May say where that will be, and what adds to it."""
 
     def block_made(self, block: Block, slots: Sequence[Slot]) -> None:
-        """The buffers of these slots, all that lie in ``block``, have memory, which holds nothing yet."""
+        """These slots, all that lie in ``block``, have buffers, which hold nothing yet."""
 
     def parameters_come(self, slots: Sequence[Slot], all_of_them: bool) -> None:
         """The wrapper has these slots, too, or, if they are ``all_of_them``, no others.
@@ -416,39 +430,39 @@ class Extension(MicroBatchEvents):
         """
 
     def parameters_added(self, slots: Sequence[Slot]) -> None:
-        """The windows take these slots, too, from now on, with the ranks that share them."""
+        """The windows take these slots, too, from now on, on all ranks."""
 
     def parameters_changed(self, new: Sequence[Slot]) -> None:
-        """The wrapper has other parameters than before. Those of ``new`` have no hook yet; some may have no buffer."""
+        """The parameters are others. Those of ``new`` have no hook yet, and perhaps no buffer."""
 
     def rearrange(self, parameters: Sequence[tuple[str, Parameter]]) -> None:
-        """The optimizer's groups hold these parameters now, in this order, and no others; some of those before are gone, or elsewhere."""
+        """The groups hold these parameters now, in this order; some are gone, or elsewhere."""
 
     def outdated(self) -> bool:
         """True if the wrapper must be built again before it can load a state."""
         return False
 
     def parameters_moved(self, places: dict[int, int]) -> None:
-        """Parameters have new places in the optimizer, by their old ones; those that are not in ``places`` are gone."""
+        """Parameters have new places, by their old ones; those not in ``places`` are gone."""
 
-    # -- micro-batches that can only be dropped together -------------------------------------------------------
+    # -- micro-batches that can only be dropped together -------------------------------------------
 
     def snapshot(self) -> Any:
-        """A copy of what it keeps of the micro-batches that the open window has counted."""
+        """A copy of what it keeps of the micro-batches that the window has counted."""
 
     def roll_back(self, snapshot: Any) -> None:
         """Those that the window has counted since ``snapshot`` was taken no longer count."""
 
-    # -- ranks that share windows ------------------------------------------------------------------------------
+    # -- ranks that share windows ------------------------------------------------------------------
 
     def reduce(self) -> dict[str, float]:
-        """Numbers of this rank's window, by names that are the same on all ranks: they are added up at the window's end."""
+        """This rank's numbers of a window, by the same names on all ranks, to be added up."""
         return {}
 
     def reduced(self, totals: dict[str, float], group: Group) -> None:
-        """The numbers of all ranks, added up. What they show to be needed may be added up here, on all ranks."""
+        """The numbers of all ranks, added up. All ranks may communicate here."""
 
-    # -- checkpoints -------------------------------------------------------------------------------------------
+    # -- checkpoints -------------------------------------------------------------------------------
 
     def save(self) -> Any:
         """Copies of what it needs to continue, as tensors and plain values."""
@@ -467,19 +481,19 @@ class Extension(MicroBatchEvents):
         return {}
 
     def check_settings(self, saved: dict[str, Any]) -> None:
-        """Raises ValueError if a wrapper of these settings of windows has saved what cannot be loaded here, even between two windows."""
+        """Raises ValueError if what such a wrapper saved cannot be loaded, even between windows."""
 
     def check_together(self, parts: Sequence[Any]) -> None:
-        """Raises ValueError, on all ranks, if what those of them that hold a part of the open window have saved is not of one window."""
+        """Raises ValueError on all ranks if ``parts`` of an open window are not of one."""
 
     def join(self, parts: Sequence[Any], mine: Sequence[int], ranks: int) -> Any:
-        """What to :meth:`load` on one of ``ranks`` ranks, where another number has saved ``parts`` between two micro-batches, and the
-        windows of those at ``mine`` continue here.
+        """What to :meth:`load` on one of ``ranks`` ranks, where another number has saved ``parts``
+        between two micro-batches, and the windows of those at ``mine`` continue here.
         """
 
 
 class Extensions:
-    """A wrapper's extensions, and for every event the methods that some of them override: a feature that is off costs no call."""
+    """A wrapper's extensions; for each event, the methods of those that override it."""
 
     def __init__(self, extensions: Iterable[Extension]):
         self.all: tuple[Extension, ...] = ()
@@ -557,11 +571,11 @@ class Extensions:
         return bool(self.stands_in) and any(stands_in() for stands_in in self.stands_in)
 
     def inner_steps(self, slots: Sequence[Slot]) -> AbstractContextManager[Any]:
-        """What all of them want around a block of the caller's in which the inner optimizer is at work."""
+        """What they want around a block of the caller's in which the inner optimizer is at work."""
         return _entered(self.stepping, slots, sys._getframe(1))
 
     def inner_called(self, slots: Sequence[Slot]) -> AbstractContextManager[Any]:
-        """What all of them want around a block of the caller's in which another method of the inner optimizer runs."""
+        """What they want around a block of the caller's in which another of its methods runs."""
         return _entered(self.calling, slots, sys._getframe(1))
 
     def sums_carry(self) -> Scalar:

@@ -1,4 +1,4 @@
-"""What ``p.grad`` shows of a buffer, and what becomes of it when other code writes to ``p.grad``, or replaces it."""
+"""What ``p.grad`` shows, and what becomes of it when other code writes to it or replaces it."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class GradView(Protocol):
 
 
 class Part(GradView, Protocol):
-    """Stands for a parameter of which this process holds a part. An extension makes it; whatever has spread the parameter over processes
-    also adds up their gradients.
+    """Stands for a parameter of which this process holds a part. An extension makes it; whatever
+    has spread the parameter over processes also adds up their gradients.
 
     Attributes:
         grad: the part of ``p.grad`` that this process holds.
         whole: ``p.grad``, as we have last set it.
-        layout: a key shared by the parameters whose norms can be added up together over the processes.
+        layout: a key of the parameters whose norms can be added up together over processes.
     """
 
     whole: Tensor | None
@@ -47,14 +47,14 @@ class Part(GradView, Protocol):
         """The part of a gradient that belongs to this process's part of the parameter."""
 
     def wrap(self, local: Tensor) -> Tensor:
-        """The tensor, laid out as the parameter, of which this process's part is ``local``, whose memory it shares."""
+        """The tensor laid out as the parameter whose part here is ``local``, in its memory."""
 
     def sum_over_parts(self, value: Tensor) -> Tensor:
         """``value`` of the part, summed over the processes that hold others."""
 
 
 def adopt_all(sums: Sums, slots: Sequence[Slot]) -> None:
-    """:func:`adopt` every slot; returns immediately if, as nearly always, no other code has touched any."""
+    """:func:`adopt` every slot; returns at once if no other code was here, as nearly always."""
     touched = not all(map(UNTOUCHED, sums.buffers.blocks))
     for slot in slots:
         if touched or slot.holder.grad is not slot.shown:
@@ -62,7 +62,7 @@ def adopt_all(sums: Sums, slots: Sequence[Slot]) -> None:
 
 
 def adopt(sums: Sums, slot: Slot) -> None:
-    """Take over what other code has put into ``p.grad``, as part of the running sum; notice what it has taken away."""
+    """Take what other code put into ``p.grad`` into the sum; notice what it took away."""
     if slot.placed:
         notice_writes(sums, slot)
     grad, shown = slot.holder.grad, slot.shown
@@ -75,9 +75,9 @@ def adopt(sums: Sums, slot: Slot) -> None:
         warn_dropped(
             sums,
             f"{slot.name}.grad",
-            "what the window had accumulated for such parameters is dropped, although its micro-batches still count. opt.zero_grad() "
-            "keeps it; opt.reset() drops the window; a gradient that is not for the window (an attack's, as in PGD) is taken by "
-            "torch.autograd.grad(loss, inputs)",
+            "what the window had accumulated for such parameters is dropped, although its micro-batches still count. "
+            "opt.zero_grad() keeps it; opt.reset() drops the window; a gradient that is not for the window (an "
+            "attack's, as in PGD) is taken by torch.autograd.grad(loss, inputs)",
         )
         return
     if grad.layout is not torch.strided:
@@ -86,7 +86,8 @@ def adopt(sums: Sums, slot: Slot) -> None:
     sums.written_over = sums.written_over or shown is not None
     sums.place([slot])
     if _is_ours(sums, grad):
-        # In our own storage: a view of some p.grad, or two that were swapped. First, all such gradients get memory of their own.
+        # In our own storage: a view of some p.grad, or two that were swapped. First, all such
+        # gradients get memory of their own.
         for other in sums.buffers.slots:
             theirs = other.holder.grad
             if theirs is not None and theirs is not other.shown and _is_ours(sums, theirs):
@@ -101,8 +102,9 @@ def adopt(sums: Sums, slot: Slot) -> None:
 
 
 def follow_copied(sums: Sums) -> None:
-    """Make ``p.grad`` what was assigned to it and copied, if that has been written to since: in plain PyTorch it still is ``p.grad``.
-    (A3C assigns the gradients of a worker's model once, to a model that all workers share.)
+    """Make ``p.grad`` what was assigned to it and copied, if that has been written to since: in
+    plain PyTorch it still is ``p.grad``. (A3C assigns the gradients of a worker's model once, to a
+    model that all workers share.)
     """
     for slot, (source, version) in list(sums.copied.items()):
         grad = source()
@@ -122,9 +124,10 @@ def notice_writes(sums: Sums, slot: Slot) -> None:
 
 @without_grad
 def bring_back(sums: Sums) -> None:
-    """Move buffers back into their blocks, if they lie elsewhere or are laid out unlike their parameters.
+    """Move buffers back into their blocks, if they lie elsewhere or unlike their parameters.
 
-    This happens when ``p.grad.data`` is assigned, as ``model.to(...)`` does, which may also have changed the parameter's strides.
+    This happens when ``p.grad.data`` is assigned, as ``model.to(...)`` does, which may also have
+    changed the parameter's strides.
     """
     for slot in sums.buffers.slots:
         if slot.placed and (slot.relaid or slot.buffer.data_ptr() != slot.address):
@@ -138,8 +141,9 @@ def bring_back(sums: Sums) -> None:
 
 
 def part_with_written(sums: Sums, all_of_them: bool) -> None:
-    """Take every ``p.grad`` that other code has written to since its window closed to be a gradient set by hand: give it memory of its
-    own, so that ``begin()`` leaves it and :func:`adopt` takes it over. ``all_of_them``: and those that it has not written to.
+    """Take every ``p.grad`` that other code has written to since its window closed to be a gradient
+    set by hand: give it memory of its own, so that ``begin()`` leaves it and :func:`adopt` takes it
+    over. ``all_of_them``: and those that it has not written to.
     """
     for slot in sums.buffers.slots:
         grad = slot.holder.grad
@@ -153,8 +157,8 @@ def warn_dropped(sums: Sums, which: str, so: str) -> None:
     if not sums.warned_dropped:
         sums.warned_dropped = True
         warn(
-            f"{which} was set to None inside an open window (by zero_grad() of the model, or of the inner optimizer?): {so}. (Further "
-            "cases are not reported.)"
+            f"{which} was set to None inside an open window (by zero_grad() of the model, or of the inner optimizer?): "
+            f"{so}. (Further cases are not reported.)"
         )
 
 

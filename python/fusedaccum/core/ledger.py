@@ -1,7 +1,8 @@
-"""The ledger of windows: which one is open, what its micro-batches weigh, when it is complete, what divides its sum.
+"""The open window: what its micro-batches weigh, when it is complete, what divides its sum.
 
-Counts and weights only; the sums themselves are in :mod:`fusedaccum.core.sums`. ``complete()`` is asked when a micro-batch has been
-counted, ``is_last()`` and ``may_be_last()`` while it is open, for what has to be done before it ends (send its sums, measure their norm).
+Counts and weights only; the sums themselves are in :mod:`fusedaccum.core.sums`. ``complete()`` is
+asked when a micro-batch has been counted, ``is_last()`` and ``may_be_last()`` while it is open, for
+what has to be done before it ends (send its sums, measure their norm).
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ MISSING_WEIGHT = (
     "pass the number of items: opt.backward(loss, weight=n) or opt.step(weight=n)"
 )
 TERMS = (
-    "; terms of a loss that are means over different things need reduction='none', each divided by the window's count (the documentation's "
-    "question, 'Loss terms with different denominators')"
+    "; terms of a loss that are means over different things need reduction='none', each divided by the window's count "
+    "(the documentation's question, 'Loss terms with different denominators')"
 )
 NO_GRADIENT = "normalize_() found no gradient; call it after the window's last backward and before step()"
 
@@ -33,12 +34,12 @@ class Ledger:
 
     Attributes:
         index: of the open window, or else of the next one.
-        window: the open one; None when the last is closed (its gradient still readable) and no micro-batch has come since.
+        window: the open one; None from its end, while its gradient can still be read, to the next.
         micro: the open micro-batch; None between two.
         restored: True if a checkpoint has brought the open window.
         ranks: how many share a window.
         over_ranks: sums a weight over them.
-        mixes_ranks: True if gradients arrive summed over the ranks: a weight of 0 on this rank must not drop the others' part.
+        mixes_ranks: True if gradients arrive summed over ranks: weight 0 must not drop them.
     """
 
     def __init__(self, schedule: Schedule, reduction: str, extensions: Extensions):
@@ -53,7 +54,7 @@ class Ledger:
         # Any stands for None: nearly all uses are where there is one.
         self.window: Window | Any = None
         self.micro: MicroBatch | Any = None
-        # What the window, and the extensions, had counted before the first micro-batch whose gradients are still held back.
+        # What had been counted before the first micro-batch whose gradients are still held back.
         self._before_held: tuple[dict[str, Any], dict[Extension, Any]] | None = None
 
     @property
@@ -68,9 +69,10 @@ class Ledger:
 
     @property
     def keeps(self) -> bool:
-        """True if ``zero_grad()`` must keep what the window holds: micro-batches that have been counted, and others that will follow.
+        """True if ``zero_grad()`` must keep the window: some are counted, and more will follow.
 
-        A window of one micro-batch holds nothing worth that, except for the count of those that were left out.
+        A window of one micro-batch holds nothing worth that, except for the count of those that
+        were left out.
         """
         if self.schedule.caller_owned or not self.has_any:
             return False
@@ -121,7 +123,8 @@ class Ledger:
         """Give the open micro-batch a weight.
 
         Raises:
-            ValueError: it differs from the one given before, or comes after gradients were scaled without it.
+            ValueError: it differs from the one given before, or comes after gradients were scaled
+                without it.
         """
         micro = self.micro
         if micro.weight is weight:
@@ -132,13 +135,14 @@ class Ledger:
             micro.weight = weight
         elif micro.weight is None:
             raise ValueError(
-                f"weight {float(weight):.12g} comes too late: part of this micro-batch was added with weight 1 already; "
-                f"give it with the first backward of the micro-batch{TERMS}"
+                f"weight {float(weight):.12g} comes too late: part of this micro-batch was added with weight 1 "
+                f"already; give it with the first backward of the micro-batch{TERMS}"
             )
         elif float(micro.weight) != float(weight):
             raise ValueError(
-                f"weight {float(weight):.12g} differs from {float(micro.weight):.12g}, which this micro-batch was given before; "
-                f"several backward() before one step() are parts of one micro-batch and share its weight{TERMS}"
+                f"weight {float(weight):.12g} differs from {float(micro.weight):.12g}, which this micro-batch was "
+                "given before; several backward() before one step() are parts of one micro-batch and share its "
+                f"weight{TERMS}"
             )
 
     def late_weight(self, weight: Scalar) -> Scalar:
@@ -151,9 +155,11 @@ class Ledger:
         return checked_weight(weight)
 
     def commit(self, late: Scalar | None, held: bool) -> None:
-        """The micro-batch is over: count it, with the weight it was given, now or before. One that was rejected counts for nothing.
+        """The micro-batch is over: count it, with the weight it was given, now or before. One that
+        was rejected counts for nothing.
 
-        ``held``: True if its gradients come with those of a later micro-batch, so that the two can only be rejected together.
+        ``held``: True if its gradients come with those of a later micro-batch, so that the two can
+        only be rejected together.
         """
         window, micro = self.window, self.micro
         if micro.rejected:
@@ -174,7 +180,7 @@ class Ledger:
             counted(micro)
 
     def _weight_of(self, micro: MicroBatch, late: Scalar | None) -> Scalar | None:
-        """A micro-batch's weight at its end; None if a caller-owned window may still be given it."""
+        """A micro-batch's weight at its end; None if the caller's window may still get it."""
         if micro.weight is not None and late is not None and float(micro.weight) != float(late):
             raise ValueError(
                 f"step(weight={float(late):.12g}) differs from {float(micro.weight):.12g}, given with backward()"
@@ -196,15 +202,18 @@ class Ledger:
         return (weight != 0).to(weight.dtype) if isinstance(weight, Tensor) else float(weight != 0)
 
     def weigh_the_rest(self, late: Scalar | None) -> None:
-        """Before a window closes: ``late`` is the weight of all its micro-batches that were given none.
+        """Before a window closes: ``late`` is the weight of all its micro-batches that were given
+        none.
 
-        Raises ValueError if it is missing under ``reduction="sum"``, or if there is nothing left to weigh.
+        Raises ValueError if it is missing under ``reduction="sum"``, or if there is nothing left to
+        weigh.
         """
         window = self.window
         if not window.unweighed:
             if late is not None and not window.empty:
                 raise ValueError(
-                    f"step(weight={float(late):.12g}) has nothing to weigh: every micro-batch of the window was given its weight"
+                    f"step(weight={float(late):.12g}) has nothing to weigh: every micro-batch of the window was given "
+                    "its weight"
                 )
             return
         if late is None:
@@ -217,12 +226,12 @@ class Ledger:
         window.weight, window.unweighed = window.weight + late, 0
 
     def complete(self) -> bool:
-        """True if the window is full, or every call closes it. (Reads a tensor weight, when the sum of weights decides.)"""
+        """True if the window is full, or any call closes it. Reads a tensor weight that decides."""
         return self._complete(self.window.steps(self.ranks), self.window.weight)
 
     @property
     def progress(self) -> dict[str, int | str]:
-        """The open window's index (or the next one's), and how far it has come, as far as the host knows."""
+        """The open window's index, or the next one's, and how far it is, as the host knows."""
         window = self.window
         shown: dict[str, int | str] = {"window": self.index}
         length = self.schedule.length(self.index) if window is None else window.length
@@ -244,12 +253,12 @@ class Ledger:
         return self.schedule.complete(self.window.length, steps, weight)
 
     def may_be_last(self) -> bool:
-        """True if the open micro-batch may complete the window, and if in doubt; does not wait for a device."""
+        """True if the open micro-batch may complete the window, or in doubt; never waits."""
         window = self.window
         return self.schedule.may_complete(window.length, self.steps + 1, add(window.weight, self.micro.value()))
 
     def is_last(self) -> bool:
-        """True if the open micro-batch is known to complete the window. Never if weights decide, because they are added up later."""
+        """True if the open micro-batch is known to complete the window, which weights never are."""
         if self.schedule.window_weight is not None:
             return False
         length = self.window.length
@@ -260,10 +269,11 @@ class Ledger:
         return 1.0 if self.reduction == "none" else weight
 
     def divisor_at_end(self) -> Scalar:
-        """The divisor of the window that ends with the open micro-batch, or has ended before it.
+        """The divisor of the window that ends, or has ended, with the open micro-batch.
 
         Raises:
-            RuntimeError: nothing accumulated, or the window is not complete by then. ValueError: a weight is missing.
+            RuntimeError: the window is empty or not complete by then. ValueError: a weight is
+                missing.
         """
         if not self.is_open:
             raise RuntimeError(NO_GRADIENT)
@@ -279,8 +289,8 @@ class Ledger:
             raise ValueError(MISSING_WEIGHT)
         if not self._complete(count, weight):
             raise RuntimeError(
-                f"normalize_() is for a window's end, and this one is not complete: it holds {count} micro-batches of weight "
-                f"{float(weight):.12g}, and closes at {window.length or self.schedule.window_weight}. To change the gradient of a partial "
-                "window, do it in a hook (opt.register_step_pre_hook), and call opt.flush()"
+                f"normalize_() is for a window's end, and this one is not complete: it holds {count} micro-batches of "
+                f"weight {float(weight):.12g}, and closes at {window.length or self.schedule.window_weight}. To change "
+                "the gradient of a partial window, do it in a hook (opt.register_step_pre_hook), and call opt.flush()"
             )
         return self.divisor(weight)

@@ -1,4 +1,4 @@
-"""Squared norms that came free with the adds: which of them still hold, and what is left to measure."""
+"""Squared norms that came free with the adds: which still hold, and what is left to measure."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class SquaredNorms:
             self.readings.pop(slot, None)
 
     def total(self, slots: Iterable[Slot]) -> Tensor:
-        """Sum of squares of the gathered gradients of ``slots``, as a 0-d float64 tensor; reads only what no add has measured."""
+        """Sum of squares of the sums of ``slots``, 0-d and float64; reads only what no add has."""
         slots = list(slots)
         wanted = set(slots)
         known = dict.fromkeys(self.readings[slot] for slot in slots if slot in self.readings)
-        # A reading does not count if it covers more than is asked for, or a buffer that other code has written to since.
+        # A reading is void if it covers more than is asked for, or if other code has written since.
         readings = [reading for reading in known if self._still_true(reading, wanted)]
         covered = set().union(*(reading.covers for reading in readings))
         for unread in by_divisor(slot for slot in slots if slot not in covered):
@@ -64,7 +64,7 @@ class SquaredNorms:
         return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=device)
 
     def save(self) -> list[dict[str, Any]]:
-        """The readings as plain values, slots by index: the bits of a sum of squares depend on what was summed together."""
+        """The readings as plain values: a sum of squares depends on what was summed together."""
         return [
             {"sq_norm": r.sq_norm.clone(), "divisor": r.divisor, "covers": sorted(slot.index for slot in r.covers)}
             for r in dict.fromkeys(self.readings.values())

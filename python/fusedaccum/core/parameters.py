@@ -1,4 +1,4 @@
-"""Whose gradients a wrapper accumulates: parameters are hooked, and belong to one wrapper at a time."""
+"""Whose gradients a wrapper accumulates: parameters are hooked, and have one wrapper."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def named(accumulation: Accumulation, groups: Sequence[dict[str, Any]]) -> dict[
 def new(
     accumulation: Accumulation, groups: Sequence[dict[str, Any]], anew: bool = False
 ) -> list[tuple[str, Parameter]]:
-    """The parameters in the groups that are not known yet, with names. Raises ValueError for one whose gradients cannot be taken.
+    """The parameters in the groups that are not known yet, with names. Raises ValueError for one
+    whose gradients cannot be taken.
 
     ``anew``: they may have been a wrapper's, or are copies of such.
     """
@@ -70,7 +71,7 @@ def new(
 
 
 def hook(accumulation: Accumulation, new: Sequence[Slot]) -> None:
-    """Take the gradients of these slots from now on; all that there are have been added to the buffers, or removed."""
+    """Take the gradients of these slots from now on; earlier ones are in buffers, or gone."""
     for changed in accumulation.extensions.parameters_changed:
         changed(new)
     with recording():

@@ -1,4 +1,4 @@
-"""A wrapper stands for its inner optimizer: it has its attributes and parameters, and is saved, loaded and copied as one."""
+"""A wrapper stands for its inner optimizer: attributes, parameters, state dicts, copies."""
 
 from __future__ import annotations
 
@@ -28,22 +28,20 @@ ARGUMENTS = {field.name for of in (Settings, Schedule) for field in fields(of)} 
 
 
 def _of_inner(name: str) -> Any:
-    """An attribute of the inner optimizer, looked up on each access. It is on the class, where Python 3.12 and later look when
-    ``isinstance`` asks whether there is one (as in Lightning).
-    """
+    """An attribute of the inner optimizer, on the class, where Python 3.12's isinstance() looks."""
     return property(
         lambda self: getattr(self.optimizer, name), lambda self, value: setattr(self.optimizer, name, value)
     )
 
 
 class Wrapper(Optimizer):
-    """An optimizer that stands for another one, ``.optimizer``, whose parameters' gradients it accumulates."""
+    """An optimizer that stands for another, ``.optimizer``, and accumulates its gradients."""
 
     # torch.amp then calls our step() after an overflow too, so that the window keeps its boundary.
     _step_supports_amp_scaling = True
 
     def _build(self, optimizer: Optimizer, settings: Settings, anew: bool = False) -> None:
-        # Optimizer.__init__ is not run: groups, state, defaults and hooks are the inner optimizer's (see __getattr__).
+        # No Optimizer.__init__: groups, state and hooks are the inner optimizer's (__getattr__).
         self.optimizer, self.settings = optimizer, settings
         self._accumulation = Accumulation(settings, extensions_for(settings, optimizer))
         self._accumulation.extensions.attach(self._accumulation, optimizer)
@@ -64,12 +62,13 @@ class Wrapper(Optimizer):
                 f"{call} was called inside micro_batch(), which holds one whole micro-batch; call it after the block"
             )
 
-    # -- the parameters in its groups --------------------------------------------------------------------------
+    # -- the parameters in its groups --------------------------------------------------------------
 
     @property
     def param_groups(self) -> Any:
-        """The inner optimizer's own. torch.amp reads them just before it looks for overflows in ``p.grad``: so must what a backward has
-        left to do, if nothing has signalled its end.
+        """The inner optimizer's own; a backward whose end nothing has signalled is ended first.
+
+        torch.amp reads them just before it looks for overflows in ``p.grad``.
         """
         accumulation = self.__dict__.get("_accumulation")  # None: not built yet
         if accumulation is not None and not is_compiling():
@@ -88,9 +87,9 @@ class Wrapper(Optimizer):
             raise
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the inner optimizer, and accumulate its parameters too; raises as the constructor does.
+        """Add a group, and accumulate its parameters' gradients; raises as the constructor does.
 
-        Assigning ``opt.param_groups = groups`` takes in the parameters that are new, and lets go of those that are gone.
+        Assigning to ``opt.param_groups`` takes in new parameters, and lets go of those gone.
         """
         self.optimizer.add_param_group(param_group)
         try:
@@ -110,8 +109,9 @@ class Wrapper(Optimizer):
             return
         if self._closing.broke_off or self._accumulation.at_work:
             raise RuntimeError(
-                "within a step(), or after one that an exception broke off, an assignment to opt.param_groups can only add parameters "
-                "after the others; this one removes, replaces or reorders some: assign when step() has returned"
+                "within a step(), or after one that an exception broke off, an assignment to opt.param_groups can only "
+                "add parameters after the others; this one removes, replaces or reorders some: assign when step() has "
+                "returned"
             )
         self._accumulation.passes.end_open_pass()
         parameters.new(self._accumulation, self.param_groups)  # raises before anything has changed
@@ -124,19 +124,20 @@ class Wrapper(Optimizer):
                 recover()
             self._sums.buffers.check_gathers(self.optimizer.param_groups)
 
-    # -- its state, saved, loaded and copied -------------------------------------------------------------------
+    # -- its state, saved, loaded and copied -------------------------------------------------------
 
     @outside_graphs
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state dict plus one key, ``"fusedaccum"``: the open window with its buffers, and master weights.
+        """The inner optimizer's state dict, and ``"fusedaccum"``: the open window, and masters.
 
-        Tensors and plain values only (``torch.load(weights_only=True)`` reads it). Buffers are copies, for which it allocates; masters and
-        the inner optimizer's state are the live tensors, as in PyTorch, and change with the next step. Waits for the device only with
+        Tensors and plain values only (``torch.load(weights_only=True)`` reads it). Buffers are
+        copies, for which it allocates; masters and the inner optimizer's state are the live
+        tensors, as in PyTorch, and change with the next step. Waits for the device only with
         ``buffer_device``. A plain optimizer can load it too, and ignores the key.
 
         Raises:
-            RuntimeError: within ``micro_batch()`` or a backward; after ``normalize_()`` with a process group; gradients are held
-                back; the groups were changed in place, and not assigned since.
+            RuntimeError: within ``micro_batch()`` or a backward; after a process group's
+                ``normalize_()``; gradients are held back; groups were changed, and not assigned.
         """
         self._not_inside("state_dict()")
         refuse_torchs_functions("state_dict()")
@@ -149,14 +150,15 @@ class Wrapper(Optimizer):
 
     @outside_graphs
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned, an open window included, or a plain optimizer's state (an empty window).
+        """Load what :meth:`state_dict` returned, or a plain optimizer's state (an empty window).
 
-        If the model has moved to another device or dtype since it was wrapped, or into a DistributedDataParallel module, its
-        gradients accumulate there from now on. (Accelerate moves a model, and then loads the optimizer's own state.) Between windows, and
-        if no window is loaded, ``p.grad`` stays as it is.
+        If the model has moved to another device or dtype since it was wrapped, or into a
+        DistributedDataParallel module, its gradients accumulate there from now on. (Accelerate
+        moves a model, and then loads the optimizer's own state.) Between windows, and if no window
+        is loaded, ``p.grad`` stays as it is.
 
         Raises:
-            ValueError: saved from other parameters, or with an open window and other window settings; nothing is loaded then.
+            ValueError: other parameters, or an open window with other settings; nothing is loaded.
         """
         self._not_inside("load_state_dict()")
         refuse_torchs_functions("load_state_dict()")
@@ -181,28 +183,30 @@ class Wrapper(Optimizer):
             checkpoint.load(self, own)
 
     def _forget_outside(self) -> None:
-        """Forget forwards that no backward has followed, and what other code has shown (a loss scale)."""
+        """Forget forwards without a backward, and what other code has shown (a loss scale)."""
         self._ledger.drop_forwards()  # which zero_grad(), often called between forward and backward, leaves alone
         for forgotten in self._accumulation.extensions.forgotten:
             forgotten()
 
     def __copy__(self) -> Wrapper:
         raise TypeError(
-            "copy.copy() of an AccumulatingOptimizer would be a second wrapper of the same parameters; use copy.deepcopy((model, opt))"
+            "copy.copy() of an AccumulatingOptimizer would be a second wrapper of the same parameters; use "
+            "copy.deepcopy((model, opt))"
         )
 
     def __getstate__(self) -> dict[str, Any]:
         self._not_inside("a copy")
         if not self._accumulation.ranks.alone:
             raise RuntimeError(
-                "a wrapper with a process group cannot be copied or pickled, because the group belongs to this process; build one in each "
-                "process, and carry the state over with load_state_dict(state_dict())"
+                "a wrapper with a process group cannot be copied or pickled, because the group belongs to this "
+                "process; build one in each process, and carry the state over with load_state_dict(state_dict())"
             )
         self._accumulation.passes.end_open_pass()
         self._check_groups()
         return {
             "optimizer": self.optimizer,
-            # Of a fused optimizer, which PyTorch's copies lose: they would leave the scaling to a pass of ours, and round otherwise.
+            # Of a fused optimizer, which PyTorch's copies lose: they would leave the scaling to a
+            # pass of ours, and round otherwise.
             "scales": vars(self.optimizer).get("_step_supports_amp_scaling", False),
             "settings": self.settings,
             "own": checkpoint.save(self),
@@ -218,20 +222,21 @@ class Wrapper(Optimizer):
         self._closing.last_window, self._accumulation.updated = state["last"]
 
     def _build_anew(self) -> None:
-        """Build the wrapper again, for parameters that were replaced, or have changed, since the optimizer was wrapped."""
+        """Build the wrapper again, for parameters that were replaced, or have changed."""
         for group in self.param_groups:
             for p in group["params"]:
                 p.grad = None  # a plain tensor's copy has a copy of the gradient; ours is in the window
         self._build(self.optimizer, self.settings, anew=True)
 
-    # -- what it says of its windows ---------------------------------------------------------------------------
+    # -- what it says of its windows ---------------------------------------------------------------
 
     @property
     def progress(self) -> dict[str, int | str]:
-        """Progress of the open window, for a progress bar: ``bar.set_postfix(opt.progress)``. Does not wait for the device.
+        """The open window's, for a progress bar: ``bar.set_postfix(opt.progress)``. Never waits.
 
-        ``"window"`` is its index; ``"micro_batch"`` how many it holds, as ``"3/8"`` if a count closes it; ``"weight"``, as ``"96/4096"``,
-        is present if weights that the host knows close it. Once a window has closed, this describes the next one.
+        ``"window"`` is its index; ``"micro_batch"`` how many it holds, as ``"3/8"`` if a count
+        closes it; ``"weight"``, as ``"96/4096"``, is present if weights that the host knows close
+        it. Once a window has closed, this describes the next one.
         """
         return self._ledger.progress
 
@@ -242,10 +247,10 @@ class Wrapper(Optimizer):
 
     @property
     def updated(self) -> bool:
-        """True if the last ``step()`` or ``flush()`` changed the parameters (``if opt.updated: scheduler.step()``). False again from the
-        next backward on, so that code which runs after every micro-batch, also after those without a ``step()``, sees a window once.
+        """True if the last ``step()`` or ``flush()`` changed the parameters, until a backward.
 
-        Waits for the device only if the decision was left to a fused optimizer there.
+        So code that runs after every micro-batch sees a window once. Waits for the device only if a
+        fused optimizer has decided there.
         """
         return bool(self._accumulation.updated)
 
@@ -260,7 +265,7 @@ class Wrapper(Optimizer):
         where = f"window {at['window']}, {at['micro_batch']} micro-batches{weight}"
         return f"{type(self).__name__}({', '.join(asked)}): {where}, for\n{self.optimizer!r}"
 
-    # -- its attributes ----------------------------------------------------------------------------------------
+    # -- its attributes ----------------------------------------------------------------------------
 
     state, defaults = _of_inner("state"), _of_inner("defaults")
 
@@ -282,8 +287,9 @@ class Wrapper(Optimizer):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ARGUMENTS:
             raise AttributeError(
-                f"{name} was fixed when the optimizer was wrapped, and setting it would change nothing; build a new wrapper and carry the "
-                "state over with load_state_dict(state_dict()). For windows of changing length, pass a callable accum_steps"
+                f"{name} was fixed when the optimizer was wrapped, and setting it would change nothing; build a new "
+                "wrapper and carry the state over with load_state_dict(state_dict()). For windows of changing length, "
+                "pass a callable accum_steps"
             )
         inner = getattr(self, "optimizer", None)  # None: a subclass sets its own before it calls __init__
         if inner is not None and name in self._of_extensions:
@@ -308,18 +314,19 @@ class Wrapper(Optimizer):
         return {} if accumulation is None else accumulation.extensions.attributes
 
     def _has(self, name: str) -> bool:
-        """True if it is an attribute of the wrapper, before which the inner optimizer's is not looked up."""
+        """True for the wrapper's own, which come before the inner optimizer's."""
         return name in OURS or name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
 
-    # Code that is given the wrapper and finds a scheduler of the inner optimizer, or looks through ``.optimizer``, asks whether the two
-    # are one: Lightning, before it accepts the scheduler, and before its LearningRateMonitor shows the rate.
+    # Code that is given the wrapper and finds a scheduler of the inner optimizer, or looks through
+    # ``.optimizer``, asks whether the two are one: Lightning, before it accepts the scheduler, and
+    # before its LearningRateMonitor shows the rate.
     def __eq__(self, other: object) -> bool:
         return True if other is self or other is self.optimizer else NotImplemented
 
     def __hash__(self) -> int:
         return hash(self.optimizer)
 
-    # A learning-rate scheduler notes here that step() was called, and asks when it steps for the first time.
+    # A learning-rate scheduler notes here that step() was called, and asks at its first step.
     @property
     def _opt_called(self) -> Any:
         return self.optimizer._opt_called  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""One process with windows of its own: nothing is needed here of what ranks do that share windows."""
+"""One process with windows of its own, for which nothing is needed that ranks do."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Alone:
     Attributes:
         alone: True if there is no process group. (One may hold a single rank.)
         size, rank, name: how many ranks there are, which one this is, and its name in checkpoints.
-        slots_with_grad: slots that hold a gradient on any rank, once the ranks have agreed on a window; else empty.
-        go_apart: True if ranks have kept windows to themselves, so that their parameters differ until the caller averages them.
+        slots_with_grad: slots that hold a gradient on any rank, once ranks have agreed; else empty.
+        go_apart: True if ranks have kept windows to themselves: parameters differ until averaged.
         sent: True if sums of the open window have gone to other ranks.
-        holds_back: True if there are gradients of counted micro-batches that have not come here yet.
+        holds_back: True if gradients of counted micro-batches have not come here yet.
         agreed: True if the open window is that of all ranks already.
     """
 
@@ -55,35 +55,35 @@ class Alone:
     def forget_others(self, state: dict[Tensor, Any]) -> None:
         """Drop what an optimizer's ``state`` holds for parameters that other ranks step."""
 
-    # -- a pass ------------------------------------------------------------------------------------------------
+    # -- a pass ------------------------------------------------------------------------------------
 
     def unsynced(self) -> AbstractContextManager[None]:
         """A block whose backward passes do not end a window."""
         return nullcontext()
 
     def check_unsent(self, slot: Slot) -> None:
-        """Raises RuntimeError if the sum to which a layer has added its gradient by itself is not this rank's own any more."""
+        """Raises RuntimeError if a layer's own add came after the sum had gone to other ranks."""
 
     def check_reduced(self, what: str) -> None:
         """Raises RuntimeError if gradients are held back."""
 
     def check_droppable(self, slots: Sequence[Slot]) -> None:
-        """Before the open micro-batch's gradients are looked at: raises RuntimeError if only a part of it could be dropped.
-        Returns when they can be read.
+        """Before the open micro-batch's gradients are looked at: raises RuntimeError if only a part
+        of it could be dropped. Returns when they can be read.
         """
 
     def pass_ends(self, then: Callable[[], None]) -> None:
-        """The pass is over: call ``then`` once the sums that go to other ranks have arrived from all of them."""
+        """The pass is over: call ``then`` once sums that ranks share have arrived."""
         then()
 
     def of_all_parts(self, found: int) -> int:
-        """How many elements are not finite on all ranks, if they hold parts of gradients and drop them together; else ``found``."""
+        """How many elements are not finite on ranks that share gradients; else ``found``."""
         return found
 
-    # -- a window's end ----------------------------------------------------------------------------------------
+    # -- a window's end ----------------------------------------------------------------------------
 
     def before_weighing(self) -> None:
-        """A ``step()`` asks whether the window is complete. Raises RuntimeError if the ranks must add up weights for that, and cannot."""
+        """``step()`` asks if the window is complete. Raises RuntimeError if ranks cannot agree."""
 
     def flushes(self) -> None:
         """This rank ends the open window, whatever it weighs."""
@@ -96,13 +96,13 @@ class Alone:
         """
 
     def anything(self, slots: Collection[Slot]) -> bool:
-        """True if the window that has closed, which holds gradients of ``slots``, holds any, here or on another rank."""
+        """True if the closed window, with gradients of ``slots``, holds any on any rank."""
         return bool(slots)
 
     def broadcast_params(self, applied: bool | Tensor) -> None:
         """Give all ranks the parameters that one of them has stepped."""
 
-    # -- checkpoints -------------------------------------------------------------------------------------------
+    # -- checkpoints -------------------------------------------------------------------------------
 
     def undo_reduce(self) -> None:
-        """Make the buffers hold this rank's part of the sums again, as a checkpoint inside a window does."""
+        """Make the buffers hold this rank's sums again, for a checkpoint inside a window."""

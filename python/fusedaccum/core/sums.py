@@ -1,4 +1,4 @@
-"""The sums in the buffers, which ``p.grad`` shows: kept right whatever other code does to it, and made the window's gradient at its end."""
+"""The sums in the buffers: right whatever other code does to them, divided at a window's end."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Sums:
         extensions: of the wrapper.
 
     Attributes:
-        begun: how often :meth:`begin` was called: a window that closed before the last time is no longer in the buffers.
+        begun: how often :meth:`begin` was called, which tells whether a window is still here.
         changed_by_user: True if other code has written to the window's sums.
-        written_over: True if it has written to or replaced them, so that what p.grad shows may be taken for something else.
-        written_by_layers: True if layers add to buffers without telling, so that their writes look like those of other code.
+        written_over: True if it has written to or replaced them: p.grad may be something else.
+        written_by_layers: True if layers add to buffers untold, which looks like other code's work.
         over_owners: sums over the ranks, if each of them steps only a part of the parameters.
-        normalized_by: what normalize_() has divided the window's sums by, until the next backward; None if they are sums.
-        half_divided: True if a call broke off that divides the sums, so that some are divided and others are not.
+        normalized_by: the divisor of normalize_(), until the next backward; None for sums.
+        half_divided: True if a call broke off when it had divided some of the sums.
         closed: what ``begun`` was when the last window closed.
     """
 
@@ -44,7 +44,7 @@ class Sums:
         self.norms = SquaredNorms(backend)
         self.backend = backend
         self.warned_dropped = False  # of a gradient that was removed inside a window
-        # By slot: a tensor that was assigned to p.grad and copied, held weakly, and its version then.
+        # By slot: a tensor that was assigned to p.grad and copied (held weakly), its version then.
         self.copied: dict[Slot, tuple[weakref.ref[Tensor], int]] = {}
         self.begun = 0
         self.changed_by_user = self.written_over = self.written_by_layers = False
@@ -54,20 +54,20 @@ class Sums:
         self.closed = -1
 
     def place(self, slots: Sequence[Slot]) -> None:
-        """Give ``slots`` storage: together with all trainable parameters, so that these share it."""
+        """Give ``slots`` storage, together with all trainable parameters, which share it."""
         if not all(map(PLACED, slots)):
             self.buffers.allocate([slot for slot in self.buffers.slots if slot.param.requires_grad])
             self.buffers.allocate(slots)
 
     def changed(self, slots: Sequence[Slot] | None) -> None:
-        """The sums of ``slots``, or it is not known which, have changed: what was taken of them before holds no more."""
+        """The sums of ``slots`` (None: not known which) have changed: old readings are void."""
         if self.norms.readings:
             self.norms.invalidate(slots)
         for sums_changed in self._extensions.sums_changed:
             sums_changed(slots)
 
     def written(self, slots: Sequence[Slot], divisor: Scalar, shown: bool = False) -> None:
-        """``slots`` now hold a sum of ours divided by ``divisor``; ``shown``: ``p.grad`` shows it already, else it does from now on."""
+        """``slots`` hold sums divided by ``divisor``: show them, if not ``shown`` already."""
         self.changed(slots)
         block: Block | None = None
         for slot in slots:
@@ -80,7 +80,7 @@ class Sums:
                 slot.show(slot.buffer)
 
     def check(self) -> None:
-        """Raises RuntimeError if a parameter has changed, or sums are lost, because gradients could not be added, or not be divided."""
+        """Raises RuntimeError if a parameter has changed, or sums are lost or half divided."""
         self.buffers.check_unchanged()
         for check in self._extensions.check_sums:
             check()
@@ -89,8 +89,8 @@ class Sums:
     def check_whole(self) -> None:
         if self.half_divided:
             raise RuntimeError(
-                "an exception broke off a call that divides the window's sums, so that some are divided and others are not; call "
-                "opt.reset(), and repeat the window's micro-batches"
+                "an exception broke off a call that divides the window's sums, so that some are divided and others are "
+                "not; call opt.reset(), and repeat the window's micro-batches"
             )
 
     def check_shown(self, why: str, instead: str) -> None:
@@ -104,7 +104,7 @@ class Sums:
         told = any(half_added() for half_added in self._extensions.half_added)
         return told or not all(block.untouched_by_user for block in self.buffers.blocks)
 
-    # -- what others do to p.grad ------------------------------------------------------------------------------
+    # -- what others do to p.grad ------------------------------------------------------------------
 
     def shows(self, parameter: Parameter) -> bool:
         """True if what is in ``p.grad`` is ours, and not other code's."""
@@ -127,16 +127,16 @@ class Sums:
 
     @property
     def written_by_user(self) -> bool:
-        """True if other code has written to the sums that ``p.grad`` shows, or replaced them, as far as that can be told."""
+        """True if other code has written to or replaced what ``p.grad`` shows, if that shows."""
         if self.written_by_layers or self.normalized_by is not None:
             return False
         return self.written_over or not all(map(grad_views.UNTOUCHED, self.buffers.blocks))
 
-    # -- the window's ends -------------------------------------------------------------------------------------
+    # -- the window's ends -------------------------------------------------------------------------
 
     @outside_graphs  # which the compiler would look into, in a loop that it compiles
     def begin(self) -> None:
-        """Start from nothing: drop the previous window's gradients, which are still shown; the user's own stay, to be adopted."""
+        """Start from nothing: drop the last window; gradients set by hand stay, to be adopted."""
         self.begun += 1
         for overwritten in self._extensions.buffers_overwritten:
             overwritten()
@@ -159,7 +159,7 @@ class Sums:
             slot.holder.grad = slot.shown = None
 
     def shown_as_is(self) -> None:
-        """Take whatever ``p.grad`` is now to belong to the window that has closed, even if a step hook has written or replaced it."""
+        """Take what is in ``p.grad`` for the closed window's, even if a step hook put it there."""
         for slot in self.buffers.slots:
             slot.shown = slot.holder.grad
         for block in self.buffers.blocks:
@@ -167,7 +167,7 @@ class Sums:
         self.closed = self.begun
 
     def slots_with_grad(self) -> list[Slot]:
-        """The slots that hold a gradient now, each in its buffer. Raises RuntimeError if some sums are divided and others are not."""
+        """The slots that have sums, brought up to date. Raises RuntimeError if half divided."""
         self.check_whole()
         for finish in self._extensions.finish_adds:
             finish()
@@ -208,7 +208,7 @@ class Sums:
             buffers_set(slots)
 
     def sq_norm(self, slots: Sequence[Slot]) -> Tensor:
-        """Sum of squares of the sums of ``slots``; free if the last adds have measured it. Parts are summed over their processes."""
+        """Sum of squares of ``slots``, over their processes; free if the last adds measured it."""
         if not self.buffers.has_parts:
             total = self.norms.total(slots)
             return total if self.over_owners is None else self.over_owners(total)
@@ -235,12 +235,12 @@ class Sums:
         self.half_divided = False
 
     def normalize_(self, divisor: Scalar, factor: Scalar) -> None:
-        """Make all sums ``factor * sum / divisor``; what is put into ``p.grad`` by hand from now on is taken to be so, too."""
+        """Make all sums ``factor * sum / divisor``; what is put into ``p.grad`` then is such."""
         self.divide_(self.slots_with_grad(), divisor, factor)
         self.normalized_by = divisor
 
     def sum_again(self) -> None:
-        """After :meth:`normalize_`, a backward goes on with the sums: adopt what has been put into ``p.grad`` since."""
+        """A backward follows :meth:`normalize_`: adopt what was put into ``p.grad`` since."""
         grad_views.adopt_all(self, self.buffers.slots)
         self.normalized_by = None
 
@@ -256,9 +256,9 @@ class Sums:
             self.written(members, divisor)
 
     def finish_(self, slots: Sequence[Slot], divisor: Scalar, coef: Scalar) -> None:
-        """Make ``p.grad`` the gradient ``coef * sum / divisor`` that the inner optimizer takes, in the dtype of what it steps.
+        """Make ``p.grad`` ``coef * sum / divisor``, in the dtype of what the inner optimizer steps.
 
-        A dtype narrower than the buffer's goes into the buffer's own storage; the scaling is part of that cast.
+        A dtype narrower than the buffer's goes into the buffer's storage, scaled by that cast.
         """
         same: list[Slot] = []
         cast: dict[Block, list[Slot]] = {}

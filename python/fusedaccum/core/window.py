@@ -1,7 +1,7 @@
-"""When windows close, and what is counted for the open micro-batch, the open window and the last one.
+"""When windows close, and what is counted for the open micro-batch and window.
 
-Numbers and 0-d tensors only. Weights that are tensors stay on their device, so nothing here waits for one, except where a sum of tensor
-weights closes the window (that sum has to be read).
+Numbers and 0-d tensors only. Weights that are tensors stay on their device, so nothing here waits
+for one, except where a sum of tensor weights closes the window (that sum has to be read).
 """
 
 from __future__ import annotations
@@ -49,17 +49,18 @@ class AdaptiveSteps(Protocol):
 
 @dataclass(frozen=True)
 class Schedule:
-    """When a window closes: after ``accum_steps`` micro-batches, at a sum of weights, or when the caller says so."""
+    """When a window closes: after ``accum_steps``, at a sum of weights, or when the caller says."""
 
     accum_steps: int | Callable[[int], int] | None = None
     window_weight: float | None = None
 
     @classmethod
     def checked(cls, accum_steps: Any, window_weight: Any) -> Schedule:
-        """Build from the user's arguments; raises as :func:`checked_steps` and :func:`checked_weight` do."""
+        """Build from the arguments; raises as :func:`checked_steps` and :func:`checked_weight`."""
         if accum_steps is not None and window_weight is not None:
             raise ValueError(
-                f"accum_steps={accum_steps!r} and window_weight={window_weight!r} both say when a window closes; give one of them"
+                f"accum_steps={accum_steps!r} and window_weight={window_weight!r} both say when a window closes; give "
+                "one of them"
             )
         if accum_steps is not None and not callable(accum_steps):
             accum_steps = checked_steps(accum_steps)
@@ -85,7 +86,7 @@ class Schedule:
         return self.accum_steps
 
     def resumed(self, state: dict[str, Any] | None) -> Schedule:
-        """A schedule that goes on as this one will when an adaptive one's ``state`` has been loaded."""
+        """A schedule that goes on as this one will when an adaptive one's ``state`` is loaded."""
         if self.adaptive is None or state is None:
             return self
         steps = copy.copy(self.adaptive)
@@ -93,7 +94,7 @@ class Schedule:
         return replace(self, accum_steps=steps)
 
     def complete(self, length: int | None, micro_batches: int, weight: Scalar) -> bool:
-        """True if a window of these contents is full. (Reads a tensor weight, when the sum of weights decides.)"""
+        """True if a window of these contents is full. Reads a tensor weight that decides."""
         if length is not None:
             return micro_batches >= length
         # Ten weights of 0.1 add up to a little less than 1.
@@ -109,7 +110,8 @@ class Schedule:
 class MicroBatchState(Enum):
     """How far the open micro-batch has come.
 
-    OPEN -> ADDED or REJECTED, where an extension judges it whole; OPEN <-> IDLE. ``step()`` counts it, in whichever of them it is.
+    OPEN -> ADDED or REJECTED, where an extension judges it whole; OPEN <-> IDLE. ``step()`` counts
+    it, in whichever of them it is.
     """
 
     OPEN = auto()  # backward passes add to it
@@ -119,10 +121,10 @@ class MicroBatchState(Enum):
 
 
 class WindowState(IntEnum):
-    """How far a window has come that is complete. (One that is not is :class:`Window`, in the ledger.)
+    """How far a complete window has come. (One that is not is a :class:`Window`.)
 
-    If something raises on the way, nothing is rolled back: the next ``step()`` or ``flush()`` goes on from there, with the gradient that
-    ``p.grad`` is by then.
+    If something raises on the way, nothing is rolled back: the next ``step()`` or ``flush()`` goes
+    on from there, with the gradient that ``p.grad`` is by then.
     """
 
     CLOSED = auto()  # it is known what it comes to; the next gradient begins another
@@ -150,7 +152,7 @@ class MicroBatch:
     arrived_first: int = 0  # those of the first part
     in_place: list[Slot] = field(default_factory=list)  # to whose sums their layers have added by themselves
     nested: bool = False  # True if a pass had re-entrant parts, each of which brings a parameter a gradient of its own
-    # True if it may be run again when it breaks off. Then its gradients come through hooks only, and stay here.
+    # True if it may be run again. Then its gradients come through hooks only, and stay here.
     repeatable: bool = False
     # True if some parameters have taken its gradient before: the buffers hold more than is counted.
     partial: bool = False
@@ -176,7 +178,7 @@ class MicroBatch:
 
     @property
     def parts_alike(self) -> bool:
-        """True if every part brought as many gradients as the first. (Chunks of a loss bring fewer than the backward behind them.)"""
+        """True if each part brought as many gradients as the first. (Chunks of a loss do not.)"""
         return self.arrived == self.parts * self.arrived_first
 
     def factor_left(self) -> Scalar:
@@ -217,7 +219,9 @@ class Window:
         return not self.empty or self.dropped > 0
 
     def steps(self, ranks: int) -> int:
-        """Micro-batches as ``accum_steps`` counts them: among several ranks, also dropped ones, or a rank would keep the others waiting."""
+        """Micro-batches as ``accum_steps`` counts them: among several ranks, also dropped ones, or
+        a rank would keep the others waiting.
+        """
         return self.micro_batches + (self.dropped if ranks > 1 else 0) + (self.carried or 0)
 
     @property
@@ -226,17 +230,17 @@ class Window:
         return {name: getattr(self, name) for name in COUNTED}
 
     def drop(self, before: dict[str, Any] | None) -> None:
-        """Leave out a micro-batch, and those that were counted since :attr:`counted` was ``before``."""
+        """Leave out a micro-batch, and others counted since :attr:`counted` was ``before``."""
         self.dropped += 1
         if before is not None:
             self.dropped += self.micro_batches - before["micro_batches"]
             vars(self).update(before)
 
     def commit(self, micro: MicroBatch, weight: Scalar | None) -> None:
-        """Count a finished micro-batch of this weight (None: it comes later). If an addition raises, nothing has been counted."""
+        """Count a micro-batch of this weight (None: it comes later); nothing, if adding raises."""
         nonfinite = add(self.nonfinite, micro.nonfinite > 0)
         weights = self.weight if weight is None else add(self.weight, weight)
-        # No call lies between here and the end of it, so neither an error nor Ctrl-C leaves a part of the window's counts.
+        # No call lies between here and its end: errors and Ctrl-C leave no part of the counts.
         self.nonfinite, self.weight = nonfinite, weights
         self.micro_batches += 1
         self.unweighed += weight is None

@@ -1,1 +1,1 @@
-"""Windows of many processes: what ranks add up, and what they agree on; DDP, FSDP2 and tensor parallelism."""
+"""Windows of many processes: what ranks add up and agree on; DDP, FSDP2 and tensor parallelism."""

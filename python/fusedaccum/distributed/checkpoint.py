@@ -1,9 +1,10 @@
-"""A wrapper's state for ``torch.distributed.checkpoint``, which writes it from all ranks and reads it back on any number of them.
+"""A wrapper's state for ``torch.distributed.checkpoint``, for any number of ranks to read.
 
-It writes tensors under names that say what they belong to, ``state.<parameter>.<name>``, ``masters.<parameter>`` and, for an open
-window, ``sums.<parameter>.<rank>``, and one header with the plain values of all ranks. A shard is part of one tensor that all ranks
-write. Sums that ranks hold separately stay separate: so no sum is sent for a checkpoint, the same number of ranks continues bit for bit,
-and with another number each rank adds up its share.
+All ranks write it: tensors under names that say what they belong to, ``state.<parameter>.<name>``,
+``masters.<parameter>`` and, for an open window, ``sums.<parameter>.<rank>``, and one header with
+the plain values of all ranks. A shard is part of one tensor that all ranks write. Sums that ranks
+hold separately stay separate: so no sum is sent for a checkpoint, the same number of ranks
+continues bit for bit, and with another number each rank adds up its share.
 """
 
 from __future__ import annotations
@@ -38,26 +39,32 @@ ELSEWHERE = {"buffers", "shapes", "format"}
 
 
 class DistributedState:
-    """All of a wrapper's state (inner optimizer, open window, master weights) as a value in the dict of ``dcp.save`` and ``dcp.load``.
+    """A wrapper's state as a value in the dict of ``dcp.save`` and ``dcp.load``.
 
+    It is all of it: inner optimizer, open window, master weights.
     ``dcp.save({"opt": DistributedState(opt)}, checkpoint_id=path)``, then
-    ``dcp.load({"opt": DistributedState(opt, path)}, checkpoint_id=path)``. Parameters are identified by position in ``param_groups``.
+    ``dcp.load({"opt": DistributedState(opt, path)}, checkpoint_id=path)``. Parameters are
+    identified by position in ``param_groups``.
 
-    An open window keeps its total over the ranks. When N ranks saved and M load, rank r takes the sums and weights of ranks r, r + M, …
-    of those that saved, and counts ``(all micro-batches so far) // M``. With N = M everything continues bit-identically.
+    An open window keeps its total over the ranks. When N ranks saved and M load, rank r takes the
+    sums and weights of ranks r, r + M, … of those that saved, and counts
+    ``(all micro-batches so far) // M``. With N = M everything continues bit-identically.
 
     Args:
         optimizer: the wrapper.
         load_from: the checkpoint to load, a folder or a ``StorageReader``; None to save.
         key: the value's key in the dict, if the checkpoint holds several wrappers.
 
-    ``state_dict()`` and ``load_state_dict()`` are for ``torch.distributed.checkpoint`` to call, on all ranks together. Saving exchanges
-    the plain values, changes nothing, and takes memory for a copy of the open window's sums; loading takes memory for what is read.
+    ``state_dict()`` and ``load_state_dict()`` are for ``torch.distributed.checkpoint`` to call, on
+    all ranks together. Saving exchanges the plain values, changes nothing, and takes memory for a
+    copy of the open window's sums; loading takes memory for what is read.
 
     Raises:
-        RuntimeError: saved between ``backward()`` and ``step()``, or after ``normalize_()``; loaded without ``load_from``.
-        ValueError: saved while the ranks are at different places in the window, or with state of the optimizer that is in parts but no
-            DTensor of the parameter's shape; loaded from another model's checkpoint, or one with an open window that this wrapper cannot
+        RuntimeError: saved between ``backward()`` and ``step()``, or after ``normalize_()``; loaded
+            without ``load_from``.
+        ValueError: saved while the ranks are at different places in the window, or with state of
+            the optimizer that is in parts but no DTensor of the parameter's shape; loaded from
+            another model's checkpoint, or one with an open window that this wrapper cannot
             continue. Nothing has been read into the model or the wrapper then.
     """
 
@@ -70,8 +77,8 @@ class DistributedState:
     ):
         if optimizer.shard:
             raise ValueError(
-                "DistributedState does not take an optimizer with shard=True, whose state is spread over the ranks; save every rank's "
-                "opt.state_dict() with torch.save, or use FSDP2"
+                "DistributedState does not take an optimizer with shard=True, whose state is spread over the ranks; "
+                "save every rank's opt.state_dict() with torch.save, or use FSDP2"
             )
         self._opt, self._load_from, self._key = optimizer, load_from, key
 
@@ -83,8 +90,9 @@ class DistributedState:
         """Load what was read into :meth:`state_dict`'s tensors."""
         if self._load_from is None:
             raise RuntimeError(
-                "DistributedState(opt) only saves; to load, name the checkpoint, because what it holds depends on whether a window was "
-                "open: dcp.load({'opt': fusedaccum.DistributedState(opt, path)}, checkpoint_id=path)"
+                "DistributedState(opt) only saves; to load, name the checkpoint, because what it holds depends on "
+                "whether a window was open: dcp.load({'opt': fusedaccum.DistributedState(opt, path)}, "
+                "checkpoint_id=path)"
             )
         opt, header = self._opt, _header(state_dict[HEADER])
         own, state = resharding.own(opt, header), header["state"]
@@ -145,20 +153,23 @@ class DistributedState:
         return found[0 if self._key is None else keys.index(self._key)]
 
     def _check(self, own: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
-        """Raises as checkpoint.check() does, and on all ranks alike, whatever share of the window each of them gets."""
+        """Raises as checkpoint.check() does, on all ranks alike, whatever share each one gets."""
         held = [rank["window"] for rank in ranks if rank["window"] is not None]
         full = next((window for window in held if window["micro_batches"]), None)
         checkpoint.check(self._opt, {**own, "window": full})
 
 
 class _Unread(str):
-    """Stands for the header until it is read. Cannot be saved, so that nobody saves tensors still to be filled as a checkpoint."""
+    """Stands for the header until it is read.
+
+    Cannot be saved, so that nobody saves tensors still to be filled as a checkpoint.
+    """
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise RuntimeError("DistributedState(opt, load_from) is for dcp.load; save DistributedState(opt)")
 
 
-# -- saving ----------------------------------------------------------------------------------------------------------------
+# -- saving ----------------------------------------------------------------------------------------
 
 
 def _saved(opt: AccumulatingOptimizer) -> dict[str, Any]:
@@ -188,7 +199,8 @@ def _saved(opt: AccumulatingOptimizer) -> dict[str, Any]:
                 tensors[f"state.{index}.{name}"] = value
     tensors |= {f"{key}.{index}": tensor for key in by_parameter for index, tensor in own[key].items()}
     for index, saved in own["buffers"].items():
-        # 16-bit buffers hold means, and each rank has its own divisor. As sums in FP32 they make one tensor, and round to the same bits.
+        # 16-bit buffers hold means, and each rank has its own divisor. As sums in FP32 they make
+        # one tensor, and round to the same bits.
         value = saved["sum"].float() * float(saved["divisor"]) if slots[index].half_precision else saved["sum"]
         tensors[f"sums.{index}.{number if slots[index].part is None else 0}"] = value
     header = {
@@ -202,13 +214,16 @@ def _saved(opt: AccumulatingOptimizer) -> dict[str, Any]:
 
 
 def _slots_of_state(opt: AccumulatingOptimizer, saved: list[dict[str, Any]]) -> dict[int, Slot]:
-    """The slot of each index in the inner optimizer's state dict, whose ``param_groups`` are ``saved``: it counts a parameter that a group
-    lists twice, which has one slot, twice. Raises ValueError if the groups are not those of ``opt``.
+    """The slot of each index in the inner optimizer's state dict; ``saved``: its ``param_groups``.
+
+    It counts a parameter that a group lists twice, which has one slot, twice. Raises ValueError if
+    the groups are not those of ``opt``.
     """
     here, there = ([len(group["params"]) for group in groups] for groups in (opt.param_groups, saved))
     if here != there:
         raise ValueError(
-            f"the checkpoint's param_groups have {there} parameters, and the optimizer's have {here}; build it with the same groups"
+            f"the checkpoint's param_groups have {there} parameters, and the optimizer's have {here}; build it with "
+            "the same groups"
         )
     buffers = opt._sums.buffers
     pairs = zip(saved, opt.param_groups, strict=True)
@@ -216,7 +231,7 @@ def _slots_of_state(opt: AccumulatingOptimizer, saved: list[dict[str, Any]]) -> 
 
 
 def _apart(param: Tensor, value: Any) -> bool:
-    """True if this state of a parameter is in parts, as far as shapes show, but no DTensor like it, which all ranks write together."""
+    """True if a parameter's state is in parts, as far as shapes show, but no DTensor like it."""
     if not is_shard(param) or (is_shard(value) and value.shape == param.shape):
         return False
     here = local_of(param).shape
@@ -248,8 +263,8 @@ def _check_together(opt: AccumulatingOptimizer, ranks: list[dict[str, Any]]) -> 
     apart = [state for rank in ranks for state in rank["apart"]]
     if apart:
         raise ValueError(
-            f"the optimizer keeps its state {apart[0]} in parts, but not as a DTensor of the parameter's shape, so it cannot be resharded; "
-            "use torch.save, one file per rank"
+            f"the optimizer keeps its state {apart[0]} in parts, but not as a DTensor of the parameter's shape, so it "
+            "cannot be resharded; use torch.save, one file per rank"
         )
     windows = [None if rank["window"] is None else Window(**rank["window"]) for rank in ranks]
     held = [window for window in windows if window is not None]
@@ -257,14 +272,15 @@ def _check_together(opt: AccumulatingOptimizer, ranks: list[dict[str, Any]]) -> 
         steps = [0 if window is None else window.steps(len(ranks)) for window in windows]
         if len(set(steps)) > 1:
             raise ValueError(
-                f"the ranks have accumulated {steps} micro-batches in the open window; save on all ranks after the same micro-batch"
+                f"the ranks have accumulated {steps} micro-batches in the open window; save on all ranks after the "
+                "same micro-batch"
             )
     for key, extension in opt._accumulation.extensions.saved.items():
         if not extension.by_parameter:  # whose entries are not here
             extension.check_together([rank[key] for rank in ranks if rank["window"] is not None])
 
 
-# -- loading ---------------------------------------------------------------------------------------------------------------
+# -- loading ---------------------------------------------------------------------------------------
 
 
 def _room(slot: Slot, stored: Any) -> Any:
@@ -275,17 +291,20 @@ def _room(slot: Slot, stored: Any) -> Any:
     return torch.empty(stored.size, dtype=dtype)
 
 
-# -- PyTorch's own functions -----------------------------------------------------------------------------------------------
+# -- PyTorch's own functions -----------------------------------------------------------------------
 
 
 def refuse_torchs_functions(call: str) -> None:
-    """Raises RuntimeError within get_optimizer_state_dict() and similar functions, which would step the wrapper and lose the window."""
+    """Raises RuntimeError within get_optimizer_state_dict() and similar functions.
+
+    They would step the wrapper and lose the window.
+    """
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
             raise RuntimeError(
-                f"torch.distributed.checkpoint.state_dict called {call} of an AccumulatingOptimizer: its functions step an optimizer to "
-                "create its state, and know nothing about windows and master weights; use get_model_state_dict(model) for the model, and "
-                "fusedaccum.DistributedState(opt) for the optimizer"
+                f"torch.distributed.checkpoint.state_dict called {call} of an AccumulatingOptimizer: its functions "
+                "step an optimizer to create its state, and know nothing about windows and master weights; use "
+                "get_model_state_dict(model) for the model, and fusedaccum.DistributedState(opt) for the optimizer"
             )
         frame = frame.f_back  # type: ignore[assignment]

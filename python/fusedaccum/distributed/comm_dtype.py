@@ -1,8 +1,9 @@
-"""Sums that travel between ranks in another dtype than their own (``comm_dtype``), and are added up in FP32.
+"""Sums that travel between ranks in another dtype (``comm_dtype``), and are added up in FP32.
 
-An all-reduce adds in the dtype that travels. Here every rank gets all ranks' terms of one part of the elements, adds them in the order of
-the ranks, and passes the sum on: to all ranks in that dtype again, which takes a ring all-reduce's bytes and rounds once on each way, or
-to the one rank that needs it, as it is.
+An all-reduce adds in the dtype that travels. Here every rank gets all ranks' terms of one part of
+the elements, adds them in the order of the ranks, and passes the sum on: to all ranks in that dtype
+again, which takes a ring all-reduce's bytes and rounds once on each way, or to the one rank that
+needs it, as it is.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ class Narrowed:
         )
 
     def send(self, mine: Tensor, owner: int | None) -> tuple[dist.Work | None, Tensor | None]:
-        """Add up all ranks' ``mine`` on rank ``owner``, or on all (None). Returns what to wait for, and where the sum is then, with
-        elements to spare at its end; None on a rank that gets none.
+        """Add up all ranks' ``mine`` on rank ``owner``, or on all (None).
+
+        Returns what to wait for, and where the sum is then, with elements to spare at its end; None
+        on a rank that gets none.
         """
         with self._aside(mine.device), self._group.talking() as group:
             ranks, rank = self._group.size, self._group.rank

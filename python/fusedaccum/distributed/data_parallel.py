@@ -1,4 +1,4 @@
-"""Finds the ranks that share a wrapper's windows: those of the process group that it was given, or of its modules."""
+"""The ranks that share a wrapper's windows: of the process group given, or of its modules."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ COLLECTIVES = {
 
 
 class DataParallel(Extension):
-    """Has :class:`Ranks` share the windows if there are others to share them with, and notices modules that come too late."""
+    """Has :class:`Ranks` share windows with other ranks, if any; notices modules that are late."""
 
     def __init__(self) -> None:
         self._looked = False  # for ranks that share the windows, with the first parameters
@@ -50,9 +50,9 @@ class DataParallel(Extension):
         one_of("shard", settings.shard, (True, False))
         if settings.shard and (how := _shares_out(inner)):
             raise ValueError(
-                f"shard=True has each rank step a part of the parameters, but so has {type(inner).__name__} ({how}), and what falls to one "
-                "rank here and to another there would be stepped by none; leave shard out, or wrap a plain optimizer: shard=True keeps its "
-                "state in parts, too"
+                f"shard=True has each rank step a part of the parameters, but so has {type(inner).__name__} ({how}), "
+                "and what falls to one rank here and to another there would be stepped by none; leave shard out, or "
+                "wrap a plain optimizer: shard=True keeps its state in parts, too"
             )
 
     def check_parameter(self, name: str, parameter: Parameter, settings: Settings, left: bool) -> None:
@@ -68,7 +68,7 @@ class DataParallel(Extension):
             slot.part = slot.holder = ShardHolder(slot.param)
 
     def parameters_come(self, slots: Sequence[Slot], all_of_them: bool) -> None:
-        """Raises ValueError if the first parameters were this rank's alone, and some of these several ranks share; or as Ranks does."""
+        """Raises ValueError if ranks share some of these, but not the first; or as Ranks does."""
         if not self._looked:
             self._share()
             self._looked = True
@@ -90,8 +90,9 @@ class DataParallel(Extension):
                 p.requires_grad_(not frozen)
 
     def _share(self) -> None:
-        """Share the windows with the ranks of the process group; if none was given, with those of the DistributedDataParallel or FSDP2
-        modules, if any.
+        """Share the windows with the ranks of the process group, or else with those of the modules.
+
+        These are the DistributedDataParallel or FSDP2 modules, if there are any.
         """
         accumulation, settings = self.accumulation, self.accumulation.settings
         replicas, fully_sharded = modules_of(accumulation.sums.buffers.slots)
@@ -127,8 +128,8 @@ class DataParallel(Extension):
     def check_settings(self, saved: dict[str, Any]) -> None:
         if saved["shard"] and saved["rank"] != self.accumulation.ranks.name:
             raise ValueError(
-                f"the checkpoint was saved with shard=True and holds what rank {saved['rank']} steps, which this rank is not; load on "
-                "every rank what it saved itself, with the same number of ranks"
+                f"the checkpoint was saved with shard=True and holds what rank {saved['rank']} steps, which this rank "
+                "is not; load on every rank what it saved itself, with the same number of ranks"
             )
 
     @property
@@ -138,7 +139,7 @@ class DataParallel(Extension):
 
 
 def _taker(extension: weakref.ref[DataParallel], place: weakref.ref[Slot]) -> Callable[[Tensor], None]:
-    """The hook that FSDP2 calls when it has added up a shard's gradient over the ranks and put it into ``p.grad``."""
+    """The hook that FSDP2 calls once a shard's gradient, added over the ranks, is in ``p.grad``."""
 
     @outside_graphs
     def take(_: Tensor) -> None:
@@ -150,8 +151,8 @@ def _taker(extension: weakref.ref[DataParallel], place: weakref.ref[Slot]) -> Ca
                 alive.accumulation.collector.put(slot, grad)
             elif slot.placed and not slot.block.untouched_by_user:
                 raise RuntimeError(
-                    f"FSDP2 has added a gradient to {slot.name}.grad by itself, outside of its post_backward(), before which p.grad is "
-                    "hidden from it; call opt.reset(), and report this with your version of PyTorch"
+                    f"FSDP2 has added a gradient to {slot.name}.grad by itself, outside of its post_backward(), before "
+                    "which p.grad is hidden from it; call opt.reset(), and report this with your version of PyTorch"
                 )
 
     return take
@@ -164,8 +165,8 @@ def _check_unshared(slots: Sequence[Slot]) -> None:
         slot = next(slot for slot in slots if slot in sharded or id(slot.param) in held)
         kind = "a DistributedDataParallel" if replicas else "an FSDP2"
         raise ValueError(
-            f"parameter {slot.name} is in {kind} module, but the optimizer was wrapped without any, so its windows are this rank's "
-            "alone; wrap the optimizer when it already has these parameters, or wrap it with process_group="
+            f"parameter {slot.name} is in {kind} module, but the optimizer was wrapped without any, so its windows are "
+            "this rank's alone; wrap the optimizer when it already has these parameters, or wrap it with process_group="
         )
 
 
@@ -173,12 +174,13 @@ def _check_group(process_group: Any) -> None:
     """Raises TypeError for anything but a process group or None."""
     if process_group is not None and not (dist.is_available() and isinstance(process_group, dist.ProcessGroup)):
         raise TypeError(
-            f"process_group must be a torch.distributed.ProcessGroup (torch.distributed.group.WORLD) or None, got {process_group!r}"
+            "process_group must be a torch.distributed.ProcessGroup (torch.distributed.group.WORLD) or None, got "
+            f"{process_group!r}"
         )
 
 
 def _shares_out(optimizer: Optimizer) -> str:
-    """What shows that an optimizer shares out its parameters among ranks itself; empty if nothing does."""
+    """What shows that an optimizer itself shares out parameters among ranks; empty if nothing."""
     for name, value in vars(optimizer).items():
         if name == "world_size" or (dist.is_available() and isinstance(value, dist.ProcessGroup)):
             return f"it has a .{name}"

@@ -1,7 +1,7 @@
 """FSDP2 modules whose gradients the wrapper accumulates: FSDP2 adds up the ranks' gradients itself.
 
-No public API says which ranks these are, what FSDP2 divides by and what it holds back: whatever is read from its records is read here, and
-in :mod:`fusedaccum.distributed.fsdp2_reductions`.
+No public API says which ranks these are, what FSDP2 divides by and what it holds back: whatever is
+read from its records is read here, and in :mod:`fusedaccum.distributed.fsdp2_reductions`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class FullySharded:
         for module in modules:
             for group in _parameter_groups(module):
                 _check_ungathered(group, plain)
-                # Not module.parameters(): between forward and backward these may be the unsharded ones.
+                # Not module.parameters(): between forward and backward these may be unsharded ones.
                 params = [p for p in group.fsdp_params if id(p.sharded_param) in shards]
                 if params:
                     ours.add(id(module))
@@ -61,7 +61,10 @@ class FullySharded:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The ranks over which FSDP2 adds up gradients (the largest group, if experts have ranks of their own); None without slots."""
+        """The ranks over which FSDP2 adds up gradients; None without slots.
+
+        The largest group, if experts have ranks of their own.
+        """
         return _group_of(max(self._meshes, key=lambda mesh: mesh.size())) if self._meshes else None
 
     def check_shared_by(self, group: dist.ProcessGroup, found: bool) -> None:
@@ -79,29 +82,34 @@ class FullySharded:
             added, held = (set(mesh.mesh.flatten().tolist()) for mesh in meshes)
             if found and not added <= ours:
                 raise ValueError(
-                    f"FSDP2 adds up the gradients of parameter {slot.name} over ranks {sorted(added)}, but windows would be shared by "
-                    f"ranks {sorted(ours)}; pass as process_group the group of all ranks that see different micro-batches"
+                    f"FSDP2 adds up the gradients of parameter {slot.name} over ranks {sorted(added)}, but windows "
+                    f"would be shared by ranks {sorted(ours)}; pass as process_group the group of all ranks that see "
+                    "different micro-batches"
                 )
             if not ours <= held:
                 raise ValueError(
-                    f"parameter {slot.name} is a DTensor of ranks {sorted(held)}, but windows would be shared by ranks {sorted(ours)}: its "
-                    "gradient would not be added up over the others. Shard replicas over a mesh of two dimensions; if experts are spread "
-                    "over ranks, make them DTensors of these before fully_shard: distribute_tensor(weight, mesh['experts'], [Shard(0)])"
+                    f"parameter {slot.name} is a DTensor of ranks {sorted(held)}, but windows would be shared by ranks "
+                    f"{sorted(ours)}: its gradient would not be added up over the others. Shard replicas over a mesh "
+                    "of two dimensions; if experts are spread over ranks, make them DTensors of these before "
+                    "fully_shard: distribute_tensor(weight, mesh['experts'], [Shard(0)])"
                 )
 
     def check_reduced(self, what: str) -> None:
-        """Raises RuntimeError if FSDP2 holds gradients that it has not added up over the ranks yet."""
+        """Raises RuntimeError if FSDP2 holds gradients that it has not yet added over the ranks."""
         if self.holds_back:
             raise RuntimeError(
                 f"{what}: FSDP2 still holds gradients that it was told not to reduce; call "
-                "model.set_requires_gradient_sync(True), or set_requires_all_reduce(True), before the last backward (also before one that "
-                "is followed by flush() or state_dict()). If it was not told so, the last backward reached no input or output of an FSDP2 "
-                "module (that of a loss which a layer has set aside): run it before another, or add its loss to another's"
+                "model.set_requires_gradient_sync(True), or set_requires_all_reduce(True), before the last backward "
+                "(also before one that is followed by flush() or state_dict()). If it was not told so, the last "
+                "backward reached no input or output of an FSDP2 module (that of a loss which a layer has set aside): "
+                "run it before another, or add its loss to another's"
             )
 
     def check_droppable(self, slots: Sequence[Slot]) -> None:
-        """Raises RuntimeError if only a part of a micro-batch could be dropped: FSDP2 still holds its gradients back, to be judged with
-        those of later ones, but parameters that are not FSDP2's get theirs added at once.
+        """Raises RuntimeError if only a part of a micro-batch could be dropped.
+
+        FSDP2 still holds its gradients back then, to be judged with those of later ones, but
+        parameters that are not FSDP2's get theirs added at once.
         """
         if not self.holds_back:
             return
@@ -109,9 +117,10 @@ class FullySharded:
         beside = [slot for slot in slots if slot.param.requires_grad and slot not in theirs]
         if beside:
             raise RuntimeError(
-                f"FSDP2 holds gradients back, but those of parameter {beside[0].name}, which is not FSDP2's, are added at once: "
-                "nonfinite='skip_micro_batch' could then drop only FSDP2's part of a micro-batch; reduce every micro-batch "
-                "(model.set_requires_gradient_sync(True), set_requires_all_reduce(True)), shard all parameters, or use 'skip_window'"
+                f"FSDP2 holds gradients back, but those of parameter {beside[0].name}, which is not FSDP2's, are added "
+                "at once: nonfinite='skip_micro_batch' could then drop only FSDP2's part of a micro-batch; reduce "
+                "every micro-batch (model.set_requires_gradient_sync(True), set_requires_all_reduce(True)), shard all "
+                "parameters, or use 'skip_window'"
             )
 
     @property
@@ -120,15 +129,19 @@ class FullySharded:
         return any(map(unreduced, self._params)) or any(map(partly_reduced, self._groups))
 
     def wait(self) -> None:
-        """Wait for the gradients that FSDP2 has handed over: with ``CPUOffloadPolicy``, PyTorch 2.11 (not 2.13) is still copying them."""
+        """Wait for the gradients that FSDP2 has handed over.
+
+        With ``CPUOffloadPolicy``, PyTorch 2.11 (not 2.13) is still copying them.
+        """
         for param in self._params:
             event = getattr(param, "grad_offload_event", None)
             if event is not None:
                 event.synchronize()
 
     def reshard(self) -> None:
-        """Free parameters that a forward without a backward (an evaluation) has left gathered, as FSDP2 leaves those of the root: the next
-        forward would use them, and they do not know of a step.
+        """Free parameters that a forward without a backward (an evaluation) has left gathered.
+
+        FSDP2 leaves the root's so. The next forward would use them, and they do not know of a step.
         """
         for group in self._groups:
             group.reshard()
@@ -144,8 +157,10 @@ class FullySharded:
             group._partial_reduce_output = None
 
     def follow(self, begin: Callable[[], None], as_given: bool, fresh: Collection[Slot]) -> None:
-        """Call ``begin`` before FSDP2 takes the gradients of a backward, as long as its owner lives. Where the backward begins at a root's
-        output, that is then, so that an error comes before FSDP2 has done anything; otherwise when it comes to the first gradients.
+        """Call ``begin`` before FSDP2 takes a backward's gradients, as long as its owner lives.
+
+        If the backward begins at a root's output, it is called then, so that an error comes before
+        FSDP2 has done anything; otherwise when FSDP2 comes to the first gradients.
 
         ``as_given`` is as :class:`Reductions` has it. ``fresh``: slots that may be warned about.
         """
@@ -170,7 +185,7 @@ class FullySharded:
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
-    """The tensors in what a module returns, also in dataclasses: FSDP2 looks into these, and pytrees do not."""
+    """The tensors in a module's output, also in dataclasses: FSDP2 looks there, pytrees do not."""
     for x in tree_leaves(output):
         if isinstance(x, Tensor):
             yield x
@@ -185,13 +200,13 @@ def _parameter_groups(module: Any) -> list[Any]:
 
 
 def _check_ungathered(group: Any, plain: dict[int, str]) -> None:
-    """Raises ValueError if one of these plain parameters, names by ids, is one that FSDP2 has made from its shards."""
+    """Raises ValueError if FSDP2 has made a parameter of ``plain`` (names by ids) from shards."""
     for p in group.fsdp_params:
         name = plain.get(id(getattr(p, "_unsharded_param", None)))
         if name is not None:
             raise ValueError(
-                f"parameter {name} is one that FSDP2 has gathered for a forward and will free again; build the optimizer before "
-                "the first forward, or after model.reshard()"
+                f"parameter {name} is one that FSDP2 has gathered for a forward and will free again; build the "
+                "optimizer before the first forward, or after model.reshard()"
             )
 
 
@@ -204,6 +219,6 @@ def _group_of(mesh: Any) -> dist.ProcessGroup:
         assert group is not None
         return group
     raise ValueError(
-        f"the model is sharded over a mesh of shape {tuple(mesh.shape)}, which is not all ranks; pass the group of the ranks that see "
-        "different micro-batches: process_group=mesh._flatten().get_group()"
+        f"the model is sharded over a mesh of shape {tuple(mesh.shape)}, which is not all ranks; pass the group of the "
+        "ranks that see different micro-batches: process_group=mesh._flatten().get_group()"
     )

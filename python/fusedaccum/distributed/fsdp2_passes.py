@@ -1,4 +1,4 @@
-"""Passes in which FSDP2 takes part: it would add to ``p.grad``, so that is hidden from it until they are over."""
+"""Passes in which FSDP2 takes part: it would add to ``p.grad``, which is hidden until they end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 
 class FSDP2Passes(Extension):
-    """Hides ``p.grad`` from FSDP2, and handles what that holds back. Held by a wrapper whose windows ranks share, with :class:`Ranks`."""
+    """Hides ``p.grad`` from FSDP2, and handles what that holds back.
+
+    Held by a wrapper whose windows ranks share, with :class:`Ranks`.
+    """
 
     def __init__(self) -> None:
         self._hidden_in = -1  # the graph task that p.grad was last hidden for
@@ -33,7 +36,10 @@ class FSDP2Passes(Extension):
         self._fully_sharded.follow(self._takes, self.accumulation.settings.reduction == "none", slots)
 
     def _takes(self) -> None:
-        """FSDP2 takes part in a backward: hide ``p.grad`` from it. Raises RuntimeError if its loss lacks the micro-batch's weight."""
+        """FSDP2 takes part in a backward: hide ``p.grad`` from it.
+
+        Raises RuntimeError if its loss lacks the micro-batch's weight.
+        """
         task = torch._C._current_graph_task_id()
         accumulation, slots = self.accumulation, self.accumulation.sums.buffers.slots
         micro, theirs = accumulation.ledger.micro, self._fully_sharded.slots
@@ -43,15 +49,16 @@ class FSDP2Passes(Extension):
         other = next((m for of in accumulation.extensions.weighed_elsewhere if (m := of(thread)) is not None), None)
         if accumulation.weighs_loss and other is not None and not other.in_loss:
             raise RuntimeError(
-                f"the loss of this backward has weight={float(other.value()):g}, which was given to another wrapper, but FSDP2 needs it in "
-                "the loss; call backward() of the wrapper that has FSDP2's parameters"
+                f"the loss of this backward has weight={float(other.value()):g}, which was given to another wrapper, "
+                "but FSDP2 needs it in the loss; call backward() of the wrapper that has FSDP2's parameters"
             )
         saw_pass(thread)  # of which no hook may tell
         in_loss = accumulation.weighs_loss and micro is not None and micro.in_loss
         if in_loss and not accumulation.passes.inside and other is None:
             raise RuntimeError(
-                "this micro-batch has a weight, which FSDP2 needs in the loss of all its backward passes; use opt.backward(loss) for each. "
-                "For a pass that begins at gradients of losses that had it (a loss in chunks): `with opt.micro_batch(): h.backward(h_grad)`"
+                "this micro-batch has a weight, which FSDP2 needs in the loss of all its backward passes; use "
+                "opt.backward(loss) for each. For a pass that begins at gradients of losses that had it (a loss in "
+                "chunks): `with opt.micro_batch(): h.backward(h_grad)`"
             )
         if accumulation.ledger.window is not None:
             grad_views.adopt_all(accumulation.sums, slots)  # FSDP2 would add to what is not hidden

@@ -1,7 +1,8 @@
 """What the wrapper does when FSDP2 is about to take the gradients of a backward.
 
-FSDP2 does so in ``post_backward`` of each group of parameters that it sends together: within a backward, wherever that began (at the
-root's output, at that of a part, at a loss that a layer has set aside), and whether it adds them up over the ranks now or holds them back.
+FSDP2 does so in ``post_backward`` of each group of parameters that it sends together: within a
+backward, wherever that began (at the root's output, at that of a part, at a loss that a layer has
+set aside), and whether it adds them up over the ranks now or holds them back.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ _FOLLOWERS: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Reductions]] = weakre
 
 
 class Reductions:
-    """FSDP2's reductions of one wrapper's parameters: as long as it lives, sums for FP32 buffers arrive in FP32, and divisors are known.
+    """FSDP2's reductions of one wrapper's parameters.
+
+    As long as it lives, sums for FP32 buffers arrive in FP32, and divisors are known.
 
     Args:
-        groups: FSDP2's records of parameters that are sent together, and the wrapper's slots of each.
-        begin: a method, held weakly: a backward pass brings gradients to these. Called before FSDP2 looks at ``p.grad``.
-        as_given: True if its averages are to stay averages. Otherwise slots are told what makes them sums again.
+        groups: FSDP2's records of parameters sent together, and the wrapper's slots of each.
+        begin: a method, held weakly. Called in a backward pass, before FSDP2 looks at ``p.grad``.
+        as_given: True if its averages stay averages. Otherwise slots are told what makes them sums.
     """
 
     def __init__(self, groups: Mapping[Any, Sequence[Slot]], begin: Callable[[], None], as_given: bool):
@@ -45,21 +48,25 @@ class Reductions:
             weakref.finalize(self, _left, weakref.ref(group)).atexit = False
 
     def _read_divisor(self, group: Any) -> None:
-        """FSDP2's settings may change at any time. Raises RuntimeError if what it has added up in part was divided in another way."""
+        """Read how FSDP2 divides, which may change at any time.
+
+        Raises RuntimeError if what it has added up in part was divided in another way.
+        """
         factor = group.gradient_divide_factor
         divided = factor, getattr(group, "force_sum_reduction_for_comms", False)
         if partly_reduced(group) and self._divided.get(group, divided) != divided:
             raise RuntimeError(
-                "set_gradient_divide_factor() or set_force_sum_reduction_for_comms() was called while FSDP2 held gradients that "
-                f"set_requires_all_reduce(False) kept from the replicas ({self._groups[group][0].name}), and those were divided in another "
-                "way; call it before a window's first backward (opt.reset() drops the open one)"
+                "set_gradient_divide_factor() or set_force_sum_reduction_for_comms() was called while FSDP2 held "
+                "gradients that set_requires_all_reduce(False) kept from the replicas "
+                f"({self._groups[group][0].name}), and those were divided in another way; call it before a window's "
+                "first backward (opt.reset() drops the open one)"
             )
         self._divided[group] = divided
         for slot in self._groups[group]:
             slot.averaged_by = 1.0 if self._as_given else float(factor or math.prod(group.mesh_info.mesh.shape))
 
     def before(self, group: Any) -> None:
-        """FSDP2 is about to take this group's gradients. May raise, which breaks off the backward."""
+        """FSDP2 will take this group's gradients next. May raise, which breaks off the backward."""
         begin = self._begin()
         if begin is None:
             return
@@ -67,25 +74,27 @@ class Reductions:
             begin()
         elif group.reduce_grads and any(map(unreduced, group.fsdp_params)):
             raise RuntimeError(
-                f"FSDP2 was told to reduce the gradient of {self._groups[group][0].name} while no backward runs, as pipeline schedules do "
-                "(torch.distributed.pipelining), so it would belong to no micro-batch; make the stages DistributedDataParallel"
+                f"FSDP2 was told to reduce the gradient of {self._groups[group][0].name} while no backward runs, as "
+                "pipeline schedules do (torch.distributed.pipelining), so it would belong to no micro-batch; make the "
+                "stages DistributedDataParallel"
             )
         self._read_divisor(group)
 
     def warn_of_others(self, group: Any, others: Sequence[Any]) -> None:
-        """Warn, once, that parameters of ``group`` that are not accumulated in FP32 keep those that are from arriving so."""
+        """Warn, once, that ``others`` keep gradients for FP32 buffers from arriving in FP32."""
         ours = [slot.name for slot in self._groups[group] if id(slot.param) in self._wide]
         if self._warned or not ours or group._reduce_dtype in (None, group._orig_dtype):
             return
         self._warned = True
         warn(
-            f"FSDP2 rounds the gradient of parameter {ours[0]} to {group._orig_dtype} before its FP32 buffer gets it, because it sends it "
-            f"together with that of {others[0]._param_fqn}, which has no such buffer. Wrap that parameter's optimizer with FP32 buffers, "
-            "too, or call fully_shard on a module that has it alone. (Further cases are not reported.)"
+            f"FSDP2 rounds the gradient of parameter {ours[0]} to {group._orig_dtype} before its FP32 buffer gets it, "
+            f"because it sends it together with that of {others[0]._param_fqn}, which has no such buffer. Wrap that "
+            "parameter's optimizer with FP32 buffers, too, or call fully_shard on a module that has it alone. (Further "
+            "cases are not reported.)"
         )
 
     def wants(self, param: Any) -> bool:
-        """True if this record is that of a parameter whose gradient should arrive in FP32, although the parameter is narrower."""
+        """True if this record's gradient should arrive in FP32, and its parameter is narrower."""
         slot = self._wide.get(id(param.sharded_param))
         return slot is not None and slot.holder is not slot.param and self._begin() is not None
 
@@ -98,9 +107,10 @@ class Reductions:
             ]
             if rounded:
                 return warn(
-                    f"FSDP2 adds up the gradient of parameter {rounded[0]} in {summed}, over the ranks and over micro-batches that it "
-                    "holds back, before its FP32 buffer gets it, so that small parts are rounded away. Have it added in FP32: "
-                    "fully_shard(model, mp_policy=MixedPrecisionPolicy(..., reduce_dtype=torch.float32)). (Further cases are not reported.)"
+                    f"FSDP2 adds up the gradient of parameter {rounded[0]} in {summed}, over the ranks and over "
+                    "micro-batches that it holds back, before its FP32 buffer gets it, so that small parts are rounded "
+                    "away. Have it added in FP32: fully_shard(model, mp_policy=MixedPrecisionPolicy(..., "
+                    "reduce_dtype=torch.float32)). (Further cases are not reported.)"
                 )
 
 
@@ -115,7 +125,8 @@ def _post_backward(place: weakref.ref[Any], *unused: Any) -> None:
     others = [param for param in trained if not any(follower.wants(param) for follower in followers)]
     for follower in followers if others else ():
         follower.warn_of_others(group, others)
-    # To this dtype FSDP2 casts what it has added up; None leaves it as it is. (PyTorch 2.15 leaves it where p.grad may be of any dtype.)
+    # To this dtype FSDP2 casts what it has added up; None leaves it as it is. (PyTorch 2.15 leaves
+    # it where p.grad may be of any dtype.)
     kept = getattr(group, "_orig_dtype", None)
     if not others:
         group._orig_dtype = None
@@ -129,26 +140,29 @@ def _post_backward(place: weakref.ref[Any], *unused: Any) -> None:
 
 
 def _holds_a_part(param: Any) -> bool:
-    """True if the gradient here is a part of a sum over tensor parallelism's ranks, which FSDP2 adds up before it casts anything."""
+    """True if the gradient is a part of a sum over tensor parallelism's ranks.
+
+    FSDP2 adds that sum up before it casts anything.
+    """
     grad: Any = getattr(getattr(param, "_unsharded_param", None), "grad", None)
     return is_shard(grad) and any(placement.is_partial() for placement in grad.placements)
 
 
 def _widen(param: Any) -> None:
-    """Cast a fresh gradient to the dtype in which FSDP2 adds up, as it does itself with those that it holds back."""
+    """Cast a fresh gradient to the dtype in which FSDP2 adds up, as it does with held-back ones."""
     if getattr(param, "_unsharded_param", None) is not None:
         for name in ("accumulate_unsharded_grad_if_needed", "to_accumulated_grad_if_needed"):
             getattr(param, name, lambda: None)()  # PyTorch 2.15 accumulates in that dtype
 
 
 def unreduced(param: Any) -> bool:
-    """True if FSDP2's record of a parameter holds a gradient that ``set_requires_gradient_sync(False)`` keeps from being reduced."""
+    """True if a record holds a gradient that ``set_requires_gradient_sync(False)`` keeps back."""
     unsharded = getattr(param, "_unsharded_param", None)
     return param.unsharded_accumulated_grad is not None or (unsharded is not None and unsharded.grad is not None)
 
 
 def partly_reduced(group: Any) -> bool:
-    """True if FSDP2's record of parameters sent together holds what ``set_requires_all_reduce(False)`` keeps from the replicas."""
+    """True if a record holds what ``set_requires_all_reduce(False)`` keeps from the replicas."""
     return getattr(group, "_partial_reduce_output", None) is not None
 
 

@@ -20,8 +20,9 @@ from ..core.extension import RaisedByAllError
 from ..core.ledger import Ledger
 from ..scalars import Scalar
 
-# By the caller's group. PyTorch keeps groups alive until they are destroyed, and nobody should after that: their threads end with them, and
-# one that still runs when Python ends may abort the process (gloo's, which needs Python to free the tensors of its last collective).
+# By the caller's group. PyTorch keeps groups alive until they are destroyed, and nobody should
+# after that: their threads end with them, and one that still runs when Python ends may abort the
+# process (gloo's, which needs Python to free the tensors of its last collective).
 _OWN: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Own]] = weakref.WeakKeyDictionary()
 _made = 0  # groups, in all
 _STRANDED: list[Group] = []  # kept alive, so that their groups are never reused
@@ -36,9 +37,12 @@ class Own:
 
 
 def own_group(theirs: dist.ProcessGroup, device: torch.device, user: Group) -> dist.ProcessGroup:
-    """A group of the same ranks for one wrapper alone: collectives of other wrappers or of the caller may come in between on some rank.
+    """A group of the same ranks for one wrapper alone.
 
-    The group of a wrapper that is gone on all ranks is reused; they agree on which. Raises ValueError if it cannot reach ``device``.
+    Collectives of other wrappers or of the caller may come in between on some rank. The group of a
+    wrapper that is gone on all ranks is reused; they agree on which.
+
+    Raises ValueError if it cannot reach ``device``.
     """
     try:
         timeout = theirs._get_backend(device).options._timeout
@@ -66,10 +70,13 @@ def own_group(theirs: dist.ProcessGroup, device: torch.device, user: Group) -> d
 
 
 def new_group(ranks: list[int], timeout: datetime.timedelta, number: int) -> dist.ProcessGroup:
-    """A group of these ranks, which call this together; others need not. ``number``: the most that any of them has made before.
+    """A group of these ranks, which call this together; others need not.
 
-    PyTorch would name it by a count of groups, or by how many this process is in. These differ between ranks if one is in groups that
-    another is not in, and then the ranks of the next group never meet. So it gets a name that the ranks agree on, and the count stays.
+    ``number``: the most that any of them has made before.
+
+    PyTorch would name it by a count of groups, or by how many this process is in. These differ
+    between ranks if one is in groups that another is not in, and then the ranks of the next group
+    never meet. So it gets a name that the ranks agree on, and the count stays.
     """
     name = "fusedaccum_" + hashlib.sha1(f"{number} {ranks}".encode(), usedforsecurity=False).hexdigest()
     c10d: Any = dist.distributed_c10d
@@ -108,8 +115,8 @@ class Group:
         group = self._own()
         if group is None:
             raise RuntimeError(
-                "the ranks' windows need a process group, but torch.distributed.destroy_process_group() has been called; call it at the "
-                "very end, after opt.flush()"
+                "the ranks' windows need a process group, but torch.distributed.destroy_process_group() has been "
+                "called; call it at the very end, after opt.flush()"
             )
         return group
 
@@ -122,7 +129,7 @@ class Group:
         return self.sum(torch.tensor(mine, dtype=torch.float64)).tolist()
 
     def weight(self, mine: Scalar, flushes: bool = False) -> float:
-        """The sum over the ranks of a weight, infinite if one of them ``flushes`` and so ends the window; waits for the device."""
+        """A weight's sum over the ranks, infinite if one ``flushes``. Waits for the device."""
         total, flushing = self.total([float(mine), float(flushes)])
         return math.inf if flushing else total
 
@@ -153,17 +160,17 @@ class Group:
         group = self.process_group
         if self._out_of_step:
             raise RuntimeError(
-                "this rank broke off while the window's sums were on their way, and has been out of step with the others since; end all "
-                "processes and start again from a checkpoint"
+                "this rank broke off while the window's sums were on their way, and has been out of step with the "
+                "others since; end all processes and start again from a checkpoint"
             )
         try:
             yield group
         except RuntimeError as error:
             self.out_of_step()
             raise RuntimeError(
-                f"rank {self.rank} could not reach the others at the end of window {self._ledger.index}: one of them has probably "
-                "raised or died, or closes fewer windows than this one (every rank must call step() or flush() as often as windows "
-                f"close on the others). The window is dropped. PyTorch says: {error}"
+                f"rank {self.rank} could not reach the others at the end of window {self._ledger.index}: one of them "
+                "has probably raised or died, or closes fewer windows than this one (every rank must call step() or "
+                f"flush() as often as windows close on the others). The window is dropped. PyTorch says: {error}"
             ) from error
 
     def out_of_step(self) -> None:
@@ -171,10 +178,10 @@ class Group:
         self._out_of_step = True
         _STRANDED.append(self)
 
-    # -- the ranks are alike -----------------------------------------------------------------------------------
+    # -- the ranks are alike -----------------------------------------------------------------------
 
     def compare_shapes(self, slots: Sequence[Slot]) -> None:
-        """Raises ValueError unless the parameters have the same shapes, dtypes, ``requires_grad`` and memory formats on all ranks."""
+        """Raises ValueError if ranks differ in shape, dtype, ``requires_grad`` or memory format."""
         mine = [
             (slot.name, tuple(slot.param.shape), str(slot.param.dtype), slot.param.requires_grad, strides(slot))
             for slot in slots
@@ -184,12 +191,13 @@ class Group:
             if differing or len(mine) != len(other):
                 a, b = differing[0] if differing else (f"{len(mine)} parameters", f"{len(other)}")
                 raise ValueError(
-                    f"process_group's ranks must have the same parameters in the same order, but rank {self.rank} has {a} where rank "
-                    f"{rank} has {b}; build the same model, in the same memory format, and the same param_groups on all ranks"
+                    f"process_group's ranks must have the same parameters in the same order, but rank {self.rank} has "
+                    f"{a} where rank {rank} has {b}; build the same model, in the same memory format, and the same "
+                    "param_groups on all ranks"
                 )
 
     def compare_values(self, slots: Sequence[Slot]) -> None:
-        """Raises RaisedByAllError unless all ranks' parameters hold the same bits, as far as sums over them tell."""
+        """Raises RaisedByAllError if ranks' parameters differ in bits, as far as sums tell."""
         if not slots:
             return
         bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -202,14 +210,15 @@ class Group:
         if self.total([len(differing)])[0]:
             where = f", on this rank first in {slots[int(differing[0])].name}" if len(differing) else ""
             raise RaisedByAllError(
-                f"the ranks' parameters hold different values{where}, and equal steps would keep them different; before the first window, "
-                "give all ranks the first one's: `for p in model.parameters(): torch.distributed.broadcast(p.data, 0)` "
-                "(DistributedDataParallel does that), or load the same checkpoint"
+                f"the ranks' parameters hold different values{where}, and equal steps would keep them different; "
+                "before the first window, give all ranks the first one's: `for p in model.parameters(): "
+                "torch.distributed.broadcast(p.data, 0)` (DistributedDataParallel does that), or load the same "
+                "checkpoint"
             )
 
 
 def strides(slot: Slot) -> tuple[int, ...]:
-    """The strides of a buffer, whose memory travels as it is; nothing for a shard, whose memory does not travel."""
+    """The strides of a buffer, whose memory travels as it is; empty for a shard, whose does not."""
     if slot.part is not None:
         return ()
     return tuple(stride for stride, size in zip(slot.strides, slot.param.shape, strict=True) if size != 1)

@@ -1,6 +1,6 @@
-"""Windows that a rank keeps to itself within DistributedDataParallel's ``no_sync()``, as in local SGD and DiLoCo.
+"""Windows that a rank keeps to itself within DDP's ``no_sync()``, as in local SGD and DiLoCo.
 
-Plain DDP adds up nothing there, so ranks that step go apart, until they average their parameters themselves.
+Plain DDP adds up nothing there: ranks that step go apart, until they average their parameters.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from .ddp import Replicas
 
 
 class OwnWindows:
-    """Tells which windows are a rank's own: those that end within ``no_sync()`` and had no backward that DDP would have synchronised.
+    """Tells which windows are a rank's own.
 
-    A drop-in's windows (caller-owned, ``reduction="none"``) are, too, if step() comes after the block. Others are shared then: there the
-    caller has left it to the wrapper to add up the ranks' sums, once per window, and ``no_sync()`` round a backward does not say more.
+    Those that end within ``no_sync()`` and had no backward that DDP would have synchronised. A
+    drop-in's windows (caller-owned, ``reduction="none"``) are, too, if step() comes after the
+    block. Others are shared then: there the caller has left it to the wrapper to add up the ranks'
+    sums, once per window, and ``no_sync()`` round a backward does not say more.
     """
 
     def __init__(self, settings: Settings, ledger: Ledger, sums: Sums, extensions: Extensions):
@@ -41,7 +43,7 @@ class OwnWindows:
         self._synced: bool | None = None  # None: no backward yet
 
     def pass_begins(self, replicas: Replicas) -> None:
-        # Pipeline schedules run every forward within no_sync(), and the last backward outside of it.
+        # Pipeline schedules run all forwards within no_sync(), and the last backward outside of it.
         self._synced = self.synced or replicas.synced or not replicas.off
 
     @property
@@ -50,14 +52,17 @@ class OwnWindows:
         return bool(self._synced)
 
     def ends(self, replicas: Replicas) -> bool:
-        """True if the open window, ending now, is this rank's own. Raises RuntimeError if the settings rule that out; nothing is lost."""
+        """True if the open window, ending now, is this rank's own.
+
+        Raises RuntimeError if the settings rule that out; nothing is lost.
+        """
         own = not self.synced and (replicas.off or (self._drop_in and self._synced is False))
         needs_all = [*self._needs_all, *(["FSDP2's fully_shard"] if self._sums.buffers.has_parts else [])]
         if own and needs_all:
             raise RuntimeError(
                 f"a window that ends within no_sync() is this rank's own (local SGD), but with {needs_all[0]} window "
-                f"{self._ledger.index} is that of all ranks. To share it, call opt.flush(), and later step(), outside of no_sync(): "
-                f"nothing is lost. To let ranks step alone, leave {needs_all[0]} out"
+                f"{self._ledger.index} is that of all ranks. To share it, call opt.flush(), and later step(), outside "
+                f"of no_sync(): nothing is lost. To let ranks step alone, leave {needs_all[0]} out"
             )
         return own
 
@@ -67,9 +72,11 @@ class OwnWindows:
             self._first, self._unchecked = self._ledger.index, True
 
     def shared(self, compare: Callable[[], None]) -> None:
-        """A window is shared. The first after counted windows of a rank's own: warn if ``compare`` finds that ranks' parameters differ.
+        """A window is shared.
 
-        Then the loop's ``no_sync()`` may follow another count than the windows do. In windows that the caller closes it cannot.
+        If it is the first after counted windows of a rank's own, warn if ``compare`` finds that the
+        ranks' parameters differ: then the loop's ``no_sync()`` may follow another count than the
+        windows do. In windows that the caller closes it cannot.
         """
         if not self._unchecked:
             return
@@ -78,7 +85,7 @@ class OwnWindows:
             compare()
         except RaisedByAllError:
             warn(
-                f"the ranks' parameters differ since window {self._first}, which ended within no_sync() and so was each rank's own, as "
-                "under plain DDP. Average them before a window that is shared (local SGD); or, if all windows are to be shared, call "
-                "step() and flush() outside of no_sync()"
+                f"the ranks' parameters differ since window {self._first}, which ended within no_sync() and so was "
+                "each rank's own, as under plain DDP. Average them before a window that is shared (local SGD); or, if "
+                "all windows are to be shared, call step() and flush() outside of no_sync()"
             )

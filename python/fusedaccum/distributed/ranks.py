@@ -1,7 +1,8 @@
-"""Windows that the ranks of a process group share: their sums are added once per window, and they agree on what it holds.
+"""Windows that ranks share: their sums are added once per window, and they agree on what it holds.
 
-What a window weighs, and which parameters have a gradient on any rank, takes one small all-reduce at its end, after that of the sums. So
-every rank calls the same collectives in the same order, however many micro-batches it has accumulated.
+What a window weighs, and which parameters have a gradient on any rank, takes one small all-reduce
+at its end, after that of the sums. So every rank calls the same collectives in the same order,
+however many micro-batches it has accumulated.
 """
 
 from __future__ import annotations
@@ -30,14 +31,19 @@ from .reduce_buckets import Phase, ReduceBuckets
 
 if TYPE_CHECKING:
     from ..core.accumulation import Accumulation
+    from ..core.config import Settings
+    from ..core.extension import Extensions
 
 
 class Ranks(Alone, Extension):
-    """One rank's side of the windows that a process group shares. See :class:`Alone` for what each call is for.
+    """One rank's side of the windows that a process group shares.
+
+    See :class:`Alone` for what each call is for.
 
     Args:
         replicas, fully_sharded: the modules, as :func:`modules_of` finds them.
-        accumulation: of this rank. Its ``reset()`` drops a window that a collective which broke off halfway has left incomplete.
+        accumulation: of this rank. Its ``reset()`` drops a window that a collective which broke off
+            halfway has left incomplete.
     """
 
     alone = False
@@ -57,7 +63,7 @@ class Ranks(Alone, Extension):
         self._settings = settings = accumulation.settings
         self._drop = weakref.WeakMethod(accumulation.reset)
         slots = sums.buffers.slots
-        self._check(process_group, fully_sharded)
+        check_shared(process_group, slots, fully_sharded, settings, extensions)
         ledger.mixes_ranks = bool(fully_sharded.slots)
         self.group = Group(process_group, slots[0].device if slots else torch.device("cpu"), ledger)
         self.size, self.rank = self.group.size, self.group.rank
@@ -66,8 +72,8 @@ class Ranks(Alone, Extension):
         for theirs in self.group.all_gather(features):
             if theirs != features:
                 raise ValueError(
-                    f"the ranks' wrappers have different features, {features} here and {theirs} on another rank, whose numbers could not "
-                    "be added up; build all of them with the same arguments"
+                    f"the ranks' wrappers have different features, {features} here and {theirs} on another rank, whose "
+                    "numbers could not be added up; build all of them with the same arguments"
                 )
         self.owners: dict[Slot, int] = {}  # empty unless ``shard``
         self.reduce_buckets = ReduceBuckets(self.group, settings.comm_dtype, sums, ledger, self.owners)
@@ -78,7 +84,9 @@ class Ranks(Alone, Extension):
 
     def parameters_come(self, slots: Sequence[Slot], all_of_them: bool) -> None:
         replicas, fully_sharded = modules_of(self._sums.buffers.slots)
-        self._check(self.group.process_group, fully_sharded)
+        check_shared(
+            self.group.process_group, self._sums.buffers.slots, fully_sharded, self._settings, self._extensions
+        )
         self._share(slots)
         self.replicas, self.fully_sharded = replicas, fully_sharded
         self._ledger.mixes_ranks = bool(fully_sharded.slots)
@@ -87,23 +95,6 @@ class Ranks(Alone, Extension):
                 del self.owners[slot]
             self.reset()
             self.reduce_buckets.forget_slots()
-
-    def _check(self, group: dist.ProcessGroup, fully_sharded: FullySharded) -> None:
-        slots = self._sums.buffers.slots
-        parts = [slot.name for slot in slots if slot.part is not None and slot not in fully_sharded.slots]
-        if parts:
-            raise ValueError(
-                f"parameter {parts[0]} is a DTensor that FSDP2 does not add up over the ranks of process_group; call fully_shard on the "
-                "model with the mesh of these ranks, or leave process_group out where all ranks see the same micro-batches (tensor "
-                "parallelism alone)"
-            )
-        for check in self._extensions.check_shared:
-            check()
-        if self._settings.shard and self._sums.buffers.has_parts:
-            raise ValueError(
-                "shard=True is for parameters that every rank holds, but these are shards already; leave it out"
-            )
-        fully_sharded.check_shared_by(group, self._settings.process_group is None)
 
     def _share(self, slots: Sequence[Slot]) -> None:
         self.group.compare_shapes(slots)
@@ -147,7 +138,10 @@ class Ranks(Alone, Extension):
 
     @contextmanager
     def _or_dropped(self) -> Iterator[None]:
-        """An exception drops the window, which is only half done then. A rank that breaks off alone (no memory, Ctrl-C) is out of step."""
+        """An exception drops the window, which is only half done then.
+
+        A rank that breaks off alone (no memory, Ctrl-C) is out of step.
+        """
         try:
             yield
         except BaseException as error:
@@ -158,7 +152,7 @@ class Ranks(Alone, Extension):
                 drop()
             raise
 
-    # -- a pass ------------------------------------------------------------------------------------------------
+    # -- a pass ------------------------------------------------------------------------------------
 
     def pass_comes(self) -> None:
         self.replicas.silence_pass()
@@ -170,7 +164,7 @@ class Ranks(Alone, Extension):
             self.reduce_buckets.last_pass_begins()
 
     def _is_last(self) -> bool:
-        """True if the window ends with this pass. Under DistributedDataParallel, no_sync() says when it does not."""
+        """True if the window ends with this pass. Under DDP, no_sync() says when it does not."""
         if self._ledger.micro.repeatable:
             return False
         if self._shows_to_replicas:
@@ -183,7 +177,7 @@ class Ranks(Alone, Extension):
 
     @property
     def _shows_to_replicas(self) -> bool:
-        """True if other code will look at ``p.grad`` before the window ends, as under DistributedDataParallel."""
+        """True if other code will look at ``p.grad`` before the window ends, as under DDP."""
         return self._settings.schedule.caller_owned and bool(self.replicas.modules)
 
     def unsynced(self) -> AbstractContextManager[None]:
@@ -198,8 +192,9 @@ class Ranks(Alone, Extension):
     def check_unsent(self, slot: Slot) -> None:
         if self.reduce_buckets.was_sent(slot):
             raise RuntimeError(
-                f"the layer of parameter {slot.name} has added its gradient to {slot.name}.grad itself, which held the sum of all ranks; "
-                "run the window's other backward passes inside no_sync(), or have the layer return its gradient"
+                f"the layer of parameter {slot.name} has added its gradient to {slot.name}.grad itself, which held the "
+                "sum of all ranks; run the window's other backward passes inside no_sync(), or have the layer return "
+                "its gradient"
             )
 
     def check_reduced(self, what: str) -> None:
@@ -226,7 +221,8 @@ class Ranks(Alone, Extension):
         if not within_backward():
             finish()
         else:
-            # Other wrappers' passes end with the same backward, on some ranks before this one: their sums are sent before any rank waits.
+            # Other wrappers' passes end with the same backward, on some ranks before this one:
+            # their sums are sent before any rank waits.
             when_backward_ends(finish)
 
     @outside_graphs
@@ -242,12 +238,16 @@ class Ranks(Alone, Extension):
         """Show the sums of all gradients that any rank has."""
         _, with_grad, stale = self._totals()
         self.reduce_buckets.send_stale(stale)
-        # Narrow buffers have not been sent yet: what one without a gradient here holds is meaningless.
+        # Narrow buffers have not been sent: what one without a gradient here holds is meaningless.
         self.reduce_buckets.show([slot for slot in with_grad if not slot.half_precision])
         self._shown = True
 
     def _totals(self, *mine: float) -> tuple[list[float], list[Slot], list[float]]:
-        """Of all ranks, in one collective: sums of ``mine``, slots that any has a gradient for, how many must send each bucket again."""
+        """Totals over all ranks, in one collective.
+
+        The sums of ``mine``, the slots that any rank has a gradient for, and how many ranks must
+        send each bucket again.
+        """
         slots = self._sums.buffers.slots
         totals = self.group.total(
             [*mine, *(self.reduce_buckets.has(slot) for slot in slots), *self.reduce_buckets.stale]
@@ -263,7 +263,7 @@ class Ranks(Alone, Extension):
     def of_all_parts(self, found: int) -> int:
         return int(self.group.total([found])[0]) if self._sums.buffers.has_parts else found
 
-    # -- a window's end ----------------------------------------------------------------------------------------
+    # -- a window's end ----------------------------------------------------------------------------
 
     @property
     def agreed(self) -> bool:  # type: ignore[override]
@@ -292,7 +292,7 @@ class Ranks(Alone, Extension):
             self.replicas.window_ended()
 
     def _agree(self) -> None:
-        """Make the open window's numbers, and the buffers, those of all ranks. Waits for the device."""
+        """Make the window's numbers and the buffers those of all ranks. Waits for the device."""
         self.reduce_buckets.send_rest()  # first, as on ranks whose last backward has done so
         self.reduce_buckets.arrive()
         if self._shows_to_replicas and not self._shown:
@@ -320,25 +320,49 @@ class Ranks(Alone, Extension):
         if applied is not False:
             self.reduce_buckets.broadcast_params(self.slots_with_grad)
 
-    # -- checkpoints -------------------------------------------------------------------------------------------
+    # -- checkpoints -------------------------------------------------------------------------------
 
     def undo_reduce(self) -> None:
         if self.agreed:
             raise RuntimeError(
-                "opt.normalize_() has added up this window's sums over the ranks, so no rank holds its own part any more; call opt.step() "
-                "before state_dict()"
+                "opt.normalize_() has added up this window's sums over the ranks, so no rank holds its own part any "
+                "more; call opt.step() before state_dict()"
             )
         if self._ledger.window is not None:
             self.reduce_buckets.undo_all()
 
 
 def modules_of(slots: Sequence[Slot]) -> tuple[Replicas, FullySharded]:
-    """The DistributedDataParallel and FSDP2 modules that hold the parameters of all of a wrapper's slots."""
+    """The DDP and FSDP2 modules that hold the parameters of all of a wrapper's slots."""
     return Replicas([slot.param for slot in slots]), FullySharded(slots)
 
 
+def check_shared(
+    group: dist.ProcessGroup,
+    slots: Sequence[Slot],
+    fully_sharded: FullySharded,
+    settings: Settings,
+    extensions: Extensions,
+) -> None:
+    """Raises ValueError if ranks cannot share windows of these parameters."""
+    parts = [slot.name for slot in slots if slot.part is not None and slot not in fully_sharded.slots]
+    if parts:
+        raise ValueError(
+            f"parameter {parts[0]} is a DTensor that FSDP2 does not add up over the ranks of process_group; call "
+            "fully_shard on the model with the mesh of these ranks, or leave process_group out where all ranks see "
+            "the same micro-batches (tensor parallelism alone)"
+        )
+    for check in extensions.check_shared:
+        check()
+    if settings.shard and any(slot.part is not None for slot in slots):
+        raise ValueError(
+            "shard=True is for parameters that every rank holds, but these are shards already; leave it out"
+        )
+    fully_sharded.check_shared_by(group, settings.process_group is None)
+
+
 def owners(slots: Sequence[Slot], ranks: int) -> dict[Slot, int]:
-    """Which rank steps which parameter: neighbours together, and about as many elements on each rank."""
+    """Which rank steps which parameter: neighbours together, and similar numbers of elements."""
     total = sum(slot.param.numel() for slot in slots)
     found, before = {}, 0
     for slot in reversed(slots):

@@ -1,7 +1,8 @@
-"""A window's sums on their way between ranks: in buckets, from the last parameter to the first, as gradients arrive.
+"""A window's sums on their way between ranks, in buckets from the last parameter to the first.
 
-In the window's last backward pass a bucket is sent as soon as its last gradient is in, while the pass still computes. Buckets are sent
-in the same order on all ranks, whatever order their gradients arrive in.
+In the window's last backward pass a bucket is sent as soon as its last gradient is in, while the
+pass still computes. Buckets are sent in the same order on all ranks, in whatever order their
+gradients arrive.
 """
 
 from __future__ import annotations
@@ -132,10 +133,10 @@ class ReduceBuckets:
         """For each bucket, True if gradients have come after its sums were sent."""
         return [bucket.stale for bucket in self._buckets]
 
-    # -- during backward ---------------------------------------------------------------------------------------
+    # -- during backward ---------------------------------------------------------------------------
 
     def last_pass_begins(self) -> None:
-        """From here on buckets are sent as soon as all their gradients are in; those sent before must be sent once more."""
+        """From here on full buckets are sent immediately; those sent before are sent once more."""
         if self._sums.written_by_layers or self._sums.buffers.private:
             return  # what their layers, or a thread, add to a buffer is not reported one by one
         self._divide_up()
@@ -151,7 +152,7 @@ class ReduceBuckets:
         self.phase = Phase.REDUCING
 
     def before_add(self, slots: Sequence[Slot]) -> None:
-        """Gradients are about to be added to these slots: those of their buckets that were sent already must be sent once more."""
+        """Gradients will be added to these slots: those of their buckets already sent are stale."""
         if self._in_flight:
             late = set(slots)
             for flight in self._in_flight:
@@ -168,7 +169,7 @@ class ReduceBuckets:
         while self._missing and not next(iter(self._missing.values())):
             self._send(next(iter(self._missing)))
 
-    # -- at the end --------------------------------------------------------------------------------------------
+    # -- at the end --------------------------------------------------------------------------------
 
     def send_rest(self) -> None:
         """Send the wide buckets that are not on their way yet."""
@@ -192,7 +193,7 @@ class ReduceBuckets:
         self.arrive()
 
     def finish(self, with_grad: set[Slot], stale: Sequence[float]) -> None:
-        """Send what must be sent once more on any rank, and what needed the window's weight; show what is ``with_grad``."""
+        """Send what any rank must send again and what needed the weight; show ``with_grad``."""
         self.send_stale(stale)
         for bucket in self._buckets:
             if bucket.half_precision:
@@ -219,7 +220,7 @@ class ReduceBuckets:
 
     @without_grad
     def broadcast_params(self, stepped: set[Slot]) -> None:
-        """Give all ranks the parameters that their owners have stepped, by one broadcast per bucket."""
+        """Give all ranks the parameters that owners have stepped, by one broadcast per bucket."""
         for bucket in self._buckets:
             params = [slot.param.detach() for slot in bucket.slots if slot in stepped]
             if bucket.owner is None or not params:
@@ -235,7 +236,7 @@ class ReduceBuckets:
             if bucket.owner != self._group.rank:
                 ops.cast_(params, parts, backend=self._sums.backend)
 
-    # -- one bucket -------------------------------------------------------------------------------------------
+    # -- one bucket --------------------------------------------------------------------------------
 
     def _divide_up(self) -> None:
         """Make buckets of all slots that may hold a gradient on any rank."""
@@ -262,7 +263,8 @@ class ReduceBuckets:
         without = [slot.buffer for slot in bucket.slots if slot.shown is None]
         if without:
             torch._foreach_zero_(without)
-        # What is sent again holds a sum that was rounded before: rounded once more each time, it would lose small gradients.
+        # What is sent again holds a sum that was rounded before: rounded once more each time, it
+        # would lose small gradients.
         first = bucket not in self._sent
         self._sent.add(bucket)
         wide = torch.zeros_like(bucket.memory, dtype=torch.float32) if bucket.slots[0].ops is not ops else None
@@ -295,13 +297,14 @@ class ReduceBuckets:
             flight.arrive(self._group, self._sums)
 
     def _divisor(self, bucket: ReduceBucket) -> Scalar:
-        """What 16-bit buffers are divided by when sent: the sum of all ranks might overflow where the window's gradient fits."""
+        """What divides 16-bit buffers when sent: sums may overflow where the gradient fits."""
         return or_one(self._ledger.divisor(self._ledger.window.weight)) if bucket.half_precision else 1.0
 
     def _undo_reduce(self, flight: InFlight) -> None:
-        """One rank keeps what all have accumulated, the others start again with zeros: the sum over the ranks stays what it is.
+        """One rank keeps what all have accumulated, the others start again with zeros.
 
-        Does nothing where that has been done. The bucket must be sent once more.
+        The sum over the ranks stays what it is. Does nothing where that has been done. The bucket
+        must be sent once more.
         """
         bucket = flight.bucket
         if bucket.stale:

@@ -1,4 +1,7 @@
-"""Each rank's share of a checkpoint that as many ranks have saved, or more, or fewer: counts, weights and sums of an open window."""
+"""Each rank's share of a checkpoint that as many ranks have saved, or more, or fewer.
+
+Counts, weights and sums of an open window.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def falls_to(here: Alone, saved_rank: int) -> bool:
-    """True if this rank, ``here`` among those that share windows now, continues with what ``saved_rank`` has saved."""
+    """True if the rank at ``here`` continues with what ``saved_rank`` has saved."""
     return saved_rank % here.size == here.rank
 
 
@@ -75,8 +78,8 @@ def window(opt: Wrapper, ranks: list[dict[str, Any]]) -> dict[str, Any] | None:
         each = count // here.size
         if each >= mine.length:
             raise ValueError(
-                f"the checkpoint's open window holds {count} micro-batches, but here it closes after {here.size} x {mine.length} (ranks x "
-                f"accum_steps); build the wrapper with accum_steps={each + 1} or more"
+                f"the checkpoint's open window holds {count} micro-batches, but here it closes after {here.size} x "
+                f"{mine.length} (ranks x accum_steps); build the wrapper with accum_steps={each + 1} or more"
             )
         mine.carried = each - mine.steps(here.size)
     return plain(mine)
@@ -85,8 +88,8 @@ def window(opt: Wrapper, ranks: list[dict[str, Any]]) -> dict[str, Any] | None:
 def rescaled(opt: Wrapper, slot: Slot, ranks: list[dict[str, Any]]) -> float:
     """The factor for what ``ranks`` have summed of a parameter's gradients.
 
-    Under ``"none"`` a window's gradient is the mean over the ranks. Replicas hold terms of that mean, now taken over another number of
-    ranks; shards hold the mean already.
+    Under ``"none"`` a window's gradient is the mean over the ranks. Replicas hold terms of that
+    mean, now taken over another number of ranks; shards hold the mean already.
     """
     if opt.settings.reduction != "none":
         return 1.0
@@ -96,11 +99,15 @@ def rescaled(opt: Wrapper, slot: Slot, ranks: list[dict[str, Any]]) -> float:
 
 
 def added_up(opt: Wrapper, index: int, rows: dict[int, Tensor], ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """The sum of ``rows``, by the rank that saved each, as a buffer holds it: ``{"sum": sum / divisor, "divisor": divisor}``."""
+    """The sum of ``rows``, by the rank that saved each, as a buffer holds it.
+
+    Returns ``{"sum": sum / divisor, "divisor": divisor}``.
+    """
     slot, here = opt._sums.buffers.slots[index], opt._accumulation.ranks
     divisors = {s: ranks[s]["divisors"][index] for s in rows}
     scale = rescaled(opt, slot, ranks)
-    # What 16-bit buffers held is saved as a sum. (Checkpoints that do not say were of buffers as they are here.)
+    # What 16-bit buffers held is saved as a sum. (Checkpoints that do not say were of buffers as
+    # they are here.)
     was_narrow = index in ranks[0].get("narrow", [index] if slot.half_precision else [])
     if here.size == len(ranks) and len(rows) == 1 and scale == 1.0 and not (slot.half_precision or was_narrow):
         ((s, row),) = rows.items()

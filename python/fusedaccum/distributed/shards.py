@@ -1,6 +1,7 @@
-"""Parameters that are shards (DTensors): of FSDP2's fully_shard (:mod:`fusedaccum.distributed.fsdp2`), or of tensor parallelism.
+"""Parameters that are shards (DTensors), of FSDP2's fully_shard or of tensor parallelism.
 
-What accumulates is the local shard; ``p.grad`` shows it as the DTensor that it is part of. FSDP2 itself adds to an existing ``p.grad``,
+For FSDP2's modules see :mod:`fusedaccum.distributed.fsdp2`. What accumulates is the local shard;
+``p.grad`` shows it as the DTensor that it is part of. FSDP2 itself adds to an existing ``p.grad``,
 in place and without a weight, so ``p.grad`` is hidden from it during backward.
 """
 
@@ -29,8 +30,8 @@ def is_shard(tensor: Tensor) -> bool:
 def fsdp1(name: str) -> str:
     """The error message for a parameter that :func:`is_flattened`."""
     return (
-        f"parameter {name} is in a FullyShardedDataParallel module (FSDP1), whose gradients never pass through a place where they could "
-        "be weighted and added; use FSDP2, torch.distributed.fsdp.fully_shard(model)"
+        f"parameter {name} is in a FullyShardedDataParallel module (FSDP1), whose gradients never pass through a place "
+        "where they could be weighted and added; use FSDP2, torch.distributed.fsdp.fully_shard(model)"
     )
 
 
@@ -40,7 +41,10 @@ def is_flattened(tensor: Tensor) -> bool:
 
 
 def local_gradient(grad: Tensor, parameter: Tensor) -> Tensor:
-    """The part of a gradient that belongs to this rank's shard of the parameter; summed over the ranks if they hold parts of the sum."""
+    """The part of a gradient that belongs to this rank's shard of the parameter.
+
+    Summed over the ranks if they hold parts of the sum.
+    """
     if not is_shard(grad):
         return grad
     if grad.placements != parameter.placements:  # type: ignore[attr-defined]
@@ -57,13 +61,13 @@ def summed_gradient(grad: Tensor) -> Tensor:
 
 
 def _added_wide(grad: Any) -> Any:
-    """The DTensor; in FP32 if the ranks hold parts of a sum in 16 bits, because it is added up in the dtype that it has."""
+    """The DTensor; in FP32 if ranks hold parts of a 16-bit sum, so that it is added in FP32."""
     narrow = grad.dtype.itemsize < 4 and any(placement.is_partial() for placement in grad.placements)
     return grad.float() if narrow else grad
 
 
 def whole(local: Tensor, parameter: Any) -> Tensor:
-    """The DTensor, laid out as ``parameter``, whose part on this rank is ``local``; shares its memory."""
+    """A DTensor laid out as ``parameter``, whose part here is ``local``; shares its memory."""
     return DTensor.from_local(
         local,
         parameter.device_mesh,
@@ -75,7 +79,7 @@ def whole(local: Tensor, parameter: Any) -> Tensor:
 
 
 class ShardHolder:
-    """``p.grad`` of a shard: the local part for the code that accumulates it, the whole DTensor for everything else. A Part."""
+    """``p.grad`` of a shard: the local part for code that accumulates, else the DTensor. A Part."""
 
     def __init__(self, parameter: Parameter):
         self._parameter = parameter
@@ -109,7 +113,7 @@ class ShardHolder:
         return whole(local, self._parameter)
 
     def sum_over_parts(self, value: Tensor) -> Tensor:
-        """``value`` of the local shards, summed over the ranks that hold others; ranks that hold the same are not counted twice."""
+        """``value`` of local shards, summed over ranks with others; equal shards count once."""
         mesh, placements = self.layout
         for dimension, placement in enumerate(placements):
             if not placement.is_replicate():
@@ -148,9 +152,10 @@ def hide(slots: Iterable[Slot]) -> None:
 
 
 def over_meshes(operation: str, number: int, slots: Iterable[Slot], ranks: int = 0) -> int:
-    """``number``, reduced (``"SUM"``, ``"MIN"``) over all ranks that hold parts of these slots; waits for them.
+    """``number``, reduced (``"SUM"``, ``"MIN"``) over all ranks that hold parts of ``slots``.
 
-    ``ranks``: over how many it has been reduced already. A mesh of no more ranks than that is left out.
+    Waits for them. ``ranks``: over how many it has been reduced already. A mesh of no more ranks
+    than that is left out.
     """
     for mesh in {slot.param.device_mesh: None for slot in slots if slot.part is not None}:  # type: ignore[attr-defined]
         if mesh.size() > ranks:

@@ -1,1 +1,1 @@
-"""Features beside the core, one file each, which the core knows by no name but :class:`fusedaccum.core.extension.Extension`."""
+"""Features, one file each. The core knows only :class:`fusedaccum.core.extension.Extension`."""

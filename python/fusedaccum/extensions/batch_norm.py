@@ -1,7 +1,8 @@
-"""Batch statistics of a window: what the BatchNorm layers of one wrapper have seen, pooled, and moved into their buffers once.
+"""Batch statistics of a window: what BatchNorm layers saw, pooled, and moved into buffers once.
 
-A layer's *call* is its k-th forward within a micro-batch, or within a part of one. The k-th calls in all micro-batches are one population,
-as the k-th call of the big batch would see it. Nothing here waits for the device, except over ranks.
+A layer's *call* is its k-th forward within a micro-batch, or within a part of one. The k-th calls
+in all micro-batches are one population, as the k-th call of the big batch would see it. Nothing
+here waits for the device, except over ranks.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class Call:
 
     Attributes:
         k: its number within its part of the micro-batch.
-        n: values per channel on this rank. moments: mean and unbiased variance [2, C], taken over ``ranks`` ranks.
+        n: values per channel on this rank.
+        moments: mean and unbiased variance [2, C], taken over ``ranks`` ranks.
     """
 
     k: int
@@ -63,7 +65,7 @@ class Call:
 
 
 class BatchNormStats(Extension):
-    """Keeps calls pending until their micro-batch is counted, and totals until their window closes."""
+    """Keeps calls until their micro-batch is counted, and totals until their window closes."""
 
     key = "batch_statistics"
     asleep = True  # until a layer brings statistics
@@ -85,7 +87,7 @@ class BatchNormStats(Extension):
         self._counted = {(places[i], number): of for (i, number), of in self._counted.items() if i in places}
 
     def in_parts(self) -> Callable[[], None]:
-        """From here on, a micro-batch's samples go forward part by part. Returns a function to call before each part."""
+        """A micro-batch comes in parts from here on. Returns a function to call before each."""
         before = self._in_part.copy()
 
         def part_begins() -> None:
@@ -93,7 +95,7 @@ class BatchNormStats(Extension):
 
         return part_begins
 
-    # -- as an Extension ---------------------------------------------------------------------------------------
+    # -- as an Extension ---------------------------------------------------------------------------
 
     @without_grad
     def micro_batch_counted(self, micro: MicroBatch) -> None:
@@ -144,7 +146,10 @@ class BatchNormStats(Extension):
             self._counted = over_ranks(group, self._counted)
 
     def _layers(self) -> list[tuple[Key, Layer]]:
-        """The layers here, and some that were dropped but not collected yet; so nothing that ranks do together may depend on them."""
+        """The layers here, and some that were dropped but not collected yet.
+
+        So nothing that ranks do together may depend on them.
+        """
         return [(place[1], layer) for layer in list(LAYERS) if (place := layer.follows()) and place[0] is self]
 
     def save(self) -> dict[str, Any]:
@@ -160,8 +165,9 @@ class BatchNormStats(Extension):
         missing = [key for *key, _ in saved["pending"] + saved["counted"] if tuple(key) not in here]
         if missing:
             raise ValueError(
-                f"the checkpoint was taken inside a window and holds batch statistics of {len(missing)} BatchNorm layers that do not "
-                "accumulate theirs here; call fa.accumulate_batchnorm(model) before load_state_dict(), or save at a window's end"
+                f"the checkpoint was taken inside a window and holds batch statistics of {len(missing)} BatchNorm "
+                "layers that do not accumulate theirs here; call fa.accumulate_batchnorm(model) before "
+                "load_state_dict(), or save at a window's end"
             )
 
     def load(self, saved: dict[str, Any]) -> None:
@@ -198,8 +204,9 @@ class BatchNormStats(Extension):
 def parts_of(calls: list[Call], totals: list[Total]) -> list[Total]:
     """What each call adds to its total, in three kernels for all of them.
 
-    The unbiased variance is ``squares / (n - 1)`` with the n of all ranks that it was taken over, which one rank does not know: a rank's
-    share of the squares is ``variance * (its n - 1 / ranks)``, and the shares add up.
+    The unbiased variance is ``squares / (n - 1)`` with the n of all ranks that it was taken over,
+    which one rank does not know: a rank's share of the squares is
+    ``variance * (its n - 1 / ranks)``, and the shares add up.
     """
     parts = [torch.empty_like(total.moments) for total in totals]
     torch._foreach_copy_(parts, [call.moments for call in calls])
@@ -220,7 +227,7 @@ def over_ranks(group: Group, counted: dict[Key, list[Total]]) -> dict[Key, list[
 
 
 def move(layer: Layer, total: Total) -> None:
-    """Do to the layer's buffers what one forward of the whole window would do, in place; nothing if a value is not finite."""
+    """Do to the layer's buffers what one forward of the whole window would, if all is finite."""
     assert layer.running_mean is not None and layer.running_var is not None
     mean, squares = total.moments.to(layer.running_mean.device)
     var = squares / (total.n - 1)
@@ -233,7 +240,10 @@ def move(layer: Layer, total: Total) -> None:
 
 
 class BatchNormsLeftOut(Extension):
-    """Looks, at the end of the first window of several micro-batches, for layers that should be in :class:`BatchNormStats`."""
+    """Looks for layers that should be in :class:`BatchNormStats`.
+
+    Does so once, at the end of the first window of several micro-batches.
+    """
 
     def __init__(self) -> None:
         self._micro_batches = 0  # that this rank has counted in the open window
@@ -255,10 +265,11 @@ _noted = False
 
 
 def note_unpooled(buffers: Buffers) -> None:
-    """Warn, once per process, if layers whose weights are accumulated move their running statistics on every micro-batch.
+    """Warn, once per process, of layers that move running statistics on every micro-batch.
 
-    A wrapper knows parameters only, so this looks through all modules that are alive, unless no two vectors have the same size, as a
-    BatchNorm's weight and bias have.
+    They are those whose weights are accumulated. A wrapper knows parameters only, so this looks
+    through all modules that are alive, unless no two vectors have the same size, as a BatchNorm's
+    weight and bias have.
     """
     global _noted
     vectors = Counter(slot.param.numel() for slot in buffers.slots if slot.param.dim() == 1)
@@ -280,9 +291,9 @@ def note_unpooled(buffers: Buffers) -> None:
         _noted = True
         first = min(found, key=lambda module: places[id(module.weight)])
         warn(
-            f"{len(found)} BatchNorm layer(s), the first being {name_of(first) or 'the model'} ({type(first).__name__}), update their "
-            "running statistics with every micro-batch, not once per window with those of the whole window; call "
-            "fa.accumulate_batchnorm(model), or, if this is intended, warnings.filterwarnings('ignore', '.*BatchNorm layer'). "
-            "See docs/batch-norm.md",
+            f"{len(found)} BatchNorm layer(s), the first being {name_of(first) or 'the model'} "
+            f"({type(first).__name__}), update their running statistics with every micro-batch, not once per window "
+            "with those of the whole window; call fa.accumulate_batchnorm(model), or, if this is intended, "
+            "warnings.filterwarnings('ignore', '.*BatchNorm layer'). See docs/batch-norm.md",
             UserWarning,
         )

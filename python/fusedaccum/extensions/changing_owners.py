@@ -1,4 +1,4 @@
-"""Several wrappers built for the same parameters, one after another: the last has their gradients, as with plain optimizers."""
+"""Several wrappers of the same parameters, one after another: the last has their gradients."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ class Refuses(Extension):
 
 
 class ChangingOwners(Extension):
-    """Takes parameters from the wrapper that had them, which refuses calls from then on. Wrappers are named by where they were built."""
+    """Takes parameters from the wrapper that had them, which refuses calls from then on.
+
+    Wrappers are named by where they were built.
+    """
 
     def attach(self, accumulation: Accumulation, inner: Optimizer) -> None:
         super().attach(accumulation, inner)
@@ -41,8 +44,9 @@ class ChangingOwners(Extension):
             other.passes.end_open_pass()
             if other.passes.inside:
                 raise RuntimeError(
-                    f"parameter {name} belongs to an AccumulatingOptimizer {other.extensions.of(ChangingOwners)._name}, which is inside "
-                    "micro_batch(); build another after the block"
+                    f"parameter {name} belongs to an AccumulatingOptimizer "
+                    f"{other.extensions.of(ChangingOwners)._name}, which is inside micro_batch(); build another after "
+                    "the block"
                 )
 
     def parameters_changed(self, new: Sequence[Slot]) -> None:
@@ -56,13 +60,14 @@ class ChangingOwners(Extension):
         """Another wrapper has been built for some of the parameters."""
         if self.accumulation.ledger.is_open:
             warn(
-                f"the open window of an AccumulatingOptimizer {self._name}, is dropped, because another one, {successor}, has taken its "
-                "parameters. To apply such a window, call flush() before building another; to drop it, reset()"
+                f"the open window of an AccumulatingOptimizer {self._name}, is dropped, because another one, "
+                f"{successor}, has taken its parameters. To apply such a window, call flush() before building another; "
+                "to drop it, reset()"
             )
         lost = (
-            f"this AccumulatingOptimizer, {self._name}, has lost its parameters to another one, {successor}, because the last that is "
-            "built for a parameter has its gradients: call that one. Of two optimizers for one parameter, wrap only one, and that without "
-            "accum_steps and window_weight"
+            f"this AccumulatingOptimizer, {self._name}, has lost its parameters to another one, {successor}, because "
+            "the last that is built for a parameter has its gradients: call that one. Of two optimizers for one "
+            "parameter, wrap only one, and that without accum_steps and window_weight"
         )
         self.accumulation.extensions.add([Refuses(lost)])
         let_go(self.accumulation)

@@ -1,4 +1,4 @@
-"""Parameters that are removed, replaced, reordered, moved or cast after their optimizer was wrapped."""
+"""Parameters that are removed, replaced, reordered, moved or cast after they were wrapped."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..core.parameters import hook, unhook
 
 
 class ChangingParameters(Extension):
-    """Follows an assignment to ``opt.param_groups``, and tells when ``load_state_dict()`` must build the wrapper again."""
+    """Follows ``opt.param_groups``; tells if ``load_state_dict()`` must build the wrapper again."""
 
     def outdated(self) -> bool:
         """True if parameters were moved or cast."""
@@ -21,13 +21,17 @@ class ChangingParameters(Extension):
         return moved or bool(self.accumulation.collector.unhooked)
 
     def rearrange(self, parameters: Sequence[tuple[str, Parameter]]) -> None:
-        """Raises ValueError if the ranks' parameters differ, RuntimeError if they share an open window."""
+        """Follow an assignment of these parameters.
+
+        Raises ValueError if ranks' parameters differ, RuntimeError if ranks share an open window.
+        """
         accumulation = self.accumulation
         sums, buffers = accumulation.sums, accumulation.sums.buffers
         if accumulation.ledger.is_open and not accumulation.ranks.alone:
             raise RuntimeError(
-                "inside a window that ranks share, an assignment to opt.param_groups can only add parameters after the others; this one "
-                "removes, replaces or reorders some: assign when a step(), flush() or reset() has closed the window on all ranks"
+                "inside a window that ranks share, an assignment to opt.param_groups can only add parameters after the "
+                "others; this one removes, replaces or reorders some: assign when a step(), flush() or reset() has "
+                "closed the window on all ranks"
             )
         places = {slot: slot.index for slot in buffers.slots}
         slots = [buffers.of.get(p) or buffers.made(name, p) for name, p in parameters]

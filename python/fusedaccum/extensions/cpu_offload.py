@@ -1,11 +1,13 @@
-"""Buffers in CPU memory for parameters on another device: a ring of pinned memory between the two, and a thread that adds.
+"""Buffers in CPU memory for parameters elsewhere: a ring of pinned memory, and a thread that adds.
 
-A gradient is packed into the ring's half on its device, in the order of the current stream, and may then be freed or
-overwritten. It leaves the device on a separate stream while backward continues, and the CPU's kernels add it once it has arrived.
-The ring bounds the memory that gradients take on the device, whatever the model's size.
+A gradient is packed into the ring's half on its device, in the order of the current stream, and may
+then be freed or overwritten. It leaves the device on a separate stream while backward continues,
+and the CPU's kernels add it once it has arrived. The ring bounds the memory that gradients take on
+the device, whatever the model's size.
 
-``p.grad`` cannot be on another device than its parameter, so it is None but for the inner optimizer's step. To this the sums are brought
-part by part, unless what it steps are master weights, which are in CPU memory themselves.
+``p.grad`` cannot be on another device than its parameter, so it is None but for the inner
+optimizer's step. To this the sums are brought part by part, unless what it steps are master
+weights, which are in CPU memory themselves.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ class StandIn:
 
 
 class CpuOffload(Extension):
-    """Has the buffers of parameters on other devices in CPU memory; two of the ops, between such a device and the CPU."""
+    """Has the buffers of parameters on other devices in CPU memory, and ops between the two."""
 
     def __init__(self) -> None:
         self._rings = Rings()
@@ -53,7 +55,7 @@ class CpuOffload(Extension):
         self._failure: BaseException | None = None  # why something could not be added
         self._stepped: frozenset[int] = frozenset()  # indices of the slots that the window being applied has stepped
 
-    # -- what it does not work with ----------------------------------------------------------------------------
+    # -- what it does not work with ----------------------------------------------------------------
 
     @classmethod
     def refuses(cls, settings: Settings, inner: Optimizer) -> None:
@@ -65,8 +67,8 @@ class CpuOffload(Extension):
     def check_parameter(self, name: str, parameter: Parameter, settings: Settings, left: bool) -> None:
         if is_shard(parameter):
             raise ValueError(
-                f"buffer_device='cpu' does not work with parameter {name}, which is a DTensor; leave it out, or use FSDP2's "
-                "CPUOffloadPolicy"
+                f"buffer_device='cpu' does not work with parameter {name}, which is a DTensor; leave it out, or use "
+                "FSDP2's CPUOffloadPolicy"
             )
 
     def check_shared(self) -> None:
@@ -77,14 +79,14 @@ class CpuOffload(Extension):
         if self.accumulation.sums.buffers.private:
             raise RuntimeError(f"{why}, which is None with buffer_device='cpu'; {instead}, or leave buffer_device out")
 
-    # -- parameters --------------------------------------------------------------------------------------------
+    # -- parameters --------------------------------------------------------------------------------
 
     def slot_made(self, slot: Slot) -> None:
         device = self.accumulation.settings.buffer_device
         if device is not None and slot.device != device:
             slot.device, slot.holder, slot.private, slot.ops = device, StandIn(), True, self
 
-    # -- adding ------------------------------------------------------------------------------------------------
+    # -- adding ------------------------------------------------------------------------------------
 
     def accumulate_(
         self,
@@ -98,10 +100,11 @@ class CpuOffload(Extension):
         stats: ops.Stats | None,
         backend: str,
     ) -> None:
-        """:func:`ops.accumulate_` into dense ``buffers`` in CPU memory, of ``grads`` and scalars on one device.
+        """:func:`ops.accumulate_` into dense ``buffers`` in CPU memory.
 
-        Gradients are read in the order of the current stream. The buffers and ``stats`` have been written when :meth:`finish_adds`
-        returns. Waits if the ring is full. If an exception breaks it off in the middle, that raises.
+        ``grads`` and scalars are on one device. Gradients are read in the order of the current
+        stream. The buffers and ``stats`` have been written when :meth:`finish_adds` returns. Waits
+        if the ring is full. If an exception breaks it off in the middle, that raises.
         """
         device = grads[0].device
         ring = self._rings[device]
@@ -137,7 +140,7 @@ class CpuOffload(Extension):
             raise
 
     def cast_(self, outs: Sequence[Tensor], ins: Sequence[Tensor], *, backend: str) -> None:
-        """:func:`ops.cast_` of ``ins`` in CPU memory to ``outs`` on one device, as :func:`ring.send` has it."""
+        """As :func:`ring.send` has it: ``ins`` are in CPU memory, ``outs`` on one device."""
         send(self._rings[outs[0].device], outs, ins, backend)
 
     def scale_(self, buffers: Sequence[Tensor], scale: Scalar, *, backend: str) -> None:
@@ -177,17 +180,20 @@ class CpuOffload(Extension):
         for slot in self.accumulation.sums.buffers.slots:
             if slot.private and slot.param.grad is not None:
                 raise RuntimeError(
-                    f"{slot.name}.grad was set by hand, but its gradients accumulate on the {slot.device} (buffer_device); "
-                    "set it to None, or leave buffer_device out"
+                    f"{slot.name}.grad was set by hand, but its gradients accumulate on the {slot.device} "
+                    "(buffer_device); set it to None, or leave buffer_device out"
                 )
         self._check_added()
 
     def _check_added(self) -> None:
-        """Raises RuntimeError if the thread is known to have failed, until :meth:`sums_dropped`; does not wait for it."""
+        """Raises RuntimeError if the thread is known to have failed, until :meth:`sums_dropped`.
+
+        Does not wait for it.
+        """
         if self._failure is not None:
             raise RuntimeError(
-                "gradients could not be added to the buffers in CPU memory, so what the open window holds is not their sum; "
-                "call opt.reset() to drop it, then continue"
+                "gradients could not be added to the buffers in CPU memory, so what the open window holds is not their "
+                "sum; call opt.reset() to drop it, then continue"
             ) from self._failure
 
     def sums_dropped(self) -> None:
@@ -195,10 +201,10 @@ class CpuOffload(Extension):
             self._last.result()
         self._failure, self._stepped = None, frozenset()
 
-    # -- the inner optimizer's step ----------------------------------------------------------------------------
+    # -- the inner optimizer's step ----------------------------------------------------------------
 
     def step_inner(self, end: Conclusion, step: Callable[[], None]) -> bool:
-        """Several calls, each with a part of the gradients, where the sums have to be brought to the device."""
+        """One call for each part of the gradients, where sums have to be brought to the device."""
         away = [slot for slot in end.slots if slot.private and slot.stepped is slot.param]
         if not away:
             return False
@@ -219,7 +225,7 @@ class CpuOffload(Extension):
 
     @contextmanager
     def brought(self, slots: Sequence[Slot]) -> Iterator[None]:
-        """Within the block, ``p.grad`` of ``slots`` is a copy of what their buffers show, on the parameters' device."""
+        """In the block, ``p.grad`` is a copy of what the slot shows, on the parameter's device."""
         by_device: dict[torch.device, list[Slot]] = {}
         for slot in slots:
             by_device.setdefault(slot.param.device, []).append(slot)
@@ -257,7 +263,7 @@ def _nbytes(slot: Slot) -> int:
 
 
 def _number(scalar: Scalar, place: int, stage: Stage) -> Scalar:
-    """The number; if it is on a device, the place in pinned memory where it arrives with the gradients."""
+    """The number; if it is on a device, where in pinned memory it arrives with the gradients."""
     if not isinstance(scalar, Tensor) or scalar.device.type == "cpu":
         return scalar
     view(stage.there, place, 1, scalar.dtype).copy_(scalar.view(1))

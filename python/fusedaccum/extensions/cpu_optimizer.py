@@ -1,9 +1,11 @@
-"""``optimizer_device="cpu"``: weights, state and step of the optimizer in CPU memory, for parameters and buffers on another device.
+"""``optimizer_device="cpu"``: the optimizer's weights, state and step are in CPU memory.
 
-Over the link go, once a window, the sums there and the parameters back. The sums leave during the backward that is known to be the
-window's last, as they are; what they are multiplied by is known when the window closes, and follows. Then they are stepped a part after
-another, and each part's parameters are on their way while the next is stepped. Sums that have changed since they left, or belong to a
-window whose end was not known, leave when it closes, all at once, and are stepped in the order in which they come.
+Parameters and buffers are on another device. Over the link go, once a window, the sums to the CPU
+and the parameters back. The sums leave during the backward that is known to be the window's last,
+as they are; what they are multiplied by is known when the window closes, and follows. Then they are
+stepped a part after another, and each part's parameters are on their way while the next is stepped.
+Sums that have changed since they left, or belong to a window whose end was not known, leave when it
+closes, all at once, and are stepped in the order in which they come.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ class Arrival(NamedTuple):
 
 
 class CpuOptimizer(MastersInParts):
-    """Masters in CPU memory of all parameters that are elsewhere, and pinned memory for their gradients."""
+    """Masters in CPU memory of all parameters elsewhere, and pinned memory for their gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,19 +55,19 @@ class CpuOptimizer(MastersInParts):
         self._unsent: list[Slot] = []  # those whose masters may have been stepped, and that the model has not got
         self._sent: set[Parameter] = set()  # those that have got what this step has made of their masters
 
-    # -- what it does not work with ----------------------------------------------------------------------------
+    # -- what it does not work with ----------------------------------------------------------------
 
     @classmethod
     def refuses(cls, settings: Settings, inner: Optimizer) -> None:
         if settings.buffer_device is not None:
             raise ValueError(
-                "optimizer_device='cpu' has the buffers where the parameters are, but buffer_device is 'cpu'; leave one out, and with "
-                "buffer_device='cpu' use master_weights=True to have the optimizer in CPU memory, too"
+                "optimizer_device='cpu' has the buffers where the parameters are, but buffer_device is 'cpu'; leave "
+                "one out, and with buffer_device='cpu' use master_weights=True to have the optimizer in CPU memory, too"
             )
         if settings.master_weights == "split":
             raise ValueError(
-                "optimizer_device='cpu' keeps whole FP32 weights in CPU memory, so master_weights='split' has nothing to split; leave "
-                "master_weights out"
+                "optimizer_device='cpu' keeps whole FP32 weights in CPU memory, so master_weights='split' has nothing "
+                "to split; leave master_weights out"
             )
         if isinstance(inner, LBFGS):
             raise ValueError(
@@ -84,11 +86,11 @@ class CpuOptimizer(MastersInParts):
     def check_parameter(self, name: str, parameter: Parameter, settings: Settings, left: bool) -> None:
         if is_shard(parameter):
             raise ValueError(
-                f"optimizer_device='cpu' does not work with parameter {name}, which is a DTensor; leave it out, or use FSDP2's "
-                "CPUOffloadPolicy"
+                f"optimizer_device='cpu' does not work with parameter {name}, which is a DTensor; leave it out, or use "
+                "FSDP2's CPUOffloadPolicy"
             )
 
-    # -- parameters --------------------------------------------------------------------------------------------
+    # -- parameters --------------------------------------------------------------------------------
 
     def _needs_master(self, slot: Slot) -> bool:
         return slot.param.dtype.itemsize < 4 or slot.device != CPU
@@ -116,14 +118,17 @@ class CpuOptimizer(MastersInParts):
                 self._pinned[slot.buffer] = memory.as_strided(slot.buffer.shape, slot.buffer.stride())
                 at += _bytes_pinned(slot)
 
-    # -- sums on their way here --------------------------------------------------------------------------------
+    # -- sums on their way here --------------------------------------------------------------------
 
     def arrived(self, slots: Sequence[Slot]) -> None:
         if self.accumulation.ledger.is_last() and self.accumulation.ranks.alone:
             self._left |= self._depart(slot for slot in slots if slot.dtype == slot.stepped.dtype)
 
     def _depart(self, slots: Iterable[Slot]) -> dict[Slot, torch.Event]:
-        """Have what ``p.grad`` of these shows copied, after the current stream's work so far; returns when each is here."""
+        """Have what ``p.grad`` of these shows copied, after the current stream's work so far.
+
+        Returns when each is here, as an event.
+        """
         by_device: dict[torch.device, list[Slot]] = {}
         for slot in slots:
             if slot.param in self.of and slot.device != CPU and slot.placed and slot.shown is not None:
@@ -141,7 +146,7 @@ class CpuOptimizer(MastersInParts):
         return here
 
     def _in_full(self, slot: Slot) -> Tensor:
-        """What the slot's ``p.grad`` shows; sums that are kept in another form, in the dtype that is stepped."""
+        """What the slot's ``p.grad`` shows; sums kept in another form, in the stepped dtype."""
         assert slot.shown is not None
         if slot.dtype.itemsize < 4 and slot.block.untouched_by_user:
             wide = torch.empty_like(slot.shown, dtype=slot.stepped.dtype)
@@ -165,7 +170,7 @@ class CpuOptimizer(MastersInParts):
         super().sums_dropped()
         self._coming.clear()
 
-    # -- while the inner optimizer is at work ------------------------------------------------------------------
+    # -- while the inner optimizer is at work ------------------------------------------------------
 
     def _parts_come(self, parts: Sequence[Sequence[Slot]]) -> None:
         self._sent.clear()
@@ -208,7 +213,7 @@ class CpuOptimizer(MastersInParts):
 
     @without_grad
     def _bring(self, slots: Sequence[Slot]) -> None:
-        """Have in pinned memory what ``p.grad`` of these shows, as the gradient of the window that is being applied."""
+        """Have their ``p.grad`` in pinned memory, as the gradient of the window being applied."""
         late = self._depart(slot for slot in slots if slot not in self._coming)
         self._coming |= {slot: Arrival(event, 1.0) for slot, event in late.items()}
         scales: dict[Hashable, Scalar] = {}
@@ -227,7 +232,7 @@ class CpuOptimizer(MastersInParts):
         copied = grad is slot.shown and slot.placed and slot.device != CPU
         return super()._in_the_form_of(master, self._pinned[slot.buffer] if copied else grad, slot)
 
-    # -- parameters on their way back --------------------------------------------------------------------------
+    # -- parameters on their way back --------------------------------------------------------------
 
     def _send_unsent(self) -> None:
         parameters = [slot.param for slot in self._unsent if slot.param in self.of]

@@ -1,4 +1,4 @@
-"""Layers whose backward writes the weight's gradient into its buffer at once, scaled as the window needs it."""
+"""Layers whose backward writes the weight's gradient into its buffer, scaled for the window."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ Write = Callable[[Tensor, float, bool], None]
 
 @without_grad
 def add_by(accumulation: Accumulation, write: Write, parameter: Parameter, fits: Callable[[torch.dtype], bool]) -> bool:
-    """Within a backward pass: let ``write`` add the gradient that it makes itself, once, to the parameter's buffer.
+    """Within a pass: let ``write`` add the gradient that it makes, once, to the parameter's buffer.
 
-    ``fits``: tells whether ``write`` can write a buffer of this dtype. Returns False, and does nothing, if it cannot, if the gradient must
-    come the ordinary way, or if its factor is 0 or not known to the host. Raises as a hook would.
+    ``fits``: tells whether ``write`` can write a buffer of this dtype. Returns False, and does
+    nothing, if it cannot, if the gradient must come the ordinary way, or if its factor is 0 or not
+    known to the host. Raises as a hook would.
     """
     slot, ledger = accumulation.sums.buffers.of[parameter], accumulation.ledger
     if not fits(slot.dtype) or not _takes_directly(accumulation, slot):
@@ -51,7 +52,7 @@ def add_by(accumulation: Accumulation, write: Write, parameter: Parameter, fits:
 
 
 def _takes_directly(accumulation: Accumulation, slot: Slot) -> bool:
-    """True if the pass that is running here has a gradient for the slot's ``p.grad`` that may be added at once, unseen, for good."""
+    """True if the running pass has a gradient for ``p.grad`` that may be added unseen, for good."""
     seen_whole = accumulation.holds or slot.half_precision or slot.ops is not ops or slot.part is not None
     micro = accumulation.ledger.micro
     again = micro is not None and micro.repeatable
@@ -59,7 +60,10 @@ def _takes_directly(accumulation: Accumulation, slot: Slot) -> bool:
 
 
 def _prepare(accumulation: Accumulation, slot: Slot) -> None:
-    """A layer is about to write the slot's buffer. If ``slot.shown`` is not None, it then holds the window's plain sum."""
+    """A layer is about to write the slot's buffer.
+
+    If ``slot.shown`` is not None, it then holds the window's plain sum.
+    """
     sums = accumulation.sums
     for about_to_add in accumulation.extensions.adding:
         about_to_add([slot])

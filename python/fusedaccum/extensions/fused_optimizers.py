@@ -1,4 +1,4 @@
-"""Fused optimizers divide gradients, and skip a step, in their own pass over them, so that no pass of ours is needed."""
+"""Fused optimizers divide gradients, and skip steps, in their own pass, so that we need none."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class FusedOptimizers(Extension):
-    """Leaves it to such an inner optimizer to divide and clip, and to skip what is not to be applied."""
+    """Leaves it to such an inner optimizer to divide, clip, and skip what is not to be applied."""
 
     def inner_scales(self, end: Conclusion) -> InnerScaling | None:
         inner: Any = self.inner
@@ -28,13 +28,13 @@ class FusedOptimizers(Extension):
             return None
         applied: bool | Tensor = True
         if isinstance(end.skip, Tensor) and all(inner.state.get(slot.param) for slot in end.slots):
-            # Where each rank steps a part of the parameters, what is skipped depends on all of them.
+            # Where each rank steps a part of the parameters, a skip depends on all of them.
             applied = ~end.skip if self.accumulation.sums.over_owners is None else True
         return InnerScaling(applied, self._scaled(end, isinstance(applied, Tensor)))
 
     @contextmanager
     def _scaled(self, end: Conclusion, decides: bool) -> Iterator[None]:
-        """A block in which the optimizer divides by ``grad_scale``, and, where it decides, heeds ``found_inf``."""
+        """In the block, the optimizer uses ``grad_scale`` and, if it ``decides``, ``found_inf``."""
         inner: Any = self.inner
         device, divisor = end.slots[0].stepped.device, end.slots[0].divisor
         try:
@@ -57,7 +57,7 @@ def _alike(slots: list[Slot]) -> bool:
 
 
 def _fp32_on(value: Scalar, device: torch.device) -> Tensor:
-    """``value`` as a fused optimizer takes it; a number is filled in by a kernel, without waiting for it."""
+    """``value`` as a fused optimizer takes it. A number is filled in without waiting for it."""
     if isinstance(value, Tensor):
         return value.to(device, torch.float32, non_blocking=device.type != "cpu")
     return torch.full((), value, dtype=torch.float32, device=device)

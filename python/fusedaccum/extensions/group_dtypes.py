@@ -1,4 +1,4 @@
-"""``{"params": ..., "buffer_dtype": torch.bfloat16}`` in the optimizer's groups: a buffer dtype for some of the parameters."""
+"""``{"params": ..., "buffer_dtype": torch.bfloat16}``: a buffer dtype for a group's parameters."""
 
 from __future__ import annotations
 

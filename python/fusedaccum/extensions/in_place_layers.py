@@ -1,8 +1,9 @@
-"""Layers that add their weights' gradients into ``p.grad`` itself, as kernels do that fold the addition into a GEMM.
+"""Layers that add their weights' gradients into ``p.grad`` itself, say within a GEMM's kernel.
 
-Where ``p.grad`` is None, such a layer returns its gradient; later it adds to what is there, and then there are three ways to go on. It
-takes ``p.grad`` away and returns that tensor, which autograd puts back (torchtitan); or it returns nothing (DeepSeek's TileKernels); or it
-returns ``p.grad`` and leaves it where it is, and then autograd adds that to itself.
+Where ``p.grad`` is None, such a layer returns its gradient; later it adds to what is there, and
+then there are three ways to go on. It takes ``p.grad`` away and returns that tensor, which autograd
+puts back (torchtitan); or it returns nothing (DeepSeek's TileKernels); or it returns ``p.grad`` and
+leaves it where it is, and then autograd adds that to itself.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class InPlaceLayers(Extension):
         if grad is not None and way is Way.LEFT:
             copy = grad.clone()  # autograd adds it to itself
         if way is not Way.LEFT or not slot.block.untouched_by_user:
-            # Not by other code, of which the pass would warn. Before the pass begins, and perhaps a window, which forgets what was written.
+            # Not by other code, of which the pass would warn. Before the pass begins, and perhaps a
+            # window, which forgets what was written.
             slot.block.written()
             with self.accumulation.collector.within_pass(slot.param.device):
                 if slot.shown is not None or way is Way.TAKEN_AWAY:
@@ -47,7 +49,7 @@ class InPlaceLayers(Extension):
 
     @without_grad
     def _count(self, slot: Slot) -> None:
-        """The layer of a slot has added its gradient, times 1. Waits for the device if there is a loss scale, or a weight, on it."""
+        """Count what the layer added, times 1. Waits if a loss scale or weight is on the device."""
         accumulation, ledger = self.accumulation, self.accumulation.ledger
         accumulation.ranks.check_unsent(slot)
         ledger.micro.in_place.append(slot)
@@ -62,7 +64,7 @@ class InPlaceLayers(Extension):
 
 
 def way_of(slot: Slot, grad: Tensor | None) -> Way | None:
-    """The way in which the layer of this slot has added its gradient, if what arrives (None: nothing) says that it has."""
+    """How the slot's layer has added its gradient, if what arrives (None: nothing) shows that."""
     if not slot.placed or slot.private or slot.part is not None:
         return None
     if grad is None:
@@ -75,7 +77,7 @@ def way_of(slot: Slot, grad: Tensor | None) -> Way | None:
 
 
 def check_added(slot: Slot, scale: float, void: bool) -> None:
-    """Raises RuntimeError if the window's sum does not now include ``scale`` times what the layer has added to ``p.grad``.
+    """Raises RuntimeError unless the window's sum now includes ``scale`` times what a layer added.
 
     ``void``: the window will not be applied.
     """
@@ -86,14 +88,14 @@ def check_added(slot: Slot, scale: float, void: bool) -> None:
         )
     if scale != 1.0 and not void:
         raise RuntimeError(
-            f"{how}, unscaled, but the window needs {scale:g} times it: the micro-batch has a weight, or a GradScaler has changed its "
-            "scale within the window; use weight 1 (or losses that are sums, and reduction='sum') and one scale per window, or have the "
-            "layer return its gradient"
+            f"{how}, unscaled, but the window needs {scale:g} times it: the micro-batch has a weight, or a GradScaler "
+            "has changed its scale within the window; use weight 1 (or losses that are sums, and reduction='sum') and "
+            "one scale per window, or have the layer return its gradient"
         )
     if isinstance(slot.divisor, Tensor) or slot.divisor != 1.0:
         raise RuntimeError(
-            f"{how}, which holds a mean: after opt.normalize_(), or in a 16-bit buffer to which others have added; normalise a window "
-            "after its last backward, and use buffer_dtype=torch.float32 or reduction='none'"
+            f"{how}, which holds a mean: after opt.normalize_(), or in a 16-bit buffer to which others have added; "
+            "normalise a window after its last backward, and use buffer_dtype=torch.float32 or reduction='none'"
         )
 
 

@@ -1,4 +1,4 @@
-"""What keeps other code from stepping or zeroing the inner optimizer behind the wrapper, in the middle of a window."""
+"""What keeps other code from stepping or zeroing the inner optimizer in the middle of a window."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 
 class Guard:
-    """Patches ``step()`` and ``zero_grad()`` of an optimizer, as learning-rate schedulers patch ``step()``: what is in ``p.grad`` inside a
-    window is neither a gradient to step with nor one to drop.
+    """Patches an optimizer's ``step()`` and ``zero_grad()``, as schedulers patch ``step()``.
+
+    What is in ``p.grad`` inside a window is neither a gradient to step with nor one to drop.
 
     Attributes:
         patches: the functions that it has put there.
@@ -62,7 +63,10 @@ class Guard:
         self._of = weakref.ref(extension)
 
     def _interrupted(self) -> Accumulation | None:
-        """The windows, if one of them is open, and its caller ends it, or other code has called than the inner optimizer at work."""
+        """The windows, if one is open and this call interrupts it; else None.
+
+        A call that the inner optimizer makes at work interrupts only a window that its caller ends.
+        """
         extension = None if self._of is None else self._of()
         accumulation = None if extension is None else extension.accumulation
         if accumulation is None or not accumulation.ledger.is_open:
@@ -73,9 +77,9 @@ class Guard:
         accumulation = self._interrupted()
         if accumulation is not None and not accumulation.ledger.schedule.caller_owned:
             raise RuntimeError(
-                f"step() of the optimizer inside an AccumulatingOptimizer was called in {_where(accumulation)}, when p.grad holds a sum; "
-                "call step() of the wrapper, which steps the other at the window's end. Where a library calls it, leave out accum_steps "
-                "and window_weight, and pass reduction='none'"
+                f"step() of the optimizer inside an AccumulatingOptimizer was called in {_where(accumulation)}, when "
+                "p.grad holds a sum; call step() of the wrapper, which steps the other at the window's end. Where a "
+                "library calls it, leave out accum_steps and window_weight, and pass reduction='none'"
             )
 
     def _check_zero_grad(self) -> None:
@@ -84,10 +88,11 @@ class Guard:
             return
         if accumulation.ledger.keeps:
             raise RuntimeError(
-                f"zero_grad() of the optimizer inside an AccumulatingOptimizer was called in {_where(accumulation)}, which would lose "
-                "them; call zero_grad() of the wrapper, which keeps them, or reset(). Where a library calls it between two backward passes "
-                "of a micro-batch (Opacus' ghost clipping), leave out accum_steps and window_weight, pass reduction='none', and let the "
-                "library add up the micro-batches: optimizer.signal_skip_step(True) before each but the last"
+                f"zero_grad() of the optimizer inside an AccumulatingOptimizer was called in {_where(accumulation)}, "
+                "which would lose them; call zero_grad() of the wrapper, which keeps them, or reset(). Where a library "
+                "calls it between two backward passes of a micro-batch (Opacus' ghost clipping), leave out accum_steps "
+                "and window_weight, pass reduction='none', and let the library add up the micro-batches: "
+                "optimizer.signal_skip_step(True) before each but the last"
             )
         accumulation.passes.end_open_pass()
         if accumulation.ledger.reduction != "none":  # there p.grad is all that counts, whether it is removed or zeroed
@@ -100,7 +105,7 @@ def _where(accumulation: Accumulation) -> str:
 
 
 class InnerGuard(Extension):
-    """Guards the inner optimizer of the last wrapper that was built for it, for as long as that lives."""
+    """Guards the inner optimizer of the last wrapper built for it, for as long as that lives."""
 
     def parameters_added(self, slots: Sequence[Slot]) -> None:
         found = vars(self.inner).get(GUARD)  # of a wrapper before

@@ -1,4 +1,4 @@
-"""Optimizers that keep ``p.grad`` itself in their state, and not a copy: it stays as it was, although the buffer is written again."""
+"""Optimizers that keep ``p.grad`` itself, not a copy: it stays when the buffer is written again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def may_keep(settings: Settings, inner: Optimizer) -> bool:
 
 
 class KeptGradients(Extension):
-    """Gives what the optimizer keeps of the buffers memory of its own, before they are written again."""
+    """Gives what the optimizer keeps of buffers its own memory, before they are written again."""
 
     def buffers_overwritten(self) -> None:
         blocks = self.accumulation.sums.buffers.blocks
@@ -34,9 +34,10 @@ class KeptGradients(Extension):
 
 
 def _set_apart(kept: Any, memory: Sequence[tuple[int, int]], seen: set[int]) -> Any:
-    """``kept``, in which tensors in these stretches of memory have been given their own, as in plain PyTorch after ``zero_grad()``.
+    """``kept``, in which tensors in these stretches of memory have been given memory of their own.
 
-    ``seen``: containers that have been gone through, by their ids; they may be shared by many parameters, or contain themselves.
+    That is what plain PyTorch has after ``zero_grad()``. ``seen``: containers that have been gone
+    through, by their ids; they may be shared by many parameters, or contain themselves.
     """
     if isinstance(kept, Tensor):
         local = kept if type(kept) is Tensor else local_of(kept)

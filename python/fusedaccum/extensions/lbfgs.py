@@ -1,4 +1,4 @@
-"""LBFGS decides by itself how often it evaluates its closure within one step, and each time that runs a whole window."""
+"""LBFGS decides how often a step evaluates its closure, which runs a whole window each time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 
 class EvaluatedWindows(Extension):
-    """Runs ``step()`` for LBFGS: p.grad is made a window's gradient whenever the closure has run, and the last one counts."""
+    """Runs ``step()`` for LBFGS.
+
+    Whenever the closure has run, p.grad is made a window's gradient, and the last one counts.
+    """
 
     def __init__(self) -> None:
         self._last: Conclusion | None = None  # in a drop-in: what p.grad goes on to show, to step with again
@@ -30,8 +33,9 @@ class EvaluatedWindows(Extension):
     def refuses(cls, settings: Settings, inner: Optimizer) -> None:
         if not settings.schedule.caller_owned:
             raise ValueError(
-                "optimizer is LBFGS, which evaluates its closure several times per step, so one step() cannot be one micro-batch; "
-                "leave out accum_steps and window_weight and run the window's micro-batches inside the closure"
+                "optimizer is LBFGS, which evaluates its closure several times per step, so one step() cannot be one "
+                "micro-batch; leave out accum_steps and window_weight and run the window's micro-batches inside the "
+                "closure"
             )
         if settings.nonfinite == "skip_window":
             raise ValueError(
@@ -40,8 +44,8 @@ class EvaluatedWindows(Extension):
             )
         if settings.skip_norm is not None:
             raise ValueError(
-                "skip_norm does not work with LBFGS, which evaluates and applies within one step; leave it out, and pass "
-                "line_search_fn='strong_wolfe', which looks for a step that lowers the loss"
+                "skip_norm does not work with LBFGS, which evaluates and applies within one step; leave it out, and "
+                "pass line_search_fn='strong_wolfe', which looks for a step that lowers the loss"
             )
         if settings.buffer_device is not None:
             raise ValueError(
@@ -49,8 +53,8 @@ class EvaluatedWindows(Extension):
             )
         if settings.master_weights:
             raise ValueError(
-                f"master_weights={settings.master_weights!r} does not work with LBFGS, which keeps its own list of parameters; keep the "
-                "model in FP32"
+                f"master_weights={settings.master_weights!r} does not work with LBFGS, which keeps its own list of "
+                "parameters; keep the model in FP32"
             )
 
     def parameters_added(self, slots: Sequence[Slot]) -> None:

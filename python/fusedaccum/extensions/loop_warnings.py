@@ -1,4 +1,4 @@
-"""What a training loop does that means something else here than its author thinks: it works, and is told of once."""
+"""What a training loop does that works, but not as its author thinks. It is told of once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LoopWarnings(Extension):
         self._told: set[str] = set()
         self._divided: DividedTwice | None = None
         self._step_called: StepCalled | None = None
-        # True if the micro-batch counted last, in the open window, was given a weight; None before the first.
+        # True if the last counted micro-batch of the window had a weight; None before the first.
         self._weighed: bool | None = None
         self._not_zeroed = False  # True if the open window began where plain PyTorch would have gone on adding
 
@@ -46,7 +46,7 @@ class LoopWarnings(Extension):
             if ledger.reduction == "mean":
                 self._divided = DividedTwice(ledger)
 
-    # -- a micro-batch -----------------------------------------------------------------------------------------
+    # -- a micro-batch -----------------------------------------------------------------------------
 
     def backward_begins(self, loss: Tensor) -> None:
         if self._divided is not None:
@@ -57,10 +57,11 @@ class LoopWarnings(Extension):
         # Two are often of two losses.
         if 2 < micro.parts == window.length and window.index == 0 and window.empty and micro.parts_alike:
             warn(
-                f"the first micro-batch had {micro.parts} backward passes, and accum_steps={micro.parts} such micro-batches make a window: "
-                f"is step() called only after every {micro.parts} (`if (i + 1) % {micro.parts} == 0:`)? Call it after each; it counts. "
-                "If a framework decides when, and divides the loss, leave out accum_steps and pass reduction='none'. If the passes do "
-                "belong to one micro-batch (several losses of it, adversarial steps), put them into one `with opt.micro_batch():`"
+                f"the first micro-batch had {micro.parts} backward passes, and accum_steps={micro.parts} such "
+                f"micro-batches make a window: is step() called only after every {micro.parts} (`if (i + 1) % "
+                f"{micro.parts} == 0:`)? Call it after each; it counts. If a framework decides when, and divides the "
+                "loss, leave out accum_steps and pass reduction='none'. If the passes do belong to one micro-batch "
+                "(several losses of it, adversarial steps), put them into one `with opt.micro_batch():`"
             )
         if micro.passes and reduction == "mean":
             before, self._weighed = self._weighed, micro.weight is not None
@@ -71,14 +72,14 @@ class LoopWarnings(Extension):
                 self._tell_unweighed(f"window_weight={asked:g}, but this micro-batch was given no weight")
 
     def _tell_unweighed(self, how: str) -> None:
-        """A micro-batch that was given no weight, and counts as 1, meets weights of others or of a window's end."""
+        """A micro-batch with no weight, which counts as 1, meets others' weights or a window's."""
         self._tell(
             "unweighed",
-            f"{how}: without one it counts as 1. Give every micro-batch its weight, opt.backward(loss, weight=n); two losses of one "
-            "micro-batch belong into one `with opt.micro_batch(weight=n):`",
+            f"{how}: without one it counts as 1. Give every micro-batch its weight, opt.backward(loss, weight=n); two "
+            "losses of one micro-batch belong into one `with opt.micro_batch(weight=n):`",
         )
 
-    # -- a window ----------------------------------------------------------------------------------------------
+    # -- a window ----------------------------------------------------------------------------------
 
     def window_begins(self, backward: bool) -> None:
         accumulation = self.accumulation
@@ -90,12 +91,13 @@ class LoopWarnings(Extension):
         if micro is not None and micro.passes and not micro.rejected:
             self._tell(
                 "kept",
-                "opt.zero_grad() inside a window keeps the gradients of a backward not yet followed by opt.step(), which plain PyTorch "
-                "drops: they are part of the next micro-batch. Keep another model's loss (GAN, actor and critic) out of these parameters "
-                "by requires_grad_(False) for that forward, or backward(inputs=...); take gradients that you combine or only look at "
-                "(PCGrad, an adversarial attack) by torch.autograd.grad(loss, parameters), and add what is to be stepped by "
-                "torch.autograd.backward(parameters, gradients); leave bad ones (NaN) out by nonfinite='skip_micro_batch'. opt.reset() "
-                "drops the whole window. (Further cases are not reported.)",
+                "opt.zero_grad() inside a window keeps the gradients of a backward not yet followed by opt.step(), "
+                "which plain PyTorch drops: they are part of the next micro-batch. Keep another model's loss (GAN, "
+                "actor and critic) out of these parameters by requires_grad_(False) for that forward, or "
+                "backward(inputs=...); take gradients that you combine or only look at (PCGrad, an adversarial "
+                "attack) by torch.autograd.grad(loss, parameters), and add what is to be stepped by "
+                "torch.autograd.backward(parameters, gradients); leave bad ones (NaN) out by "
+                "nonfinite='skip_micro_batch'. opt.reset() drops the whole window. (Further cases are not reported.)",
             )
 
     def window_goes_on(self) -> None:
@@ -116,8 +118,9 @@ class LoopWarnings(Extension):
         if self._not_zeroed:
             self._tell(
                 "not zeroed",
-                "a backward came after step() with no zero_grad() between: it has begun a new window, where plain PyTorch would have added "
-                "to the gradient that the step had left. Call opt.zero_grad() between the two. (Further cases are not reported.)",
+                "a backward came after step() with no zero_grad() between: it has begun a new window, where plain "
+                "PyTorch would have added to the gradient that the step had left. Call opt.zero_grad() between the "
+                "two. (Further cases are not reported.)",
             )
 
     def closed(self, end: Conclusion) -> None:
@@ -125,17 +128,18 @@ class LoopWarnings(Extension):
             self._divided.closed = end.window.micro_batches
 
     def _tell_written(self, so: str) -> None:
-        """Other code has written to the sums that ``p.grad`` shows as if they were this micro-batch's, or a mean."""
+        """Other code has written to the sums as if they were this micro-batch's, or a mean."""
         self._tell(
             "written",
-            "p.grad was written to (by clip_grad_norm_, zero_grad(set_to_none=False) or p.grad = ...?), but it is the window's "
-            f"sum, {so}. Instead, clip with max_grad_norm= or after opt.normalize_(), zero with opt.zero_grad(), add gradients of "
-            "your own with torch.autograd.backward(parameters, gradients), or divide the losses yourself under reduction='none'.",
+            "p.grad was written to (by clip_grad_norm_, zero_grad(set_to_none=False) or p.grad = ...?), but it is the "
+            f"window's sum, {so}. Instead, clip with max_grad_norm= or after opt.normalize_(), zero with "
+            "opt.zero_grad(), add gradients of your own with torch.autograd.backward(parameters, gradients), or "
+            "divide the losses yourself under reduction='none'.",
         )
 
 
 def _left_in_place(sums: Sums) -> bool:
-    """True if ``p.grad`` shows some of the gradient of the window that has closed: nobody has called ``zero_grad()`` since."""
+    """True if ``p.grad`` shows some of the closed window's gradient: no ``zero_grad()`` since."""
     return sums.closed == sums.begun and any(
         slot.shown is not None and slot.holder.grad is slot.shown and not slot.private for slot in sums.buffers.slots
     )

@@ -1,9 +1,11 @@
 """``torch.amp.GradScaler``, whose loss scale may change inside a window.
 
-A gradient that comes from ``scaler.scale(loss)`` carries the loss scale of its micro-batch, and the scale may change after
-every ``scaler.update()``. The scaler gives an optimizer its scale only inside ``scaler.step()``, after backward: too late
-for the add. But it computes ``scale * getattr(optimizer, "grad_scale", 1)``, so an object found there gets the scaler's own scale
-tensor, which ``update()`` changes in place: from then on the scale in force can be read before every add, on the device.
+A gradient that comes from ``scaler.scale(loss)`` carries the loss scale of its micro-batch, and the
+scale may change after every ``scaler.update()``. The scaler gives an optimizer its scale only
+inside ``scaler.step()``, after backward: too late for the add. But it computes
+``scale * getattr(optimizer, "grad_scale", 1)``, so an object found there gets the scaler's own
+scale tensor, which ``update()`` changes in place: from then on the scale in force can be read
+before every add, on the device.
 """
 
 from __future__ import annotations
@@ -34,12 +36,13 @@ class Step(Enum):
 
 
 class LossScale(Extension):
-    """The loss scale in force, as far as a scaler has shown it, and the one that the open window's sums carry: its unit.
+    """The loss scale in force, as far as known, and that of the open window's sums: its unit.
 
     It is what the scaler finds as the wrapper's ``grad_scale``. Sleeps until a scaler comes.
 
     Attributes:
-        live: the scaler's own scale tensor; None before its first ``step()``, a copy between a checkpoint and the next plain ``step()``.
+        live: the scaler's own scale tensor; None before its first ``step()``, a copy between a
+            checkpoint and the next plain ``step()``.
         found_inf: what the scaler says about overflows, during its ``step()``.
     """
 
@@ -52,7 +55,7 @@ class LossScale(Extension):
         self.live: Tensor | None = None
         self._copied = False
         self._unit: Scalar | None = None  # None: as far as we know the sums carry none
-        # True if they were unscaled by a scaler that we have not seen, so that later scales are unknown.
+        # True if a scaler that we have not seen unscaled them, so that later scales are unknown.
         self._unit_lost = False
         # True if a scaler has found one on any rank, in the window that the ranks have agreed on.
         self._overflow_of_ranks = False
@@ -63,7 +66,7 @@ class LossScale(Extension):
         self._saw_rejected = False  # True if it looked at a rejected micro-batch's gradient instead of the sums
         self._taken_for: Scalar | None = None  # what adds took the scale to be, if another scaler calls it
 
-    # -- what GradScaler.step() does -----------------------------------------------------------------------------
+    # -- what GradScaler.step() does ---------------------------------------------------------------
 
     @property
     def grad_scale(self) -> LossScale:
@@ -81,7 +84,7 @@ class LossScale(Extension):
         pass
 
     def _gradient_was(self, kind: Instead) -> bool:
-        """True if the gradient that a scaler has found in ``p.grad`` was this, and not the window's."""
+        """True if the gradient that a scaler found in ``p.grad`` was this, not the window's."""
         return any(instead() is kind for instead in self.accumulation.extensions.shown_instead)
 
     def __rmul__(self, scale: Tensor) -> Tensor:
@@ -92,14 +95,17 @@ class LossScale(Extension):
         return scale
 
     def now(self) -> Scalar | None:
-        """A copy of the scale in force, if known: a number if it is on the CPU, else FP64, so that FP64 sums can be divided by it."""
+        """A copy of the scale in force; None if it is not known.
+
+        It is a number for a scale on the CPU, else FP64, so that FP64 sums can be divided by it.
+        """
         if self.live is None:
             return None
         if self.live.device.type == "cpu":
             return self.live.item()
         return self.live.detach().to(widest(self.live.device), copy=True)
 
-    # -- what adds and losses are multiplied by ------------------------------------------------------------------
+    # -- what adds and losses are multiplied by ----------------------------------------------------
 
     def window_opened(self) -> None:
         self._unit, self._unit_lost, self._overflow_of_ranks = self.now(), False, False
@@ -107,8 +113,9 @@ class LossScale(Extension):
     def pass_begins(self, thread: int | None) -> None:
         if self._unit_lost:
             raise RuntimeError(
-                "scaler.unscale_(opt) inside a window hid the loss scale, which the wrapper has not seen in a plain scaler.step(opt) yet; "
-                "to clip, pass max_grad_norm= and leave out unscale_(), or unscale only complete windows"
+                "scaler.unscale_(opt) inside a window hid the loss scale, which the wrapper has not seen in a plain "
+                "scaler.step(opt) yet; to clip, pass max_grad_norm= and leave out unscale_(), or unscale only complete "
+                "windows"
             )
 
     def scale(self, scale: Scalar) -> Scalar:
@@ -125,17 +132,17 @@ class LossScale(Extension):
         return self.live
 
     def normalizing(self) -> Scalar:
-        """What ``unscale_()`` divides by after it, or has divided by, is the scale in force: make the sums carry that."""
+        """Make sums carry the scale in force, by which ``unscale_()`` divides, or has divided."""
         if self.live is None or self._unit is None:
             return 1.0
         factor = self.live / to_device_of(self._unit, self.live)
         self._unit = self.now()
         return factor
 
-    # -- a step --------------------------------------------------------------------------------------------------
+    # -- a step ------------------------------------------------------------------------------------
 
     def step_begins(self) -> None:
-        """Bring the window's unit up to date, and note whether the scaler has found an overflow that no policy has dealt with yet."""
+        """Bring the unit up to date, and note an overflow that no policy has dealt with yet."""
         accumulation, ledger = self.accumulation, self.accumulation.ledger
         window: Window | None = ledger.window
         if self._step is Step.PLAIN:
@@ -161,13 +168,14 @@ class LossScale(Extension):
         self._overflow = not self._saw_rejected and as_tensor(found_inf) != 0
 
     def _meet_none(self, window: Window | None) -> None:
-        """``step()`` was not called by a scaler: the gradients of ``window`` carry no loss scale."""
+        """``step()`` was called by no scaler: the gradients of ``window`` carry no loss scale."""
         if self.live is None:
             return
         if window is not None and not window.empty:
             raise RuntimeError(
-                "opt.step() was called in a window that began with scaler.step(opt), or after one, so its micro-batches should carry a "
-                "loss scale; step all of them through the scaler, or call opt.reset() first to go on without it"
+                "opt.step() was called in a window that began with scaler.step(opt), or after one, so its "
+                "micro-batches should carry a loss scale; step all of them through the scaler, or call opt.reset() "
+                "first to go on without it"
             )
         self.live = None
         if window is not None:
@@ -175,12 +183,12 @@ class LossScale(Extension):
             self.accumulation.extensions.tell_scale(ScaleNews.NONE)
 
     def _meet_scaler(self, one_step: bool) -> None:
-        """``step()`` was called by a scaler: the scale that the window's sums and losses carry is known now, or never will be.
+        """A scaler called ``step()``: the scale that sums and losses carry is known now, or never.
 
         ``one_step``: True if this is the window's first, so that all of it carries one scale.
 
         Raises:
-            RuntimeError: the window's steps before were not called by a scaler, or by another one, of another scale.
+            RuntimeError: the window's steps before had no scaler, or one of another scale.
         """
         live, tell = self.now(), self.accumulation.extensions.tell_scale
         if live is None:  # unscaled before we first saw the scaler
@@ -191,17 +199,17 @@ class LossScale(Extension):
         elif self._unit is None:
             if not one_step:
                 raise RuntimeError(
-                    "scaler.step(opt) was called in a window that began with opt.step(), so its first micro-batches carry no loss scale; "
-                    "step all of them through the scaler, or call opt.reset() first"
+                    "scaler.step(opt) was called in a window that began with opt.step(), so its first micro-batches "
+                    "carry no loss scale; step all of them through the scaler, or call opt.reset() first"
                 )
             self._unit = live
             tell(ScaleNews.KNOWN, live)
         elif self._taken_for is not None and float(live) != float(self._taken_for):
             if not one_step:
                 raise RuntimeError(
-                    f"the GradScaler that calls step() has the scale {float(live):g}, but the window began under another one, whose scale "
-                    f"is {float(self._taken_for):g}; call opt.reset(), and replace a GradScaler only between windows (a resumed run has to "
-                    "load its scaler's state, too)"
+                    f"the GradScaler that calls step() has the scale {float(live):g}, but the window began under "
+                    f"another one, whose scale is {float(self._taken_for):g}; call opt.reset(), and replace a "
+                    "GradScaler only between windows (a resumed run has to load its scaler's state, too)"
                 )
             ratio = div(live, self._taken_for)  # by which the sums carry more than the adds assumed
             self._unit = to_device_of(self._unit, ratio) * ratio
@@ -210,7 +218,7 @@ class LossScale(Extension):
 
     @property
     def _unseen(self) -> bool:
-        """True if a checkpoint's scaler has ended a micro-batch without showing its current scale."""
+        """True if a checkpoint's scaler ended a micro-batch without showing its current scale."""
         return self._copied and self._step is Step.UNSCALED
 
     def window_goes_on(self) -> None:
@@ -229,7 +237,7 @@ class LossScale(Extension):
             end.skip = overflow
         if overflow is not False or window.void:
             nonfinite = as_tensor(window.nonfinite + window.dropped)
-            # One more bad micro-batch, unless adds have counted it: under "skip_window" they always do.
+            # One more bad micro-batch, unless adds have counted it, as under "skip_window".
             if self.accumulation.settings.nonfinite != "skip_window":
                 nonfinite = nonfinite + to_device_of(overflow, nonfinite) * (window.nonfinite == 0)
             end.report["nonfinite"] = nonfinite
@@ -245,11 +253,12 @@ class LossScale(Extension):
     def forgotten(self) -> None:
         self.live = None
 
-    # -- ranks and checkpoints -----------------------------------------------------------------------------------
+    # -- ranks and checkpoints ---------------------------------------------------------------------
 
     def reduce(self) -> dict[str, float]:
-        # A rank that has only dropped micro-batches takes part, too: its scaler.unscale_() has divided the rejected gradient, while on
-        # other ranks it has divided the sums, so that what these carry may differ.
+        # A rank that has only dropped micro-batches takes part, too: its scaler.unscale_() has
+        # divided the rejected gradient, while on other ranks it has divided the sums, so that what
+        # these carry may differ.
         part = self.accumulation.ledger.window.has_any
         unit = float(self._unit) if part and self._unit is not None else 0.0
         scale = float(self.live) if part and self.live is not None else 0.0
@@ -265,10 +274,11 @@ class LossScale(Extension):
         return self._mine
 
     def reduced(self, totals: dict[str, float], group: Group) -> None:
-        """Each rank's scaler has looked at its own gradients only, so scales may have come to differ: all go on with the smallest one.
+        """All ranks go on with the smallest of their scales, which may have come to differ.
 
-        Sums that carry different scales cannot be added up: then the window is not applied. Raises RaisedByAllError if a scale is not
-        known, and so cannot be changed.
+        Each rank's scaler has looked at its own gradients only. Sums that carry different scales
+        cannot be added up: then the window is not applied. Raises RaisedByAllError if a scale is
+        not known, and so cannot be changed.
         """
         window, mine = self.accumulation.ledger.window, self._mine
         if not all_equal(totals["scale"], totals["scale_square"], totals["scales"]):
@@ -287,13 +297,16 @@ class LossScale(Extension):
                 "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler(process_group=...). The window is dropped"
             )
         warn(
-            f"{how}, because gradients overflowed on some ranks only, or scales grew at different times: the window is not applied, and "
-            "all ranks go on with the smallest scale"
+            f"{how}, because gradients overflowed on some ranks only, or scales grew at different times: the window is "
+            "not applied, and all ranks go on with the smallest scale"
         )
         window.void = True
 
     def _lower(self, least: float) -> None:
-        """Set the scaler's scale to ``least``, as other ranks do. (Not a checkpoint's, whose scaler has not been seen yet.)"""
+        """Set the scaler's scale to ``least``, as other ranks do.
+
+        A checkpoint's, whose scaler has not been seen yet, is left alone.
+        """
         if self.live is not None and not self._copied:
             self.live.fill_(least)
 
@@ -303,7 +316,7 @@ class LossScale(Extension):
         return {"scale": copied(self.live), "unit": copied(unit), "unit_lost": lost}
 
     def load(self, saved: dict[str, Any]) -> None:
-        # The checkpoint's scaler has not been seen yet, so what update() changes there does not show in the copy.
+        # The checkpoint's scaler was not seen yet, so what update() changes is not in the copy.
         self.live, self._copied = copied(saved["scale"]), True
         self._unit, self._unit_lost = saved["unit"], saved["unit_lost"]
         if self.live is not None or self._unit is not None:
@@ -313,7 +326,8 @@ class LossScale(Extension):
         units = {None if part["unit"] is None else float(part["unit"]) for part in parts}
         if len(units) > 1:
             raise ValueError(
-                f"the ranks' windows carry different loss scales {units}; use ShardedGradScaler, or save at a window's end"
+                f"the ranks' windows carry different loss scales {units}; use ShardedGradScaler, or save at a window's "
+                "end"
             )
 
     def join(self, parts: Sequence[dict[str, Any]], mine: Sequence[int], ranks: int) -> dict[str, Any]:
@@ -322,5 +336,8 @@ class LossScale(Extension):
 
 
 def all_equal(total: float, total_of_squares: float, count: float) -> bool:
-    """True if ``count`` numbers with this total are all the same: exactly then their squares add up to this, but for rounding."""
+    """True if ``count`` numbers with this total are all the same.
+
+    Exactly then do their squares add up to this, but for rounding.
+    """
     return math.isclose(total**2, count * total_of_squares, rel_tol=1e-12)

@@ -1,4 +1,4 @@
-"""The window's loss, ``last_window.loss``: each micro-batch's is weighted as its gradients are, and their sum divided as theirs is."""
+"""``last_window.loss``: micro-batches' losses, weighted, summed and divided as gradients are."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Loss:
 
     @property
     def may_carry_scale(self) -> bool:
-        """True if a part of the sum may carry an unknown loss scale, and if in doubt; does not wait for a device."""
+        """True if a part may carry an unknown loss scale, or if in doubt. Waits for no device."""
         return isinstance(self.raw, Tensor)  # opt.backward() takes no other losses
 
     def unscaled(self, loss_scale: Scalar) -> Loss:
@@ -50,7 +50,7 @@ class Loss:
 
 
 class Losses(Extension):
-    """Records losses of the open micro-batch, or of the one counted last, and takes a GradScaler's factor off them."""
+    """Records losses of the open micro-batch, or the last, without a GradScaler's factor."""
 
     key = "losses"
 
@@ -64,7 +64,7 @@ class Losses(Extension):
         self._sum, self._count = Loss(), 0  # of the micro-batches that the open window has counted
         self._unrecorded: Scalar | None = None  # c_i of the one counted last, if its loss may still be recorded
 
-    # -- losses come -------------------------------------------------------------------------------------------
+    # -- losses come -------------------------------------------------------------------------------
 
     def loss_given(self, loss: Scalar, source: LossFrom) -> None:
         accumulation, ledger = self.accumulation, self.accumulation.ledger
@@ -87,8 +87,8 @@ class Losses(Extension):
             self._unrecorded = None
         elif not accumulation.rejected:  # else it is of a rejected one
             raise RuntimeError(
-                "record_loss() found no micro-batch that lacks its loss; call it once per micro-batch, after its backward and before "
-                "step() (opt.backward(loss) needs no such call)"
+                "record_loss() found no micro-batch that lacks its loss; call it once per micro-batch, after its "
+                "backward and before step() (opt.backward(loss) needs no such call)"
             )
 
     def lacks_loss(self) -> bool:
@@ -117,7 +117,7 @@ class Losses(Extension):
                 micro if self._by_caller else None
             )  # and so has that of the open micro-batch, if opt.backward() got it
 
-    # -- micro-batches and windows -----------------------------------------------------------------------------
+    # -- micro-batches and windows -----------------------------------------------------------------
 
     window_opened = window_dropped = window_closed = _forget_window
 
@@ -148,7 +148,7 @@ class Losses(Extension):
     def roll_back(self, snapshot: tuple[Loss, int]) -> None:
         self._sum, self._count = snapshot
 
-    # -- ranks and checkpoints ---------------------------------------------------------------------------------
+    # -- ranks and checkpoints ---------------------------------------------------------------------
 
     def reduce(self) -> dict[str, float]:
         return {"sum": float(self._sum.total), "count": self._count}

@@ -1,7 +1,8 @@
-"""``rounding="compensated"``: sums of 24 bits, of which a bf16 buffer is the upper half and one more byte of memory the rest.
+"""``rounding="compensated"``: sums of 24 bits, a bf16 buffer and one more byte for the rest.
 
-``p.grad`` is the buffer, so every optimizer takes it as it is, without a cast or a copy. At the window's end one pass makes it the
-gradient, rounded to nearest even; the low parts do not count from then on. Formulas: ``low`` in :mod:`fusedaccum.ops`.
+``p.grad`` is the buffer, so every optimizer takes it as it is, without a cast or a copy. At the
+window's end one pass makes it the gradient, rounded to nearest even; the low parts do not count
+from then on. Formulas: ``low`` in :mod:`fusedaccum.ops`.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ class LowParts(Extension):
     def refuses(cls, settings: Settings, inner: Optimizer) -> None:
         if asked_dtypes(inner, settings.buffer_dtype).isdisjoint((None, torch.bfloat16)):
             raise ValueError(
-                f"rounding='compensated' is for bf16 buffers, with the range of FP32, but buffer_dtype is {settings.buffer_dtype}; use "
-                "buffer_dtype=torch.bfloat16, or rounding='nearest'"
+                "rounding='compensated' is for bf16 buffers, with the range of FP32, but buffer_dtype is "
+                f"{settings.buffer_dtype}; use buffer_dtype=torch.bfloat16, or rounding='nearest'"
             )
         if settings.buffer_device is not None:
             raise ValueError(
-                "rounding='compensated' does not work with buffer_device='cpu', where memory is not short; leave it out, with "
-                "buffer_dtype=torch.float32"
+                "rounding='compensated' does not work with buffer_device='cpu', where memory is not short; leave it "
+                "out, with buffer_dtype=torch.float32"
             )
 
     def check_parameter(self, name: str, parameter: Parameter, settings: Settings, left: bool) -> None:
@@ -46,15 +47,15 @@ class LowParts(Extension):
             torch.float16,
         ):
             raise ValueError(
-                f"rounding='compensated' keeps sums, which FP16 has not the range for, but parameter {name} is {parameter.dtype}; use "
-                "buffer_dtype=torch.float32, or rounding='stochastic'"
+                f"rounding='compensated' keeps sums, which FP16 has not the range for, but parameter {name} is "
+                f"{parameter.dtype}; use buffer_dtype=torch.float32, or rounding='stochastic'"
             )
 
     def __init__(self) -> None:
         self._low: dict[Tensor, Tensor] = {}  # of the buffers that have one
         self._void: set[Tensor] = set()  # buffers whose low part does not count, and is zeroed before it is read
 
-    # -- buffers -----------------------------------------------------------------------------------------------
+    # -- buffers -----------------------------------------------------------------------------------
 
     def parameters_changed(self, new: Sequence[Slot]) -> None:
         for slot in new:
@@ -84,7 +85,7 @@ class LowParts(Extension):
         return True
 
     def _of(self, buffers: Sequence[Tensor], overwrite: bool = False) -> list[Tensor]:
-        """The low parts, for an op that reads them, or overwrites them together with the buffers."""
+        """The low parts, for an op that reads them, or overwrites them with the buffers."""
         low = [self._low[buffer] for buffer in buffers]
         void = self._void.intersection(buffers) if self._void else set()
         if void and not overwrite:
@@ -92,7 +93,7 @@ class LowParts(Extension):
         self._void -= void
         return low
 
-    # -- their ops ---------------------------------------------------------------------------------------------
+    # -- their ops ---------------------------------------------------------------------------------
 
     def accumulate_(
         self,
@@ -112,7 +113,7 @@ class LowParts(Extension):
     def stats(self, buffers: Sequence[Tensor], *, backend: str) -> ops.Stats:
         return ops.stats(buffers, low=self._of(buffers), backend=backend)
 
-    # -- ranks and checkpoints, which take FP32 -----------------------------------------------------------------
+    # -- ranks and checkpoints, which take FP32 ----------------------------------------------------
 
     def read_sums(self, slots: Sequence[Slot], outs: Sequence[Tensor]) -> bool:
         if slots[0].ops is not self:

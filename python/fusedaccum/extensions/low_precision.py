@@ -1,4 +1,4 @@
-"""16-bit buffers: they hold a running mean, which cannot overflow where the window's gradient fits, and may be rounded at random."""
+"""16-bit buffers: a running mean, which fits where the gradient fits, perhaps rounded at random."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RunningMeans(Extension):
     """Divides what 16-bit buffers hold by the weight, or number, of the micro-batches so far."""
 
     def __init__(self) -> None:
-        # Of which micro-batch, and the divisor: computed once for each, because buffers that share it take one call.
+        # A micro-batch and its divisor: computed once, as buffers that share it take one call.
         self._divisor: tuple[MicroBatch, Scalar] | None = None
 
     def as_mean(self, slots: Sequence[Slot], scale: Scalar) -> tuple[Scalar, Scalar]:
@@ -51,8 +51,8 @@ class RunningMeans(Extension):
         if ledger.reduction == "none":
             return 1.0
         if ledger.mixes_ranks:
-            # Must be the same on all ranks, as their weights (which are in the gradients) are not: those that hold the same part have to
-            # round alike.
+            # Must be the same on all ranks, as their weights (which are in the gradients) are not:
+            # those that hold the same part have to round alike.
             return ledger.ranks * (ledger.steps + 1.0)
         if ledger.reduction == "sum":
             return ledger.window.micro_batches + 1.0
@@ -60,7 +60,7 @@ class RunningMeans(Extension):
 
 
 class RandomRounding(Extension):
-    """``rounding="stochastic"``: every add of a parameter to its 16-bit buffer draws random numbers of its own.
+    """``rounding="stochastic"``: each add to a parameter's 16-bit buffer draws numbers of its own.
 
     Attributes:
         seed: below 2**53, and the same on all ranks.
@@ -111,7 +111,7 @@ class RandomRounding(Extension):
         counters = [(self._draws[slot] * DRAWS_APART + self._before[slot]) % (1 << 64) for slot in slots]
         for slot in slots:
             self._draws[slot] += 1
-        # Ranks draw different numbers: with equal ones, their rounding errors would add up, and not average out.
+        # Ranks draw different numbers: with equal ones, rounding errors would not average out.
         rank = self.accumulation.ranks.rank if slots[0].part is None else 0
         return StochasticRounding(self.seed + rank, counters)
 

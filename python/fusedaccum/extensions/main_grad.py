@@ -1,8 +1,9 @@
-"""Layers that add their weights' gradients into a buffer themselves: the protocol of Megatron-LM's and TransformerEngine's.
+"""Layers that add gradients to a buffer themselves: Megatron-LM's and TransformerEngine's protocol.
 
-The owner of the buffers marks a parameter with ``grad_added_to_main_grad = False`` and lends it a buffer, ``main_grad``. In backward the
-layer adds the weight's gradient there, sets the mark, and gives autograd a meaningless gradient; with ``zero_out_wgrad`` it gives
-zeros, to which autograd may have added a gradient from elsewhere (a tied embedding).
+The owner of the buffers marks a parameter with ``grad_added_to_main_grad = False`` and lends it a
+buffer, ``main_grad``. In backward the layer adds the weight's gradient there, sets the mark, and
+gives autograd a meaningless gradient; with ``zero_out_wgrad`` it gives zeros, to which autograd may
+have added a gradient from elsewhere (a tied embedding).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def any_enabled(settings: Settings, inner: Optimizer) -> bool:
 
 
 class MainGrads(Extension):
-    """Lends layers their parameters' buffers, filled with zeros before each window, and counts what they have added.
+    """Lends layers their buffers, zeroed before each window, and counts what they have added.
 
     Attributes:
         slots: of the parameters that take part.
@@ -46,16 +47,19 @@ class MainGrads(Extension):
         self.slots: list[Slot] = []
         weakref.finalize(self, _withdraw, self.slots).atexit = False
 
-    # -- parameters --------------------------------------------------------------------------------------------
+    # -- parameters --------------------------------------------------------------------------------
 
     def check_parameter(self, name: str, parameter: Tensor, settings: Settings, left: bool) -> None:
         if not is_enabled(parameter):
             return
-        how = f"parameter {name} has the attribute grad_added_to_main_grad, so its layer adds gradients to a buffer itself"
+        how = (
+            f"parameter {name} has the attribute grad_added_to_main_grad, so its layer adds gradients to a buffer "
+            "itself"
+        )
         if settings.nonfinite in ("skip_micro_batch", "raise"):
             raise ValueError(
-                f"{how}, but nonfinite={settings.nonfinite!r} must see them first; use 'skip_window', or delete the attribute and "
-                "switch off the layer's gradient accumulation fusion"
+                f"{how}, but nonfinite={settings.nonfinite!r} must see them first; use 'skip_window', or delete the "
+                "attribute and switch off the layer's gradient accumulation fusion"
             )
         asked = asked_dtype(self.inner, parameter, settings.buffer_dtype)
         if buffer_dtype(gradient_dtype(parameter), asked).itemsize < 4:
@@ -64,12 +68,13 @@ class MainGrads(Extension):
             )
         if settings.buffer_device is not None and parameter.device != settings.buffer_device:
             raise ValueError(
-                f"{how}, but with buffer_device='cpu' the buffers are out of its reach; leave buffer_device out, or delete the attribute "
-                "and switch off the layer's gradient accumulation fusion"
+                f"{how}, but with buffer_device='cpu' the buffers are out of its reach; leave buffer_device out, or "
+                "delete the attribute and switch off the layer's gradient accumulation fusion"
             )
         if getattr(parameter, "main_grad", None) is not None and not left:
             raise ValueError(
-                f"{how}, but it already has a main_grad from elsewhere (Megatron-LM's DistributedDataParallel?); leave that out"
+                f"{how}, but it already has a main_grad from elsewhere (Megatron-LM's DistributedDataParallel?); leave "
+                "that out"
             )
 
     def check_shared(self) -> None:
@@ -77,8 +82,9 @@ class MainGrads(Extension):
             for slot in self.accumulation.sums.buffers.slots:
                 if is_enabled(slot.param):
                     raise ValueError(
-                        f"the layer of parameter {slot.name} adds to main_grad itself, and with caller-owned windows nothing says when "
-                        "that has to be added up over the ranks; pass accum_steps, or switch off the layer's gradient accumulation fusion"
+                        f"the layer of parameter {slot.name} adds to main_grad itself, and with caller-owned windows "
+                        "nothing says when that has to be added up over the ranks; pass accum_steps, or switch off the "
+                        "layer's gradient accumulation fusion"
                     )
 
     def parameters_changed(self, new: Sequence[Slot]) -> None:
@@ -109,13 +115,14 @@ class MainGrads(Extension):
             slot.param.main_grad = slot.buffer  # type: ignore[attr-defined]
             slot.param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
 
-    # -- gradients ---------------------------------------------------------------------------------------------
+    # -- gradients ---------------------------------------------------------------------------------
 
     def check_weight(self, weight: Scalar) -> None:
         if self.slots and self.accumulation.ledger.reduction == "mean" and (isinstance(weight, Tensor) or weight != 1):
             raise ValueError(
-                f"weight is {weight} and reduction='mean', but the layer of parameter {self.slots[0].name} adds its gradients to main_grad "
-                "as they are; make the loss a sum over the micro-batch's items and use reduction='sum'"
+                f"weight is {weight} and reduction='mean', but the layer of parameter {self.slots[0].name} adds its "
+                "gradients to main_grad as they are; make the loss a sum over the micro-batch's items and use "
+                "reduction='sum'"
             )
 
     def added_already(self, slot: Slot, grad: Tensor | None) -> bool:
@@ -136,12 +143,13 @@ class MainGrads(Extension):
         if not any(was_added(slot.param) for slot in self.slots):
             return None
         return (
-            "the previous backward pass was broken off, and what layers have added to main_grad in this one cannot be told apart from "
-            "what they added then; both were dropped, and this pass is refused: call opt.reset() after an exception, then go on"
+            "the previous backward pass was broken off, and what layers have added to main_grad in this one cannot be "
+            "told apart from what they added then; both were dropped, and this pass is refused: call opt.reset() after "
+            "an exception, then go on"
         )
 
     def _count(self, slot: Slot) -> None:
-        """The layer of a slot has added its gradient, times 1. Waits for the device if there is a loss scale on it."""
+        """Count what a slot's layer added, times 1. Waits if a loss scale is on the device."""
         check_added(slot, float(adding.contribution(self.accumulation, 1.0)))
         adding.count_added(self.accumulation, slot, announced=False)
 
@@ -170,21 +178,23 @@ def _withdraw(slots: Iterable[Slot]) -> None:
 
 
 def check_added(slot: Slot, scale: float) -> None:
-    """Raises RuntimeError if the window's sum does not now include ``scale`` times what the layer has added to main_grad."""
+    """Raises RuntimeError unless the window's sum includes ``scale`` times what a layer added."""
     how = f"the layer of parameter {slot.name} has added its gradient to main_grad"
     if scale not in (0.0, 1.0):  # 0: the window will not be applied
         raise RuntimeError(
-            f"{how} unscaled, but the window needs {scale} times it: the micro-batch has a weight, or a GradScaler has changed its "
-            "scale within the window; use weight 1 and one scale per window, or switch off the layer's gradient accumulation fusion"
+            f"{how} unscaled, but the window needs {scale} times it: the micro-batch has a weight, or a GradScaler has "
+            "changed its scale within the window; use weight 1 and one scale per window, or switch off the layer's "
+            "gradient accumulation fusion"
         )
     if not _is_lent(slot):
         raise RuntimeError(
-            f"{how}, which other code has replaced (Megatron-LM's DistributedDataParallel?); leave main_grad to the wrapper"
+            f"{how}, which other code has replaced (Megatron-LM's DistributedDataParallel?); leave main_grad to the "
+            "wrapper"
         )
     if slot.param.grad is not slot.shown or (slot.shown is None and not slot.prepared):
         raise RuntimeError(
-            f"{how}, which {slot.name}.grad does not show: it was set by hand, or the previous window could not be applied; "
-            "call opt.reset() before backward"
+            f"{how}, which {slot.name}.grad does not show: it was set by hand, or the previous window could not be "
+            "applied; call opt.reset() before backward"
         )
     if slot.shown is not None and (isinstance(slot.divisor, Tensor) or slot.divisor != 1.0):
         raise RuntimeError(

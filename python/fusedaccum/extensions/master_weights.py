@@ -1,16 +1,15 @@
 """FP32 master weights: the inner optimizer steps these, and the model gets them rounded.
 
-16-bit parameters have masters. With buffers in CPU memory so do all parameters that are elsewhere, and the optimizer's state and step
-are on the CPU.
+16-bit parameters have masters. With buffers in CPU memory so do all parameters that are elsewhere,
+and the optimizer's state and step are on the CPU.
 
-Outside code (schedulers, checkpoints, logging) finds the model's own parameters in ``param_groups`` and as the keys of
-``state``; the masters take their places only while the inner optimizer is at work.
+Outside code (schedulers, checkpoints, logging) finds the model's own parameters in ``param_groups``
+and as keys of ``state``; masters take their places only while the inner optimizer is at work.
 """
 
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -27,8 +26,10 @@ from ..core.extension import Extension
 from ..engine import runs, without_grad
 from ..inner import inside, states_of, with_those_inside
 from ..parts import local_of
+from .master_state import MasterState
 
 if TYPE_CHECKING:
+    from ..core.accumulation import Accumulation
     from ..core.config import Settings
 
 
@@ -43,12 +44,14 @@ class MasterWeights(Extension):
         self._model: dict[Parameter, Parameter] = {}
         self._seen: dict[Parameter, tuple[int, int] | None] = {}  # version and address, as of the last write-back
         self._behind: set[Parameter] = set()  # those to which a write-back was begun, and perhaps broken off
-        self._meant: dict[Parameter, set[Any]] = {}  # keys of state that the optimizer itself keeps unlike the master
-        # While the inner optimizer is at work: the gradients, and the masters' gradients made from them.
+        # While the inner optimizer is at work: gradients, and the masters' ones made from them.
         self._gradients: dict[Slot, tuple[Tensor | None, Tensor | None]] = {}
         # The call in which the inner optimizer is at work, and what has to be done at its end.
         self._works: tuple[FrameType, Callable[[], None]] | None = None
-        self._watches = False  # True if the inner optimizer's load_state_dict() is followed
+
+    def attach(self, accumulation: Accumulation, inner: Optimizer) -> None:
+        super().attach(accumulation, inner)
+        self._state = MasterState(inner, self.of)
 
     @classmethod
     def refuses(cls, settings: Settings, inner: Optimizer) -> None:
@@ -62,16 +65,16 @@ class MasterWeights(Extension):
         for name, other in inside(inner):
             if any(id(group["params"]) not in ours for group in other.param_groups):
                 raise ValueError(
-                    f"{argument} does not work with {type(inner).__name__}, which steps through another "
-                    f"optimizer (.{name}) whose own lists would still hold the model's parameters; wrap a plain optimizer (instead of "
-                    "ZeroRedundancyOptimizer, pass shard=True)"
+                    f"{argument} does not work with {type(inner).__name__}, which steps through another optimizer "
+                    f"(.{name}) whose own lists would still hold the model's parameters; wrap a plain optimizer "
+                    "(instead of ZeroRedundancyOptimizer, pass shard=True)"
                 )
         group = next((group for group in inner.param_groups if group.get("capturable")), None)
         where = settings.buffer_device or settings.optimizer_device
         if where is not None and group is not None and any(p.device != where for p in group["params"]):
             raise ValueError(
-                f"capturable=True is for optimizers that step on a GPU, but with {argument} this one steps on the CPU; build it without "
-                "capturable"
+                f"capturable=True is for optimizers that step on a GPU, but with {argument} this one steps on the CPU; "
+                "build it without capturable"
             )
 
     @classmethod
@@ -82,10 +85,10 @@ class MasterWeights(Extension):
 
     @classmethod
     def _takes(cls, settings: Settings) -> bool:
-        """True if these masters take gradients from buffers of 16 bits, because these hold sums that are wider."""
+        """True if masters take gradients from 16-bit buffers, because these hold wider sums."""
         return False
 
-    # -- parameters and the optimizer's state ------------------------------------------------------------------
+    # -- parameters --------------------------------------------------------------------------------
 
     def parameters_added(self, slots: Sequence[Slot]) -> None:
         """Make masters of parameters that need one and have none."""
@@ -99,10 +102,7 @@ class MasterWeights(Extension):
                 self.of[p], self._model[master], self._seen[p] = master, p, fingerprint(p)
                 slot.stepped = master
                 fresh.append(p)
-        if self._watches:
-            self._take_state(fresh)
-        else:
-            self._watch()
+        self._state.masters_made(fresh)
 
     def _needs_master(self, slot: Slot) -> bool:
         return slot.param.dtype.itemsize < 4 or slot.private
@@ -115,91 +115,33 @@ class MasterWeights(Extension):
     def parameters_moved(self, places: dict[int, int]) -> None:
         for p in self.of.keys() - self.accumulation.sums.buffers.of.keys():
             del self._model[self.of.pop(p)], self._seen[p]
-            self._meant.pop(p, None)
+            self._state.forget(p)
             self._behind.discard(p)
 
     def newly_wrapped(self) -> None:
-        self._take_state(self.of)
+        self._state.take(self.of)
 
-    def _take_state(self, parameters: Iterable[Parameter]) -> None:
-        """Make the state that the inner optimizer already has of these parameters fit their masters, as its load_state_dict would.
-
-        (Adagrad's constructor makes one.) That ends with ``__setstate__``, where optimizers that keep some state in 16 bits cast it back.
-        """
-        entries = [(p, state[p]) for state in states_of(self.inner) for p in parameters if state.get(p)]
-        for p, entry in entries:
-            _fit(entry, p, self.of[p])
-        for optimizer in with_those_inside(self.inner) if entries else ():
-            optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
-        self._note_meant(parameters)
-
-    def _fit_state(self) -> None:
-        """Make state that other code has made like the model's parameter (``torch.zeros_like(p.data)``) fit the master.
-
-        What is unlike the master, and was so when the optimizer was last at work, is the optimizer's own choice: it stays.
-        """
-        for entry, p, key in list(self._unlike(self.of)):
-            if key not in self._meant.get(p, ()):
-                entry[key] = _fit(entry[key], p, self.of[p], key)
-
-    def _note_meant(self, parameters: Iterable[Parameter]) -> None:
-        """All that the state of these parameters holds now is meant to be as it is."""
-        for p in parameters if self._meant else ():
-            self._meant.pop(p, None)
-        for _, p, key in self._unlike(parameters):
-            self._meant.setdefault(p, set()).add(key)
-
-    def _unlike(self, parameters: Iterable[Parameter]) -> Iterator[tuple[dict, Parameter, Any]]:
-        """Where the state of these parameters holds what :func:`_fit` would change: its entry, the parameter, the entry's key."""
-        apart = any(p.device != master.device for p, master in self.of.items())
-        for state in states_of(self.inner):
-            if not apart and not _holds_narrow(state):
-                continue
-            for p in parameters:
-                entry, master = state.get(p), self.of[p]
-                if isinstance(entry, dict):
-                    device = None if p.device == master.device else master.device
-                    for key, value in entry.items():
-                        if not _fits(value, master.dtype, device, key):
-                            yield entry, p, key
-
-    def _watch(self) -> None:
-        """Call :meth:`_take_state` whenever a state is loaded into the inner optimizer itself: PyTorch casts that to the model's dtypes.
-
-        What its state holds now is meant to be as it is (the wrapper may be a copy).
-        """
-        self._watches = True
-        self._note_meant(self.of)
-        alive = weakref.ref(self)
-
-        def loaded(_: Optimizer) -> None:
-            masters = alive()
-            if masters is not None:
-                masters._take_state(masters.of)
-
-        for optimizer in with_those_inside(self.inner):
-            # Optimizers that delegate everything to another one may lack PyTorch's hooks.
-            if hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):
-                weakref.finalize(self, optimizer.register_load_state_dict_post_hook(loaded).remove).atexit = False
-
-    # -- while the inner optimizer is at work ------------------------------------------------------------------
+    # -- while the inner optimizer is at work ------------------------------------------------------
 
     def stands_in(self) -> bool:
         return bool(self.of)
 
     @contextmanager
     def stepping(self, slots: Sequence[Slot], call: FrameType) -> Iterator[None]:
-        """Within the block, the inner optimizer's groups and state hold the masters, and the masters of ``slots`` their gradients."""
+        """In the block, the inner optimizer's groups and state hold the masters.
+
+        The masters of ``slots`` have their gradients.
+        """
         self.recover()
         if self._works or not self.of:  # a step hook may call the wrapper
             yield
             return
         slots = [slot for slot in slots if slot.param in self.of]
         for optimizer in with_those_inside(self.inner):
-            # bitsandbytes' first step calls it: it looks for parameters by id(), and would meet the masters.
+            # Else bitsandbytes' first step calls it: it looks up by id(), and would meet masters.
             if hasattr(optimizer, "check_overrides"):
                 optimizer.check_overrides()
-        self._fit_state()
+        self._state.fit()
         self._works = call, functools.partial(self._leave, slots)
         try:
             _exchange(self.inner, self.of)
@@ -216,15 +158,15 @@ class MasterWeights(Extension):
         self._gradients.clear()
         for slot in slots:
             self.of[slot.param].grad = None
-        self._note_meant(self.of)
+        self._state.note_meant(self.of)
 
     def recover(self) -> None:
-        """Give the model's parameters their places in the inner optimizer, if a call that has taken them was ended without that."""
+        """Put the model's parameters back, if a call that took their places ended without that."""
         if self._works is not None and not runs(self._works[0]):
             self._works[1]()
 
     def _take_gradients(self, slots: Iterable[Slot]) -> None:
-        """Give the masters of ``slots`` their gradients, unless they were given the same ones before."""
+        """Give the masters of ``slots`` their gradients, unless they were given these before."""
         for slot in slots:
             grad = slot.stepped_grad
             if slot.param in self.of and grad is not self._gradients.get(slot, (None, None))[0]:
@@ -233,13 +175,13 @@ class MasterWeights(Extension):
                 self._gradients[slot] = grad, master.grad
 
     def _in_the_form_of(self, master: Parameter, grad: Tensor, slot: Slot) -> Tensor:
-        """A slot's gradient as its master takes it: PyTorch's fused optimizers need one of the same strides."""
+        """The gradient as the master takes it: PyTorch's fused optimizers need the same strides."""
         if local_of(grad).stride() == local_of(master).stride():
             return grad.to(master.device, master.dtype)
         return torch.empty_like(master, requires_grad=False).copy_(grad)
 
     def _return_gradients(self, slots: Iterable[Slot]) -> None:
-        """If the inner optimizer has replaced or removed a master's gradient, do the same to ``p.grad``."""
+        """If the inner optimizer replaced or removed a master's gradient, do so to ``p.grad``."""
         for slot in slots:
             left = self.of[slot.param].grad if slot.param in self.of else None
             if left is not self._gradients.get(slot, (None, None))[1]:
@@ -257,7 +199,7 @@ class MasterWeights(Extension):
         finally:  # what a method that raises has done stays, as in plain PyTorch
             self._write_back(self.of, before)
 
-    # -- the model ---------------------------------------------------------------------------------------------
+    # -- the model ---------------------------------------------------------------------------------
 
     def others_may_have_written(self, slots: Sequence[Slot]) -> None:
         self._follow(self.of)
@@ -265,10 +207,11 @@ class MasterWeights(Extension):
 
     @without_grad
     def _follow(self, parameters: Iterable[Parameter]) -> None:
-        """Take over what other code has written into these parameters since the last :meth:`_write_back` (such as loaded weights).
+        """Take over what other code has written into these parameters since :meth:`_write_back`.
 
-        The parameters' versions and memory tell, so writes into ``p.data`` go unnoticed. Where a parameter still equals its rounded
-        master, the master keeps its FP32 bits: so a model's and an optimizer's checkpoint can be loaded in either order.
+        Loaded weights, say. The parameters' versions and memory tell, so writes into ``p.data`` go
+        unnoticed. Where a parameter still equals its rounded master, the master keeps its FP32
+        bits: so a model's and an optimizer's checkpoint can be loaded in either order.
         """
         if self._behind:  # a part of what they hold is older than their masters
             self._write_back(list(self._behind))
@@ -291,8 +234,9 @@ class MasterWeights(Extension):
     def _write_back(self, stepped: Iterable[Parameter], before: Mapping[Parameter, Any] | None = None) -> None:
         """Round the masters of these parameters into the model: one call per device.
 
-        A parameter whose master looks as it did ``before`` is written through ``.data``, which keeps its version: the master was written
-        through ``.data`` too, if at all. So a method that only reads may be called between a forward and its backward.
+        A parameter whose master looks as it did ``before`` is written through ``.data``, which
+        keeps its version: the master was written through ``.data`` too, if at all. So a method that
+        only reads may be called between a forward and its backward.
         """
         sums = self.accumulation.sums
         by_device: dict[tuple[torch.device, torch.device], list[Parameter]] = {}
@@ -317,10 +261,10 @@ class MasterWeights(Extension):
         """Cast masters to parameters that are where the slot's is."""
         slot.ops.cast_(outs, masters, backend=self.accumulation.sums.backend)
 
-    # -- checkpoints -------------------------------------------------------------------------------------------
+    # -- checkpoints -------------------------------------------------------------------------------
 
     def save(self) -> dict[int, Tensor]:
-        self._fit_state()  # what a copy finds in the optimizer's state is taken to be meant
+        self._state.fit()  # what a copy finds in the optimizer's state is taken to be meant
         slots = self.accumulation.sums.buffers.slots
         return {slot.index: self.of[slot.param].detach() for slot in slots if slot.param in self.of}
 
@@ -333,51 +277,8 @@ class MasterWeights(Extension):
 
 
 def fingerprint(p: Tensor) -> tuple[int, int]:
-    """What changes when a parameter is written to, or gets other memory (as from vector_to_parameters)."""
+    """What changes when a parameter is written to, or gets other memory (vector_to_parameters)."""
     return p._version, p.data_ptr()
-
-
-def _fit(value: Any, p: Parameter, master: Parameter, key: Any = None) -> Any:
-    """``value`` of the state of ``p``, in the master's dtype and on its device; so is all that a dict, list or tuple holds."""
-    if isinstance(value, Tensor):
-        if key != "step":
-            return value.to(master.device, master.dtype if value.is_floating_point() else value.dtype)
-        # Else it stays on the CPU, where reading it costs no wait.
-        return value.to(master.device) if p.device != master.device else value
-    if isinstance(value, dict):
-        value.update({name: _fit(inner, p, master, name) for name, inner in value.items()})
-    elif isinstance(value, list):
-        value[:] = [_fit(inner, p, master) for inner in value]
-    elif type(value) is tuple:
-        return tuple(_fit(inner, p, master) for inner in value)
-    return value
-
-
-def _fits(value: Any, dtype: torch.dtype, device: torch.device | None, key: Any) -> bool:
-    """True if :func:`_fit` leaves ``value``, of the state of a master of this dtype, as it is. Wider tensors fit, too.
-
-    Args:
-        device: of the master; None if that is the parameter's own, where state is free to be elsewhere.
-    """
-    if isinstance(value, Tensor):
-        if value.dtype != dtype and key != "step" and value.is_floating_point() and value.itemsize < dtype.itemsize:
-            return False
-        return device is None or value.device == device
-    if isinstance(value, dict):
-        return all(_fits(inner, dtype, device, name) for name, inner in value.items())
-    return not isinstance(value, (list, tuple)) or all(_fits(inner, dtype, device, None) for inner in value)
-
-
-def _holds_narrow(state: Mapping[Any, Any]) -> bool:
-    """True if it may hold a tensor of fewer than 32 bits. Nearly always not, which is seen here in a tenth of the time."""
-    entries = (entry for entry in state.values() if isinstance(entry, dict))
-    kinds = {getattr(value, "dtype", type(value)) for entry in entries for value in entry.values()}
-    return any(
-        kind.is_floating_point and kind.itemsize < 4
-        if isinstance(kind, torch.dtype)
-        else issubclass(kind, (dict, list, tuple))
-        for kind in kinds
-    )
 
 
 def _exchange(inner: Optimizer, table: Mapping[Any, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Master weights that are stepped a part after another, with no more than a part at hand, if the inner optimizer steps each for itself."""
+"""Master weights at hand and stepped part by part, if the inner optimizer steps each alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from .master_weights import MasterWeights
 
 
 class MastersInParts(MasterWeights):
-    """One call of the inner optimizer for each part; one with all, if that is another optimizer than PyTorch's, or has step hooks."""
+    """One call of the inner optimizer for each part.
+
+    One with all, if that is another optimizer than PyTorch's, or has step hooks.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +31,10 @@ class MastersInParts(MasterWeights):
 
     @abstractmethod
     def _at_hand(self, slots: Sequence[Slot]) -> AbstractContextManager[None]:
-        """Within the block, which is one of :meth:`stepping`, ``slots`` can be stepped. If it raises, :meth:`_leave` follows."""
+        """Within the block, which is one of :meth:`stepping`, ``slots`` can be stepped.
+
+        If it raises, :meth:`_leave` follows.
+        """
 
     def _parts_come(self, parts: Sequence[Sequence[Slot]]) -> None:
         """Each of these will be at hand, one after another."""

@@ -1,4 +1,4 @@
-"""Populations as count, mean and squares about the mean: merged pair by pair, or over ranks, without cancellation."""
+"""Populations as count, mean and squares about it, merged without cancellation, also over ranks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,22 @@ if TYPE_CHECKING:
 
 @dataclass
 class Total:
-    """One population: values per channel, and in FP64 the channels' means and sums of squares about these, of shape [2, C]."""
+    """One population.
+
+    Attributes:
+        n: values per channel.
+        moments: the channels' means and sums of squares about these, [2, C] in FP64.
+    """
 
     n: float
     moments: Tensor
 
 
 def merge(totals: Sequence[Total], parts: Sequence[Total]) -> None:
-    """Add each part to its total, in about seven kernels for all of them (Chan, Golub and LeVeque 1979). No total may occur twice."""
+    """Add each part to its total (Chan, Golub and LeVeque 1979). No total may occur twice.
+
+    Takes about seven kernels for all of them.
+    """
     means, squares = [total.moments[0] for total in totals], [total.moments[1] for total in totals]
     deltas = torch._foreach_sub([part.moments[0] for part in parts], means)
     shares = [part.n / max(total.n + part.n, 1) for total, part in zip(totals, parts, strict=True)]
@@ -37,7 +45,7 @@ def merge(totals: Sequence[Total], parts: Sequence[Total]) -> None:
 
 
 def summed(mine: Sequence[Total], group: Group) -> list[Total]:
-    """Each total merged with the other ranks': first the means, then the squares about those. Three small collectives."""
+    """Each total merged with the other ranks': means, then squares. Three small collectives."""
     if not mine:
         return []
     channels = [total.moments.shape[1] for total in mine]

@@ -1,9 +1,11 @@
-"""The simple gradient noise scale: how large a batch still pays off, from norms that the adds have measured anyway.
+"""The simple gradient noise scale: how large a batch still pays off, from norms that adds measure.
 
-McCandlish, Kaplan, Amodei and the OpenAI Dota Team, "An Empirical Model of Large-Batch Training" (2018), arXiv:1812.06162, section 2.2
-and appendix A.1: ``tr(Sigma) / |G|^2``, with G the true gradient and Sigma the covariance of one sample's. Two sums of gradients, of
-a small batch and of a large one, give both, because a sum over samples of weight w has ``E|S|^2 = w^2 |G|^2 + w tr(Sigma)``. The small
-one is a window when it holds its first micro-batch, the large one is the whole window.
+McCandlish, Kaplan, Amodei and the OpenAI Dota Team, "An Empirical Model of Large-Batch Training"
+(2018), arXiv:1812.06162, section 2.2 and appendix A.1: ``tr(Sigma) / |G|^2``, with G the true
+gradient and Sigma the covariance of one sample's. Two sums of gradients, of a small batch and of a
+large one, give both, because a sum over samples of weight w has
+``E|S|^2 = w^2 |G|^2 + w tr(Sigma)``. The small one is a window when it holds its first micro-batch,
+the large one is the whole window.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Measured:
-    """A sum of weighted gradients: ``E[sq_norm] = square |G|^2 + weight tr(Sigma)``. Or several sums, with each attribute added up.
+    """A sum of weighted gradients: ``E[sq_norm] = square |G|^2 + weight tr(Sigma)``.
+
+    Or several sums, with each attribute added up.
 
     Attributes:
         sq_norm: squared norm of the sum. weight: of what it holds. square: the weight's square.
@@ -42,11 +46,12 @@ class Measured:
 
 
 class NoiseScale(Extension):
-    """``|G|^2`` and ``tr(Sigma)``, each averaged over windows: their ratio is biased, and noisier than either.
+    """``|G|^2`` and ``tr(Sigma)``, each averaged over windows: the ratio is biased and noisier.
 
     Attributes:
-        averages: both, as one float64 tensor, always the same one on a device, so that each replay of a CUDA graph continues from the one
-            before; None before the first window. (They begin at zero, which cancels in their ratio.)
+        averages: both, as one float64 tensor, always the same one on a device, so that each replay
+            of a CUDA graph continues from the one before; None before the first window. (They begin
+            at zero, which cancels in their ratio.)
     """
 
     key = "noise_scale"
@@ -62,8 +67,8 @@ class NoiseScale(Extension):
             )
         if not 0 <= decay < 1:
             raise ValueError(
-                f"noise_scale must be at least 0 and less than 1, got {decay}; it is the decay of its averages per window: 0.95 averages "
-                "over about the last 20 windows"
+                f"noise_scale must be at least 0 and less than 1, got {decay}; it is the decay of its averages per "
+                "window: 0.95 averages over about the last 20 windows"
             )
 
     def __init__(self) -> None:
@@ -80,7 +85,7 @@ class NoiseScale(Extension):
     def needs_all_ranks(self) -> str:
         return f"noise_scale={self._decay}"
 
-    # -- the small batch ---------------------------------------------------------------------------------------
+    # -- the small batch ---------------------------------------------------------------------------
 
     def measures(self) -> bool:
         return self.accumulation.ledger.window.empty
@@ -93,15 +98,18 @@ class NoiseScale(Extension):
         beside = [slot.name for slot in buffers.slots if slot.part is None]
         if buffers.has_parts and beside:
             raise ValueError(
-                f"noise_scale={self.accumulation.settings.noise_scale}: FSDP2 shards other parameters but not {beside[0]}. After a first "
-                "micro-batch its gradient is this rank's own, while theirs is summed over all ranks already, so there is no one norm to "
-                "measure. Shard it too (fully_shard on the module that holds it), or leave noise_scale out"
+                f"noise_scale={self.accumulation.settings.noise_scale}: FSDP2 shards other parameters but not "
+                f"{beside[0]}. After a first micro-batch its gradient is this rank's own, while theirs is summed over "
+                "all ranks already, so there is no one norm to measure. Shard it too (fully_shard on the module that "
+                "holds it), or leave noise_scale out"
             )
 
     def counted_alone(self, micro: MicroBatch) -> None:
-        """Note the norm of the one micro-batch in the window, as its adds have taken it: this rank's, because no sums have been sent yet.
+        """Note the norm of the one micro-batch in the window, as its adds have taken it.
 
-        With FSDP2's shards, one micro-batch of each rank, whose squares are summed over the ranks that hold parts: these call it together.
+        It is this rank's, because no sums have been sent yet. With FSDP2's shards it is of one
+        micro-batch of each rank, and squares are summed over the ranks that hold parts: these call
+        it together.
         """
         sums = self.accumulation.sums
         unit, slots = self.accumulation.extensions.sums_carry(), sums.slots_with_grad()
@@ -121,7 +129,7 @@ class NoiseScale(Extension):
         if news is not ScaleNews.NONE:  # it was measured under another scale
             self._small = None
 
-    # -- the whole window --------------------------------------------------------------------------------------
+    # -- the whole window --------------------------------------------------------------------------
 
     def closing(self, end: Conclusion) -> None:
         # The inner optimizer may run a backward, which opens the next window.
@@ -140,8 +148,12 @@ class NoiseScale(Extension):
         end.report["noise_scale"] = self.value
 
     def _update(self, small: Measured, large: Measured) -> None:
-        """Take in a window, without waiting. One of a single micro-batch, or with a value that is not finite, changes nothing."""
-        # a = s |G|^2 + w tr(Sigma) of the small batch and b = t |G|^2 + v tr(Sigma) of the large one, solved for both unknowns.
+        """Take in a window, without waiting.
+
+        One of a single micro-batch, or with a value that is not finite, changes nothing.
+        """
+        # Of the small batch a = s |G|^2 + w tr(Sigma), of the large one b = t |G|^2 + v tr(Sigma):
+        # solved for both unknowns.
         b = as_tensor(large.sq_norm)
         a, w, s, v, t = (
             to_device(x, b.device) for x in (small.sq_norm, small.weight, small.square, large.weight, large.square)
@@ -156,13 +168,16 @@ class NoiseScale(Extension):
 
     @property
     def value(self) -> Tensor | None:
-        """The noise scale in units of the weights: infinite while no gradient is seen through the noise, NaN while nothing is known."""
+        """The noise scale in units of the weights.
+
+        It is infinite while no gradient is seen through the noise, NaN while nothing is known.
+        """
         if self.averages is None:
             return None
         sq_gradient, trace = self.averages.clamp(min=0)
         return trace / sq_gradient
 
-    # -- ranks and checkpoints ---------------------------------------------------------------------------------
+    # -- ranks and checkpoints ---------------------------------------------------------------------
 
     def reduce(self) -> dict[str, float]:
         small = self._small or Measured(0.0, 0.0, 0.0)

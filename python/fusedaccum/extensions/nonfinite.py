@@ -26,7 +26,10 @@ def _report(end: Conclusion) -> None:
 
 
 class SkipWindow(Extension):
-    """``"skip_window"``: adds count what is not finite, and the window's norm shows the rest: nothing waits before its end."""
+    """``"skip_window"``: adds count what is not finite, and the window's norm shows the rest.
+
+    Nothing waits before the window's end.
+    """
 
     wants_norm = True
     counts = True
@@ -42,7 +45,10 @@ class SkipWindow(Extension):
         end.skip = ~torch.isfinite(sq_norm) | bad | to_device(end.skip, sq_norm.device)
 
     def finished(self, cast: list[Slot]) -> bool:
-        """False if a finite FP32 gradient has become infinite in FP16. (bf16 has FP32's range.) Waits for the device."""
+        """False if a finite FP32 gradient has become infinite in FP16. Waits for the device.
+
+        In bf16, which has FP32's range, none does.
+        """
         sums = self.accumulation.sums
         found = count(sums, [grad for slot in cast if (grad := slot.holder.grad) is not None])
         if sums.over_owners is not None:
@@ -51,10 +57,11 @@ class SkipWindow(Extension):
 
 
 class SkipMicroBatch(Extension):
-    """``"skip_micro_batch"``: a micro-batch's gradients are held until its backward is over, and then all of them are added, or none.
+    """``"skip_micro_batch"``: gradients are held until backward is over, then all added, or none.
 
-    Until the next call, ``p.grad`` of one parameter then shows a gradient that is not finite, and that of all others is None: so a
-    GradScaler, which looks there, learns of the overflow, and nothing that it or other code does to ``p.grad`` reaches a buffer.
+    Until the next call, ``p.grad`` of one parameter then shows a gradient that is not finite, and
+    that of all others is None: so a GradScaler, which looks there, learns of the overflow, and
+    nothing that it or other code does to ``p.grad`` reaches a buffer.
     """
 
     holds = True
@@ -70,8 +77,9 @@ class SkipMicroBatch(Extension):
         accumulation = self.accumulation
         if accumulation.ledger.micro.judged:
             raise RuntimeError(
-                f"nonfinite={accumulation.settings.nonfinite!r} must see a whole micro-batch before any of it is added, but this backward "
-                "continues one that was added already; group its backward passes: `with opt.micro_batch(): ...`"
+                f"nonfinite={accumulation.settings.nonfinite!r} must see a whole micro-batch before any of it is "
+                "added, but this backward continues one that was added already; group its backward passes: `with "
+                "opt.micro_batch(): ...`"
             )
 
     @without_grad
@@ -87,9 +95,9 @@ class SkipMicroBatch(Extension):
             return True
         if added:
             raise RuntimeError(
-                f"nonfinite={accumulation.settings.nonfinite!r} met NaN or infinity in a micro-batch that it cannot leave out, because the "
-                f"layer of parameter {added[0].name} has added its gradient to {added[0].name}.grad itself; use 'skip_window', or have "
-                "the layer return its gradient"
+                f"nonfinite={accumulation.settings.nonfinite!r} met NaN or infinity in a micro-batch that it cannot "
+                f"leave out, because the layer of parameter {added[0].name} has added its gradient to "
+                f"{added[0].name}.grad itself; use 'skip_window', or have the layer return its gradient"
             )
         return False
 
@@ -98,7 +106,9 @@ class SkipMicroBatch(Extension):
         self._bad = {slot: part for slot, part in pairs if not torch.isfinite(part).all()}
 
     def sums_shown(self) -> None:
-        """Hide the sums behind a rejected gradient: that of the same parameter on all ranks if it is a shard, whichever rank has the bad
+        """Hide the sums behind a rejected gradient.
+
+        If it is a shard, it is that of the same parameter on all ranks, whichever rank has the bad
         part, because PyTorch unscales a DTensor by a collective.
         """
         bad, self._bad = self._bad, None
@@ -144,8 +154,8 @@ class Raise(SkipMicroBatch):
 
     def check_shared(self) -> None:
         raise ValueError(
-            "nonfinite='raise' would raise on one rank while the others wait for it; use 'skip_micro_batch' or 'skip_window', and look "
-            "at last_window.nonfinite"
+            "nonfinite='raise' would raise on one rank while the others wait for it; use 'skip_micro_batch' or "
+            "'skip_window', and look at last_window.nonfinite"
         )
 
     def ended(self, rejected: list[str]) -> None:

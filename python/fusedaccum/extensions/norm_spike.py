@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..core.config import TimesMean, check_norm
+from ..core.config import check_norm
 from ..core.extension import Extension
 from ..scalars import copied, to_device, widened
+from ..times_mean import TimesMean
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -22,10 +23,11 @@ if TYPE_CHECKING:
 
 
 class NormSpike(Extension):
-    """Compares each window's norm with a number, or with a multiple of the running mean of the norms before it.
+    """Compares each window's norm with a number, or a multiple of the running mean before it.
 
-    Decides on the device. A norm above the limit enters the mean as the limit: one spike hardly moves it, and norms that stay higher are
-    let through after some windows. One of 0, from which no multiple would rise, does not enter it.
+    Decides on the device. A norm above the limit enters the mean as the limit: one spike hardly
+    moves it, and norms that stay higher are let through after some windows. One of 0, from which no
+    multiple would rise, does not enter it.
     """
 
     key = "norm_spike"
@@ -38,8 +40,8 @@ class NormSpike(Extension):
             check_norm("skip_norm", settings.skip_norm, hint)
 
     def __init__(self) -> None:
-        # Sum of the decayed norms, sum of their weights, and how many there were, as one tensor, always the same one on a device,
-        # so that each replay of a CUDA graph continues from the one before.
+        # Sum of the decayed norms, sum of their weights, and how many there were, as one tensor,
+        # always the same one on a device, so that each replay of a CUDA graph continues from it.
         self._seen: Tensor | None = None
         self._seen_then: Tensor | None = None  # the same, once the window that is closing is over
 

@@ -1,4 +1,4 @@
-"""Micro-batches that are tried again, in parts, when they break off: which parameters have taken their gradient already.
+"""Micro-batches tried again, in parts, when they break off: which parameters have their gradient.
 
 A recipe that wants this asks for it: ``accumulation.extensions.ensure(Retries)``.
 """
@@ -22,9 +22,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class Attempt:
-    """One attempt. Gradients are added bucket by bucket while backward runs, and a floating-point addition cannot be undone; but a pass
-    brings each parameter its whole gradient at once. So a pass that breaks off leaves some parameters that have taken all its samples and
-    others that have taken none: when the samples come again, the first are left out.
+    """One attempt.
+
+    Gradients are added bucket by bucket while backward runs, and a floating-point addition cannot
+    be undone; but a pass brings each parameter its whole gradient at once. So a pass that breaks
+    off leaves some parameters that have taken all its samples and others that have taken none: when
+    the samples come again, the first are left out.
     """
 
     done: frozenset[Slot]  # slots that took these samples in earlier attempts
@@ -36,7 +39,7 @@ class Attempt:
 
 
 class Retries(Extension):
-    """Notes what an attempt's gradients are added to, and leaves out what has taken them in an earlier one."""
+    """Notes what takes an attempt's gradients, and leaves out what took them in an earlier one."""
 
     def __init__(self) -> None:
         self._attempt: Attempt | None = None  # the latest
@@ -45,9 +48,10 @@ class Retries(Extension):
 
     @contextmanager
     def attempted(self, weight: Scalar, attempt: Attempt) -> Iterator[None]:
-        """As ``accumulation.passes.grouped(weight)``, for one forward and backward that are tried again if an exception breaks them off.
+        """As ``accumulation.passes.grouped(weight)``, for a forward and backward to try again.
 
-        Nothing of them counts then, except for what ``attempt`` notes. Sums go to other ranks only after the window's last pass.
+        They are tried again if an exception breaks them off. Nothing of them counts then, except
+        for what ``attempt`` notes. Sums go to other ranks only after the window's last pass.
         """
         accumulation, ledger = self.accumulation, self.accumulation.ledger
         accumulation.open(weight)

@@ -1,4 +1,4 @@
-"""A ring of pinned memory between a device and the CPU, through which tensors of any size go in pieces."""
+"""A ring of pinned memory between a device and the CPU: tensors of any size go in pieces."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def view(memory: Tensor, begin: int, count: int, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Cut:
-    """Elements [begin, end) of a tensor of a list, in the order of memory, and where in a stage they lie, in bytes."""
+    """Elements [begin, end) of a list's tensor, in memory order, and their byte in a stage."""
 
     tensor: int
     begin: int
@@ -66,7 +66,7 @@ class Cut:
 
 
 def loads(tensors: Sequence[Tensor]) -> Iterator[tuple[list[Cut], int]]:
-    """Cut all tensors, in order, into lists that fit into a stage; yields each list and the bytes that it fills."""
+    """Cut tensors, in order, into lists that fit a stage. Yields each, and the bytes it fills."""
     load: list[Cut] = []
     used = HEAD
     for number, tensor in enumerate(tensors):
@@ -91,7 +91,7 @@ def laid_out(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def recorded(device: torch.device) -> torch.Event:
-    """An event on the current stream; where PyTorch can, one that keeps no processor busy while it is waited for."""
+    """An event on the current stream; where PyTorch can, a wait for it keeps no processor busy."""
     if device.type == "cuda":
         blocking = torch.cuda.Event(blocking=True)
         blocking.record(torch.cuda.current_stream(device))  # older versions take no torch.Stream
@@ -119,7 +119,8 @@ class Rings(dict[torch.device, list[Stage]]):
 def send(ring: list[Stage], outs: Sequence[Tensor], ins: Sequence[Tensor], backend: str) -> None:
     """:func:`ops.cast_` of ``ins`` in CPU memory to ``outs`` on the ring's device.
 
-    ``ins`` may be overwritten when it returns; the outputs are ready for the current stream, which it does not wait for.
+    ``ins`` may be overwritten when it returns; the outputs are ready for the current stream, which
+    it does not wait for.
     """
     dense = [out if is_dense(out) else torch.empty_like(out) for out in outs]
     ins = [laid_out(x, out) for x, out in zip(ins, dense, strict=True)]

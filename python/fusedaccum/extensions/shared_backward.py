@@ -1,4 +1,4 @@
-"""One loss, and several wrappers that accumulate its gradients: the weight that one of them was given for it is that of all."""
+"""One loss of several wrappers: the weight that one of them was given for it is that of all."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ if TYPE_CHECKING:
     from ..core.ledger import Ledger
     from ..core.window import MicroBatch
 
-# By thread: whose open micro-batch was given the weight of the losses. Ctrl-C may leave one here, whose wrapper is dropped then.
+# By thread: whose open micro-batch was given the weight of the losses. Ctrl-C may leave one here,
+# whose wrapper is dropped then.
 _WEIGHING: weakref.WeakValueDictionary[int, Ledger] = weakref.WeakValueDictionary()
 
 
 class SharedBackward(Extension):
-    """Gives the open micro-batch the weight that another wrapper, with reduction="mean", was given for the same loss."""
+    """Gives the open micro-batch the weight that another wrapper was given for the same loss.
+
+    The other one has reduction="mean".
+    """
 
     def __init__(self) -> None:
         self._around: tuple[int, Ledger | None] | None = (
@@ -50,12 +54,13 @@ class SharedBackward(Extension):
                 self._weigh_as(other, micro)
 
     def _weigh_as(self, other: MicroBatch, micro: MicroBatch) -> None:
-        """The weight of the pass's loss was given to another wrapper: it is also the weight of the micro-batch here."""
+        """The pass's loss has a weight in another wrapper: it is the micro-batch's here, too."""
         ledger, weight = self.accumulation.ledger, other.value()
         if other.in_loss and ledger.reduction == "none":
             raise RuntimeError(
-                f"the loss of this backward was multiplied by weight={float(weight):g} for another wrapper, which has FSDP2's parameters, "
-                "but this one has reduction='none' and takes gradients as they are; give both the same reduction"
+                f"the loss of this backward was multiplied by weight={float(weight):g} for another wrapper, which has "
+                "FSDP2's parameters, but this one has reduction='none' and takes gradients as they are; give both the "
+                "same reduction"
             )
         if other.in_loss:
             ledger.weigh(weight)
@@ -71,8 +76,9 @@ class SharedBackward(Extension):
         )
         if ours and micro.weight is not weight and float(micro.value()) != float(weight):
             raise ValueError(
-                f"the losses of this micro-batch have weights {float(micro.value()):g} and {float(weight):g}, not both given to this "
-                "wrapper; if one is of another model (GAN, actor and critic), keep it out of these parameters: requires_grad_(False) for "
-                "its forward, or backward(inputs=...); if not, call this wrapper's step() after each backward, or give it a weight of its "
-                "own: `with opt.micro_batch(weight=...): ...` around them"
+                f"the losses of this micro-batch have weights {float(micro.value()):g} and {float(weight):g}, not both "
+                "given to this wrapper; if one is of another model (GAN, actor and critic), keep it out of these "
+                "parameters: requires_grad_(False) for its forward, or backward(inputs=...); if not, call this "
+                "wrapper's step() after each backward, or give it a weight of its own: `with "
+                "opt.micro_batch(weight=...): ...` around them"
             )

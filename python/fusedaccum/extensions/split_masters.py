@@ -1,11 +1,12 @@
-"""FP32 master weights of which the model holds the upper half: a bf16 parameter, and an int16 tensor beside it.
+"""FP32 masters of which the upper half is a bf16 parameter, the lower an int16 tensor beside it.
 
-4 bytes a parameter, and not 6. FP32 tensors are made of the two only while the inner optimizer is at work, of a part of the parameters at
-a time, and split again when it has stepped these. Nothing is lost on the way: what is stepped has the bits that it has with copies. The
-parameter is the nearest bf16 number, as with copies, but ties go away from zero: only so do 16 more bits make up FP32.
+4 bytes a parameter, and not 6. FP32 tensors are made of the two only while the inner optimizer is
+at work, of a part of the parameters at a time, and split again when it has stepped these. Nothing
+is lost: what is stepped has the bits that it has with copies. The parameter is the nearest bf16
+number, as with copies, but ties go away from zero: only so do 16 more bits make up FP32.
 
-What other code writes to a parameter makes its lower half void. What it writes past the parameter's version (``p.data``) counts, too, with
-a lower half that is less than the last bit of bf16.
+What other code writes to a parameter makes its lower half void. What it writes past the parameter's
+version (``p.data``) counts, too, with a lower half that is less than the last bit of bf16.
 """
 
 from __future__ import annotations
@@ -38,22 +39,22 @@ class SplitMasters(MastersInParts):
     def __init__(self) -> None:
         super().__init__()
         self._low: dict[Parameter, Tensor] = {}
-        # FP32 weights of a checkpoint, in CPU memory, until the first step shows whether the model has them, too.
+        # A checkpoint's FP32 weights, on the CPU, until a step shows whether the model has them.
         self._loaded: dict[Parameter, Tensor] = {}
         # Those whose masters have memory now, and the masters' versions when it held (p, low).
         self._joined: dict[Parameter, int] = {}
         self._scratch: dict[torch.device, Tensor] = {}  # that memory
         self._nan: dict[torch.device, Tensor] = {}  # what the others show
 
-    # -- what it does not work with ----------------------------------------------------------------------------
+    # -- what it does not work with ----------------------------------------------------------------
 
     @classmethod
     def refuses(cls, settings: Settings, inner: Optimizer) -> None:
         super().refuses(settings, inner)
         if settings.buffer_device is not None:
             raise ValueError(
-                "master_weights='split' keeps one half of the masters in the parameters, where those are, so buffer_device='cpu' could not "
-                "step them in CPU memory; use master_weights=True"
+                "master_weights='split' keeps one half of the masters in the parameters, where those are, so "
+                "buffer_device='cpu' could not step them in CPU memory; use master_weights=True"
             )
 
     @classmethod
@@ -63,20 +64,22 @@ class SplitMasters(MastersInParts):
     def check_parameter(self, name: str, parameter: Parameter, settings: Settings, left: bool) -> None:
         if parameter.dtype == torch.float16:
             raise ValueError(
-                f"master_weights='split' does not work with parameter {name}, which is torch.float16 and has not the range of FP32, so it "
-                "cannot be the upper half of an FP32 number; use bf16 parameters, or master_weights=True"
+                f"master_weights='split' does not work with parameter {name}, which is torch.float16 and has not the "
+                "range of FP32, so it cannot be the upper half of an FP32 number; use bf16 parameters, or "
+                "master_weights=True"
             )
         if is_shard(parameter) and parameter.dtype == torch.bfloat16:
             raise ValueError(
-                f"master_weights='split' does not work with parameter {name}, which is a DTensor; use master_weights=True, or, with FSDP2, "
-                "FP32 parameters and MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
+                f"master_weights='split' does not work with parameter {name}, which is a DTensor; use "
+                "master_weights=True, or, with FSDP2, FP32 parameters and "
+                "MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
             )
 
     def needs_all_ranks(self) -> str:
-        """Ranks that step alone average their parameters afterwards, most often through ``p.data``."""
+        """Ranks that step alone average their parameters later, most often through ``p.data``."""
         return "master_weights='split'"
 
-    # -- parameters --------------------------------------------------------------------------------------------
+    # -- parameters --------------------------------------------------------------------------------
 
     def _copy(self, slot: Slot) -> Tensor:
         self._low[slot.param] = torch.zeros_like(slot.param, dtype=torch.int16)
@@ -95,7 +98,7 @@ class SplitMasters(MastersInParts):
             for p in table.keys() - self.of.keys():
                 del table[p]
 
-    # -- while the inner optimizer is at work ------------------------------------------------------------------
+    # -- while the inner optimizer is at work ------------------------------------------------------
 
     def _parts_come(self, parts: Sequence[Sequence[Slot]]) -> None:
         if parts:
@@ -110,7 +113,7 @@ class SplitMasters(MastersInParts):
 
     def _leave(self, slots: Iterable[Slot]) -> None:
         self._split_all()
-        # A part's memory is kept on a CPU, whose system would fill it with zeros again for every step.
+        # A part's memory is kept on a CPU, whose system would zero it again for every step.
         self._scratch = {at: x for at, x in self._scratch.items() if at.type == "cpu" and self._is_of_a_part(x)}
         super()._leave(slots)
 
@@ -119,8 +122,9 @@ class SplitMasters(MastersInParts):
 
     @contextmanager
     def _at_hand(self, slots: Sequence[Slot]) -> Iterator[None]:
-        """Within the block, which is one of :meth:`stepping`, the masters of ``slots`` have their values and gradients. What it makes of
-        them stays; if it raises, :meth:`_leave` sees to that.
+        """In the block, one of :meth:`stepping`, masters of ``slots`` have values and gradients.
+
+        What it makes of them stays; if it raises, :meth:`_leave` sees to that.
         """
         if self._joined:  # a step hook may call the wrapper
             yield
@@ -171,7 +175,10 @@ class SplitMasters(MastersInParts):
             self._joined[p] = self.of[p]._version
 
     def _split_all(self) -> None:
-        """Split the masters that have values, which have none afterwards. May be called again, if Ctrl-C has broken it off."""
+        """Split the masters that have values, which have none afterwards.
+
+        May be called again, if Ctrl-C has broken it off.
+        """
         if not self._joined:
             return
         self._follow(self._joined)
@@ -186,15 +193,15 @@ class SplitMasters(MastersInParts):
         halves = [p.detach() for p in parameters], [self._low[p] for p in parameters]
         ops.cast_(outs, halves[0], low=halves[1], backend=self.accumulation.sums.backend)
 
-    # -- the model ---------------------------------------------------------------------------------------------
+    # -- the model ---------------------------------------------------------------------------------
 
     @without_grad
     def _follow(self, parameters: Iterable[Parameter]) -> None:
-        """Take over what other code has written into these parameters since the last :meth:`_write_back`.
+        """Take over what other code has written into these parameters since :meth:`_write_back`.
 
-        A half alone does not tell which elements are as they were. FP32 weights at hand do: those that the inner optimizer steps now, and
-        those of a checkpoint. There they stay where the model has them, rounded: so a model's and an optimizer's checkpoint can be loaded
-        in either order.
+        A half alone does not tell which elements are as they were. FP32 weights at hand do: those
+        that the inner optimizer steps now, and those of a checkpoint. There they stay where the
+        model has them, rounded: so a model's and an optimizer's checkpoint load in either order.
         """
         for p in parameters:
             master = self.of[p]
@@ -212,7 +219,10 @@ class SplitMasters(MastersInParts):
 
     @without_grad
     def _write_back(self, stepped: Iterable[Parameter], before: Mapping[Parameter, Any] | None = None) -> None:
-        """Split the masters of these parameters that have values. One that has not changed is written as :class:`MasterWeights` does it."""
+        """Split the masters of these parameters that have values.
+
+        One that has not changed is written as :class:`MasterWeights` does it.
+        """
         for parameters in _by_device(p for p in stepped if p in self._joined):
             masters = [self.of[p].detach() for p in parameters]
             same = [self.of[p]._version == self._joined[p] for p in parameters]
@@ -226,12 +236,12 @@ class SplitMasters(MastersInParts):
         low = [self._low[p] for p in parameters]
         ops.accumulate_(upper, values, 1.0, overwrite=True, low=low, backend=self.accumulation.sums.backend)
 
-    # -- checkpoints -------------------------------------------------------------------------------------------
+    # -- checkpoints -------------------------------------------------------------------------------
 
     @without_grad
     def save(self) -> dict[int, Tensor]:
         """Masters as :class:`MasterWeights` saves them."""
-        self._fit_state()
+        self._state.fit()
         return {
             slot.index: self._value(slot.param)
             for slot in self.accumulation.sums.buffers.slots
@@ -268,6 +278,6 @@ def _elements(part: Sequence[Slot]) -> int:
 
 
 def _where_rounded(master: Tensor, p: Tensor) -> Tensor:
-    """``master`` where ``p`` is that, rounded with ties to even or away from zero; elsewhere ``p``."""
+    """``master`` where that rounds to ``p``, ties to even or away from zero; elsewhere ``p``."""
     away = ((master.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
     return torch.where((master.to(p.dtype) == p) | (away == p), master, p.to(master.dtype))

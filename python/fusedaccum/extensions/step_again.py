@@ -1,4 +1,4 @@
-"""A ``step()`` with no backward since the last steps once more with the same gradient, where plain PyTorch would: in a drop-in."""
+"""In a drop-in, a ``step()`` with no backward since the last steps again, as in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -38,8 +38,10 @@ class StepAgain(Extension):
         return True
 
     def _others_close(self, closing: Closing) -> bool:
-        """If a rank has had a backward since the last step(), close the window that it has begun. Else return False: ``p.grad`` then shows
-        again what it has shown, from memory of its own, because the buffers are what the ranks find it out with.
+        """If a rank has had a backward since the last step(), close the window that it has begun.
+
+        Else return False: ``p.grad`` then shows again what it has shown, from memory of its own,
+        because the buffers are what the ranks find it out with.
         """
         accumulation, ranks = self.accumulation, self.accumulation.ranks
         shown = [(slot, slot.shown.clone()) for slot in accumulation.sums.buffers.slots if slot.shown is not None]

@@ -1,4 +1,4 @@
-"""What a framework needs beyond an :class:`fusedaccum.AccumulatingOptimizer` in its optimizer's place; one module per framework.
+"""What a framework needs beyond an :class:`fusedaccum.AccumulatingOptimizer`; a module for each.
 
 Nothing else in the package imports these, so no framework has to be installed.
 """

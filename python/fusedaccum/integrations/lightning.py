@@ -12,10 +12,11 @@ WINDOW = "fusedaccum"  # the key that the wrapper's state_dict() adds to PyTorch
 
 
 class ResumeInsideWindow(Callback):
-    """``Trainer(callbacks=[ResumeInsideWindow()])``: ``fit(ckpt_path=...)`` resumes inside the window that the checkpoint was taken in.
+    """Makes ``fit(ckpt_path=...)`` resume inside the window that the checkpoint was taken in.
 
-    Lightning restores the optimizers and then sets all gradients of the model to None, which drops the open window. So this callback loads
-    the windows of wrapped optimizers again, before the first batch; until then it keeps their states.
+    Use it as ``Trainer(callbacks=[ResumeInsideWindow()])``. Lightning restores the optimizers and
+    then sets all gradients of the model to None, which drops the open window. So this callback
+    keeps the states of wrapped optimizers, and loads their windows again before the first batch.
     """
 
     def __init__(self) -> None:

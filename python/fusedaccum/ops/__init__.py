@@ -1,15 +1,19 @@
 """The functional layer: the same four ops on every backend.
 
-Any of FP64, FP32, BF16 and FP16 goes into any of them, also mixed within one call. Arithmetic is FP64 if either side of a pair is, else
-FP32: multiply, then add, each rounded (no FMA), then one rounding to the output's dtype. So all backends give the same bits.
-Every op writes its first list in place and bumps the tensors' autograd versions; gradients are not tracked through it.
+Any of FP64, FP32, BF16 and FP16 goes into any of them, also mixed within one call. Arithmetic is
+FP64 if either side of a pair is, else FP32: multiply, then add, each rounded (no FMA), then one
+rounding to the output's dtype. So all backends give the same bits. Every op writes its first list
+in place and bumps the tensors' autograd versions; gradients are not tracked through it.
 
-A number may be kept in two tensors: a BF16 one and its *low parts*, ``low=``, a tensor of integers in the same shape. ``torch.int8`` makes
-numbers of 24 bits, with FP32's range and 16 significant bits; ``torch.int16`` makes FP32 numbers, bit for bit. The BF16 tensor by itself
-is the number to nearest (ties away from zero), so other code may read it as it is. Code that writes it must set its low parts to 0.
+A number may be kept in two tensors: a BF16 one and its *low parts*, ``low=``, a tensor of integers
+in the same shape. ``torch.int8`` makes numbers of 24 bits, with FP32's range and 16 significant
+bits; ``torch.int16`` makes FP32 numbers, bit for bit. The BF16 tensor by itself is the number to
+nearest (ties away from zero), so other code may read it as it is. Code that writes it must set its
+low parts to 0.
 
-A call runs immediately, bypassing PyTorch's dispatcher (:mod:`fusedaccum.ops.eager`). A call that ``torch.compile`` traces, or that a
-dispatch mode should see (``make_fx``, ``torch.export``, ``FakeTensorMode``), goes through the dispatcher, as ``torch.ops.fusedaccum``
+A call runs immediately, bypassing PyTorch's dispatcher (:mod:`fusedaccum.ops.eager`). A call that
+``torch.compile`` traces, or that a dispatch mode should see (``make_fx``, ``torch.export``,
+``FakeTensorMode``), goes through the dispatcher, as ``torch.ops.fusedaccum``
 (:mod:`fusedaccum.ops.traced`).
 """
 
@@ -40,7 +44,9 @@ def accumulate_(
     stats: Stats | None = None,
     backend: str | None = None,
 ) -> None:
-    """``buffer = buffer * decay + grad * scale`` for every pair; with ``overwrite``, ``buffer = grad * scale``.
+    """``buffer = buffer * decay + grad * scale`` for every pair.
+
+    With ``overwrite``, ``buffer = grad * scale``.
 
     Args:
         buffers: written in place; any strides, no shared memory.
@@ -49,17 +55,19 @@ def accumulate_(
         overwrite: do not read the buffers, so the first touch needs no zeroing.
         decay: a number or 0-d tensor; for buffers that hold a running mean.
         rounding: for 16-bit buffers; None for nearest-even.
-        low: low parts of the buffers, written too. The buffers are BF16 then, the gradients BF16 or FP32, and ``rounding`` is None.
-        stats: overwritten with the squared norm of the buffers (with their low parts) after the call and the number of elements of
-            ``grad * scale`` that are not finite.
+        low: low parts of the buffers, written too. The buffers are BF16 then, the gradients BF16 or
+            FP32, and ``rounding`` is None.
+        stats: overwritten with the squared norm of the buffers (with their low parts) after the
+            call and the number of elements of ``grad * scale`` that are not finite.
         backend: a name, or None for the environment variable FUSEDACCUM_BACKEND, else ``"auto"``.
 
     Raises:
-        TypeError, ValueError: lists that do not match, an unsupported dtype or layout, memory shared between buffers or
-            with a gradient; a scale that is not one number. RuntimeError: a missing backend. Nothing is written then.
+        TypeError, ValueError: lists that do not match, an unsupported dtype or layout, memory
+            shared between buffers or with a gradient; a scale that is not one number. RuntimeError:
+            a missing backend. Nothing is written then.
 
-    Never waits for the device. The kernels allocate no tensor-sized memory, except to copy tensors that are not dense (views
-    with gaps); ``"reference"`` makes temporaries throughout.
+    Never waits for the device. The kernels allocate no tensor-sized memory, except to copy tensors
+    that are not dense (views with gaps); ``"reference"`` makes temporaries throughout.
     """
     if is_compiling() or modes():
         return traced.accumulate_(buffers, grads, scale, overwrite, decay, rounding, low, stats, backend)
@@ -97,13 +105,16 @@ def cast_(
     stats: Stats | None = None,
     backend: str | None = None,
 ) -> None:
-    """``out = cast(in * scale)`` for every pair, rounded to nearest even, literally: infinity times 0 is NaN.
+    """``out = cast(in * scale)`` for every pair, rounded to nearest even.
+
+    The product is taken literally: infinity times 0 is NaN.
 
     Args:
         outs: written in place; any strides, no shared memory.
         ins: read, of the outputs' shapes and device; any strides.
         scale: a number or 0-d tensor.
-        low: low parts of ``ins``, read. The inputs are BF16 then, the outputs BF16 or FP32; a BF16 output may be its own input.
+        low: low parts of ``ins``, read. The inputs are BF16 then, the outputs BF16 or FP32; a BF16
+            output may be its own input.
         stats: overwritten with the squared norm and the non-finite count of ``outs``.
         backend, and Raises: as :func:`accumulate_`.
     """
@@ -120,7 +131,7 @@ def stats(tensors: Sequence[Tensor], *, low: Sequence[Tensor] | None = None, bac
         low: low parts of the tensors, which are BF16 then.
         backend, and Raises: as :func:`accumulate_`.
 
-    Returns new :class:`Stats` on the tensors' device (the CPU for an empty list); does not wait for the device.
+    Returns new :class:`Stats` on the tensors' device (the CPU for an empty list); does not wait.
     """
     if is_compiling() or modes():
         return traced.stats(tensors, low, backend)

@@ -1,7 +1,8 @@
-"""Whether an op can work on its arguments. If not, an error names the argument, the value and the fix.
+"""Whether an op can work on its arguments; if not, an error names argument, value and fix.
 
-``csrc/predicate.h`` has the same test in C++, which runs where the native module is built and checks thousands of tensors in
-microseconds. These functions run where it is missing, and whenever it says no, to say why.
+``csrc/predicate.h`` has the same test in C++, which runs where the native module is built and
+checks thousands of tensors in microseconds. These functions run where it is missing, and whenever
+it says no, to say why.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ class Stats:
     """What an op measured: device tensors, so that reading them is the only wait.
 
     Attributes:
-        sq_norm: sum of squares of all elements of the output list, a 0-d float64 tensor (float32 on Apple's GPUs).
-        nonfinite: number of elements that are NaN or infinite, in the output list or, for ``accumulate_``, in ``grad * scale``; a 0-d
-            int64 tensor.
+        sq_norm: sum of squares of all elements of the output list, a 0-d float64 tensor (float32 on
+            Apple's GPUs).
+        nonfinite: number of elements that are NaN or infinite, in the output list or, for
+            ``accumulate_``, in ``grad * scale``; a 0-d int64 tensor.
     """
 
     sq_norm: Tensor
@@ -48,8 +50,9 @@ class Stats:
 class StochasticRounding:
     """Round 16-bit outputs up or down at random, with the probabilities that make the mean right.
 
-    Element e (in memory order) of tensor k uses the 16-bit number ``counters[k] + e`` of Philox4x32-10 under ``seed``:
-    calls that share neither seed nor stretches of counters are independent.
+    Element e (in memory order) of tensor k uses the 16-bit number ``counters[k] + e`` of
+    Philox4x32-10 under ``seed``: calls that share neither seed nor stretches of counters
+    are independent.
 
     Attributes:
         seed: 64-bit key.
@@ -75,7 +78,8 @@ def check_lists(
 
     Args:
         lists: the op's one or two lists by name; ``written`` says whether the first is its output.
-        in_memory: False for tensors of a trace, which have no memory: then it is not checked, and no pair counts as flat.
+        in_memory: False for tensors of a trace, which have no memory: then it is not checked, and
+            no pair counts as flat.
         low: the low parts of the list ``of``, or None. They are written if that list is.
     """
     for name, tensors in lists.items():
@@ -120,10 +124,11 @@ def check_lists(
 
 
 def _are_ordinary(outs: Sequence[Any], ins: Sequence[Any] | None, written: bool) -> bool:
-    """True if the lists are as they nearly always are, and FLAT. All tensors are asked one question, then all the next, which takes less
-    than half the time of all that :func:`check_lists` asks each of them.
+    """True if the lists are as they nearly always are, and FLAT.
 
-    Where it is False, they may still be fine: inputs that share memory, for example.
+    All tensors are asked one question, then all the next, which takes less than half the time of
+    all that :func:`check_lists` asks each of them. Where it is False, they may still be fine:
+    inputs that share memory, for example.
     """
     tensors = [*outs, *(ins or ())]
     pairs = list(zip(outs, outs if ins is None else ins, strict=True))
@@ -163,7 +168,10 @@ def check_is_tensor(where: str, x: Any) -> None:
 
 
 def device_of(name: str, tensors: Any) -> torch.device | None:
-    """The device of a list's first tensor; None for an empty list. Raises if it has none; :func:`check_lists` checks the rest."""
+    """The device of a list's first tensor; None for an empty list.
+
+    Raises if it has none; :func:`check_lists` checks the rest.
+    """
     check_is_list(name, tensors)
     if not tensors:
         return None
@@ -174,7 +182,7 @@ def device_of(name: str, tensors: Any) -> torch.device | None:
 
 
 def check_low(lists: Mapping[str, Any], low: Any, of: str) -> None:
-    """Raises TypeError or ValueError unless these can be low parts of the list ``of``, whatever their memory is like."""
+    """Raises TypeError or ValueError unless these can be low parts of ``of``, in any memory."""
     check_is_list("low", low)
     if len(low) != len(lists[of]):
         raise ValueError(
@@ -185,8 +193,8 @@ def check_low(lists: Mapping[str, Any], low: Any, of: str) -> None:
         check_is_tensor(f"low[{k}]", x)
         if x.dtype not in LOW_DTYPES:
             raise TypeError(
-                f"low[{k}] has dtype {x.dtype}; low parts are torch.int8 (for numbers of 24 bits) or torch.int16 (for FP32 numbers): "
-                "make them with torch.zeros_like(x, dtype=torch.int8)"
+                f"low[{k}] has dtype {x.dtype}; low parts are torch.int8 (for numbers of 24 bits) or torch.int16 (for "
+                "FP32 numbers): make them with torch.zeros_like(x, dtype=torch.int8)"
             )
         if x.dtype != low[0].dtype:
             raise TypeError(f"low[{k}] has dtype {x.dtype} but low[0] has {low[0].dtype}; make one call for each dtype")
@@ -196,11 +204,13 @@ def check_low(lists: Mapping[str, Any], low: Any, of: str) -> None:
             if name == of and x.dtype != torch.bfloat16:
                 why = ", because FP16 has not FP32's range" if x.dtype == torch.float16 else ""
                 raise TypeError(
-                    f"{name}[{k}] has dtype {x.dtype}; with low= it must be torch.bfloat16{why}: convert it, or pass low=None"
+                    f"{name}[{k}] has dtype {x.dtype}; with low= it must be torch.bfloat16{why}: convert it, or pass "
+                    "low=None"
                 )
             if name != of and x.dtype not in BESIDE_LOW:
                 raise TypeError(
-                    f"{name}[{k}] has dtype {x.dtype}; with low= it must be {' or '.join(map(str, BESIDE_LOW))}: convert it first"
+                    f"{name}[{k}] has dtype {x.dtype}; with low= it must be {' or '.join(map(str, BESIDE_LOW))}: "
+                    "convert it first"
                 )
 
 
@@ -208,7 +218,8 @@ def _check_tensor(where: str, x: Any, in_memory: bool, dtypes: Sequence[torch.dt
     check_is_tensor(where, x)
     if in_memory and not is_plain(x):
         raise TypeError(
-            f"{where} is a {type(x).__name__}, which has no memory of its own; pass the plain tensors inside it (such as x.to_local())"
+            f"{where} is a {type(x).__name__}, which has no memory of its own; pass the plain tensors inside it (such "
+            "as x.to_local())"
         )
     if x.layout is not torch.strided:
         raise TypeError(f"{where} has layout {x.layout}; only dense tensors can be used: call .to_dense() on it")
@@ -223,11 +234,13 @@ def _check_written(where: str, x: Tensor) -> None:
         raise ValueError(f"{where} has no memory behind it (it is autograd's zero tensor); pass a clone() of it")
     if overlaps_itself(x):
         raise ValueError(
-            f"{where} overlaps itself (shape {tuple(x.shape)}, strides {x.stride()}), as an expanded tensor does; pass x.contiguous()"
+            f"{where} overlaps itself (shape {tuple(x.shape)}, strides {x.stride()}), as an expanded tensor does; pass "
+            "x.contiguous()"
         )
     if x.is_inference() and not torch.is_inference_mode_enabled():
         raise RuntimeError(
-            f"{where} is an inference tensor, which must not be written outside of torch.inference_mode(); pass a clone() of it"
+            f"{where} is an inference tensor, which must not be written outside of torch.inference_mode(); pass a "
+            "clone() of it"
         )
 
 
@@ -260,7 +273,7 @@ def _is_one(a: _Place, b: _Place) -> bool:
     return at == there and i == j and x.dtype == y.dtype and x.stride() == y.stride()
 
 
-# -- the other arguments ---------------------------------------------------------------------------------------
+# -- the other arguments ---------------------------------------------------------------------------
 
 
 def check_scalar(name: str, value: Any, device: torch.device | None) -> float | Tensor:
@@ -275,10 +288,11 @@ def check_scalar(name: str, value: Any, device: torch.device | None) -> float | 
 
 
 def check_scalar_tensor(name: str, value: Tensor, device: torch.device | None) -> None:
-    """Raises TypeError or ValueError for a tensor that is not one number, or not where it can be read."""
+    """Raises TypeError or ValueError for a tensor that is not one real number, or out of reach."""
     if value.numel() != 1:
         raise ValueError(
-            f"{name} must be a number or a tensor of one element, but has shape {tuple(value.shape)}; a call has one {name}"
+            f"{name} must be a number or a tensor of one element, but has shape {tuple(value.shape)}; a call has one "
+            f"{name}"
         )
     if value.is_complex():
         raise TypeError(f"{name} must be real, but is a {value.dtype} tensor; pass its real part")
@@ -305,23 +319,27 @@ def check_stats(stats: Any, device: torch.device | None) -> None:
         x = getattr(stats, name, None)
         if not isinstance(x, Tensor):
             raise TypeError(
-                f"stats must be a fusedaccum.ops.Stats, not {type(stats).__name__} ({stats!r}); make one with Stats.empty(device)"
+                f"stats must be a fusedaccum.ops.Stats, not {type(stats).__name__} ({stats!r}); make one with "
+                "Stats.empty(device)"
             )
         dtype = widest(x.device) if name == "sq_norm" else torch.int64
         if x.dtype != dtype or x.dim() != 0:
             raise TypeError(
-                f"stats.{name} must be a 0-d {dtype} tensor, not {x.dim()}-d {x.dtype}; make one with Stats.empty(device)"
+                f"stats.{name} must be a 0-d {dtype} tensor, not {x.dim()}-d {x.dtype}; make one with "
+                "Stats.empty(device)"
             )
         if device is not None and x.device != device:
             raise ValueError(
-                f"stats.{name} is on {x.device} but the tensors are on {device}; make it with Stats.empty({str(device)!r})"
+                f"stats.{name} is on {x.device} but the tensors are on {device}; make it with "
+                f"Stats.empty({str(device)!r})"
             )
 
 
 def check_rounding(rounding: Any, count: int, low: Any = None) -> None:
     if low is not None:
         raise ValueError(
-            f"rounding is {rounding!r}, but numbers with low parts are rounded to nearest even; pass rounding=None, or low=None"
+            f"rounding is {rounding!r}, but numbers with low parts are rounded to nearest even; pass rounding=None, or "
+            "low=None"
         )
     seed, counters = getattr(rounding, "seed", None), getattr(rounding, "counters", None)
     if seed is None or counters is None:

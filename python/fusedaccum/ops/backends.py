@@ -1,11 +1,13 @@
 """The table of backends: which there are, why the others are missing, and which one a call gets.
 
-A backend is a module with ``accumulate_``, ``scale_``, ``cast_`` and ``stats`` as :mod:`fusedaccum.ops.reference` has them, or with
-some of them (under ``"auto"``, the next backend runs an op that this one lacks). Adding one is one file and one row here.
+A backend is a module with ``accumulate_``, ``scale_``, ``cast_`` and ``stats`` as
+:mod:`fusedaccum.ops.reference` has them, or with some of them (under ``"auto"``, the next backend
+runs an op that this one lacks). Adding one is one file and one row here.
 
-Its arguments have been checked. A backend that sets ``CHECKS_LISTS`` checks its lists of tensors itself, in the same pass over them
-(csrc/predicate.h): its ops return their :class:`~fusedaccum.ops.arguments.Layout`, and have run only if that is ``FLAT``. One that sets
-``TAKES_LOW`` has a last argument for low parts; for others, the reference runs calls that have some.
+Its arguments have been checked. A backend that sets ``CHECKS_LISTS`` checks its lists of tensors
+itself, in the same pass over them (csrc/predicate.h): its ops return their
+:class:`~fusedaccum.ops.arguments.Layout`, and have run only if that is ``FLAT``. One that sets
+``TAKES_LOW`` has a last argument for low parts; for others, the reference runs such calls.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch: 
 
 @dataclass(frozen=True)
 class Backend:
-    """One row: ``why_missing()`` is None if the module can be imported and used, else the reason and the remedy."""
+    """One row; ``why_missing()``: None if the module is usable, else the reason and the remedy."""
 
     name: str
     module: str
@@ -56,12 +58,17 @@ def _triton_missing() -> str | None:
     if torch.version.hip is None and oldest < (7, 0):  # as torch.compile has it
         name = ".".join(map(str, oldest))
         return f"triton compiles for GPUs of compute capability 7.0 and newer, and one here is of {name}"
-    try:  # Triton compiles C at run time, to reach the GPU's driver: images that only run programs often have no compiler.
+    # Triton compiles C at run time, to reach the GPU's driver: images that only run programs often
+    # have no compiler.
+    try:
         from triton.runtime import driver
 
         driver.active.get_current_target()
     except Exception as error:  # of many types: no compiler, no header of Python's, no library of the driver's
-        return f"triton cannot reach the GPU ({error}); it needs a C compiler (such as gcc) and Python's headers at run time"
+        return (
+            f"triton cannot reach the GPU ({error}); it needs a C compiler (such as gcc) and Python's headers at run "
+            "time"
+        )
     return None
 
 
@@ -91,9 +98,10 @@ def _row(name: str) -> Backend:
 
 
 def check(name: Any) -> str:
-    """The name, with None and "auto" replaced by what the environment variable FUSEDACCUM_BACKEND says.
+    """The name, with None and "auto" replaced by what the variable FUSEDACCUM_BACKEND says.
 
-    Raises TypeError or ValueError for anything but a backend's name, RuntimeError for a missing backend.
+    Raises TypeError or ValueError for anything but a backend's name, RuntimeError if the backend is
+    missing.
     """
     argument = "backend"
     if name is None or name == "auto":
@@ -114,9 +122,12 @@ def check(name: Any) -> str:
 
 
 def select(name: str | None, device: torch.device | None, op: str, low: bool = False) -> ModuleType:
-    """The backend of a call: the one asked for, or the first that has the op and works on the device (None: there are no tensors).
+    """The backend of a call: the one asked for, or the first that has the op and suits the device.
 
-    Raises RuntimeError if the one asked for is missing, cannot work on this device, or has no such op.
+    ``device``: None if there are no tensors.
+
+    Raises RuntimeError if the one asked for is missing, has no such op, or cannot work on this
+    device.
     """
     name = check(name)
     reference = importlib.import_module("fusedaccum.ops.reference")
@@ -131,7 +142,8 @@ def _requested(name: str, device: torch.device, op: str) -> ModuleType:
     row = _row(name)
     if row.devices and device.type not in row.devices:
         raise RuntimeError(
-            f"backend={name!r} works on {', '.join(row.devices)} tensors, but these are on {device}; move them, or use 'auto'"
+            f"backend={name!r} works on {', '.join(row.devices)} tensors, but these are on {device}; move them, or use "
+            "'auto'"
         )
     module = importlib.import_module(row.module)
     if not hasattr(module, op):
@@ -152,7 +164,7 @@ def _automatic(device_type: str, op: str) -> ModuleType:
 
 @functools.cache
 def _warn_no_kernels(device_type: str) -> None:
-    """Warn, once per process and device type, that there are kernels, and why they cannot be used."""
+    """Warn, once per process and device type, that kernels exist, and why they cannot be used."""
     reasons = [f"{row.name}: {why_missing(row.name)}" for row in TABLE if device_type in row.devices]
     if device_type != "cpu" and reasons:
         warn(f"no kernels for {device_type} tensors here, so plain PyTorch accumulates them ({'; '.join(reasons)})")

@@ -1,4 +1,7 @@
-"""Running the ops: check the arguments, pick the backend, run it. :mod:`fusedaccum.ops` calls these unless a call is to be recorded."""
+"""Running the ops: check the arguments, pick the backend, run it.
+
+:mod:`fusedaccum.ops` calls these unless a call is to be recorded.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +82,9 @@ def _run(
     of: str,
     written: bool = True,
 ) -> None:
-    """Run the op, through copies of what is not flat in memory. Raises for lists that no kernel can take, before anything is written.
+    """Run the op, through copies of what is not flat in memory.
+
+    Raises for lists that no kernel can take, before anything is written.
 
     Args:
         lists: the first is what the op writes, or with ``written=False`` reads.
@@ -97,7 +102,7 @@ def _run(
             run(*lists.values(), *others, *parts)
             return
     if layout == Layout.REFUSED:
-        # Raises, unless it was because of interleaved views, which only the check in Python recognises.
+        # Raises, unless it was for interleaved views, which only the check in Python recognises.
         arguments.check_lists(lists, written, low=low, of=of)
     outs, *ins = lists.values()
     flat_outs = [x if memory.is_flat(x) else _flat_copy(x, x) for x in outs]

@@ -1,4 +1,4 @@
-"""What a tensor's memory is like: whether it exists, is one stretch, is shared with another tensor's.
+"""What a tensor's memory is like: whether it exists, is one stretch, is shared with others.
 
 ``csrc/predicate.h`` has the same in C++.
 """
@@ -17,18 +17,22 @@ from torch import Tensor
 
 from .. import native
 
-# Types of devices where data_ptr() counts from the address of an object that stands for the storage, not from that of its memory.
+# Types of devices where data_ptr() counts from the address of an object that stands for the
+# storage, not from that of its memory.
 WITHOUT_ADDRESSES = ("mps",)
 
 
 @functools.cache
 def native_lists() -> ModuleType | None:
-    """What looks at lists of tensors in C++, if it was built; it reads no tensor's memory, so it serves every device."""
+    """What looks at lists of tensors in C++, if it was built.
+
+    It reads no tensor's memory, so it serves every device.
+    """
     return importlib.import_module("fusedaccum._cpu") if native.why_missing("_cpu") is None else None
 
 
 def is_plain(x: Tensor) -> bool:
-    """True if the tensor has memory that a kernel can read, and no Python object that acts for it."""
+    """True if the tensor has memory that a kernel can read, and no Python object acts for it."""
     dispatch = type(x).__torch_dispatch__
     return dispatch is Tensor.__torch_dispatch__ and not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
@@ -40,7 +44,7 @@ def missing_storage(x: Tensor) -> bool:
 
 
 def address(x: Tensor) -> int:
-    """Where a tensor's memory begins, in bytes: the stretches of two tensors overlap only if they have memory in common."""
+    """Where a tensor's memory begins, in bytes; stretches overlap only if they share memory."""
     if x.device.type in WITHOUT_ADDRESSES:
         offset = int(x.storage_offset()) * x.element_size()
         return (x.data_ptr() - offset << 64) + offset
@@ -48,7 +52,7 @@ def address(x: Tensor) -> int:
 
 
 def traits(tensors: Sequence[Tensor]) -> object:
-    """Where each tensor's memory begins, its size and its dtype, as one value to compare with that of another time."""
+    """Where each tensor's memory begins, its size and its dtype, as one value to compare later."""
     compiled = native_lists()
     if compiled is not None:
         return compiled.traits(tensors)
@@ -56,7 +60,7 @@ def traits(tensors: Sequence[Tensor]) -> object:
 
 
 def increment_version(tensors: Sequence[Tensor]) -> None:
-    """Tell autograd that these are written by what it does not see. (Inference tensors have no version.)"""
+    """Tell autograd of writes that it does not see. (Inference tensors have no version.)"""
     compiled = native_lists()
     if compiled is not None:
         compiled.increment_version(tensors)
@@ -72,7 +76,10 @@ def span(x: Tensor) -> int:
 
 
 def overlaps_itself(x: Tensor) -> bool:
-    """True if two elements may share memory. Exact for every layout that views and permutations make; else it errs towards True."""
+    """True if two elements may share memory.
+
+    Exact for every layout that views and permutations make; else it errs towards True.
+    """
     if x.numel() < 2 or x.is_contiguous():
         return False
     reach = 0  # of the faster dimensions
@@ -89,7 +96,7 @@ def is_dense(x: Tensor) -> bool:
 
 
 def is_flat(x: Tensor) -> bool:
-    """True if a kernel can read all of it as one stretch: dense, no lazy negation, and no zero tensor of autograd's."""
+    """True if a kernel can read it as one stretch: dense, not lazily negated, no zero tensor."""
     return not (x.is_neg() or x._is_zerotensor()) and is_dense(x)
 
 
@@ -103,7 +110,7 @@ def is_flat_pair(out: Tensor, x: Tensor) -> bool:
 
 
 def share_memory(a: Tensor, b: Tensor) -> bool:
-    """True if two tensors whose stretches of memory overlap have an element in common. Interleaved views have none."""
+    """True if tensors whose memory overlaps share an element. Interleaved views share none."""
     if is_flat(a) and is_flat(b):
         return True
     first = min(address(a), address(b))

@@ -1,8 +1,10 @@
-"""The definition: every op in plain PyTorch, one readable tensor expression per formula, on any device.
+"""The definition: every op in plain PyTorch, one readable expression per formula, on any device.
 
-Other backends must give the same bits (a NaN may have any payload). All functions here, as in every backend, get checked arguments:
-lists of equal length whose pairs are dense and have the same layout, and ``scale`` and ``decay`` as floats or 0-d tensors.
-Source of the generator: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011), Philox4x32-10.
+Other backends must give the same bits (a NaN may have any payload). All functions here, as in every
+backend, get checked arguments: lists of equal length whose pairs are dense and have the same
+layout, and ``scale`` and ``decay`` as floats or 0-d tensors.
+Source of the generator: Salmon et
+al., "Parallel random numbers: as easy as 1, 2, 3" (2011), Philox4x32-10.
 """
 
 from __future__ import annotations
@@ -32,7 +34,10 @@ def accumulate_(
     stats: Stats | None,
     low: list[Tensor] | None = None,
 ) -> None:
-    """``t = 0 if scale == 0 else grad * scale; buffer = round(t if overwrite else buffer * decay + t)``."""
+    """``buffer = round(t if overwrite else buffer * decay + t)``.
+
+    ``t = 0 if scale == 0 else grad * scale``.
+    """
     scale, decay = _apart(scale), _apart(decay)
     bad = []
     for k, (buffer, grad) in enumerate(zip(buffers, grads, strict=True)):
@@ -136,17 +141,19 @@ def ordered_sum(values: Tensor) -> Tensor:
     return values.sum()
 
 
-# -- numbers in two parts --------------------------------------------------------------------------------------
+# -- numbers in two parts --------------------------------------------------------------------------
 #
-# The parts are halves of one integer W, the number's bits: W = (h << 16) + (low << shift). An int8 for low is bits 8 to 15, which makes
-# 24-bit numbers; an int16 is bits 0 to 15, which makes FP32 ones. h alone is the number as BF16, to nearest, ties away from zero.
+# The parts are halves of one integer W, the number's bits: W = (h << 16) + (low << shift). An int8
+# for low is bits 8 to 15, which makes 24-bit numbers; an int16 is bits 0 to 15, which makes FP32
+# ones. h alone is the number as BF16, to nearest, ties away from zero.
 
 
 def joined(h: Tensor, low: Tensor) -> Tensor:
     """The FP32 numbers whose parts these are.
 
-    Other code may have written h alone. What it set to 0 or, beside an int8, to infinity stays that: a negative ``low`` is not
-    subtracted there. (No number has such parts, except those that FP32 has beyond BF16's range, beside an int16.)
+    Other code may have written h alone. What it set to 0 or, beside an int8, to infinity stays
+    that: a negative ``low`` is not subtracted there. (No number has such parts, except those that
+    FP32 has beyond BF16's range, beside an int16.)
     """
     part = low.to(torch.int32) << _shift(low)
     whole = (h == 0) | h.isinf() if low.dtype == torch.int8 else h == 0
@@ -155,7 +162,10 @@ def joined(h: Tensor, low: Tensor) -> Tensor:
 
 
 def _split_(h: Tensor, low: Tensor, new: Tensor) -> None:
-    """The parts of FP32 numbers; beside an int8, of the nearest 24-bit numbers, ties to even, and of infinity where h would be infinite."""
+    """The parts of FP32 numbers; beside an int8, of the nearest 24-bit numbers, ties to even.
+
+    Beside an int8, where h would be infinite, the parts of infinity.
+    """
     bits = new.view(torch.int32)
     if low.dtype == torch.int8:
         bits = bits + 0x7F + ((bits >> 8) & 1)
@@ -179,7 +189,7 @@ def _all_values(tensors: list[Tensor], low: list[Tensor] | None) -> list[Tensor]
     return [_values(x, low, k) for k, x in enumerate(tensors)]
 
 
-# -- stochastic rounding ---------------------------------------------------------------------------------------
+# -- stochastic rounding ---------------------------------------------------------------------------
 
 
 def _store_stochastic(buffer: Tensor, new: Tensor, seed: int, counter: int) -> None:
@@ -197,7 +207,7 @@ def _bf16_stochastic(x: Tensor, r: Tensor) -> Tensor:
 
 
 def _fp16_stochastic(x: Tensor, r: Tensor) -> Tensor:
-    """In the normal range as BF16, with the 13 bits that fall away; below it on the subnormals' fixed grid of 2**-24."""
+    """In the normal range as BF16, with 13 bits that fall away; below it on the grid of 2**-24."""
     bits = (x.view(torch.int32) + (r >> 3).int()) & ~0x1FFF
     y = x.abs() * 2.0**24
     up = r < (y - y.floor()) * 65536.0
@@ -207,10 +217,11 @@ def _fp16_stochastic(x: Tensor, r: Tensor) -> Tensor:
 
 
 def random16(seed: int, counter: int, count: int, device: torch.device | str = "cpu") -> Tensor:
-    """The 16-bit random numbers with index ``counter`` to ``counter + count - 1`` (mod 2**64), as int64.
+    """The 16-bit numbers of index ``counter`` to ``counter + count - 1`` (mod 2**64), as int64.
 
-    Number n: Philox4x32-10 of the counter words ``(lo32(n >> 3), hi32(n >> 3), 0, 0)`` and the key words
-    ``(lo32(seed), hi32(seed))`` gives 4 words; word ``(n & 7) >> 1`` holds it, in its low half when n is even.
+    Number n: Philox4x32-10 of the counter words ``(lo32(n >> 3), hi32(n >> 3), 0, 0)`` and the key
+    words ``(lo32(seed), hi32(seed))`` gives 4 words; word ``(n & 7) >> 1`` holds it, in its low
+    half when n is even.
     """
     signed = counter - (1 << 64) if counter >= 1 << 63 else counter
     n = torch.arange(count, dtype=torch.int64, device=device) + signed  # wraps
@@ -222,7 +233,7 @@ def random16(seed: int, counter: int, count: int, device: torch.device | str = "
 
 
 def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Ten rounds of Philox4x32 on 32-bit words kept in int64 tensors; ``key`` is both key words, low one first."""
+    """Ten rounds of Philox4x32 on 32-bit words in int64; ``key``: both key words, low one first."""
     c0, c1, c2, c3 = counter
     k0, k1 = key & _MASK32, key >> 32
     for _ in range(10):

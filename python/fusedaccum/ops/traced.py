@@ -1,8 +1,10 @@
-"""The ops as a trace holds them: ``torch.ops.fusedaccum``, which torch.compile, torch.export and dispatch modes know how to record.
+"""The ops as a trace holds them: ``torch.ops.fusedaccum``.
 
-The schemas say what is written, so that a compiler keeps the order of writes and reads. On real tensors, PyTorch runs such an op by
-:mod:`fusedaccum.ops.eager`; on those of a trace, it checks everything that can be checked without memory. An overload, ``.low``, is for
-calls with low parts, so that recorded calls without them stay what they are.
+torch.compile, torch.export and dispatch modes know how to record these. The schemas say what is
+written, so that a compiler keeps the order of writes and reads. On real tensors, PyTorch runs such
+an op by :mod:`fusedaccum.ops.eager`; on those of a trace, it checks everything that can be checked
+without memory. An overload, ``.low``, is for calls with low parts, so that recorded calls without
+them stay what they are.
 """
 
 from __future__ import annotations
@@ -19,12 +21,15 @@ from . import arguments, backends, eager
 from .arguments import Stats, StochasticRounding
 
 _WRAP = 1 << 64
-# The compiler of older versions counts a tensor's offset within its storage twice (https://github.com/pytorch/pytorch/issues/175325).
+# The compiler of older versions counts a tensor's offset within its storage twice
+# (https://github.com/pytorch/pytorch/issues/175325).
 _OFFSETS_GO_WRONG = torch.__version__ < "2.13"  # a TorchVersion, which compares numbers
 _LIBRARY = Library("fusedaccum", "DEF")  # kept, because its ops are unregistered when it is deleted
 
 
-# -- what the public functions call instead of running an op: it puts their arguments into the form of a schema ----------------------
+# -- what the public functions call instead of running an op ---------------------------------------
+#
+# It puts their arguments into the form of a schema.
 
 
 def accumulate_(
@@ -100,8 +105,9 @@ def _device(tensors: Sequence[Tensor]) -> torch.device | None:
 def _recorded(name: str, value: Scalar, tensors: Sequence[Tensor]) -> Tensor:
     """A factor as a tensor.
 
-    A number multiplies a tensor of 1, which a compiler records for any number; with other ways to make a tensor of it, it recompiles for
-    every value. The result is on the tensors' device, because CUDA graphs take nothing from the CPU.
+    A number multiplies a tensor of 1, which a compiler records for any number; with other ways to
+    make a tensor of it, it recompiles for every value. The result is on the tensors' device,
+    because CUDA graphs take nothing from the CPU.
     """
     if isinstance(value, Tensor):
         return value
@@ -111,8 +117,10 @@ def _recorded(name: str, value: Scalar, tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _parts(stats: Stats | None, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """``stats`` as the schemas have it: a list of its two tensors, or of none. Modes that look at what is written (PyTorch's own
-    allow_mutation_on_saved_tensors) expect a tensor or a list there, and no None.
+    """``stats`` as the schemas have it: a list of its two tensors, or of none.
+
+    Modes that look at what is written (PyTorch's own allow_mutation_on_saved_tensors) expect a
+    tensor or a list there, and no None.
     """
     if stats is None:
         return []
@@ -125,14 +133,15 @@ def _signed(number: int) -> int:
     return number - _WRAP if number >= _WRAP // 2 else number
 
 
-# -- on real tensors, and on those of a trace ------------------------------------------------------------------------------------
+# -- on real tensors, and on those of a trace ------------------------------------------------------
 
 
 def _define(op: str, signature: str, low: str, run: Callable[..., Any], trace: Callable[..., Any]) -> None:
     """Both overloads: with a last argument for the low parts, and without."""
     taken, _, returned = signature.partition(" -> ")
     for name, arguments_of in ((op, taken), (f"{op}.low", f"{taken}, {low}")):
-        # The order of elements in memory decides which random number each gets, and in what order squares are added.
+        # The order of elements in memory decides which random number each gets, and in what order
+        # squares are added.
         tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
         _LIBRARY.define(f"{name}({arguments_of}) -> {returned}", tags=tags)
         _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
@@ -163,8 +172,8 @@ def _refuse_offsets(name: str, tensors: Sequence[Tensor]) -> None:
     for k, x in enumerate(tensors):
         if x.storage_offset() != 0:
             raise RuntimeError(
-                f"{name}[{k}] is a view that begins inside its storage, and torch {torch.__version__} compiles writes to such a view "
-                "incorrectly; use torch 2.13 or newer, or keep this call out of the compiled function"
+                f"{name}[{k}] is a view that begins inside its storage, and torch {torch.__version__} compiles writes "
+                "to such a view incorrectly; use torch 2.13 or newer, or keep this call out of the compiled function"
             )
 
 
@@ -206,8 +215,8 @@ def _trace_accumulate_(
 
 _define(
     "accumulate_",
-    "Tensor(a!)[] buffers, Tensor[] grads, Tensor scale, Tensor decay, bool overwrite, SymInt? seed, SymInt[] counters, "
-    "Tensor(b!)[] stats, str? backend -> ()",
+    "Tensor(a!)[] buffers, Tensor[] grads, Tensor scale, Tensor decay, bool overwrite, SymInt? seed, SymInt[] "
+    "counters, Tensor(b!)[] stats, str? backend -> ()",
     "Tensor(c!)[] low",
     _run_accumulate_,
     _trace_accumulate_,

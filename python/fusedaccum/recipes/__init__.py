@@ -1,1 +1,1 @@
-"""What is built upon the wrapper and its functional layer: answers that people would otherwise write for themselves."""
+"""Built upon the wrapper and functional layer: what people would otherwise write for themselves."""

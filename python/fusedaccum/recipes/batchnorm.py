@@ -1,4 +1,4 @@
-"""BatchNorm layers whose running statistics are the window's: pooled over its micro-batches, and updated once."""
+"""BatchNorm layers whose running statistics are pooled over a window, and updated once for it."""
 
 from __future__ import annotations
 
@@ -30,33 +30,43 @@ Place = tuple[int, tuple[Parameter, ...]]  # number among the model's modules; t
 
 
 def accumulate_batchnorm(model: Model) -> Model:
-    """Give every BatchNorm layer in ``model`` the running statistics that the big batch would leave in it; returns ``model``.
+    """Give ``model``'s BatchNorm layers the running statistics of the big batch; returns ``model``.
 
-    If micro-batch i has n_i values per channel, with mean m_i and unbiased variance v_i, and N = sum(n_i), then when a window closes::
+    If micro-batch i has n_i values per channel, with mean m_i and unbiased variance v_i, and N =
+    sum(n_i), then when a window closes::
 
         mean = sum(n_i * m_i) / N
         var  = (sum((n_i - 1) * v_i) + sum(n_i * (m_i - mean)**2)) / (N - 1)
-        running = (1 - momentum) * running + momentum * pooled          (momentum None: 1 / num_batches_tracked)
+        running = (1 - momentum) * running + momentum * pooled
+                  (momentum None: 1 / num_batches_tracked)
 
-    in FP64, in place, and ``num_batches_tracked`` counts one. Normalisation itself still sees one micro-batch at a time: a layer's
-    output and its gradients stay those of the micro-batch. Exact for a layer whose inputs are those of the big batch (the first
-    one); a later layer gets the pooled statistics of its own inputs.
+    in FP64, in place, and ``num_batches_tracked`` counts one. Normalisation itself still sees one
+    micro-batch at a time: a layer's output and its gradients stay those of the micro-batch. Exact
+    for a layer whose inputs are those of the big batch (the first one); a later layer gets the
+    pooled statistics of its own inputs.
 
-    Pools ``BatchNorm1d``, ``2d``, ``3d``, ``SyncBatchNorm`` and subclasses, which must pass ``running_mean``, ``running_var`` and
-    ``momentum`` on as they are. Layers in ``eval()`` or without running statistics, and training forwards under ``no_grad()``, work as
-    before. Forwards that activation checkpointing recomputes count once. A layer that is called several times in a micro-batch updates as
-    often, its k-th calls pooled with each other. Dropped micro-batches count for nothing. Statistics that are not finite are not written.
-    With a process group the population is that of all ranks.
+    Pools ``BatchNorm1d``, ``2d``, ``3d``, ``SyncBatchNorm`` and subclasses, which must pass
+    ``running_mean``, ``running_var`` and ``momentum`` on as they are. Layers in ``eval()`` or
+    without running statistics, and training forwards under ``no_grad()``, work as before. Forwards
+    that activation checkpointing recomputes count once. A layer that is called several times in a
+    micro-batch updates as often, its k-th calls pooled with each other. Dropped micro-batches count
+    for nothing. Statistics that are not finite are not written. With a process group the population
+    is that of all ranks.
 
-    In place: modules keep their names, parameters, buffers, state dicts and forward results, bit for bit. Call it before or after wrapping
-    the optimizer, but after ``convert_sync_batchnorm`` and ``fully_shard``. A layer follows the wrapper that accumulates its weight or
-    bias, or else that of the first accumulated parameter of the nearest module around it. :func:`restore_batchnorm` undoes it. Under
-    ``torch.compile`` each layer is a graph break. The statistics are a by-product of the forward: no pass over the input is added, nothing
-    waits for the device (over ranks: four small collectives per window), and an open window keeps 16 bytes per channel and call.
+    In place: modules keep their names, parameters, buffers, state dicts and forward results, bit
+    for bit. Call it before or after wrapping the optimizer, but after ``convert_sync_batchnorm``
+    and ``fully_shard``. A layer follows the wrapper that accumulates its weight or bias, or else
+    that of the first accumulated parameter of the nearest module around it.
+    :func:`restore_batchnorm` undoes it. Under ``torch.compile`` each layer is a graph break. The
+    statistics are a by-product of the forward: no pass over the input is added, nothing waits for
+    the device (over ranks: four small collectives per window), and an open window keeps 16 bytes
+    per channel and call.
 
     Raises:
-        TypeError: ``model`` is not a module. ValueError: a lazy layer that does not know its channels yet. At a training forward,
-        RuntimeError: no ``AccumulatingOptimizer`` accumulates a parameter of the model.
+        TypeError: ``model`` is not a module. ValueError: a lazy layer that does not know its
+            channels yet.
+        RuntimeError: at a training forward, no ``AccumulatingOptimizer`` accumulates a parameter of
+            the model.
     """
     _check(model)
     modules = dict(model.named_modules())
@@ -64,8 +74,8 @@ def accumulate_batchnorm(model: Model) -> Model:
     for _, name in found:
         if isinstance(modules[name], LazyModuleMixin):
             raise ValueError(
-                f"{name or 'model'} is a {type(modules[name]).__name__} that has seen no input yet; run one forward of the model, then "
-                "call accumulate_batchnorm(model)"
+                f"{name or 'model'} is a {type(modules[name]).__name__} that has seen no input yet; run one forward of "
+                "the model, then call accumulate_batchnorm(model)"
             )
     places = {}
     for number, name in found:
@@ -85,8 +95,9 @@ def accumulate_batchnorm(model: Model) -> Model:
 
 
 def _first_free(places: Collection[Place], step: int) -> int:
-    """The first number to give these layers, so that no layer of another model that follows the same parameter (as in a shared trunk)
-    has the same key.
+    """The first number to give these layers, so that none has the same key as another layer.
+
+    Layers of another model may follow the same parameter, as in a shared trunk.
     """
 
     def taken() -> set[tuple[int, int]]:
@@ -105,7 +116,9 @@ def _first_free(places: Collection[Place], step: int) -> int:
 
 
 def restore_batchnorm(model: Model) -> Model:
-    """Undo :func:`accumulate_batchnorm`; returns ``model``. Buffers stay as they are; what an open window has pooled is left out.
+    """Undo :func:`accumulate_batchnorm`; returns ``model``.
+
+    Buffers stay as they are; what an open window has pooled is left out.
 
     Raises TypeError if ``model`` is not a module.
     """
@@ -124,7 +137,7 @@ def _check(model: Any) -> None:
 
 
 class Pooled(_BatchNorm):
-    """What a pooled layer does differently from its original class, which comes next in its method resolution order."""
+    """How a pooled layer differs from its original class, which is next in the resolution order."""
 
     _plain: type[_BatchNorm]
     _place: Place
@@ -136,15 +149,16 @@ class Pooled(_BatchNorm):
 
     @outside_graphs
     def _observed(self, input: Tensor) -> Tensor:
-        """The forward, with temporary buffers in place of the layer's own, into which it writes the micro-batch's statistics."""
+        """The forward, writing its statistics into temporary buffers instead of the layer's."""
         run = _run()
         if run is _Run.PLAIN:
             return super().forward(input)
         followed = self._followed()
         if followed is None:
             raise RuntimeError(
-                f"accumulate_batchnorm: no AccumulatingOptimizer accumulates a parameter of this {type(self).__name__} or of the modules "
-                "around it, so nothing tells when its window ends; wrap the model's optimizer, or call fa.restore_batchnorm(model)"
+                f"accumulate_batchnorm: no AccumulatingOptimizer accumulates a parameter of this {type(self).__name__} "
+                "or of the modules around it, so nothing tells when its window ends; wrap the model's optimizer, or "
+                "call fa.restore_batchnorm(model)"
             )
         kept, momentum = self._buffers.copy(), self.momentum
         assert self.running_mean is not None
@@ -189,7 +203,7 @@ class Pooled(_BatchNorm):
 
 @functools.cache
 def _pooled(plain: type[_BatchNorm]) -> type[Pooled]:
-    """A class of the same name, so that code which prints or looks for a layer's class name need not change."""
+    """A class of the same name, for code that prints or looks for a layer's class name."""
     return type(plain.__name__, (Pooled, plain), {"_plain": plain, "__module__": plain.__module__})
 
 
@@ -216,8 +230,8 @@ class _Run(Enum):
 def _run() -> _Run:
     """The role of the current forward.
 
-    A re-entrant checkpoint runs it without gradients and then again, with them, within backward; any other checkpoint runs it with
-    gradients both times.
+    A re-entrant checkpoint runs it without gradients and then again, with them, within backward;
+    any other checkpoint runs it with gradients both times.
     """
     inside = within_backward()
     if torch.is_grad_enabled() and not inside:

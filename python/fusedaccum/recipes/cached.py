@@ -1,7 +1,8 @@
-"""Losses that are not a sum over samples, of a batch whose graph does not fit: ``cached_backward(loss_fn, encoders, inputs, ...)``.
+"""``cached_backward``: losses that are not a sum over samples, of a batch whose graph does not fit.
 
-Two passes over the encoders, micro-batch by micro-batch, and the loss of the whole batch between them: Gao et al., "Scaling Deep
-Contrastive Learning Batch Size under Memory Limited Setup" (2021), https://arxiv.org/abs/2101.06983; its implementation is GradCache.
+Two passes over the encoders, micro-batch by micro-batch, and the loss of the whole batch between
+them: Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup" (2021),
+https://arxiv.org/abs/2101.06983; its implementation is GradCache.
 """
 
 from __future__ import annotations
@@ -35,38 +36,45 @@ def cached_backward(
     opt: AccumulatingOptimizer | None = None,
     weight: Scalar | None = None,
 ) -> Tensor:
-    """The backward pass of the loss of a whole batch, ``loss_fn(encoder(batch), ...)``, with the graph of one micro-batch.
+    """The backward pass of ``loss_fn(encoder(batch), ...)``, with the graph of one micro-batch.
 
-    With E the embeddings of all samples, ``dL/dp = sum over micro-batches i of dL/dE_i * dE_i/dp``. The first pass computes E without a
-    graph. The loss of all of E gives dL/dE. The second pass encodes every micro-batch again, with the random numbers that it
-    drew before from PyTorch's default generators, and runs backward from its part of dL/dE. That is the gradient of the one big
-    backward, up to the order of its sums, if a sample's embedding depends on that sample alone (with batch normalisation it does
-    not).
+    With E the embeddings of all samples of the batch,
+    ``dL/dp = sum over micro-batches i of dL/dE_i * dE_i/dp``. The first pass computes E without a
+    graph. The loss of all of E gives dL/dE. The second pass encodes every micro-batch again, with
+    the random numbers that it drew before from PyTorch's default generators, and runs backward from
+    its part of dL/dE. That is the gradient of the one big backward, up to the order of its sums, if
+    a sample's embedding depends on that sample alone (with batch normalisation it does not).
 
-    Besides the graph of a micro-batch, memory holds E, dL/dE, the graph of the loss (until the second pass) and a copy of the modules'
-    buffers (until the loss). Trained encoders run forward twice, frozen ones once. Does not itself wait for a device. The two passes are
-    those of GradCache: Gao et al., 2021, arXiv:2101.06983, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup".
+    Besides the graph of a micro-batch, memory holds E, dL/dE, the graph of the loss (until the
+    second pass) and a copy of the modules' buffers (until the loss). Trained encoders run forward
+    twice, frozen ones once. Does not itself wait for a device. The two passes are those of
+    GradCache: Gao et al., 2021, arXiv:2101.06983, "Scaling Deep Contrastive Learning Batch Size
+    under Memory Limited Setup".
 
     Args:
-        loss_fn: the scalar loss of the embeddings of all samples, with one argument per encoder; called once. Parameters that it uses (a
-            temperature) get their gradients too. With a GradScaler, it returns ``scaler.scale(loss)``.
-        encoders: a module or function, or a list of them, in which one may occur twice. A module is called with ``**batch`` for a dict,
-            ``*batch`` for a list or tuple, and ``batch`` otherwise; a function with the micro-batch as it is. It returns a tensor,
-            or tensors nested in dicts, lists, tuples or dataclasses, whose first dimension is the sample.
-        inputs: the whole batch, nested likewise; for a list of encoders, a list with one batch per encoder. Tensors in it that require
-            a gradient get one.
+        loss_fn: the scalar loss of the embeddings of all samples, with one argument per encoder;
+            called once. Parameters that it uses (a temperature) get their gradients too. With a
+            GradScaler, it returns ``scaler.scale(loss)``.
+        encoders: a module or function, or a list of them, in which one may occur twice. A module is
+            called with ``**batch`` for a dict, ``*batch`` for a list or tuple, and ``batch``
+            otherwise; a function with the micro-batch as it is. It returns a tensor, or tensors
+            nested in dicts, lists, tuples or dataclasses, whose first dimension is the sample.
+        inputs: the whole batch, nested likewise; for a list of encoders, a list with one batch per
+            encoder. Tensors in it that require a gradient get one.
         micro_batch_size: samples that are encoded at once; the last micro-batch may be smaller.
-        opt: the wrapper that accumulates the gradients: the call is one micro-batch of it, and its loss is recorded. Not needed with a
-            plain optimizer, nor within ``opt.micro_batch()``.
-        weight: of that micro-batch, as :meth:`AccumulatingOptimizer.backward` takes it; only with ``opt``.
+        opt: the wrapper that accumulates the gradients: the call is one micro-batch of it, and its
+            loss is recorded. Not needed with a plain optimizer, nor within ``opt.micro_batch()``.
+        weight: of that micro-batch, as :meth:`AccumulatingOptimizer.backward` takes it;
+            only with ``opt``.
 
     Returns:
         what ``loss_fn`` returned, detached (with a GradScaler, scaled).
 
     Raises:
-        TypeError, ValueError: an invalid argument, loss or encoder output; nothing has been added by then.
-        RuntimeError: a wrapper would count the passes as several micro-batches, or an encoder changes its inputs in place. After any
-            exception ``opt`` is as :meth:`AccumulatingOptimizer.micro_batch` says; without ``opt``, ``p.grad`` may hold a part.
+        TypeError, ValueError: an invalid argument, loss or encoder output; nothing has been added.
+        RuntimeError: a wrapper would count the passes as several micro-batches, or an encoder
+            changes its inputs in place. After any exception ``opt`` is as
+            :meth:`AccumulatingOptimizer.micro_batch` says; without it, ``p.grad`` may hold a part.
     """
     size = checked_count(micro_batch_size, "micro_batch_size", "; it is the samples that are encoded at once")
     encodings = _encodings(encoders, inputs, size)
@@ -77,8 +85,8 @@ def cached_backward(
         with unmoved([encoding.encoder for encoding in encodings if not encoding.frozen], but=frozen) as modules:
             embeddings = [encoding.embed() for encoding in encodings]
         note_layers("cached_backward", _by_batch(encodings, modules))
-        # What was made of weights without a graph must not be reused where there is one: autocast has kept casts of them (PyTorch issue
-        # 112583), and parametrize.cached() those that are parametrized.
+        # What was made of weights without a graph must not be reused where there is one: autocast
+        # has kept casts of them (PyTorch issue 112583), and parametrize.cached() parametrized ones.
         torch.clear_autocast_cache()
         parametrize._cache.clear()
         loss = loss_fn(*embeddings)
@@ -105,7 +113,7 @@ class _Encoding:
 
     Attributes:
         split: True if its batch makes several micro-batches.
-        modules: those known to be in the encoder. called: those of them that have normalised by a micro-batch.
+        modules: known to be in the encoder. called: those of them that normalised by a micro-batch.
         frozen: True if it needs no second pass.
         placed: tensors on every device that it is known to use.
     """
@@ -127,14 +135,17 @@ class _Encoding:
         self._gradients: list[Tensor | None] = []  # of every leaf of the embeddings
 
     def _apart(self, leaf: Any) -> Any:
-        """Detach an input that needs a gradient, because only one backward may go through the graph that made it."""
+        """Detach an input that needs a gradient: only one backward may go through what made it."""
         if not isinstance(leaf, Tensor) or not leaf.requires_grad:
             return leaf
         self._trained_inputs.append((leaf, leaf.detach().requires_grad_()))
         return self._trained_inputs[-1][1]
 
     def embed(self) -> Any:
-        """The first pass: the embeddings of all samples, as leaves. (A frozen encoder makes no graph anyway, and runs as usual.)"""
+        """The first pass: the embeddings of all samples, as leaves.
+
+        A frozen encoder makes no graph anyway, and runs as usual.
+        """
         versions = self._versions()
         parts = []
         new_part = _parts_of_statistics(self.modules if self.frozen else ())
@@ -147,8 +158,8 @@ class _Encoding:
                 self._check_embedding(parts[-1], stop - start)
         if self._versions() != versions and not self.frozen:
             raise RuntimeError(
-                f"{self._name} changes its inputs in place, so the second pass would not see what the first one saw; make it create new "
-                "tensors (inplace=False), or change the inputs before the call"
+                f"{self._name} changes its inputs in place, so the second pass would not see what the first one saw; "
+                "make it create new tensors (inplace=False), or change the inputs before the call"
             )
         tensors = iter([torch.cat(same).detach() for same in zip(*map(_tensors, parts), strict=True)])
         embedding = mapped(lambda leaf: next(tensors) if isinstance(leaf, Tensor) else leaf, parts[0])
@@ -161,7 +172,10 @@ class _Encoding:
         self._gradients = [tensor.grad for tensor in _tensors(embedding)]
 
     def backward(self, modules: Iterable[Module]) -> None:
-        """The second pass, through these modules. Runs forward even if the loss used no embedding, so that running statistics advance."""
+        """The second pass, through these modules.
+
+        Runs forward even if the loss used no embedding, so that running statistics advance.
+        """
         if self.frozen:
             return
         new_part = _parts_of_statistics(modules)
@@ -204,18 +218,19 @@ class _Encoding:
         for path, leaf in leaves(output, f"{self._name}(...)"):
             if not isinstance(leaf, Tensor) and leaf is not None:
                 raise TypeError(
-                    f"{path} is a {type(leaf).__name__}, but only tensors can be concatenated over all samples; let the encoder "
-                    "return the tensors that the loss uses"
+                    f"{path} is a {type(leaf).__name__}, but only tensors can be concatenated over all samples; let "
+                    "the encoder return the tensors that the loss uses"
                 )
             if isinstance(leaf, Tensor) and (leaf.dim() == 0 or leaf.shape[0] != samples):
                 raise ValueError(
-                    f"{path} has the shape {tuple(leaf.shape)} for {samples} samples; the first dimension of what an encoder returns "
-                    "must be the sample, and anything taken over all samples (a mean, a norm) belongs in loss_fn"
+                    f"{path} has the shape {tuple(leaf.shape)} for {samples} samples; the first dimension of what an "
+                    "encoder returns must be the sample, and anything taken over all samples (a mean, a norm) belongs "
+                    "in loss_fn"
                 )
 
 
 def _parts_of_statistics(modules: Iterable[Module]) -> Callable[[], None]:
-    """Tell pooled batch statistics that the samples come in parts; returns a function to call before each part."""
+    """Tell pooled statistics that samples come in parts; returns what to call before each part."""
     found = [layer.follows() for layer in modules if isinstance(layer, Pooled)]
     begin = [statistics.in_parts() for statistics in {place[0] for place in found if place is not None}]
 
@@ -227,7 +242,10 @@ def _parts_of_statistics(modules: Iterable[Module]) -> Callable[[], None]:
 
 
 def _by_batch(encodings: Sequence[_Encoding], modules: Iterable[Module]) -> list[Module]:
-    """The layers that have normalised by a micro-batch; ``modules`` are all that have run in functions, and those of other encoders."""
+    """The layers that have normalised by a micro-batch.
+
+    ``modules``: all that have run in functions, and those of other encoders.
+    """
     found = {module: None for encoding in encodings for module in encoding.called}
     if any(encoding.split and not encoding.modules for encoding in encodings):
         others = {module for encoding in encodings for module in encoding.modules}
@@ -241,8 +259,8 @@ def _encodings(encoders: Any, inputs: Any, size: int) -> list[_Encoding]:
     if not isinstance(inputs, (list, tuple)) or len(inputs) != len(encoders) or not inputs:
         got = len(inputs) if isinstance(inputs, (list, tuple)) else f"one {type(inputs).__name__}"
         raise ValueError(
-            f"encoders holds {len(encoders)} and inputs holds {got}; give a list with one batch per encoder, or one encoder and its "
-            "batch, not in lists"
+            f"encoders holds {len(encoders)} and inputs holds {got}; give a list with one batch per encoder, or one "
+            "encoder and its batch, not in lists"
         )
     for i, encoder in enumerate(encoders):
         if not callable(encoder):
@@ -256,7 +274,10 @@ def _encodings(encoders: Any, inputs: Any, size: int) -> list[_Encoding]:
 
 
 def _run_twice_with_others(encodings: Sequence[_Encoding]) -> None:
-    """Let frozen encoders run twice if they share buffers with one that does: else its passes would find different ones."""
+    """Let frozen encoders run twice if they share buffers with one that does.
+
+    Otherwise the two passes of that one would find different buffers.
+    """
     twice = [encoding for encoding in encodings if not encoding.frozen]
     while twice:
         moved = {module for encoding in twice for module in encoding.modules if module._buffers}
@@ -278,13 +299,14 @@ def _one_micro_batch(opt: Any, weight: Scalar | None) -> AbstractContextManager[
 
 
 def _check_grouped(parameters: Iterable[Tensor]) -> None:
-    """Raises RuntimeError if a wrapper accumulates these parameters' gradients and counts every pass as a micro-batch of its own."""
+    """Raises RuntimeError if these parameters' wrapper counts each pass as a micro-batch."""
     for parameter in parameters:
         accumulation = accumulation_of(parameter) if parameter.requires_grad else None
         if accumulation is not None and accumulation.passes.tells_passes_apart:
             raise RuntimeError(
-                "an AccumulatingOptimizer accumulates these parameters' gradients and would count every backward pass of cached_backward "
-                "as a micro-batch of its own; give opt=, or call it within `with opt.micro_batch():` (of every such wrapper)"
+                "an AccumulatingOptimizer accumulates these parameters' gradients and would count every backward pass "
+                "of cached_backward as a micro-batch of its own; give opt=, or call it within `with "
+                "opt.micro_batch():` (of every such wrapper)"
             )
 
 
@@ -294,14 +316,14 @@ def _check_loss(loss: Any) -> None:
         raise ValueError(f"loss_fn must return one number as a tensor, got {got}; take its mean() or sum()")
     if not loss.requires_grad:
         raise ValueError(
-            "the loss that loss_fn returned depends on nothing that requires a gradient: all encoders are frozen, loss_fn detaches the "
-            "embeddings, or the call is within torch.no_grad()"
+            "the loss that loss_fn returned depends on nothing that requires a gradient: all encoders are frozen, "
+            "loss_fn detaches the embeddings, or the call is within torch.no_grad()"
         )
     _check_grouped(parameters_under([loss]))
 
 
 def parameters_under(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The leaves of the graph of these tensors: the only way to find the parameters that a function uses."""
+    """The leaves of the graph of these tensors: the only way to find a function's parameters."""
     return (node.variable for node in nodes_under(outputs) if hasattr(node, "variable"))
 
 

@@ -1,4 +1,4 @@
-"""How fast this device runs the passes of a window: measured on the spot, in separate memory laid out like the model's."""
+"""How fast this device runs a window's passes: measured in memory laid out like the model's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HOOKED = 256  # parameters of one element, on which the cost of hooks is measure
 
 
 def bandwidths(kernels: Iterable[Kernel], sizes: Sequence[int], device: torch.device) -> dict[Kernel, float]:
-    """Bytes per second of every kernel, over parameters of these sizes (in elements, in the order of their gradients)."""
+    """Bytes per second of every kernel. ``sizes``: in elements, in the order of the gradients."""
     sample = _sample(sizes)
     return {kernel: _bandwidth(kernel, sample, device) for kernel in dict.fromkeys(kernels)}
 
@@ -61,12 +61,12 @@ def _wait(device: torch.device) -> None:
 
 
 def _one_pass(kernel: Kernel, sizes: list[int], device: torch.device) -> Callable[[], object]:
-    """The pass over tensors of these sizes, in the same calls as in a window of parameters on this device."""
+    """The pass over tensors of these sizes, in a window's calls for parameters on this device."""
     op, source, into = kernel.op, kernel.source, kernel.into
     where = torch.device("cpu") if kernel.lane == "cpu" else device
     flat, views = _flat(sizes, into, where)
     if op in ("overwrite", "add", "add_", "pack"):
-        # Each bucket's gradients have memory of their own: data left in the cache by the previous pass would look too fast.
+        # Each bucket's gradients have their own memory: data left in the cache would look too fast.
         grads = _flat(sizes, source, where)[1]
         sent = kernel.lane == "cpu" or op == "pack"
         calls = [(views[i:j], grads[i:j]) for i, j in buckets([size * source.itemsize for size in sizes], device, sent)]
@@ -154,7 +154,10 @@ class _Ones(torch.autograd.Function):
 
 
 def hook_seconds(dtype: torch.dtype, device: torch.device) -> float:
-    """What the wrapper adds to a backward pass per parameter, whatever its size: hooks, queue, and a share of the call that adds."""
+    """What the wrapper adds to a backward pass per parameter, whatever the parameter's size.
+
+    That is the hooks, the queue, and a share of the call that adds.
+    """
 
     def alone() -> None:
         _Ones.apply(*plain).backward()

@@ -1,4 +1,4 @@
-"""``fa.explain(model, desired_batch=64, micro_batch=8)``: what a window will cost here under each mode, and which to take."""
+"""``fa.explain``: what a window will cost here under each mode, and which one to take."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..scalars import checked_count
 from . import calibration
 from .modes import FUSED, HELD, MASTERS, PLAIN, Kernel, Mode, Parameters, priced
 
-# The share of the available memory kept for what is not known here: activations, and what the step takes for itself.
+# The share of the memory that is kept for what is unknown: activations, and what the step takes.
 ROOM = 0.2
 
 
@@ -30,9 +30,11 @@ class Explanation:
         modes: the modes to choose from.
         recommended: one of them. reason: why. call: code to paste, for the requested window.
         micro_batches: per window. micro_batch: samples in each. last: samples in the last.
-        available: bytes on the parameters' device, :attr:`device`, for the model and all that comes with it; None if not known.
+        available: bytes on the parameters' :attr:`device`, for the model and all that comes with
+            it; None if not known.
         bandwidths: bytes per second of each pass, as measured.
-        hook_seconds: what the wrapper adds to a window's backward passes, besides :attr:`Mode.seconds`; None if not measured.
+        hook_seconds: what the wrapper adds to a window's backward passes, besides
+            :attr:`Mode.seconds`; None if not measured.
     """
 
     modes: list[Mode]
@@ -59,41 +61,48 @@ def explain(
     optimizer: Any = None,
     memory: int | None = None,
 ) -> Explanation:
-    """A window's memory, bytes moved and time under each mode, and which mode to use: ``print(fa.explain(...))``.
+    """A window's memory, bytes moved and time under each mode, and which mode to use.
 
-    A window has ``N = ceil(desired_batch / micro_batch)`` micro-batches. For parameters of p bytes per element, buffers of b::
+    ``print(fa.explain(...))`` shows them. A window has ``N = ceil(desired_batch / micro_batch)``
+    micro-batches. For parameters of p bytes per element, buffers of b::
 
-        bytes in memory = model + buffers + gradients on their way (a bucket) + masters + optimizer's state
-        bytes moved     = (p + b) + (N - 1) * (p + 2b) + closing      closing: b + p to cast, 2b to scale, 0 for neither
-        seconds         = sum over the passes of bytes / measured bandwidth      (+ hooks, per parameter and micro-batch)
+        bytes in memory = model + buffers + gradients on their way (a bucket) + masters
+                          + optimizer's state
+        bytes moved     = (p + b) + (N - 1) * (p + 2b) + closing
+                          (closing: b + p to cast, 2b to scale, 0 for neither)
+        seconds         = sum over the passes of bytes / measured bandwidth
+                          (+ hooks, per parameter and micro-batch)
 
-    counted over the parameters as they are; docs/memory.md and docs/performance.md explain each term. Gradients are assumed to
-    arrive from the last parameter to the first. Not counted, because no input is known: activations, the rows of a fused embedding, the
-    extra time of fused layers' GEMMs, and what the inner step takes for itself. (``fa.MicroBatcher(model, opt)`` finds the largest
-    micro-batch that fits.)
+    counted over the parameters as they are; docs/memory.md and docs/performance.md explain each
+    term. Gradients are assumed to arrive from the last parameter to the first. Not counted, because
+    no input is known: activations, the rows of a fused embedding, the extra time of fused layers'
+    GEMMs, and what the inner step takes for itself. (``fa.MicroBatcher(model, opt)`` finds the
+    largest micro-batch that fits.)
 
     Args:
-        model: a module, or its parameters, on one device. On ``"meta"`` it takes no memory, and nothing is measured.
+        model: a module, or its parameters, on one device. On ``"meta"`` it takes no memory, and
+            nothing is measured.
         desired_batch: samples per window.
         micro_batch: samples that go through the model at once.
-        optimizer: an instance or a class, whose state is counted as it will be after the first step; None leaves it out. An instance's
-            groups may ask for buffer dtypes (``"buffer_dtype"``).
+        optimizer: an instance or a class, whose state is counted as it will be after the first
+            step; None leaves it out. An instance's groups may ask for buffer dtypes
+            (``"buffer_dtype"``).
         memory: bytes available on the device, another machine's for example; None asks this device.
 
     Raises:
-        TypeError, ValueError: no model, nothing to train, several devices; sizes that are not whole numbers or below 1, or a micro-batch
-            larger than the batch.
+        TypeError, ValueError: no model, nothing to train, several devices; sizes that are not
+            whole numbers or below 1, or a micro-batch larger than the batch.
 
-    Measures with the library's own calls on memory of its own: this takes about a second on a CPU and at most 1 GiB (of FP64), which is
-    freed. (If a device is too full for that, explain a copy on ``"meta"``.) Waits for the device. Parameters, gradients and the optimizer
-    stay untouched.
+    Measures with the library's own calls on memory of its own: this takes about a second on a CPU
+    and at most 1 GiB (of FP64), which is freed. (If a device is too full for that, explain a copy
+    on ``"meta"``.) Waits for the device. Parameters, gradients and the optimizer stay untouched.
     """
     desired_batch = checked_count(desired_batch, "desired_batch", "; it counts samples")
     micro_batch = checked_count(micro_batch, "micro_batch", "; it counts samples")
     if micro_batch > desired_batch:
         raise ValueError(
-            f"micro_batch is {micro_batch}, more than desired_batch ({desired_batch}); a window is made of micro-batches: "
-            f"use micro_batch={desired_batch} (which needs no accumulation), or a larger desired_batch"
+            f"micro_batch is {micro_batch}, more than desired_batch ({desired_batch}); a window is made of "
+            f"micro-batches: use micro_batch={desired_batch} (which needs no accumulation), or a larger desired_batch"
         )
     if memory is not None:
         memory = checked_count(memory, "memory", "; it is in bytes: 80 * 2**30")
@@ -119,7 +128,7 @@ def explain(
 
 
 def _seconds(mode: Mode, speeds: dict[Kernel, float]) -> float:
-    """While gradients arrive, device, link and CPU work in parallel; at the window's end, one after the other."""
+    """Device, link and CPU work in parallel while gradients arrive, in turn at the window's end."""
     lanes: dict[str, float] = {}
     closing = 0.0
     for p in mode.passes:
@@ -169,7 +178,7 @@ def _call(mode: Mode, desired_batch: int, micro_batches: int, even: bool) -> str
     return call + ("; fa.fuse_embedding(fa.fuse_linear(model))" if mode.name == FUSED.name else "")
 
 
-# -- the text --------------------------------------------------------------------------------------------------
+# -- the text --------------------------------------------------------------------------------------
 
 
 def _text(found: Explanation) -> Iterator[str]:
@@ -180,19 +189,27 @@ def _text(found: Explanation) -> Iterator[str]:
     yield f"    {found.call}"
     yield ""
     smaller = "" if found.last == size else f", the last of {found.last}"
-    yield f"A window of {batch} samples: {n} micro-batch{'es' if n > 1 else ''} of {size}{smaller}. Parameters on {found.device}."
+    micro_batches = f"{n} micro-batch{'es' if n > 1 else ''} of {size}{smaller}"
+    yield f"A window of {batch} samples: {micro_batches}. Parameters on {found.device}."
     if smaller:
         yield f"With opt.backward(loss, weight=len(x)), the window is the mean over its {batch} samples."
     yield ""
-    yield "Memory at a window's peak. Gradients: those not added yet. Activations, and what the step takes, come on top."
+    yield (
+        "Memory at a window's peak. Gradients: those not added yet. Activations, and what the step takes, come on top."
+    )
     yield from _memory(found)
     if any(mode.cpu for mode in modes):
         yield "* in CPU memory. Ring: what gradients pass through on their way there."
     if "optimizer" not in modes[0].memory:
-        yield "The optimizer's state is left out: no optimizer was given (optimizer=torch.optim.AdamW), or a trial step failed."
+        yield (
+            "The optimizer's state is left out: no optimizer was given (optimizer=torch.optim.AdamW), or a trial step "
+            "failed."
+        )
     yield "fa.MicroBatcher finds by trial how many samples fit, activations included."
     yield ""
-    yield "What accumulating a window reads and writes. n × b: b bytes per element in each of n micro-batches; else once."
+    yield (
+        "What accumulating a window reads and writes. n × b: b bytes per element in each of n micro-batches; else once."
+    )
     header = ["mode", "bytes per element", "in all", *(["ms"] if found.bandwidths else [])]
     yield from _table([header, *([mode.name, mode.formula, _size(mode.moved), *_ms(found, mode)] for mode in modes)])
     if not found.bandwidths:

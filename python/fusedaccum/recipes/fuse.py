@@ -1,7 +1,9 @@
-"""Layers whose backward adds the weight's gradient into its buffer, so that it is never a tensor of its own.
+"""Layers whose backward adds the weight's gradient into its buffer, without a tensor for it.
 
-``fuse_linear``: the GEMM that computes a ``Linear``'s weight gradient writes ``buffer + scale * gradient``.
-``fuse_embedding``: an ``Embedding`` adds the rows of the tokens that occur, instead of a gradient as large as the vocabulary.
+``fuse_linear``: the GEMM that computes a ``Linear``'s weight gradient writes
+``buffer + scale * gradient``.
+
+``fuse_embedding``: an ``Embedding`` adds the rows of its tokens, not of the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -22,38 +24,46 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def fuse_linear(model: Model) -> Model:
-    """Make every ``nn.Linear`` in ``model`` add its weight's gradient directly into the buffer; returns ``model``.
+    """Let each ``nn.Linear`` add its weight's gradient directly into the buffer; returns ``model``.
 
-    ``buffer = buffer + scale * (grad_output.T @ input)`` in one GEMM, if torch has one that reads the layer's dtype and writes the
-    buffer's: FP32 and FP64 everywhere, bf16 and fp16 into FP32 buffers on GPUs. The sum is rounded once, whereas an unfused layer rounds
-    the gradient first: results differ by that rounding. Biases are not fused.
+    ``buffer = buffer + scale * (grad_output.T @ input)`` in one GEMM, if torch has one that reads
+    the layer's dtype and writes the buffer's: FP32 and FP64 everywhere, bf16 and fp16 into FP32
+    buffers on GPUs. The sum is rounded once, whereas an unfused layer rounds the gradient first:
+    results differ by that rounding. Biases are not fused.
 
-    The layer falls back to the unfused path, with the same meaning, wherever a gradient must be seen whole: for weights that no wrapper
-    accumulates, under ``nonfinite="skip_micro_batch"``, in 16-bit buffers, with micro-batch weights that are tensors on a GPU, under
-    autocast, ``torch.compile`` and ``torch.func``, for ``create_graph=True`` and ``torch.autograd.grad``, for layers whose weight has
-    hooks, and for nested and sparse inputs.
+    The layer falls back to the unfused path, with the same meaning, wherever a gradient must be
+    seen whole: for weights that no wrapper accumulates, under ``nonfinite="skip_micro_batch"``, in
+    16-bit buffers, with micro-batch weights that are tensors on a GPU, under autocast,
+    ``torch.compile`` and ``torch.func``, for ``create_graph=True`` and ``torch.autograd.grad``, for
+    layers whose weight has hooks, and for nested and sparse inputs.
 
-    In place: modules keep their names, parameters, state dicts and forward results, bit for bit. Call it before or after wrapping the
-    optimizer. :func:`unfuse` undoes it; do so before ``torch.jit`` or ``torch.fx`` traces the model. Subclasses of ``nn.Linear`` are left
-    alone. Allocates nothing. Raises TypeError if ``model`` is not a module.
+    In place: modules keep their names, parameters, state dicts and forward results, bit for bit.
+    Call it before or after wrapping the optimizer. :func:`unfuse` undoes it; do so before
+    ``torch.jit`` or ``torch.fx`` traces the model. Subclasses of ``nn.Linear`` are left alone.
+    Allocates nothing. Raises TypeError if ``model`` is not a module.
     """
     return _swap(model, {nn.Linear: Linear})
 
 
 def fuse_embedding(model: Model) -> Model:
-    """Make every ``nn.Embedding`` in ``model`` add the rows of its tokens directly into the buffer; returns ``model``.
+    """Let each ``nn.Embedding`` add its tokens' rows directly into the buffer; returns ``model``.
 
-    ``buffer[token] += scale * grad_output``, token by token: memory and time grow with the tokens of the micro-batch, not with the
-    vocabulary, except that the buffer is zeroed once per window. The rows are added one after the other in the buffer's dtype, whereas an
-    unfused layer adds equal tokens in the gradient's dtype first: results differ by that rounding. Deterministic.
+    ``buffer[token] += scale * grad_output``, token by token: memory and time grow with the tokens
+    of the micro-batch, not with the vocabulary, except that the buffer is zeroed once per window.
+    The rows are added one after the other in the buffer's dtype, whereas an unfused layer adds
+    equal tokens in the gradient's dtype first: results differ by that rounding. Deterministic.
 
-    Falls back and raises as :func:`fuse_linear` does; also falls back with ``sparse``, ``max_norm`` or ``scale_grad_by_freq``.
+    Falls back and raises as :func:`fuse_linear` does; also falls back with ``sparse``, ``max_norm``
+    or ``scale_grad_by_freq``.
     """
     return _swap(model, {nn.Embedding: Embedding})
 
 
 def unfuse(model: Model) -> Model:
-    """Undo :func:`fuse_linear` and :func:`fuse_embedding`; returns ``model``. Raises TypeError if it is not a module."""
+    """Undo :func:`fuse_linear` and :func:`fuse_embedding`; returns ``model``.
+
+    Raises TypeError if it is not a module.
+    """
     return _swap(model, {Linear: nn.Linear, Embedding: nn.Embedding})
 
 
@@ -108,8 +118,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.set_materialize_grads(False)  # with zeros instead of None, an optimizer would decay the weight
-        # As in nn.Linear, a weight that backward does not read may change before it. A saved tensor may come back as another one
-        # (checkpointing), but the key to the buffer is the parameter itself.
+        # As in nn.Linear, a weight that backward does not read may change before it. A saved tensor
+        # may come back as another one (checkpointing), but the buffer's key is the parameter.
         ctx.save_for_backward(input, weight if ctx.needs_input_grad[0] else None)
         ctx.weight = weight
         output = functional.linear(input, weight, bias)
@@ -172,7 +182,7 @@ class _Embedding(torch.autograd.Function):
 def _added(
     weight: Parameter, dtype: torch.dtype, write: Write, can: Callable[[torch.dtype, torch.dtype, str], bool]
 ) -> bool:
-    """Let ``write`` add a gradient of this dtype to the weight's buffer; False if the gradient must go through autograd instead."""
+    """Let ``write`` add a gradient of this dtype to the weight's buffer; False if autograd must."""
     accumulation = accumulation_of(weight)
     missed = weight._backward_hooks or weight._post_accumulate_grad_hooks  # they would miss the gradient
     if torch.is_grad_enabled() or not weight.requires_grad or missed or accumulation is None or dtype != weight.dtype:
@@ -181,7 +191,10 @@ def _added(
 
 
 def add_product(buffer: Tensor, a: Tensor, b: Tensor, scale: float, keep: float) -> None:
-    """``buffer = keep * buffer + scale * (a @ b)``, read in the dtype of ``a`` and ``b``; with ``keep`` 0, whatever the buffer holds."""
+    """``buffer = keep * buffer + scale * (a @ b)``, read in the dtype of ``a`` and ``b``.
+
+    With ``keep`` 0, whatever the buffer holds.
+    """
     mixed = {} if buffer.dtype == a.dtype else {"out_dtype": buffer.dtype}
     torch.addmm(buffer, a, b, beta=keep, alpha=scale, out=buffer, **mixed)
 

@@ -6,8 +6,9 @@ import gc
 
 import torch
 
-# Messages of what PyTorch raises as a plain RuntimeError. The third and the last are from Accelerate's should_reduce_batch_size
-# (huggingface/accelerate, src/accelerate/utils/memory.py); the others are what the libraries below PyTorch call it.
+# Messages of what PyTorch raises as a plain RuntimeError. The third and the last are from
+# Accelerate's should_reduce_batch_size (huggingface/accelerate, src/accelerate/utils/memory.py);
+# the others are what the libraries below PyTorch call it.
 MESSAGES = (
     "out of memory",  # CUDA's, HIP's and MPS's own
     "OUT_OF_DEVICE_MEMORY",  # SYCL's
@@ -29,7 +30,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def make_room() -> None:
-    """Free unused memory. Call it when the exception is gone, because its traceback keeps all tensors of the frames that it passed."""
+    """Free unused memory. Call it when the exception is gone, whose traceback keeps tensors."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

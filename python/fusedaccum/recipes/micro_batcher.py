@@ -1,4 +1,4 @@
-"""Windows of the desired batch, whatever fits into memory: ``loss = MicroBatcher(model, opt).step(batch)``."""
+"""``MicroBatcher``: windows of the desired batch, whatever fits into memory."""
 
 from __future__ import annotations
 
@@ -31,33 +31,41 @@ from .splitting import listening, nodes_under, note_functions, note_layers
 
 
 class MicroBatcher:
-    """Splits each desired batch into micro-batches that fit into memory, runs them as one window, and steps the optimizer.
+    """Runs each desired batch as one window, in micro-batches that fit into memory, and steps.
 
-    The window's gradient is that of the desired batch, ``sum(w_i * g_i) / sum(w_i)`` under ``reduction="mean"``, however it is split, even
-    if the micro-batch size does not divide it, and even if memory runs out midway. After an out-of-memory error the micro-batch is freed
-    and halved, and the same window continues. Gradients already added stay, and are left out when their samples are run again.
+    The window's gradient is that of the desired batch, ``sum(w_i * g_i) / sum(w_i)`` under
+    ``reduction="mean"``, however it is split, even if the micro-batch size does not divide it, and
+    even if memory runs out midway. After an out-of-memory error the micro-batch is freed and
+    halved, and the same window continues. Gradients already added stay, and are left out when their
+    samples are run again.
 
     Args:
-        model_or_fn: computes a micro-batch's loss: a function of it; or a module, called with ``**`` for a mapping, ``*`` for a list or
-            tuple, else with the micro-batch itself. The loss is what it returns, or its ``.loss`` or ``["loss"]``: one number, a mean over
-            the micro-batch's items under ``opt``'s ``reduction="mean"``, a sum under ``"sum"``, and under ``"none"`` such that the losses
-            of a window's micro-batches add up to the window's.
-        opt: an :class:`AccumulatingOptimizer` whose windows the caller owns (neither ``accum_steps`` nor ``window_weight``).
-        micro_batch_size: samples at most, in parts as equal as possible; or ``"auto"``, which begins with the whole batch, halves on an
-            error, remembers for each shape what fitted, and tries twice that after 16 windows without an error (after 32, 64, ...
-            if it does not fit again). Ranks that share windows begin each window with the smallest of their sizes (one number per window
-            is reduced, which waits for the device). With a number, an out-of-memory error is raised; layers of ``fuse_linear`` then stay
-            fused, and sums travel to other ranks during the last backward, as in a hand-written loop.
-        weight: function that returns a micro-batch's number of items (or a 0-d tensor), called before it is moved; a batch's weight must
-            be the sum of its parts'. None counts samples.
-        device: micro-batches are moved there one by one, so the desired batch may stay in CPU memory.
-        scaler: scales the losses, steps ``opt`` and is updated once per window. ``model_or_fn`` must not scale them too.
+        model_or_fn: computes a micro-batch's loss: a function of it; or a module, called with
+            ``**`` for a mapping, ``*`` for a list or tuple, else with the micro-batch itself. The
+            loss is what it returns, or its ``.loss`` or ``["loss"]``: one number, a mean over the
+            micro-batch's items under ``opt``'s ``reduction="mean"``, a sum under ``"sum"``, and
+            under ``"none"`` such that the losses of micro-batches add up to the window's.
+        opt: an :class:`AccumulatingOptimizer` whose windows the caller owns (neither
+            ``accum_steps`` nor ``window_weight``).
+        micro_batch_size: samples at most, in parts as equal as possible; or ``"auto"``, which
+            begins with the whole batch, halves on an error, remembers for each shape what fitted,
+            and tries twice that after 16 windows without an error (after 32, 64, ... if it does not
+            fit again). Ranks that share windows begin each window with the smallest of their sizes
+            (one number per window is reduced, which waits for the device). With a number, an
+            out-of-memory error is raised; layers of ``fuse_linear`` then stay fused, and sums
+            travel to other ranks during the last backward, as in a hand-written loop.
+        weight: function that returns a micro-batch's number of items (or a 0-d tensor), called
+            before it is moved; a batch's weight must be the sum of its parts'. None counts samples.
+        device: micro-batches move there one by one, so the desired batch may stay in CPU memory.
+        scaler: scales the losses, steps ``opt`` and is updated once per window. ``model_or_fn``
+            must not scale them too.
 
     Attributes:
-        micro_batch_size: the latest window's limit of samples per micro-batch; None before the first window of ``"auto"``.
+        micro_batch_size: the latest window's limit; None before the first window of ``"auto"``.
 
     Raises:
-        TypeError, ValueError: an argument that is invalid, alone or with the others; the message names it and the fix.
+        TypeError, ValueError: an argument is invalid, alone or with the others; the message names
+            it and the fix.
     """
 
     def __init__(
@@ -92,15 +100,18 @@ class MicroBatcher:
         """One window: forward and backward of every sample of ``batch``, and the optimizer's step.
 
         Args:
-            batch: tensors (or NumPy arrays) whose first dimension is the sample, nested in dicts, lists, tuples and dataclasses.
+            batch: tensors (or NumPy arrays) whose first dimension is the sample, nested in dicts,
+                lists, tuples and dataclasses.
 
         Returns:
-            ``opt.last_window.loss``, a 0-d float64 tensor: the desired batch's loss. NaN for a window without weight.
+            ``opt.last_window.loss``, a 0-d float64 tensor: the desired batch's loss. NaN for a
+            window without weight.
 
         Raises:
             ValueError: ``batch`` cannot be cut. RuntimeError: ``opt`` holds an open window.
             torch.OutOfMemoryError: one sample, or ``micro_batch_size`` samples, do not fit.
-            Whatever the model or ``opt.step()`` raise. The window is dropped then, and you can pass the batch again.
+            Whatever the model or ``opt.step()`` raise. The window is dropped then, and you can pass
+            the batch again.
 
         Waits for the device only where ``opt.step()`` does, and where ranks agree on a size.
         """
@@ -111,8 +122,8 @@ class MicroBatcher:
         samples = nested.batch_size(batch)
         if self._opt._accumulation.ledger.is_open:
             raise RuntimeError(
-                "opt holds an open window, and MicroBatcher.step() runs a whole one; end it first with opt.step(), or drop it with "
-                "opt.reset()"
+                "opt holds an open window, and MicroBatcher.step() runs a whole one; end it first with opt.step(), or "
+                "drop it with opt.reset()"
             )
         try:
             if self._fixed is None:
@@ -128,9 +139,10 @@ class MicroBatcher:
         return torch.tensor(math.nan, dtype=torch.float64) if last is None or last.loss is None else last.loss
 
     def epoch(self, batches: Iterable[Any]) -> Iterator[Tensor]:
-        """:meth:`step` for each of ``batches``, such as a DataLoader's; yields their losses. It runs only while you iterate over it.
+        """:meth:`step` for each of ``batches``, such as a DataLoader's; yields their losses.
 
-        A DataLoader's last batch may be small, and is a window like the others: ``drop_last=True`` leaves it out.
+        It runs only while you iterate over it. A DataLoader's last batch may be small, and is a
+        window like the others: ``drop_last=True`` leaves it out.
         """
         for batch in batches:
             yield self.step(batch)
@@ -143,7 +155,7 @@ class MicroBatcher:
         """Continue with the sizes of :meth:`state_dict`."""
         self._sizes.load(state_dict["sizes"])
 
-    # -- windows -----------------------------------------------------------------------------------------------
+    # -- windows -----------------------------------------------------------------------------------
 
     def _window_of(self, size: int, batch: Any, samples: int) -> None:
         """Run all micro-batches, of at most ``size`` samples each."""
@@ -162,22 +174,25 @@ class MicroBatcher:
         ledger = self._opt._accumulation.ledger
         if ledger.window is None or ledger.window.micro_batches + ledger.window.dropped != parts:
             raise RuntimeError(
-                "model_or_fn has ended the window or dropped a part of it; it must only compute a loss, and leave opt.step(), "
-                "opt.zero_grad() and opt.reset() to MicroBatcher"
+                "model_or_fn has ended the window or dropped a part of it; it must only compute a loss, and leave "
+                "opt.step(), opt.zero_grad() and opt.reset() to MicroBatcher"
             )
 
     def _cuts(self, size: int, samples: int) -> list[int]:
-        """Where micro-batches of at most ``size`` samples begin and end; with FSDP2, whose ranks run forwards together, as many on each."""
-        accumulation = self._opt._accumulation
-        if not accumulation.ledger.mixes_ranks:
-            return [*range(0, samples, evenly(samples, size)), samples]
-        parts, fewest = int(-accumulation.ranks.least(samples // -size)), int(accumulation.ranks.least(samples))
-        if parts > fewest:
-            raise ValueError(
-                f"micro_batch_size={size} cuts a rank's batch into {parts} micro-batches, and FSDP2 needs as many on every rank, but one "
-                f"has a batch of {fewest}; pass batches that differ less (drop_last=True), or a larger micro_batch_size"
-            )
-        return [samples * i // parts for i in range(parts + 1)]
+        """Where micro-batches of at most ``size`` samples begin and end.
+
+        With FSDP2, whose ranks run forwards together, every rank gets as many.
+        """
+        parts, accumulation = ceil_div(samples, size), self._opt._accumulation
+        if accumulation.ledger.mixes_ranks:
+            parts, least = int(-accumulation.ranks.least(-parts)), int(accumulation.ranks.least(samples))
+            if parts > least:
+                raise ValueError(
+                    f"micro_batch_size={size} cuts a rank's batch into {parts} micro-batches, and FSDP2 needs as many "
+                    f"on every rank, but one has a batch of {least}; pass batches that differ less (drop_last=True), "
+                    "or a larger micro_batch_size"
+                )
+        return [ceil_div(samples * i, parts) for i in range(parts + 1)]
 
     def _window(self, batch: Any, samples: int) -> None:
         """Run all micro-batches, of as many samples as fit."""
@@ -207,9 +222,10 @@ class MicroBatcher:
             known.fitted(size, samples)
 
     def _fits(self, batch: Any, part: Part, attempt: Attempt, whole: int) -> bool:
-        """Forward and backward of a part of ``whole`` samples. False if there was no memory for it: then ``attempt`` is its only trace.
+        """Forward and backward of a part of ``whole`` samples; False if memory ran out.
 
-        Returns rather than raises, because an exception keeps the tensors of all frames that it has passed.
+        In that case ``attempt`` is its only trace. Returns rather than raises, because an
+        exception keeps the tensors of all frames that it has passed.
         """
         random = RandomState(p for group in self._opt.param_groups for p in group["params"])
         retries = self._opt._accumulation.extensions.ensure(Retries)
@@ -227,8 +243,8 @@ class MicroBatcher:
             if part.samples == 1:
                 _raise_if_out_of_memory(
                     error,
-                    "one sample does not fit into memory; activation checkpointing, buffer_device='cpu', a smaller model or shorter "
-                    "samples need less",
+                    "one sample does not fit into memory; activation checkpointing, buffer_device='cpu', a smaller "
+                    "model or shorter samples need less",
                 )
             if not is_out_of_memory(error):
                 raise
@@ -236,7 +252,7 @@ class MicroBatcher:
         return False
 
     def _loss(self, micro_batch: Any, samples: int | None) -> Tensor:
-        """``samples``: how many there are in the micro-batch; None if these are all of the batch."""
+        """``samples``: how many there are in the micro-batch; None if it is the whole batch."""
         if self._device is not None:
             micro_batch = nested.mapped(self._moved, micro_batch)
         with listening(self._layers() if samples is not None and not self._looked else ()) as called:
@@ -248,13 +264,14 @@ class MicroBatcher:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"a loss of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(output).__name__}"
             raise TypeError(
-                f"model_or_fn must return the micro-batch's loss, one number, or something with .loss or ['loss']; got {got}. Give a "
-                "function that does: fa.MicroBatcher(lambda batch: criterion(model(batch['x']), batch['y']), opt)"
+                "model_or_fn must return the micro-batch's loss, one number, or something with .loss or ['loss']; got "
+                f"{got}. Give a function that does: fa.MicroBatcher(lambda batch: criterion(model(batch['x']), "
+                "batch['y']), opt)"
             )
         if not loss.requires_grad:
             raise ValueError(
-                "the loss that model_or_fn returned has no graph; do not detach it or compute it under torch.no_grad(), and leave "
-                "backward() to MicroBatcher"
+                "the loss that model_or_fn returned has no graph; do not detach it or compute it under "
+                "torch.no_grad(), and leave backward() to MicroBatcher"
             )
         if not self._checked:
             _check_alone(self._opt, loss)
@@ -276,7 +293,7 @@ class MicroBatcher:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Samples ``start`` to ``stop`` of the desired batch, which the slots in ``done`` have taken already."""
+    """Samples ``start`` to ``stop`` of the desired batch; slots in ``done`` have taken them."""
 
     start: int
     stop: int
@@ -287,14 +304,16 @@ class Part:
         return self.stop - self.start
 
     def split(self, most: int) -> list[Part]:
-        """Cut into as few and as equal parts of at most ``most`` samples as possible: the rest, then the first of them."""
-        middle = self.start + evenly(self.samples, most)
+        """Cut off the first of as few and equal parts of at most ``most`` samples as possible.
+
+        Returns the rest, then that part.
+        """
+        middle = self.start + ceil_div(self.samples, ceil_div(self.samples, most))
         return [Part(middle, self.stop, self.done), Part(self.start, middle, self.done)]
 
 
-def evenly(samples: int, most: int) -> int:
-    """The size of the parts into which to cut ``samples``: as few as ``most`` allows, none of them much smaller than the others."""
-    return -(-samples // -(-samples // most))
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
 
 
 def _raise_if_out_of_memory(error: Exception, advice: str) -> None:
@@ -310,24 +329,27 @@ def _check_optimizer(opt: Any) -> None:
         )
     if not opt.settings.schedule.caller_owned:
         raise ValueError(
-            "opt closes windows itself, and here each batch is a window, in as many micro-batches as it takes; leave accum_steps and "
-            "window_weight out of fa.AccumulatingOptimizer(...)"
+            "opt closes windows itself, and here each batch is a window, in as many micro-batches as it takes; leave "
+            "accum_steps and window_weight out of fa.AccumulatingOptimizer(...)"
         )
     if opt._accumulation.extensions.run_step:
         raise ValueError(
-            f"opt is {type(opt.optimizer).__name__}, which evaluates a window as often as it likes; run its micro-batches in a closure: "
-            "opt.step(closure)"
+            f"opt is {type(opt.optimizer).__name__}, which evaluates a window as often as it likes; run its "
+            "micro-batches in a closure: opt.step(closure)"
         )
 
 
 def _check_alone(opt: AccumulatingOptimizer, loss: Tensor) -> None:
-    """Raises ValueError if another wrapper takes some of the loss's gradients: it would not know the micro-batches' weights."""
+    """Raises ValueError if another wrapper takes some of the loss's gradients.
+
+    It would not know the micro-batches' weights.
+    """
     for parameter in parameters_under([loss]):
         if accumulation_of(parameter) not in (None, opt._accumulation):
             raise ValueError(
-                f"a parameter of shape {tuple(parameter.shape)}, {name_of(parameter) or 'which no module holds'}, that the loss depends on "
-                "belongs to another AccumulatingOptimizer, whose windows MicroBatcher does not run; give all parameters to one optimizer, "
-                "or freeze those of the other"
+                f"a parameter of shape {tuple(parameter.shape)}, {name_of(parameter) or 'which no module holds'}, that "
+                "the loss depends on belongs to another AccumulatingOptimizer, whose windows MicroBatcher does not "
+                "run; give all parameters to one optimizer, or freeze those of the other"
             )
 
 
@@ -336,12 +358,12 @@ def _check_repeatable(opt: AccumulatingOptimizer) -> None:
     buffers = opt._accumulation.sums.buffers
     if buffers.has_parts:
         raise ValueError(
-            "micro_batch_size='auto' repeats what did not fit, but one rank alone cannot repeat a forward that gathers shards (FSDP2, "
-            "DTensor); give a number"
+            "micro_batch_size='auto' repeats what did not fit, but one rank alone cannot repeat a forward that gathers "
+            "shards (FSDP2, DTensor); give a number"
         )
     for slot in (slot for slot in buffers.slots if slot.intercepted):
         raise ValueError(
-            "micro_batch_size='auto' must leave out gradients that were added before an error, but the layer of parameter "
-            f"{name_of(slot.param) or slot.name} adds to main_grad by itself; give a number, or switch off the layer's gradient "
-            "accumulation fusion"
+            "micro_batch_size='auto' must leave out gradients that were added before an error, but the layer of "
+            f"parameter {name_of(slot.param) or slot.name} adds to main_grad by itself; give a number, or switch off "
+            "the layer's gradient accumulation fusion"
         )

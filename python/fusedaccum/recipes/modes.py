@@ -1,4 +1,7 @@
-"""What a window holds and moves under each mode: the formulas of docs/memory.md and docs/performance.md over real parameters."""
+"""What a window holds and moves under each mode.
+
+The formulas of docs/memory.md and docs/performance.md, over real parameters.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from .fuse import Embedding, Linear, has_product, has_unfused_option
 
 
 class Kernel(NamedTuple):
-    """A kind of pass over memory: what it does, between which dtypes, and where ("device", "cpu", or "link" between the two)."""
+    """A kind of pass over memory: operation, dtypes, and place ("link": between device and CPU)."""
 
     op: str
     source: torch.dtype
@@ -113,8 +116,8 @@ class Mode:
 
     Attributes:
         name: of the mode. arguments: the wrapper's arguments that select it.
-        memory: bytes by purpose ("model", "buffers", "gradients", "masters", "optimizer"), on the parameters' device, at
-            the peak; excludes activations and what the inner step takes by itself.
+        memory: bytes by purpose ("model", "buffers", "gradients", "masters", "optimizer"), on the
+            parameters' device, at the peak; excludes activations and what the inner step takes.
         cpu: the same in CPU memory, if the parameters are elsewhere.
         elements: number of trained elements. passes: a window's passes over memory.
         seconds: time of the passes per window; None if not measured.
@@ -139,7 +142,7 @@ class Mode:
 
     @property
     def formula(self) -> str:
-        """:attr:`moved` per element, pass by pass; "of 12%" where a pass covers part of the elements."""
+        """:attr:`moved` per element, by pass; "of 12%" where a pass covers part of the elements."""
         terms = []
         for p in self.passes:
             share = p.elements / self.elements
@@ -163,10 +166,11 @@ class Parameters:
 
     @classmethod
     def of(cls, model: nn.Module | Iterable[Tensor], optimizer: Any = None) -> Parameters:
-        """Raises TypeError or ValueError for anything but a model, and for a model that trains nothing or is on several devices."""
+        """Raises TypeError or ValueError: not a model, nothing to train, or several devices."""
         if isinstance(model, Tensor) or not isinstance(model, (nn.Module, Iterable)):
             raise TypeError(
-                f"model must be a torch.nn.Module or its parameters, got {type(model).__name__}; pass model.parameters()"
+                f"model must be a torch.nn.Module or its parameters, got {type(model).__name__}; pass "
+                "model.parameters()"
             )
         module = model if isinstance(model, nn.Module) else nn.Module()
         known = list(model.parameters() if isinstance(model, nn.Module) else model)
@@ -177,12 +181,14 @@ class Parameters:
         trained = [p for p in known if p.requires_grad]
         if not trained:
             raise ValueError(
-                "model has no parameter that requires a gradient, so there is nothing to accumulate; unfreeze what is trained"
+                "model has no parameter that requires a gradient, so there is nothing to accumulate; unfreeze what is "
+                "trained"
             )
         devices = {p.device for p in trained}
         if len(devices) > 1:
             raise ValueError(
-                f"the model's parameters are on {' and '.join(sorted(map(str, devices)))}; explain those of one device at a time"
+                f"the model's parameters are on {' and '.join(sorted(map(str, devices)))}; explain those of one device "
+                "at a time"
             )
         for p in trained:
             if not p.is_floating_point() or p.dtype.itemsize < 2:
@@ -294,13 +300,16 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
 
 
 def largest_bucket(gradients: Sequence[Tensor], device: torch.device, sent: bool) -> int:
-    """The most bytes that a bucket holds, if gradients arrive from the last parameter to the first. ``sent``: True if sums leave it."""
+    """The most bytes that a bucket holds. ``sent``: True if sums leave the device.
+
+    Gradients are taken to arrive from the last parameter to the first.
+    """
     sizes = [local_of(p).nbytes for p in reversed(gradients)]
     return max((sum(sizes[i:j]) for i, j in buckets(sizes, device, sent)), default=0)
 
 
 def buckets(sizes: Sequence[int], device: torch.device, sent: bool) -> list[tuple[int, int]]:
-    """Where each bucket begins and ends among gradients of these sizes, in bytes, of parameters on this device."""
+    """Where each bucket begins and ends, among gradients of these sizes (in bytes) on a device."""
     found, begin, held, full = [], 0, 0, limits.full_at(device, sizes, sent)
     for i, taken in enumerate(sizes):
         held += taken
@@ -311,7 +320,7 @@ def buckets(sizes: Sequence[int], device: torch.device, sent: bool) -> list[tupl
 
 
 def part_brought(gradients: Sequence[Tensor]) -> int:
-    """The most bytes of a window's gradient that are on the device at once, for an optimizer that is stepped in parts."""
+    """The most bytes of gradients on the device at once, for an optimizer stepped in parts."""
     sizes = [local_of(p).nbytes for p in gradients]
     return max(*sizes, min(sum(sizes), limits.STAGE)) if sizes else 0
 
@@ -386,7 +395,7 @@ def _closing(
 
 
 def state_bytes(optimizer: Any, trained: Sequence[Tensor], stepped: Callable[[torch.dtype], torch.dtype]) -> int | None:
-    """Bytes of state that the optimizer will keep, from a trial step of one of its kind on meta tensors; None if that fails."""
+    """The optimizer's bytes of state, by a trial step on meta tensors; None if that fails."""
     if optimizer is None:
         return None
     kind: Any

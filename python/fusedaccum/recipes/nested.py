@@ -1,4 +1,4 @@
-"""Batches as people nest them: tensors in dicts, lists, tuples and dataclasses, cut along the first dimension."""
+"""Batches of tensors in dicts, lists, tuples and dataclasses, cut along the first dimension."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from torch.nn import Module
 
 
 def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
-    """``tree`` with every leaf replaced by ``function(leaf)``; containers are copied, anything else is a leaf.
+    """``tree`` with every leaf replaced by ``function(leaf)``; containers are copied.
 
     Containers are mappings, lists and tuples (named ones too) and instances of dataclasses.
+    Anything else is a leaf.
     """
     parts = _parts(tree)
     if parts is None:
@@ -36,7 +37,9 @@ def leaves(tree: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
 
 
 def batch_size(batch: Any) -> int:
-    """The first dimension, which all arrays in ``batch`` share. Leaves without one (numbers, strings, 0-d tensors) belong to all samples.
+    """The first dimension, which all arrays in ``batch`` share.
+
+    Leaves without one (numbers, strings, 0-d tensors) belong to all samples.
 
     Raises:
         ValueError: the arrays' first dimensions differ, or there are no arrays, or no samples.
@@ -44,15 +47,16 @@ def batch_size(batch: Any) -> int:
     sizes = {path: leaf.shape[0] for path, leaf in leaves(batch) if is_array(leaf)}
     if not sizes:
         raise ValueError(
-            f"the batch, a {type(batch).__name__}, holds no tensors to cut into micro-batches; give it tensors whose first dimension is "
-            "the sample, nested in dicts, lists, tuples or dataclasses as you like"
+            f"the batch, a {type(batch).__name__}, holds no tensors to cut into micro-batches; give it tensors whose "
+            "first dimension is the sample, nested in dicts, lists, tuples or dataclasses as you like"
         )
     (first, n), *others = sizes.items()
     for path, size in others:
         if size != n:
             raise ValueError(
-                f"{first} holds {n} samples and {path} holds {size}; the first dimension of every tensor in a batch is the sample. "
-                "Put what all samples share into the function instead (a closure), and pad samples of differing sizes"
+                f"{first} holds {n} samples and {path} holds {size}; the first dimension of every tensor in a batch is "
+                "the sample. Put what all samples share into the function instead (a closure), and pad samples of "
+                "differing sizes"
             )
     if n == 0:
         raise ValueError(f"{first} holds no samples: its first dimension is 0; leave empty batches out")
@@ -68,9 +72,9 @@ def cut(batch: Any, start: int, stop: int) -> Any:
 
 
 def call(function: Callable[..., Any], micro_batch: Any) -> Any:
-    """Call a module with ``**micro_batch`` for a dict, ``*micro_batch`` for a list or tuple, and ``micro_batch`` otherwise.
+    """Call a module with ``**`` for a mapping, ``*`` for a list or tuple, else as a function.
 
-    Any other function is called with the micro-batch as it is.
+    A function is called with the micro-batch as it is.
     """
     if isinstance(function, Module) and isinstance(micro_batch, Mapping):
         return function(**micro_batch)

@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 
 class RandomState:
-    """The state of PyTorch's default generators: of the CPU, the devices of ``tensors``, and the current device. Does not wait."""
+    """State of the default generators of CPU, current device and ``tensors``. Does not wait."""
 
     def __init__(self, tensors: Iterable[Tensor]):
         self._cpu = torch.get_rng_state()
@@ -40,9 +40,10 @@ class RandomState:
 
 @contextmanager
 def unmoved(functions: Sequence[Any], but: Iterable[Module] = ()) -> Iterator[Collection[Module]]:
-    """Undo whatever happens in the block to the buffers (running statistics) of modules that ``functions`` are, or call.
+    """Undo what the block does to the buffers of modules that ``functions`` are, or call.
 
-    Holds a copy of the buffers meanwhile. ``but``: leave these alone. Yields the modules, all of which are known at the block's end.
+    Holds a copy of the buffers (running statistics) meanwhile. ``but``: leave these alone. Yields
+    the modules, all of which are known at the block's end.
     """
     modules, left = dict[Module, None](), set(but)  # the first in the order in which they are met
     saved: list[tuple[dict[str, Tensor | None], str, Tensor | None, Tensor | None]] = []

@@ -1,4 +1,4 @@
-"""Which micro-batch size fits into memory: found by trial and error, remembered for each shape, tried again now and then."""
+"""The micro-batch size that fits: found by trial and error for each shape, retried now and then."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GROW_AFTER = 16  # windows without an error, after which twice the size is tried
 
 
 def checked_size(size: Any) -> int | None:
-    """``micro_batch_size`` as an int, None for "auto". Raises TypeError or ValueError for anything else."""
+    """``micro_batch_size`` as an int, None for "auto". Raises TypeError or ValueError otherwise."""
     if isinstance(size, str) and size == "auto":
         return None
     return checked_count(size, "micro_batch_size", "; 'auto' finds what fits")
@@ -28,7 +28,7 @@ class Size:
         elements: in one sample.
         limit: the most samples that a micro-batch gets; None while there has been no error.
         clean: windows in a row in which ``limit`` has fitted.
-        patience: clean windows after which ``limit`` doubles; each doubling that turns out not to fit doubles this.
+        patience: clean windows after which ``limit`` doubles; doubles if ``limit`` then fails.
         trial: True if ``limit`` has doubled, and not fitted since.
     """
 
@@ -48,7 +48,10 @@ class Size:
         return self.limit
 
     def fitted(self, used: int, samples: int) -> None:
-        """Record that a window of ``samples`` fitted in micro-batches of ``used`` (fewer than the limit if other ranks needed that)."""
+        """Record that a window of ``samples`` fitted in micro-batches of ``used``.
+
+        ``used`` is less than the limit if other ranks needed that.
+        """
         if self.limit is None or used < self.limit or samples <= self.limit:
             return  # that tells nothing about the limit
         self.clean, self.trial = self.clean + 1, False
@@ -63,7 +66,10 @@ class Sizes:
         self._known: dict[str, Size] = {}
 
     def of(self, batch: Any) -> Size:
-        """What is known about such batches, to be changed in place. A new shape starts with as many elements as fitted in the nearest."""
+        """What is known about such batches, to be changed in place.
+
+        A new shape starts with as many elements as fitted in the nearest.
+        """
         key, elements = _described(batch)
         if key not in self._known:
             size = self._known[key] = Size(elements)
@@ -83,7 +89,7 @@ class Sizes:
 
 
 def _described(batch: Any) -> tuple[str, int]:
-    """A batch's shape as text, without the number of samples (``float32[3, 224, 224] int64[]``), and the elements of a sample."""
+    """A sample's shape as text (``float32[3, 224, 224] int64[]``), and its number of elements."""
     arrays = [leaf for _, leaf in nested.leaves(batch) if nested.is_array(leaf)]
     shapes = [tuple(array.shape[1:]) for array in arrays]
     texts = [

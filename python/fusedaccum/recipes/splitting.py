@@ -1,4 +1,7 @@
-"""What does not split over micro-batches, because it makes of a sample what depends on the others: recipes look for it, and say so once."""
+"""What does not split over micro-batches, because a sample's result depends on other samples.
+
+Recipes look for it, and say so once.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,9 @@ _told: set[str] = set()  # of these three
 
 @contextmanager
 def listening(modules: Iterable[Module]) -> Iterator[Collection[Module]]:
-    """Yields the layers among ``modules`` that run in the block and normalise by the statistics of what they are given, as they come.
+    """Yields those of ``modules`` that run in the block and normalise by their input's statistics.
 
-    Compiled code calls no hooks, so those of a model that is compiled all count.
+    They appear as they run. Compiled code calls no hooks, so of a compiled model all such count.
     """
     modules = list(modules)
     compiled = any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in modules)
@@ -52,28 +55,29 @@ def by_batch(layer: Module) -> bool:
 
 
 def untold(modules: Iterable[Module]) -> list[Module]:
-    """Those of which nobody has been told that they do not split. (Where somebody pools the statistics, it is meant.)"""
+    """The modules that nobody has been told of. (Where statistics are pooled, it is meant.)"""
     return [module for module in modules if module not in LAYERS and module not in TOLD]
 
 
 def note_layers(recipe: str, layers: Iterable[Module]) -> None:
-    """Warn of layers that have normalised by a micro-batch's statistics, if nobody has been told."""
+    """Warn of layers that normalised by a micro-batch's statistics, if nobody has been told."""
     layers = untold(layers)
     if not layers:
         return
     TOLD.update(layers)
     first = layers[0]
     warn(
-        f"{recipe} splits the batch, and {len(layers)} BatchNorm layer(s), the first being {name_of(first) or 'the model'} "
-        f"({type(first).__name__}), normalise every micro-batch by its own statistics, so the gradient is not that of the whole batch; "
-        "use GroupNorm or LayerNorm instead, freeze them with eval(), or, if this is intended, call fa.accumulate_batchnorm(model), which "
-        "makes at least the running statistics those of the whole batch. See docs/batch-norm.md",
+        f"{recipe} splits the batch, and {len(layers)} BatchNorm layer(s), the first being "
+        f"{name_of(first) or 'the model'} ({type(first).__name__}), normalise every micro-batch by its own "
+        "statistics, so the gradient is not that of the whole batch; use GroupNorm or LayerNorm instead, freeze them "
+        "with eval(), or, if this is intended, call fa.accumulate_batchnorm(model), which makes at least the running "
+        "statistics those of the whole batch. See docs/batch-norm.md",
         UserWarning,
     )
 
 
 def note_functions(recipe: str, nodes: Iterable[Any], samples: int, explained: bool, instead: str) -> None:
-    """Warn of what a graph shows to look at several of the ``samples`` in a micro-batch; of each kind once per process.
+    """Warn of what looks at several of a micro-batch's ``samples``; of each kind once per process.
 
     ``explained``: True if batch normalisation in it is that of layers.
     """
@@ -88,8 +92,9 @@ def note_functions(recipe: str, nodes: Iterable[Any], samples: int, explained: b
     for kind in kinds.keys() - found - _told:
         _told.add(kind)
         warn(
-            f"{recipe} splits the batch, and {kind} depends on which samples share a micro-batch, so the gradient is not that of "
-            f"the whole batch; {instead}. If this is intended: warnings.filterwarnings('ignore', '.*splits the batch')",
+            f"{recipe} splits the batch, and {kind} depends on which samples share a micro-batch, so the gradient is "
+            f"not that of the whole batch; {instead}. If this is intended: warnings.filterwarnings('ignore', "
+            "'.*splits the batch')",
             UserWarning,
         )
 
@@ -107,7 +112,7 @@ def nodes_under(outputs: Iterable[Tensor]) -> Iterator[Any]:
 
 
 def _shape(node: Any, output: int = 0) -> tuple[int, ...]:
-    """Of what the node has put out, in the forward; empty for a parameter, and where that is not known."""
+    """The shape of the node's output in forward; empty for a parameter, and where it is unknown."""
     known = () if hasattr(node, "variable") else getattr(node, "_input_metadata", ())
     return tuple(known[output].shape) if output < len(known) else ()
 

@@ -1,4 +1,4 @@
-"""Training with pooled batch statistics, in micro-batches and in big batches, and how the statistics are compared."""
+"""Training with pooled batch statistics, in micro-batches and big batches, and comparing them."""
 
 import copy
 
@@ -40,7 +40,7 @@ def train(model, opt, windows):
 
 
 def big_batches(model, windows):
-    """Each window as one forward pass (exact for the first layer, whose statistics depend on nothing that is trained)."""
+    """Each window as one forward pass (exact for the first layer: nothing below it is trained)."""
     for window in windows:
         model(torch.cat(window))
 

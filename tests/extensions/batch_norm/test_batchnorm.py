@@ -1,4 +1,4 @@
-"""A window's running statistics are those of torch's own BatchNorm on the window's samples in one batch."""
+"""A window's running statistics are those of torch's BatchNorm on its samples in one batch."""
 
 import copy
 from contextlib import nullcontext
@@ -136,7 +136,7 @@ def test_other_ways_to_end_a_window(settings):
     assert_same_statistics(layer, oracle)
 
 
-# -- forwards that count, and forwards that do not ---------------------------------------------------------------------------
+# -- forwards that count, and forwards that do not -------------------------------------------------
 
 
 def test_wrapping_before_or_after_and_again():
@@ -305,7 +305,7 @@ def test_statistics_that_are_not_finite_are_not_written():
 
 
 def test_two_wrappers_two_rhythms():
-    """The halves of a GAN: a layer follows the wrapper of its own parameters or, if it has none, that of its neighbours."""
+    """As in a GAN: a layer follows its parameters' wrapper or, without any, its neighbours'."""
     one = nn.Sequential(nn.BatchNorm1d(3), nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, affine=False)))
     two = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3))
     both = fa.accumulate_batchnorm(nn.Sequential(one, two))
@@ -380,7 +380,7 @@ def test_a_checkpoint_within_a_reentrant_one_counts_once():
 
 @pytest.mark.parametrize("where", ["inside", "before"])
 def test_passes_that_only_a_reentrant_checkpoint_brings_gradients_do_not_run_together(where):
-    """Nothing signals the end of such a pass; the next forward must not be taken for a second one of its micro-batch."""
+    """Nothing signals its end: the next forward must not count as its micro-batch's second."""
     net = nn.Sequential(nn.BatchNorm1d(3, affine=where == "inside"), nn.Linear(3, 1))
     oracle = copy.deepcopy(net[0])
     opt = wrapped(fa.accumulate_batchnorm(net))

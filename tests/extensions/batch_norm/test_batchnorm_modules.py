@@ -1,4 +1,4 @@
-"""Modules that pool batch statistics: swapped in, copied, saved and compiled; and the note about modules that do not pool them."""
+"""Modules that pool batch statistics: swapped in, copied, saved, compiled; the note on others."""
 
 import copy
 import gc
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_thread")]
 
 
-# -- the swap ----------------------------------------------------------------------------------------------------------------
+# -- the swap --------------------------------------------------------------------------------------
 
 
 class Own(nn.BatchNorm2d):
@@ -107,7 +107,7 @@ def test_a_lazy_layer_is_refused_before_anything_is_swapped():
     assert type(fa.accumulate_batchnorm(net)[1]) is not nn.BatchNorm1d
 
 
-# -- checkpoints -------------------------------------------------------------------------------------------------------------
+# -- checkpoints -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("between", [True, False], ids=["between micro-batches", "before step()"])
@@ -194,7 +194,7 @@ def test_update_bn_of_a_checkpointed_model_is_as_before(reentrant):
     assert pooled.num_batches_tracked == 4
 
 
-# -- the note ----------------------------------------------------------------------------------------------------------------
+# -- the note --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -261,7 +261,7 @@ def test_a_layer_that_was_dropped_is_not_noted(not_yet_noted):
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_layer_dropped_in_a_reference_cycle_changes_no_number(frozen, freeze):
-    """By which ranks tell layers apart: on one of them the garbage collector may have run already."""
+    """By it ranks tell layers apart; on one, the garbage collector may have run already."""
     trunk = nn.Linear(3, 3)
 
     def pooled():
@@ -279,7 +279,7 @@ def test_a_layer_dropped_in_a_reference_cycle_changes_no_number(frozen, freeze):
         gc.enable()
 
 
-# -- torch.compile -----------------------------------------------------------------------------------------------------------
+# -- torch.compile ---------------------------------------------------------------------------------
 
 
 def test_a_compiled_model_pools_too(compiled_anew):

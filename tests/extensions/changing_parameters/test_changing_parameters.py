@@ -1,4 +1,4 @@
-"""Parameters that are added, removed or replaced train as under plain PyTorch, and everything else goes on."""
+"""Added, removed or replaced parameters train as in plain PyTorch; everything else goes on."""
 
 import copy
 import functools
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("each_intake")
 
 
 class Cloud:
-    """Points with a colour each, as in 3D Gaussian splatting, whose number changes: both parameters are then replaced."""
+    """Coloured points, as in 3D Gaussian splatting: a change of number replaces both parameters."""
 
     def __init__(self, dtype):
         g = torch.Generator().manual_seed(3)
@@ -154,7 +154,7 @@ def test_checkpoints_know_a_parameter_by_its_place_in_the_groups(change):
 
 
 def test_the_rest_of_the_wrapper_goes_on():
-    """Window index, loss scale, noise averages, the bits of master weights, and the random numbers of stochastic rounding."""
+    """Window index, loss scale, noise averages, bits of masters, random numbers of rounding."""
     lengths = []
 
     def steps(index):
@@ -213,7 +213,7 @@ def test_masters_of_new_parameters_take_over_the_state_that_the_script_has_made_
 
 @pytest.mark.parametrize("mode", ["counted", "caller-owned"])
 def test_an_open_window_goes_on_with_what_stays(mode):
-    """What leaves takes its sum along, what is new begins with none, and all that stays keeps its own; as p.grad does in plain PyTorch."""
+    """Like p.grad: what leaves takes its sum along, what is new has none, what stays keeps it."""
     net, (x, y) = model(), data()
     opt = wrapped(net, max_grad_norm=math.inf, **({"accum_steps": 3} if mode == "counted" else {}))
     big, cut = twin(net), parts(x, y, (12, 8, 4))
@@ -342,7 +342,7 @@ def test_the_users_random_numbers_stay_as_they_are():
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
 def test_fused_optimizers_step_masters_of_parameters_whose_strides_have_changed(make):
-    """A model that was made channels_last after it was wrapped: gradients came in other strides than the masters'."""
+    """A model made channels_last after wrapping: gradients had other strides than the masters."""
     torch.manual_seed(0)
     nets = [nn.Conv2d(3, 4, 3).to(torch.bfloat16) for _ in range(2)]
     nets[1].load_state_dict(nets[0].state_dict())
@@ -438,7 +438,10 @@ def test_a_window_that_loses_parameters_measures_no_noise():
 
 @pytest.mark.parametrize("loads", [False, True])
 def test_a_wrapper_that_is_built_again_keeps_its_seed(loads):
-    """As Accelerate does it: the model is cast, and then a plain optimizer's state is loaded. ``loads``: a seed was loaded before."""
+    """As Accelerate does it: the model is cast, and then a plain optimizer's state is loaded.
+
+    ``loads``: a seed was loaded before.
+    """
     make = functools.partial(wrapped, buffer_dtype=None, rounding="stochastic")
     net = model(torch.bfloat16)
     opt = make(net, 1)
@@ -465,7 +468,7 @@ def test_a_wrapper_without_parameters_is_freed_although_a_hook_of_theirs_refers_
 
 @pytest.mark.parametrize("at", ["inside a window", "between windows"])
 def test_parameters_become_channels_last_under_a_fused_optimizer(at):
-    """A fused optimizer walks through parameter and gradient in memory order, so their strides must agree."""
+    """It walks through parameter and gradient in memory order, so their strides must agree."""
 
     def make(ps):
         return torch.optim.SGD(ps, lr=0.1, fused=True)

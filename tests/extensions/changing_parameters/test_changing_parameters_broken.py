@@ -1,4 +1,4 @@
-"""Changes of the parameters that are refused, or come when something else is wrong: nothing is lost."""
+"""Changes of parameters that are refused, or come when something is wrong: nothing is lost."""
 
 import copy
 import math
@@ -136,7 +136,7 @@ def test_a_traceback_that_is_kept_keeps_nothing_else(how):
 
 
 def test_names_that_no_longer_fit_are_no_names():
-    """param_names of an optimizer made from named_parameters(), of which code has changed only the parameters."""
+    """param_names of an optimizer from named_parameters(), whose parameters alone were changed."""
     net, (x, y) = model(), data()
     opt = fa.AccumulatingOptimizer(torch.optim.SGD(net.named_parameters(), lr=0.1), 1)
     opt.param_groups[0]["params"].pop()

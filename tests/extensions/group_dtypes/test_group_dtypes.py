@@ -1,4 +1,4 @@
-"""``buffer_dtype`` in the optimizer's groups: some parameters' gradients accumulate in another dtype than the others'."""
+"""``buffer_dtype`` in the optimizer's groups: some gradients accumulate in another dtype."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Layers whose backward adds the weight's gradient into ``p.grad`` itself train as layers that return it."""
+"""Layers whose backward adds to ``p.grad`` itself train as layers that return the gradient."""
 
 import copy
 import itertools
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.long, pytest.mark.usefixtures("each_intake")]
 
 
 class AddsItself(torch.autograd.Function):
-    """``x @ weight.t()``. Where there is a ``weight.grad``, backward adds to it, and goes on in one of several ways."""
+    """``x @ weight.t()``. Backward adds to any ``weight.grad``, then goes on as ``way`` says."""
 
     @staticmethod
     def forward(ctx, x, weight, way):
@@ -109,7 +109,10 @@ def test_train_as_the_plain_loop_does_with_the_same_layers(way, accum_steps, red
 @pytest.mark.parametrize("settings", [{}, {"buffer_dtype": None}, {"buffer_dtype": None, "reduction": "none"}], ids=str)
 @pytest.mark.parametrize("way", RIGHT)
 def test_in_bf16(way, settings):
-    """In FP32 buffers with their sums exact; in 16-bit ones as plain PyTorch adds them. (Powers of two, so that nothing else rounds.)"""
+    """In FP32 buffers sums are exact, in 16-bit ones as plain PyTorch adds them.
+
+    The numbers are powers of two, so that nothing else rounds.
+    """
     values = [256.0, 1.0, 2.0, 0.5]
     weight = nn.Parameter(torch.zeros(1, 1, dtype=torch.bfloat16))
     opt = fa.AccumulatingOptimizer(torch.optim.SGD([weight], lr=1.0), 4, **settings)
@@ -143,7 +146,7 @@ def test_losses_that_are_sums_of_micro_batches_of_any_size(way):
 @pytest.mark.parametrize("accum_steps", [3, None])
 @pytest.mark.parametrize("way", RIGHT)
 def test_a_weight_comes_too_late_for_what_was_added_without_it(way, accum_steps):
-    """The error names the parameter; the window, whose sum is spoilt, is dropped, and the next one is right."""
+    """The error names the parameter. The window, its sum spoilt, is dropped; the next is right."""
     net, plain = Net(way), Net()
     opt, optimizer = fa.AccumulatingOptimizer(sgd(net.parameters()), accum_steps), sgd(plain.parameters())
     x, y = data()
@@ -258,7 +261,7 @@ def test_an_open_window_is_resumed_from_its_checkpoint(way, settings):
 # It looks like that, and the figures are right.
 @pytest.mark.filterwarnings("ignore:.*was set to None inside an open window", "ignore:p.grad was written to")
 def test_fused_weights_that_an_ordinary_layer_shares():
-    """Autograd adds up both gradients before they arrive: the sum, with this micro-batch in it, as one new tensor."""
+    """Autograd adds both before they arrive: the sum, this micro-batch in it, is a new tensor."""
     net, plain = Net("takes p.grad away"), Net()
     opt, optimizer = fa.AccumulatingOptimizer(sgd(net.parameters()), 3, reduction="none"), sgd(plain.parameters())
     for model, step in ((net, opt.step), (plain, lambda: None)):

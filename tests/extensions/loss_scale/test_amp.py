@@ -1,4 +1,4 @@
-"""A plain script's GradScaler loop works unchanged, with scales that change inside a window and overflows anywhere in it."""
+"""A plain GradScaler loop works unchanged, with scale changes and overflows inside a window."""
 
 import math
 

@@ -416,7 +416,7 @@ def test_progress():
 @pytest.mark.parametrize("inside", [False, True], ids=["after", "inside"])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_a_recorded_loss_counts_as_its_gradient_does(reduction, inside):
-    """Times its weight only under "mean": a sum, or what the caller has normalised, is added as it is."""
+    """Times its weight only under "mean": a sum, or what is normalised already, is added as is."""
     net, (x, y) = model(), data(sum(SIZES))
     expected = mean_loss(net, x, y).item()
     opt = wrapped(net, reduction=reduction)

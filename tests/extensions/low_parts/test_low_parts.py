@@ -42,7 +42,7 @@ def put(p, opt, gradients, weights=None):
 
 
 def literal(gradients):
-    """The definition in NumPy's integers: what the two parts are after each gradient of a window that sums them."""
+    """The definition in NumPy's integers: the two parts after each gradient that a window sums."""
     sums = np.zeros(gradients[0].numel(), dtype=np.float32)
     for g in gradients:
         new = (sums + g.float().numpy()).astype(np.float32)
@@ -70,7 +70,8 @@ def test_within_a_window_both_parts_are_those_of_the_definition():
         assert torch.equal(whole.view(torch.float32), torch.from_numpy(sums))
 
 
-# Of a window's length and weights: how many gradients are those of FP32 buffers, and how many at most those of plain bf16.
+# Of a window's length and weights: how many gradients are those of FP32 buffers, and how many at
+# most those of plain bf16.
 LENGTHS = {"8": (8, False, 0.999), "8 by tokens": (8, True, 0.993), "64": (64, False, 0.984)}
 
 
@@ -165,7 +166,7 @@ def test_the_first_gradient_overwrites_both_parts():
 
 
 def test_what_other_code_writes_to_p_grad_is_all_that_counts():
-    """As everywhere: a clip by hand, a hook that zeroes, an assignment. The low parts are those of what was there before."""
+    """A clip by hand, a hook that zeroes, an assignment: low parts belong to what was before."""
     p, gradients = one(), draw(3)
     for write in (lambda: p.grad.mul_(0.5), lambda: p.grad.zero_(), lambda: setattr(p, "grad", torch.ones_like(p))):
         opt = wrapped(nn.ParameterList([p]), 3, reduction="none", **ON)

@@ -1,4 +1,4 @@
-"""Dtypes of parameters and buffers: what FP32 buffers and masters keep that 16 bits would lose, and what 16-bit buffers do."""
+"""Dtypes of parameters and buffers: what FP32 buffers and masters keep, and what 16-bit ones do."""
 
 import copy
 import functools
@@ -115,8 +115,9 @@ B, H, F = torch.bfloat16, torch.float16, torch.float32
 @pytest.mark.parametrize("allowed", [None, B, H, F])
 @pytest.mark.parametrize("dtype", [B, H, F])
 def test_what_a_parameters_grad_dtype_lets_through_is_not_rounded(dtype, allowed, comes, when, settings, each_intake):
-    """Plain PyTorch sums in ``grad_dtype`` (None: that of the first gradient); so we, or in a wider one. Where the buffer's is not known to
-    be too narrow before a gradient arrives, that is an error which names both.
+    """Plain PyTorch sums in ``grad_dtype`` (None: the first gradient's); so we, or in a wider one.
+
+    A buffer that turns out too narrow only when a gradient arrives is an error, which names both.
     """
     values = (256.0, 1.0, float(torch.randint(1, 100, ())))
     p, plain = one(0.0, dtype), one(0.0, dtype)
@@ -197,7 +198,7 @@ def test_a_grad_dtype_that_was_the_parameters_own_follows_it_to_another_dtype():
 
 
 def test_finished_gradient_of_bf16_parameters_is_the_fp32_sum_rounded_once():
-    """Also with more elements than one wave of narrowing moves, so that several waves share the buffer's storage."""
+    """Also with so many elements that several waves of narrowing share the buffer's storage."""
     torch.manual_seed(0)
     net = nn.ModuleList([nn.Linear(300, 700), nn.Linear(33, 5), nn.Linear(700, 300)]).bfloat16()
     opt = wrapped(net, 3)
@@ -238,7 +239,7 @@ def test_running_sum_in_16_bit_buffers_does_not_overflow_where_the_mean_fits(dty
 
 @pytest.mark.parametrize("wide_first", [True, False])
 def test_wide_and_16_bit_buffers_of_one_bucket(wide_first):
-    """Sums of FP32 and running means of FP16, of which the sum would overflow, in calls of their own."""
+    """FP32 sums, and FP16 running means, whose sum would overflow, in calls of their own."""
     params = [one(0.0, torch.float32, 4), one(0.0, torch.float16, 4)]
     wide, narrow = params
     opt = fa.AccumulatingOptimizer(
@@ -364,7 +365,10 @@ def test_random_numbers_of_every_add_and_parameter_are_whole_blocks_of_their_own
 @pytest.mark.parametrize("steps_fused", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])
 def test_master_weights_train_as_an_fp32_model_fed_the_same_gradients(kind, steps_fused):
-    """The oracle is FP32 training on the bf16 model's gradients; the model is always the masters rounded. (Adagrad starts with state.)"""
+    """The oracle is FP32 training on the bf16 model's gradients.
+
+    The model is always the masters rounded. Adagrad starts with state.
+    """
     net, (x, y) = model(torch.bfloat16), data(dtype=torch.bfloat16)
 
     def make(ps):
@@ -470,7 +474,7 @@ def test_a_count_of_steps_stays_on_the_cpu():
 
 
 class Handing(torch.optim.Optimizer):
-    """Passes everything on to another optimizer, as wrappers do, and has none of PyTorch's hooks for loading."""
+    """Passes all on to another optimizer, as wrappers do, without PyTorch's hooks for loading."""
 
     def __init__(self, inner):
         self.inner, self.defaults = inner, inner.defaults
@@ -513,7 +517,7 @@ HOOKS = {  # name: kind of step hook, and what it does with the model and the in
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 def test_what_step_hooks_do_to_the_model_counts_with_master_weights(hook, fused):
-    """As it does without. What hooks wrote to the model used to be lost when the stepped masters were rounded into it."""
+    """As without. Rounding stepped masters into the model once lost what hooks wrote there."""
     x, y = data(dtype=torch.bfloat16)
     trained, seen = [], []
     kind, do = HOOKS[hook]
@@ -596,7 +600,7 @@ def test_the_norm_of_16_bit_buffers_that_micro_batches_have_reached_in_turn(weig
 
 
 def test_a_micro_batch_that_is_loaded_has_a_divisor_of_its_own():
-    """One of weight 4096 is loaded where one of weight 1 was open: with its divisor, fp16 sums would overflow."""
+    """Weight 4096 is loaded where 1 was open, with whose divisor fp16 sums would overflow."""
 
     def made():
         p = Parameter(torch.zeros(4, dtype=torch.float16))

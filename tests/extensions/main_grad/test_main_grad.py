@@ -166,7 +166,7 @@ def test_dropped_windows_leave_nothing(drop):
 
 
 def test_a_copy_of_model_and_wrapper_must_be_marked_anew():
-    """A copied parameter loses its attributes, so the copied layers are plain; they accumulate the same gradients as the original."""
+    """Copied parameters lose attributes, so copied layers are plain: they accumulate the same."""
     net, plain = marked(Net()), Net()
     opt, plain_opt = wrapped(net, 2), wrapped(plain, 2)
     for model in (net, plain):
@@ -203,7 +203,7 @@ def test_groups_added_later_keep_the_window():
 
 
 def test_a_layer_left_out_of_a_window_finds_zeros_in_the_next():
-    """The finished bf16 gradient is written over the FP32 sums of the whole block, also those of layers that were not used."""
+    """The bf16 gradient is written over the block's FP32 sums, also those of unused layers."""
     a, b = lone(3, 64, dtype=torch.bfloat16), lone(3, 64, dtype=torch.bfloat16)
     opt = fa.AccumulatingOptimizer(torch.optim.SGD([a, b], lr=0.0), 1)
     for weight in (b, a):
@@ -241,7 +241,10 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_weight_that_is_tied_to_an_embedding(fused):
-    """With zero_out_wgrad, autograd adds the embedding's gradient to the layer's zeros; a fused embedding returns no gradient."""
+    """With zero_out_wgrad, autograd adds the embedding's gradient to the layer's zeros.
+
+    A fused embedding returns no gradient.
+    """
     plain, net = Tied(), marked(Tied())
     if fused:
         fa.fuse_embedding(net)
@@ -305,7 +308,7 @@ def test_a_gradient_that_the_optimizer_keeps_is_not_zeroed_with_the_buffer():
 
 @pytest.mark.parametrize("versioned", [False, True])
 def test_the_noise_scale_is_that_of_the_unfused_model(versioned, monkeypatch):
-    """Also if the layers write with PyTorch's own operators, which look like other code that writes to p.grad."""
+    """Also if layers write with PyTorch's operators, as other code does that writes to p.grad."""
     if versioned:
         monkeypatch.setattr(Product, "written", staticmethod(lambda main_grad: main_grad))
     measured = []

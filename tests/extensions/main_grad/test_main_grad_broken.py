@@ -1,4 +1,4 @@
-"""Layers that add to main_grad when something goes wrong: nothing is counted twice, lost or left behind silently."""
+"""Adds to main_grad when something fails: nothing counts twice, is lost or left behind silently."""
 
 import copy
 import gc
@@ -64,7 +64,7 @@ def test_a_pass_that_breaks_off_before_any_hook_drops_the_window(first):
 @pytest.mark.parametrize("where", ["between two", "in a hook"])
 @pytest.mark.parametrize("through", ["backward", "opt.backward"])
 def test_a_pass_that_breaks_off_drops_the_window(where, through):
-    """The layer's mark shows that it has added something, which cannot be taken out of the sums again."""
+    """The layer's mark shows that it has added something that cannot be taken out of the sums."""
     net, fresh = marked(Net()), marked(Net())
     opt = wrapped(net, 3)
     x, y = data(seed=9)
@@ -327,7 +327,7 @@ class BreaksOnce(torch.optim.SGD):
 @pytest.mark.filterwarnings("ignore:backward was broken off")
 @pytest.mark.parametrize("turned", [False, True])
 def test_a_buffer_that_another_parameters_cast_has_written_over_takes_no_gradient(turned):
-    """The step has broken off when the gradient of ``a`` had been cast to bf16, into the memory that ``b`` has next to it."""
+    """The step broke off after ``a``'s gradient was cast to bf16 into ``b``'s adjacent memory."""
     a, b = (nn.Parameter(torch.ones(64, dtype=torch.bfloat16)) for _ in range(2))
     for p in (a, b):
         p.grad_added_to_main_grad = False

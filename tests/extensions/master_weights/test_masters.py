@@ -1,4 +1,4 @@
-"""Master weights beside step hooks, the inner optimizer's own methods and lists, and state that was there before."""
+"""Master weights beside step hooks, the inner optimizer's methods and lists, and earlier state."""
 
 import copy
 import pickle
@@ -247,7 +247,7 @@ WAYS = [made_anew, filled, a_new_entry, popped, emptied, all_anew]
 
 
 def beside_an_fp32_model(make, **settings):
-    """A bf16 model with masters, and the FP32 model whose parameters these are, each with its optimizer."""
+    """A bf16 model with masters, and an FP32 model of the masters, each with its optimizer."""
     model = [Parameter(torch.randn(5, 3).bfloat16()) for _ in range(3)]
     masters = [Parameter(p.detach().float()) for p in model]
     return [

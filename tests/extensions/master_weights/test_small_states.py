@@ -64,7 +64,7 @@ def test_loaded_state_has_its_16_bits_before_the_first_step(settings):
 @pytest.mark.parametrize("settings", MASTERS.values(), ids=MASTERS)
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop])
 def test_state_that_other_code_casts_is_fp32_again_when_it_is_stepped(kind, settings):
-    """Also where PyTorch would take bf16: such code most often makes it like the model, and does not mean it."""
+    """Also where PyTorch would take bf16: code that casts all like the model rarely means state."""
     (p,) = parameters(((8,),))
     opt = fa.AccumulatingOptimizer(kind([p]), **settings)
     for _ in range(2):

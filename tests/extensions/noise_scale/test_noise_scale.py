@@ -1,4 +1,4 @@
-"""last_window.noise_scale against the paper's formulas and against per-sample gradients; and the schedule that follows it."""
+"""last_window.noise_scale by the paper's formulas and per-sample gradients; a schedule by it."""
 
 import copy
 import math
@@ -41,7 +41,7 @@ def of_paper(model, data, decay):
 
 
 def telling(sizes, dtype=torch.float64, decay=0.9):
-    """A model and windows of these sizes for which both averages stay positive, so that clamping plays no part."""
+    """A model and windows of these sizes, with both averages positive, so nothing is clamped."""
     while True:
         model, data = nn.Linear(6, 1).to(dtype), windows(sizes, dtype)
         with torch.no_grad():
@@ -102,7 +102,7 @@ def test_without_weights_the_unit_is_the_micro_batch(settings):
 
 @pytest.mark.slow
 def test_within_ten_percent_of_per_sample_gradients(threads):
-    """The oracle is tr(Sigma) / |G|^2 of a convolutional network with fixed weights, from the gradients of its single samples."""
+    """The oracle is tr(Sigma) / |G|^2 of a CNN with fixed weights, by single samples' gradients."""
     pytest.importorskip("sklearn")
     from demo.data import digits
     from demo.models import DigitsCNN
@@ -189,7 +189,10 @@ def test_one_micro_batch_a_window_tells_nothing():
 
 @pytest.mark.parametrize("accum_steps", [None, 2])
 def test_grad_scaler(accum_steps):
-    """The loss scale does not matter, even if it changes inside a window. (A caller-owned first window learns it too late: left out.)"""
+    """The loss scale does not matter, even if it changes inside a window.
+
+    A caller-owned first window learns it too late, and is left out.
+    """
     model, data = telling([(4, 4)] * 5, torch.float32)
     opt = wrapped(model.parameters(), accum_steps=accum_steps, reduction="none")
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1)
@@ -335,7 +338,7 @@ def test_state_is_kept_inside_a_window():
     assert opt.settings.schedule.accum_steps.state_dict() == {"steps": 3, "seen": 3}
 
 
-# -- what follows it -------------------------------------------------------------------------------------------------------
+# -- what follows it -------------------------------------------------------------------------------
 
 
 def test_schedule_makes_windows_as_large_as_the_noise_scale():

@@ -31,7 +31,7 @@ BAD = [float("nan"), float("inf"), float("-inf")]
 
 
 def run(opt, net, batches, bad=(), value=float("nan"), raises=()):
-    """Run these micro-batches; in those numbered in ``bad``, one element of one parameter's gradient is spoilt."""
+    """Run these micro-batches; those numbered in ``bad`` spoil one element of one gradient."""
     for i, (xs, ys) in enumerate(batches):
         loss = mean_loss(net, xs, ys)
         if i in bad:
@@ -134,7 +134,7 @@ def test_dropped_micro_batch_leaves_no_trace(policy, value, bad):
 
 @pytest.mark.parametrize("policy", ["skip_micro_batch", "raise"])
 def test_dropped_first_micro_batch_leaves_p_grad_none(policy):
-    """A parameter that only the bad micro-batch reached has no gradient, so the optimizer does not decay or move it."""
+    """A parameter only the bad micro-batch reached has no gradient: it does not decay or move."""
     net, (x, y) = model(), data()
     opt = wrapped(net, 2, nonfinite=policy)
     run(opt, net, [(x, y)], bad=[0], raises=[0] if policy == "raise" else ())
@@ -292,7 +292,10 @@ def test_skip_micro_batch_holds_more_than_a_bucket():
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("first", [True, False], ids=["in the first micro-batch", "later"])
 def test_a_scaler_finds_overflows_wherever_gradients_are_held(first, reentrant, policy):
-    """With everything in re-entrant checkpoints nothing signals the end of a pass, and the scaler looked at the sums before it."""
+    """With everything in re-entrant checkpoints nothing signals the end of a pass.
+
+    The scaler used to look at the sums before it.
+    """
     net, (x, _) = model(torch.float32), data(dtype=torch.float32)
     opt = wrapped(net, 8, nonfinite=policy)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)

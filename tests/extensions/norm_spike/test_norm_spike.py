@@ -1,4 +1,4 @@
-"""``skip_norm``: windows with a norm above a limit are not applied, as in a plain loop that looks at the big batch's norm."""
+"""``skip_norm``: windows with a norm above a limit are skipped, as in a loop over big batches."""
 
 import copy
 import io

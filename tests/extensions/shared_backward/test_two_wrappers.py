@@ -1,4 +1,4 @@
-"""Two wrappers of one model (for Muon and AdamW, say): one backward has gradients for both, and one of them is given its weight."""
+"""Two wrappers of one model (Muon and AdamW, say): a backward serves both, one gets its weight."""
 
 import threading
 
@@ -115,7 +115,7 @@ def test_a_weight_given_to_both_counts_also_where_the_loss_reaches_only_one(accu
 
 
 def test_sums_are_weighed_by_their_own_wrappers():
-    """Each needs a weight of its own, which may come with ``step()``; without one, step() raises."""
+    """Each needs its own weight, which may come with ``step()``; without one, step() raises."""
     p, q = (nn.Parameter(torch.zeros(())) for _ in range(2))
     first, second = (fa.AccumulatingOptimizer(torch.optim.SGD([leaf], lr=1.0), 1, reduction="sum") for leaf in (p, q))
     first.backward(6 * (p + q), weight=3)
@@ -128,7 +128,7 @@ def test_sums_are_weighed_by_their_own_wrappers():
 
 @pytest.mark.parametrize("reductions", [("sum", "mean"), ("mean", "sum")])
 def test_a_weight_is_not_taken_from_a_wrapper_with_another_reduction(reductions):
-    """To one of them the loss is a mean, to the other a sum, so one weight cannot be right for both."""
+    """To one the loss is a mean, to the other a sum: one weight cannot be right for both."""
     p, q = (nn.Parameter(torch.zeros(())) for _ in range(2))
     first, second = (
         fa.AccumulatingOptimizer(torch.optim.SGD([leaf], lr=1.0), 1, reduction=reduction)
@@ -218,7 +218,7 @@ def test_a_backward_in_another_thread_has_no_part_in_it():
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_of_two_backward_passes_at_once_neither_is_taken_for_the_caller(count):
-    """For a hook in one of the engine's threads, as GPUs have them, it cannot be told which of them it runs for."""
+    """In an engine's thread, as for GPUs, a hook cannot tell for which of them it runs."""
     inside, over = threading.Barrier(count + 1), threading.Event()
 
     def wait(grad):

@@ -1,4 +1,4 @@
-"""Split masters have the bits of FP32 copies, which are the oracle, and take 4 bytes with the parameter, and not 6."""
+"""Split masters have the bits of FP32 copies (the oracle), in 4 bytes with the parameter, not 6."""
 
 import copy
 import functools
@@ -19,7 +19,7 @@ MATRICES = [shape for shape in SHAPES if len(shape) == 2]
 
 
 class Elsewhere(torch.optim.Optimizer):
-    """Not one of PyTorch's: what it does with one parameter depends on all, and on how often it has stepped."""
+    """Not PyTorch's: what it does to a parameter depends on all, and on the number of steps."""
 
     def __init__(self, params, lr=0.5):
         super().__init__(params, {"lr": lr, "k": 0})
@@ -81,7 +81,7 @@ def away(x):
 
 
 def assert_same(ours, theirs):
-    """``ours`` is as ``theirs``, which has FP32 copies: the masters and the state bit for bit, the model but for ties."""
+    """``ours`` is as ``theirs`` (FP32 copies): masters and state bit for bit, model except ties."""
     (mine, opt), (its, other) = ours, theirs
     mine_masters, its_masters = masters(opt), masters(other)
     assert mine_masters.keys() == its_masters.keys() and mine_masters
@@ -114,7 +114,7 @@ def counted(monkeypatch, kind=torch.optim.AdamW):
     return sizes
 
 
-# -- bits --------------------------------------------------------------------------------------------------------------------
+# -- bits ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("most", [4, 300, 1 << 20], ids="{} bytes a part".format)
@@ -199,7 +199,7 @@ def test_parameters_of_other_layouts_keep_theirs():
         assert torch.equal(masters(opt)[i], x) and opt.state[(p, q)[i]]["exp_avg"].stride() == x.stride()
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 def tensors():
@@ -246,7 +246,7 @@ def test_a_step_joins_no_more_than_a_part_or_one_parameter(monkeypatch):
     assert max(room) > 256 and not masters._scratch
 
 
-# -- other code --------------------------------------------------------------------------------------------------------------
+# -- other code ------------------------------------------------------------------------------------
 
 
 def lowered(params, opt):
@@ -417,7 +417,7 @@ def test_frozen_parameters_and_those_without_a_gradient_stay():
     assert_same(*pairs)
 
 
-# -- checkpoints -------------------------------------------------------------------------------------------------------------
+# -- checkpoints -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("first", ["model", "optimizer"])
@@ -518,14 +518,14 @@ def test_what_was_loaded_does_not_change_with_what_it_was_loaded_from():
     assert all(torch.equal(masters(opt)[i], x) for i, x in expected.items())
 
 
-# -- faults ------------------------------------------------------------------------------------------------------------------
+# -- faults ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [OSError, KeyboardInterrupt])
 @pytest.mark.parametrize("at", range(4))
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_step_that_breaks_off_in_a_part_goes_on_there(monkeypatch, kind, at, when):
-    """Parts that have been stepped are not stepped again; that in which it broke off is, with what it had come to."""
+    """Stepped parts are not stepped again; that in which it broke off is, with what it came to."""
     pairs = both(OPTIMIZERS["SGD"])
     step, calls = torch.optim.SGD.step, []
 
@@ -568,7 +568,7 @@ def test_a_step_that_breaks_off_in_a_part_goes_on_there(monkeypatch, kind, at, w
     assert opt.updated
 
 
-# -- what it does not work with ----------------------------------------------------------------------------------------------
+# -- what it does not work with --------------------------------------------------------------------
 
 
 def test_fp16_is_refused_and_nothing_is_touched():

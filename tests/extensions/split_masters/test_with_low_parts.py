@@ -1,4 +1,4 @@
-"""Split masters stepped with sums of 24 bits: 15 bytes a parameter with AdamW, and 18 without the two."""
+"""Split masters with sums of 24 bits: 15 bytes a parameter with AdamW, and 18 without the two."""
 
 import copy
 
@@ -42,7 +42,7 @@ def train(model, opt, windows):
 
 
 def literal(windows):
-    """Gradients of FP32 buffers and FP32 masters, which see the same parameters as long as nothing is stepped."""
+    """Gradients of FP32 buffers and masters: parameters are the same while nothing is stepped."""
     model = net()
     inner = Seen(model.parameters(), lr=0.0)
     train(model, fa.AccumulatingOptimizer(inner, 4, **WIDE), windows)

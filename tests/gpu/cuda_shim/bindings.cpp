@@ -1,4 +1,5 @@
-// The extension fusedaccum._cuda for CPU tensors: csrc/cuda/kernels.cu and csrc/bindings_cuda.cpp as they are, or BINDINGS with a fault.
+// The extension fusedaccum._cuda for CPU tensors: csrc/cuda/kernels.cu and csrc/bindings_cuda.cpp
+// as they are, or BINDINGS with a fault.
 #include "../../../csrc/cuda/kernels.cu"
 
 inline cudaError_t cudaDriverGetVersion(int* version) {

@@ -1,7 +1,9 @@
-// A stand-in for CUDA's header: enough of it to run csrc/cuda on the CPU, block after block. For tests only.
+// A stand-in for CUDA's header: enough of it to run csrc/cuda on the CPU, block after block. For
+// tests only.
 //
-// The threads of a block are fibers on one CPU thread. Each runs up to its next barrier or shuffle, in an order that is drawn afresh every
-// time, so that a missing barrier shows as a wrong result. A barrier that not all threads reach aborts.
+// The threads of a block are fibers on one CPU thread. Each runs up to its next barrier or shuffle,
+// in an order that is drawn afresh every time, so that a missing barrier shows as a wrong result. A
+// barrier that not all threads reach aborts.
 #pragma once
 
 #include <ucontext.h>
@@ -75,7 +77,8 @@ inline void leaving([[maybe_unused]] void** fake, [[maybe_unused]] const void* t
   __sanitizer_start_switch_fiber(fake, to, size);
 #endif
 }
-inline void arrived([[maybe_unused]] void* fake, [[maybe_unused]] const void** from, [[maybe_unused]] std::size_t* size) {
+inline void arrived([[maybe_unused]] void* fake, [[maybe_unused]] const void** from,
+                    [[maybe_unused]] std::size_t* size) {
 #if defined(__SANITIZE_ADDRESS__)
   __sanitizer_finish_switch_fiber(fake, from, size);
 #endif
@@ -103,7 +106,8 @@ inline void resume(unsigned thread) {
   arrived(scheduler_fake_stack, nullptr, nullptr);
 }
 
-// Lets threads [begin, end) go on if all that have not ended wait in `state`; returns whether any did.
+// Lets threads [begin, end) go on if all that have not ended wait in `state`; returns whether any
+// did.
 inline bool release(unsigned begin, unsigned end, State state) {
   const auto waits = [&](unsigned t) { return fibers[t].state == state; };
   const auto ended = [&](unsigned t) { return fibers[t].state == State::kDone; };
@@ -173,7 +177,8 @@ inline uint16_t fp32_to_bf16(float x) {  // by the definition; a NaN's bits are 
   if (std::isnan(x)) return 0x7fff;
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof(bits));
-  const uint32_t below = bits >> 16, lost = bits & 0xffff;  // the neighbour towards zero, and the distance to it: 0x8000 is half way
+  const uint32_t below = bits >> 16,
+                 lost = bits & 0xffff;  // the neighbour towards zero, and the distance to it: 0x8000 is half way
   const bool up = lost > 0x8000 || (lost == 0x8000 && below % 2 == 1);
   return static_cast<uint16_t>(below + up);
 }
@@ -191,7 +196,8 @@ T __shfl_down_sync(unsigned, T value, unsigned distance) {
 }
 
 template <class Arguments>
-cudaError_t cudaLaunchKernel(void (*kernel)(Arguments), dim3 grid, dim3 block, void** arguments, std::size_t, cudaStream_t) {
+cudaError_t cudaLaunchKernel(void (*kernel)(Arguments), dim3 grid, dim3 block, void** arguments, std::size_t,
+                             cudaStream_t) {
   ++launches;
   shim::body = [=] { kernel(*static_cast<Arguments*>(arguments[0])); };
   for (blockIdx.x = 0; blockIdx.x < grid.x; ++blockIdx.x) shim::run_block(block.x);

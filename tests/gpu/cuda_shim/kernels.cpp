@@ -3,11 +3,11 @@
 
 namespace cuda = fusedaccum::cuda;
 
-// Runs an op, and adds up its statistics unless `sq_norm` is null. Returns the number of launches that wrote.
-// With low parts (0: int8, 1: int16), a pair's counter is where they begin.
-extern "C" int run_parts(int low, int op, const cuda::Pair* pairs, std::size_t count, int out, int in, const double* scale,
-                         bool scale_on_device, double decay, bool overwrite, bool stochastic, uint64_t seed, double* sq_norm,
-                         int64_t* nonfinite) {
+// Runs an op, and adds up its statistics unless `sq_norm` is null. Returns the number of launches
+// that wrote. With low parts (0: int8, 1: int16), a pair's counter is where they begin.
+extern "C" int run_parts(int low, int op, const cuda::Pair* pairs, std::size_t count, int out, int in,
+                         const double* scale, bool scale_on_device, double decay, bool overwrite, bool stochastic,
+                         uint64_t seed, double* sq_norm, int64_t* nonfinite) {
   cuda::Call call;
   call.low = static_cast<fusedaccum::LowParts>(low);
   call.op = static_cast<fusedaccum::Op>(op);
@@ -31,8 +31,9 @@ extern "C" int run_parts(int low, int op, const cuda::Pair* pairs, std::size_t c
   return written;
 }
 
-extern "C" int run(int op, const cuda::Pair* pairs, std::size_t count, int out, int in, const double* scale, bool scale_on_device,
-                   double decay, bool overwrite, bool stochastic, uint64_t seed, double* sq_norm, int64_t* nonfinite) {
-  return run_parts(fusedaccum::kNoLow, op, pairs, count, out, in, scale, scale_on_device, decay, overwrite, stochastic, seed, sq_norm,
-                   nonfinite);
+extern "C" int run(int op, const cuda::Pair* pairs, std::size_t count, int out, int in, const double* scale,
+                   bool scale_on_device, double decay, bool overwrite, bool stochastic, uint64_t seed, double* sq_norm,
+                   int64_t* nonfinite) {
+  return run_parts(fusedaccum::kNoLow, op, pairs, count, out, in, scale, scale_on_device, decay, overwrite, stochastic,
+                   seed, sq_norm, nonfinite);
 }

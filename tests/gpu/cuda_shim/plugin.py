@@ -1,4 +1,4 @@
-"""A plugin for pytest: the extension in the folder CUDA_SHIM is the backend ``cuda``, for CPU tensors."""
+"""A pytest plugin: the extension in folder CUDA_SHIM is the backend ``cuda``, for CPU tensors."""
 
 import os
 import sys

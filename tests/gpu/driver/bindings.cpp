@@ -1,4 +1,5 @@
-// The extension fusedaccum._cuda for CPU tensors: csrc/bindings_nvrtc.cpp as it is, on a stream of the test's.
+// The extension fusedaccum._cuda for CPU tensors: csrc/bindings_nvrtc.cpp as it is, on a stream of
+// the test's.
 #include <cstdint>
 
 extern "C" int aoti_torch_get_current_cuda_stream(int32_t device, void** stream) {

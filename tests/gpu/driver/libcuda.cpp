@@ -1,5 +1,6 @@
-// A stand-in for CUDA's driver, libcuda.so.1, with what csrc/cuda/driver.h calls. It records the calls, fails where a test wants, and runs
-// kernels on the CPU: which one, the name says that NVRTC gave it. A stream of every thread is being captured in the global mode.
+// A stand-in for CUDA's driver, libcuda.so.1, with what csrc/cuda/driver.h calls. It records the
+// calls, fails where a test wants, and runs kernels on the CPU: which one, the name says that NVRTC
+// gave it. A stream of every thread is being captured in the global mode.
 #include <cxxabi.h>
 #include <elf.h>
 
@@ -18,7 +19,15 @@ namespace {
 using namespace fusedaccum;
 using namespace fusedaccum::cuda;
 
-enum Result { kSuccess, kInvalidValue, kOutOfMemory, kInvalidImage = 200, kInvalidContext = 201, kNotFound = 500, kCapturing = 900 };
+enum Result {
+  kSuccess,
+  kInvalidValue,
+  kOutOfMemory,
+  kInvalidImage = 200,
+  kInvalidContext = 201,
+  kNotFound = 500,
+  kCapturing = 900
+};
 
 struct Context {
   int device;
@@ -74,12 +83,15 @@ void add_pair() {
 }
 template <class Out>
 void add_dtype() {
-  add_pair<Out, double>(), add_pair<Out, float>(), add_pair<Out, BF16>(), add_pair<Out, FP16>(), add<stats_kernel<Out>>();
+  add_pair<Out, double>(), add_pair<Out, float>(), add_pair<Out, BF16>(), add_pair<Out, FP16>(),
+      add<stats_kernel<Out>>();
 }
 template <class Low, bool kStats>
 void add_parts() {
-  add<parts_kernel<Op::kAccumulate, Low, float, false, kStats>>(), add<parts_kernel<Op::kAccumulate, Low, BF16, false, kStats>>();
-  add<parts_kernel<Op::kAccumulate, Low, float, true, kStats>>(), add<parts_kernel<Op::kAccumulate, Low, BF16, true, kStats>>();
+  add<parts_kernel<Op::kAccumulate, Low, float, false, kStats>>(),
+      add<parts_kernel<Op::kAccumulate, Low, BF16, false, kStats>>();
+  add<parts_kernel<Op::kAccumulate, Low, float, true, kStats>>(),
+      add<parts_kernel<Op::kAccumulate, Low, BF16, true, kStats>>();
   add<parts_kernel<Op::kCast, Low, float, true, kStats>>(), add<parts_kernel<Op::kCast, Low, BF16, true, kStats>>();
   add<parts_kernel<Op::kScale, Low, BF16, true, kStats>>(), add<parts_kernel<Op::kStats, Low, BF16, true, true>>();
 }
@@ -105,8 +117,8 @@ void plan(const char* call, int error) {
     planned[call] = error;
   }
 }
-extern const std::size_t layout[] = {sizeof(Batch), offsetof(Batch, call), offsetof(Batch, first_block), offsetof(Batch, tensors),
-                                     sizeof(AddUp)};
+extern const std::size_t layout[] = {sizeof(Batch), offsetof(Batch, call), offsetof(Batch, first_block),
+                                     offsetof(Batch, tensors), sizeof(AddUp)};
 const char* record() {
   static std::string told;
   told = std::exchange(calls, "");
@@ -168,15 +180,16 @@ int cuModuleGetFunction(void** function, void* from, const char* name) {
   if (const int error = called("cuModuleGetFunction")) return error;
   const auto* module = static_cast<Module*>(from);
   const auto kernel = kernels.find(plain(name));
-  if (kernel == kernels.end() || module->image.find(std::string(".text.") + name + '\0') == std::string::npos) return kNotFound;
+  if (kernel == kernels.end() || module->image.find(std::string(".text.") + name + '\0') == std::string::npos)
+    return kNotFound;
   *function = new Function{module->context, kernel->first, kernel->second};
   return kSuccess;
 }
-int cuLaunchKernel(void* function, unsigned grid, unsigned grid_y, unsigned grid_z, unsigned block, unsigned block_y, unsigned block_z,
-                   unsigned shared, void* stream, void** arguments, void** extra) {
+int cuLaunchKernel(void* function, unsigned grid, unsigned grid_y, unsigned grid_z, unsigned block, unsigned block_y,
+                   unsigned block_z, unsigned shared, void* stream, void** arguments, void** extra) {
   const auto* kernel = static_cast<Function*>(function);
-  const std::string on =
-      " device " + std::to_string(kernel->context->device) + " stream " + std::to_string(reinterpret_cast<uintptr_t>(stream));
+  const std::string on = " device " + std::to_string(kernel->context->device) + " stream " +
+                         std::to_string(reinterpret_cast<uintptr_t>(stream));
   if (const int error = called("cuLaunchKernel", " " + kernel->name + on)) return error;
   if (current.empty() || current.back() != kernel->context) return kInvalidContext;
   if (grid_y * grid_z * block_y * block_z != 1 || shared != 0 || extra != nullptr) return kInvalidValue;

@@ -1,7 +1,8 @@
-// The CPU kernels without PyTorch, for the sanitizers: every instruction set, dtype pair and mode, in heap blocks of exactly the size
-// needed.
+// The CPU kernels without PyTorch, for the sanitizers: every instruction set, dtype pair and mode,
+// in heap blocks of exactly the size needed.
 //
-// Results are compared with arithmetic written here, on numbers that every format can represent or that doubles round exactly.
+// Results are compared with arithmetic written here, on numbers that every format can represent or
+// that doubles round exactly.
 //   test_kernels           runs all and prints how many checks passed
 //   test_kernels overrun   reads and writes one element too many, which AddressSanitizer must see
 //   test_kernels shift     shifts by more bits than a word has, which UndefinedBehaviorSanitizer must see
@@ -36,7 +37,8 @@ long checks = 0;
     }                                                                      \
   } while (0)
 
-// In a format with `digits` significant bits, smallest exponent `lowest`; from the definition. Ties go to even, or as `to_whole` has it.
+// In a format with `digits` significant bits, smallest exponent `lowest`; from the definition. Ties
+// go to even, or as `to_whole` has it.
 double rounded(double x, int digits, int lowest, double largest, double (*to_whole)(double) = ::nearbyint) {
   if (x == 0 || !std::isfinite(x)) return x;
   int exponent;
@@ -87,7 +89,8 @@ double decode16(uint16_t bits, DType type) {
   return bits & 0x8000 ? -magnitude : magnitude;
 }
 
-// A heap block of exactly `n` elements after `offset` others, so that ASan guards the end and, at offset 0, the beginning.
+// A heap block of exactly `n` elements after `offset` others, so that ASan guards the end and, at
+// offset 0, the beginning.
 struct Block {
   DType type;
   int64_t n, offset;
@@ -95,7 +98,8 @@ struct Block {
 
   Block(DType type_, int64_t n_, int64_t offset_) : type(type_), n(n_), offset(offset_) {
     const auto size = static_cast<size_t>((n + offset) * kItemSize[type]);
-    memory = static_cast<char*>(offset == 0 && size > 0 ? std::aligned_alloc(64, (size + 63) / 64 * 64) : std::malloc(size));
+    memory =
+        static_cast<char*>(offset == 0 && size > 0 ? std::aligned_alloc(64, (size + 63) / 64 * 64) : std::malloc(size));
   }
   Block(const Block&) = delete;
   ~Block() { std::free(memory); }
@@ -147,7 +151,8 @@ void on_threads(int64_t count, const std::function<void(int64_t)>& work) {
 bool finite(double x) { return std::isfinite(x); }
 
 // One call over tensors of the given sizes, checked element by element.
-void run(DType out_type, DType in_type, const Call& call, const std::vector<int64_t>& sizes, int64_t offset, int threads, bool with_stats) {
+void run(DType out_type, DType in_type, const Call& call, const std::vector<int64_t>& sizes, int64_t offset,
+         int threads, bool with_stats) {
   std::vector<std::unique_ptr<Block>> outs, ins, before;
   std::vector<Pair> pairs;
   uint64_t seed = 1;
@@ -180,16 +185,16 @@ void run(DType out_type, DType in_type, const Call& call, const std::vector<int6
       const bool close = call.stochastic && kItemSize[out_type] == 2;
       CHECK(close ? std::fabs(got - x) <= std::fabs(x) * 0x1p-7 + 0x1p-24 || !finite(x)
                   : got == want || (std::isnan(got) && std::isnan(want)),
-            "%s out=%d in=%d n=%lld i=%lld: %a, not %a", kernels().name, out_type, in_type, static_cast<long long>(outs[k]->n),
-            static_cast<long long>(i), got, want);
+            "%s out=%d in=%d n=%lld i=%lld: %a, not %a", kernels().name, out_type, in_type,
+            static_cast<long long>(outs[k]->n), static_cast<long long>(i), got, want);
       squares += got * got;
       bad += !finite(call.op == Op::kCast ? got : t);
     }
   }
   if (!with_stats) return;
   CHECK(total.nonfinite == bad, "%lld, not %lld", static_cast<long long>(total.nonfinite), static_cast<long long>(bad));
-  CHECK(finite(squares) ? std::fabs(total.sq_norm - squares) <= 1e-12 * squares : !finite(total.sq_norm), "%a, not %a", total.sq_norm,
-        squares);
+  CHECK(finite(squares) ? std::fabs(total.sq_norm - squares) <= 1e-12 * squares : !finite(total.sq_norm), "%a, not %a",
+        total.sq_norm, squares);
 }
 
 // Numbers in two parts, in heap blocks of exactly the size needed.
@@ -200,7 +205,10 @@ struct Parts {
   std::unique_ptr<char[]> memory;
 
   Parts(LowParts kind_, int64_t n, int64_t offset)
-      : kind(kind_), bits(kind == kInt8 ? 8 : 16), h(kBF16, n, offset), memory(new char[static_cast<size_t>((n + offset) * bits / 8)]) {}
+      : kind(kind_),
+        bits(kind == kInt8 ? 8 : 16),
+        h(kBF16, n, offset),
+        memory(new char[static_cast<size_t>((n + offset) * bits / 8)]) {}
   char* low() const { return memory.get() + h.offset * bits / 8; }
 
   // x must be a number of 16 + bits bits.
@@ -234,10 +242,10 @@ struct Parts {
   double nearest(double x) const { return kind == kInt8 ? rounded(x, 16, -126, 0x1.fefep+127) : x; }
 };
 
-// One call over numbers in two parts, checked element by element. `other`: of the gradients, or of a cast's output; `specials`: with
-// infinities, and with what other code may leave.
-void run_parts(LowParts kind, DType other, const Call& call, const std::vector<int64_t>& sizes, int64_t offset, int threads,
-               bool with_stats, bool specials) {
+// One call over numbers in two parts, checked element by element. `other`: of the gradients, or of
+// a cast's output; `specials`: with infinities, and with what other code may leave.
+void run_parts(LowParts kind, DType other, const Call& call, const std::vector<int64_t>& sizes, int64_t offset,
+               int threads, bool with_stats, bool specials) {
   std::vector<std::unique_ptr<Parts>> numbers;
   std::vector<std::unique_ptr<Block>> others;
   std::vector<std::vector<double>> before;
@@ -272,23 +280,28 @@ void run_parts(LowParts kind, DType other, const Call& call, const std::vector<i
   for (size_t k = 0; k < numbers.size(); ++k) {
     for (int64_t i = 0; i < numbers[k]->h.n; ++i) {
       const Parts& parts = *numbers[k];
-      const double t = !adds ? before[k][static_cast<size_t>(i)] : call.scale == 0 ? 0 : single(others[k]->get(i) * single(call.scale));
+      const double t = !adds             ? before[k][static_cast<size_t>(i)]
+                       : call.scale == 0 ? 0
+                                         : single(others[k]->get(i) * single(call.scale));
       double x = t;
       if (casts || call.op == Op::kScale) x = single(t * single(call.scale));
       if (adds && !call.overwrite) x = single(single(before[k][static_cast<size_t>(i)] * single(call.decay)) + t);
-      const double got = casts ? others[k]->get(i) : parts.get(i), want = casts ? rounded_to(x, other) : parts.nearest(x);
+      const double got = casts ? others[k]->get(i) : parts.get(i),
+                   want = casts ? rounded_to(x, other) : parts.nearest(x);
       const double h = parts.h.get(i), nearest_h = Parts::nearest_h(got);
-      CHECK(got == want || (std::isnan(got) && std::isnan(want)), "%s low=%d other=%d op=%d n=%lld i=%lld: %a, not %a", kernels().name,
-            kind, other, static_cast<int>(call.op), static_cast<long long>(parts.h.n), static_cast<long long>(i), got, want);
-      CHECK(casts || h == nearest_h || (std::isnan(h) && std::isnan(got)), "%s: h is %a beside %a", kernels().name, h, got);
+      CHECK(got == want || (std::isnan(got) && std::isnan(want)), "%s low=%d other=%d op=%d n=%lld i=%lld: %a, not %a",
+            kernels().name, kind, other, static_cast<int>(call.op), static_cast<long long>(parts.h.n),
+            static_cast<long long>(i), got, want);
+      CHECK(casts || h == nearest_h || (std::isnan(h) && std::isnan(got)), "%s: h is %a beside %a", kernels().name, h,
+            got);
       squares += got * got;
       bad += !finite(adds ? t : got);
     }
   }
   if (!with_stats) return;
   CHECK(total.nonfinite == bad, "%lld, not %lld", static_cast<long long>(total.nonfinite), static_cast<long long>(bad));
-  CHECK(finite(squares) ? std::fabs(total.sq_norm - squares) <= 1e-12 * squares : !finite(total.sq_norm), "%a, not %a", total.sq_norm,
-        squares);
+  CHECK(finite(squares) ? std::fabs(total.sq_norm - squares) <= 1e-12 * squares : !finite(total.sq_norm), "%a, not %a",
+        total.sq_norm, squares);
 }
 
 void parts_kernels() {
@@ -301,8 +314,8 @@ void parts_kernels() {
       call.overwrite = variant & 8;
       call.scale = variant % 3 == 0 ? 0.0 : call.op == Op::kStats ? 1.0 : 0.3;
       call.decay = variant & 8 ? 1.0 : 0.7;
-      run_parts(call.low, variant & 16 && call.op != Op::kStats ? kF32 : kBF16, call, {0, 1, 31, 32, 33, 65, 100, 200}, variant % 3, 1,
-                variant & 32 || call.op == Op::kStats, variant % 5);
+      run_parts(call.low, variant & 16 && call.op != Op::kStats ? kF32 : kBF16, call, {0, 1, 31, 32, 33, 65, 100, 200},
+                variant % 3, 1, variant & 32 || call.op == Op::kStats, variant % 5);
     }
     Call call;
     call.low = kInt8;
@@ -311,7 +324,8 @@ void parts_kernels() {
     run_parts(kInt8, kBF16, call, {20000, 30000}, 1, 3, true, false);
     run_parts(kInt8, kBF16, call, {50000}, 1, 3, false, false);
     call.overwrite = true;
-    for (int64_t offset : {0, 1}) run_parts(kInt8, kBF16, call, {(3 << 19) + 21}, offset, 2, true, true);  // large enough to be streamed
+    for (int64_t offset : {0, 1})
+      run_parts(kInt8, kBF16, call, {(3 << 19) + 21}, offset, 2, true, true);  // large enough to be streamed
     call.op = Op::kCast;
     call.scale = 0.5;  // which leaves ties
     run_parts(kInt8, kBF16, call, {50000}, 0, 1, false, false);
@@ -341,7 +355,8 @@ void all_kernels() {
     call.scale = 0.5;
     for (int threads : {1, 3, 64}) run(kF32, kBF16, call, {16383, 1, 16385, 40000, 3}, 1, threads, true);
     call.overwrite = true;
-    for (int64_t offset : {0, 1}) run(kF32, kBF16, call, {(1 << 20) + 21}, offset, 2, true);  // large enough to be streamed
+    for (int64_t offset : {0, 1})
+      run(kF32, kBF16, call, {(1 << 20) + 21}, offset, 2, true);  // large enough to be streamed
   }
 }
 
@@ -370,16 +385,20 @@ void chunk_table() {
   for (int64_t size : sizes) table.add(size);
   for (int64_t parts : {1, 2, 3, 7, 40}) {
     const std::vector<int64_t> cuts = table.balanced(parts);
-    CHECK(cuts.size() == static_cast<size_t>(parts) + 1 && cuts.front() == 0 && cuts.back() == table.chunks(), "%zu", cuts.size());
+    CHECK(cuts.size() == static_cast<size_t>(parts) + 1 && cuts.front() == 0 && cuts.back() == table.chunks(), "%zu",
+          cuts.size());
     std::vector<int64_t> seen(sizes.size(), 0);
     int64_t next = 0;
     for (int64_t part = 0; part < parts; ++part) {
-      CHECK(cuts[static_cast<size_t>(part)] <= cuts[static_cast<size_t>(part) + 1], "part %lld", static_cast<long long>(part));
-      table.each(cuts[static_cast<size_t>(part)], cuts[static_cast<size_t>(part) + 1], [&](int64_t index, const Chunk& chunk) {
-        CHECK(index == next++, "chunk %lld", static_cast<long long>(index));
-        CHECK(chunk.begin == seen[chunk.tensor] && chunk.end > chunk.begin && chunk.end - chunk.begin <= 16, "tensor %zu", chunk.tensor);
-        seen[chunk.tensor] = chunk.end;
-      });
+      CHECK(cuts[static_cast<size_t>(part)] <= cuts[static_cast<size_t>(part) + 1], "part %lld",
+            static_cast<long long>(part));
+      table.each(cuts[static_cast<size_t>(part)], cuts[static_cast<size_t>(part) + 1],
+                 [&](int64_t index, const Chunk& chunk) {
+                   CHECK(index == next++, "chunk %lld", static_cast<long long>(index));
+                   CHECK(chunk.begin == seen[chunk.tensor] && chunk.end > chunk.begin && chunk.end - chunk.begin <= 16,
+                         "tensor %zu", chunk.tensor);
+                   seen[chunk.tensor] = chunk.end;
+                 });
     }
     CHECK(seen == sizes, "%lld parts", static_cast<long long>(parts));
   }

@@ -1,4 +1,5 @@
-// Stands in for PyTorch's header, as all in this folder: for tests of csrc/bindings_cuda.cpp on CPU tensors.
+// Stands in for PyTorch's header, as all in this folder: for tests of csrc/bindings_cuda.cpp on CPU
+// tensors.
 #pragma once
 
 #include <c10/util/Exception.h>
