@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: run all benchmarks or those named; write tables, results, plots."""
+"""``python -m benchmarks``: run all or some; print tables, write results and plots."""
 
 from __future__ import annotations
 

@@ -57,8 +57,7 @@ def streams(
     """Patterns with the mix of an accumulation, each timed as if it moved ``moved`` bytes.
 
     Args:
-        source_bytes, destination_bytes: bytes per element of gradient and buffer (only their ratio
-            matters).
+        source_bytes, destination_bytes: bytes per element of both; only the ratio matters.
         overwrite: the destination is only written, not read and written.
         moved: bytes of the case with which the patterns are compared.
         quick: small arrays, which profit from caches: only to check the harness.

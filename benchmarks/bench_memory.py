@@ -129,7 +129,7 @@ def _sgd(model: nn.Module, sums: list[Tensor]) -> None:
 
 @dataclass(frozen=True)
 class Way:
-    """A way to accumulate; ``sum_bytes``: bytes per element of its sums (p.grad or others)."""
+    """A way to accumulate; ``sum_bytes``: bytes per element of its sums, in p.grad or elsewhere."""
 
     note: str
     window: Callable[[nn.Module, str], AbstractContextManager[Window]]

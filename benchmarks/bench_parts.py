@@ -22,8 +22,8 @@ NAME = "parts"
 SET_NAMES = ("gpt2-124m", "2000x64x64")
 FP32 = "fusedaccum, FP32 sums"
 MICRO_BATCHES = 8
-# Bytes per element of 24-bit sums; bytes per element that the same stream reads for each that it
-# writes, and whether it only writes those.
+# Bytes per element of 24-bit sums; and a memory stream of the same mix: bytes per element of what
+# is read, of what is written, and whether that is not read, too.
 CASES = {
     "add": (8, (2, 3, False)),
     "add +norm": (8, (2, 3, False)),

@@ -29,7 +29,7 @@ COLOURS = {BIG: GREY, ACCUMULATED: ORANGE, OURS: BLUE}
 
 
 def measure(quick: bool) -> list[Row]:
-    """A batch's gradient by way and micro-batch size, and the peak, model and data included."""
+    """A batch's gradient by way and micro-batch size, and peak memory, model and data included."""
     samples, sizes = (16, (4, 16)) if quick else (512, (4, 16, 64, 256, 512))
     exact = _gradient(Pair(samples, torch.float64), BIG, samples)
     rows: list[Row] = []

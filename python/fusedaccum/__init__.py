@@ -34,4 +34,4 @@ __all__ = [
     "unfuse",
 ]
 
-native.warn_of_another_torch()
+native.warn_of_upgrade()

@@ -27,6 +27,7 @@ ADVICE = f"build it again: {COMMAND}"
 PACKAGE = Path(__file__).resolve().parent
 BROUGHT = PACKAGE / "_native/source"  # by a wheel; where an editable install is, its checkout has setup.py and csrc
 SOURCE = BROUGHT if BROUGHT.is_dir() else PACKAGE.parents[1]
+THIS_PYTHON = EXTENSION_SUFFIXES[0].removesuffix("so")
 
 
 @dataclass(frozen=True)
@@ -60,14 +61,14 @@ def read(folder: Path) -> Build | None:
 
 @functools.cache
 def build() -> Build:
-    """The build that fits and has most; if none does, one for another torch.
+    """The build that fits and has most; if none does, one of other sources, or for another torch.
 
     An empty record in a source tree that was never installed.
     """
     found = []
     for place in places():
         with contextlib.suppress(OSError):  # nothing was built there
-            found += [read(place / name) for name in os.listdir(place) if name.startswith(_built_from())]
+            found += [read(place / name) for name in os.listdir(place) if THIS_PYTHON in name]
     known = filter(None, [*found, read(PACKAGE)])
     return max(known, key=lambda of: (of.torch is not None, _why_unfit(of) is None, len(of.built)), default=Build())
 
@@ -82,11 +83,8 @@ def places() -> list[Path]:
 
 def key() -> str:
     """The folder's name for what is built of these sources and flags, for this Python and torch."""
-    return f"{_built_from()}torch-{'.'.join(_minor(torch.__version__))}-cuda-{torch.version.cuda}"
-
-
-def _built_from() -> str:
-    return f"{(sources() or '')[:12]}{EXTENSION_SUFFIXES[0].removesuffix('so')}"
+    there = f"torch-{'.'.join(_minor(torch.__version__))}-cuda-{torch.version.cuda}"
+    return f"{(sources() or '')[:12]}{THIS_PYTHON}{there}"
 
 
 @functools.cache
@@ -102,11 +100,12 @@ def sources() -> str | None:
 
 
 def _why_unfit(record: Build) -> str | None:
+    if None not in (record.sources, sources()) and record.sources != sources():
+        changed = "this package" if SOURCE == BROUGHT else "csrc or setup.py"
+        return f"{changed} has changed since it was built; {ADVICE}"
     elsewhere = record.folder != str(PACKAGE) and Path(record.folder).name != key()
     if record.torch is not None and (elsewhere or _minor(record.torch) != _minor(torch.__version__)):
         return f"it was built against torch {record.torch}, but this is torch {torch.__version__}; {ADVICE}"
-    if None not in (record.sources, sources()) and record.sources != sources():
-        return f"csrc or setup.py has changed since it was built; {ADVICE}"
     return None
 
 
@@ -131,17 +130,16 @@ def why_missing(extension: str) -> str | None:
     return None
 
 
-def warn_of_another_torch() -> None:
-    """Say, once on a node, that the extensions are of no use after an upgrade of torch.
+def warn_of_upgrade() -> None:
+    """Say, once on a node, that the extensions are of no use after an upgrade, of torch or of this.
 
     The command says it by itself.
     """
     ranks = map(os.environ.get, ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"))
     first = next(filter(None, ranks), "0") == "0" and multiprocessing.parent_process() is None
-    record = build()
-    other = record.torch is not None and _minor(record.torch) != _minor(torch.__version__)
-    if other and first and "fusedaccum" not in sys.orig_argv:
-        warnings.warn(f"fusedaccum's extension is not used: {_why_unfit(record)}", RuntimeWarning, stacklevel=3)
+    why = _why_unfit(build())
+    if why and first and "fusedaccum" not in sys.orig_argv:
+        warnings.warn(f"fusedaccum's extension is not used: {why}", RuntimeWarning, stacklevel=3)
 
 
 def why_not_on(capabilities: Iterable[tuple[int, int]]) -> str | None:

@@ -134,7 +134,7 @@ def test_the_key_is_of_torch_python_sources_and_flags(package, monkeypatch, tmp_
     keys.append(native.key())
     monkeypatch.setattr(torch, "__version__", "2.99.1")
     keys.append(native.key())
-    monkeypatch.setattr(native, "EXTENSION_SUFFIXES", [".cpython-399-riscv.so"])
+    monkeypatch.setattr(native, "THIS_PYTHON", ".cpython-399-riscv.")
     keys.append(native.key())
     (tmp_path / "csrc").mkdir()  # a checkout
     monkeypatch.setattr(native, "SOURCE", tmp_path)
@@ -194,13 +194,13 @@ def test_of_builds_that_fit_the_one_with_most_is_used_then_that_of_the_command(p
 def test_after_an_upgrade_of_torch_the_import_says_so_until_it_is_built_again(package, monkeypatch):
     build()
     old = native.key()
-    native.warn_of_another_torch()
+    native.warn_of_upgrade()
     with monkeypatch.context() as upgrade:
         upgrade.setattr(torch, "__version__", "2.99.0+cu999")
         anew()
         said = f"built against torch {native.build().torch}, but this is torch 2.99.0+cu999; {native.ADVICE}"
         with pytest.warns(RuntimeWarning) as warned:
-            native.warn_of_another_torch()
+            native.warn_of_upgrade()
         assert said in str(warned[0].message)
         assert native.why_missing("_cpu").startswith(f"it was built against torch {native.build().torch}, but this is")
         assert (
@@ -210,20 +210,35 @@ def test_after_an_upgrade_of_torch_the_import_says_so_until_it_is_built_again(pa
         for name in ("LOCAL_RANK", "SLURM_LOCALID"):
             with upgrade.context() as rank:
                 rank.setenv(name, "1")
-                native.warn_of_another_torch()  # no other rank of the node says it
+                native.warn_of_upgrade()  # no other rank of the node says it
         with upgrade.context() as worker:  # that multiprocessing spawned
             worker.setattr(native.multiprocessing, "parent_process", object)
-            native.warn_of_another_torch()
+            native.warn_of_upgrade()
         upgrade.setenv("LOCAL_RANK", "0")
         with pytest.warns(RuntimeWarning):
-            native.warn_of_another_torch()
+            native.warn_of_upgrade()
         build()
-        native.warn_of_another_torch()
+        native.warn_of_upgrade()
         assert native.build().torch == "2.99.0+cu999"
         assert what_is_in(package / "_native") == {old, native.key()}
     anew()
     assert native.build().torch == torch.__version__ and native.build().folder.endswith(old)
-    native.warn_of_another_torch()
+    native.warn_of_upgrade()
+
+
+def test_after_an_upgrade_of_the_package_the_import_says_so_until_it_is_built_again(package):
+    build()
+    old = native.key()
+    (package / "_build.json").write_text(json.dumps({"torch": None, "missing": {}, "sources": "67890"}))
+    anew()
+    said = f"this package has changed since it was built; {native.ADVICE}"
+    with pytest.warns(RuntimeWarning, match=f"^fusedaccum's extension is not used: {said}$"):
+        native.warn_of_upgrade()
+    assert native.why_missing("_cpu") == said
+    build()
+    native.warn_of_upgrade()
+    assert native.why_missing("_cpu") is None and native.build().sources == "67890"
+    assert what_is_in(package / "_native") == {old, native.key()}
 
 
 @pytest.mark.parametrize(

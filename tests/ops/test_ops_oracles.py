@@ -14,7 +14,7 @@ FORMATS = {torch.float32: (24, -126, 127), torch.bfloat16: (8, -126, 127), torch
 
 
 def nearest(x, dtype):
-    """The format's number nearest to ``x``, a Fraction, ties to even, by formats' definitions."""
+    """The format's number nearest to ``x``, a Fraction, ties to even, by its definition."""
     digits, lowest, highest = FORMATS[dtype]
     if x == 0:
         return 0.0

@@ -70,8 +70,7 @@ def test_within_a_window_both_parts_are_those_of_the_definition():
         assert torch.equal(whole.view(torch.float32), torch.from_numpy(sums))
 
 
-# Of a window's length and weights: how many gradients are those of FP32 buffers, and how many at
-# most those of plain bf16.
+# Micro-batches of a window, whether they are weighted, and which share of gradients must be FP32's.
 LENGTHS = {"8": (8, False, 0.999), "8 by tokens": (8, True, 0.993), "64": (64, False, 0.984)}
 
 
