@@ -38,7 +38,7 @@ def run_examples(page):
 
 
 def assert_shows(page, printed):
-    """The page shows what an example printed: the same words, and numbers but for their rounding."""
+    """The page shows what an example printed: the same words and numbers, but for rounding."""
     blocks = re.findall(r"^```text\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
     (shown,) = (block for block in blocks if block.startswith(printed.splitlines()[0]))
     number = re.compile(r"\d+\.\d+")

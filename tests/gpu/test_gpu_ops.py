@@ -20,7 +20,7 @@ def assert_neighbours_untouched(tensors):
 
 
 def check(call, expected_call, outs, offset=0, measured=False):
-    """Check that ``call(outs, stats)`` on the device writes what ``expected_call`` does on the CPU."""
+    """Check that ``call(outs, stats)`` writes on the device what ``expected_call`` does."""
     ours, expected = there(outs, offset), copies(outs)
     got, right = (Stats.empty(DEVICE), Stats.empty()) if measured else (None, None)
     written = [*ours, got.sq_norm, got.nonfinite] if measured else ours

@@ -182,7 +182,7 @@ def test_accumulate_mixes_dtypes_in_one_call():
 def test_accumulate_stochastic_equals_reference(buffer, grad, overwrite):
     sizes = [0, 1, 31, 32, 33, 255, 257, 300, 1000, 4097, 40000, 5000, 5000]
     outs, ins = lists(buffer, grad, sizes, nonfinite=True)
-    # Kernels draw in other ways from the start of a block of 8, of half or a quarter of one, or not.
+    # Kernels draw in other ways from the start of a block of 8, half or a quarter of one, or not.
     counters = [0, 1, 5, 7, 8, 2**35 - 3, 2**63, 2**64 - 40, 12345, 3, 2**64 - 4096, 12, 2]
     rounding = ops.StochasticRounding(2**63 + 987654321, counters)
     for scale, decay in ((1.0, 1.0), (1e-3, 0.5), (0.0, 0.9)):
