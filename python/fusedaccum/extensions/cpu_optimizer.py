@@ -103,6 +103,10 @@ class CpuOptimizer(MastersInParts):
         for gone in self._pinned.keys() - here:
             del self._pinned[gone]
 
+    def parameters_moved(self, places: dict[int, int]) -> None:
+        super().parameters_moved(places)
+        self._sent.clear()
+
     def block_made(self, block: Block, slots: Sequence[Slot]) -> None:
         if slots[0].device != CPU:
             self._pin(block, [slot for slot in slots if slot.param in self.of])

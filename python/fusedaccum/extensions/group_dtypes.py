@@ -49,6 +49,7 @@ class GroupDtypes(Extension):
         for slot in new:
             if not slot.placed:
                 slot.set_dtype(buffer_dtype(gradient_dtype(slot.param), self._of(slot.param)))
+        self._asked = {}  # which would keep parameters that are gone
 
     def _of(self, parameter: Parameter) -> torch.dtype | None:
         """The dtype that is asked for."""

@@ -404,6 +404,39 @@ def test_hooks_do_not_pile_up():
     assert len({id(slot) for slot in opt._sums.buffers.slots}) == 6
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"noise_scale": 0.9},
+        {"skip_norm": 9.0},
+        {"nonfinite": "skip_window"},
+        {"nonfinite": "skip_micro_batch"},
+        {"nonfinite": "raise"},
+        {"buffer_dtype": torch.bfloat16},
+        {"buffer_dtype": torch.bfloat16, "rounding": "stochastic"},
+        {"buffer_dtype": torch.bfloat16, "rounding": "compensated"},
+        {"master_weights": True},
+        {"master_weights": "split"},
+        {"buffer_device": "cpu", "master_weights": True},
+        {"optimizer_device": "cpu"},
+    ],
+    ids=str,
+)
+def test_a_parameter_that_is_gone_is_freed(settings):
+    parameters = [nn.Parameter(torch.ones(3, dtype=torch.bfloat16)) for _ in range(2)]
+    opt = fa.AccumulatingOptimizer(torch.optim.AdamW(parameters), 2, **settings)
+    for _ in range(4):
+        opt.backward(sum(p.sum() for p in parameters), weight=2)
+        opt.step()
+        opt.zero_grad()
+    alive = weakref.ref(parameters.pop())
+    opt.param_groups = [opt.param_groups[0] | {"params": parameters}]
+    opt.state.pop(alive())
+    gc.collect()
+    assert alive() is None
+
+
 def test_no_copy_of_the_model_remains():
     """However often parameters are replaced."""
     net = twin(model())

@@ -1,7 +1,9 @@
 """Master weights beside step hooks, the inner optimizer's methods and lists, and earlier state."""
 
 import copy
+import gc
 import pickle
+import weakref
 
 import fusedaccum as fa
 import pytest
@@ -362,6 +364,34 @@ def test_state_that_an_optimizer_keeps_in_16_bits_stays_so_when_it_is_made_anew(
         train_both(pairs)
         assert all(opt.state[p]["momentum"] is made[p] for parameters, opt in pairs for p in parameters)  # untouched
         assert_same_training(pairs)
+
+
+def test_a_parameter_that_comes_back_has_the_state_that_its_optimizer_means():
+    pairs = beside_an_fp32_model(Brief)
+    train_both(pairs)
+    with torch.no_grad():
+        back = pairs[1][0][0]
+        back.copy_(back.bfloat16())  # what is left of a master whose parameter is gone
+    for parameters, opt in pairs:
+        (group,) = opt.param_groups
+        opt.param_groups = [group | {"params": parameters[1:]}]
+        opt.param_groups = [group | {"params": [*parameters[1:], parameters[0]]}]
+    train_both(pairs)
+    assert_same_training(pairs)
+
+
+def test_a_parameter_that_is_gone_is_freed():
+    parameters = [Parameter(torch.ones(3, dtype=torch.bfloat16)) for _ in range(2)]
+    opt = fa.AccumulatingOptimizer(Brief(parameters), 1, master_weights=True)
+    sum(p.sum() for p in parameters).backward()
+    opt.step()
+    opt.param_groups = [opt.param_groups[0] | {"params": parameters[:1]}]
+    gone = parameters.pop()
+    del opt.state[gone]
+    alive = weakref.ref(gone)
+    del gone
+    gc.collect()
+    assert alive() is None
 
 
 class InBytes(torch.optim.Optimizer):
