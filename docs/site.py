@@ -1,4 +1,4 @@
-"""Hooks of MkDocs, so that links which work in the source tree work in the site too.
+"""Hooks of MkDocs, so that what works in the source tree works in the site too.
 
 Pages link to each other, to README.md and to files of the project by relative paths. README.md,
 CONTRIBUTING.md and CHANGELOG.md are pages of the site; any other file outside docs/ that a page
@@ -19,6 +19,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 SOURCES = {site: source for source, site in PAGES.items()}
+ROLE = re.compile(r":(\w+):<code>~?(?:\w+\.)*(\w+)</code>")
 LINK = re.compile(r"(!?\[[^\[\]]*\])\(([^()\s#]+)((?:#[^()\s]*)?)\)")
 
 
@@ -49,6 +50,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"{text}({posixpath.relpath(_in_site(path), posixpath.dirname(page.file.src_uri) or '.')}{anchor})"
 
     return LINK.sub(link, markdown)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Names as prose has them, where docstrings have a role: ``:meth:`step``` is ``step()``."""
+    return ROLE.sub(lambda role: f"<code>{role[2]}{'()' if role[1] in ('meth', 'func') else ''}</code>", html)
 
 
 def _in_project(page: str, target: str) -> str:

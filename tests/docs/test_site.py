@@ -4,6 +4,7 @@ Every page is in the navigation, figures are drawn from results, questions are a
 """
 
 import re
+import runpy
 
 import fusedaccum as fa
 import pytest
@@ -31,6 +32,13 @@ def test_every_page_is_in_the_navigation_once():
 def test_the_reference_has_all_that_is_public():
     named = set(re.findall(r"^::: fusedaccum\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE))
     assert set(fa.__all__) - {"__version__"} <= named
+
+
+def test_roles_in_docstrings_are_names_in_the_reference():
+    pytest.importorskip("mkdocs")
+    rendered = runpy.run_path(str(ROOT / "docs/site.py"))["on_page_content"]
+    html = "raises as :meth:<code>step</code>, of :class:<code>~fusedaccum.LastWindow</code>"
+    assert rendered(html, None, None, None) == "raises as <code>step()</code>, of <code>LastWindow</code>"
 
 
 def test_figures_are_drawn_from_results(tmp_path):

@@ -27,7 +27,7 @@ BACKWARD = ("weight", "last", "gradient", "retain_graph", "create_graph", "input
 
 
 class AccumulatingOptimizer(Wrapper):
-    """Any torch optimizer, stepped once per window of micro-batches, with all of its gradient.
+    """Any torch optimizer, stepped once per window of micro-batches with its whole gradient.
 
     The window's gradient is ``sum(w_i * g_i) / sum(w_i)`` for ``reduction="mean"`` (w_i = 1 unless
     given), ``sum(g_i) / sum(w_i)`` for ``"sum"``, ``sum(g_i)`` for ``"none"``. Gradients accumulate

@@ -232,7 +232,7 @@ class Wrapper(Optimizer):
 
     @property
     def progress(self) -> dict[str, int | str]:
-        """The open window's, for a progress bar: ``bar.set_postfix(opt.progress)``. Never waits.
+        """How far the open window is, for ``bar.set_postfix(opt.progress)``. Never waits.
 
         ``"window"`` is its index; ``"micro_batch"`` how many it holds, as ``"3/8"`` if a count
         closes it; ``"weight"``, as ``"96/4096"``, is present if weights that the host knows close
