@@ -102,8 +102,10 @@ def test_an_extension_of_other_sources_than_those_beside_the_package_is_not_trie
     monkeypatch.setattr(native, "build", lambda: native.Build(torch.__version__, {"_cpu": "-O3"}, sources=sources))
     if sources != "of before" or native.sources() is None:  # None: not noted, or no sources here
         assert native.why_missing("_cpu") is None
-    else:
-        assert native.why_missing("_cpu") == f"csrc or setup.py has changed since it was built; {native.ADVICE}"
+        return
+    for source, changed in ((native.BROUGHT, "this package"), (native.PACKAGE, "csrc or setup.py")):
+        monkeypatch.setattr(native, "SOURCE", source)
+        assert native.why_missing("_cpu") == f"{changed} has changed since it was built; {native.ADVICE}"
 
 
 def test_a_digest_is_of_names_and_contents(tmp_path):
