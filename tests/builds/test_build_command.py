@@ -226,6 +226,15 @@ def test_after_an_upgrade_of_torch_the_import_says_so_until_it_is_built_again(pa
     native.warn_of_upgrade()
 
 
+def test_what_is_built_for_another_python_is_none_of_this_ones_business(package):
+    build()
+    target = package / "_native" / native.key()
+    target.rename(target.with_name(target.name.replace(native.THIS_PYTHON, ".cpython-399-riscv.")))
+    anew()
+    assert native.build().torch is None
+    native.warn_of_upgrade()
+
+
 def test_after_an_upgrade_of_the_package_the_import_says_so_until_it_is_built_again(package):
     build()
     old = native.key()
