@@ -66,14 +66,14 @@ class Accumulation:
             unhide()
 
     def check(self) -> None:
-        """Raises RuntimeError if a parameter changed, a hook was missed, or sums are lost."""
+        """Raises RuntimeError if a parameter changed, gradients missed hooks, or sums are lost."""
         self.sums.check()
         self.collector.check_hooked()
         if self.sums.copied:
             grad_views.follow_copied(self.sums)
 
     def begin_window(self, backward: bool = False) -> None:
-        """``backward``: for a pass, for which plain PyTorch would leave what is in ``p.grad``."""
+        """``backward``: a pass begins it, and plain PyTorch would leave what is in ``p.grad``."""
         if backward and self.settings.drop_in:
             grad_views.part_with_written(self.sums, False)  # zeroed, perhaps
         for begins in self.extensions.window_begins:

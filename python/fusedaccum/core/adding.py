@@ -78,7 +78,10 @@ def tell_arrived(accumulation: Accumulation, slots: Sequence[Slot]) -> None:
 
 
 def measures(accumulation: Accumulation) -> bool:
-    """True if adds take norms and count what is not finite, which sums of ranks do on arrival."""
+    """True if adds take norms and count what is not finite.
+
+    Norms of sums that go to other ranks are taken when those have arrived.
+    """
     ledger = accumulation.ledger
     takes_norm = accumulation.wants_norm and (accumulation.ranks.alone or ledger.mixes_ranks)
     if takes_norm and ledger.may_be_last():

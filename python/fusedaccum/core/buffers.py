@@ -120,7 +120,7 @@ class Slot:
         self.param.grad_dtype = None
 
     def give_back_grad_dtype(self) -> None:
-        """Restore the parameter's grad_dtype, which its gradient then fits, if nobody set it."""
+        """Restore the parameter's grad_dtype, and cast its gradient, unless it was set since."""
         p, theirs = self.param, self.their_grad_dtype
         if self.frees_grad and p.grad_dtype is None and theirs is not None:
             theirs = p.dtype if theirs == self.made_for.dtype else theirs  # its own, also of one that was cast since
@@ -194,8 +194,8 @@ class Block:
     def cast_in_place_(self, dtype: torch.dtype, scale: Scalar, shown: Iterable[Slot], backend: str) -> None:
         """Cast ``flat * scale`` to a narrower dtype, in place, and show the result in ``shown``.
 
-        The first elements go through a small temporary. From there on, each wave casts elements [a,
-        2a). They need at most half their space now, which lies within what the previous wave has
+        The first elements go through a small temporary. From there on, each wave casts elements a
+        to 2a. They need at most half their space now, which lies within what the previous wave has
         already moved. So a wave's reads and writes never overlap, and each wave is one ordinary,
         parallel call.
         """

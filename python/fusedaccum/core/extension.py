@@ -254,7 +254,7 @@ class Extension(MicroBatchEvents):
         """
 
     def check_changed(self, slot: Slot) -> None:
-        """Raises RuntimeError if other code has made this a parameter that cannot be had."""
+        """Raises RuntimeError if other code has made it one that cannot be accumulated."""
 
     def check_shared(self) -> None:
         """Raises ValueError if ranks cannot share windows of these parameters."""
@@ -279,7 +279,7 @@ class Extension(MicroBatchEvents):
         """``step()`` was called; the micro-batch that it ends is still open."""
 
     def ended(self, rejected: list[str]) -> None:
-        """``step()`` has ended the micro-batch; ``rejected``: parameters of those left out."""
+        """``step()`` has ended the micro-batch; ``rejected``: parameters of others, left out."""
 
     def window_goes_on(self) -> None:
         """``step()`` has ended a micro-batch, and the window is not complete."""
@@ -357,7 +357,7 @@ class Extension(MicroBatchEvents):
         return False
 
     def write_sums(self, slots: Sequence[Slot], sums: Sequence[Tensor]) -> bool:
-        """True if sums have a form of this extension's; they are these ``sums`` then."""
+        """True if sums have a form of this extension's, in which it has kept ``sums`` now."""
         return False
 
     def finishes(self, slots: Sequence[Slot], scale: Scalar) -> bool:
