@@ -60,7 +60,7 @@ def recording() -> Any:
 
 
 def runs(frame: FrameType | None) -> bool:
-    """True if this call still runs, in any thread. Ctrl-C may have kept it from its last acts."""
+    """True if this call still runs, in any thread. (Ctrl-C may have skipped its clean-up.)"""
     stacks = [] if frame is None else list(sys._current_frames().values())
     try:
         for caller in stacks:

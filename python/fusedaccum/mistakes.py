@@ -267,7 +267,10 @@ def _is_mean_of(node: Any, by: int) -> bool:
 
 
 def warn_if_never_stepped(ledger: Ledger) -> None:
-    """Warn if ``flush()`` ends the first of all micro-batches, with more passes than a window."""
+    """Warn if ``flush()`` ends the first of all micro-batches, if that holds too many passes.
+
+    Too many are more than a window has micro-batches.
+    """
     if not (ledger.micro is not None and ledger.window.empty and ledger.index == 0) or ledger.window.length is None:
         return
     micro = ledger.micro

@@ -131,7 +131,7 @@ def why_missing(extension: str) -> str | None:
 
 
 def warn_of_upgrade() -> None:
-    """Say, once on a node, that the extensions are of no use after an upgrade, of torch or of this.
+    """Say, once on a node, that an upgrade of torch or fusedaccum has made extensions useless.
 
     The command says it by itself.
     """

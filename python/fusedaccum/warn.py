@@ -11,7 +11,7 @@ BETWEEN = {"fusedaccum", "torch", "contextlib", "accelerate", "lightning", "pyto
 
 
 def warn(message: str, category: type[Warning] = RuntimeWarning) -> None:
-    """Warn at the caller's line that called us, perhaps through PyTorch.
+    """Warn at the line of the caller's code that called us, perhaps through PyTorch.
 
     In a thread of autograd's own there is no such line.
     """

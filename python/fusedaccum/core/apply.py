@@ -340,7 +340,10 @@ def step_with(end: Conclusion, inner: Any, accumulation: Accumulation) -> bool |
 def among_hooks(
     inner: Optimizer, pre_hooks_have_run: Callable[[], None], post_hooks_follow: Callable[[], None]
 ) -> Iterator[None]:
-    """``inner.step()`` calls these after its step pre-hooks and before its post-hooks."""
+    """In the block, ``inner.step()`` calls the first after its step pre-hooks, if it has any.
+
+    It calls the second before its post-hooks, if it has any.
+    """
     handles = []
     calls_hooks = hasattr(inner, "_optimizer_step_post_hooks")  # one that hands all to another optimizer need not
     if calls_hooks and (inner._optimizer_step_pre_hooks or _global_optimizer_pre_hooks):

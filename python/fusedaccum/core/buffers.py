@@ -174,7 +174,10 @@ class Slot:
 
 @dataclass(eq=False)
 class Block:
-    """Flat storage that slots share: of one device, parameter dtype, buffer dtype; parts or not."""
+    """Flat storage of slots that agree in device and dtype of parameter and buffer.
+
+    All of them are parts, or none.
+    """
 
     flat: Tensor
     private: bool  # as its slots are

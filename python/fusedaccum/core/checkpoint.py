@@ -25,7 +25,7 @@ UNSAVED = {"counts", "in_place", "nested", "repeatable", "partial"}  # what last
 
 
 def save(opt: Wrapper) -> dict[str, Any]:
-    """All that it takes to continue with the same bits, in tensors and plain values."""
+    """All it takes to continue bit-identically: tensors, plain values; parameters by position."""
     sums, ledger, accumulation = opt._sums, opt._ledger, opt._accumulation
     ranks, adaptive = accumulation.ranks, opt.settings.schedule.adaptive
     if opt._closing.broke_off:

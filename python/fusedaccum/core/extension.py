@@ -101,7 +101,10 @@ class MicroBatchEvents:
         """A pass broke off."""
 
     def weighed_elsewhere(self, thread: int | None) -> MicroBatch | None:
-        """Another wrapper's micro-batch whose weight is in the loss that ``thread`` has run."""
+        """Another wrapper's micro-batch, if its weight is that of the loss under way.
+
+        ``thread``: called that loss's backward; None if it is not known.
+        """
         return None
 
     def judge(self, held: list[Tensor], added: list[Slot]) -> bool:
@@ -254,7 +257,7 @@ class Extension(MicroBatchEvents):
         """
 
     def check_changed(self, slot: Slot) -> None:
-        """Raises RuntimeError if other code has made it one that cannot be accumulated."""
+        """Raises RuntimeError if the slot's parameter can be accumulated no more."""
 
     def check_shared(self) -> None:
         """Raises ValueError if ranks cannot share windows of these parameters."""
@@ -279,7 +282,10 @@ class Extension(MicroBatchEvents):
         """``step()`` was called; the micro-batch that it ends is still open."""
 
     def ended(self, rejected: list[str]) -> None:
-        """``step()`` has ended the micro-batch; ``rejected``: parameters of others, left out."""
+        """``step()`` has ended the micro-batch.
+
+        ``rejected``: names of parameters for which any were left out since the last ``step()``.
+        """
 
     def window_goes_on(self) -> None:
         """``step()`` has ended a micro-batch, and the window is not complete."""
@@ -393,7 +399,7 @@ class Extension(MicroBatchEvents):
         return False
 
     def calling(self, slots: Sequence[Slot], call: FrameType) -> AbstractContextManager[None]:
-        """A block in ``call`` where another of its methods runs; ``slots`` are all slots."""
+        """A block in ``call`` where another method of the inner optimizer runs; all ``slots``."""
         return nullcontext()
 
     def recover(self) -> None:
@@ -481,7 +487,10 @@ class Extension(MicroBatchEvents):
         return {}
 
     def check_settings(self, saved: dict[str, Any]) -> None:
-        """Raises ValueError if what such a wrapper saved cannot be loaded, even between windows."""
+        """Raises ValueError if what a wrapper of these settings saved cannot be loaded.
+
+        Not even between two windows.
+        """
 
     def check_together(self, parts: Sequence[Any]) -> None:
         """Raises ValueError on all ranks if ``parts`` of an open window are not of one."""
@@ -571,11 +580,11 @@ class Extensions:
         return bool(self.stands_in) and any(stands_in() for stands_in in self.stands_in)
 
     def inner_steps(self, slots: Sequence[Slot]) -> AbstractContextManager[Any]:
-        """What they want around a block of the caller's in which the inner optimizer is at work."""
+        """What all of them want around the caller's block in which the inner optimizer works."""
         return _entered(self.stepping, slots, sys._getframe(1))
 
     def inner_called(self, slots: Sequence[Slot]) -> AbstractContextManager[Any]:
-        """What they want around a block of the caller's in which another of its methods runs."""
+        """What all of them want around the caller's block that runs another inner method."""
         return _entered(self.calling, slots, sys._getframe(1))
 
     def sums_carry(self) -> Scalar:

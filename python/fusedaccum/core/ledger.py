@@ -258,7 +258,7 @@ class Ledger:
         return self.schedule.may_complete(window.length, self.steps + 1, add(window.weight, self.micro.value()))
 
     def is_last(self) -> bool:
-        """True if the open micro-batch is known to complete the window, which weights never are."""
+        """True if the open micro-batch is known to be the last. Never if weights decide that."""
         if self.schedule.window_weight is not None:
             return False
         length = self.window.length

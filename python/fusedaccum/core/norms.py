@@ -47,7 +47,7 @@ class SquaredNorms:
             self.readings.pop(slot, None)
 
     def total(self, slots: Iterable[Slot]) -> Tensor:
-        """Sum of squares of the sums of ``slots``, 0-d and float64; reads only what no add has."""
+        """Sum of squares of the sums of ``slots``, 0-d and float64; reads what no add measured."""
         slots = list(slots)
         wanted = set(slots)
         known = dict.fromkeys(self.readings[slot] for slot in slots if slot in self.readings)
@@ -64,7 +64,7 @@ class SquaredNorms:
         return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=device)
 
     def save(self) -> list[dict[str, Any]]:
-        """The readings as plain values: a sum of squares depends on what was summed together."""
+        """The readings as plain values: a sum's bits depend on what was summed together."""
         return [
             {"sq_norm": r.sq_norm.clone(), "divisor": r.divisor, "covers": sorted(slot.index for slot in r.covers)}
             for r in dict.fromkeys(self.readings.values())

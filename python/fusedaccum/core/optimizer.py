@@ -81,8 +81,8 @@ class AccumulatingOptimizer(Wrapper):
             mean of the norms of earlier windows.
 
     Raises:
-        TypeError, ValueError, RuntimeError: an invalid argument, optimizer or parameter, a backend
-            that is not available; the message names it and the fix.
+        TypeError, ValueError: an invalid argument, optimizer or parameter; the message names it and
+            the fix. RuntimeError: a backend that is not available.
 
     Waits for the device only where a decision needs it. Once per window: ``nonfinite`` and
     ``skip_norm`` (unless a fused optimizer skips on the device), weights that are device tensors,
@@ -120,8 +120,6 @@ class AccumulatingOptimizer(Wrapper):
         for newly_wrapped in self._accumulation.extensions.newly_wrapped:
             newly_wrapped()
 
-    # -- what a training loop calls ----------------------------------------------------------------
-
     @outside_graphs
     def backward(self, loss: Tensor, *, weight: Scalar | None = None, last: bool = False, **kwargs: Any) -> None:
         """``loss.backward(**kwargs)`` for a micro-batch of this weight.
@@ -133,17 +131,18 @@ class AccumulatingOptimizer(Wrapper):
             weight: number or 0-d tensor (samples, tokens), finite, >= 0; 1 when left out; with 0,
                 nothing is added. Under ``reduction="mean"`` it also applies to other wrappers that
                 accumulate gradients of this loss.
-            last: a hint that the window ends here, so that its sums may travel while this backward
-                computes (``accum_steps`` tells). Closes nothing; void with ``window_weight``.
+            last: a hint that the window ends here, so that its sums may travel (to other ranks, or
+                a CPU) while this backward computes. Needless with ``accum_steps``. Closes nothing;
+                has no effect with ``window_weight``.
 
         Raises:
             ValueError: an invalid weight, or not the one given before for this micro-batch.
-            RuntimeError: a weight of a loss that reaches FSDP2's parameters of another wrapper.
+            RuntimeError: a weight of a loss that reaches FSDP2's parameters, given to a wrapper
+                that does not have them.
         """
         if kwargs:
             check_arguments("opt.backward", kwargs, BACKWARD)
-        in_loss = self._accumulation.weighs_loss and weight is not None
-        block = self._grouped(weight, last, in_loss)
+        block = self._grouped(weight, last, weight is not None and self._accumulation.weighs_loss)
         try:
             with block:
                 for begins in self._accumulation.extensions.backward_begins:
@@ -212,9 +211,9 @@ class AccumulatingOptimizer(Wrapper):
             what the closure returned.
 
         Raises:
-            ValueError: ``weight`` comes too late, or is missing; nothing is counted then.
-            FloatingPointError: ``nonfinite="raise"``; the micro-batch is dropped, and training can
-                go on.
+            ValueError: ``weight`` comes too late, or is missing under ``reduction="sum"``; nothing
+                is counted then.
+            FloatingPointError: ``nonfinite="raise"``; the micro-batch is dropped, nothing else.
             RuntimeError: a parameter has changed its dtype, device or shape; or a step() broke off
                 while it divided the sums, and the window must be repeated after ``reset()``.
         """
@@ -255,7 +254,7 @@ class AccumulatingOptimizer(Wrapper):
         """Apply a partial window, divided by what it actually holds.
 
         A backward pass not yet followed by ``step()`` is part of it. Does nothing if nothing was
-        accumulated (on any rank). Raises as :meth:`step`, and TypeError if LBFGS had to step.
+        accumulated (on any rank). Raises as :meth:`step`; TypeError if LBFGS would have to step.
         """
         if "settings" not in self.__dict__:  # an object of another class, made by Lightning, in front of the wrapper
             return self.optimizer.flush()  # type: ignore[attr-defined]
@@ -276,7 +275,7 @@ class AccumulatingOptimizer(Wrapper):
 
     @outside_graphs
     def reset(self) -> None:
-        """Drop a partial window, and forwards without a backward; the next one has the same index.
+        """Drop a partial window, and forwards without a backward; the next window has its index.
 
         The loss scale last seen from a GradScaler is forgotten, too, until the scaler steps again.
         """
@@ -319,7 +318,8 @@ class AccumulatingOptimizer(Wrapper):
         waits.
 
         Raises:
-            RuntimeError: the window is not complete, or ``p.grad`` cannot show all of it.
+            RuntimeError: the window is not complete, or ``p.grad`` does not show all of it
+                (``buffer_device``, ``shard=True``).
             ValueError: a weight is still missing (``reduction="sum"``).
         """
         self._not_inside("normalize_()")

@@ -28,7 +28,7 @@ ARGUMENTS = {field.name for of in (Settings, Schedule) for field in fields(of)} 
 
 
 def _of_inner(name: str) -> Any:
-    """An attribute of the inner optimizer, on the class, where Python 3.12's isinstance() looks."""
+    """An inner optimizer's attribute, on the class, where isinstance() looks (Python 3.12+)."""
     return property(
         lambda self: getattr(self.optimizer, name), lambda self, value: setattr(self.optimizer, name, value)
     )
@@ -128,7 +128,7 @@ class Wrapper(Optimizer):
 
     @outside_graphs
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state dict, and ``"fusedaccum"``: the open window, and masters.
+        """The inner optimizer's state dict plus ``"fusedaccum"``: open window, master weights.
 
         Tensors and plain values only (``torch.load(weights_only=True)`` reads it). Buffers are
         copies, for which it allocates; masters and the inner optimizer's state are the live
@@ -137,7 +137,7 @@ class Wrapper(Optimizer):
 
         Raises:
             RuntimeError: within ``micro_batch()`` or a backward; after a process group's
-                ``normalize_()``; gradients are held back; groups were changed, and not assigned.
+                ``normalize_()``; gradients are held back; groups were changed in place only.
         """
         self._not_inside("state_dict()")
         refuse_torchs_functions("state_dict()")
@@ -158,7 +158,8 @@ class Wrapper(Optimizer):
         is loaded, ``p.grad`` stays as it is.
 
         Raises:
-            ValueError: other parameters, or an open window with other settings; nothing is loaded.
+            ValueError: saved from other parameters, or with an open window and other window
+                settings; nothing is loaded then.
         """
         self._not_inside("load_state_dict()")
         refuse_torchs_functions("load_state_dict()")
@@ -249,8 +250,8 @@ class Wrapper(Optimizer):
     def updated(self) -> bool:
         """True if the last ``step()`` or ``flush()`` changed the parameters, until a backward.
 
-        So code that runs after every micro-batch sees a window once. Waits for the device only if a
-        fused optimizer has decided there.
+        So code that runs after every micro-batch sees a window once. Waits for the device only if
+        the decision was left to a fused optimizer there.
         """
         return bool(self._accumulation.updated)
 
@@ -317,9 +318,8 @@ class Wrapper(Optimizer):
         """True for the wrapper's own, which come before the inner optimizer's."""
         return name in OURS or name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
 
-    # Code that is given the wrapper and finds a scheduler of the inner optimizer, or looks through
-    # ``.optimizer``, asks whether the two are one: Lightning, before it accepts the scheduler, and
-    # before its LearningRateMonitor shows the rate.
+    # Lightning asks whether the two are one, before it accepts a scheduler of the inner optimizer,
+    # and before its LearningRateMonitor shows the rate.
     def __eq__(self, other: object) -> bool:
         return True if other is self or other is self.optimizer else NotImplemented
 

@@ -77,7 +77,7 @@ class Alone:
         then()
 
     def of_all_parts(self, found: int) -> int:
-        """How many elements are not finite on ranks that share gradients; else ``found``."""
+        """``found``; if the ranks hold parts of gradients, its sum over them."""
         return found
 
     # -- a window's end ----------------------------------------------------------------------------

@@ -127,7 +127,10 @@ class Sums:
 
     @property
     def written_by_user(self) -> bool:
-        """True if other code has written to or replaced what ``p.grad`` shows, if that shows."""
+        """True if other code has written to or replaced what ``p.grad`` shows.
+
+        As far as that can be told.
+        """
         if self.written_by_layers or self.normalized_by is not None:
             return False
         return self.written_over or not all(map(grad_views.UNTOUCHED, self.buffers.blocks))
@@ -235,7 +238,7 @@ class Sums:
         self.half_divided = False
 
     def normalize_(self, divisor: Scalar, factor: Scalar) -> None:
-        """Make all sums ``factor * sum / divisor``; what is put into ``p.grad`` then is such."""
+        """Make all sums ``factor * sum / divisor``; so is what is put into ``p.grad`` later."""
         self.divide_(self.slots_with_grad(), divisor, factor)
         self.normalized_by = divisor
 

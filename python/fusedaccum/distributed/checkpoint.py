@@ -41,7 +41,7 @@ ELSEWHERE = {"buffers", "shapes", "format"}
 class DistributedState:
     """A wrapper's state as a value in the dict of ``dcp.save`` and ``dcp.load``.
 
-    It is all of it: inner optimizer, open window, master weights.
+    The value holds everything: inner optimizer, open window, master weights.
     ``dcp.save({"opt": DistributedState(opt)}, checkpoint_id=path)``, then
     ``dcp.load({"opt": DistributedState(opt, path)}, checkpoint_id=path)``. Parameters are
     identified by position in ``param_groups``.

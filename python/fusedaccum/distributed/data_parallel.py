@@ -68,7 +68,10 @@ class DataParallel(Extension):
             slot.part = slot.holder = ShardHolder(slot.param)
 
     def parameters_come(self, slots: Sequence[Slot], all_of_them: bool) -> None:
-        """Raises ValueError if ranks share some of these, but not the first; or as Ranks does."""
+        """Raises ValueError if the first slots were this rank's alone, and ranks share these.
+
+        Also as Ranks does.
+        """
         if not self._looked:
             self._share()
             self._looked = True

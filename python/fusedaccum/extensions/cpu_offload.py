@@ -45,7 +45,7 @@ class StandIn:
 
 
 class CpuOffload(Extension):
-    """Has the buffers of parameters on other devices in CPU memory, and ops between the two."""
+    """Has buffers in CPU memory for parameters on other devices, and two ops between these."""
 
     def __init__(self) -> None:
         self._rings = Rings()
@@ -140,7 +140,10 @@ class CpuOffload(Extension):
             raise
 
     def cast_(self, outs: Sequence[Tensor], ins: Sequence[Tensor], *, backend: str) -> None:
-        """As :func:`ring.send` has it: ``ins`` are in CPU memory, ``outs`` on one device."""
+        """:func:`ops.cast_` of ``ins`` in CPU memory to ``outs`` on one device.
+
+        As :func:`ring.send` has it.
+        """
         send(self._rings[outs[0].device], outs, ins, backend)
 
     def scale_(self, buffers: Sequence[Tensor], scale: Scalar, *, backend: str) -> None:

@@ -129,9 +129,9 @@ class CpuOptimizer(MastersInParts):
             self._left |= self._depart(slot for slot in slots if slot.dtype == slot.stepped.dtype)
 
     def _depart(self, slots: Iterable[Slot]) -> dict[Slot, torch.Event]:
-        """Have what ``p.grad`` of these shows copied, after the current stream's work so far.
+        """Copy what ``p.grad`` of these shows, after the current stream's work so far.
 
-        Returns when each is here, as an event.
+        Does not wait: returns, for each, the event after which it is here.
         """
         by_device: dict[torch.device, list[Slot]] = {}
         for slot in slots:

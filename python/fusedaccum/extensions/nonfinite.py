@@ -47,7 +47,7 @@ class SkipWindow(Extension):
     def finished(self, cast: list[Slot]) -> bool:
         """False if a finite FP32 gradient has become infinite in FP16. Waits for the device.
 
-        In bf16, which has FP32's range, none does.
+        bf16 has FP32's range, so that nothing becomes infinite in it.
         """
         sums = self.accumulation.sums
         found = count(sums, [grad for slot in cast if (grad := slot.holder.grad) is not None])

@@ -47,7 +47,10 @@ def view(memory: Tensor, begin: int, count: int, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Cut:
-    """Elements [begin, end) of a list's tensor, in memory order, and their byte in a stage."""
+    """Elements [begin, end) of one of a list's tensors, in memory order, and their place.
+
+    ``place``: where in a stage they begin, in bytes.
+    """
 
     tensor: int
     begin: int

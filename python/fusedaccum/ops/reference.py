@@ -34,9 +34,9 @@ def accumulate_(
     stats: Stats | None,
     low: list[Tensor] | None = None,
 ) -> None:
-    """``buffer = round(t if overwrite else buffer * decay + t)``.
+    """``buffer = round(t if overwrite else buffer * decay + t)`` for every pair.
 
-    ``t = 0 if scale == 0 else grad * scale``.
+    Here ``t = 0 if scale == 0 else grad * scale``.
     """
     scale, decay = _apart(scale), _apart(decay)
     bad = []

@@ -30,7 +30,7 @@ Place = tuple[int, tuple[Parameter, ...]]  # number among the model's modules; t
 
 
 def accumulate_batchnorm(model: Model) -> Model:
-    """Give ``model``'s BatchNorm layers the running statistics of the big batch; returns ``model``.
+    """Give BatchNorm layers the running statistics that the big batch leaves; returns ``model``.
 
     If micro-batch i has n_i values per channel, with mean m_i and unbiased variance v_i, and N =
     sum(n_i), then when a window closes::

@@ -193,7 +193,7 @@ def _added(
 def add_product(buffer: Tensor, a: Tensor, b: Tensor, scale: float, keep: float) -> None:
     """``buffer = keep * buffer + scale * (a @ b)``, read in the dtype of ``a`` and ``b``.
 
-    With ``keep`` 0, whatever the buffer holds.
+    With ``keep`` 0, what the buffer holds does not count.
     """
     mixed = {} if buffer.dtype == a.dtype else {"out_dtype": buffer.dtype}
     torch.addmm(buffer, a, b, beta=keep, alpha=scale, out=buffer, **mixed)

@@ -61,7 +61,8 @@ class MicroBatcher:
             must not scale them too.
 
     Attributes:
-        micro_batch_size: the latest window's limit; None before the first window of ``"auto"``.
+        micro_batch_size: the latest window's limit of samples per micro-batch; None before the
+            first window of ``"auto"``.
 
     Raises:
         TypeError, ValueError: an argument is invalid, alone or with the others; the message names
@@ -181,7 +182,7 @@ class MicroBatcher:
     def _cuts(self, size: int, samples: int) -> list[int]:
         """Where micro-batches of at most ``size`` samples begin and end.
 
-        With FSDP2, whose ranks run forwards together, every rank gets as many.
+        With FSDP2, whose ranks run forwards together, every rank gets the same number of them.
         """
         parts, accumulation = ceil_div(samples, size), self._opt._accumulation
         if accumulation.ledger.mixes_ranks:
