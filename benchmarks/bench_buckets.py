@@ -104,8 +104,7 @@ def _raced(case: Row, options: Options) -> list[Row]:
         row |= {"least_ms": 1e3 * min(t.seconds), "rounds": len(t.seconds), "faults": statistics.median(faults[way])}
         peer = PEERS.get(way, {}).get(weights)
         if peer:
-            middle, low, high = ratio(t, timings[peer])
-            row |= {"against": peer, "takes": middle, "takes_p10": low, "takes_p90": high}
+            row |= {"against": peer, **ratio(t, timings[peer], "takes")}
             row["least_takes"] = min(t.seconds) / min(timings[peer].seconds)
         rows.append(row)
     return rows

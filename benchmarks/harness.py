@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import random
 import statistics
 import time
@@ -46,6 +47,7 @@ BARE = "gradients alone"  # a backward that accumulates nothing
 # and against torch.compile.
 HEADLINES = (("bf16", "fp32"), ("fp16", "fp32"), ("bf16", "bf16"), ("fp32", "fp32"))
 SHORTEST = {"cpu": 3e-3, "cuda": 10e-3}  # seconds of a measurement, at least
+TURNS = 10  # of the contestants before the first round, at most
 Row = dict[str, object]
 
 
@@ -144,6 +146,7 @@ def race(contestants: list[Contestant], rounds: int, at_least: float | None = No
     for c in running:
         measure(c, 1)  # page faults, compilation, thread pools
         repeats[c.name] = max(1, round(at_least * c.scale / measure(c, 1)))  # of its own time, not of the scaled one
+    _settle(lambda: sum(measure(c, repeats[c.name]) for c in running))
     timings = {c.name: Timing() for c in running}
     shuffled = random.Random(0)
     for _ in range(rounds):
@@ -152,16 +155,50 @@ def race(contestants: list[Contestant], rounds: int, at_least: float | None = No
     return timings
 
 
+def _settle(turn: Callable[[], float]) -> None:
+    """On a GPU, whose clocks follow its load: wait until turns get no shorter any more."""
+    before = math.inf
+    for _ in range(TURNS if environment.device.type == "cuda" else 0):
+        took = turn()
+        if took > 0.99 * before:
+            break
+        before = took
+
+
 def wait_for_device() -> None:
     """Wait until a GPU is idle: calls on it return before their work is done."""
     if environment.device.type == "cuda":
         torch.cuda.synchronize()
 
 
-def ratio(other: Timing, ours: Timing) -> tuple[float, float, float]:
-    """Median, p10 and p90 over the rounds of other / ours: how many times faster ours was."""
+def ratio(other: Timing, ours: Timing, name: str) -> Row:
+    """How many times faster ours was: of other / ours in a round, the median, its interval, p10 and
+    p90, under keys that begin with ``name``.
+    """
     ratios = [a / b for a, b in zip(other.seconds, ours.seconds, strict=True)]
-    return statistics.median(ratios), percentile(ratios, 10), percentile(ratios, 90)
+    low, high = interval(ratios)
+    return {
+        name: statistics.median(ratios),
+        f"{name}_low": low,
+        f"{name}_high": high,
+        f"{name}_p10": percentile(ratios, 10),
+        f"{name}_p90": percentile(ratios, 90),
+    }
+
+
+def interval(values: Iterable[float]) -> tuple[float, float]:
+    """The two values between which the median lies with 95% confidence, whatever is drawn from.
+
+    The least and the largest where fewer than 6 are too few for that.
+    """
+    ordered = sorted(values)
+    outside, beyond = 0, 0.5 ** len(ordered)  # the chance that no more than `outside` of them are below the median
+    for k in range(1, len(ordered)):
+        beyond += math.comb(len(ordered), k) * 0.5 ** len(ordered)
+        if beyond > 0.025:
+            break
+        outside = k
+    return ordered[outside], ordered[-1 - outside]
 
 
 def rows_of(case: Row, contestants: list[Contestant], timings: dict[str, Timing], moved: int) -> list[Row]:
@@ -187,13 +224,11 @@ def rows_of(case: Row, contestants: list[Contestant], timings: dict[str, Timing]
         if ceiling and c.kind != "bandwidth":
             row["bandwidth_gb_per_s"] = moved / timings[ceiling].median / 1e9
             row["bandwidth_pattern"] = ceiling
-            row["share_of_bandwidth"] = ratio(timings[ceiling], t)[0]
+            row["share_of_bandwidth"] = ratio(timings[ceiling], t, "of")["of"]
         if ours is not None and c.kind in ("peer", "variant"):
-            middle, low, high = ratio(t, ours)
-            row |= {"ours_is_faster": middle, "ours_is_faster_p10": low, "ours_is_faster_p90": high}
+            row |= ratio(t, ours, "ours_is_faster")
         if c.name == OURS and best:
-            middle, low, high = ratio(timings[best], t)
-            row |= {"best_peer": best, "speedup": middle, "speedup_p10": low, "speedup_p90": high}
+            row |= {"best_peer": best, **ratio(timings[best], t, "speedup")}
         rows.append(row)
     return rows
 

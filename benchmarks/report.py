@@ -24,6 +24,7 @@ TABLES: dict[str, Callable[[Sequence[Row]], tables.Table]] = {
     "parts": tables.parts,
     "training": tables.training,
     "step": tables.step,
+    "pairs": tables.pairs,
     "cpu_optimizer": tables.cpu_optimizer,
     "fused": tables.fused,
     "overhead": tables.overhead,
@@ -48,6 +49,8 @@ def printed(name: str, rows: Sequence[Row]) -> str:
     parts = [tables.text(TABLES[name](rows))]
     if name == "accumulate":
         parts.append(tables.text(tables.stats_cost(rows)))
+    if name == "pairs":
+        parts += map(tables.text, tables.profiles(rows))
     return "\n\n".join(["", *parts, ""])
 
 

@@ -177,6 +177,34 @@ def step(rows: Sequence[Row]) -> Table:
     return ["window", "ms (p10–p90)", "accumulation"], lines
 
 
+def pairs(rows: Sequence[Row]) -> Table:
+    """One line per model and way to run it: a window of training beside the best plain way's."""
+    lines = []
+    for of_case in grouped(rows, ("set", "sequences", "length", "how")).values():
+        ours = of_case[OURS]
+        best = of_case[ours["best_peer"]]
+        faster = f"{ours['speedup']:.3f}× ({ours['speedup_low']:.3f}–{ours['speedup_high']:.3f})"
+        lines.append([_pair(ours), _spread(ours), str(ours["best_peer"]), _spread(best), faster])
+    header = ["window of 8", "fusedaccum ms (p10–p90)", "best plain way", "its ms (p10–p90)"]
+    return [*header, "as fast (95% of the median)"], lines
+
+
+def profiles(rows: Sequence[Row]) -> list[Table]:
+    """Where the time of a window goes that is slower than the best plain way's."""
+    found = [r for r in rows if "profile" in r]
+    return [
+        (
+            [_pair(r), "fusedaccum ms", f"{r['best_peer']} ms"],
+            [[name, f"{a:.2f}", f"{b:.2f}"] for name, a, b in r["profile"]],
+        )
+        for r in found
+    ]
+
+
+def _pair(row: Row) -> str:
+    return f"{row['set']}, {row['sequences']} × {row['length']:,} tokens, {row['how']}"
+
+
 def fused(rows: Sequence[Row]) -> Table:
     """One line per layer: a micro-batch's time for all contestants, and how much faster ours is."""
     others = _names(rows, "peer") + _names(rows, "variant")

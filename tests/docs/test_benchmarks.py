@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +29,7 @@ from benchmarks import (
     bench_explain,
     bench_memory,
     bench_overhead,
+    bench_pairs,
     bench_parts,
     bench_questions,
     bench_ranks,
@@ -137,6 +142,64 @@ def test_a_step_tells_accumulation_from_forward_and_backward(tmp_path: Path) -> 
     assert shares[bench_step.ALONE] == 0
     assert all(share < 1 for share in shares.values())
     assert "tiny, 8 × 64 tokens: fusedaccum" in report.printed("step", rows)
+
+
+def test_a_slower_step_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interval of the ratio decides, and the profile is of a window of either."""
+    real = bench_pairs.wrapped
+
+    def slower(*arguments: Any, **settings: Any) -> Callable[[int], object]:
+        window = real(*arguments, **settings)
+        return lambda i: [window(i) for _ in range(4)]
+
+    options = harness.Options(quick=True, rounds=9, out=tmp_path, compile=False, backend="reference")
+    monkeypatch.setattr(bench_pairs, "wrapped", slower)
+    (ours, *others) = bench_pairs.run(options)
+    assert (ours["contestant"], ours["how"], ours["sequences"]) == (harness.OURS, "eager", 2)
+    assert ours["speedup_low"] <= ours["speedup"] <= ours["speedup_high"] < 1
+    assert {row["contestant"] for row in others} == bench_pairs.PLAIN.keys()
+    mine, theirs = (sum(line[k] for line in ours["profile"]) for k in (1, 2))
+    assert mine > theirs > 0
+    shown = report.printed("pairs", [ours, *others])
+    assert "tiny, 2 × 32 tokens, eager" in shown and str(ours["profile"][0][0]) in shown
+
+
+def test_a_graph_is_recorded_after_windows_have_made_what_it_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the guide says it: made, run and recorded on one stream, which is not the default one."""
+    calls: list[object] = []
+    stream = mock.MagicMock(name="stream")
+    graph = mock.MagicMock(name="graph")
+    graph.replay = lambda: calls.append("replayed")
+    recording = mock.MagicMock(name="recording")
+    recording.return_value.__enter__.side_effect = lambda: calls.append("records")
+    recording.return_value.__exit__.side_effect = lambda *_: calls.append("recorded")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", mock.MagicMock())
+    monkeypatch.setattr(torch.cuda, "stream", lambda of: contextlib.nullcontext() if of is stream else pytest.fail())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    monkeypatch.setattr(torch.cuda, "graph", recording)
+
+    def make() -> Callable[[int], object]:
+        calls.append("made")
+        return calls.append
+
+    window = bench_pairs.graphed(make)
+    assert calls == ["made", 0, 0, "records", 0, "recorded"]
+    assert recording.call_args == mock.call(graph, stream=stream)
+    window(1)
+    assert calls[6:] == ["replayed"]
+
+
+@pytest.mark.parametrize("rounds", [1, 5, 9, 30])
+def test_the_interval_of_a_median_holds_it(rounds: int) -> None:
+    """Of 2,000 draws from a skewed distribution, whose median is known."""
+    generator = random.Random(rounds)
+    median, within = math.log(2), 0
+    for _ in range(2000):
+        low, high = harness.interval([generator.expovariate(1) for _ in range(rounds)])
+        within += low <= median <= high
+    fewest = 0 if rounds == 1 else 0.92 if rounds < 6 else 0.935
+    assert fewest <= within / 2000 < 0.995
 
 
 def test_calls_are_timed_with_as_many_tensors_as_their_limits_speak_of(

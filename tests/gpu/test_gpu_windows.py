@@ -93,3 +93,43 @@ def test_loading_takes_a_model_that_was_moved_after_it_was_wrapped(settings):
             opt.step()
         assert opt.updated and opt.last_window.micro_batches == 2
     assert_same_parameters(*nets, 0)
+
+
+def graphed_callable(net, sample):
+    return torch.cuda.make_graphed_callables(net, (sample,))
+
+
+def with_graphs_of_its_own(net, sample):
+    return torch.compile(net, mode="reduce-overhead")
+
+
+@needs_gpu
+@every_kernel
+@pytest.mark.parametrize("first", [True, False], ids=["graphed, then wrapped", "wrapped, then graphed"])
+@pytest.mark.parametrize("graphed", [graphed_callable, with_graphs_of_its_own])
+def test_gradients_in_the_memory_of_graphs_are_added_before_the_next_replay(backend, graphed, first):
+    """pytorch#96693, #169545: each replay writes its gradients over those of the one before."""
+    net = model(torch.float64).to(DEVICE)
+    big = twin(net)
+    x, y, micro_batches = batches(torch.float64, (8, 8, 8))
+
+    def wrapped():
+        inner = torch.optim.AdamW(net.parameters(), lr=1e-2, eps=1e-3, fused=True)
+        return fa.AccumulatingOptimizer(inner, 3, max_grad_norm=0.1, backend=backend)
+
+    opt = wrapped() if first is False else None
+    run = graphed(net, micro_batches[0][0])
+    opt = opt or wrapped()
+    oracle = torch.optim.AdamW(big.parameters(), lr=1e-2, eps=1e-3, fused=True)
+    for _ in range(5):  # the compiler warms up, records, and replays
+        for xs, ys in micro_batches:
+            torch.compiler.cudagraph_mark_step_begin()
+            opt.backward(mean_loss(run, xs, ys))
+            opt.step()
+            opt.zero_grad()
+        oracle.zero_grad()
+        mean_loss(big, x, y).backward()
+        norm = nn.utils.clip_grad_norm_(big.parameters(), 0.1)
+        oracle.step()
+        torch.testing.assert_close(opt.last_window.grad_norm, norm, rtol=1e-10, atol=0)
+        assert_same_parameters(net, big, 1e-10)
