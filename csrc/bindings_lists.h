@@ -25,6 +25,14 @@ inline pybind11::bytes traits(const std::vector<at::Tensor>& tensors) {
   return {reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(int64_t)};
 }
 
+// Parts of the storage of `base`, laid out like these tensors.
+inline std::vector<at::Tensor> views_like(const at::Tensor& base, const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> views;
+  views.reserve(tensors.size());
+  for (const at::Tensor& x : tensors) views.push_back(at::as_strided(base, x.sizes(), x.strides(), x.storage_offset()));
+  return views;
+}
+
 // The launches of a call of the Triton kernels: launches() in triton_kernels/backend.py, which says
 // what they consist of.
 inline pybind11::list launches(const std::vector<at::Tensor>& outs, const std::vector<at::Tensor>& ins,
@@ -87,6 +95,7 @@ inline void define_lists(pybind11::module_& m) {
       },
       py::arg("tensors"), "as fusedaccum.ops.memory.increment_version()");
   m.def("traits", &traits, py::arg("tensors"), "as fusedaccum.ops.memory.traits()");
+  m.def("views_like", &views_like, py::arg("base"), py::arg("tensors"), "as fusedaccum.ops.memory.views_like()");
   m.def("launches", &launches, py::arg("outs"), py::arg("ins"), py::arg("counters"), py::arg("block"),
         "as launches() of the Triton kernels' backend");
 }

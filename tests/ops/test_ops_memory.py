@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 from fusedaccum import ops
-from fusedaccum.ops.memory import increment_version, traits
+from fusedaccum.ops.memory import increment_version, traits, views_like
 from ops_cases import BACKENDS, DTYPES, PAIR_IDS, PAIRS, assert_same_bits, running, values
 from torch import nn
 
@@ -234,6 +234,24 @@ def test_traits_tell_what_has_changed(native, monkeypatch):
     assert traits(tensors[:3]) != before
     tensors[3].data = torch.zeros(3, dtype=torch.bfloat16)
     assert traits(tensors) != before
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+def test_views_are_laid_out_like_tensors_of_another_dtype(native, monkeypatch):
+    if not native:
+        monkeypatch.setattr("fusedaccum.ops.memory.native_lists", lambda: None)
+    wide = torch.zeros(40)
+    alike = [wide[3:7], wide[8:20].view(3, 4).t(), wide[20:21].view(()), wide[21:21]]
+    memory = torch.randn(40, dtype=torch.bfloat16)
+    views = views_like(memory, alike)
+    for view, expected in zip(
+        views, [memory[3:7], memory[8:20].view(3, 4).t(), memory[20], memory[21:21]], strict=True
+    ):
+        assert view.stride() == expected.stride() or view.numel() == 0
+        assert torch.equal(view, expected)
+    version = memory._version
+    views[0].zero_()
+    assert memory._version == version + 1 and not memory[3:7].any()
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["native", "python"])

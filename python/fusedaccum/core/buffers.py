@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .. import ops
-from ..ops.memory import is_dense, traits
+from ..ops.memory import is_dense, traits, views_like
 from ..parts import local_of
 from ..scalars import Scalar, identity
 from .extension import Extensions
@@ -194,7 +194,7 @@ class Block:
         """The slot's part of the storage, in its parameter's shape (and format, if dense)."""
         return self.flat.as_strided(local_of(slot.param).shape, slot.strides, offset)
 
-    def cast_in_place_(self, dtype: torch.dtype, scale: Scalar, shown: Iterable[Slot], backend: str) -> None:
+    def cast_in_place_(self, dtype: torch.dtype, scale: Scalar, shown: Sequence[Slot], backend: str) -> None:
         """Cast ``flat * scale`` to a narrower dtype, in place, and show the result in ``shown``.
 
         The first elements go through a small temporary. From there on, each wave casts elements a
@@ -212,9 +212,8 @@ class Block:
             end = min(2 * done, total)
             ops.cast_([narrow[done:end]], [self.flat[done:end]], scale, backend=backend)
             done = end
-        for slot in shown:
-            wide = slot.buffer
-            slot.show(narrow.as_strided(wide.shape, wide.stride(), wide.storage_offset()))
+        for slot, view in zip(shown, views_like(narrow, [slot.buffer for slot in shown]), strict=True):
+            slot.show(view)
 
 
 def _let_go(slots: list[Slot]) -> None:

@@ -266,7 +266,8 @@ class Sums:
         same: list[Slot] = []
         cast: dict[Block, list[Slot]] = {}
         for slot in slots:
-            if slot.dtype.itemsize > slot.stepped.dtype.itemsize:
+            dtype = slot.stepped.dtype
+            if dtype is not slot.dtype and dtype.itemsize < slot.dtype.itemsize:
                 cast.setdefault(slot.block, []).append(slot)
             else:
                 same.append(slot)

@@ -59,6 +59,14 @@ def traits(tensors: Sequence[Tensor]) -> object:
     return tuple(list(map(of, tensors)) for of in (Tensor.data_ptr, Tensor.numel, attrgetter("dtype")))
 
 
+def views_like(base: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Parts of the storage of ``base``, laid out like these tensors, whose dtype may be another."""
+    compiled = native_lists()
+    if compiled is not None:
+        return compiled.views_like(base, tensors)
+    return [base.as_strided(x.shape, x.stride(), x.storage_offset()) for x in tensors]
+
+
 def increment_version(tensors: Sequence[Tensor]) -> None:
     """Tell autograd of writes that it does not see. (Inference tensors have no version.)"""
     compiled = native_lists()
