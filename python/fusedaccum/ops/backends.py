@@ -130,11 +130,11 @@ def select(name: str | None, device: torch.device | None, op: str, low: bool = F
     device.
     """
     name = check(name)
-    reference = importlib.import_module("fusedaccum.ops.reference")
-    if device is None:
-        return reference
-    module = _automatic(device.type, op) if name == "auto" else _requested(name, device, op)
-    return reference if low and not getattr(module, "TAKES_LOW", False) else module
+    if device is not None:
+        module = _automatic(device.type, op) if name == "auto" else _requested(name, device, op)
+        if not low or getattr(module, "TAKES_LOW", False):
+            return module
+    return importlib.import_module("fusedaccum.ops.reference")
 
 
 @functools.cache
