@@ -123,8 +123,8 @@ def _measured(accumulation: Accumulation, stats: ops.Stats, slots: Sequence[Slot
 
 def count_nonfinite(accumulation: Accumulation) -> None:
     """Add up what the adds have counted as not finite. Waits for adds that end late."""
-    for finish in accumulation.extensions.finish_adds:
-        finish()
+    for late in accumulation.sums.buffers.ops:
+        late.finish_adds()
     micro = accumulation.ledger.micro
     by_device: dict[torch.device, list[Tensor]] = {}
     for count in micro.counts:

@@ -52,6 +52,39 @@ class Form(NamedTuple):
         return cls(p.dtype, p.device, p.shape)
 
 
+class BufferOps:
+    """The ops of buffers that hold sums otherwise than :mod:`fusedaccum.ops` has them.
+
+    An extension that has such buffers is this, too, and gives itself to slots (`Slot.ops`) before
+    they have any. It also has the ops that the core calls: ``accumulate_``, ``scale_``, ``stats``,
+    and the ``cast_`` from there to the parameters. All slots of a call have the same.
+    """
+
+    def finishes(self, slots: Sequence[Slot], scale: Scalar, backend: str) -> bool:
+        """True if this has made ``p.grad`` of the slots the window's gradient, ``scale`` times what
+        the buffers hold; else the core scales them.
+        """
+        return False
+
+    def read_sums(self, slots: Sequence[Slot], outs: Sequence[Tensor], backend: str) -> bool:
+        """True if the buffers alone are not the sums; ``outs`` then holds these, in FP32."""
+        return False
+
+    def write_sums(self, slots: Sequence[Slot], sums: Sequence[Tensor], backend: str) -> bool:
+        """True if the buffers alone cannot be the sums; ``sums``, in FP32, are kept then."""
+        return False
+
+    def written_by_others(self, slots: Sequence[Slot]) -> None:
+        """Others than these ops have written the buffers: all that they hold is in them."""
+
+    def finish_adds(self) -> None:
+        """Return when the buffers hold all that was added. Raises RuntimeError if they will not."""
+
+    def half_added(self) -> bool:
+        """True if an add that raised may have written some, where no tensor's version tells."""
+        return False
+
+
 @dataclass(eq=False)
 class Slot:
     """One parameter's place: its buffer, and what the window has done to it so far."""
@@ -73,7 +106,7 @@ class Slot:
     intercepted: bool = False  # True if extensions see its gradients before they are queued (C++ reads it)
     # True if p.grad does not show the buffer, so that no other code reaches it. Adds may end late.
     private: bool = False
-    ops: Any = ops  # has the ops that read and write the buffer, and the cast_() from there to the parameter
+    ops: Any = ops  # the module, or a BufferOps
     their_grad_dtype: torch.dtype | None = None  # what the parameter's grad_dtype was before it became ours
     frees_grad: bool = False  # True if it was made None, which allows any
 
@@ -234,6 +267,7 @@ class Buffers:
         weakref.finalize(self, _let_go, self.slots).atexit = False
         self.has_parts = False  # True if any slots are parts of parameters
         self.private = False  # True if any buffers are out of other code's reach
+        self.ops: list[BufferOps] = []  # those that extensions have brought for these buffers
         self._checked: object = None  # the parameters' traits at the last check
         self._in_groups: list[Parameter] = []  # what was in the optimizer's groups then
 
@@ -260,6 +294,7 @@ class Buffers:
                 del slot.block, slot.buffer
                 slot.placed = slot.prepared = False
         self.blocks.clear()
+        self.ops.clear()
         self.private = False
 
     def made(self, name: str, p: Parameter) -> Slot:
@@ -292,6 +327,8 @@ class Buffers:
             block.written()
             self.blocks.append(block)
             self.private = self.private or block.private
+            if members[0].ops not in (ops, *self.ops):
+                self.ops.append(members[0].ops)
             for slot, _, offset in places:
                 slot.block, slot.buffer = block, block.view(slot, offset)
                 slot.offset, slot.address, slot.relaid = offset, slot.buffer.data_ptr(), False

@@ -185,13 +185,6 @@ class MicroBatchEvents:
         """True if this micro-batch's adds must take norms, and count what is not finite."""
         return False
 
-    def finish_adds(self) -> None:
-        """Return when the buffers hold all that was added. Raises RuntimeError if they will not."""
-
-    def half_added(self) -> bool:
-        """True if an add that raised may have written some, where no tensor's version tells."""
-        return False
-
     # -- its loss ----------------------------------------------------------------------------------
 
     def backward_begins(self, loss: Tensor) -> None:
@@ -355,22 +348,10 @@ class Extension(MicroBatchEvents):
     def sums_changed(self, slots: Sequence[Slot] | None) -> None:
         """The sums of ``slots``, or it is not known which, are others than before."""
 
-    def buffers_set(self, slots: Sequence[Slot]) -> None:
-        """Others than their ops have written these buffers: all that they hold is in them."""
-
-    def read_sums(self, slots: Sequence[Slot], outs: Sequence[Tensor]) -> bool:
-        """True if sums have a form of this extension's; ``outs`` then holds them, in FP32."""
-        return False
-
-    def write_sums(self, slots: Sequence[Slot], sums: Sequence[Tensor]) -> bool:
-        """True if sums have a form of this extension's, in which it has kept ``sums`` now."""
-        return False
-
-    def finishes(self, slots: Sequence[Slot], scale: Scalar) -> bool:
-        """True if this has made ``p.grad`` of the slots, which share their ops, the window's
-        gradient, ``scale`` times what the buffers hold; else the core scales them.
+    def finishing(self, slots: Sequence[Slot], scale: Scalar) -> None:
+        """``p.grad`` of the slots, which share their ops, will be the window's gradient next,
+        ``scale`` times what the buffers hold.
         """
-        return False
 
     def sums_dropped(self) -> None:
         """Of what was added to the buffers so far, nothing counts any more."""

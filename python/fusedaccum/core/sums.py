@@ -13,8 +13,9 @@ from torch.nn import Parameter
 from ..engine import outside_graphs
 from ..scalars import Scalar, div, identity, to_device, to_device_of
 from . import grad_views
-from .buffers import Block, Buffers, Slot, by_divisor
+from .buffers import Block, BufferOps, Buffers, Slot, by_divisor
 from .extension import Extensions
+from .grad_views import UNTOUCHED
 from .norms import SquaredNorms
 
 BUFFER, PLACED = attrgetter("buffer"), attrgetter("placed")
@@ -101,8 +102,7 @@ class Sums:
     @property
     def half_written(self) -> bool:
         """True if a call that raised has written some of what it should have written."""
-        told = any(half_added() for half_added in self._extensions.half_added)
-        return told or not all(block.untouched_by_user for block in self.buffers.blocks)
+        return any(ops.half_added() for ops in self.buffers.ops) or not all(map(UNTOUCHED, self.buffers.blocks))
 
     # -- what others do to p.grad ------------------------------------------------------------------
 
@@ -121,9 +121,7 @@ class Sums:
     def as_shown(self) -> bool:
         """True if no other code has written to, replaced or removed what ``p.grad`` shows."""
         buffers = self.buffers
-        return all(block.untouched_by_user for block in buffers.blocks) and all(
-            slot.holder.grad is slot.shown for slot in buffers.slots
-        )
+        return all(map(UNTOUCHED, buffers.blocks)) and all(slot.holder.grad is slot.shown for slot in buffers.slots)
 
     @property
     def written_by_user(self) -> bool:
@@ -133,7 +131,7 @@ class Sums:
         """
         if self.written_by_layers or self.normalized_by is not None:
             return False
-        return self.written_over or not all(map(grad_views.UNTOUCHED, self.buffers.blocks))
+        return self.written_over or not all(map(UNTOUCHED, self.buffers.blocks))
 
     # -- the window's ends -------------------------------------------------------------------------
 
@@ -172,8 +170,8 @@ class Sums:
     def slots_with_grad(self) -> list[Slot]:
         """The slots that have sums, brought up to date. Raises RuntimeError if half divided."""
         self.check_whole()
-        for finish in self._extensions.finish_adds:
-            finish()
+        for ops in self.buffers.ops:
+            ops.finish_adds()
         grad_views.bring_back(self)
         grad_views.adopt_all(self, self.buffers.slots)
         return [slot for slot in self.buffers.slots if slot.shown is not None]
@@ -184,12 +182,12 @@ class Sums:
         return wide if self.read([slot], [wide]) else slot.buffer.clone()
 
     def read(self, slots: Sequence[Slot], outs: Sequence[Tensor]) -> bool:
-        """True if the buffers hold sums in another form, which are in ``outs`` then, in FP32."""
-        return any(reads(slots, outs) for reads in self._extensions.read_sums)
+        """:meth:`BufferOps.read_sums` of slots with the same ops."""
+        return isinstance(slots[0].ops, BufferOps) and slots[0].ops.read_sums(slots, outs, self.backend)
 
     def write(self, slots: Sequence[Slot], sums: Sequence[Tensor]) -> bool:
-        """True if the buffers hold sums in another form, and now these."""
-        return any(writes(slots, sums) for writes in self._extensions.write_sums)
+        """:meth:`BufferOps.write_sums` of slots with the same ops."""
+        return isinstance(slots[0].ops, BufferOps) and slots[0].ops.write_sums(slots, sums, self.backend)
 
     def restore(self, slot: Slot, saved: Tensor, divisor: Scalar) -> None:
         """Put a saved sum back."""
@@ -207,8 +205,8 @@ class Sums:
 
     def set_by_others(self, slots: Sequence[Slot]) -> None:
         """Others than their ops have written these buffers."""
-        for buffers_set in self._extensions.buffers_set:
-            buffers_set(slots)
+        for ops in self.buffers.ops:
+            ops.written_by_others([slot for slot in slots if slot.ops is ops])
 
     def sq_norm(self, slots: Sequence[Slot]) -> Tensor:
         """Sum of squares of ``slots``, over their processes; free if the last adds measured it."""
@@ -250,12 +248,12 @@ class Sums:
     def _divide_(self, slots: Sequence[Slot], divisor: Scalar, coef: Scalar = 1.0, last: bool = False) -> None:
         for members in by_divisor(slots):
             scale = to_device(_rescaling(members[0], divisor, coef), members[0].device)
-            for finishes in self._extensions.finishes if last else ():
-                if finishes(members, scale):
-                    break
-            else:
-                if isinstance(scale, Tensor) or scale != 1.0:
-                    members[0].ops.scale_(list(map(BUFFER, members)), scale, backend=self.backend)
+            ops = members[0].ops
+            for finishing in self._extensions.finishing if last else ():
+                finishing(members, scale)
+            finished = last and isinstance(ops, BufferOps) and ops.finishes(members, scale, self.backend)
+            if not finished and (isinstance(scale, Tensor) or scale != 1.0):
+                ops.scale_(list(map(BUFFER, members)), scale, backend=self.backend)
             self.written(members, divisor)
 
     def finish_(self, slots: Sequence[Slot], divisor: Scalar, coef: Scalar) -> None:

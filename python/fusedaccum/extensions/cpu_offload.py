@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from .. import limits, ops
 from ..core.apply import Conclusion
-from ..core.buffers import Slot
+from ..core.buffers import BufferOps, Slot
 from ..core.extension import Extension
 from ..distributed.shards import is_shard
 from ..inner import steps_each_alone
@@ -44,7 +44,7 @@ class StandIn:
     grad: Tensor | None = None
 
 
-class CpuOffload(Extension):
+class CpuOffload(BufferOps, Extension):
     """Has buffers in CPU memory for parameters on other devices, and two ops between these."""
 
     def __init__(self) -> None:

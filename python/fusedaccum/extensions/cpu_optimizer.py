@@ -162,13 +162,12 @@ class CpuOptimizer(MastersInParts):
         for slot in list(self._left) if slots is None else slots if self._left else ():
             self._left.pop(slot, None)
 
-    def finishes(self, slots: Sequence[Slot], scale: Scalar) -> bool:
+    def finishing(self, slots: Sequence[Slot], scale: Scalar) -> None:
         """Those that have left will be scaled here, too; on their device not before they have."""
         left = [slot for slot in slots if slot in self._left]
         self._coming |= {slot: Arrival(self._left[slot], scale) for slot in left}
         for device in {slot.device for slot in left}:
             torch.accelerator.current_stream(device).wait_stream(self._streams[device])
-        return False
 
     def sums_dropped(self) -> None:
         super().sums_dropped()

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from .. import ops
-from ..core.buffers import Block, Slot
+from ..core.buffers import Block, BufferOps, Slot
 from ..core.extension import Extension
 from ..inner import asked_dtype, asked_dtypes
 from ..scalars import Scalar
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..core.config import Settings
 
 
-class LowParts(Extension):
+class LowParts(BufferOps, Extension):
     """The ops of buffers that have a low part beside them."""
 
     @classmethod
@@ -72,16 +72,16 @@ class LowParts(Extension):
             for slot in slots:
                 self._low[slot.buffer] = flat.as_strided(slot.buffer.shape, slot.buffer.stride(), slot.offset)
 
-    def buffers_set(self, slots: Sequence[Slot]) -> None:
-        self._void.update(slot.buffer for slot in slots if slot.ops is self)
+    def written_by_others(self, slots: Sequence[Slot]) -> None:
+        self._void.update(slot.buffer for slot in slots)
 
-    def finishes(self, slots: Sequence[Slot], scale: Scalar) -> bool:
-        if slots[0].ops is not self or any(slot.stepped is not slot.param for slot in slots):
+    def finishes(self, slots: Sequence[Slot], scale: Scalar, backend: str) -> bool:
+        if any(slot.stepped is not slot.param for slot in slots):
             return False  # FP32 is stepped, by an extension that reads the sums
         buffers = [slot.buffer for slot in slots]
         low = self._of(buffers)
         self._void.update(buffers)
-        ops.cast_(buffers, buffers, scale, low=low, backend=self.accumulation.sums.backend)
+        ops.cast_(buffers, buffers, scale, low=low, backend=backend)
         return True
 
     def _of(self, buffers: Sequence[Tensor], overwrite: bool = False) -> list[Tensor]:
@@ -115,16 +115,11 @@ class LowParts(Extension):
 
     # -- ranks and checkpoints, which take FP32 ----------------------------------------------------
 
-    def read_sums(self, slots: Sequence[Slot], outs: Sequence[Tensor]) -> bool:
-        if slots[0].ops is not self:
-            return False
+    def read_sums(self, slots: Sequence[Slot], outs: Sequence[Tensor], backend: str) -> bool:
         buffers = [slot.buffer for slot in slots]
-        ops.cast_(outs, buffers, low=self._of(buffers), backend=self.accumulation.sums.backend)
+        ops.cast_(outs, buffers, low=self._of(buffers), backend=backend)
         return True
 
-    def write_sums(self, slots: Sequence[Slot], sums: Sequence[Tensor]) -> bool:
-        if slots[0].ops is not self:
-            return False
-        buffers, backend = [slot.buffer for slot in slots], self.accumulation.sums.backend
-        self.accumulate_(buffers, sums, 1.0, overwrite=True, rounding=None, backend=backend)
+    def write_sums(self, slots: Sequence[Slot], sums: Sequence[Tensor], backend: str) -> bool:
+        self.accumulate_([slot.buffer for slot in slots], sums, 1.0, overwrite=True, rounding=None, backend=backend)
         return True
