@@ -15,7 +15,7 @@ from ..warn import warn
 from . import adding, grad_views
 from .backward import BackwardPasses
 from .config import Settings
-from .extension import Extensions, LossFrom
+from .extension import Extensions, Judge, LossFrom
 from .ledger import Ledger
 from .ranks import Alone
 from .sums import Sums
@@ -32,7 +32,8 @@ class Accumulation:
         settings: of the wrapper. extensions: of the wrapper, not attached yet.
 
     Attributes:
-        wants_norm, counts, holds: as the extensions have them; clipping wants the norm, too.
+        wants_norm, counts: as the extensions have them; clipping wants the norm, too.
+        judge: the extension that decides on whole micro-batches, if any.
         step_under_way: True if a step() has ended the micro-batch counted last, and not returned.
         inner_call: the call in which the inner optimizer steps, or another of its methods runs.
         updated: True if the last step() or flush() changed the parameters, until the next backward.
@@ -47,9 +48,9 @@ class Accumulation:
         self.ranks = Alone()  # until an extension finds others that share the windows
         self.wants_norm = settings.max_grad_norm is not None or any(e.wants_norm for e in extensions.all)
         self.counts = any(e.counts for e in extensions.all)
-        self.holds = any(e.holds for e in extensions.all)
+        self.judge: Judge | None = next((e for e in extensions.all if isinstance(e, Judge)), None)
         self.passes = BackwardPasses(self)
-        self.collector = GradCollector(self.passes, hold=self.holds)
+        self.collector = GradCollector(self.passes, hold=self.judge is not None)
         self.step_under_way = False
         self.inner_call: FrameType | None = None
         self.updated: bool | Tensor = False
@@ -62,8 +63,8 @@ class Accumulation:
 
     def unhide(self) -> None:
         """Have ``p.grad`` show the sums again, where an extension has put something else there."""
-        for unhide in self.extensions.unhide:
-            unhide()
+        if self.judge is not None:
+            self.judge.unhide()
 
     def check(self) -> None:
         """Raises RuntimeError if a parameter changed, gradients missed hooks, or sums are lost."""

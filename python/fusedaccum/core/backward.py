@@ -16,6 +16,7 @@ from ..scalars import Scalar
 from ..warn import warn
 from . import adding
 from .buffers import Slot
+from .extension import Judge
 from .window import MicroBatchState
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ class BackwardPasses:
     def tells_passes_apart(self) -> bool:
         """True if several backward passes now would be more than one micro-batch, or be refused."""
         accumulation = self._accumulation()
-        return not self.inside and (accumulation.settings.schedule.caller_owned or accumulation.holds)
+        return not self.inside and (accumulation.settings.schedule.caller_owned or accumulation.judge is not None)
 
     # -- what the collector calls (its Owner) ------------------------------------------------------
 
@@ -162,16 +163,16 @@ class BackwardPasses:
             return
         for over in accumulation.extensions.passes_over:
             over()
-        if accumulation.holds:
-            self._judge()
+        if accumulation.judge is not None:
+            self._judge(accumulation.judge)
         accumulation.ranks.pass_ends(self._sums_are_shown)
         if accumulation.settings.schedule.caller_owned:
             accumulation.commit(None)
 
     def _sums_are_shown(self) -> None:
         accumulation = self._accumulation()
-        for shown in accumulation.extensions.sums_shown:
-            shown()
+        if accumulation.judge is not None:
+            accumulation.judge.sums_shown()
 
     def pass_failed(self) -> None:
         accumulation = self._accumulation()
@@ -204,16 +205,15 @@ class BackwardPasses:
         if refused:
             raise RuntimeError(refused)
 
-    def _judge(self) -> None:
+    def _judge(self, judge: Judge) -> None:
         """Add the held gradients, or drop the micro-batch."""
         accumulation = self._accumulation()
         micro, held = accumulation.ledger.micro, accumulation.collector.held
         added, micro.in_place = micro.in_place, []
         if not micro.rejected:  # first: a judge may raise, and what was held cannot be judged again
             micro.state = MicroBatchState.ADDED if held or added else MicroBatchState.OPEN
-        if all(judge(held, added) for judge in accumulation.extensions.judge):
+        if judge.accepts(held, added):
             accumulation.collector.release()
             return
         micro.state, batches = MicroBatchState.REJECTED, accumulation.collector.drop()
-        for rejected in accumulation.extensions.rejected:
-            rejected(batches)
+        judge.rejected(batches)

@@ -71,6 +71,29 @@ class InnerScaling(NamedTuple):
     around: AbstractContextManager[None]
 
 
+class Judge:
+    """Whether a micro-batch is added is decided when it is whole, and before any of it is: an
+    extension that does so is this, too. One at most.
+    """
+
+    def accepts(self, held: list[Tensor], added: list[Slot]) -> bool:
+        """False leaves out the micro-batch. Its gradients are ``held``, or ``added`` by layers."""
+        return True
+
+    def rejected(self, batches: Sequence[tuple[list[Slot], list[Tensor]]]) -> None:
+        """The micro-batch of these gradients is left out."""
+
+    def sums_shown(self) -> None:
+        """A pass is over: what ``p.grad`` shows stays until the next call or backward."""
+
+    def shown_instead(self) -> Instead:
+        """What this has put in the place of the sums in ``p.grad``."""
+        return Instead.NOTHING
+
+    def unhide(self) -> None:
+        """Have ``p.grad`` show the sums again, if it shows something else."""
+
+
 class MicroBatchEvents:
     """What becomes of a micro-batch: the first part of :class:`Extension`."""
 
@@ -106,23 +129,6 @@ class MicroBatchEvents:
         ``thread``: called that loss's backward; None if it is not known.
         """
         return None
-
-    def judge(self, held: list[Tensor], added: list[Slot]) -> bool:
-        """False leaves out the micro-batch. Its gradients are ``held``, or ``added`` by layers."""
-        return True
-
-    def rejected(self, batches: Sequence[tuple[list[Slot], list[Tensor]]]) -> None:
-        """The micro-batch of these gradients is left out."""
-
-    def sums_shown(self) -> None:
-        """A pass is over: what ``p.grad`` shows stays until the next call or backward."""
-
-    def shown_instead(self) -> Instead:
-        """What the extension has put in the place of the sums in ``p.grad``."""
-        return Instead.NOTHING
-
-    def unhide(self) -> None:
-        """Have ``p.grad`` show the sums again, if it shows something else."""
 
     def micro_batch_ends(self, micro: MicroBatch) -> None:
         """The micro-batch will be counted, or left out. If this raises, it stays open."""
@@ -214,7 +220,6 @@ class Extension(MicroBatchEvents):
             ranks save as parts of one tensor.
         asleep: True if it is called for checkpoints and ranks only, until :meth:`Extensions.wake`.
         attributes: names of attributes of the wrapper that are attributes of this instead.
-        holds: True if a micro-batch must be judged whole, before any of it is added.
         counts: True if it must be known in which micro-batches a value was not finite.
         wants_norm: True if the norm of every window's gradient must be known.
         wants_first_alone: True if ranks must not add up sums before a first micro-batch is counted.
@@ -225,7 +230,6 @@ class Extension(MicroBatchEvents):
     by_parameter = False
     asleep = False
     attributes: tuple[str, ...] = ()
-    holds = False
     counts = False
     wants_norm = False
     wants_first_alone = False

@@ -53,7 +53,7 @@ def add_by(accumulation: Accumulation, write: Write, parameter: Parameter, fits:
 
 def _takes_directly(accumulation: Accumulation, slot: Slot) -> bool:
     """True if the running pass has a gradient for ``p.grad`` that may be added unseen, for good."""
-    seen_whole = accumulation.holds or slot.half_precision or slot.ops is not ops or slot.part is not None
+    seen_whole = accumulation.judge is not None or slot.half_precision or slot.ops is not ops or slot.part is not None
     micro = accumulation.ledger.micro
     again = micro is not None and micro.repeatable
     return not (seen_whole or again) and accumulation.collector.accumulates(slot)

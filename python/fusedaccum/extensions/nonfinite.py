@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import ops
 from ..core.buffers import Slot
-from ..core.extension import Extension, Instead
+from ..core.extension import Extension, Instead, Judge
 from ..distributed.shards import local_gradient, over_meshes, summed_gradient
 from ..engine import without_grad
 from ..parts import local_of
@@ -56,7 +56,7 @@ class SkipWindow(Extension):
         return found == 0
 
 
-class SkipMicroBatch(Extension):
+class SkipMicroBatch(Judge, Extension):
     """``"skip_micro_batch"``: gradients are held until backward is over, then all added, or none.
 
     Until the next call, ``p.grad`` of one parameter then shows a gradient that is not finite, and
@@ -64,7 +64,6 @@ class SkipMicroBatch(Extension):
     nothing that it or other code does to ``p.grad`` reaches a buffer.
     """
 
-    holds = True
     counts = True
 
     def __init__(self) -> None:
@@ -83,7 +82,7 @@ class SkipMicroBatch(Extension):
             )
 
     @without_grad
-    def judge(self, held: list[Tensor], added: list[Slot]) -> bool:
+    def accepts(self, held: list[Tensor], added: list[Slot]) -> bool:
         """Waits for the device."""
         accumulation = self.accumulation
         ranks, slots, micro = accumulation.ranks, accumulation.sums.buffers.slots, accumulation.ledger.micro
