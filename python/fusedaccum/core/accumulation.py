@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -14,8 +17,9 @@ from ..scalars import Scalar, checked_loss, is_number
 from ..warn import warn
 from . import adding, grad_views
 from .backward import BackwardPasses
+from .buffers import Slot
 from .config import Settings
-from .extension import Extensions, Judge, LossFrom
+from .extension import Extensions, Judge, LossFrom, StandIns
 from .ledger import Ledger
 from .ranks import Alone
 from .sums import Sums
@@ -34,6 +38,7 @@ class Accumulation:
     Attributes:
         wants_norm, counts: as the extensions have them; clipping wants the norm, too.
         judge: the extension that decides on whole micro-batches, if any.
+        stand_ins: the extension that makes what is stepped in the place of parameters, if any.
         step_under_way: True if a step() has ended the micro-batch counted last, and not returned.
         inner_call: the call in which the inner optimizer steps, or another of its methods runs.
         updated: True if the last step() or flush() changed the parameters, until the next backward.
@@ -49,6 +54,7 @@ class Accumulation:
         self.wants_norm = settings.max_grad_norm is not None or any(e.wants_norm for e in extensions.all)
         self.counts = any(e.counts for e in extensions.all)
         self.judge: Judge | None = next((e for e in extensions.all if isinstance(e, Judge)), None)
+        self.stand_ins: StandIns | None = next((e for e in extensions.all if isinstance(e, StandIns)), None)
         self.passes = BackwardPasses(self)
         self.collector = GradCollector(self.passes, hold=self.judge is not None)
         self.step_under_way = False
@@ -60,6 +66,20 @@ class Accumulation:
     def at_work(self) -> bool:
         """True while the inner optimizer is at work."""
         return self.inner_call is not None and runs(self.inner_call)
+
+    @property
+    def stands_in(self) -> bool:
+        """True if the inner optimizer steps other tensors than the model's parameters."""
+        return self.stand_ins is not None and self.stand_ins.stands_in()
+
+    def inner_steps(self, slots: Sequence[Slot]) -> AbstractContextManager[None]:
+        """The caller's block in which the inner optimizer is at work, and may step ``slots``."""
+        return nullcontext() if self.stand_ins is None else self.stand_ins.stepping(slots, sys._getframe(1))
+
+    def inner_called(self) -> AbstractContextManager[None]:
+        """The caller's block in which another method of the inner optimizer runs."""
+        stand_ins, slots = self.stand_ins, self.sums.buffers.slots
+        return nullcontext() if stand_ins is None else stand_ins.calling(slots, sys._getframe(1))
 
     def unhide(self) -> None:
         """Have ``p.grad`` show the sums again, where an extension has put something else there."""

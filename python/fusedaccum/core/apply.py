@@ -113,7 +113,6 @@ class Closing:
     def __init__(self, inner: Optimizer, accumulation: Accumulation, settings: Settings):
         self._inner = inner
         self._accumulation, self._settings = accumulation, settings
-        self._extensions = accumulation.extensions
         self._sums, self._ledger = accumulation.sums, accumulation.ledger
         self.last_window: LastWindow | None = None
         self._unapplied: Conclusion | None = None  # a closed window, until it is applied and reported
@@ -212,9 +211,8 @@ class Closing:
             if end.state is WindowState.CLOSED:
                 end.applied = step_with(end, self._inner, self._accumulation)
                 end.state = WindowState.STEPPED
-            if end.applied is not False:
-                for stepped in self._extensions.stepped:
-                    stepped(end.slots)
+            if end.applied is not False and self._accumulation.stand_ins is not None:
+                self._accumulation.stand_ins.stepped(end.slots)
         if end.state < WindowState.BROADCAST:
             self._accumulation.ranks.broadcast_params(end.applied)
             end.state = WindowState.BROADCAST
@@ -226,7 +224,7 @@ class Closing:
         before = accumulation.passes.refused_in, accumulation.inner_call
         # The backward of an inner optimizer that steps the parameters themselves (SAM), with the
         # sums that p.grad shows, is an ordinary one in a caller-owned window.
-        apart = self._extensions.stand_in or self._sums.buffers.private
+        apart = self._accumulation.stands_in or self._sums.buffers.private
         accumulation.passes.refused_in = here if apart or not self._settings.schedule.caller_owned else None
         accumulation.inner_call = here
         try:
@@ -253,7 +251,7 @@ class Closing:
     def call(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call another of the inner optimizer's methods (``second_step()``) on what it steps."""
         self._accumulation.passes.end_open_pass()
-        with self._inner_at_work(), self._extensions.inner_called(self._sums.buffers.slots):
+        with self._inner_at_work(), self._accumulation.inner_called():
             result = method(*args, **kwargs)
         if self._settings.schedule.caller_owned and self._sums.taken_away:
             self._accumulation.reset()  # as its zero_grad() does, which SAM's steps call if asked to
@@ -290,7 +288,7 @@ def step_with(end: Conclusion, inner: Any, accumulation: Accumulation) -> bool |
 
     Returns whether it was applied.
     """
-    sums, extensions = accumulation.sums, accumulation.extensions
+    sums, extensions, stand_ins = accumulation.sums, accumulation.extensions, accumulation.stand_ins
 
     scaling: InnerScaling | None = None
     if not end.finished:
@@ -299,8 +297,8 @@ def step_with(end: Conclusion, inner: Any, accumulation: Accumulation) -> bool |
     applied = True if scaling is None else scaling.applied
     if not isinstance(applied, Tensor) and bool(end.skip):
         return False
-    for may_have_written in extensions.others_may_have_written:
-        may_have_written(())
+    if stand_ins is not None:
+        stand_ins.others_may_have_written(())
     if scaling is None and not end.finished:
         sums.finish_(end.slots, end.divisor, end.coef)
         end.finished = True
@@ -311,18 +309,18 @@ def step_with(end: Conclusion, inner: Any, accumulation: Accumulation) -> bool |
             return False
 
     def pre_hooks_have_run() -> None:
-        for may_have_written in extensions.others_may_have_written:
-            may_have_written(end.slots)
+        if stand_ins is not None:
+            stand_ins.others_may_have_written(end.slots)
         if end.closure is not None:
             end.closure.begin(inner)
 
     def post_hooks_follow() -> None:  # which look at the model, and may raise
         end.applied, end.state = applied, WindowState.STEPPED
-        for stepped in extensions.stepped:
-            stepped(end.slots)
+        if stand_ins is not None:
+            stand_ins.stepped(end.slots)
 
     around = nullcontext() if scaling is None else scaling.around
-    with around, extensions.inner_steps(end.slots):
+    with around, accumulation.inner_steps(end.slots):
         with among_hooks(inner, pre_hooks_have_run, post_hooks_follow):
             once = functools.partial(step_once, inner, end.closure)
             for step_inner in extensions.step_inner:
@@ -331,8 +329,8 @@ def step_with(end: Conclusion, inner: Any, accumulation: Accumulation) -> bool |
             else:
                 once()
             end.applied, end.state = applied, WindowState.STEPPED
-        for may_have_written in extensions.others_may_have_written:
-            may_have_written(())
+        if stand_ins is not None:
+            stand_ins.others_may_have_written(())
     return applied
 
 

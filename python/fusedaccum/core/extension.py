@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum, auto
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -92,6 +91,33 @@ class Judge:
 
     def unhide(self) -> None:
         """Have ``p.grad`` show the sums again, if it shows something else."""
+
+
+class StandIns:
+    """The inner optimizer steps other tensors in the place of parameters (`Slot.stepped`): an
+    extension that makes these is this, too. One at most.
+    """
+
+    def stands_in(self) -> bool:
+        """True if there are any."""
+        return False
+
+    def stepping(self, slots: Sequence[Slot], call: FrameType) -> AbstractContextManager[None]:
+        """A block in ``call`` where the inner optimizer is at work; ``slots`` may be stepped."""
+        return nullcontext()
+
+    def calling(self, slots: Sequence[Slot], call: FrameType) -> AbstractContextManager[None]:
+        """A block in ``call`` where another method of the inner optimizer runs; all ``slots``."""
+        return nullcontext()
+
+    def recover(self) -> None:
+        """``param_groups`` are read: end a :meth:`stepping` block that Ctrl-C has left open."""
+
+    def others_may_have_written(self, slots: Sequence[Slot]) -> None:
+        """Other code may have written to the model, and replaced gradients of ``slots``."""
+
+    def stepped(self, slots: Sequence[Slot]) -> None:
+        """The inner optimizer has stepped these. May come again, if something raised after it."""
 
 
 class MicroBatchEvents:
@@ -365,14 +391,6 @@ class Extension(MicroBatchEvents):
 
     # -- the inner optimizer's work ----------------------------------------------------------------
 
-    def stands_in(self) -> bool:
-        """True if the inner optimizer steps other tensors than the model's (`Slot.stepped`)."""
-        return False
-
-    def stepping(self, slots: Sequence[Slot], call: FrameType) -> AbstractContextManager[None]:
-        """A block in ``call`` where the inner optimizer is at work; ``slots`` may be stepped."""
-        return nullcontext()
-
     def inner_scales(self, end: Conclusion) -> InnerScaling | None:
         """How the inner optimizer makes ``p.grad`` the gradient of ``end`` within its own
         ``step()``. None: it must be that before. One at most.
@@ -383,22 +401,9 @@ class Extension(MicroBatchEvents):
         """True if this has stepped ``end.slots``, calling ``step``; else the core calls it."""
         return False
 
-    def calling(self, slots: Sequence[Slot], call: FrameType) -> AbstractContextManager[None]:
-        """A block in ``call`` where another method of the inner optimizer runs; all ``slots``."""
-        return nullcontext()
-
-    def recover(self) -> None:
-        """``param_groups`` are read: end a :meth:`stepping` block that Ctrl-C has left open."""
-
     def finished(self, cast: list[Slot]) -> bool:
         """False to skip the window: ``p.grad`` is its gradient, in the slots ``cast`` in FP16."""
         return True
-
-    def others_may_have_written(self, slots: Sequence[Slot]) -> None:
-        """Other code may have written to the model, and replaced gradients of ``slots``."""
-
-    def stepped(self, slots: Sequence[Slot]) -> None:
-        """The inner optimizer has stepped these. May come again, if something raised after it."""
 
     # -- parameters --------------------------------------------------------------------------------
 
@@ -559,19 +564,6 @@ class Extensions:
             self.add([kind()])
         return self.of(kind)
 
-    @property
-    def stand_in(self) -> bool:
-        """True if the inner optimizer steps other tensors than the model's parameters."""
-        return bool(self.stands_in) and any(stands_in() for stands_in in self.stands_in)
-
-    def inner_steps(self, slots: Sequence[Slot]) -> AbstractContextManager[Any]:
-        """What all of them want around the caller's block in which the inner optimizer works."""
-        return _entered(self.stepping, slots, sys._getframe(1))
-
-    def inner_called(self, slots: Sequence[Slot]) -> AbstractContextManager[Any]:
-        """What all of them want around the caller's block that runs another inner method."""
-        return _entered(self.calling, slots, sys._getframe(1))
-
     def sums_carry(self) -> Scalar:
         """The factor that the window's sums carry, beside weights."""
         return product(carries() for carries in self.carries)
@@ -595,14 +587,3 @@ class Extensions:
     def roll_back(self, snapshot: dict[Extension, Any]) -> None:
         for e, kept in snapshot.items():
             e.roll_back(kept)
-
-
-def _entered(
-    wanted: Sequence[Callable[..., Any]], slots: Sequence[Slot], call: FrameType
-) -> AbstractContextManager[Any]:
-    if not wanted:
-        return nullcontext()
-    with ExitStack() as stack:
-        for around in wanted:
-            stack.enter_context(around(slots, call))
-        return stack.pop_all()

@@ -73,8 +73,8 @@ class Wrapper(Optimizer):
         accumulation = self.__dict__.get("_accumulation")  # None: not built yet
         if accumulation is not None and not is_compiling():
             accumulation.collector.end_returned_pass()
-            for recover in accumulation.extensions.recover:
-                recover()
+            if accumulation.stand_ins is not None:
+                accumulation.stand_ins.recover()
         return self.optimizer.param_groups
 
     @param_groups.setter
@@ -120,8 +120,8 @@ class Wrapper(Optimizer):
 
     def _check_groups(self) -> None:
         if not self._accumulation.at_work:  # when they may hold what it steps in place of parameters
-            for recover in self._accumulation.extensions.recover:
-                recover()
+            if self._accumulation.stand_ins is not None:
+                self._accumulation.stand_ins.recover()
             self._sums.buffers.check_gathers(self.optimizer.param_groups)
 
     # -- its state, saved, loaded and copied -------------------------------------------------------
@@ -144,7 +144,7 @@ class Wrapper(Optimizer):
         self._accumulation.passes.end_open_pass()
         self._check_groups()
         self._accumulation.ranks.check_reduced("state_dict() would lose gradients of the open window")
-        with self._accumulation.extensions.inner_steps(()):
+        with self._accumulation.inner_steps(()):
             inner = self.optimizer.state_dict()
         return {**inner, checkpoint.KEY: checkpoint.save(self)}
 
@@ -172,7 +172,7 @@ class Wrapper(Optimizer):
             parameters.let_go(self._accumulation)
             self._build_anew()
             self._accumulation.extensions.follow(before)
-        with self._accumulation.extensions.inner_steps(()):
+        with self._accumulation.inner_steps(()):
             self.optimizer.load_state_dict({k: v for k, v in state_dict.items() if k != checkpoint.KEY})
         self._accumulation.ranks.forget_others(self.state)
         brings_window = own is not None and own["window"] is not None
@@ -280,7 +280,7 @@ class Wrapper(Optimizer):
             schedule = self.settings.schedule
             return getattr(schedule if hasattr(schedule, name) else self.settings, name)
         value = getattr(self.optimizer, name)
-        if self._accumulation.extensions.stand_in and inspect.ismethod(value) and not name.startswith("_"):
+        if self._accumulation.stands_in and inspect.ismethod(value) and not name.startswith("_"):
             # It expects what the optimizer steps.
             return functools.wraps(value)(functools.partial(self._closing.call, value))
         return value

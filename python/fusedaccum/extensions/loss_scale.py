@@ -85,8 +85,7 @@ class LossScale(Extension):
 
     def _gradient_was(self, kind: Instead) -> bool:
         """True if the gradient that a scaler found in ``p.grad`` was this, not the window's."""
-        judge = self.accumulation.judge
-        return judge is not None and judge.shown_instead() is kind
+        return self.accumulation.judge is not None and self.accumulation.judge.shown_instead() is kind
 
     def __rmul__(self, scale: Tensor) -> Tensor:
         """``scale * optimizer.grad_scale``: keeps the tensor, changes nothing."""

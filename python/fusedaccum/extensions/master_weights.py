@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from .. import ops
 from ..core.buffers import Slot
-from ..core.extension import Extension
+from ..core.extension import Extension, StandIns
 from ..engine import runs, without_grad
 from ..inner import inside, states_of, with_those_inside
 from ..parts import local_of
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ..core.config import Settings
 
 
-class MasterWeights(Extension):
+class MasterWeights(StandIns, Extension):
     """A copy, in FP32 or wider, of every parameter of an optimizer that needs one."""
 
     key = "masters"
