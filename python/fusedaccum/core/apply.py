@@ -299,12 +299,12 @@ def step_with(end: Conclusion, inner: Any, accumulation: Accumulation) -> bool |
         return False
     if stand_ins is not None:
         stand_ins.others_may_have_written(())
-    if scaling is None and not end.finished:
+    if not end.finished and (scaling is None or not scaling.divides):
         sums.finish_(end.slots, end.divisor, end.coef)
         end.finished = True
     for finished in extensions.finished:
         # If each rank steps a part, all must ask, even those that cast nothing.
-        cast = [slot for slot in end.slots if scaling is None and slot.stepped.dtype == torch.float16]
+        cast = [slot for slot in end.slots if end.finished and slot.stepped.dtype == torch.float16]
         if not finished(cast):
             return False
 

@@ -58,7 +58,12 @@ class BufferOps:
     An extension that has such buffers is this, too, and gives itself to slots (`Slot.ops`) before
     they have any. It also has the ops that the core calls: ``accumulate_``, ``scale_``, ``stats``,
     and the ``cast_`` from there to the parameters. All slots of a call have the same.
+
+    Attributes:
+        rounded: True if what ``p.grad`` shows are not the sums, before :meth:`finishes` is called.
     """
+
+    rounded = False
 
     def finishes(self, slots: Sequence[Slot], scale: Scalar, backend: str) -> bool:
         """True if this has made ``p.grad`` of the slots the window's gradient, ``scale`` times what
@@ -178,6 +183,11 @@ class Slot:
         """The buffer's strides: the parameter's, if that is dense."""
         p = local_of(self.param)
         return p.stride() if is_dense(p) else torch.empty(p.shape, device="meta").stride()
+
+    @property
+    def untouched(self) -> bool:
+        """True if there is a buffer, and no other code has written to it since we did."""
+        return self.placed and self.block.untouched_by_user
 
     @property
     def stepped_grad(self) -> Tensor | None:

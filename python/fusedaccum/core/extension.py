@@ -59,15 +59,17 @@ class RaisedByAllError(RuntimeError):
 
 
 class InnerScaling(NamedTuple):
-    """What an inner optimizer does that makes ``p.grad`` the window's gradient itself.
+    """What an inner optimizer does by itself with the window's gradient.
 
     Attributes:
         applied: True if it applies the window; a tensor, if it decides that on its device.
         around: a block in which its step() must be called.
+        divides: True if it makes ``p.grad`` the gradient; else it must be that before.
     """
 
     applied: bool | Tensor
     around: AbstractContextManager[None]
+    divides: bool
 
 
 class Judge:
@@ -392,8 +394,8 @@ class Extension(MicroBatchEvents):
     # -- the inner optimizer's work ----------------------------------------------------------------
 
     def inner_scales(self, end: Conclusion) -> InnerScaling | None:
-        """How the inner optimizer makes ``p.grad`` the gradient of ``end`` within its own
-        ``step()``. None: it must be that before. One at most.
+        """What the inner optimizer does with the gradient of ``end`` within its own ``step()``.
+        None: nothing but steps with it. One at most.
         """
         return None
 

@@ -152,7 +152,7 @@ class CpuOptimizer(MastersInParts):
     def _in_full(self, slot: Slot) -> Tensor:
         """What the slot's ``p.grad`` shows; sums kept in another form, in the stepped dtype."""
         assert slot.shown is not None
-        if slot.dtype.itemsize < 4 and slot.block.untouched_by_user:
+        if slot.dtype.itemsize < 4 and slot.untouched:
             wide = torch.empty_like(slot.shown, dtype=slot.stepped.dtype)
             if self.accumulation.sums.read([slot], [wide]):
                 return wide
@@ -208,7 +208,7 @@ class CpuOptimizer(MastersInParts):
         wanted = set(slots)
         near = [slot for slot in self._near if slot in wanted]
         for slot in near:
-            if slot.placed and not slot.block.untouched_by_user:  # what was copied is not what p.grad is now
+            if not slot.untouched:  # what was copied is not what p.grad is now
                 self._gradients.pop(slot, None)
                 self._coming.pop(slot, None)
         self._bring([slot for slot in near if slot not in self._gradients])

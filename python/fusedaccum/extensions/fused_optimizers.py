@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..core.buffers import Slot
+from ..core.buffers import BufferOps, Slot
 from ..core.extension import Extension, InnerScaling
 from ..inner import SAYS_SO, scales_gradients
 from ..scalars import Scalar, div, identity, to_device_of
@@ -30,15 +30,22 @@ class FusedOptimizers(Extension):
         if isinstance(end.skip, Tensor) and all(inner.state.get(slot.param) for slot in end.slots):
             # Where each rank steps a part of the parameters, a skip depends on all of them.
             applied = ~end.skip if self.accumulation.sums.over_owners is None else True
-        return InnerScaling(applied, self._scaled(end, isinstance(applied, Tensor)))
+        decides = isinstance(applied, Tensor)
+        divides = not any(isinstance(slot.ops, BufferOps) and slot.ops.rounded for slot in end.slots)
+        if not divides and not decides:
+            return None
+        return InnerScaling(applied, self._scaled(end, decides, divides), divides)
 
     @contextmanager
-    def _scaled(self, end: Conclusion, decides: bool) -> Iterator[None]:
-        """In the block, the optimizer uses ``grad_scale`` and, if it ``decides``, ``found_inf``."""
+    def _scaled(self, end: Conclusion, decides: bool, divides: bool) -> Iterator[None]:
+        """In the block, the optimizer uses ``grad_scale`` if it ``divides``, ``found_inf`` if it
+        ``decides``.
+        """
         inner: Any = self.inner
         device, divisor = end.slots[0].stepped.device, end.slots[0].divisor
         try:
-            inner.grad_scale = _fp32_on(div(end.divisor, to_device_of(end.coef, divisor) * divisor), device)
+            scale = div(end.divisor, to_device_of(end.coef, divisor) * divisor) if divides else None
+            inner.grad_scale = None if scale is None else _fp32_on(scale, device)
             inner.found_inf = _fp32_on(end.skip, device) if decides else None
             yield
         finally:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 class LowParts(BufferOps, Extension):
     """The ops of buffers that have a low part beside them."""
 
+    rounded = True
+
     @classmethod
     def refuses(cls, settings: Settings, inner: Optimizer) -> None:
         if asked_dtypes(inner, settings.buffer_dtype).isdisjoint((None, torch.bfloat16)):

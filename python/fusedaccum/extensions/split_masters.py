@@ -137,12 +137,12 @@ class SplitMasters(MastersInParts):
     def _take_gradients(self, slots: Iterable[Slot]) -> None:
         joined = [slot for slot in slots if slot.param in self._joined]
         for slot in joined:
-            if slot.dtype.itemsize < 4 and not slot.block.untouched_by_user:
+            if slot.dtype.itemsize < 4 and not slot.untouched:
                 self._gradients.pop(slot, None)  # the master's was a copy
         super()._take_gradients(joined)
 
     def _in_the_form_of(self, master: Parameter, grad: Tensor, slot: Slot) -> Tensor:
-        if slot.dtype.itemsize < 4 and grad is slot.shown and slot.block.untouched_by_user:
+        if slot.dtype.itemsize < 4 and grad is slot.shown and slot.untouched:
             wide = torch.empty_like(master, requires_grad=False)
             if self.accumulation.sums.read([slot], [wide]):
                 return wide

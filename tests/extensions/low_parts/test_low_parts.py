@@ -92,6 +92,41 @@ def test_nearly_all_gradients_are_those_of_fp32_buffers(length):
     assert error < 1.01 * (exact.bfloat16().double() - exact).square().mean().sqrt() / exact.square().mean().sqrt()
 
 
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
+def test_a_fused_optimizer_is_given_the_whole_sum_divided(make, clip):
+    """It would divide the upper half by itself."""
+    gradients, shown = draw(3), {}
+    for how in ("fused", "foreach"):
+        p = one()
+        opt = fa.AccumulatingOptimizer(make([p], lr=1e-3, **{how: True}), 3, max_grad_norm=clip, **ON)
+        shown[how] = put(p, opt, gradients)
+    assert torch.equal(shown["fused"], shown["foreach"])
+    exact = sum(g.double() for g in gradients) / 3
+    exact *= 1.0 if clip is None else clip / (exact.norm() + 1e-6)
+    assert (shown["fused"] == exact.bfloat16()).double().mean() > 0.999
+
+
+def test_a_skip_is_still_left_to_a_fused_optimizer(monkeypatch):
+    """Which decides on its device: nothing waits, and a window can be recorded."""
+    p, seen, real = one(value=1.0), [], torch._fused_adamw_
+
+    def step(*lists, grad_scale, found_inf, **settings):
+        seen.append((grad_scale, found_inf))
+        real(*lists, grad_scale=grad_scale, found_inf=found_inf, **settings)
+
+    monkeypatch.setattr(torch, "_fused_adamw_", step)
+    opt = fa.AccumulatingOptimizer(torch.optim.AdamW([p], lr=1e-2, fused=True), 3, nonfinite="skip_window", **ON)
+    for bad in (False, False, True, False):
+        before, gradients = p.detach().clone(), draw(3)
+        gradients[1][5] = float("nan") if bad else 1.0
+        put(p, opt, gradients)
+        assert torch.equal(p.detach(), before) is bad
+        assert bool(opt.last_window.applied) is not bad
+    # The first window makes the state that a skip must not make.
+    assert seen == [(None, None), (None, 0.0), (None, 1.0), (None, 0.0)]
+
+
 def trained(settings, steps=3, make=sgd, each=lambda step, opt, net: None, reload=None):
     """Weights and norms after some windows of unequal weights, mixed dtypes in one model."""
     net = model(torch.float32)

@@ -128,3 +128,31 @@ def test_fifteen_bytes_a_parameter():
     assert any(isinstance(e, LowParts) for e in masters)
     stored = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}
     assert sum(stored.values()) == 15 * p.numel() + opt.state[p]["step"].nbytes
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("settings", [SMALL, WIDE, {"buffer_dtype": BF16, "rounding": "compensated"}])
+def test_parameters_without_a_buffer_are_stepped_with_the_others(settings, hooked):
+    """Frozen ones, or all of them before the first backward: nothing has made their buffers yet."""
+    trained = []
+    for frozen in (True, False):
+        model = net()
+        model[2].requires_grad_(False)
+        opt = fa.AccumulatingOptimizer(torch.optim.AdamW((model if frozen else model[0]).parameters()), 4, **settings)
+        if hooked:
+            opt.register_step_post_hook(lambda *_: None)
+        for _ in range(4):
+            opt.step()
+        opt.flush()
+        train(model, opt, 2)
+        model, state = copy.deepcopy(model), opt.state_dict()
+        again = fa.AccumulatingOptimizer(torch.optim.AdamW((model if frozen else model[0]).parameters()), 4, **settings)
+        again.load_state_dict(state)
+        if hooked:
+            again.register_step_post_hook(lambda *_: None)
+        for _ in range(4):
+            again.step()  # without gradients
+        train(model, again, 2)
+        assert again.last_window.applied
+        trained.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *trained))
