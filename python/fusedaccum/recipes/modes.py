@@ -332,6 +332,7 @@ def passes(way: Way, of: Parameters, micro_batches: int, optimizer: Any) -> list
         and isinstance(optimizer, Optimizer)
         and scales_gradients(_inner(optimizer))
         and all(of.buffers(p, way) == way.stepped(p.dtype) and p.dtype.itemsize <= 4 for p in of.trained)
+        and not any(way.low(of.buffers(p, way)) for p in of.trained)
     )
     found: list[Pass] = []
     kinds: dict[tuple[torch.dtype, torch.dtype], list[Tensor]] = {}
@@ -373,7 +374,7 @@ def _closing(
     kernels = []
     low = way.low(buffers)
     divided = (buffers.itemsize >= 4 or low) and not (alone or handed_on)  # narrower buffers hold the mean already
-    if low and buffers == stepped and not handed_on:
+    if low and buffers == stepped:
         kernels.append(Kernel("round", buffers, stepped, lane, low=low))
     elif buffers.itemsize > stepped.itemsize:
         kernels.append(Kernel("narrow", buffers, stepped, lane))
