@@ -60,7 +60,7 @@ class BufferOps:
     and the ``cast_`` from there to the parameters. All slots of a call have the same.
 
     Attributes:
-        rounded: True if what ``p.grad`` shows are not the sums, before :meth:`finishes` is called.
+        rounded: True if what ``p.grad`` shows are rounded sums, until :meth:`finishes` has run.
     """
 
     rounded = False

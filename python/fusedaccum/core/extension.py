@@ -73,8 +73,8 @@ class InnerScaling(NamedTuple):
 
 
 class Judge:
-    """Whether a micro-batch is added is decided when it is whole, and before any of it is: an
-    extension that does so is this, too. One at most.
+    """Decides whether a micro-batch is added, when it is whole and before any of it is. One
+    extension at most is this, too.
     """
 
     def accepts(self, held: list[Tensor], added: list[Slot]) -> bool:
@@ -96,8 +96,8 @@ class Judge:
 
 
 class StandIns:
-    """The inner optimizer steps other tensors in the place of parameters (`Slot.stepped`): an
-    extension that makes these is this, too. One at most.
+    """Makes what the inner optimizer steps in the place of parameters (`Slot.stepped`). One
+    extension at most is this, too.
     """
 
     def stands_in(self) -> bool:
