@@ -32,8 +32,6 @@ class FusedOptimizers(Extension):
             applied = ~end.skip if self.accumulation.sums.over_owners is None else True
         decides = isinstance(applied, Tensor)
         divides = not any(isinstance(slot.ops, BufferOps) and slot.ops.rounded for slot in end.slots)
-        if not divides and not decides:
-            return None
         return InnerScaling(applied, self._scaled(end, decides, divides), divides)
 
     @contextmanager

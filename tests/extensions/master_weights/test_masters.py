@@ -523,3 +523,26 @@ def test_the_model_follows_masters_where_a_fused_optimizer_decides_on_the_device
         opt.step()
         assert opt.updated == (factor == 1.0) and (p == after).all()
     assert isinstance(opt._accumulation.updated, torch.Tensor)
+
+
+@pytest.mark.parametrize("settings", [True, "split"])
+@pytest.mark.parametrize("reads", [False, True], ids=["step", "param_groups"])
+def test_masters_that_an_interrupt_has_left_in_the_optimizers_lists_make_room(settings, reads):
+    """Ctrl-C may come in place of the first line that would have put the parameters back."""
+    p = Parameter(torch.ones(3, dtype=torch.bfloat16))
+    inner = torch.optim.SGD([p], lr=1.0)
+    opt = fa.AccumulatingOptimizer(inner, 1, master_weights=settings)
+
+    def interrupted():
+        block = opt._accumulation.inner_steps(opt._sums.buffers.slots)
+        block.__enter__()
+        assert inner.param_groups[0]["params"][0] is not p
+        return block  # which is never left
+
+    left_open = interrupted()
+    p.sum().backward()
+    if reads:
+        assert opt.param_groups[0]["params"][0] is p
+    opt.step()
+    assert inner.param_groups[0]["params"][0] is p and not p.any()
+    del left_open
