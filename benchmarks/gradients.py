@@ -45,6 +45,8 @@ def main_grad_hook(total: Tensor) -> Callable[[Tensor], None]:
 class Hold(torch.optim.Optimizer):
     """An optimizer whose step does nothing."""
 
+    steps_each_alone = True  # as PyTorch's do
+
     def __init__(self, params: Sequence[Tensor]):
         super().__init__(params, {})
 
