@@ -24,7 +24,7 @@ import fusedaccum as fa
 import torch
 from torch import Tensor, nn
 
-from .harness import OURS, Options, Row, Sink, Timing, ratio
+from .harness import OURS, Options, Row, Sink, Timing, ratios, spread
 from .models import LanguageModel, Size
 
 NAME = "buckets"
@@ -104,7 +104,7 @@ def _raced(case: Row, options: Options) -> list[Row]:
         row |= {"least_ms": 1e3 * min(t.seconds), "rounds": len(t.seconds), "faults": statistics.median(faults[way])}
         peer = PEERS.get(way, {}).get(weights)
         if peer:
-            row |= {"against": peer, **ratio(t, timings[peer], "takes")}
+            row |= {"against": peer, **spread("takes", ratios(t, timings[peer]))}
             row["least_takes"] = min(t.seconds) / min(timings[peer].seconds)
         rows.append(row)
     return rows

@@ -171,18 +171,20 @@ def wait_for_device() -> None:
         torch.cuda.synchronize()
 
 
-def ratio(other: Timing, ours: Timing, name: str) -> Row:
-    """How many times faster ours was: of other / ours in a round, the median, its interval, p10 and
-    p90, under keys that begin with ``name``.
-    """
-    ratios = [a / b for a, b in zip(other.seconds, ours.seconds, strict=True)]
-    low, high = interval(ratios)
+def ratios(other: Timing, ours: Timing) -> list[float]:
+    """How many times faster ours was in each round."""
+    return [a / b for a, b in zip(other.seconds, ours.seconds, strict=True)]
+
+
+def spread(name: str, values: list[float]) -> Row:
+    """The median of the values, its interval, p10 and p90, under keys that begin with ``name``."""
+    low, high = interval(values)
     return {
-        name: statistics.median(ratios),
+        name: statistics.median(values),
         f"{name}_low": low,
         f"{name}_high": high,
-        f"{name}_p10": percentile(ratios, 10),
-        f"{name}_p90": percentile(ratios, 90),
+        f"{name}_p10": percentile(values, 10),
+        f"{name}_p90": percentile(values, 90),
     }
 
 
@@ -224,11 +226,11 @@ def rows_of(case: Row, contestants: list[Contestant], timings: dict[str, Timing]
         if ceiling and c.kind != "bandwidth":
             row["bandwidth_gb_per_s"] = moved / timings[ceiling].median / 1e9
             row["bandwidth_pattern"] = ceiling
-            row["share_of_bandwidth"] = ratio(timings[ceiling], t, "of")["of"]
+            row["share_of_bandwidth"] = statistics.median(ratios(timings[ceiling], t))
         if ours is not None and c.kind in ("peer", "variant"):
-            row |= ratio(t, ours, "ours_is_faster")
+            row |= spread("ours_is_faster", ratios(t, ours))
         if c.name == OURS and best:
-            row |= {"best_peer": best, **ratio(timings[best], t, "speedup")}
+            row |= {"best_peer": best, **spread("speedup", ratios(timings[best], t))}
         rows.append(row)
     return rows
 

@@ -190,6 +190,18 @@ def test_a_graph_is_recorded_after_windows_have_made_what_it_uses(monkeypatch: p
     assert calls[6:] == ["replayed"]
 
 
+def test_a_gpu_is_warm_when_turns_get_no_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
+    took = iter([4.0, 3.0, 2.99, 2.0])
+    monkeypatch.setattr(environment, "device", torch.device("cpu"))
+    harness._settle(lambda: next(took))
+    monkeypatch.setattr(environment, "device", torch.device("cuda"))
+    harness._settle(lambda: next(took))
+    assert list(took) == [2.0]
+    always = iter(float(n) for n in range(100, 0, -5))
+    harness._settle(lambda: next(always))
+    assert len(list(always)) == 20 - harness.TURNS
+
+
 @pytest.mark.parametrize("rounds", [1, 5, 9, 30])
 def test_the_interval_of_a_median_holds_it(rounds: int) -> None:
     """Of 2,000 draws from a skewed distribution, whose median is known."""

@@ -57,27 +57,21 @@ class BufferOps:
 
     An extension that has such buffers is this, too, and gives itself to slots (`Slot.ops`) before
     they have any. It also has the ops that the core calls: ``accumulate_``, ``scale_``, ``stats``,
-    and the ``cast_`` from there to the parameters. All slots of a call have the same.
-
-    Attributes:
-        rounded: True if what ``p.grad`` shows are rounded sums, until :meth:`finishes` has run.
+    and the ``cast_`` from there to the parameters. All slots of a call have the same. If these are
+    `Slot.rounded`, it has also what the three methods below say, which are not called else.
     """
 
-    rounded = False
-
     def finishes(self, slots: Sequence[Slot], scale: Scalar, backend: str) -> bool:
-        """True if this has made ``p.grad`` of the slots the window's gradient, ``scale`` times what
-        the buffers hold; else the core scales them.
+        """True if this has made ``p.grad`` of the slots the window's gradient, ``scale`` times
+        their sums; else the core scales these.
         """
         return False
 
-    def read_sums(self, slots: Sequence[Slot], outs: Sequence[Tensor], backend: str) -> bool:
-        """True if the buffers alone are not the sums; ``outs`` then holds these, in FP32."""
-        return False
+    def read_sums(self, slots: Sequence[Slot], outs: Sequence[Tensor], backend: str) -> None:
+        """Put the sums into ``outs``, which are FP32."""
 
-    def write_sums(self, slots: Sequence[Slot], sums: Sequence[Tensor], backend: str) -> bool:
-        """True if the buffers alone cannot be the sums; ``sums``, in FP32, are kept then."""
-        return False
+    def write_sums(self, slots: Sequence[Slot], sums: Sequence[Tensor], backend: str) -> None:
+        """Keep these sums, which are FP32."""
 
     def written_by_others(self, slots: Sequence[Slot]) -> None:
         """Others than these ops have written the buffers: all that they hold is in them."""
@@ -112,6 +106,7 @@ class Slot:
     # True if p.grad does not show the buffer, so that no other code reaches it. Adds may end late.
     private: bool = False
     ops: Any = ops  # the module, or a BufferOps
+    rounded: bool = False  # True if the buffer alone, which p.grad shows, is a rounded sum: its ops have the rest
     their_grad_dtype: torch.dtype | None = None  # what the parameter's grad_dtype was before it became ours
     frees_grad: bool = False  # True if it was made None, which allows any
 
@@ -304,7 +299,6 @@ class Buffers:
                 del slot.block, slot.buffer
                 slot.placed = slot.prepared = False
         self.blocks.clear()
-        self.ops.clear()
         self.private = False
 
     def made(self, name: str, p: Parameter) -> Slot:
@@ -393,9 +387,9 @@ class Buffers:
 def by_divisor(slots: Iterable[Slot]) -> Iterable[list[Slot]]:
     """The slots in groups that share a device, ops, and a divisor of what their buffers hold."""
     groups: dict[tuple, list[Slot]] = {}
-    group: list[Slot] = []
+    one: Slot | None = None
     for slot in slots:
-        if not group or slot.block is not group[0].block or slot.divisor is not group[0].divisor:
-            group = groups.setdefault((slot.device, slot.ops, identity(slot.divisor)), [])
+        if one is None or slot.block is not one.block or slot.divisor is not one.divisor:
+            one, group = slot, groups.setdefault((slot.device, slot.ops, identity(slot.divisor)), [])
         group.append(slot)
     return groups.values()

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from ..engine import outside_graphs
 from ..scalars import Scalar, div, identity, to_device, to_device_of
 from . import grad_views
-from .buffers import Block, BufferOps, Buffers, Slot, by_divisor
+from .buffers import Block, Buffers, Slot, by_divisor
 from .extension import Extensions
 from .grad_views import UNTOUCHED
 from .norms import SquaredNorms
@@ -182,12 +182,16 @@ class Sums:
         return wide if self.read([slot], [wide]) else slot.buffer.clone()
 
     def read(self, slots: Sequence[Slot], outs: Sequence[Tensor]) -> bool:
-        """:meth:`BufferOps.read_sums` of slots with the same ops."""
-        return isinstance(slots[0].ops, BufferOps) and slots[0].ops.read_sums(slots, outs, self.backend)
+        """Put sums of slots with the same ops into ``outs`` if buffers alone are rounded ones."""
+        if slots[0].rounded:
+            slots[0].ops.read_sums(slots, outs, self.backend)
+        return slots[0].rounded
 
     def write(self, slots: Sequence[Slot], sums: Sequence[Tensor]) -> bool:
-        """:meth:`BufferOps.write_sums` of slots with the same ops."""
-        return isinstance(slots[0].ops, BufferOps) and slots[0].ops.write_sums(slots, sums, self.backend)
+        """Keep these sums of slots with the same ops if their buffers alone are rounded ones."""
+        if slots[0].rounded:
+            slots[0].ops.write_sums(slots, sums, self.backend)
+        return slots[0].rounded
 
     def restore(self, slot: Slot, saved: Tensor, divisor: Scalar) -> None:
         """Put a saved sum back."""
@@ -251,7 +255,7 @@ class Sums:
             ops = members[0].ops
             for finishing in self._extensions.finishing if last else ():
                 finishing(members, scale)
-            finished = last and isinstance(ops, BufferOps) and ops.finishes(members, scale, self.backend)
+            finished = last and members[0].rounded and ops.finishes(members, scale, self.backend)
             if not finished and (isinstance(scale, Tensor) or scale != 1.0):
                 ops.scale_(list(map(BUFFER, members)), scale, backend=self.backend)
             self.written(members, divisor)

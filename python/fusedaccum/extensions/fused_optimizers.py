@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..core.buffers import BufferOps, Slot
+from ..core.buffers import Slot
 from ..core.extension import Extension, InnerScaling
 from ..inner import SAYS_SO, scales_gradients
 from ..scalars import Scalar, div, identity, to_device_of
@@ -31,7 +31,7 @@ class FusedOptimizers(Extension):
             # Where each rank steps a part of the parameters, a skip depends on all of them.
             applied = ~end.skip if self.accumulation.sums.over_owners is None else True
         decides = isinstance(applied, Tensor)
-        divides = not any(isinstance(slot.ops, BufferOps) and slot.ops.rounded for slot in end.slots)
+        divides = not any(slot.rounded for slot in end.slots)
         return InnerScaling(applied, self._scaled(end, decides, divides), divides)
 
     @contextmanager

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 class LowParts(BufferOps, Extension):
     """The ops of buffers that have a low part beside them."""
 
-    rounded = True
-
     @classmethod
     def refuses(cls, settings: Settings, inner: Optimizer) -> None:
         if asked_dtypes(inner, settings.buffer_dtype).isdisjoint((None, torch.bfloat16)):
@@ -62,7 +60,8 @@ class LowParts(BufferOps, Extension):
     def parameters_changed(self, new: Sequence[Slot]) -> None:
         for slot in new:
             if slot.dtype == torch.bfloat16:
-                slot.ops, slot.half_precision = self, False  # it holds a sum, not a running mean
+                # It holds a sum, not a running mean.
+                slot.ops, slot.rounded, slot.half_precision = self, True, False
         here = {slot.buffer for slot in self.accumulation.sums.buffers.slots if slot.placed}
         for gone in self._low.keys() - here:
             del self._low[gone]
@@ -117,11 +116,9 @@ class LowParts(BufferOps, Extension):
 
     # -- ranks and checkpoints, which take FP32 ----------------------------------------------------
 
-    def read_sums(self, slots: Sequence[Slot], outs: Sequence[Tensor], backend: str) -> bool:
+    def read_sums(self, slots: Sequence[Slot], outs: Sequence[Tensor], backend: str) -> None:
         buffers = [slot.buffer for slot in slots]
         ops.cast_(outs, buffers, low=self._of(buffers), backend=backend)
-        return True
 
-    def write_sums(self, slots: Sequence[Slot], sums: Sequence[Tensor], backend: str) -> bool:
+    def write_sums(self, slots: Sequence[Slot], sums: Sequence[Tensor], backend: str) -> None:
         self.accumulate_([slot.buffer for slot in slots], sums, 1.0, overwrite=True, rounding=None, backend=backend)
-        return True
