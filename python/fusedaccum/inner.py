@@ -73,6 +73,11 @@ def is_patched(inner: Optimizer) -> bool:
     return False
 
 
+def is_pytorchs(inner: Optimizer) -> bool:
+    """True if this is one of PyTorch's own optimizers, which keep copies of gradients if any."""
+    return type(inner).__module__.startswith("torch.optim.")
+
+
 # PyTorch's attribute of optimizers whose step() divides by their grad_scale.
 SAYS_SO = "_step_supports_amp_scaling"
 
@@ -102,7 +107,7 @@ def steps_each_alone(inner: Optimizer) -> bool:
 
     So it is for PyTorch's own optimizers, and those that say so, if no hook counts the steps.
     """
-    if not getattr(inner, STEPS_EACH_ALONE, type(inner).__module__.startswith("torch.optim.")) or is_patched(inner):
+    if not getattr(inner, STEPS_EACH_ALONE, is_pytorchs(inner)) or is_patched(inner):
         return False
     hooks = (inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks)
     return not any((*hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))

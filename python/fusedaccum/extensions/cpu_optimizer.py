@@ -195,7 +195,7 @@ class CpuOptimizer(MastersInParts):
             self._take_near(slots)
             yield
 
-    def _leave(self, slots: Iterable[Slot]) -> None:
+    def _leave(self, slots: Sequence[Slot]) -> None:
         super()._leave(slots)
         self._near = ()
         self._send_unsent()

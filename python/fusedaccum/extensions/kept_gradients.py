@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,25 +12,28 @@ from torch.optim import Optimizer
 
 from ..core.config import Settings
 from ..core.extension import Extension
-from ..inner import states_of
+from ..inner import is_pytorchs, states_of
 from ..ops.memory import address
 from ..parts import local_of
 
 
 def may_keep(settings: Settings, inner: Optimizer) -> bool:
-    """False for PyTorch's own, which keep copies."""
-    return not type(inner).__module__.startswith("torch.optim.")
+    return not is_pytorchs(inner)
 
 
 class KeptGradients(Extension):
     """Gives what the optimizer keeps of buffers its own memory, before they are written again."""
 
     def buffers_overwritten(self) -> None:
-        blocks = self.accumulation.sums.buffers.blocks
-        memory = [(address(block.flat), address(block.flat) + block.flat.nbytes) for block in blocks]
-        seen: set[int] = set()
-        for state in states_of(self.inner):
-            _set_apart(state, memory, seen)
+        set_apart(states_of(self.inner), [block.flat for block in self.accumulation.sums.buffers.blocks])
+
+
+def set_apart(states: Iterable[Any], lent: Iterable[Tensor]) -> None:
+    """Give what these states hold of the memory of ``lent`` tensors memory of its own."""
+    memory = [(address(x), address(x) + x.nbytes) for x in lent]
+    seen: set[int] = set()
+    for state in states:
+        _set_apart(state, memory, seen)
 
 
 def _set_apart(kept: Any, memory: Sequence[tuple[int, int]], seen: set[int]) -> Any:

@@ -152,7 +152,7 @@ class MasterWeights(StandIns, Extension):
             self._leave(slots)  # once more, if Ctrl-C came meanwhile
             raise
 
-    def _leave(self, slots: Iterable[Slot]) -> None:
+    def _leave(self, slots: Sequence[Slot]) -> None:
         _exchange(self.inner, self._model)  # first, because it must not be lost to an interrupt
         self._works = None
         self._gradients.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -86,7 +86,7 @@ class MastersInParts(MasterWeights):
     def sums_dropped(self) -> None:
         self._stepped = frozenset()
 
-    def _leave(self, slots: Iterable[Slot]) -> None:
+    def _leave(self, slots: Sequence[Slot]) -> None:
         self._fill_lists()
         super()._leave(slots)
 

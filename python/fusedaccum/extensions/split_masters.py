@@ -26,6 +26,8 @@ from .. import limits, ops
 from ..core.buffers import Slot, padded
 from ..distributed.shards import is_shard
 from ..engine import without_grad
+from ..inner import is_pytorchs, states_of
+from .kept_gradients import set_apart
 from .master_weights import fingerprint
 from .masters_in_parts import MastersInParts
 
@@ -111,14 +113,15 @@ class SplitMasters(MastersInParts):
             yield
             self._return_gradients(slots)
 
-    def _leave(self, slots: Iterable[Slot]) -> None:
+    def _leave(self, slots: Sequence[Slot]) -> None:
         self._split_all()
         # A part's memory is kept on a CPU, whose system would zero it again for every step.
-        self._scratch = {at: x for at, x in self._scratch.items() if at.type == "cpu" and self._is_of_a_part(x)}
+        tensors = max(map(_tensors, slots), default=1)
+        largest = max((padded(p.numel()) for p in self.of), default=0)
+        for at, room in list(self._scratch.items()):
+            if at.type != "cpu" or room.numel() > tensors * max(largest, limits.stepped(at) // 4):
+                del self._scratch[at]
         super()._leave(slots)
-
-    def _is_of_a_part(self, room: Tensor) -> bool:
-        return room.nbytes <= limits.stepped(room.device) or room.numel() <= max(padded(p.numel()) for p in self.of)
 
     @contextmanager
     def _at_hand(self, slots: Sequence[Slot]) -> Iterator[None]:
@@ -142,14 +145,15 @@ class SplitMasters(MastersInParts):
         super()._take_gradients(joined)
 
     def _in_the_form_of(self, master: Parameter, grad: Tensor, slot: Slot) -> Tensor:
-        if slot.dtype.itemsize < 4 and grad is slot.shown and slot.untouched:
-            wide = torch.empty_like(master, requires_grad=False)
-            if self.accumulation.sums.read([slot], [wide]):
-                return wide
+        if slot.rounded and grad is slot.shown and slot.untouched:
+            at = master.storage_offset() + padded(master.numel())
+            wide = master.detach().as_strided(master.shape, master.stride(), at)
+            self.accumulation.sums.read([slot], [wide])
+            return wide
         return super()._in_the_form_of(master, grad, slot)
 
     def _make_room(self, slots: Sequence[Slot]) -> dict[Slot, Tensor]:
-        """Memory for the masters of ``slots``, as flat tensors."""
+        """Memory for the masters of ``slots``, flat; behind a master's is that of its gradient."""
         by_device: dict[torch.device, list[Slot]] = {}
         for slot in slots:
             if slot.param in self.of:
@@ -157,7 +161,8 @@ class SplitMasters(MastersInParts):
         found: dict[Slot, Tensor] = {}
         for device, members in by_device.items():
             sizes = [slot.param.numel() for slot in members]
-            *offsets, total = itertools.accumulate(map(padded, sizes), initial=0)
+            taken = [padded(n) * _tensors(slot) for slot, n in zip(members, sizes, strict=True)]
+            *offsets, total = itertools.accumulate(taken, initial=0)
             room = self._scratch.get(device)
             if room is None or room.numel() < total:
                 room = self._scratch[device] = torch.empty(total, dtype=torch.float32, device=device)
@@ -183,6 +188,10 @@ class SplitMasters(MastersInParts):
             return
         self._follow(self._joined)
         self._write_back(list(self._joined))
+        if not is_pytorchs(self.inner):
+            states = [state.get(self.of[p]) for state in states_of(self.inner) for p in self._joined]
+            given = [grad for slot, (_, grad) in self._gradients.items() if slot.rounded and grad is not None]
+            set_apart(states, given)
         for p in list(self._joined):
             del self._joined[p]
             self.of[p].data, self.of[p].grad = self._placeholder(p), None
@@ -273,8 +282,16 @@ def _by_device(parameters: Iterable[Parameter]) -> Iterable[list[Parameter]]:
     return found.values()
 
 
+def _tensors(slot: Slot) -> int:
+    """How many FP32 tensors a slot has while it is stepped: its master and perhaps the gradient.
+
+    That is made from a buffer that alone is a rounded sum.
+    """
+    return 2 if slot.rounded else 1
+
+
 def _elements(part: Sequence[Slot]) -> int:
-    return sum(slot.param.numel() for slot in part)
+    return sum(slot.param.numel() * _tensors(slot) for slot in part)
 
 
 def _where_rounded(master: Tensor, p: Tensor) -> Tensor:

@@ -271,9 +271,10 @@ def priced(way: Way, of: Parameters, micro_batches: int, optimizer: Any) -> Mode
             alone = not isinstance(optimizer, Optimizer) or steps_each_alone(_inner(optimizer))
             most = max([*fp32, limits.stepped(of.device)])
             part = min(sum(fp32), most) if alone else sum(fp32)
-            kept = part if of.device.type == "cpu" and part <= most else 0
+            taken = part * (1 + max(map(way.low, dtypes.values())))
+            kept = taken if of.device.type == "cpu" and part <= most else 0
             there["masters"] += kept
-            memory["gradients"] = max(memory["gradients"], part - kept + part * max(map(way.low, dtypes.values())))
+            memory["gradients"] = max(memory["gradients"], taken - kept)
     if way.away:  # their sums are there, too, and parameters pass a ring on their way back
         cpu["buffers"] = sum(padded(local_of(p).numel()) * way.stepped(p.dtype).itemsize for p in of.trained)
         cpu["ring"] = STAGES * limits.STAGE

@@ -48,6 +48,7 @@ OPTIMIZERS = {
 }
 SPLIT = {"master_weights": "split"}
 COPIES = {"master_weights": True}
+COMPENSATED = {"buffer_dtype": torch.bfloat16, "rounding": "compensated"}
 
 
 def parameters(shapes=SHAPES, seed=0):
@@ -207,9 +208,16 @@ def tensors():
     return [x for x in gc.get_objects() if type(x) in (torch.Tensor, Parameter)]
 
 
-@pytest.mark.parametrize(("settings", "beside"), [({}, 0), (SPLIT, 2 + 4 / 4), (COPIES, 4)], ids=str)
+@pytest.mark.parametrize(
+    ("settings", "beside"),
+    [({}, 0), (SPLIT, 2 + 4 / 4), ({**SPLIT, **COMPENSATED}, 2 + 4 / 4 + 3 - 4 + 4 / 4), (COPIES, 4)],
+    ids=str,
+)
 def test_bytes_a_parameter(settings, beside):
-    """Of split masters also, on a CPU, FP32 numbers of a part: of one parameter of four."""
+    """Of split masters also, on a CPU, FP32 numbers of a part: of one parameter of four.
+
+    Of 24-bit sums beside them the gradients of a part, too.
+    """
     n = 1 << 16
     before = tensors()  # other tests', which need not have a storage; held, so that no new one gets an old one's id
     params = [Parameter(torch.ones(n, dtype=torch.bfloat16)) for _ in range(4)]
@@ -221,6 +229,26 @@ def test_bytes_a_parameter(settings, beside):
     known = {id(x) for x in before}
     held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors() if id(x) not in known}
     assert sum(held.values()) == pytest.approx(4 * n * (2 + 4 + beside), rel=1e-3)  # the parameter, its buffer
+
+
+def test_a_gradient_that_an_optimizer_keeps_has_memory_of_its_own():
+    """The others' is lent, part by part, step by step."""
+
+    class Keeps(torch.optim.SGD):
+        steps_each_alone = True
+
+        def step(self, closure=None):
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["kept"] = p.grad
+                self.state[p]["copy"] = p.grad.clone()
+            super().step()
+
+    params = parameters([(8, 8), (33,), (64,)])
+    opt = wrapper(params, {**SPLIT, **COMPENSATED}, lambda ps: Keeps(ps, lr=0.1))
+    with limits(stepped=lambda _: 4 * 64):
+        window(params, opt, 0)
+    states = [opt.optimizer.state[p] for p in params if p.dtype == torch.bfloat16]
+    assert len(states) == 2 and all(torch.equal(state["kept"], state["copy"]) for state in states)
 
 
 def test_a_step_joins_no_more_than_a_part_or_one_parameter(monkeypatch):
