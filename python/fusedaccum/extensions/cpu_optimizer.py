@@ -231,7 +231,7 @@ class CpuOptimizer(MastersInParts):
             if isinstance(scale, Tensor) or scale != 1.0:
                 ops.scale_(members[key], to_device(scale, CPU), backend=self.accumulation.sums.backend)
 
-    def _in_the_form_of(self, master: Parameter, grad: Tensor, slot: Slot) -> Tensor:
+    def _in_the_form_of(self, master: Tensor, grad: Tensor, slot: Slot) -> Tensor:
         copied = grad is slot.shown and slot.placed and slot.device != CPU
         return super()._in_the_form_of(master, self._pinned[slot.buffer] if copied else grad, slot)
 

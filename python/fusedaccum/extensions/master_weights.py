@@ -157,7 +157,7 @@ class MasterWeights(StandIns, Extension):
         self._works = None
         self._gradients.clear()
         for slot in slots:
-            self.of[slot.param].grad = None
+            slot.stepped.grad = None
         self._state.note_meant(self.of)
 
     def recover(self) -> None:
@@ -168,13 +168,12 @@ class MasterWeights(StandIns, Extension):
     def _take_gradients(self, slots: Iterable[Slot]) -> None:
         """Give the masters of ``slots`` their gradients, unless they were given these before."""
         for slot in slots:
-            grad = slot.stepped_grad
-            if slot.param in self.of and grad is not self._gradients.get(slot, (None, None))[0]:
-                master = self.of[slot.param]
+            grad, master = slot.stepped_grad, slot.stepped
+            if master is not slot.param and grad is not self._gradients.get(slot, (None, None))[0]:
                 master.grad = None if grad is None else self._in_the_form_of(master, grad, slot)
                 self._gradients[slot] = grad, master.grad
 
-    def _in_the_form_of(self, master: Parameter, grad: Tensor, slot: Slot) -> Tensor:
+    def _in_the_form_of(self, master: Tensor, grad: Tensor, slot: Slot) -> Tensor:
         """The gradient as the master takes it: PyTorch's fused optimizers need the same strides."""
         if local_of(grad).stride() == local_of(master).stride():
             return grad.to(master.device, master.dtype)

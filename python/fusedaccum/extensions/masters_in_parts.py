@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .. import limits
 from ..core.apply import Conclusion
@@ -50,16 +49,16 @@ class MastersInParts(MasterWeights):
             return True
         parts = list(self._parts([slot for slot in end.slots if slot.index not in self._stepped]))
         self._parts_come(parts)
-        holding: dict[Tensor, list[list[Any]]] = {}
+        holding: dict[int, list[list[Any]]] = {}  # by id(), which is faster than a tensor's hash
         for group in self.inner.param_groups:
             for p in group["params"]:
-                holding.setdefault(p, []).append(group["params"])
+                holding.setdefault(id(p), []).append(group["params"])
         self._lists = [(group["params"], list(group["params"])) for group in self.inner.param_groups]
         for part in parts:
             for members, _ in self._lists:
                 members.clear()
             for slot in part:
-                for members in holding[slot.stepped]:
+                for members in holding[id(slot.stepped)]:
                     members.append(slot.stepped)
             with self._at_hand(part):
                 done = self._stepped.union([slot.index for slot in part])

@@ -138,13 +138,15 @@ class SplitMasters(MastersInParts):
         self._split_all()
 
     def _take_gradients(self, slots: Iterable[Slot]) -> None:
+        if not self._joined:  # masters without values
+            return
         joined = [slot for slot in slots if slot.param in self._joined]
         for slot in joined:
-            if slot.dtype.itemsize < 4 and not slot.untouched:
+            if slot.rounded and not slot.untouched:
                 self._gradients.pop(slot, None)  # the master's was a copy
         super()._take_gradients(joined)
 
-    def _in_the_form_of(self, master: Parameter, grad: Tensor, slot: Slot) -> Tensor:
+    def _in_the_form_of(self, master: Tensor, grad: Tensor, slot: Slot) -> Tensor:
         if slot.rounded and grad is slot.shown and slot.untouched:
             at = master.storage_offset() + padded(master.numel())
             wide = master.detach().as_strided(master.shape, master.stride(), at)
@@ -152,32 +154,35 @@ class SplitMasters(MastersInParts):
             return wide
         return super()._in_the_form_of(master, grad, slot)
 
-    def _make_room(self, slots: Sequence[Slot]) -> dict[Slot, Tensor]:
-        """Memory for the masters of ``slots``, flat; behind a master's is that of its gradient."""
+    def _make_room(self, slots: Sequence[Slot]) -> list[tuple[list[Slot], list[Tensor]]]:
+        """Memory for masters: for each device, the ``slots`` there that have one, and the masters.
+
+        Behind a master's memory is that of its gradient.
+        """
         by_device: dict[torch.device, list[Slot]] = {}
         for slot in slots:
-            if slot.param in self.of:
+            if slot.stepped is not slot.param:
                 by_device.setdefault(slot.device, []).append(slot)
-        found: dict[Slot, Tensor] = {}
+        found = []
         for device, members in by_device.items():
-            sizes = [slot.param.numel() for slot in members]
-            taken = [padded(n) * _tensors(slot) for slot, n in zip(members, sizes, strict=True)]
-            *offsets, total = itertools.accumulate(taken, initial=0)
-            room = self._scratch.get(device)
+            taken = [padded(slot.param.numel()) * _tensors(slot) for slot in members]
+            room, total = self._scratch.get(device), sum(taken)
             if room is None or room.numel() < total:
                 room = self._scratch[device] = torch.empty(total, dtype=torch.float32, device=device)
-            found |= {slot: room[at : at + n] for slot, at, n in zip(members, offsets, sizes, strict=True)}
+            # In the middle: there calls change from one thread to the next, which has what it wrote
+            # last in its caches, whatever the part's size.
+            places = itertools.accumulate(taken, initial=padded((room.numel() - total) // 2))
+            views = [room.as_strided(s.param.shape, s.strides, at) for s, at in zip(members, places, strict=False)]
+            found.append((members, views))
         return found
 
     @without_grad
     def _join(self, slots: Sequence[Slot]) -> None:
-        rooms = self._make_room(slots)
-        views = {slot.param: room.as_strided(slot.param.shape, slot.strides) for slot, room in rooms.items()}
-        for parameters in _by_device(views):
-            self._read([views[p] for p in parameters], parameters)
-        for p, view in views.items():
-            self.of[p].data = view
-            self._joined[p] = self.of[p]._version
+        for members, masters in self._make_room(slots):
+            self._read(masters, [slot.param for slot in members])
+            for slot, master in zip(members, masters, strict=True):
+                slot.stepped.data = master
+                self._joined[slot.param] = slot.stepped._version
 
     def _split_all(self) -> None:
         """Split the masters that have values, which have none afterwards.
@@ -194,7 +199,8 @@ class SplitMasters(MastersInParts):
             set_apart(states, given)
         for p in list(self._joined):
             del self._joined[p]
-            self.of[p].data, self.of[p].grad = self._placeholder(p), None
+            master = self.of[p]
+            master.data, master.grad = self._placeholder(p), None
         self._gradients.clear()
 
     def _read(self, outs: Sequence[Tensor], parameters: Sequence[Parameter]) -> None:
@@ -215,14 +221,15 @@ class SplitMasters(MastersInParts):
         for p in parameters:
             master = self.of[p]
             master.requires_grad = p.requires_grad
+            if fingerprint(p) == self._seen[p]:
+                continue
             if p in self._joined:
-                if fingerprint(p) != self._seen[p]:
-                    master.copy_(_where_rounded(master, p))
+                master.copy_(_where_rounded(master, p))
             elif p in self._loaded:
                 self._write([p], [_where_rounded(self._loaded[p].to(p.device), p)], [p.detach()])
                 self._seen[p] = fingerprint(p)  # first: Ctrl-C may come between
                 del self._loaded[p]
-            elif fingerprint(p) != self._seen[p]:
+            else:
                 self._low[p].zero_()
             self._seen[p] = fingerprint(p)
 
@@ -232,6 +239,8 @@ class SplitMasters(MastersInParts):
 
         One that has not changed is written as :class:`MasterWeights` does it.
         """
+        if not self._joined:
+            return
         for parameters in _by_device(p for p in stepped if p in self._joined):
             masters = [self.of[p].detach() for p in parameters]
             same = [self.of[p]._version == self._joined[p] for p in parameters]
@@ -273,6 +282,7 @@ class SplitMasters(MastersInParts):
             p = self.accumulation.sums.buffers.slots[index].param
             if p in self.of:
                 self._loaded[p] = master.detach().to("cpu", torch.float32, copy=True)
+                self._seen[p] = None  # so that _follow() looks
 
 
 def _by_device(parameters: Iterable[Parameter]) -> Iterable[list[Parameter]]:

@@ -274,6 +274,24 @@ def test_a_step_joins_no_more_than_a_part_or_one_parameter(monkeypatch):
     assert max(room) > 256 and not masters._scratch
 
 
+def test_parts_of_all_sizes_have_their_middle_in_one_place(monkeypatch):
+    """There a call changes from a thread to the next, which has what it wrote last in its caches."""
+    params = parameters([(1024,), (8,), (512,), (2048,)])
+    opt = wrapper(params, SPLIT)
+    middles, make_room = [], SplitMasters._make_room
+
+    def seen(self, slots):
+        found = make_room(self, slots)
+        middles.extend(x.storage_offset() + x.numel() // 2 for _, masters in found for x in masters)
+        return found
+
+    with limits(stepped=lambda _: 4):
+        window(params, opt, 0)
+        monkeypatch.setattr(SplitMasters, "_make_room", seen)
+        window(params, opt, 1)
+    assert middles[1:] == [1024] * 3  # the first: of the largest, before the step
+
+
 # -- other code ------------------------------------------------------------------------------------
 
 
