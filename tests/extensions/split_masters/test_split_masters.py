@@ -275,7 +275,7 @@ def test_a_step_joins_no_more_than_a_part_or_one_parameter(monkeypatch):
 
 
 def test_parts_of_all_sizes_have_their_middle_in_one_place(monkeypatch):
-    """There a call changes from a thread to the next, which has what it wrote last in its caches."""
+    """There a call goes over to the next thread, which has what it wrote last in its caches."""
     params = parameters([(1024,), (8,), (512,), (2048,)])
     opt = wrapper(params, SPLIT)
     middles, make_room = [], SplitMasters._make_room
