@@ -23,7 +23,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from .. import limits, ops
-from ..core.buffers import Slot, padded
+from ..core.buffers import ALIGNMENT, Slot, padded
 from ..distributed.shards import is_shard
 from ..engine import without_grad
 from ..inner import is_pytorchs, states_of
@@ -116,10 +116,9 @@ class SplitMasters(MastersInParts):
     def _leave(self, slots: Sequence[Slot]) -> None:
         self._split_all()
         # A part's memory is kept on a CPU, whose system would zero it again for every step.
-        tensors = max(map(_tensors, slots), default=1)
         largest = max((padded(p.numel()) for p in self.of), default=0)
         for at, room in list(self._scratch.items()):
-            if at.type != "cpu" or room.numel() > tensors * max(largest, limits.stepped(at) // 4):
+            if at.type != "cpu" or room.numel() > max(largest, limits.stepped(at) // 4) * _tensors(slots):
                 del self._scratch[at]
         super()._leave(slots)
 
@@ -148,7 +147,7 @@ class SplitMasters(MastersInParts):
 
     def _in_the_form_of(self, master: Tensor, grad: Tensor, slot: Slot) -> Tensor:
         if slot.rounded and grad is slot.shown and slot.untouched:
-            at = master.storage_offset() + padded(master.numel())
+            at = master.storage_offset() + self._scratch[slot.device].numel() // 2
             wide = master.detach().as_strided(master.shape, master.stride(), at)
             self.accumulation.sums.read([slot], [wide])
             return wide
@@ -157,7 +156,7 @@ class SplitMasters(MastersInParts):
     def _make_room(self, slots: Sequence[Slot]) -> list[tuple[list[Slot], list[Tensor]]]:
         """Memory for masters: for each device, the ``slots`` there that have one, and the masters.
 
-        Behind a master's memory is that of its gradient.
+        If a sum is not in its buffer alone, gradients have memory, too: the second half.
         """
         by_device: dict[torch.device, list[Slot]] = {}
         for slot in slots:
@@ -165,13 +164,14 @@ class SplitMasters(MastersInParts):
                 by_device.setdefault(slot.device, []).append(slot)
         found = []
         for device, members in by_device.items():
-            taken = [padded(slot.param.numel()) * _tensors(slot) for slot in members]
+            taken, tensors = [padded(slot.param.numel()) for slot in members], _tensors(members)
             room, total = self._scratch.get(device), sum(taken)
-            if room is None or room.numel() < total:
-                room = self._scratch[device] = torch.empty(total, dtype=torch.float32, device=device)
+            if room is None or room.numel() < total * tensors:
+                room = self._scratch[device] = torch.empty(total * tensors, dtype=torch.float32, device=device)
             # In the middle: there calls change from one thread to the next, which has what it wrote
             # last in its caches, whatever the part's size.
-            places = itertools.accumulate(taken, initial=padded((room.numel() - total) // 2))
+            spare = room.numel() // tensors - total
+            places = itertools.accumulate(taken, initial=spare // 2 // ALIGNMENT * ALIGNMENT)
             views = [room.as_strided(s.param.shape, s.strides, at) for s, at in zip(members, places, strict=False)]
             found.append((members, views))
         return found
@@ -292,16 +292,16 @@ def _by_device(parameters: Iterable[Parameter]) -> Iterable[list[Parameter]]:
     return found.values()
 
 
-def _tensors(slot: Slot) -> int:
-    """How many FP32 tensors a slot has while it is stepped: its master and perhaps the gradient.
+def _tensors(slots: Sequence[Slot]) -> int:
+    """How many FP32 tensors each has while it is stepped: its master and perhaps its gradient.
 
     That is made from a buffer that alone is a rounded sum.
     """
-    return 2 if slot.rounded else 1
+    return 2 if any(slot.rounded for slot in slots) else 1
 
 
 def _elements(part: Sequence[Slot]) -> int:
-    return sum(slot.param.numel() * _tensors(slot) for slot in part)
+    return sum(slot.param.numel() for slot in part) * _tensors(part)
 
 
 def _where_rounded(master: Tensor, p: Tensor) -> Tensor:

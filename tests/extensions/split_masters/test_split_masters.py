@@ -274,10 +274,11 @@ def test_a_step_joins_no_more_than_a_part_or_one_parameter(monkeypatch):
     assert max(room) > 256 and not masters._scratch
 
 
-def test_parts_of_all_sizes_have_their_middle_in_one_place(monkeypatch):
+@pytest.mark.parametrize("more", [{}, COMPENSATED], ids=["fp32", "24 bits"])
+def test_parts_of_all_sizes_have_their_middle_in_one_place(monkeypatch, more):
     """There a call goes over to the next thread, which has what it wrote last in its caches."""
     params = parameters([(1024,), (8,), (512,), (2048,)])
-    opt = wrapper(params, SPLIT)
+    opt = wrapper(params, {**SPLIT, **more})
     middles, make_room = [], SplitMasters._make_room
 
     def seen(self, slots):

@@ -61,6 +61,21 @@ def test_what_is_stepped_with_has_24_bits():
         assert error < 2**-15 < (exact.bfloat16().float() - exact).norm() / exact.norm()
 
 
+def test_masters_and_gradients_of_parts_with_and_without_low_bytes_do_not_overlap():
+    class EachAlone(Seen):
+        steps_each_alone = True
+
+    model, before = net(), net()
+    first, *others = model.parameters()
+    inner = EachAlone([{"params": [first], "buffer_dtype": torch.float32}, {"params": others}], lr=0.0)
+    opt = fa.AccumulatingOptimizer(inner, 4, **SMALL)
+    with limits(stepped=lambda _: 4):  # the first is the largest: there is more room than others need
+        train(model, opt, 2)
+    for ours, exact in zip(inner.gradients, literal(2), strict=True):
+        assert (ours - exact).norm() <= 2**-15 * exact.norm()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before.parameters(), strict=True))
+
+
 @pytest.mark.parametrize(
     "make",
     [
