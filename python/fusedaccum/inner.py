@@ -74,7 +74,7 @@ def is_patched(inner: Optimizer) -> bool:
 
 
 def is_pytorchs(inner: Optimizer) -> bool:
-    """True if this is one of PyTorch's own optimizers, which keep copies of gradients if any."""
+    """True if this is one of PyTorch's own optimizers, which keep copies of gradients at most."""
     return type(inner).__module__.startswith("torch.optim.")
 
 

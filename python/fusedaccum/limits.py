@@ -22,9 +22,9 @@ STAGE = 32 << 20  # of a piece of the ring to CPU memory; a power of two, becaus
 
 PINNED = 256 << 20  # of memory that is pinned at once; a power of two, as above
 
-# Of FP32 copies that a part of a step makes. On a CPU they should stay in its cache, and their
-# memory is kept; on a GPU a call of the optimizer costs time of the host. On both a call takes some
-# 0.2 ms by itself.
+# Of FP32 masters that a part of a step makes (perhaps with as many gradients). On a CPU they should
+# stay in its cache, and their memory is kept; on a GPU a call of the optimizer costs time of the
+# host. On both a call takes some 0.2 ms by itself.
 STEPPED_CPU = 8 << 20
 STEPPED = 256 << 20
 
@@ -32,7 +32,7 @@ Item = TypeVar("Item")
 
 
 def stepped(device: torch.device) -> int:
-    """Bytes of FP32 copies made at once on this device, at most, unless a parameter is larger."""
+    """Bytes of FP32 masters made at once on this device, at most, unless a parameter is larger."""
     return STEPPED_CPU if device.type == "cpu" else STEPPED
 
 

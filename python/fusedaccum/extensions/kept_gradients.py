@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ..core.config import Settings
@@ -29,7 +30,7 @@ class KeptGradients(Extension):
 
 
 def set_apart(states: Iterable[Any], lent: Iterable[Tensor]) -> None:
-    """Give what these states hold of the memory of ``lent`` tensors memory of its own."""
+    """Copy what these states hold, where it lies in the memory of ``lent``."""
     memory = [(address(x), address(x) + x.nbytes) for x in lent]
     seen: set[int] = set()
     for state in states:
@@ -42,6 +43,8 @@ def _set_apart(kept: Any, memory: Sequence[tuple[int, int]], seen: set[int]) -> 
     That is what plain PyTorch has after ``zero_grad()``. ``seen``: containers that have been gone
     through, by their ids; they may be shared by many parameters, or contain themselves.
     """
+    if isinstance(kept, Parameter):  # what is stepped itself
+        return kept
     if isinstance(kept, Tensor):
         local = kept if type(kept) is Tensor else local_of(kept)
         if type(local) is Tensor and local.layout is torch.strided:

@@ -13,7 +13,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +33,29 @@ if TYPE_CHECKING:
     from ..core.config import Settings
 
 
+class Given(NamedTuple):
+    """A gradient that a master was given: ``p.grad`` itself or a copy. With versions."""
+
+    grad: Tensor | None = None
+    version: int = 0
+    masters: Tensor | None = None
+    masters_version: int = 0
+
+    @classmethod
+    def now(cls, grad: Tensor | None, masters: Tensor | None) -> Given:
+        return cls(grad, 0 if grad is None else grad._version, masters, 0 if masters is None else masters._version)
+
+    def is_of(self, grad: Tensor | None) -> bool:
+        """True if this ``p.grad`` is what the master was given, and has not been written to."""
+        return grad is self.grad and (grad is None or grad is self.masters or grad._version == self.version)
+
+    def is_left(self, masters: Tensor | None) -> bool:
+        """True if this gradient of the master is the given one, and ``p.grad`` is as it is."""
+        return masters is self.masters and (
+            masters is None or masters is self.grad or masters._version == self.masters_version
+        )
+
+
 class MasterWeights(StandIns, Extension):
     """A copy, in FP32 or wider, of every parameter of an optimizer that needs one."""
 
@@ -45,7 +68,7 @@ class MasterWeights(StandIns, Extension):
         self._seen: dict[Parameter, tuple[int, int] | None] = {}  # version and address, as of the last write-back
         self._behind: set[Parameter] = set()  # those to which a write-back was begun, and perhaps broken off
         # While the inner optimizer is at work: gradients, and the masters' ones made from them.
-        self._gradients: dict[Slot, tuple[Tensor | None, Tensor | None]] = {}
+        self._gradients: dict[Slot, Given] = {}
         # The call in which the inner optimizer is at work, and what has to be done at its end.
         self._works: tuple[FrameType, Callable[[], None]] | None = None
 
@@ -169,9 +192,9 @@ class MasterWeights(StandIns, Extension):
         """Give the masters of ``slots`` their gradients, unless they were given these before."""
         for slot in slots:
             grad, master = slot.stepped_grad, slot.stepped
-            if master is not slot.param and grad is not self._gradients.get(slot, (None, None))[0]:
+            if master is not slot.param and not self._gradients.get(slot, NOTHING).is_of(grad):
                 master.grad = None if grad is None else self._in_the_form_of(master, grad, slot)
-                self._gradients[slot] = grad, master.grad
+                self._gradients[slot] = Given.now(grad, master.grad)
 
     def _in_the_form_of(self, master: Tensor, grad: Tensor, slot: Slot) -> Tensor:
         """The gradient as the master takes it: PyTorch's fused optimizers need the same strides."""
@@ -180,12 +203,12 @@ class MasterWeights(StandIns, Extension):
         return torch.empty_like(master, requires_grad=False).copy_(grad)
 
     def _return_gradients(self, slots: Iterable[Slot]) -> None:
-        """If the inner optimizer replaced or removed a master's gradient, do so to ``p.grad``."""
+        """What the inner optimizer did to a master's gradient, do to ``p.grad``."""
         for slot in slots:
-            left = self.of[slot.param].grad if slot.param in self.of else None
-            if left is not self._gradients.get(slot, (None, None))[1]:
+            left = slot.stepped.grad
+            if slot.stepped is not slot.param and not self._gradients.get(slot, NOTHING).is_left(left):
                 holder = slot.holder if slot.private else slot.param
-                slot.assign(holder, None if left is None else left.to(slot.device))
+                slot.assign(holder, None if left is None else left.to(slot.device, slot.dtype))
 
     @contextmanager
     def calling(self, slots: Sequence[Slot], call: FrameType) -> Iterator[None]:
@@ -275,6 +298,9 @@ class MasterWeights(StandIns, Extension):
                 self._seen[p] = None  # the model may hold others: _follow() compares
 
 
+NOTHING = Given()
+
+
 def fingerprint(p: Tensor) -> tuple[int, int]:
     """What changes when a parameter is written to, or gets other memory (vector_to_parameters)."""
     return p._version, p.data_ptr()
@@ -284,6 +310,7 @@ def _exchange(inner: Optimizer, table: Mapping[Any, Any]) -> None:
     for group in inner.param_groups:
         group["params"][:] = [table.get(p, p) for p in group["params"]]
     for state in states_of(inner):
-        exchanged = {table.get(key, key): value for key, value in state.items()}
-        state.clear()
-        state.update(exchanged)  # at once, so that Ctrl-C loses nothing
+        # In this order: Ctrl-C may come between, and must lose nothing.
+        state.update([(table[key], value) for key, value in state.items() if key in table])
+        for key in table:
+            state.pop(key, None)

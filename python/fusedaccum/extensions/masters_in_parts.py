@@ -36,16 +36,19 @@ class MastersInParts(MasterWeights):
         """
 
     def _parts_come(self, parts: Sequence[Sequence[Slot]]) -> None:
-        """Each of these will be at hand, one after another."""
+        """Each of these parts will be at hand, one after another."""
 
     def step_inner(self, end: Conclusion, step: Callable[[], None]) -> bool:
         if not self.of:
             return False
         if not steps_each_alone(self.inner) or not end.slots:
             every = self.accumulation.sums.buffers.slots
+            done = frozenset([slot.index for slot in every])
             self._parts_come([every])
             with self._at_hand(every):
-                step()
+                if self._stepped != done:
+                    step()
+                    self._stepped = done  # no call comes between, where Ctrl-C could
             return True
         parts = list(self._parts([slot for slot in end.slots if slot.index not in self._stepped]))
         self._parts_come(parts)

@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from .. import limits, ops
+from .. import ops
 from ..core.buffers import ALIGNMENT, Slot, padded
 from ..distributed.shards import is_shard
 from ..engine import without_grad
-from ..inner import is_pytorchs, states_of
+from ..inner import is_pytorchs, states_of, steps_each_alone
 from .kept_gradients import set_apart
 from .master_weights import fingerprint
 from .masters_in_parts import MastersInParts
@@ -46,6 +46,8 @@ class SplitMasters(MastersInParts):
         # Those whose masters have memory now, and the masters' versions when it held (p, low).
         self._joined: dict[Parameter, int] = {}
         self._scratch: dict[torch.device, Tensor] = {}  # that memory
+        self._of_a_part: dict[torch.device, int] = {}  # how many elements of it parts need at most
+        self._lent: dict[Slot, Tensor] = {}  # memory for gradients, beside that of the joined masters
         self._nan: dict[torch.device, Tensor] = {}  # what the others show
 
     # -- what it does not work with ----------------------------------------------------------------
@@ -96,6 +98,7 @@ class SplitMasters(MastersInParts):
     def parameters_moved(self, places: dict[int, int]) -> None:
         super().parameters_moved(places)
         self._scratch.clear()
+        self._of_a_part.clear()
         for table in (self._low, self._loaded):
             for p in table.keys() - self.of.keys():
                 del table[p]
@@ -103,8 +106,11 @@ class SplitMasters(MastersInParts):
     # -- while the inner optimizer is at work ------------------------------------------------------
 
     def _parts_come(self, parts: Sequence[Sequence[Slot]]) -> None:
-        if parts:
-            self._make_room(max(parts, key=_elements))
+        self._of_a_part = {}
+        for part in parts if steps_each_alone(self.inner) else ():
+            for device, members in self._with_masters(part).items():
+                needed = _elements(members) + _elements(_with_wide_gradients(members))
+                self._of_a_part[device] = max(needed, self._of_a_part.get(device, 0))
 
     @contextmanager
     def calling(self, slots: Sequence[Slot], call: FrameType) -> Iterator[None]:
@@ -116,9 +122,8 @@ class SplitMasters(MastersInParts):
     def _leave(self, slots: Sequence[Slot]) -> None:
         self._split_all()
         # A part's memory is kept on a CPU, whose system would zero it again for every step.
-        largest = max((padded(p.numel()) for p in self.of), default=0)
         for at, room in list(self._scratch.items()):
-            if at.type != "cpu" or room.numel() > max(largest, limits.stepped(at) // 4) * _tensors(slots):
+            if at.type != "cpu" or room.numel() > self._of_a_part.get(at, 0):
                 del self._scratch[at]
         super()._leave(slots)
 
@@ -137,52 +142,51 @@ class SplitMasters(MastersInParts):
         self._split_all()
 
     def _take_gradients(self, slots: Iterable[Slot]) -> None:
-        if not self._joined:  # masters without values
-            return
-        joined = [slot for slot in slots if slot.param in self._joined]
-        for slot in joined:
-            if slot.rounded and not slot.untouched:
-                self._gradients.pop(slot, None)  # the master's was a copy
-        super()._take_gradients(joined)
+        super()._take_gradients([slot for slot in slots if slot.param in self._joined])
 
     def _in_the_form_of(self, master: Tensor, grad: Tensor, slot: Slot) -> Tensor:
         if slot.rounded and grad is slot.shown and slot.untouched:
-            at = master.storage_offset() + self._scratch[slot.device].numel() // 2
-            wide = master.detach().as_strided(master.shape, master.stride(), at)
+            wide = self._lent[slot] if slot in self._lent else torch.empty_like(master, requires_grad=False)
             self.accumulation.sums.read([slot], [wide])
             return wide
         return super()._in_the_form_of(master, grad, slot)
 
-    def _make_room(self, slots: Sequence[Slot]) -> list[tuple[list[Slot], list[Tensor]]]:
-        """Memory for masters: for each device, the ``slots`` there that have one, and the masters.
-
-        If a sum is not in its buffer alone, gradients have memory, too: the second half.
-        """
-        by_device: dict[torch.device, list[Slot]] = {}
+    def _with_masters(self, slots: Iterable[Slot]) -> dict[torch.device, list[Slot]]:
+        found: dict[torch.device, list[Slot]] = {}
         for slot in slots:
             if slot.stepped is not slot.param:
-                by_device.setdefault(slot.device, []).append(slot)
-        found = []
-        for device, members in by_device.items():
-            taken, tensors = [padded(slot.param.numel()) for slot in members], _tensors(members)
-            room, total = self._scratch.get(device), sum(taken)
-            if room is None or room.numel() < total * tensors:
-                room = self._scratch[device] = torch.empty(total * tensors, dtype=torch.float32, device=device)
-            # In the middle: there calls change from one thread to the next, which has what it wrote
-            # last in its caches, whatever the part's size.
-            spare = room.numel() // tensors - total
-            places = itertools.accumulate(taken, initial=spare // 2 // ALIGNMENT * ALIGNMENT)
-            views = [room.as_strided(s.param.shape, s.strides, at) for s, at in zip(members, places, strict=False)]
-            found.append((members, views))
+                found.setdefault(slot.device, []).append(slot)
         return found
 
     @without_grad
     def _join(self, slots: Sequence[Slot]) -> None:
-        for members, masters in self._make_room(slots):
+        for device, members in self._with_masters(slots).items():
+            given = _with_wide_gradients(members)
+            of_masters, needed = _elements(members), _elements([*members, *given])
+            room = self._scratch.get(device)
+            if room is None or room.numel() < needed:
+                most = max(needed, self._of_a_part.get(device, 0))
+                room = self._scratch[device] = torch.empty(most, dtype=torch.float32, device=device)
+            cut = room.numel() if not given else room.numel() * of_masters // needed // ALIGNMENT * ALIGNMENT
+            masters = self._in_the_middle(room[:cut], members)
+            self._lent.update(zip(given, self._in_the_middle(room[cut:], given), strict=True))
             self._read(masters, [slot.param for slot in members])
             for slot, master in zip(members, masters, strict=True):
                 slot.stepped.data = master
                 self._joined[slot.param] = slot.stepped._version
+
+    def _in_the_middle(self, room: Tensor, slots: Sequence[Slot]) -> list[Tensor]:
+        """Tensors in the form of the masters, side by side.
+
+        A call's work is divided in their middle. So, whatever a part's size, each thread finds what
+        it last wrote in its own caches.
+        """
+        *places, end = itertools.accumulate((padded(slot.param.numel()) for slot in slots), initial=0)
+        start = room.storage_offset() + (room.numel() - end) // 2 // ALIGNMENT * ALIGNMENT
+        return [
+            room.as_strided(slot.param.shape, self._low[slot.param].stride(), start + at)
+            for slot, at in zip(slots, places, strict=True)
+        ]
 
     def _split_all(self) -> None:
         """Split the masters that have values, which have none afterwards.
@@ -194,14 +198,17 @@ class SplitMasters(MastersInParts):
         self._follow(self._joined)
         self._write_back(list(self._joined))
         if not is_pytorchs(self.inner):
-            states = [state.get(self.of[p]) for state in states_of(self.inner) for p in self._joined]
-            given = [grad for slot, (_, grad) in self._gradients.items() if slot.rounded and grad is not None]
-            set_apart(states, given)
+            for state in states_of(self.inner):
+                kept = [state.get(self.of[p]) for p in self._joined]
+                set_apart(
+                    [*kept, *(x for key, x in state.items() if not isinstance(key, Tensor))], self._scratch.values()
+                )
         for p in list(self._joined):
             del self._joined[p]
             master = self.of[p]
             master.data, master.grad = self._placeholder(p), None
         self._gradients.clear()
+        self._lent.clear()
 
     def _read(self, outs: Sequence[Tensor], parameters: Sequence[Parameter]) -> None:
         """Join the halves of these parameters, which are on one device."""
@@ -221,12 +228,12 @@ class SplitMasters(MastersInParts):
         for p in parameters:
             master = self.of[p]
             master.requires_grad = p.requires_grad
-            if fingerprint(p) == self._seen[p]:
+            if fingerprint(p) == self._seen[p] and p not in self._loaded:
                 continue
             if p in self._joined:
                 master.copy_(_where_rounded(master, p))
             elif p in self._loaded:
-                self._write([p], [_where_rounded(self._loaded[p].to(p.device), p)], [p.detach()])
+                self._write([p], [_where_rounded(self._loaded[p].to(p.device), p)], [p.data])
                 self._seen[p] = fingerprint(p)  # first: Ctrl-C may come between
                 del self._loaded[p]
             else:
@@ -282,7 +289,6 @@ class SplitMasters(MastersInParts):
             p = self.accumulation.sums.buffers.slots[index].param
             if p in self.of:
                 self._loaded[p] = master.detach().to("cpu", torch.float32, copy=True)
-                self._seen[p] = None  # so that _follow() looks
 
 
 def _by_device(parameters: Iterable[Parameter]) -> Iterable[list[Parameter]]:
@@ -292,16 +298,14 @@ def _by_device(parameters: Iterable[Parameter]) -> Iterable[list[Parameter]]:
     return found.values()
 
 
-def _tensors(slots: Sequence[Slot]) -> int:
-    """How many FP32 tensors each has while it is stepped: its master and perhaps its gradient.
-
-    That is made from a buffer that alone is a rounded sum.
-    """
-    return 2 if any(slot.rounded for slot in slots) else 1
+def _with_wide_gradients(slots: Iterable[Slot]) -> list[Slot]:
+    """Those whose gradient is made for the step, because their buffer alone is a rounded sum."""
+    return [slot for slot in slots if slot.rounded and slot.stepped_grad is not None]
 
 
-def _elements(part: Sequence[Slot]) -> int:
-    return sum(slot.param.numel() for slot in part) * _tensors(part)
+def _elements(slots: Iterable[Slot]) -> int:
+    """How many a tensor for each takes."""
+    return sum(padded(slot.param.numel()) for slot in slots)
 
 
 def _where_rounded(master: Tensor, p: Tensor) -> Tensor:

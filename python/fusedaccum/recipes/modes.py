@@ -272,7 +272,7 @@ def priced(way: Way, of: Parameters, micro_batches: int, optimizer: Any) -> Mode
             most = max([*fp32, limits.stepped(of.device)])
             part = min(sum(fp32), most) if alone else sum(fp32)
             taken = part * (1 + max(map(way.low, dtypes.values())))
-            kept = taken if of.device.type == "cpu" and part <= most else 0
+            kept = taken if of.device.type == "cpu" and alone else 0
             there["masters"] += kept
             memory["gradients"] = max(memory["gradients"], taken - kept)
     if way.away:  # their sums are there, too, and parameters pass a ring on their way back

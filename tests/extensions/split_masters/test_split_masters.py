@@ -231,38 +231,154 @@ def test_bytes_a_parameter(settings, beside):
     assert sum(held.values()) == pytest.approx(4 * n * (2 + 4 + beside), rel=1e-3)  # the parameter, its buffer
 
 
-def test_a_gradient_that_an_optimizer_keeps_has_memory_of_its_own():
-    """The others' is lent, part by part, step by step."""
+@pytest.mark.parametrize("alone", [True, False])
+def test_what_an_optimizer_keeps_in_its_state_has_memory_of_its_own(alone):
+    """That of gradients and weights is lent, part by part, step by step."""
 
     class Keeps(torch.optim.SGD):
-        steps_each_alone = True
+        steps_each_alone = alone
 
         def step(self, closure=None):
-            for p in self.param_groups[0]["params"]:
-                self.state[p]["kept"] = p.grad
-                self.state[p]["copy"] = p.grad.clone()
             super().step()
+            for p in self.param_groups[0]["params"]:
+                for key, found in ("p.grad", p.grad), ("p.data", p.data):
+                    self.state[p][key] = found, found.clone()
+                self.state["of all"][len(self.state["of all"])] = p.grad, p.grad.clone()
+                self.state[p]["itself"] = p
 
-    params = parameters([(8, 8), (33,), (64,)])
+    params = [Parameter(torch.randn(n).bfloat16()) for n in (64, 64, 32)]
     opt = wrapper(params, {**SPLIT, **COMPENSATED}, lambda ps: Keeps(ps, lr=0.1))
     with limits(stepped=lambda _: 4 * 64):
+        for i in range(2):
+            window(params, opt, i)
+    of_all, states = opt.state["of all"], [opt.state[p] for p in params]
+    kept = [state[key] for state in states for key in ("p.grad", "p.data")] + list(of_all.values())
+    assert len(kept) == 12 and all(torch.equal(found, copied) for found, copied in kept)
+    assert [type(state["itself"]) for state in states] == [Parameter] * 3
+
+
+@pytest.mark.parametrize("more", [{}, COMPENSATED], ids=["fp32", "24 bits"])
+def test_methods_that_only_read_may_come_between_forward_and_backward(more):
+    class Own(torch.optim.SGD):
+        def learning_rate(self):
+            return self.param_groups[0]["lr"]
+
+    p = Parameter(torch.ones(4, dtype=torch.bfloat16))
+    opt = fa.AccumulatingOptimizer(Own([p], lr=0.5), 2, **SPLIT, **more)
+    opt.load_state_dict(copy.deepcopy(opt.state_dict()))  # FP32 weights that are taken over when one looks
+    for _ in range(4):
+        loss = (p * p).sum()
+        assert opt.learning_rate() == 0.5
+        loss.backward()
+        opt.step()
+
+
+@pytest.mark.parametrize("settings", [SPLIT, {**SPLIT, **COMPENSATED}, COPIES], ids=str)
+def test_a_method_changes_the_gradient_that_is_stepped_with(settings):
+    class Own(torch.optim.SGD):
+        def replaces(self):
+            for p in self.param_groups[0]["params"]:
+                p.grad = p.grad * 0.5
+
+        def writes(self):
+            for p in self.param_groups[0]["params"]:
+                p.grad.mul_(0.5)
+
+    for method in ("replaces", "writes"):
+        p = Parameter(torch.zeros(4, dtype=torch.bfloat16))
+        opt = fa.AccumulatingOptimizer(Own([p], lr=1.0), 1, **settings)
+        p.sum().backward()
+        opt.normalize_()
+        getattr(opt, method)()
+        opt.step()
+        assert p.tolist() == [-0.5] * 4
+
+
+def test_weights_loaded_by_a_step_hook_are_taken_over():
+    found = []
+    for settings in (SPLIT, COPIES):
+        p = Parameter(torch.zeros(4, dtype=torch.bfloat16))
+        opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 1, **settings)
+        for i in range(4):
+            p.sum().backward()
+            if i == 1:
+                saved = copy.deepcopy(opt.state_dict())
+                hook = opt.register_step_post_hook(lambda *_, opt=opt, saved=saved: opt.load_state_dict(saved))
+            opt.step()
+            if i == 1:
+                hook.remove()
+            opt.zero_grad()
+        found.append((p.tolist(), opt.state_dict()["fusedaccum"]["masters"][0].tolist()))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, functools.partial(torch.optim.AdamW, fused=True)])
+def test_a_parameter_that_gets_other_strides(make):
+    found = []
+    for settings in (SPLIT, COPIES):
+        torch.manual_seed(0)
+        p = Parameter(torch.randn(9, 8).bfloat16())
+        opt = fa.AccumulatingOptimizer(make([p], lr=0.1), 1, **settings)
+        for i in range(4):
+            if i == 2:
+                p.data = (torch.randn(8, 9) + 100).bfloat16().t()  # like no weight before
+            p.backward(torch.randn(9, 8).bfloat16())
+            opt.step()
+            opt.zero_grad()
+        found.append(opt.state_dict()["fusedaccum"]["masters"][0])
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("settings", [SPLIT, {**SPLIT, **COMPENSATED}, COPIES], ids=str)
+def test_a_hook_that_clips_gradients_of_which_masters_have_copies(settings):
+    p = Parameter(torch.zeros(3, 4, dtype=torch.bfloat16))
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 1, **settings)
+    p.data = p.data.t().contiguous().t()
+    opt.register_step_pre_hook(lambda *_: torch.nn.utils.clip_grad_value_([p], 0.25))
+    p.sum().backward()
+    opt.step()
+    assert (p == -0.25).all()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, type("Own", (torch.optim.SGD,), {})])
+def test_a_step_that_breaks_off_behind_the_optimizers_is_not_made_twice(kind, monkeypatch):
+    p = Parameter(torch.zeros(4, dtype=torch.bfloat16))
+    opt = fa.AccumulatingOptimizer(kind([p], lr=1.0), 1, **SPLIT)
+    p.sum().backward()
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
+        broken.setattr(SplitMasters, "_write", interrupted)
+        opt.step()
+    opt.step()
+    assert p.tolist() == [-1.0] * 4
+
+
+def test_the_memory_of_a_part_stays_for_the_next_step():
+    params = parameters([(64,), (8,), (64,)])
+    opt = wrapper(params, {**SPLIT, **COMPENSATED})
+    with limits(stepped=lambda _: 4 * 64):
         window(params, opt, 0)
-    states = [opt.optimizer.state[p] for p in params if p.dtype == torch.bfloat16]
-    assert len(states) == 2 and all(torch.equal(state["kept"], state["copy"]) for state in states)
+        masters = opt._accumulation.extensions.of(SplitMasters)
+        (kept,) = masters._scratch.values()
+        opt.state_dict()
+        window(params, opt, 1)
+    assert masters._scratch[kept.device] is kept and kept.numel() == 2 * 64
 
 
 def test_a_step_joins_no_more_than_a_part_or_one_parameter(monkeypatch):
     params = parameters([(64,), (8,), (16,), (16,), (200,), (16,)])
     opt = wrapper(params, SPLIT)
     sizes, room = counted(monkeypatch), []
-    make_room = SplitMasters._make_room
+    join = SplitMasters._join
 
     def seen(self, slots):
-        found = make_room(self, slots)
+        join(self, slots)
         room.append(sum(x.numel() for x in self._scratch.values()))
-        return found
 
-    monkeypatch.setattr(SplitMasters, "_make_room", seen)
+    monkeypatch.setattr(SplitMasters, "_join", seen)
     masters = opt._accumulation.extensions.of(SplitMasters)
     with limits(stepped=lambda _: 4 * 64):
         window(params, opt, 0)
@@ -279,18 +395,17 @@ def test_parts_of_all_sizes_have_their_middle_in_one_place(monkeypatch, more):
     """There a call goes over to the next thread, which has what it wrote last in its caches."""
     params = parameters([(1024,), (8,), (512,), (2048,)])
     opt = wrapper(params, {**SPLIT, **more})
-    middles, make_room = [], SplitMasters._make_room
+    middles, join = [], SplitMasters._join
 
     def seen(self, slots):
-        found = make_room(self, slots)
-        middles.extend(x.storage_offset() + x.numel() // 2 for _, masters in found for x in masters)
-        return found
+        join(self, slots)
+        for x in [slot.stepped for slot in slots if slot.param in self._joined] + list(self._lent.values()):
+            middles.append(x.storage_offset() + x.numel() // 2)
 
+    monkeypatch.setattr(SplitMasters, "_join", seen)
     with limits(stepped=lambda _: 4):
         window(params, opt, 0)
-        monkeypatch.setattr(SplitMasters, "_make_room", seen)
-        window(params, opt, 1)
-    assert middles[1:] == [1024] * 3  # the first: of the largest, before the step
+    assert middles == ([1024, 2048 + 1024] if more else [1024]) * 3
 
 
 # -- other code ------------------------------------------------------------------------------------
