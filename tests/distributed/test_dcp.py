@@ -595,3 +595,31 @@ def to_fill_saved(rank, path):
 
 def test_room_for_what_is_read_is_not_taken_for_a_checkpoint(worlds, tmp_path):
     worlds(1).run(to_fill_saved, path=tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:.*in a single process")
+@pytest.mark.parametrize("at", [1, 2], ids=["inside", "window's end"])
+@pytest.mark.parametrize("settings", [{}, {"master_weights": True}, {"master_weights": "split"}], ids=str)
+def test_state_keeps_the_strides_by_which_fused_optimizers_go(tmp_path, settings, at):
+    def build(seed):
+        torch.manual_seed(seed)
+        net = nn.Conv2d(3, 4, 3).to(torch.bfloat16 if settings else torch.float32, memory_format=torch.channels_last)
+        return net, fa.AccumulatingOptimizer(torch.optim.AdamW(net.parameters(), lr=0.1, fused=True), 2, **settings)
+
+    def train(net, opt, begin, end):
+        for i in range(begin, end):
+            torch.manual_seed(i)
+            net(torch.randn(2, 3, 5, 5, dtype=net.weight.dtype)).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+
+    net, opt = build(0)
+    train(net, opt, 0, 2 + at)
+    dcp.save({"opt": fa.DistributedState(opt)}, checkpoint_id=tmp_path, no_dist=True)
+    weights = {name: x.clone() for name, x in net.state_dict().items()}
+    again, resumed = build(1)
+    dcp.load({"opt": fa.DistributedState(resumed, tmp_path)}, checkpoint_id=tmp_path, no_dist=True)
+    again.load_state_dict(weights)
+    for model, its in ((net, opt), (again, resumed)):
+        train(model, its, 2 + at, 6)
+    assert all(map(torch.equal, net.parameters(), again.parameters()))

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from parts import adamw, assert_close, contents, made, mean_loss, one_batch, sgd, share
 from torch import nn
+from training import masters_of
 
 DDP = nn.parallel.DistributedDataParallel
 PARTS, INNER = 3, 2  # micro-batches in a rank's window; windows of its own between two that are shared
@@ -360,6 +361,43 @@ def test_post_local_sgd_optimizer(worlds, inside):
     results = worlds(2).run(post_local, inside=inside)
     for theirs, ours in results:
         assert_close(ours, theirs, 1e-5)
+
+
+def averaged_masters(rank, through_data):
+    """Masters that differ between ranks by less than a bit of bf16, which no average shows."""
+    model = nn.Linear(2, 1, bias=False).bfloat16()
+    nn.init.ones_(model.weight)
+    module = DDP(model)
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), reduction="none", master_weights=True)
+
+    def window(grad):
+        (module(torch.tensor([[1.0, 1.0]]).bfloat16()).float().sum() * grad).backward()
+        opt.step()
+        opt.zero_grad()
+
+    found = []
+    for far in (False, True):  # True: apart in one element, which writes into p.data show
+        with module.no_sync():
+            window(0.0015 if rank == 0 else -0.0015)
+            window(0.0002)  # not averaged in between: FP32 bits stay
+        (master,) = masters_of(opt).values()
+        found.append(master.detach().clone())
+        with torch.no_grad():
+            mean = model.weight.clone()
+            mean[0, 0] += far * rank
+            dist.all_reduce(mean)
+            (model.weight.data if through_data and far else model.weight).copy_(mean / 2)
+        window(0.0)
+        (master,) = masters_of(opt).values()
+        found.append(master.detach().clone())
+    return found
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+def test_ranks_have_equal_masters_after_an_average(worlds, through_data):
+    first, second = worlds(2).run(averaged_masters, through_data=through_data)
+    assert not torch.equal(first[0], second[0]) and first[0][0, 0] == pytest.approx(1 - 0.0015 - 0.0002, abs=1e-4)
+    assert torch.equal(first[1], second[1]) and torch.equal(first[3], second[3])
 
 
 # -- what cannot be followed -----------------------------------------------------------------------

@@ -195,6 +195,28 @@ def test_a_rank_without_data_takes_off_the_others_loss_scale(worlds, others):
         assert_close(ours, contents(model, opt))
 
 
+def overflows_then_idles(rank):
+    """Only rank 0 overflows; in the next window rank 1 has no data."""
+    p = nn.Parameter(torch.zeros(2))
+    opt = fa.AccumulatingOptimizer(sgd([p]), process_group=dist.group.WORLD)
+    scaler, said = torch.amp.GradScaler("cpu", init_scale=256.0), []
+    for window in range(3):
+        if (window, rank) == (1, 1):
+            opt.flush()
+        else:
+            opt.backward(scaler.scale(p.sum() * (float("inf") if (window, rank) == (0, 0) else 1.0)))
+            scaler.step(opt)
+            scaler.update()
+        said.append((bool(opt.updated), scaler.get_scale()))
+        opt.zero_grad()
+    return said
+
+
+def test_a_rank_without_data_goes_on_with_the_smallest_scale(worlds):
+    first, second = worlds(2).run(overflows_then_idles)
+    assert first == [(False, 128.0), (True, 128.0), (True, 128.0)] and second == [(False, 256.0), *first[1:]]
+
+
 def one_has_seen_no_scaler(rank):
     p = nn.Parameter(torch.ones(4))
     opt = wrapped_parameter(p)

@@ -313,3 +313,42 @@ def test_groups_that_are_added_later_are_shared_out_too(worlds):
     for ours, entries in worlds(2).run(added_later):
         assert_close(ours, list(model.parameters()))
         assert 0 < entries < 4
+
+
+def late(rank, after):
+    """Whether a group is added after wrapping, in the run that saves and in the one that loads."""
+
+    def build(added_after):
+        torch.manual_seed(0)
+        first, *others = [nn.Parameter(torch.ones(4)) for _ in range(3)]
+        inner = torch.optim.SGD([first, others[0]] if added_after else [first, *others], lr=0.1, momentum=0.9)
+        opt = fa.AccumulatingOptimizer(inner, 1, process_group=dist.group.WORLD, shard=True)
+        if added_after:
+            opt.add_param_group({"params": others[1:]})
+        return [first, *others], opt
+
+    def window(params, opt):
+        opt.backward(sum(p.sum() for p in params))
+        opt.step()
+        opt.zero_grad()
+
+    params, opt = build(after[0])
+    window(params, opt)
+    saved, weights = copy.deepcopy(opt.state_dict()), [p.detach().clone() for p in params]
+    window(params, opt)
+    again, opt = build(after[1])
+    with torch.no_grad():
+        for p, x in zip(again, weights, strict=True):
+            p.copy_(x)
+    if after[0] != after[1]:
+        with pytest.raises(ValueError, match=r"stepped the parameters \[.*\], and here it steps"):
+            opt.load_state_dict(saved)
+        return
+    opt.load_state_dict(saved)
+    window(again, opt)
+    assert all(map(torch.equal, params, again))
+
+
+@pytest.mark.parametrize("after", [(False, False), (True, True), (False, True), (True, False)])
+def test_what_was_shared_out_otherwise_is_not_loaded(worlds, after):
+    worlds(2).run(late, after=after)

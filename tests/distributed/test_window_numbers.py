@@ -1,6 +1,7 @@
 """The loss and noise scale in last_window, for a window of all ranks, are the big batch's."""
 
 import math
+import warnings
 
 import fusedaccum as fa
 import pytest
@@ -122,6 +123,27 @@ def test_loss_and_noise_scale_are_those_of_all_ranks(worlds, settings, count):
     for (loss, noise_scale), (of_batch, of_batches) in zip(results[0], known_of(count, 2, equal), strict=True):
         assert loss == pytest.approx(of_batch, rel=1e-6)
         assert noise_scale.item() == pytest.approx(of_batches, rel=1e-6)  # the model computes in FP32 in part
+
+
+def changed_on_one_rank(rank):
+    model = made(torch.float64)
+    opt = wrapped(model, still, accum_steps=COUNT // 2, process_group=dist.group.WORLD, noise_scale=DECAY)
+    said = []
+    for window in range(3):
+        for number, (x, y, weight, use) in enumerate(share(window, COUNT, rank, 2)):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that p.grad was written to
+                opt.backward(mean_loss(model, x, y, use), weight=weight)
+            opt.step()
+            if (window, number, rank) == (1, 0, 0):
+                model.first.weight.grad = None
+        said.append(float(opt.last_window.noise_scale))
+    return said
+
+
+def test_ranks_agree_on_a_noise_scale_that_one_of_them_cannot_measure(worlds):
+    first, second = worlds(2).run(changed_on_one_rank)
+    assert first == second and first[0] == first[1] != first[2]
 
 
 # -- shards: FSDP2 adds up the ranks' micro-batches first: the small batch is one of every rank ----

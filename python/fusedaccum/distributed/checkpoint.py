@@ -285,9 +285,11 @@ def _check_together(opt: AccumulatingOptimizer, ranks: list[dict[str, Any]]) -> 
 
 def _room(slot: Slot, stored: Any) -> Any:
     """Memory for a stored tensor of this parameter, laid out as the parameter is here."""
-    dtype = stored.properties.dtype
+    like, dtype = local_of(slot.param.detach()), stored.properties.dtype
     if slot.part is not None and stored.size == slot.param.shape:
-        return whole(torch.empty_like(local_of(slot.param.detach()), dtype=dtype), slot.param)
+        return whole(torch.empty_like(like, dtype=dtype), slot.param)
+    if stored.size == like.shape:  # fused optimizers go by the strides, too
+        return torch.empty_like(like, dtype=dtype, device="cpu")
     return torch.empty(stored.size, dtype=dtype)
 
 

@@ -105,6 +105,7 @@ class DataParallel(Extension):
             accumulation.extensions.add([FSDP2Passes(), ranks])
             accumulation.ledger.ranks, accumulation.ledger.over_ranks = ranks.size, ranks.group.weight
             if settings.shard:
+                accumulation.extensions.add([Owned()])
                 accumulation.sums.over_owners = ranks.group.sum
         else:
             for name, value in (("comm_dtype", settings.comm_dtype), ("shard", settings.shard or None)):
@@ -139,6 +140,30 @@ class DataParallel(Extension):
     def _replicas(self) -> Replicas:
         ranks = self.accumulation.ranks
         return ranks.replicas if isinstance(ranks, Ranks) else Replicas([])
+
+
+class Owned(Extension):
+    """With ``shard``, what a rank saves is what it steps: a checkpoint tells which parameters."""
+
+    key = "owned"
+
+    def _indices(self) -> list[int]:
+        slots = self.accumulation.sums.buffers.slots
+        return [slot.index for slot in self.accumulation.ranks.owned(slots)]
+
+    def save(self) -> dict[str, Any]:
+        return {"rank": self.accumulation.ranks.name, "indices": self._indices()}
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """Nothing to do: they are the same."""
+
+    def check(self, saved: dict[str, Any]) -> None:
+        if saved["rank"] == self.accumulation.ranks.name and saved["indices"] != self._indices():
+            raise ValueError(
+                f"the checkpoint was saved with shard=True where rank {saved['rank']} stepped the parameters "
+                f"{saved['indices']}, and here it steps {self._indices()}: those that are added after wrapping are "
+                "shared out by themselves; wrap, and add groups, as the run did that saved it"
+            )
 
 
 def _taker(extension: weakref.ref[DataParallel], place: weakref.ref[Slot]) -> Callable[[Tensor], None]:

@@ -66,6 +66,7 @@ class MasterWeights(StandIns, Extension):
         self.of: dict[Parameter, Parameter] = {}
         self._model: dict[Parameter, Parameter] = {}
         self._seen: dict[Parameter, tuple[int, int] | None] = {}  # version and address, as of the last write-back
+        self._apart: set[Parameter] = set()  # those that ranks have stepped alone since it was looked at them
         self._behind: set[Parameter] = set()  # those to which a write-back was begun, and perhaps broken off
         # While the inner optimizer is at work: gradients, and the masters' ones made from them.
         self._gradients: dict[Slot, Given] = {}
@@ -140,6 +141,7 @@ class MasterWeights(StandIns, Extension):
             del self._model[self.of.pop(p)], self._seen[p]
             self._state.forget(p)
             self._behind.discard(p)
+            self._apart.discard(p)
 
     def newly_wrapped(self) -> None:
         self._state.take(self.of)
@@ -240,14 +242,19 @@ class MasterWeights(StandIns, Extension):
         for p in parameters:
             master = self.of[p]
             master.requires_grad = p.requires_grad  # it may have been frozen or unfrozen since
-            if fingerprint(p) != self._seen[p]:
+            written = fingerprint(p) != self._seen[p]
+            if written or p in self._apart:
                 theirs = p.to(master.device)
-                master.copy_(torch.where(master.to(p.dtype) == theirs, master, theirs.to(master.dtype)))
+                same = master.to(p.dtype) == theirs
+                if p in self._apart:  # an average of the ranks is taken as it is, everywhere
+                    same = same.all() & (not written)
+                master.copy_(torch.where(same, master, theirs.to(master.dtype)))
                 self._seen[p] = fingerprint(p)
+                self._apart.discard(p)
 
     def window_closed(self) -> None:
         if self.accumulation.ranks.go_apart:  # their loop averages the parameters, most often through p.data
-            self._seen.update(dict.fromkeys(self._seen))  # compare all values, once
+            self._apart.update(self.of)
 
     def stepped(self, slots: Sequence[Slot]) -> None:
         self._write_back(slot.param for slot in slots)
@@ -296,6 +303,7 @@ class MasterWeights(StandIns, Extension):
             if p in self.of:
                 self.of[p].copy_(master)
                 self._seen[p] = None  # the model may hold others: _follow() compares
+                self._apart.discard(p)
 
 
 NOTHING = Given()
@@ -310,7 +318,8 @@ def _exchange(inner: Optimizer, table: Mapping[Any, Any]) -> None:
     for group in inner.param_groups:
         group["params"][:] = [table.get(p, p) for p in group["params"]]
     for state in states_of(inner):
-        # In this order: Ctrl-C may come between, and must lose nothing.
-        state.update([(table[key], value) for key, value in state.items() if key in table])
-        for key in table:
-            state.pop(key, None)
+        exchanged = {table.get(key, key): value for key, value in state.items()}
+        try:
+            state.clear()
+        finally:  # also if Ctrl-C comes right behind
+            state.update(exchanged)

@@ -181,7 +181,8 @@ class NoiseScale(Extension):
 
     def reduce(self) -> dict[str, float]:
         small = self._small or Measured(0.0, 0.0, 0.0)
-        return {name: float(value) for name, value in vars(small).items()} | {"ranks": self._small is not None}
+        counts = self._small is not None and not self.accumulation.sums.changed_by_user
+        return {name: float(value) for name, value in vars(small).items()} | {"ranks": counts}
 
     def reduced(self, totals: dict[str, float], group: Group) -> None:
         measured_by, ledger = totals.pop("ranks"), self.accumulation.ledger
