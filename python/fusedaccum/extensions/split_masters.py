@@ -160,6 +160,7 @@ class SplitMasters(MastersInParts):
 
     @without_grad
     def _join(self, slots: Sequence[Slot]) -> None:
+        self._lent.clear()  # what Ctrl-C may have left
         for device, members in self._with_masters(slots).items():
             given = _with_wide_gradients(members)
             of_masters, needed = _elements(members), _elements([*members, *given])
@@ -167,7 +168,7 @@ class SplitMasters(MastersInParts):
             if room is None or room.numel() < needed:
                 most = max(needed, self._of_a_part.get(device, 0))
                 room = self._scratch[device] = torch.empty(most, dtype=torch.float32, device=device)
-            cut = room.numel() if not given else room.numel() * of_masters // needed // ALIGNMENT * ALIGNMENT
+            cut = room.numel() * of_masters // max(needed, 1) // ALIGNMENT * ALIGNMENT
             masters = self._in_the_middle(room[:cut], members)
             self._lent.update(zip(given, self._in_the_middle(room[cut:], given), strict=True))
             self._read(masters, [slot.param for slot in members])
@@ -199,10 +200,8 @@ class SplitMasters(MastersInParts):
         self._write_back(list(self._joined))
         if not is_pytorchs(self.inner):
             for state in states_of(self.inner):
-                kept = [state.get(self.of[p]) for p in self._joined]
-                set_apart(
-                    [*kept, *(x for key, x in state.items() if not isinstance(key, Tensor))], self._scratch.values()
-                )
+                set_apart([state.get(self.of[p]) for p in self._joined], self._scratch.values())
+                set_apart([x for key, x in state.items() if not isinstance(key, Tensor)], self._scratch.values())
         for p in list(self._joined):
             del self._joined[p]
             master = self.of[p]
