@@ -29,6 +29,7 @@ ROOMS = {
     "limits": set(),
     "mistakes": {"warn"},
     "ops": {"native", "nvrtc", "scalars", "warn"},
+    "kept": {"ops", "parts"},
     "autograd": {"engine", "limits", "native", "parts"},
     "core": {
         "autograd",
@@ -59,6 +60,7 @@ ROOMS = {
         "distributed",
         "engine",
         "inner",
+        "kept",
         "limits",
         "mistakes",
         "modules",
@@ -125,7 +127,7 @@ BEYOND_OPS = {
     "core/buffers.py": {"memory"},
     "extensions/cpu_offload.py": {"backends", "memory"},
     "extensions/ring.py": {"memory"},
-    "extensions/kept_gradients.py": {"memory"},
+    "kept.py": {"memory"},
 }
 
 PLAIN_CPP = sorted(

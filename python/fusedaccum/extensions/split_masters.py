@@ -27,7 +27,7 @@ from ..core.buffers import ALIGNMENT, Slot, padded
 from ..distributed.shards import is_shard
 from ..engine import without_grad
 from ..inner import is_pytorchs, states_of, steps_each_alone
-from .kept_gradients import set_apart
+from ..kept import set_apart
 from .master_weights import fingerprint
 from .masters_in_parts import MastersInParts
 
