@@ -66,7 +66,7 @@ class MasterWeights(StandIns, Extension):
         self.of: dict[Parameter, Parameter] = {}
         self._model: dict[Parameter, Parameter] = {}
         self._seen: dict[Parameter, tuple[int, int] | None] = {}  # version and address, as of the last write-back
-        self._apart: set[Parameter] = set()  # those that ranks have stepped alone since it was looked at them
+        self._apart: set[Parameter] = set()  # those that this rank has stepped alone, and not compared since
         self._behind: set[Parameter] = set()  # those to which a write-back was begun, and perhaps broken off
         # While the inner optimizer is at work: gradients, and the masters' ones made from them.
         self._gradients: dict[Slot, Given] = {}

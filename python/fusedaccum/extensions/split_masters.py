@@ -245,8 +245,6 @@ class SplitMasters(MastersInParts):
 
         One that has not changed is written as :class:`MasterWeights` does it.
         """
-        if not self._joined:
-            return
         for parameters in _by_device(p for p in stepped if p in self._joined):
             masters = [self.of[p].detach() for p in parameters]
             same = [self.of[p]._version == self._joined[p] for p in parameters]
