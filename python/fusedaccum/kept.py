@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from .ops.memory import address
 from .parts import local_of
@@ -28,8 +27,6 @@ def _set_apart(kept: Any, memory: Sequence[tuple[int, int]], seen: set[int]) -> 
     That is what plain PyTorch has after ``zero_grad()``. ``seen``: containers that have been gone
     through, by their ids; they may be shared by many parameters, or contain themselves.
     """
-    if isinstance(kept, Parameter):  # what is stepped itself
-        return kept
     if isinstance(kept, Tensor):
         local = kept if type(kept) is Tensor else local_of(kept)
         if type(local) is Tensor and local.layout is torch.strided:

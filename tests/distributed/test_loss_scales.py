@@ -217,6 +217,31 @@ def test_a_rank_without_data_goes_on_with_the_smallest_scale(worlds):
     assert first == [(False, 128.0), (True, 128.0), (True, 128.0)] and second == [(False, 256.0), *first[1:]]
 
 
+def resumed_without_data(rank):
+    """Rank 1 knows no scale but the checkpoint's, which is an old one."""
+
+    def train(scale, flushes, saved=None):
+        p = nn.Parameter(torch.zeros(2))
+        opt = fa.AccumulatingOptimizer(sgd([p]), process_group=dist.group.WORLD)
+        if saved is not None:
+            opt.load_state_dict(saved)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        if flushes:
+            opt.flush()
+        else:
+            opt.backward(scaler.scale(p.sum()))
+            scaler.step(opt)
+            scaler.update()
+        return bool(opt.updated), scaler.get_scale(), opt.state_dict()
+
+    *_, saved = train(64.0, False)
+    return train(256.0, rank == 1, saved)[:2]
+
+
+def test_a_checkpoints_old_scale_is_not_taken_for_a_ranks(worlds):
+    assert worlds(2).run(resumed_without_data)[0] == (True, 256.0)
+
+
 def one_has_seen_no_scaler(rank):
     p = nn.Parameter(torch.ones(4))
     opt = wrapped_parameter(p)
