@@ -261,9 +261,7 @@ class LossScale(Extension):
         # these carry may differ.
         part = self.accumulation.ledger.window.has_any
         unit = float(self._unit) if part and self._unit is not None else 0.0
-        scale = 0.0
-        if self.live is not None and (part or not self._copied):  # a checkpoint's may be an old one
-            scale = float(self.live)
+        scale = 0.0 if self.live is None or (self._copied and not part) else float(self.live)  # a copy may be old
         self._mine = {
             "overflow": bool(self._overflow),
             "parts": part,
