@@ -105,6 +105,10 @@ class SplitMasters(MastersInParts):
 
     # -- while the inner optimizer is at work ------------------------------------------------------
 
+    def _parts(self, slots: Sequence[Slot]) -> Iterator[list[Slot]]:
+        # By size: so small ones share parts, and none is left alone between two that fill one each.
+        return super()._parts(sorted(slots, key=lambda slot: slot.param.numel()))
+
     def _parts_come(self, parts: Sequence[Sequence[Slot]]) -> None:
         self._of_a_part = {}
         for part in parts if steps_each_alone(self.inner) else ():

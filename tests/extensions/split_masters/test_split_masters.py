@@ -369,7 +369,7 @@ def test_the_memory_of_a_part_stays_for_the_next_step():
 
 
 def test_a_step_joins_no_more_than_a_part_or_one_parameter(monkeypatch):
-    params = parameters([(64,), (8,), (16,), (16,), (200,), (16,)])
+    params = parameters([(64,), (8,), (16,), (200,), (16,), (16,)])  # the small ones share a part
     opt = wrapper(params, SPLIT)
     sizes, room = counted(monkeypatch), []
     join = SplitMasters._join
@@ -382,7 +382,7 @@ def test_a_step_joins_no_more_than_a_part_or_one_parameter(monkeypatch):
     masters = opt._accumulation.extensions.of(SplitMasters)
     with limits(stepped=lambda _: 4 * 64):
         window(params, opt, 0)
-        assert sizes == [1, 3, 1, 1] and max(room) == 256  # 200, and the gap after it
+        assert sizes == [4, 1, 1] and max(room) == 256  # 200, and the gap after it
         (kept,) = masters._scratch.values()
         assert kept.numel() == 256
         opt.register_step_pre_hook(lambda *_: None)  # all at once
@@ -715,7 +715,8 @@ def test_a_step_that_breaks_off_in_a_part_goes_on_there(monkeypatch, kind, at, w
     with limits(stepped=lambda _: 4):
         with pytest.raises(kind):
             opt.step()
-        stepped = [i for i in sorted(before) if i < at or (i == at and when == "after")]
+        order = sorted(range(len(params)), key=lambda i: params[i].numel())
+        stepped = order[: at + (when == "after")]
         for i, master in opt._accumulation.extensions.of(SplitMasters).save().items():
             assert torch.equal(master, (after if i in stepped else before)[i])
             assert torch.equal(params[i], away(master))
