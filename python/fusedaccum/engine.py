@@ -1,4 +1,4 @@
-"""What several rooms need of PyTorch's autograd engine and compiler, under private names there."""
+"""What several folders need of PyTorch's autograd engine and compiler, by private names there."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def without_grad(call: Callable[P, R]) -> Callable[P, R]:
 
     PyTorch's sets and resets the mode in methods written in Python, and a KeyboardInterrupt may
     come in place of the first line of one, or before its last: Python looks for signals where a
-    function of its own begins, and where a call has returned. None lies between here.
+    function of its own begins, and where a call has returned. Here none of these lies between
+    setting the mode and the block that resets it.
     """
 
     @functools.wraps(call)

@@ -11,9 +11,9 @@ from typing import TypeVar
 
 import torch
 
-# The most in a bucket of fresh gradients whose sums go on from its device, which should begin while
-# the pass still computes. On a GPU any bucket may have as much, so that its call costs little
-# beside the backward behind it; on a CPU LEAST.
+# The most in a bucket of fresh gradients whose sums leave their device, which should begin while
+# the pass still computes. As much as LEAST (on a CPU) or SENT (on a GPU) any bucket may hold: a
+# smaller one would cost more by its call than by its bytes.
 SENT = 32 << 20
 LEAST = 1 << 20
 SHARE = 16  # buckets that a model's gradients on a GPU make, at least, where they are larger than that

@@ -169,8 +169,7 @@ class DividedTwice:
     def look(self, loss: Tensor) -> None:
         """``opt.backward()`` was given this loss, for the open micro-batch.
 
-        Neither waits for a
-        device nor allocates on one.
+        Neither waits for a device nor allocates on one.
         """
         ledger = self._ledger
         count = ledger.window.micro_batches

@@ -170,7 +170,7 @@ def test_normalize_inside_a_micro_batch_is_refused_for_its_gradients_may_be_held
     opt = wrapped(net, 1, nonfinite="skip_micro_batch")
     with opt.micro_batch(weight=len(x)):
         mean_loss(net, x, y).backward()
-        with pytest.raises(RuntimeError, match=r"normalize_\(\) was called inside micro_batch\(\)"):
+        with pytest.raises(RuntimeError, match=r"normalize_\(\) was called inside `with opt.micro_batch\(\)`"):
             opt.normalize_()
     opt.normalize_()
     mean_loss(big, x, y).backward()

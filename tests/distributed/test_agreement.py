@@ -266,10 +266,17 @@ def test_ranks_with_other_values_are_told_so(worlds):
 
 
 def cannot_work(rank):
+    model = made()
+    opt = wrapped(model)
     with pytest.raises(ValueError, match="nonfinite='raise' would raise on one rank"):
-        wrapped(made(), process_group=dist.group.WORLD, nonfinite="raise")
-    with pytest.raises(ValueError, match="LBFGS"):
-        fa.AccumulatingOptimizer(torch.optim.LBFGS(made().parameters()), process_group=dist.group.WORLD)
+        wrapped(model, process_group=dist.group.WORLD, nonfinite="raise")
+    for net in (model, nn.parallel.DistributedDataParallel(made())):
+        group = {} if net is not model else {"process_group": dist.group.WORLD}
+        with pytest.raises(ValueError, match=r"LBFGS, .*ranks .*cannot share its windows; use another optimizer"):
+            fa.AccumulatingOptimizer(torch.optim.LBFGS(net.parameters()), **group)
+    model(torch.ones(1, 12)).sum().backward()
+    opt.step()  # it still has the parameters
+    assert opt.updated
 
 
 def test_what_cannot_work_together_is_refused(worlds):

@@ -225,6 +225,8 @@ def refused(rank):
     opt.step()
     with pytest.raises(ValueError, match="shard=True, whose state is spread over the ranks"):
         fa.DistributedState(opt)
+    with pytest.raises(TypeError, match="must be an AccumulatingOptimizer, got a SGD; wrap it"):
+        fa.DistributedState(opt.optimizer)
     with pytest.raises(ValueError, match="buffer_device='cpu'"):
         fa.AccumulatingOptimizer(
             sgd(made().parameters()), process_group=dist.group.WORLD, shard=True, buffer_device="cpu"

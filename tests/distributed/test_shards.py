@@ -116,7 +116,7 @@ def test_memory_of_what_fsdp2_reduces_on_another_stream_is_kept_for_it(worlds):
         assert_close(ours, contents(oracle, opt))
 
 
-def counted(rank, split):
+def counted(rank, split, weighed):
     """How often buffers are read for a norm, and the norms: ours and plain PyTorch's."""
     torch.manual_seed(2)
     model, size = Block(), dist.get_world_size()
@@ -128,13 +128,15 @@ def counted(rank, split):
     literal = Block()
     for p, q in zip(literal.parameters(), model.parameters(), strict=True):
         p.data.copy_(full(q))
-    opt = wrapped(model, accum_steps=2, max_grad_norm=math.inf)
+    closes = {"window_weight": 2.0 * size} if weighed else {"accum_steps": 2}
+    opt = wrapped(model, **closes, max_grad_norm=math.inf)
     reads, norms, stats = [], [], fa.ops.stats
     fa.ops.stats = lambda *args, **kwargs: reads.append(args) or stats(*args, **kwargs)
     try:
         for x, y, _, _ in share(0, 2, 0, 1) if split else share(0, 2 * size, rank, size):
-            (model(x) - y).square().sum().backward()
+            opt.backward((model(x) - y).square().sum(), weight=1.0)
             opt.step()
+            assert "weight" not in opt.progress  # nobody has asked the other ranks
     finally:
         fa.ops.stats = stats
     batch = share(0, 2 if split else 2 * size, 0, 1)
@@ -143,9 +145,13 @@ def counted(rank, split):
     return len(reads), norms
 
 
-@pytest.mark.parametrize("split", [True, False], ids=["tensor parallelism", "FSDP2"])
-def test_the_norm_of_shards_comes_with_the_adds(worlds, split):
-    for reads, (ours, theirs) in worlds(2).run(counted, split=split):
+@pytest.mark.parametrize(
+    ("split", "weighed"),
+    [(True, False), (False, False), (False, True)],
+    ids=["tensor parallelism", "FSDP2", "FSDP2, windows of a weight"],
+)
+def test_the_norm_of_shards_comes_with_the_adds(worlds, split, weighed):
+    for reads, (ours, theirs) in worlds(2).run(counted, split=split, weighed=weighed):
         assert reads == 0 and ours == pytest.approx(theirs, rel=1e-5)
 
 

@@ -23,7 +23,6 @@ from ..scalars import Scalar, as_tensor, or_one, product, to_device_of, widened
 from ..warn import warn
 from .buffers import Slot
 from .closures import Evaluated, evaluates_itself, refused, required_by_step, takes_closure
-from .config import Settings
 from .extension import InnerScaling
 from .ledger import NO_GRADIENT
 from .window import Window, WindowState
@@ -104,15 +103,15 @@ class Closing:
 
     Args:
         inner: the optimizer that applies them.
-        accumulation: of the windows. settings: of the wrapper.
+        accumulation: of the windows.
 
     Attributes:
         last_window: what is known about the last one.
     """
 
-    def __init__(self, inner: Optimizer, accumulation: Accumulation, settings: Settings):
+    def __init__(self, inner: Optimizer, accumulation: Accumulation):
         self._inner = inner
-        self._accumulation, self._settings = accumulation, settings
+        self._accumulation, self._settings = accumulation, accumulation.settings
         self._sums, self._ledger = accumulation.sums, accumulation.ledger
         self.last_window: LastWindow | None = None
         self._unapplied: Conclusion | None = None  # a closed window, until it is applied and reported
@@ -224,7 +223,7 @@ class Closing:
         before = accumulation.passes.refused_in, accumulation.inner_call
         # The backward of an inner optimizer that steps the parameters themselves (SAM), with the
         # sums that p.grad shows, is an ordinary one in a caller-owned window.
-        apart = self._accumulation.stands_in or self._sums.buffers.private
+        apart = accumulation.stands_in or self._sums.buffers.private
         accumulation.passes.refused_in = here if apart or not self._settings.schedule.caller_owned else None
         accumulation.inner_call = here
         try:
@@ -260,7 +259,8 @@ class Closing:
     def normalize_(self) -> None:
         """Make ``p.grad`` the gradient of the complete window, which stays open."""
         ranks = self._accumulation.ranks
-        # Nothing accumulated, or all dropped: other ranks, which close it too, may have gradients.
+        # First for its errors, before ranks communicate. (Where this one has nothing, others, which
+        # close the window too, may have gradients.)
         if ranks.alone or self._ledger.is_open or not self._settings.schedule.caller_owned:
             divisor = self._ledger.divisor_at_end()
         if not ranks.alone:

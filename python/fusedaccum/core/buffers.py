@@ -36,7 +36,7 @@ def buffer_dtype(parameter: torch.dtype, asked: torch.dtype | None) -> torch.dty
 
 
 def gradient_dtype(p: Tensor) -> torch.dtype:
-    """The dtype that gradients of ``p`` fit into; if ``p.grad_dtype`` is None, they may not."""
+    """The dtype that gradients of ``p`` fit into; with ``p.grad_dtype`` None some may be wider."""
     return p.dtype if p.grad_dtype is None else torch.promote_types(p.dtype, p.grad_dtype)
 
 
@@ -129,23 +129,19 @@ class Slot:
         """Make ``p.grad`` this tensor of ours."""
         try:
             self.holder.grad = grad
-        except RuntimeError as refusal:
-            self._assign_any(self.holder, grad, refusal)
+        except RuntimeError:
+            self.assign(self.holder, grad)
         self.shown = grad
 
     def assign(self, holder: Any, grad: Tensor | None) -> None:
         """Make ``holder.grad`` this tensor, of whatever dtype."""
         try:
             holder.grad = grad
-        except RuntimeError as refusal:
-            self._assign_any(holder, grad, refusal)
-
-    def _assign_any(self, holder: Any, grad: Tensor | None, refusal: RuntimeError) -> None:
-        """The same, after PyTorch's refusal, because other code has set grad_dtype meanwhile."""
-        if self.param.grad_dtype is None:
-            raise refusal
-        self.free_grad_dtype()
-        holder.grad = grad
+        except RuntimeError:
+            if self.param.grad_dtype is None:
+                raise
+            self.free_grad_dtype()  # other code has set it meanwhile
+            holder.grad = grad
 
     def free_grad_dtype(self) -> None:
         """Allow ``p.grad`` to be of any dtype: the buffer's, and that of what is stepped."""

@@ -108,18 +108,18 @@ def check(opt: Wrapper, own: dict[str, Any]) -> None:
         check_settings(own["settings"])
     if own["micro_batch"] is None and (own["window"] is None or Window(**own["window"]).empty):
         return
-    for name in mine:
-        saved = own["settings"].get(name)
-        if name == "rank" and saved != mine[name]:
+    for name in {**mine, **own["settings"]}:
+        theirs, here = own["settings"].get(name, "not set"), mine.get(name, "not set")
+        if name == "rank" and theirs != here:
             raise ValueError(
-                f"the checkpoint holds what rank {saved} has accumulated in an open window, and this is rank "
-                f"{mine[name]} (None: without process_group); load on every rank what it saved itself, or save at a "
+                f"the checkpoint holds what rank {theirs} has accumulated in an open window, and this is rank "
+                f"{here} (None: without process_group); load on every rank what it saved itself, or save at a "
                 "window's end"
             )
-        if saved != mine[name]:
+        if theirs != here:
             raise ValueError(
-                f"the checkpoint was taken inside a window with {name}={saved}, and this wrapper has "
-                f"{name}={mine[name]}; build it with {name}={saved}, or save at a window's end (flush() first)"
+                f"the checkpoint was taken inside a window with {name}={theirs}, and this wrapper has "
+                f"{name}={here}; build it with {name}={theirs}, or save at a window's end (flush() first)"
             )
 
 

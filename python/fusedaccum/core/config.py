@@ -80,7 +80,7 @@ class Settings:
 
 def one_of(name: str, value: Any, allowed: tuple) -> None:
     """Raises ValueError unless ``value`` is one of ``allowed``."""
-    if not any(value is a or value == a for a in allowed):
+    if not any(value is a or (isinstance(value, type(a)) and value == a) for a in allowed):  # 1 is not True
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
@@ -122,7 +122,7 @@ def check_optimizer(optimizer: Any, settings: Settings, wrapper: type) -> None:
         check_steps_alone(optimizer)
 
 
-def check_parameter(name: str, parameter: Tensor, settings: Settings, left: bool) -> None:
+def check_parameter(name: str, parameter: Tensor, left: bool) -> None:
     """Raises ValueError for a parameter whose gradients cannot be accumulated like this.
 
     ``left``: True if another wrapper, which is left behind, has put there what is in ``p.grad``.

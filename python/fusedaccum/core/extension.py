@@ -275,7 +275,7 @@ class Extension(MicroBatchEvents):
     def refuses(cls, settings: Settings, inner: Optimizer) -> None:
         """Raises TypeError or ValueError for settings or an optimizer that rule the feature out."""
 
-    def check_parameter(self, name: str, parameter: Parameter, settings: Settings, left: bool) -> None:
+    def check_parameter(self, name: str, parameter: Parameter, left: bool) -> None:
         """Raises ValueError for a parameter that the settings rule out.
 
         ``left``: it is taken over from another wrapper.
@@ -366,10 +366,14 @@ class Extension(MicroBatchEvents):
         """
 
     def window_closed(self) -> None:
-        """The next gradient begins a new window. All ranks are told at the same place."""
+        """The window is over, and will be applied: the next gradient begins a new one. All ranks
+        are told at the same place.
+        """
 
     def closed(self, end: Conclusion) -> None:
-        """The window was applied, or skipped. May come again, if something raised meanwhile."""
+        """The window, over since :meth:`window_closed`, was applied, or skipped. May come again, if
+        something raised meanwhile.
+        """
 
     def window_dropped(self) -> None:
         """The micro-batches that the open window has counted no longer count."""

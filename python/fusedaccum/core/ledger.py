@@ -238,7 +238,7 @@ class Ledger:
         count = 0 if window is None else self.steps
         shown["micro_batch"] = f"{count}/{length}" if length is not None else count
         weight = 0.0 if window is None else window.weight
-        if self.schedule.window_weight is not None and not isinstance(weight, Tensor):
+        if self.schedule.window_weight is not None and self.ranks == 1 and not isinstance(weight, Tensor):
             shown["weight"] = f"{weight:.12g}/{self.schedule.window_weight:.12g}"
         return shown
 
@@ -255,6 +255,8 @@ class Ledger:
     def may_be_last(self) -> bool:
         """True if the open micro-batch may complete the window, or in doubt; never waits."""
         window = self.window
+        if self.schedule.window_weight is not None and self.ranks > 1:
+            return True  # the other ranks' weights count, too
         return self.schedule.may_complete(window.length, self.steps + 1, add(window.weight, self.micro.value()))
 
     def is_last(self) -> bool:

@@ -37,7 +37,7 @@ class AccumulatingOptimizer(Wrapper):
 
     Args:
         optimizer: any ``torch.optim.Optimizer``; kept as ``.optimizer``, with its own state.
-        accum_steps: micro-batches per window, an int or a callable(window_index) -> int.
+        accum_steps: micro-batches per window, an int or a pure callable(window_index) -> int.
         window_weight: instead of ``accum_steps``: a window closes once its weights add up to this
             (samples, tokens). With neither, the caller owns the boundary: every ``step()`` closes
             the window, every backward pass is a micro-batch.
@@ -56,8 +56,8 @@ class AccumulatingOptimizer(Wrapper):
             infinity; ``"skip_micro_batch"`` leaves the bad micro-batch out without a trace, and
             therefore holds its gradients until its backward is over; ``"raise"`` does so too, and
             raises FloatingPointError at ``step()``.
-        backend: ``"cuda"``, ``"triton"``, ``"cpu"``, ``"reference"``, or ``"auto"``: what the
-            variable FUSEDACCUM_BACKEND says, if set.
+        backend: ``"cuda"``, ``"triton"``, ``"cpu"``, ``"reference"``, or ``"auto"``: the variable
+            FUSEDACCUM_BACKEND if set, else the first that is ready on the tensors' device.
         buffer_device: ``"cpu"`` keeps the buffers in CPU memory, and with ``master_weights=True``
             also the weights that are stepped and the optimizer's state; gradients leave the device
             during backward. ``p.grad`` stays None except during the inner step.
@@ -190,7 +190,7 @@ class AccumulatingOptimizer(Wrapper):
 
     @outside_graphs
     def _grouped(self, weight: Scalar | None, last: bool, in_loss: bool) -> AbstractContextManager[None]:
-        self._not_inside("micro_batch() and backward()")
+        self._not_inside("opt.backward(), or a second micro_batch(),", "call loss.backward() there")
         self._accumulation.passes.end_open_pass()
         return self._accumulation.passes.grouped(None if weight is None else checked_weight(weight), last, in_loss)
 

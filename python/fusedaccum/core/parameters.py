@@ -60,13 +60,12 @@ def new(
 
     ``anew``: they may have been a wrapper's, or are copies of such.
     """
-    settings = accumulation.settings
     found = [(name, p) for p, name in named(accumulation, groups).items() if p not in accumulation.sums.buffers.of]
     for name, p in found:
         other = accumulation_of(p)
         for check in accumulation.extensions.check_parameter:
-            check(name, p, settings, anew or other is not None)
-        check_parameter(name, p, settings, other is not None and other.sums.shows(p))
+            check(name, p, anew or other is not None)
+        check_parameter(name, p, other is not None and other.sums.shows(p))
     return found
 
 

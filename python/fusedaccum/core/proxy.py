@@ -46,7 +46,7 @@ class Wrapper(Optimizer):
         self._accumulation = Accumulation(settings, extensions_for(settings, optimizer))
         self._accumulation.extensions.attach(self._accumulation, optimizer)
         self._ledger, self._sums = self._accumulation.ledger, self._accumulation.sums
-        self._closing = Closing(optimizer, self._accumulation, settings)
+        self._closing = Closing(optimizer, self._accumulation)
         parameters.add(self._accumulation, parameters.new(self._accumulation, self.param_groups, anew))
 
     def _begin_step(self) -> None:
@@ -54,12 +54,12 @@ class Wrapper(Optimizer):
         self._accumulation.check()
         self._check_groups()
 
-    def _not_inside(self, call: str) -> None:
+    def _not_inside(self, call: str, instead: str = "call it after the block") -> None:
         for check in self._accumulation.extensions.check_call:
             check()
         if self._accumulation.passes.inside:
             raise RuntimeError(
-                f"{call} was called inside micro_batch(), which holds one whole micro-batch; call it after the block"
+                f"{call} was called inside `with opt.micro_batch()`, which is one micro-batch; {instead}"
             )
 
     # -- the parameters in its groups --------------------------------------------------------------
@@ -207,7 +207,7 @@ class Wrapper(Optimizer):
         return {
             "optimizer": self.optimizer,
             # Of a fused optimizer, which PyTorch's copies lose: they would leave the scaling to a
-            # pass of ours, and round otherwise.
+            # pass of ours, and round differently.
             "scales": vars(self.optimizer).get("_step_supports_amp_scaling", False),
             "settings": self.settings,
             "own": checkpoint.save(self),
@@ -236,8 +236,8 @@ class Wrapper(Optimizer):
         """How far the open window is, for ``bar.set_postfix(opt.progress)``. Never waits.
 
         ``"window"`` is its index; ``"micro_batch"`` how many it holds, as ``"3/8"`` if a count
-        closes it; ``"weight"``, as ``"96/4096"``, is present if weights that the host knows close
-        it. Once a window has closed, this describes the next one.
+        closes it; ``"weight"``, as ``"96/4096"``, is there if weights that the host knows close
+        it, on one rank. Once a window has closed, this describes the next one.
         """
         return self._ledger.progress
 

@@ -152,9 +152,10 @@ class MicroBatch:
     arrived_first: int = 0  # those of the first part
     in_place: list[Slot] = field(default_factory=list)  # to whose sums their layers have added by themselves
     nested: bool = False  # True if a pass had re-entrant parts, each of which brings a parameter a gradient of its own
-    # True if it may be run again. Then its gradients come through hooks only, and stay here.
+    # True if it may be run again. Then no layer adds by itself, and no sum is sent to other ranks.
     repeatable: bool = False
-    # True if some parameters have taken its gradient before: the buffers hold more than is counted.
+    # True if an earlier attempt has added its gradient for some parameters already, so that the
+    # buffers hold more than the micro-batches that were counted.
     partial: bool = False
 
     @property

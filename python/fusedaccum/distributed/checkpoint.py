@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..core import checkpoint
 from ..core.buffers import Slot
+from ..core.config import Settings
 from ..core.window import Window
 from ..older_checkpoints import OLDER, as_now
 from ..parts import local_of
@@ -60,6 +61,7 @@ class DistributedState:
     copy of the open window's sums; loading takes memory for what is read.
 
     Raises:
+        TypeError: ``optimizer`` is no wrapper.
         RuntimeError: saved between ``backward()`` and ``step()``, or after ``normalize_()``; loaded
             without ``load_from``.
         ValueError: saved while the ranks are at different places in the window, or with state of
@@ -75,7 +77,12 @@ class DistributedState:
         *,
         key: str | None = None,
     ):
-        if optimizer.shard:
+        if not isinstance(getattr(optimizer, "settings", None), Settings):
+            raise TypeError(
+                f"optimizer must be an AccumulatingOptimizer, got a {type(optimizer).__name__}; wrap it, or save it "
+                "with torch.distributed.checkpoint.state_dict"
+            )
+        if optimizer.settings.shard:
             raise ValueError(
                 "DistributedState does not take an optimizer with shard=True, whose state is spread over the ranks; "
                 "save every rank's opt.state_dict() with torch.save, or use FSDP2"

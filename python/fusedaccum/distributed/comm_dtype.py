@@ -29,9 +29,8 @@ class Narrowed:
 
     def __init__(self, group: Group, dtype: torch.dtype, backend: str):
         self._group, self._dtype, self._backend = group, dtype, backend
-        self._stream: torch.Stream | None = (
-            None  # on a device: it need not wait for the terms before it goes on with backward
-        )
+        # On a device, so that it need not wait for the terms before it goes on with backward.
+        self._stream: torch.Stream | None = None
 
     def send(self, mine: Tensor, owner: int | None) -> tuple[dist.Work | None, Tensor | None]:
         """Add up all ranks' ``mine`` on rank ``owner``, or on all (None).

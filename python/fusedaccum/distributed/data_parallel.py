@@ -55,7 +55,7 @@ class DataParallel(Extension):
                 "wrap a plain optimizer: shard=True keeps its state in parts, too"
             )
 
-    def check_parameter(self, name: str, parameter: Parameter, settings: Settings, left: bool) -> None:
+    def check_parameter(self, name: str, parameter: Parameter, left: bool) -> None:
         if is_flattened(parameter):
             raise ValueError(fsdp1(name))
 

@@ -27,11 +27,8 @@ class OwnWindows:
     def __init__(self, settings: Settings, ledger: Ledger, sums: Sums, extensions: Extensions):
         schedule = settings.schedule
         self._ledger, self._sums, self._counted = ledger, sums, not schedule.caller_owned
-        self._drop_in = schedule.caller_owned and settings.reduction == "none"
-        needs = {
-            "shard": settings.shard or None,
-            "window_weight": schedule.window_weight,
-        }
+        self._drop_in = settings.drop_in
+        needs = {"shard": settings.shard or None, "window_weight": schedule.window_weight}
         self._needs_all = [f"{name}={value}" for name, value in needs.items() if value is not None]
         self._needs_all += filter(None, [e.needs_all_ranks() for e in extensions.all])
         self._first: int | None = None  # own counted window

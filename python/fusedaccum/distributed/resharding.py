@@ -32,9 +32,9 @@ def own(opt: Wrapper, header: dict[str, Any]) -> dict[str, Any]:
     if not same:
         # Another number of ranks may need another accum_steps to close the same windows.
         settings["accum_steps"] = window_settings(opt)["accum_steps"]
-    mine = [rank for s, rank in enumerate(ranks) if falls_to(here, s)]
-    seen = {index for rank in mine for index in rank["divisors"] if index not in rank["unseen"]}
     places = [s for s in range(len(ranks)) if falls_to(here, s)]
+    mine = [ranks[s] for s in places]
+    seen = {index for rank in mine for index in rank["divisors"] if index not in rank["unseen"]}
     saved = opt._accumulation.extensions.saved
     extensions = {
         key: ranks[here.rank][key] if same else e.join([rank[key] for rank in ranks], places, here.size)

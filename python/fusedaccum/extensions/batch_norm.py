@@ -153,11 +153,13 @@ class BatchNormStats(Extension):
         return [(place[1], layer) for layer in list(LAYERS) if (place := layer.follows()) and place[0] is self]
 
     def save(self) -> dict[str, Any]:
+        """Of the layers that are here: what others have left, such as restored ones, is void."""
+        here = {key for key, _ in self._layers()}
+        pending = [(key, of) for key, of in self._pending.items() if key in here]
+        counted = [(key, of) for key, of in self._counted.items() if key in here]
         return {
-            "pending": [
-                [*key, [[c.k, c.n, c.moments.clone(), c.ranks] for c in of]] for key, of in self._pending.items()
-            ],
-            "counted": [[*key, [[t.n, t.moments.clone()] for t in of]] for key, of in self._counted.items()],
+            "pending": [[*key, [[c.k, c.n, c.moments.clone(), c.ranks] for c in of]] for key, of in pending],
+            "counted": [[*key, [[t.n, t.moments.clone()] for t in of]] for key, of in counted],
         }
 
     def check(self, saved: dict[str, Any]) -> None:

@@ -15,7 +15,6 @@ from ..warn import callers_line, warn
 
 if TYPE_CHECKING:
     from ..core.accumulation import Accumulation
-    from ..core.config import Settings
 
 
 class Refuses(Extension):
@@ -38,7 +37,7 @@ class ChangingOwners(Extension):
         super().attach(accumulation, inner)
         self._name = f"around {type(inner).__name__}, built at {callers_line()}"
 
-    def check_parameter(self, name: str, parameter: Parameter, settings: Settings, left: bool) -> None:
+    def check_parameter(self, name: str, parameter: Parameter, left: bool) -> None:
         other = accumulation_of(parameter)
         if other is not None:
             other.passes.end_open_pass()

@@ -64,7 +64,7 @@ class CpuOffload(BufferOps, Extension):
             how = "backend" if settings.backend == backend else "the environment variable FUSEDACCUM_BACKEND"
             raise ValueError(f"{how}={backend!r} adds on a GPU, and with buffer_device='cpu' the CPU does; use 'auto'")
 
-    def check_parameter(self, name: str, parameter: Parameter, settings: Settings, left: bool) -> None:
+    def check_parameter(self, name: str, parameter: Parameter, left: bool) -> None:
         if is_shard(parameter):
             raise ValueError(
                 f"buffer_device='cpu' does not work with parameter {name}, which is a DTensor; leave it out, or use "
@@ -146,13 +146,8 @@ class CpuOffload(BufferOps, Extension):
         """
         send(self._rings[outs[0].device], outs, ins, backend)
 
-    def scale_(self, buffers: Sequence[Tensor], scale: Scalar, *, backend: str) -> None:
-        """:func:`ops.scale_` of buffers, which are in CPU memory; so is all that it needs."""
-        ops.scale_(buffers, scale, backend=backend)
-
-    def stats(self, buffers: Sequence[Tensor], *, backend: str) -> ops.Stats:
-        """:func:`ops.stats` of buffers."""
-        return ops.stats(buffers, backend=backend)
+    # Buffers are in CPU memory, as plain tensors.
+    scale_, stats = staticmethod(ops.scale_), staticmethod(ops.stats)
 
     def soon(self, work: Callable[[], None]) -> Future:
         """Have the thread do ``work``, after all that it was given before."""

@@ -83,7 +83,7 @@ class CpuOptimizer(MastersInParts):
     def _takes(cls, settings: Settings) -> bool:
         return settings.rounding == "compensated"
 
-    def check_parameter(self, name: str, parameter: Parameter, settings: Settings, left: bool) -> None:
+    def check_parameter(self, name: str, parameter: Parameter, left: bool) -> None:
         if is_shard(parameter):
             raise ValueError(
                 f"optimizer_device='cpu' does not work with parameter {name}, which is a DTensor; leave it out, or use "
@@ -178,8 +178,12 @@ class CpuOptimizer(MastersInParts):
     def _parts_come(self, parts: Sequence[Sequence[Slot]]) -> None:
         self._sent.clear()
         for part in parts:
-            late = self._depart(slot for slot in part if slot not in self._coming)
-            self._coming |= {slot: Arrival(event, 1.0) for slot, event in late.items()}
+            self._send_late(part)
+
+    def _send_late(self, slots: Sequence[Slot]) -> None:
+        """Let those of these sums leave that have not."""
+        late = self._depart(slot for slot in slots if slot not in self._coming)
+        self._coming |= {slot: Arrival(event, 1.0) for slot, event in late.items()}
 
     @contextmanager
     def _at_hand(self, slots: Sequence[Slot]) -> Iterator[None]:
@@ -217,8 +221,7 @@ class CpuOptimizer(MastersInParts):
     @without_grad
     def _bring(self, slots: Sequence[Slot]) -> None:
         """Have their ``p.grad`` in pinned memory, as the gradient of the window being applied."""
-        late = self._depart(slot for slot in slots if slot not in self._coming)
-        self._coming |= {slot: Arrival(event, 1.0) for slot, event in late.items()}
+        self._send_late(slots)
         scales: dict[Hashable, Scalar] = {}
         members: dict[Hashable, list[Tensor]] = {}
         for slot in slots:

@@ -29,8 +29,8 @@ class GroupDtypes(Extension):
         for g, group in enumerate(inner.param_groups):
             one_of(f"param_groups[{g}][{BUFFER_DTYPE!r}]", group.get(BUFFER_DTYPE), BUFFER_DTYPES)
 
-    def check_parameter(self, name: str, parameter: Parameter, settings: Settings, left: bool) -> None:
-        asked = self._of(parameter)
+    def check_parameter(self, name: str, parameter: Parameter, left: bool) -> None:
+        settings, asked = self.accumulation.settings, self._of(parameter)
         one_of(f"{BUFFER_DTYPE!r} in the group of parameter {name}", asked, BUFFER_DTYPES)
         away = settings.optimizer_device is not None
         takes_narrow = (away or settings.master_weights == "split") and settings.rounding == "compensated"
@@ -60,7 +60,9 @@ class GroupDtypes(Extension):
         return self._asked[parameter]
 
     def window_settings(self) -> dict[str, Any]:
-        asked = {
-            str(g): str(group[BUFFER_DTYPE]) for g, group in enumerate(self.inner.param_groups) if BUFFER_DTYPE in group
+        groups = enumerate(self.inner.param_groups)
+        return {
+            f"param_groups[{g}][{BUFFER_DTYPE!r}]": str(group[BUFFER_DTYPE])
+            for g, group in groups
+            if BUFFER_DTYPE in group
         }
-        return {"buffer_dtype of groups": asked} if asked else {}

@@ -9,13 +9,10 @@ import torch
 from torch.optim import Optimizer
 
 from ..core.apply import conclude
-from ..core.buffers import Slot
 from ..core.extension import Extension
 from ..scalars import Scalar
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ..core.apply import Closing, Conclusion
     from ..core.config import Settings
 
@@ -57,9 +54,11 @@ class EvaluatedWindows(Extension):
                 "parameters; keep the model in FP32"
             )
 
-    def parameters_added(self, slots: Sequence[Slot]) -> None:
-        if not self.accumulation.ranks.alone:
-            raise ValueError("process_group does not work with LBFGS, which decides by itself how often it evaluates")
+    def check_shared(self) -> None:
+        raise ValueError(
+            "optimizer is LBFGS, which decides by itself how often it evaluates, so ranks (of process_group, or of a "
+            "DistributedDataParallel or FSDP2 module) cannot share its windows; use another optimizer"
+        )
 
     def flush_begins(self) -> None:
         if self.accumulation.ledger.is_open:

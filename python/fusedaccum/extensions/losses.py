@@ -109,13 +109,11 @@ class Losses(Extension):
             self._count = LOST if self._sum.may_carry_scale else self._count
             self._micro = None if micro is None or micro.may_carry_scale else micro
         else:
-            if (
-                news is ScaleNews.ANOTHER and self._count
-            ):  # what was recorded may have been divided by a scale that it did not carry
+            # What was recorded may have been divided by a scale that it did not carry. So may that
+            # of the open micro-batch, if opt.backward() got it.
+            if news is ScaleNews.ANOTHER and self._count:
                 self._count = LOST
-            self._micro = (
-                micro if self._by_caller else None
-            )  # and so has that of the open micro-batch, if opt.backward() got it
+            self._micro = micro if self._by_caller else None
 
     # -- micro-batches and windows -----------------------------------------------------------------
 

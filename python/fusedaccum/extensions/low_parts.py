@@ -41,11 +41,9 @@ class LowParts(BufferOps, Extension):
                 "out, with buffer_dtype=torch.float32"
             )
 
-    def check_parameter(self, name: str, parameter: Parameter, settings: Settings, left: bool) -> None:
-        if parameter.dtype == torch.float16 and asked_dtype(self.inner, parameter, settings.buffer_dtype) in (
-            None,
-            torch.float16,
-        ):
+    def check_parameter(self, name: str, parameter: Parameter, left: bool) -> None:
+        asked = asked_dtype(self.inner, parameter, self.accumulation.settings.buffer_dtype)
+        if parameter.dtype == torch.float16 and asked in (None, torch.float16):
             raise ValueError(
                 f"rounding='compensated' keeps sums, which FP16 has not the range for, but parameter {name} is "
                 f"{parameter.dtype}; use buffer_dtype=torch.float32, or rounding='stochastic'"

@@ -49,9 +49,10 @@ class MainGrads(Extension):
 
     # -- parameters --------------------------------------------------------------------------------
 
-    def check_parameter(self, name: str, parameter: Tensor, settings: Settings, left: bool) -> None:
+    def check_parameter(self, name: str, parameter: Tensor, left: bool) -> None:
         if not is_enabled(parameter):
             return
+        settings = self.accumulation.settings
         how = (
             f"parameter {name} has the attribute grad_added_to_main_grad, so its layer adds gradients to a buffer "
             "itself"

@@ -187,9 +187,8 @@ class NoiseScale(Extension):
     def reduced(self, totals: dict[str, float], group: Group) -> None:
         measured_by, ledger = totals.pop("ranks"), self.accumulation.ledger
         self._small = Measured(**totals) if measured_by == group.size else None
-        if (
-            self._small is not None and ledger.mixes_ranks
-        ):  # all ranks have measured the same sum, or mean, of their micro-batches
+        if self._small is not None and ledger.mixes_ranks:
+            # All ranks have measured the same sum, or mean, of their micro-batches.
             sq_norm = totals["sq_norm"] * (group.size if ledger.reduction == "none" else 1 / group.size)
             self._small = Measured(sq_norm, totals["weight"], totals["weight"] ** 2)
 

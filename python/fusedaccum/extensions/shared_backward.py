@@ -23,9 +23,8 @@ class SharedBackward(Extension):
     """
 
     def __init__(self) -> None:
-        self._around: tuple[int, Ledger | None] | None = (
-            None  # of a block with a weight: its thread, and who weighed around it
-        )
+        # Of a block with a weight: its thread, and who weighed around it.
+        self._around: tuple[int, Ledger | None] | None = None
 
     def block_begins(self, thread: int) -> None:
         ledger = self.accumulation.ledger

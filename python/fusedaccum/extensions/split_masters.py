@@ -65,7 +65,7 @@ class SplitMasters(MastersInParts):
     def _takes(cls, settings: Settings) -> bool:
         return settings.rounding == "compensated"
 
-    def check_parameter(self, name: str, parameter: Parameter, settings: Settings, left: bool) -> None:
+    def check_parameter(self, name: str, parameter: Parameter, left: bool) -> None:
         if parameter.dtype == torch.float16:
             raise ValueError(
                 f"master_weights='split' does not work with parameter {name}, which is torch.float16 and has not the "
@@ -183,8 +183,8 @@ class SplitMasters(MastersInParts):
     def _in_the_middle(self, room: Tensor, slots: Sequence[Slot]) -> list[Tensor]:
         """Tensors in the form of the masters, side by side.
 
-        A call's work is divided in their middle. So, whatever a part's size, each thread finds what
-        it last wrote in its own caches.
+        Threads divide a call in the middle of its elements. With all parts centred in the room, a
+        thread keeps to one half of it, which its own caches still hold.
         """
         *places, end = itertools.accumulate((padded(slot.param.numel()) for slot in slots), initial=0)
         start = room.storage_offset() + (room.numel() - end) // 2 // ALIGNMENT * ALIGNMENT

@@ -3,8 +3,9 @@
 Other backends must give the same bits (a NaN may have any payload). All functions here, as in every
 backend, get checked arguments: lists of equal length whose pairs are dense and have the same
 layout, and ``scale`` and ``decay`` as floats or 0-d tensors.
-Source of the generator: Salmon et
-al., "Parallel random numbers: as easy as 1, 2, 3" (2011), Philox4x32-10.
+
+Source of the generator: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011),
+Philox4x32-10.
 """
 
 from __future__ import annotations

@@ -89,8 +89,10 @@ def test_an_open_window_goes_on():
     for a, b in zip(window(ps, opt, (1.0, 1.0)), window(qs, other, (1.0, 1.0)), strict=True):
         assert torch.equal(a, b)
     window(ps, opt, (1.0,))
-    with pytest.raises(ValueError, match="buffer_dtype of groups"):
-        made([{"buffer_dtype": FP32}, {}])[1].load_state_dict(opt.state_dict())
+    for others in ([{"buffer_dtype": FP32}, {}], [{}, {}], [{"buffer_dtype": BF16}, {"buffer_dtype": FP32}]):
+        differing = next(g for g in (0, 1) if others[g] != [{"buffer_dtype": BF16}, {}][g])
+        with pytest.raises(ValueError, match=rf"inside a window with param_groups\[{differing}\]\['buffer_dtype'\]="):
+            made(others)[1].load_state_dict(opt.state_dict())
 
 
 @pytest.mark.parametrize(
