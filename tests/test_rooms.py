@@ -259,6 +259,23 @@ def test_no_class_is_too_long_to_be_read_at_once(path):
     assert not {name: count for name, count in found.items() if count > CLASS_LINES}
 
 
+def privates_of_pytorch(path):
+    """Names with an underscore first, after ``torch.`` or ``dist.``, or imported from there."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            yield from (x.name for x in node.names if x.name[0] == "_" and x.name != "_BatchNorm")
+        chain = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+        if re.match(r"(torch|dist)\b", chain) and re.match(r"_(?!_|foreach_|C$|functorch$)", node.attr):
+            yield node.attr
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_what_is_private_in_pytorch_is_listed_for_those_who_meet_a_new_one(path):
+    rows = re.findall(r"^\| (.*) \| .* \| (.*) \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
+    listed = [what for what, where in rows if f"`{path.relative_to(PACKAGE).as_posix()}`" in where]
+    assert [name for name in privates_of_pytorch(path) if name not in " ".join(listed)] == []
+
+
 @pytest.mark.parametrize("module", OPS)
 def test_functional_layer_knows_nothing_of_optimizers(module):
     found = imports(PACKAGE / f"ops/{module}.py")
