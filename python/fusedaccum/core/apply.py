@@ -235,8 +235,8 @@ class Closing:
         if not self._accumulation.ranks.anything(end.slots):
             applied = False
         self._accumulation.updated = applied
-        for closed in self._accumulation.extensions.closed:
-            closed(end)
+        for reported in self._accumulation.extensions.window_reported:
+            reported(end)
         self.last_window = end.last_window(applied)
         adaptive = self._settings.schedule.adaptive
         if adaptive is not None:
@@ -302,10 +302,10 @@ def step_with(end: Conclusion, inner: Any, accumulation: Accumulation) -> bool |
     if not end.finished and (scaling is None or not scaling.divides):
         sums.finish_(end.slots, end.divisor, end.coef)
         end.finished = True
-    for finished in extensions.finished:
+    for may_apply in extensions.may_apply:
         # If each rank steps a part, all must ask, even those that cast nothing.
         cast = [slot for slot in end.slots if end.finished and slot.stepped.dtype == torch.float16]
-        if not finished(cast):
+        if not may_apply(cast):
             return False
 
     def pre_hooks_have_run() -> None:

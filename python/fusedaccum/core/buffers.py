@@ -348,7 +348,7 @@ class Buffers:
                 slot.check_unchanged()
             self._checked = traits([*self.of])
 
-    def check_gathers(self, groups: Sequence[dict[str, Any]]) -> None:
+    def check_groups(self, groups: Sequence[dict[str, Any]]) -> None:
         """Raises RuntimeError if the groups do not hold the slots' parameters, in their order.
 
         Nothing would divide the gradients of those that have none; norms would include others that

@@ -33,7 +33,7 @@ class LossFrom(Enum):
     """Who says what a micro-batch's loss is."""
 
     PASS = auto()  # opt.backward(), of one backward pass, with a loss scale if there is one
-    BACKWARD = auto()  # a recipe, of all the passes of the micro-batch, with a loss scale if there is one
+    RECIPE = auto()  # a recipe, of all the passes of the micro-batch, with a loss scale if there is one
     CALLER = auto()  # the caller, without a loss scale
 
 
@@ -370,7 +370,7 @@ class Extension(MicroBatchEvents):
         are told at the same place.
         """
 
-    def closed(self, end: Conclusion) -> None:
+    def window_reported(self, end: Conclusion) -> None:
         """The window, over since :meth:`window_closed`, was applied, or skipped. May come again, if
         something raised meanwhile.
         """
@@ -407,7 +407,7 @@ class Extension(MicroBatchEvents):
         """True if this has stepped ``end.slots``, calling ``step``; else the core calls it."""
         return False
 
-    def finished(self, cast: list[Slot]) -> bool:
+    def may_apply(self, cast: list[Slot]) -> bool:
         """False to skip the window: ``p.grad`` is its gradient, in the slots ``cast`` in FP16."""
         return True
 

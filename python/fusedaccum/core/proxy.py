@@ -122,7 +122,7 @@ class Wrapper(Optimizer):
         if not self._accumulation.at_work:  # when they may hold what it steps in place of parameters
             if self._accumulation.stand_ins is not None:
                 self._accumulation.stand_ins.recover()
-            self._sums.buffers.check_gathers(self.optimizer.param_groups)
+            self._sums.buffers.check_groups(self.optimizer.param_groups)
 
     # -- its state, saved, loaded and copied -------------------------------------------------------
 

@@ -36,7 +36,7 @@ class Sums:
         over_owners: sums over the ranks, if each of them steps only a part of the parameters.
         normalized_by: the divisor of normalize_(), until the next backward; None for sums.
         half_divided: True if a call broke off when it had divided some of the sums.
-        closed: what ``begun`` was when the last window closed.
+        begun_at_close: what ``begun`` was when the last window closed.
     """
 
     def __init__(self, buffer_dtype: torch.dtype | None, extensions: Extensions, backend: str):
@@ -52,7 +52,7 @@ class Sums:
         self.over_owners: Callable[[Tensor], Tensor] | None = None
         self.normalized_by: Scalar | None = None
         self.half_divided = False
-        self.closed = -1
+        self.begun_at_close = -1
 
     def place(self, slots: Sequence[Slot]) -> None:
         """Give ``slots`` storage, together with all trainable parameters, which share it."""
@@ -165,7 +165,7 @@ class Sums:
             slot.shown = slot.holder.grad
         for block in self.buffers.blocks:
             block.written()
-        self.closed = self.begun
+        self.begun_at_close = self.begun
 
     def slots_with_grad(self) -> list[Slot]:
         """The slots that have sums, brought up to date. Raises RuntimeError if half divided."""

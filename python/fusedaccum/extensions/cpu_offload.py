@@ -218,7 +218,7 @@ class CpuOffload(BufferOps, Extension):
                 self._stepped = done  # no call comes between, where Ctrl-C could
         return True
 
-    def closed(self, end: Conclusion) -> None:
+    def window_reported(self, end: Conclusion) -> None:
         self._stepped = frozenset()
 
     @contextmanager

@@ -64,7 +64,7 @@ class EvaluatedWindows(Extension):
         if self.accumulation.ledger.is_open:
             raise TypeError("flush(): LBFGS steps only in step(closure), whose closure runs the window's micro-batches")
 
-    def closed(self, end: Conclusion) -> None:
+    def window_reported(self, end: Conclusion) -> None:
         self._last = end if self.accumulation.settings.drop_in else None
 
     def run_step(self, closing: Closing, closure: Callable[[], Any] | None, weight: Scalar | None) -> Any:

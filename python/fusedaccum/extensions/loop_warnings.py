@@ -123,7 +123,7 @@ class LoopWarnings(Extension):
                 "two. (Further cases are not reported.)",
             )
 
-    def closed(self, end: Conclusion) -> None:
+    def window_reported(self, end: Conclusion) -> None:
         if self._divided is not None:
             self._divided.closed = end.window.micro_batches
 
@@ -140,6 +140,6 @@ class LoopWarnings(Extension):
 
 def _left_in_place(sums: Sums) -> bool:
     """True if ``p.grad`` shows some of the closed window's gradient: no ``zero_grad()`` since."""
-    return sums.closed == sums.begun and any(
+    return sums.begun_at_close == sums.begun and any(
         slot.shown is not None and slot.holder.grad is slot.shown and not slot.private for slot in sums.buffers.slots
     )

@@ -82,7 +82,7 @@ class MastersInParts(MasterWeights):
             members[:] = every
         self._lists = []
 
-    def closed(self, end: Conclusion) -> None:
+    def window_reported(self, end: Conclusion) -> None:
         self._stepped = frozenset()
 
     def sums_dropped(self) -> None:

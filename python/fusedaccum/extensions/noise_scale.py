@@ -137,7 +137,7 @@ class NoiseScale(Extension):
         if self.accumulation.sums.changed_by_user:  # clipped by hand, say: then the two norms are of different things
             self._small_of_closed = None
 
-    def closed(self, end: Conclusion) -> None:
+    def window_reported(self, end: Conclusion) -> None:
         small, ledger, window = self._small_of_closed, self.accumulation.ledger, end.window
         several = window.micro_batches > (ledger.ranks if ledger.mixes_ranks else 1)
         if small is not None and end.norm is not None and several and not window.void:

@@ -44,7 +44,7 @@ class SkipWindow(Extension):
         bad = to_device(end.window.nonfinite, sq_norm.device) > 0
         end.skip = ~torch.isfinite(sq_norm) | bad | to_device(end.skip, sq_norm.device)
 
-    def finished(self, cast: list[Slot]) -> bool:
+    def may_apply(self, cast: list[Slot]) -> bool:
         """False if a finite FP32 gradient has become infinite in FP16. Waits for the device.
 
         bf16 has FP32's range, so that nothing becomes infinite in it.

@@ -81,7 +81,7 @@ class NormSpike(Extension):
             self._seen = self._seen.to(norm.device, norm.dtype)
         return self._seen
 
-    def closed(self, end: Conclusion) -> None:
+    def window_reported(self, end: Conclusion) -> None:
         if self._seen is not None and self._seen_then is not None:
             self._seen.copy_(self._seen_then)
 

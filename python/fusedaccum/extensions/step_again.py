@@ -19,7 +19,7 @@ class StepAgain(Extension):
     def __init__(self) -> None:
         self._last: Conclusion | None = None
 
-    def closed(self, end: Conclusion) -> None:
+    def window_reported(self, end: Conclusion) -> None:
         self._last = end
 
     def steps_again(self, closing: Closing, evaluated: Evaluated | None) -> bool:

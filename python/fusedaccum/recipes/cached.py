@@ -97,7 +97,7 @@ def cached_backward(
         del embeddings, embedding
         loss = loss.detach()
         if opt is not None:
-            opt._accumulation.record_loss(loss, LossFrom.BACKWARD)
+            opt._accumulation.record_loss(loss, LossFrom.RECIPE)
         after_loss = RandomState(tensor for encoding in encodings for tensor in encoding.placed)
         try:
             for encoding in encodings:

@@ -238,7 +238,7 @@ class MicroBatcher:
                 retries.loss_computed()
                 loss = self._scaler.scale(loss)
                 loss.backward()
-                self._opt._accumulation.record_loss(loss, LossFrom.BACKWARD)
+                self._opt._accumulation.record_loss(loss, LossFrom.RECIPE)
             return True
         except Exception as error:
             if part.samples == 1:
