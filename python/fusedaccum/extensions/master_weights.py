@@ -292,10 +292,14 @@ class MasterWeights(StandIns, Extension):
 
     # -- checkpoints -------------------------------------------------------------------------------
 
+    @without_grad
     def save(self) -> dict[int, Tensor]:
         self._state.fit()  # what a copy finds in the optimizer's state is taken to be meant
         slots = self.accumulation.sums.buffers.slots
-        return {slot.index: self.of[slot.param].detach() for slot in slots if slot.param in self.of}
+        return {slot.index: self._value(slot.param) for slot in slots if slot.param in self.of}
+
+    def _value(self, p: Parameter) -> Tensor:
+        return self.of[p].detach()
 
     def load(self, saved: dict[int, Tensor]) -> None:
         for index, master in saved.items():

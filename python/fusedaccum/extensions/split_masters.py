@@ -264,16 +264,6 @@ class SplitMasters(MastersInParts):
 
     # -- checkpoints -------------------------------------------------------------------------------
 
-    @without_grad
-    def save(self) -> dict[int, Tensor]:
-        """Masters as :class:`MasterWeights` saves them."""
-        self._state.fit()
-        return {
-            slot.index: self._value(slot.param)
-            for slot in self.accumulation.sums.buffers.slots
-            if slot.param in self.of
-        }
-
     def _value(self, p: Parameter) -> Tensor:
         if p in self._joined:
             return self.of[p].detach().clone()
