@@ -3,12 +3,14 @@
 Nothing outside the wrapper stays changed.
 """
 
+import functools
 import os
 import warnings
 
 import fusedaccum as fa
 import pytest
 import torch
+from fusedaccum.core.ledger import Ledger
 from interrupting import interrupted
 from torch import nn
 from training import assert_same_parameters, twin
@@ -189,3 +191,87 @@ def test_a_step_that_was_interrupted_is_called_again(settings):
             window(net, opt, MOST)
         assert_same_parameters(net, expected, 0)
     assert at > 100 and repeated < at / 3
+
+
+@pytest.mark.parametrize("call", ["step", "flush"])
+def test_just_before_a_window_closes(monkeypatch, call):
+    """Called again, it closes the window, which is applied once."""
+    net = model(torch.float32)
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), 2 if call == "step" else 3)
+    plain, close, x = twin(net), Ledger.close_window, torch.randn(4, 3)
+
+    def stops(ledger):
+        monkeypatch.setattr(Ledger, "close_window", close)
+        raise KeyboardInterrupt
+
+    backward(net, x)
+    opt.step()
+    backward(net, x)
+    monkeypatch.setattr(Ledger, "close_window", stops)
+    for _ in range(2):
+        try:
+            getattr(opt, call)()
+        except KeyboardInterrupt:
+            continue
+    backward(plain, x)
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    assert opt.updated
+    assert_same_parameters(net, plain, 1e-6)
+    opt.zero_grad()
+    backward(net, x)
+    opt.step()  # the next window's first micro-batch
+    assert opt.progress == {"window": 1, "micro_batch": "1/2" if call == "step" else "1/3"}
+    assert_same_parameters(net, plain, 1e-6)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_the_forward_of_a_pooled_batch_norm_leaves_the_layer_as_it_was():
+    for at in range(1, MOST):
+        layer = nn.BatchNorm1d(3)
+        layer.running_mean.fill_(5.0)
+        before = {name: x.clone() for name, x in layer.state_dict().items()}
+        fa.accumulate_batchnorm(layer)
+        opt = fa.AccumulatingOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1), 2)
+        if interrupted(functools.partial(layer, torch.randn(4, 3)), at) is None:
+            break
+        opt.reset()
+        assert layer.momentum == 0.1, at
+        assert all(torch.equal(x, before[name]) for name, x in layer.state_dict().items()), at
+    assert at > 50
+
+
+def over(opt):
+    """True if ``step()`` has nothing left to do: Ctrl-C came as it returned."""
+    ledger, accumulation = opt._ledger, opt._accumulation
+    if ledger.micro is not None or opt._closing.broke_off:
+        return False
+    return ledger.window is None or not (ledger.complete() or accumulation.step_under_way)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("stopped", [2, 3], ids=["inside a window", "at its end"])
+def test_a_step_called_again_pools_what_batch_norms_have_seen(stopped):
+    batches = [torch.randn(4, 3).double() * (i + 1) for i in range(6)]
+    big, lost = nn.BatchNorm1d(3).double(), 0
+    for i in range(0, 6, 2):
+        big(torch.cat(batches[i : i + 2]))
+    for at in range(1, MOST, 3):
+        layer = fa.accumulate_batchnorm(nn.BatchNorm1d(3).double())
+        opt = fa.AccumulatingOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1), 2)
+        try:
+            for i, x in enumerate(batches):
+                opt.backward((layer(x) - 1).square().mean())
+                interrupt = interrupted(opt.step, at if i == stopped else MOST)
+                if i == stopped and interrupt is None:
+                    break
+                if not over(opt):
+                    opt.step()
+                opt.zero_grad()
+            else:
+                same = zip(layer.buffers(), big.buffers(), strict=True)
+                lost += not all(torch.allclose(a.double(), b.double(), rtol=1e-9, atol=1e-12) for a, b in same)
+                continue
+            break
+        except RuntimeError as error:
+            assert "call opt.reset(), and repeat" in str(error)
+    assert at > 100 and lost <= at / 100  # where Ctrl-C breaks off what another extension is told first

@@ -696,3 +696,16 @@ def test_a_step_that_was_interrupted_anywhere_is_called_again(device, settings):
             opt.step()
         assert_same([p.detach().cpu() for p in params], expected)
     assert at > 500 and repeated < at / 41 / 3
+
+
+def test_parameters_on_the_cpu_are_stepped_with_24_bits_too(device):
+    """As an embedding may be that stays there. Sums of bf16 alone would end at 306."""
+    params = [Parameter(torch.zeros(1, dtype=torch.bfloat16, device=where)) for where in ("cpu", device)]
+    settings = {"buffer_dtype": torch.bfloat16, "rounding": "compensated", "reduction": "none"}
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(params, lr=1.0, foreach=False), 100, **settings, **AWAY)
+    for factor in [256.0] + [0.5] * 99:
+        with opt.micro_batch():
+            for p in params:
+                (p * factor).sum().backward()
+        opt.step()
+    assert [float(m) for m in opt.state_dict()["fusedaccum"]["masters"].values()] == [-305.5, -305.5]

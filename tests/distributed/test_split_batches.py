@@ -64,10 +64,48 @@ def test_a_window_is_the_big_batch_of_all_ranks(worlds, size, ddp, point):
     sizes = [sizes for _, sizes, _ in results]
     if size == 4:
         assert sizes == [[4] * 3] * 2
-    elif point == 3:  # in the first window; afterwards both start with the size that fitted the one
-        assert sizes == [[11, 3, 3], [3, 3, 3]]
-    else:
-        assert sizes == [[11, 11, 3], [6, 3, 3]]
+    else:  # each rank finds its own
+        assert sizes == [[11] * 3, [3, 3, 3] if point == 3 else [6, 3, 3]]
+
+
+def fails_once(rank, size, fails, idle):
+    """Three windows; rank 1's first fails before any backward, and is passed again.
+
+    Rank 0 has no data for the second window if it is ``idle`` then.
+    """
+    model, left = made(), [fails] if rank == 1 else []
+    opt = wrapped(model, sgd, process_group=dist.group.WORLD)
+
+    def loss(part):
+        if left:
+            raise left.pop()
+        return (model(part[0], True) - part[1]).square().mean()
+
+    batcher = fa.MicroBatcher(loss, opt, size)
+    for window in range(3):
+        batch = [x.split(SAMPLES)[rank] for x in whole(window)]
+        if idle and rank == 0 and window == 1:
+            opt.flush()
+            continue
+        try:
+            batcher.step(batch)
+        except ValueError:
+            batcher.step(batch)
+    return contents(model, opt)
+
+
+@pytest.mark.parametrize("idle", [False, True], ids=["all have data", "one has none"])
+@pytest.mark.parametrize("fails", [ValueError("a bad sample"), torch.OutOfMemoryError("injected")], ids=["bad", "full"])
+def test_a_rank_may_run_a_window_again_or_have_no_data_for_one(worlds, fails, idle):
+    model = made()
+    opt = sgd(model.parameters())
+    for window in range(3):
+        opt.zero_grad()
+        x, y = (z.split(SAMPLES)[1] if idle and window == 1 else z for z in whole(window))
+        (model(x, True) - y).square().mean().backward()
+        opt.step()
+    for ours in worlds(2).run(fails_once, size="auto", fails=fails, idle=idle):
+        assert_close(ours, contents(model, opt), 3e-6)
 
 
 def shards(rank):

@@ -213,24 +213,24 @@ def test_sizes_grow_after_windows_without_an_error_only():
 
 def test_windows_that_tell_nothing_of_a_size_do_not_count():
     size = Size(1, limit=4)
-    for used, samples in ((2, 20), (4, 4), (3, 3)):
-        size.fitted(used, samples)
+    for samples in (4, 3):
+        size.fitted(samples)
     assert size.clean == 0
 
 
 def test_a_size_that_has_fitted_is_no_trial_any_more():
     size = Size(1, limit=4)
     for _ in range(16):
-        size.fitted(4, 20)
+        size.fitted(20)
     assert size.limit == 8 and size.trial
     for _ in range(15):  # not less than before the first doubling
-        size.fitted(8, 20)
+        size.fitted(20)
     assert size.limit == 8 and not size.trial
     assert size.failed(8) == 4 and size.patience == 16
     for _ in range(15):
-        size.fitted(4, 20)
+        size.fitted(20)
     assert size.limit == 4
-    size.fitted(4, 20)
+    size.fitted(20)
     assert size.limit == 8
 
 

@@ -215,7 +215,7 @@ class Accumulation:
         try:
             for ended in self.extensions.ended:
                 ended(rejected)
-        except BaseException:
+        except Exception:  # after Ctrl-C the next step() goes on
             self.step_under_way = False
             raise
         if caller_owned:

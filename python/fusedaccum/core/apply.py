@@ -126,8 +126,6 @@ class Closing:
         self._accumulation.ranks.agree()
         end = conclude(self._accumulation)
         end.closure = self.handed_on(evaluated, end)
-        self._unapplied = end  # first: where warnings are errors, an extension may raise when it hears of the end
-        self._ledger.close_window()
         self.apply(end)
 
     def anything_to_flush(self) -> bool:
@@ -206,6 +204,8 @@ class Closing:
         it, the next ``step()`` or ``flush()`` goes on from there.
         """
         self._unapplied = end
+        if self._ledger.window is end.window:  # behind that: the next line may raise, or Ctrl-C come before it
+            self._ledger.close_window()
         with self._inner_at_work():
             if end.state is WindowState.CLOSED:
                 end.applied = step_with(end, self._inner, self._accumulation)

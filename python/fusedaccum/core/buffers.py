@@ -287,6 +287,7 @@ class Buffers:
             self.of[slot.param] = slot
         self._in_groups = []
         self.has_parts = any(slot.part is not None for slot in slots)
+        self.private = any(slot.private for slot in slots)
 
     def free(self) -> None:
         """Have no storage, until gradients come."""
@@ -295,7 +296,6 @@ class Buffers:
                 del slot.block, slot.buffer
                 slot.placed = slot.prepared = False
         self.blocks.clear()
-        self.private = False
 
     def made(self, name: str, p: Parameter) -> Slot:
         """A new slot, which is not here before :meth:`replace`."""
@@ -326,7 +326,6 @@ class Buffers:
             torch._foreach_zero_([block.flat[offset + size : offset + padded(size)] for _, size, offset in places])
             block.written()
             self.blocks.append(block)
-            self.private = self.private or block.private
             if members[0].ops not in (ops, *self.ops):
                 self.ops.append(members[0].ops)
             for slot, _, offset in places:

@@ -132,6 +132,12 @@ def load(opt: Wrapper, own: dict[str, Any]) -> None:
     adaptive = opt.settings.schedule.adaptive
     if adaptive is not None and own["schedule"] is not None:
         adaptive.load_state_dict(own["schedule"])
+    try:
+        for index, saved in own["buffers"].items():
+            sums.restore(slots[index], local_of(saved["sum"]), saved["divisor"])
+    except BaseException:  # for lack of memory, say: a part of a window must not be stepped
+        sums.clear()
+        raise
     opt._ledger.restore(
         own["index"],
         None if window is None else Window(**window),
@@ -141,8 +147,6 @@ def load(opt: Wrapper, own: dict[str, Any]) -> None:
         # It holds nothing (all were dropped), so check() has let another accum_steps pass.
         opt._ledger.window.length = opt.settings.schedule.length(own["index"])
     opt._accumulation.rejected = list(own["rejected"])
-    for index, saved in own["buffers"].items():
-        sums.restore(slots[index], local_of(saved["sum"]), saved["divisor"])
     sums.changed_by_user = own["changed_by_user"]
     sums.norms.load(own["norms"], slots)
     opt._accumulation.ranks.shown_for_others.update(slots[index] for index in own["unseen"])

@@ -110,8 +110,8 @@ class Ledger:
             dropped()
 
     def close_window(self) -> None:
-        self.window, self.index = None, self.index + 1
-        for closed in self._extensions.window_closed:
+        listeners, self.window, self.index = self._extensions.window_closed, None, self.index + 1
+        for closed in listeners:
             closed()
 
     def restore(self, index: int, window: Window | None, micro: MicroBatch | None) -> None:
@@ -172,11 +172,12 @@ class Ledger:
             for rejected in self._extensions.micro_batch_rejected:
                 rejected()
             return
-        weight = self._weight_of(micro, late)
+        # Listeners are looked up first, because a call would come between, where Ctrl-C could.
+        weight, listeners = self._weight_of(micro, late), self._extensions.micro_batch_counted
         self._before_held = (self._before_held or (window.counted, self._extensions.snapshot())) if held else None
         window.commit(micro, weight)
         self.micro, micro.weight = None, weight
-        for counted in self._extensions.micro_batch_counted:
+        for counted in listeners:
             counted(micro)
 
     def _weight_of(self, micro: MicroBatch, late: Scalar | None) -> Scalar | None:
@@ -254,10 +255,9 @@ class Ledger:
 
     def may_be_last(self) -> bool:
         """True if the open micro-batch may complete the window, or in doubt; never waits."""
-        window = self.window
-        if self.schedule.window_weight is not None and self.ranks > 1:
-            return True  # the other ranks' weights count, too
-        return self.schedule.may_complete(window.length, self.steps + 1, add(window.weight, self.micro.value()))
+        window, in_doubt = self.window, self.schedule.window_weight is not None and self.ranks > 1
+        weight = add(window.weight, self.micro.value())  # of this rank: the others' count, too
+        return in_doubt or self.schedule.may_complete(window.length, self.steps + 1, weight)
 
     def is_last(self) -> bool:
         """True if the open micro-batch is known to be the last. Never if weights decide that."""

@@ -26,6 +26,7 @@ from ..warn import warn
 from .moments import Total, merge, summed
 
 if TYPE_CHECKING:
+    from ..core.apply import Conclusion
     from ..core.window import MicroBatch
     from ..distributed.group import Group
 
@@ -74,6 +75,10 @@ class BatchNormStats(Extension):
         self._pending: dict[Key, list[Call]] = {}
         self._in_part: Counter[Key] = Counter()  # calls in the part of a micro-batch that is under way
         self._counted: dict[Key, list[Total]] = {}
+        # What the two above and the layers' buffers come to, made before anything counts, because
+        # Ctrl-C may come while it is made.
+        self._counted_then: dict[Key, list[Total]] = {}
+        self._moved: list[tuple[Tensor, Tensor]] = []
 
     def record(self, key: Key, n: int, moments: Tensor, ranks: int) -> None:
         """A forward, as :class:`Call` has it."""
@@ -98,10 +103,11 @@ class BatchNormStats(Extension):
     # -- as an Extension ---------------------------------------------------------------------------
 
     @without_grad
-    def micro_batch_counted(self, micro: MicroBatch) -> None:
+    def micro_batch_ends(self, micro: MicroBatch) -> None:
+        self._counted_then = copied(self._counted)
         rounds: list[tuple[list[Total], list[Call]]] = []  # no total occurs twice in one
         for key, pending in self._pending.items():
-            counted, times = self._counted.setdefault(key, []), Counter[int]()
+            counted, times = self._counted_then.setdefault(key, []), Counter[int]()
             for call in pending:
                 if call.k == len(counted):
                     counted.append(Total(0.0, torch.zeros_like(call.moments, dtype=widest(call.moments.device))))
@@ -111,16 +117,18 @@ class BatchNormStats(Extension):
                 totals.append(counted[call.k])
                 calls.append(call)
                 times[call.k] += 1
-        self.micro_batch_dropped()
         for totals, calls in rounds:
             merge(totals, parts_of(calls, totals))
+
+    def micro_batch_counted(self, micro: MicroBatch) -> None:
+        self._counted, self._pending, self._in_part = self._counted_then, {}, Counter()
 
     def micro_batch_dropped(self) -> None:
         self._pending.clear()
         self._in_part.clear()
 
     def snapshot(self) -> dict[Key, list[Total]]:
-        return {key: [Total(t.n, t.moments.clone()) for t in of] for key, of in self._counted.items()}
+        return copied(self._counted)
 
     def roll_back(self, snapshot: dict[Key, list[Total]]) -> None:
         self._counted = snapshot
@@ -129,12 +137,17 @@ class BatchNormStats(Extension):
         self._counted.clear()
 
     @without_grad
-    def window_closed(self) -> None:
-        counted, self._counted = self._counted, {}
+    def closing(self, end: Conclusion) -> None:
+        self._moved = []
         for key, layer in self._layers():
-            if layer.running_mean is not None:  # else they have been taken away since
-                for total in counted.get(key, ()):
-                    move(layer, total)
+            if layer.running_mean is not None and key in self._counted:  # else they have been taken away since
+                self._moved += moved(layer, self._counted[key])
+
+    @without_grad
+    def window_closed(self) -> None:
+        for buffer, value in self._moved:
+            buffer.copy_(value)
+        self._moved, self._counted = [], {}
 
     def reduce(self) -> dict[str, float]:
         return {"pools": bool(self._counted)}
@@ -228,17 +241,33 @@ def over_ranks(group: Group, counted: dict[Key, list[Total]]) -> dict[Key, list[
     return result
 
 
-def move(layer: Layer, total: Total) -> None:
-    """Do to the layer's buffers what one forward of the whole window would, if all is finite."""
+def copied(counted: dict[Key, list[Total]]) -> dict[Key, list[Total]]:
+    """Totals in memory of their own, by one kernel."""
+    result = {key: [Total(t.n, torch.empty_like(t.moments)) for t in of] for key, of in counted.items()}
+    if result:
+        mine, theirs = ([t.moments for of in totals.values() for t in of] for totals in (result, counted))
+        torch._foreach_copy_(mine, theirs)
+    return result
+
+
+def moved(layer: Layer, totals: Sequence[Total]) -> list[tuple[Tensor, Tensor]]:
+    """The layer's buffers, and what forwards of the whole window would make of them.
+
+    One whose batch is not all finite changes nothing.
+    """
     assert layer.running_mean is not None and layer.running_var is not None
-    mean, squares = total.moments.to(layer.running_mean.device)
-    var = squares / (total.n - 1)
-    finite = torch.isfinite(mean).all() & torch.isfinite(var).all()
-    layer.num_batches_tracked += finite
-    momentum = 1 / widened(layer.num_batches_tracked) if layer.momentum is None else layer.momentum
-    for running, pooled in ((layer.running_mean, mean), (layer.running_var, var)):
-        moved = widened(running) * (1 - momentum) + pooled * momentum
-        running.copy_(torch.where(finite, moved.to(running.dtype), running))
+    buffers = [layer.running_mean, layer.running_var, layer.num_batches_tracked]
+    values = list(buffers)
+    for total in totals:
+        mean, squares = total.moments.to(values[0].device)
+        var = squares / (total.n - 1)
+        finite = torch.isfinite(mean).all() & torch.isfinite(var).all()
+        values[2] = values[2] + finite
+        momentum = 1 / widened(values[2]) if layer.momentum is None else layer.momentum
+        for i, pooled in ((0, mean), (1, var)):
+            new = widened(values[i]) * (1 - momentum) + pooled * momentum
+            values[i] = torch.where(finite, new.to(values[i].dtype), values[i])
+    return list(zip(buffers, values, strict=True))
 
 
 class BatchNormsLeftOut(Extension):

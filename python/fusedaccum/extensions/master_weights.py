@@ -200,9 +200,16 @@ class MasterWeights(StandIns, Extension):
 
     def _in_the_form_of(self, master: Tensor, grad: Tensor, slot: Slot) -> Tensor:
         """The gradient as the master takes it: PyTorch's fused optimizers need the same strides."""
+        if slot.rounded and grad is slot.shown and slot.untouched:
+            wide = self._room_for_gradient(master, slot)
+            self.accumulation.sums.read([slot], [wide])
+            return wide
         if local_of(grad).stride() == local_of(master).stride():
             return grad.to(master.device, master.dtype)
         return torch.empty_like(master, requires_grad=False).copy_(grad)
+
+    def _room_for_gradient(self, master: Tensor, slot: Slot) -> Tensor:
+        return torch.empty_like(master, requires_grad=False)
 
     def _return_gradients(self, slots: Iterable[Slot]) -> None:
         """What the inner optimizer did to a master's gradient, do to ``p.grad``."""

@@ -148,12 +148,8 @@ class SplitMasters(MastersInParts):
     def _take_gradients(self, slots: Iterable[Slot]) -> None:
         super()._take_gradients([slot for slot in slots if slot.param in self._joined])
 
-    def _in_the_form_of(self, master: Tensor, grad: Tensor, slot: Slot) -> Tensor:
-        if slot.rounded and grad is slot.shown and slot.untouched:
-            wide = self._lent[slot] if slot in self._lent else torch.empty_like(master, requires_grad=False)
-            self.accumulation.sums.read([slot], [wide])
-            return wide
-        return super()._in_the_form_of(master, grad, slot)
+    def _room_for_gradient(self, master: Tensor, slot: Slot) -> Tensor:
+        return self._lent[slot] if slot in self._lent else super()._room_for_gradient(master, slot)
 
     def _with_masters(self, slots: Iterable[Slot]) -> dict[torch.device, list[Slot]]:
         found: dict[torch.device, list[Slot]] = {}

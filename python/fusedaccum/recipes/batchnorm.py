@@ -165,13 +165,13 @@ class Pooled(_BatchNorm):
         # With these zeros and a momentum of 1, the forward writes (1 - 1) * 0 + 1 * statistic.
         moments = self.running_mean.new_zeros(2, len(self.running_mean))
         tracked = torch.zeros((), dtype=torch.long, device="cpu")
-        self._buffers.update(running_mean=moments[0], running_var=moments[1], num_batches_tracked=tracked)
-        self.momentum = 1.0
         try:
+            self._buffers.update(running_mean=moments[0], running_var=moments[1], num_batches_tracked=tracked)
+            self.__dict__["momentum"] = 1.0  # setting the attribute is a call, in place of which Ctrl-C may come
             output = super().forward(input)
         finally:
+            self.__dict__["momentum"] = momentum
             self._buffers.update(kept)
-            self.momentum = momentum
         if run is _Run.COUNTED:
             accumulation, key = followed
             accumulation.collector.end_returned_pass()  # or this forward would be taken to belong to its micro-batch

@@ -114,7 +114,8 @@ class MicroBatcher:
             Whatever the model or ``opt.step()`` raise. The window is dropped then, and you can pass
             the batch again.
 
-        Waits for the device only where ``opt.step()`` does, and where ranks agree on a size.
+        Waits for the device only where ``opt.step()`` does, and with FSDP2, whose ranks agree on a
+        number of micro-batches.
         """
         if isinstance(batch, DataLoader):
             raise TypeError(
@@ -197,9 +198,8 @@ class MicroBatcher:
 
     def _window(self, batch: Any, samples: int) -> None:
         """Run all micro-batches, of as many samples as fit."""
-        known, ranks = self._sizes.of(batch), self._opt._accumulation.ranks
-        limit = math.inf if known.limit is None else known.limit
-        size = self.micro_batch_size = int(min(samples, ranks.least(limit)))
+        known = self._sizes.of(batch)
+        size = self.micro_batch_size = samples if known.limit is None else min(samples, known.limit)
         whole = Part(0, samples, frozenset())
         fitted = True
         rest = [whole]  # the next one to run is at the end
@@ -220,7 +220,7 @@ class MicroBatcher:
             else:
                 rest.append(Part(part.start, part.stop, part.done | attempt.taken))
         if fitted:
-            known.fitted(size, samples)
+            known.fitted(samples)
 
     def _fits(self, batch: Any, part: Part, attempt: Attempt, whole: int) -> bool:
         """Forward and backward of a part of ``whole`` samples; False if memory ran out.

@@ -47,12 +47,9 @@ class Size:
         self.limit, self.clean, self.trial = max(half, fitted) if fitted < samples else half, 0, False
         return self.limit
 
-    def fitted(self, used: int, samples: int) -> None:
-        """Record that a window of ``samples`` fitted in micro-batches of ``used``.
-
-        ``used`` is less than the limit if other ranks needed that.
-        """
-        if self.limit is None or used < self.limit or samples <= self.limit:
+    def fitted(self, samples: int) -> None:
+        """Record that a window of ``samples`` fitted in micro-batches of the limit."""
+        if self.limit is None or samples <= self.limit:
             return  # that tells nothing about the limit
         self.clean, self.trial = self.clean + 1, False
         if self.clean >= self.patience:
