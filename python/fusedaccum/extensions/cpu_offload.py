@@ -146,8 +146,13 @@ class CpuOffload(BufferOps, Extension):
         """
         send(self._rings[outs[0].device], outs, ins, backend)
 
-    # Buffers are in CPU memory, as plain tensors.
-    scale_, stats = staticmethod(ops.scale_), staticmethod(ops.stats)
+    def scale_(self, buffers: Sequence[Tensor], scale: Scalar, *, backend: str) -> None:
+        """:func:`ops.scale_` of buffers, which are in CPU memory; so is all that it needs."""
+        ops.scale_(buffers, scale, backend=backend)
+
+    def stats(self, buffers: Sequence[Tensor], *, backend: str) -> ops.Stats:
+        """:func:`ops.stats` of buffers."""
+        return ops.stats(buffers, backend=backend)
 
     def soon(self, work: Callable[[], None]) -> Future:
         """Have the thread do ``work``, after all that it was given before."""
