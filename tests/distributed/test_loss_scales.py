@@ -14,15 +14,15 @@ from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 
-def scaled(rank, scaler_class, windows, at=3, **settings):
+def scaled(rank, scaler_class, windows, at=3, interval=100, **settings):
     """A GradScaler loop in which one rank overflows once."""
     torch.manual_seed(1)
     model = nn.Linear(4, 4)
     opt = wrapped(model, accum_steps=2, process_group=dist.group.WORLD, **settings)
     if scaler_class is ShardedGradScaler:
-        scaler = ShardedGradScaler("cpu", init_scale=1024.0, growth_interval=100)
+        scaler = ShardedGradScaler("cpu", init_scale=1024.0, growth_interval=interval)
     else:
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=interval)
     said = []
     for number in range(2 * windows):
         torch.manual_seed(10 * number + rank)
@@ -69,6 +69,15 @@ def test_an_overflow_on_one_rank_skips_the_window_of_all(worlds, scaler_class, a
         backed_off = at if rank == 1 else 3
         assert [scale for _, scale, _ in said] == [1024.0] * backed_off + [512.0] * (6 - backed_off)
         assert not any(warned for *_, warned in said)
+
+
+@pytest.mark.parametrize("scaler_class", SCALERS)
+def test_after_an_overflow_on_one_rank_scales_grow_again_together(worlds, scaler_class):
+    """A rank's scaler counts from its own overflow; all of them from the latest, then."""
+    for _, said in worlds(2).run(scaled, scaler_class=scaler_class, windows=24, at=2, interval=8):
+        assert [number // 2 for number, (updated, *_) in enumerate(said) if number % 2 and not updated] == [1]
+        # Halved in micro-batch 2, or with its window's end, and doubled after every 8 from then on.
+        assert [scale for _, scale, _ in said[3::8]] == [512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0]
 
 
 @pytest.mark.parametrize("scaler_class", SCALERS)

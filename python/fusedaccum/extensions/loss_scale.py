@@ -11,6 +11,7 @@ before every add, on the device.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
@@ -53,6 +54,7 @@ class LossScale(Extension):
 
     def __init__(self) -> None:
         self.live: Tensor | None = None
+        self._tracker: Tensor | None = None
         self._copied = False
         self._unit: Scalar | None = None  # None: as far as we know the sums carry none
         # True if a scaler that we have not seen unscaled them, so that later scales are unknown.
@@ -92,6 +94,8 @@ class LossScale(Extension):
         if scale is not self.live:
             self._taken_for = self.now()
         self.live, self._copied = scale, False
+        # The scaler's count of steps since an overflow, which it tells nobody.
+        self._tracker = getattr(sys._getframe(1).f_locals.get("self"), "_growth_tracker", None)
         return scale
 
     def now(self) -> Scalar | None:
@@ -282,7 +286,8 @@ class LossScale(Extension):
         """
         window, mine = self.accumulation.ledger.window, self._mine
         if not all_equal(totals["scale"], totals["scale_square"], totals["scales"]):
-            self._lower(group.least(mine["scale"] or math.inf))
+            seen = self.live is not None and not self._copied
+            level(group, mine["scale"], *((self.live, self._tracker) if seen else (None, None)))
         if not mine["parts"]:
             self._unit = totals["unit"] / totals["parts"] if totals["unit"] else None
         if totals["overflow"] or totals["unit"] or window.void:
@@ -301,14 +306,6 @@ class LossScale(Extension):
             "not applied, and all ranks go on with the smallest scale"
         )
         window.void = True
-
-    def _lower(self, least: float) -> None:
-        """Set the scaler's scale to ``least``, as other ranks do.
-
-        A checkpoint's, whose scaler has not been seen yet, is left alone.
-        """
-        if self.live is not None and not self._copied:
-            self.live.fill_(least)
 
     def save(self) -> dict[str, Any]:
         here = self.accumulation.ledger.window is not None
@@ -333,6 +330,18 @@ class LossScale(Extension):
     def join(self, parts: Sequence[dict[str, Any]], mine: Sequence[int], ranks: int) -> dict[str, Any]:
         unit = next((part["unit"] for part in parts if part["unit"] is not None), None)
         return {"scale": parts[0]["scale"], "unit": unit, "unit_lost": any(parts[i]["unit_lost"] for i in mine)}
+
+
+def level(group: Group, scale: float, live: Tensor | None, tracker: Tensor | None) -> None:
+    """Make the ranks' scales, and the counts after which they grow, the smallest of all ranks'.
+
+    Counts that differ would let the scale grow on one rank at a time. ``live`` and ``tracker`` are
+    None for a checkpoint's scaler that has not been seen yet, which is left alone.
+    """
+    for tensor, mine in ((live, scale or math.inf), (tracker, math.inf if tracker is None else float(tracker))):
+        least = group.least(mine)
+        if tensor is not None:
+            tensor.fill_(least)
 
 
 def all_equal(total: float, total_of_squares: float, count: float) -> bool:
