@@ -240,6 +240,23 @@ def test_the_forward_of_a_pooled_batch_norm_leaves_the_layer_as_it_was():
     assert at > 50
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_cached_backward_leaves_gradients_on():
+    for at in range(1, MOST):
+        net = nn.Linear(3, 4)
+        opt = fa.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), 2)
+        call = functools.partial(fa.cached_backward, torch.var, net, torch.randn(4, 3), micro_batch_size=2, opt=opt)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the open window was dropped
+            stopped = interrupted(call, at)
+        enabled = torch.is_grad_enabled()
+        torch.set_grad_enabled(True)
+        assert enabled, at
+        if stopped is None:
+            break
+    assert at > 100
+
+
 def over(opt):
     """True if ``step()`` has nothing left to do: Ctrl-C came as it returned."""
     ledger, accumulation = opt._ledger, opt._accumulation

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.optim import Optimizer
 
 from ..core.apply import conclude
 from ..core.extension import Extension
+from ..engine import without_grad
 from ..scalars import Scalar
 
 if TYPE_CHECKING:
@@ -84,14 +84,20 @@ class EvaluatedWindows(Extension):
             loss = closure()
             accumulation.passes.end_open_pass()
             if end is None or not closing.still_shows(end):
-                with torch.no_grad():
-                    accumulation.end_micro_batch(weight)
-                    end = conclude(accumulation)
-                    accumulation.sums.finish_(end.slots, end.divisor, end.coef)
-                    accumulation.sums.shown_as_is()
+                end = self._finished(weight)
             return loss
 
         loss = self.inner.step(evaluate)
         assert end is not None  # LBFGS has evaluated it
         closing.stepped_with(end)
         return loss
+
+    @without_grad
+    def _finished(self, weight: Scalar | None) -> Conclusion:
+        """What the window comes to that the closure has run; ``p.grad`` is its gradient then."""
+        accumulation = self.accumulation
+        accumulation.end_micro_batch(weight)
+        end = conclude(accumulation)
+        accumulation.sums.finish_(end.slots, end.divisor, end.coef)
+        accumulation.sums.shown_as_is()
+        return end

@@ -20,6 +20,7 @@ from torch.nn.utils import parametrize
 from ..core.extension import LossFrom
 from ..core.optimizer import AccumulatingOptimizer
 from ..core.parameters import accumulation_of
+from ..engine import without_grad
 from ..scalars import Scalar, checked_count
 from .batchnorm import Pooled
 from .nested import batch_size, call, cut, leaves, mapped
@@ -149,12 +150,12 @@ class _Encoding:
         versions = self._versions()
         parts = []
         new_part = _parts_of_statistics(self.modules if self.frozen else ())
-        heard = listening(untold(self.modules) if self.split else ())
-        with heard as self.called, nullcontext() if self.frozen else torch.no_grad():
+        encode = self._encode if self.frozen else without_grad(self._encode)
+        with listening(untold(self.modules) if self.split else ()) as self.called:
             for start, stop in self._bounds:
                 self._random.append(RandomState(self.placed))
                 new_part()
-                parts.append(self._encode(start, stop))
+                parts.append(encode(start, stop))
                 self._check_embedding(parts[-1], stop - start)
         if self._versions() != versions and not self.frozen:
             raise RuntimeError(

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from ..engine import without_grad
+
 
 class RandomState:
     """State of the default generators of CPU, current device and ``tensors``. Does not wait."""
@@ -57,6 +59,14 @@ def unmoved(functions: Sequence[Any], but: Iterable[Module] = ()) -> Iterator[Co
     for function in functions:
         for module in function.modules() if isinstance(function, Module) else ():
             keep(module)
+
+    @without_grad
+    def restore() -> None:
+        for buffers, name, buffer, before in saved:
+            buffers[name] = buffer
+            if buffer is not None and before is not None:
+                buffer.copy_(before)  # always: native batch normalisation writes without bumping the version
+
     calls_others = not all(isinstance(function, Module) for function in functions)
     hook = register_module_forward_pre_hook(keep) if calls_others else None
     try:
@@ -64,8 +74,4 @@ def unmoved(functions: Sequence[Any], but: Iterable[Module] = ()) -> Iterator[Co
     finally:
         if hook is not None:
             hook.remove()
-        with torch.no_grad():
-            for buffers, name, buffer, before in saved:
-                buffers[name] = buffer
-                if buffer is not None and before is not None:
-                    buffer.copy_(before)  # always: native batch normalisation writes without bumping the version
+        restore()
