@@ -225,14 +225,15 @@ def test_a_parameter_without_memory_is_named_before_anything_is_added():
     opt.reset()
 
 
+@pytest.mark.parametrize("settings", [{}, {"master_weights": True}, {"optimizer_device": "cpu"}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn], ids=str)
-def test_quantized_weights_stay_out_of_the_optimizer(dtype):
+def test_quantized_weights_stay_out_of_the_optimizer(dtype, settings):
     """As in QLoRA, whose frozen weights plain PyTorch takes with the rest of model.parameters()."""
     frozen = nn.Parameter(torch.zeros(4).to(dtype), requires_grad=False)
     with pytest.raises(
         ValueError, match=r"\['params'\]\[1\] is torch\..*8.*Leave .* out of the optimizer: .* if p\.requires_grad"
     ):
-        fa.AccumulatingOptimizer(sgd([nn.Parameter(torch.zeros(2)), frozen]))
+        fa.AccumulatingOptimizer(sgd([nn.Parameter(torch.zeros(2)), frozen]), **settings)
 
 
 def test_a_lazy_module_is_wrapped_once_it_has_seen_an_input():

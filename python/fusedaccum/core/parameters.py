@@ -63,9 +63,9 @@ def new(
     found = [(name, p) for p, name in named(accumulation, groups).items() if p not in accumulation.sums.buffers.of]
     for name, p in found:
         other = accumulation_of(p)
+        check_parameter(name, p, other is not None and other.sums.shows(p))
         for check in accumulation.extensions.check_parameter:
             check(name, p, anew or other is not None)
-        check_parameter(name, p, other is not None and other.sums.shows(p))
     return found
 
 
