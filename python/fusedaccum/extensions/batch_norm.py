@@ -145,8 +145,9 @@ class BatchNormStats(Extension):
 
     @without_grad
     def window_closed(self) -> None:
-        for buffer, value in self._moved:
-            buffer.copy_(value)
+        if self._moved:
+            buffers, values = zip(*self._moved, strict=True)
+            torch._foreach_copy_(buffers, values)  # one call, which Ctrl-C cannot break off
         self._moved, self._counted = [], {}
 
     def reduce(self) -> dict[str, float]:
