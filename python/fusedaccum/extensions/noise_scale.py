@@ -132,8 +132,8 @@ class NoiseScale(Extension):
     # -- the whole window --------------------------------------------------------------------------
 
     def closing(self, end: Conclusion) -> None:
-        # Apart, because the inner optimizer may run a backward, which opens the next window. None if
-        # other code has changed the sums (clipped them): then the two norms are of different things.
+        # Apart, because the inner optimizer may run a backward, which opens the next window. None
+        # if other code has changed the sums (clipped them): then the norms are of different things.
         self._small_of_closed = None if self.accumulation.sums.changed_by_user else self._small
 
     def window_reported(self, end: Conclusion) -> None:
