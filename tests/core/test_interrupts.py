@@ -224,6 +224,33 @@ def test_just_before_a_window_closes(monkeypatch, call):
     assert_same_parameters(net, plain, 1e-6)
 
 
+def test_before_a_window_closes_the_loop_may_go_on_instead(monkeypatch):
+    """It is open still: a checkpoint has it, without a warning, and what comes next joins it."""
+    net, plain, x = model(torch.float32), None, torch.randn(4, 3)
+    opt, plain = fa.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), 2), twin(net)
+    close = Ledger.close_window
+
+    def stops(ledger):
+        monkeypatch.setattr(Ledger, "close_window", close)
+        raise KeyboardInterrupt
+
+    backward(net, x)
+    opt.step()
+    backward(net, x)
+    monkeypatch.setattr(Ledger, "close_window", stops)
+    with pytest.raises(KeyboardInterrupt):
+        opt.step()
+    saved = opt.state_dict()["fusedaccum"]
+    assert saved["window"]["micro_batches"] == 2 and len(saved["buffers"]) == 3
+    backward(net, x)
+    opt.step()
+    opt.zero_grad()
+    backward(plain, x)
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    assert opt.updated and opt.last_window.micro_batches == 3
+    assert_same_parameters(net, plain, 1e-6)
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_the_forward_of_a_pooled_batch_norm_leaves_the_layer_as_it_was():
     for at in range(1, MOST):
@@ -257,6 +284,15 @@ def test_cached_backward_leaves_gradients_on():
     assert at > 100
 
 
+class TwoNorms(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.BatchNorm1d(3).double(), nn.BatchNorm1d(3).double()
+
+    def forward(self, x):
+        return self.one(x) + self.other(2 * x)
+
+
 def over(opt):
     """True if ``step()`` has nothing left to do: Ctrl-C came as it returned."""
     ledger, accumulation = opt._ledger, opt._accumulation
@@ -269,15 +305,15 @@ def over(opt):
 @pytest.mark.parametrize("stopped", [2, 3], ids=["inside a window", "at its end"])
 def test_a_step_called_again_pools_what_batch_norms_have_seen(stopped):
     batches = [torch.randn(4, 3).double() * (i + 1) for i in range(6)]
-    big, lost = nn.BatchNorm1d(3).double(), 0
+    big, lost = TwoNorms(), []
     for i in range(0, 6, 2):
         big(torch.cat(batches[i : i + 2]))
-    for at in range(1, MOST, 3):
-        layer = fa.accumulate_batchnorm(nn.BatchNorm1d(3).double())
-        opt = fa.AccumulatingOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1), 2)
+    for at in range(1, MOST):
+        net = fa.accumulate_batchnorm(TwoNorms())
+        opt = fa.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), 2)
         try:
             for i, x in enumerate(batches):
-                opt.backward((layer(x) - 1).square().mean())
+                opt.backward((net(x) - 1).square().mean())
                 interrupt = interrupted(opt.step, at if i == stopped else MOST)
                 if i == stopped and interrupt is None:
                     break
@@ -285,10 +321,11 @@ def test_a_step_called_again_pools_what_batch_norms_have_seen(stopped):
                     opt.step()
                 opt.zero_grad()
             else:
-                same = zip(layer.buffers(), big.buffers(), strict=True)
-                lost += not all(torch.allclose(a.double(), b.double(), rtol=1e-9, atol=1e-12) for a, b in same)
+                same = zip(net.buffers(), big.buffers(), strict=True)
+                if not all(torch.allclose(a.double(), b.double(), rtol=1e-9, atol=1e-12) for a, b in same):
+                    lost.append(at)
                 continue
             break
         except RuntimeError as error:
             assert "call opt.reset(), and repeat" in str(error)
-    assert at > 100 and lost <= at / 100  # where Ctrl-C breaks off what another extension is told first
+    assert at > 200 and len(lost) <= 4  # where micro_batch_counted() is not called any more

@@ -136,7 +136,7 @@ class Accumulation:
         """
         ledger = self.ledger
         if self.idle_is_open and (weight is not None or ledger.micro.weight is None):
-            ledger.withdraw_micro_batch()
+            ledger.micro = None  # as if it had not been opened: forwards since then belong to the next one
         elif self.idle_is_open:
             ledger.micro.state = MicroBatchState.OPEN
             warn(
@@ -184,7 +184,7 @@ class Accumulation:
     def drop_idle(self) -> None:
         """Forget a micro-batch whose block had no backward, if no ``step()`` has counted it."""
         if self.idle_is_open:
-            self.ledger.withdraw_micro_batch()
+            self.ledger.micro = None
 
     def end_micro_batch(self, weight: Scalar | None) -> None:
         """Count the micro-batch, or refuse, before ``step()`` or ``flush()`` checks the window."""

@@ -126,6 +126,8 @@ class Closing:
         self._accumulation.ranks.agree()
         end = conclude(self._accumulation)
         end.closure = self.handed_on(evaluated, end)
+        self._unapplied = end  # first: where warnings are errors, an extension may raise when it hears of the end
+        self._ledger.close_window()
         self.apply(end)
 
     def anything_to_flush(self) -> bool:
@@ -196,16 +198,16 @@ class Closing:
     @property
     def broke_off(self) -> bool:
         """True if the next call of :meth:`apply_again` would apply a window."""
-        end = self._unapplied
-        return end is not None and end.begun == self._sums.begun and not self._accumulation.at_work
+        end, sums = self._unapplied, self._sums
+        if end is None or end.window is self._ledger.window:  # the latter if Ctrl-C came before it was closed
+            return False
+        return end.begun == sums.begun and not self._accumulation.at_work
 
     def apply(self, end: Conclusion) -> None:
         """Apply a closed window and report it. When the inner optimizer raises, or anything after
         it, the next ``step()`` or ``flush()`` goes on from there.
         """
         self._unapplied = end
-        if self._ledger.window is end.window:  # behind that: the next line may raise, or Ctrl-C come before it
-            self._ledger.close_window()
         with self._inner_at_work():
             if end.state is WindowState.CLOSED:
                 end.applied = step_with(end, self._inner, self._accumulation)

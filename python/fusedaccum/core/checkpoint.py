@@ -117,9 +117,10 @@ def check(opt: Wrapper, own: dict[str, Any]) -> None:
                 "window's end"
             )
         if theirs != here:
+            fix = f"build it with {name}={theirs}" if name in own["settings"] else f"leave {name} out"
             raise ValueError(
                 f"the checkpoint was taken inside a window with {name}={theirs}, and this wrapper has "
-                f"{name}={here}; build it with {name}={theirs}, or save at a window's end (flush() first)"
+                f"{name}={here}; {fix}, or save at a window's end (flush() first)"
             )
 
 
@@ -128,8 +129,7 @@ def load(opt: Wrapper, own: dict[str, Any]) -> None:
     """Load a checked checkpoint; the window must be empty."""
     own = as_now(own, own.get("format"))
     sums, slots = opt._sums, opt._sums.buffers.slots
-    window, micro = own["window"], own["micro_batch"]
-    adaptive = opt.settings.schedule.adaptive
+    window, micro, adaptive = own["window"], own["micro_batch"], opt.settings.schedule.adaptive
     if adaptive is not None and own["schedule"] is not None:
         adaptive.load_state_dict(own["schedule"])
     try:

@@ -90,12 +90,9 @@ class Ledger:
             opened()
 
     def drop_micro_batch(self) -> None:
-        self.withdraw_micro_batch()
-        self.drop_forwards()
-
-    def withdraw_micro_batch(self) -> None:
-        """As if it had not been opened; forwards since then belong to the next one."""
+        """Drop forwards since it was opened, too, which would else belong to the next one."""
         self.micro = None
+        self.drop_forwards()
 
     def drop_forwards(self) -> None:
         """What the extensions have seen since a micro-batch was counted belongs to none."""
@@ -256,7 +253,7 @@ class Ledger:
     def may_be_last(self) -> bool:
         """True if the open micro-batch may complete the window, or in doubt; never waits."""
         window, in_doubt = self.window, self.schedule.window_weight is not None and self.ranks > 1
-        weight = add(window.weight, self.micro.value())  # of this rank: the others' count, too
+        weight = add(window.weight, self.micro.value())  # this rank's alone: over ranks, in doubt
         return in_doubt or self.schedule.may_complete(window.length, self.steps + 1, weight)
 
     def is_last(self) -> bool:

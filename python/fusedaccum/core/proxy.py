@@ -236,8 +236,8 @@ class Wrapper(Optimizer):
         """How far the open window is, for ``bar.set_postfix(opt.progress)``. Never waits.
 
         ``"window"`` is its index; ``"micro_batch"`` how many it holds, as ``"3/8"`` if a count
-        closes it; ``"weight"``, as ``"96/4096"``, is there if weights that the host knows close
-        it, on one rank. Once a window has closed, this describes the next one.
+        closes it; ``"weight"``, as ``"96/4096"``, is there if weights that the host knows close it,
+        in one process. Once a window has closed, this describes the next one.
         """
         return self._ledger.progress
 

@@ -196,7 +196,7 @@ class Sums:
     def restore(self, slot: Slot, saved: Tensor, divisor: Scalar) -> None:
         """Put a saved sum back."""
         self.place([slot])
-        if not self.write([slot], [saved.to(slot.buffer.device)]):
+        if not self.write([slot], [saved]):
             slot.buffer.copy_(saved)
         self.written([slot], divisor)
 

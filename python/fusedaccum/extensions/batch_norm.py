@@ -75,10 +75,10 @@ class BatchNormStats(Extension):
         self._pending: dict[Key, list[Call]] = {}
         self._in_part: Counter[Key] = Counter()  # calls in the part of a micro-batch that is under way
         self._counted: dict[Key, list[Total]] = {}
-        # What the two above and the layers' buffers come to, made before anything counts, because
-        # Ctrl-C may come while it is made.
+        # ``_counted`` with the open micro-batch, and the layers' buffers after the window. They are
+        # computed before the events that make them count, so that Ctrl-C meanwhile changes nothing.
         self._counted_then: dict[Key, list[Total]] = {}
-        self._moved: list[tuple[Tensor, Tensor]] = []
+        self._moved: dict[Tensor, Tensor] = {}
 
     def record(self, key: Key, n: int, moments: Tensor, ranks: int) -> None:
         """A forward, as :class:`Call` has it."""
@@ -104,7 +104,7 @@ class BatchNormStats(Extension):
 
     @without_grad
     def micro_batch_ends(self, micro: MicroBatch) -> None:
-        self._counted_then = copied(self._counted)
+        self._counted_then = copied(self._counted) if self._pending else self._counted
         rounds: list[tuple[list[Total], list[Call]]] = []  # no total occurs twice in one
         for key, pending in self._pending.items():
             counted, times = self._counted_then.setdefault(key, []), Counter[int]()
@@ -138,17 +138,23 @@ class BatchNormStats(Extension):
 
     @without_grad
     def closing(self, end: Conclusion) -> None:
-        self._moved = []
-        for key, layer in self._layers():
+        self._moved = {}
+        for key, layer in sorted(self._layers(), key=lambda found: found[0]):  # in which order they share buffers
             if layer.running_mean is not None and key in self._counted:  # else they have been taken away since
-                self._moved += moved(layer, self._counted[key])
+                move(layer, self._counted[key], self._moved)
+
+    def window_closed(self) -> None:
+        self._move()
+
+    def window_reported(self, end: Conclusion) -> None:
+        if self._moved:  # Ctrl-C came in the place of the above
+            self._move()
 
     @without_grad
-    def window_closed(self) -> None:
+    def _move(self) -> None:
         if self._moved:
-            buffers, values = zip(*self._moved, strict=True)
-            torch._foreach_copy_(buffers, values)  # one call, which Ctrl-C cannot break off
-        self._moved, self._counted = [], {}
+            torch._foreach_copy_([*self._moved], [*self._moved.values()])  # one call, which Ctrl-C cannot break off
+        self._moved, self._counted = {}, {}
 
     def reduce(self) -> dict[str, float]:
         return {"pools": bool(self._counted)}
@@ -251,14 +257,15 @@ def copied(counted: dict[Key, list[Total]]) -> dict[Key, list[Total]]:
     return result
 
 
-def moved(layer: Layer, totals: Sequence[Total]) -> list[tuple[Tensor, Tensor]]:
-    """The layer's buffers, and what forwards of the whole window would make of them.
+def move(layer: Layer, totals: Sequence[Total], moved: dict[Tensor, Tensor]) -> None:
+    """Add to ``moved`` what forwards of the whole window would make of the layer's buffers.
 
-    One whose batch is not all finite changes nothing.
+    It has that already of those that the layer shares with others. A forward whose batch is not
+    all finite changes nothing.
     """
     assert layer.running_mean is not None and layer.running_var is not None
     buffers = [layer.running_mean, layer.running_var, layer.num_batches_tracked]
-    values = list(buffers)
+    values = [moved.get(buffer, buffer) for buffer in buffers]
     for total in totals:
         mean, squares = total.moments.to(values[0].device)
         var = squares / (total.n - 1)
@@ -268,7 +275,7 @@ def moved(layer: Layer, totals: Sequence[Total]) -> list[tuple[Tensor, Tensor]]:
         for i, pooled in ((0, mean), (1, var)):
             new = widened(values[i]) * (1 - momentum) + pooled * momentum
             values[i] = torch.where(finite, new.to(values[i].dtype), values[i])
-    return list(zip(buffers, values, strict=True))
+    moved.update(zip(buffers, values, strict=True))
 
 
 class BatchNormsLeftOut(Extension):

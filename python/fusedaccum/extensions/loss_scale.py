@@ -333,7 +333,7 @@ class LossScale(Extension):
 
 
 def level(group: Group, scale: float, live: Tensor | None, tracker: Tensor | None) -> None:
-    """Make the ranks' scales, and the counts after which they grow, the smallest of all ranks'.
+    """Make the ranks' scales, and their counts of steps since an overflow, the smallest of all.
 
     Counts that differ would let the scale grow on one rank at a time. ``live`` and ``tracker`` are
     None for a checkpoint's scaler that has not been seen yet, which is left alone.

@@ -119,4 +119,6 @@ class LowParts(BufferOps, Extension):
         ops.cast_(outs, buffers, low=self._of(buffers), backend=backend)
 
     def write_sums(self, slots: Sequence[Slot], sums: Sequence[Tensor], backend: str) -> None:
-        self.accumulate_([slot.buffer for slot in slots], sums, 1.0, overwrite=True, rounding=None, backend=backend)
+        buffers = [slot.buffer for slot in slots]
+        here = [x.to(buffer.device) for x, buffer in zip(sums, buffers, strict=True)]  # a checkpoint's may be elsewhere
+        self.accumulate_(buffers, here, 1.0, overwrite=True, rounding=None, backend=backend)

@@ -167,10 +167,13 @@ class Pooled(_BatchNorm):
         tracked = torch.zeros((), dtype=torch.long, device="cpu")
         try:
             self._buffers.update(running_mean=moments[0], running_var=moments[1], num_batches_tracked=tracked)
-            self.__dict__["momentum"] = 1.0  # setting the attribute is a call, in place of which Ctrl-C may come
+            self.momentum = 1.0
             output = super().forward(input)
         finally:
-            self.__dict__["momentum"] = momentum
+            if "momentum" in self.__dict__:  # else a subclass computes it
+                self.__dict__["momentum"] = momentum  # no call, in place of which Ctrl-C could come
+            else:
+                self.momentum = momentum
             self._buffers.update(kept)
         if run is _Run.COUNTED:
             accumulation, key = followed

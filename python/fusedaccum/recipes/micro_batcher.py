@@ -50,10 +50,9 @@ class MicroBatcher:
         micro_batch_size: samples at most, in parts as equal as possible; or ``"auto"``, which
             begins with the whole batch, halves on an error, remembers for each shape what fitted,
             and tries twice that after 16 windows without an error (after 32, 64, ... if it does not
-            fit again). Ranks that share windows begin each window with the smallest of their sizes
-            (one number per window is reduced, which waits for the device). With a number, an
-            out-of-memory error is raised; layers of ``fuse_linear`` then stay fused, and sums
-            travel to other ranks during the last backward, as in a hand-written loop.
+            fit again). Each rank finds its own size. With a number, an out-of-memory error is
+            raised; layers of ``fuse_linear`` then stay fused, and sums travel to other ranks during
+            the last backward, as in a hand-written loop.
         weight: function that returns a micro-batch's number of items (or a 0-d tensor), called
             before it is moved; a batch's weight must be the sum of its parts'. None counts samples.
         device: micro-batches move there one by one, so the desired batch may stay in CPU memory.

@@ -294,3 +294,39 @@ def test_a_compiled_model_pools_too(compiled_anew):
     net.eval()
     x = torch.randn(4, 3)
     torch.testing.assert_close(torch.compile(net, backend="aot_eager", fullgraph=True)(x), net(x))
+
+
+class Halved(nn.BatchNorm1d):
+    """Its momentum is computed."""
+
+    @property
+    def momentum(self):
+        return self._doubled / 2
+
+    @momentum.setter
+    def momentum(self, value):
+        self._doubled = 2 * value
+
+
+def test_a_momentum_that_a_subclass_computes():
+    layer, oracle = pair(Halved(3))
+    windows = micro_batches((3,))
+    train(layer, wrapped(layer, 4), windows)
+    big_batches(oracle, windows)
+    assert layer.momentum == 0.1
+    assert_same_statistics(layer, oracle)
+
+
+def test_layers_that_share_their_buffers():
+    """Each moves them in turn, as forwards of the big batch do."""
+    net, oracle = (nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3)) for _ in range(2))
+    for model in (net, oracle):
+        for name, buffer in model[0].named_buffers():
+            setattr(model[1], name, buffer)
+    fa.accumulate_batchnorm(net)
+    opt, x = wrapped(net, 1), torch.randn(8, 3)
+    net(x).sum().backward()
+    opt.step()
+    oracle(x)
+    assert int(net[0].num_batches_tracked) == 2
+    assert_same_statistics(net[0], oracle[0])
