@@ -193,42 +193,13 @@ def test_a_step_that_was_interrupted_is_called_again(settings):
     assert at > 100 and repeated < at / 3
 
 
-@pytest.mark.parametrize("call", ["step", "flush"])
-def test_just_before_a_window_closes(monkeypatch, call):
-    """Called again, it closes the window, which is applied once."""
-    net = model(torch.float32)
-    opt = fa.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), 2 if call == "step" else 3)
-    plain, close, x = twin(net), Ledger.close_window, torch.randn(4, 3)
+def stopped_before_it_closes(monkeypatch, call, steps):
+    """A wrapper whose window of two micro-batches ``call`` was about to close.
 
-    def stops(ledger):
-        monkeypatch.setattr(Ledger, "close_window", close)
-        raise KeyboardInterrupt
-
-    backward(net, x)
-    opt.step()
-    backward(net, x)
-    monkeypatch.setattr(Ledger, "close_window", stops)
-    for _ in range(2):
-        try:
-            getattr(opt, call)()
-        except KeyboardInterrupt:
-            continue
-    backward(plain, x)
-    torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    assert opt.updated
-    assert_same_parameters(net, plain, 1e-6)
-    opt.zero_grad()
-    backward(net, x)
-    opt.step()  # the next window's first micro-batch
-    assert opt.progress == {"window": 1, "micro_batch": "1/2" if call == "step" else "1/3"}
-    assert_same_parameters(net, plain, 1e-6)
-
-
-def test_before_a_window_closes_the_loop_may_go_on_instead(monkeypatch):
-    """It is open still: a checkpoint has it, without a warning, and what comes next joins it."""
-    net, plain, x = model(torch.float32), None, torch.randn(4, 3)
-    opt, plain = fa.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), 2), twin(net)
-    close = Ledger.close_window
+    Returns its model, it, the batch, and the model that the big batch trains.
+    """
+    close, net, x = Ledger.close_window, model(torch.float32), torch.randn(4, 3)
+    opt, big = fa.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), steps), twin(net)
 
     def stops(ledger):
         monkeypatch.setattr(Ledger, "close_window", close)
@@ -239,16 +210,34 @@ def test_before_a_window_closes_the_loop_may_go_on_instead(monkeypatch):
     backward(net, x)
     monkeypatch.setattr(Ledger, "close_window", stops)
     with pytest.raises(KeyboardInterrupt):
-        opt.step()
+        getattr(opt, call)()
+    backward(big, x)
+    torch.optim.SGD(big.parameters(), lr=0.1).step()
+    return net, opt, x, big
+
+
+@pytest.mark.parametrize(("call", "steps"), [("step", 2), ("flush", 3)])
+def test_a_call_that_was_about_to_close_a_window_closes_it_when_called_again(monkeypatch, call, steps):
+    net, opt, x, big = stopped_before_it_closes(monkeypatch, call, steps)
+    getattr(opt, call)()
+    assert opt.updated
+    assert_same_parameters(net, big, 1e-6)
+    opt.zero_grad()
+    backward(net, x)
+    opt.step()  # the next window's first micro-batch
+    assert opt.progress == {"window": 1, "micro_batch": f"1/{steps}"}
+    assert_same_parameters(net, big, 1e-6)
+
+
+def test_a_window_that_was_about_to_close_is_open(monkeypatch):
+    """A checkpoint has it, without a warning, and what comes next joins it."""
+    net, opt, x, big = stopped_before_it_closes(monkeypatch, "step", 2)
     saved = opt.state_dict()["fusedaccum"]
     assert saved["window"]["micro_batches"] == 2 and len(saved["buffers"]) == 3
     backward(net, x)
     opt.step()
-    opt.zero_grad()
-    backward(plain, x)
-    torch.optim.SGD(plain.parameters(), lr=0.1).step()
     assert opt.updated and opt.last_window.micro_batches == 3
-    assert_same_parameters(net, plain, 1e-6)
+    assert_same_parameters(net, big, 1e-6)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
