@@ -80,7 +80,7 @@ CALLS = {
     "add_param_group": inside(lambda net, opt, x: opt.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})),
 }
 MOST = 3000  # points that a call may have
-# From one of them that is tried to the next; 1 tries all, in ten minutes.
+# From one of them that is tried to the next; 1 tries all, in three minutes.
 EVERY = int(os.environ.get("INTERRUPT_EVERY", 23))
 
 
