@@ -4,6 +4,8 @@ import itertools
 
 import pytest
 import torch
+from fusedaccum.core.sums import Sums
+from fusedaccum.extensions.losses import Losses
 from offloading import assert_same, contents, made, micro_batches, train
 from torch.utils._pytree import tree_map_only
 
@@ -40,19 +42,20 @@ def test_an_open_window_goes_on(device, name):
     assert_same(contents(resumed, again), contents(straight, its), 0.0 if device.type == "late" else 1e-3)
 
 
-def test_a_window_that_loads_halfway_is_dropped(device, monkeypatch):
+@pytest.mark.parametrize("of", ["sums", "a feature"])
+def test_a_window_that_loads_halfway_is_dropped(device, monkeypatch, of):
     model, opt = made(device, accum_steps=3)
     x, y = next(micro_batches(device, 1))
     (model(x) - y).square().mean().backward()
     opt.step()
-    saved, restore = opt.state_dict(), type(opt._sums).restore
+    saved, restore = opt.state_dict(), Sums.restore
 
-    def fails(sums, slot, *saved):
-        if slot.index == 2:
+    def fails(owner, slot, *saved):
+        if of == "a feature" or slot.index == 2:
             raise torch.OutOfMemoryError("injected")
-        restore(sums, slot, *saved)
+        restore(owner, slot, *saved)
 
-    monkeypatch.setattr(type(opt._sums), "restore", fails)
+    monkeypatch.setattr(*((Sums, "restore") if of == "sums" else (Losses, "load")), fails)
     with pytest.raises(torch.OutOfMemoryError, match="injected"):
         opt.load_state_dict(saved)
     assert opt.progress["micro_batch"] == "0/3" and all(p.grad is None for p in model.parameters())

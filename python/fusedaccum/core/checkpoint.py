@@ -132,12 +132,6 @@ def load(opt: Wrapper, own: dict[str, Any]) -> None:
     window, micro, adaptive = own["window"], own["micro_batch"], opt.settings.schedule.adaptive
     if adaptive is not None and own["schedule"] is not None:
         adaptive.load_state_dict(own["schedule"])
-    try:
-        for index, saved in own["buffers"].items():
-            sums.restore(slots[index], local_of(saved["sum"]), saved["divisor"])
-    except BaseException:  # for lack of memory, say: a part of a window must not be stepped
-        sums.clear()
-        raise
     opt._ledger.restore(
         own["index"],
         None if window is None else Window(**window),
@@ -147,11 +141,17 @@ def load(opt: Wrapper, own: dict[str, Any]) -> None:
         # It holds nothing (all were dropped), so check() has let another accum_steps pass.
         opt._ledger.window.length = opt.settings.schedule.length(own["index"])
     opt._accumulation.rejected = list(own["rejected"])
-    sums.changed_by_user = own["changed_by_user"]
-    sums.norms.load(own["norms"], slots)
-    opt._accumulation.ranks.shown_for_others.update(slots[index] for index in own["unseen"])
-    for key, extension in opt._accumulation.extensions.saved.items():
-        if key in own:
-            extension.load(own[key])
-        else:
-            extension.started_anew()
+    try:
+        for index, saved in own["buffers"].items():
+            sums.restore(slots[index], local_of(saved["sum"]), saved["divisor"])
+        sums.changed_by_user = own["changed_by_user"]
+        sums.norms.load(own["norms"], slots)
+        opt._accumulation.ranks.shown_for_others.update(slots[index] for index in own["unseen"])
+        for key, extension in opt._accumulation.extensions.saved.items():
+            if key in own:
+                extension.load(own[key])
+            else:
+                extension.started_anew()
+    except BaseException:  # for lack of memory, say: a part of a window must not be stepped
+        opt.reset()
+        raise
