@@ -11,6 +11,7 @@ import fusedaccum as fa
 import pytest
 import torch
 from fusedaccum.core.ledger import Ledger
+from fusedaccum.extensions.nonfinite import SkipMicroBatch
 from interrupting import interrupted
 from torch import nn
 from training import assert_same_parameters, twin
@@ -191,6 +192,27 @@ def test_a_step_that_was_interrupted_is_called_again(settings):
             window(net, opt, MOST)
         assert_same_parameters(net, expected, 0)
     assert at > 100 and repeated < at / 3
+
+
+def test_as_extensions_hear_that_a_micro_batch_is_over(monkeypatch):
+    """Called again, the step goes on: it is not that of another micro-batch, without gradients."""
+    net, ended, calls = model(torch.float32), SkipMicroBatch.ended, []
+    opt = fa.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), 3, nonfinite="skip_micro_batch")
+
+    def stops_once(extension, rejected):
+        calls.append(rejected)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        ended(extension, rejected)
+
+    monkeypatch.setattr(SkipMicroBatch, "ended", stops_once)
+    backward(net, torch.randn(4, 3))
+    opt.step()
+    backward(net, torch.randn(4, 3))
+    with pytest.raises(KeyboardInterrupt):
+        opt.step()
+    opt.step()
+    assert opt.progress == {"window": 0, "micro_batch": "2/3"}
 
 
 def stopped_before_it_closes(monkeypatch, call, steps):

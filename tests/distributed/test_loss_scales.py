@@ -226,6 +226,30 @@ def test_a_rank_without_data_goes_on_with_the_smallest_scale(worlds):
     assert first == [(False, 128.0), (True, 128.0), (True, 128.0)] and second == [(False, 256.0), *first[1:]]
 
 
+def one_never_has_data(rank):
+    """Rank 1 overflows in the first micro-batch of a window; rank 2 never meets its scaler."""
+    p = nn.Parameter(torch.zeros(2))
+    opt = fa.AccumulatingOptimizer(sgd([p]), 2, process_group=dist.group.WORLD)
+    scaler, scales = torch.amp.GradScaler("cpu", init_scale=256.0), []
+    for window in range(3):
+        for micro in range(2 if rank < 2 else 0):
+            loss = p.sum() * (float("inf") if (window, micro, rank) == (1, 0, 1) else 1.0)
+            opt.backward(scaler.scale(loss))
+            scaler.step(opt)
+            scaler.update()
+        if rank == 2:
+            opt.flush()
+        scales.append((bool(opt.updated), scaler.get_scale()))
+        opt.zero_grad()
+    return scales
+
+
+def test_a_rank_that_knows_no_scale_has_no_part_in_the_smallest(worlds):
+    *others, idle = worlds(3).run(one_never_has_data)
+    assert others == [[(True, 256.0), (False, 128.0), (True, 128.0)]] * 2
+    assert idle == [(True, 256.0), (False, 256.0), (True, 256.0)]
+
+
 def resumed_without_data(rank):
     """Rank 1 knows no scale but the checkpoint's, which is an old one."""
 
