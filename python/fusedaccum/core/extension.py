@@ -366,8 +366,8 @@ class Extension(MicroBatchEvents):
         """
 
     def window_closed(self) -> None:
-        """The window is over: the next gradient begins a new one. It is applied, or skipped, after
-        this (LBFGS has stepped already). All ranks are told at the same place.
+        """The window is over: the next gradient begins a new one. It is applied, or skipped, next,
+        unless :meth:`run_step` has done that. All ranks are told at the same place.
         """
 
     def window_reported(self, end: Conclusion) -> None:
